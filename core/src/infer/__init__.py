@@ -1,0 +1,46 @@
+"""infer: an LLM inference engine whose every backend is a plugin."""
+
+from typing import TYPE_CHECKING, Any
+
+from infer.errors import (
+    CheckpointError,
+    EngineDeadError,
+    InferError,
+    PluginError,
+    QueueFullError,
+    RequestError,
+    SettingsError,
+)
+from infer.hookspecs import hookimpl
+from infer.protocols import PLUGIN_API
+from infer.request import Event, Request, SamplingParams, TokenLogprobs
+
+if TYPE_CHECKING:
+    from infer.llm import LLM, Completion
+
+__all__ = [
+    "LLM",
+    "PLUGIN_API",
+    "CheckpointError",
+    "Completion",
+    "EngineDeadError",
+    "Event",
+    "InferError",
+    "PluginError",
+    "QueueFullError",
+    "Request",
+    "RequestError",
+    "SamplingParams",
+    "SettingsError",
+    "TokenLogprobs",
+    "hookimpl",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """LLM and Completion on demand: plugins import this module, and the engine imports plugins."""
+    if name in ("LLM", "Completion"):
+        from infer import llm
+
+        return getattr(llm, name)
+    raise AttributeError(f"module 'infer' has no attribute {name!r}")

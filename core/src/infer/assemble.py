@@ -1,0 +1,201 @@
+"""From settings to a running engine: every choice of backend is made here, once, and said in the log."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from tokenizers import Tokenizer
+
+from infer.checkpoint import Checkpoint
+from infer.engine.engine import Engine
+from infer.engine.exactness import self_check
+from infer.engine.loop import EngineLoop
+from infer.engine.runner import Runner
+from infer.errors import CheckpointError, InferError, SettingsError
+from infer.plugins import Plugins
+from infer.protocols import (
+    CacheContext,
+    CachePoolProtocol,
+    KernelsProtocol,
+    ModelContext,
+    ModelProtocol,
+    SchedulerContext,
+)
+from infer.settings import Settings, plugin_settings
+
+log = logging.getLogger(__name__)
+
+DEFAULT_MAX_SEQ_LEN = 4096
+
+
+@dataclass(frozen=True)
+class Served:
+    """What the clients' side needs to know of the model that is served."""
+
+    name: str
+    tokenizer: Tokenizer | None
+    vocab_size: int
+    max_seq_len: int
+    exact: bool
+    """Whether the start-up check found answers independent of batch and chunking, bit for bit."""
+
+
+def start(settings: Settings, plugins: Plugins) -> tuple[EngineLoop, Served]:
+    """Load the model and start the engine's thread."""
+    began = time.perf_counter()
+    if settings.kernels.threads is not None:
+        torch.set_num_threads(settings.kernels.threads)
+    if settings.model.path is None:
+        raise SettingsError('model.path is not set: give a folder, a hub id or a bundled name, e.g. "demo".')
+    device = _device(settings.model.device)
+    checkpoint = Checkpoint.locate(
+        settings.model.path, bundled=plugins.checkpoints, revision=settings.model.revision
+    )
+    dtype = _dtype(settings.model.dtype, checkpoint, device)
+    max_seq_len = _max_seq_len(settings.engine.max_seq_len, checkpoint)
+    kernels = _kernels(settings, plugins, device)
+    model = _model(settings, plugins, checkpoint, ModelContext(kernels, dtype, device, max_seq_len))
+    pool = _pool(settings, plugins, model, kernels, dtype, device, max_seq_len)
+    tokenizer = _tokenizer(settings.model.tokenizer, checkpoint)
+    exact = self_check(
+        model, pool, max_batch_size=settings.engine.max_batch_size, max_seq_len=max_seq_len, device=device
+    )
+    scheduler_name = settings.engine.batching_mode
+    scheduler = plugins.get("scheduler", scheduler_name, "engine.batching_mode").registration.factory(
+        SchedulerContext(pool, settings.engine), plugin_settings(settings, "scheduler", scheduler_name)
+    )
+
+    def make_engine(publish: Callable[..., None]) -> Engine:
+        return Engine(
+            Runner(model, pool, device),
+            scheduler,
+            pool,
+            tokenizer=tokenizer,
+            eos_token_ids=checkpoint.eos_token_ids,
+            max_seq_len=max_seq_len,
+            publish=publish,
+            notify=plugins.notify,
+        )
+
+    loop = EngineLoop(make_engine, settings.engine.max_batch_size + settings.engine.max_waiting_requests)
+    log.info(
+        "%s: %s on %s, %d positions, exact: %s, loaded in %.1f s",
+        settings.model.path,
+        str(dtype).removeprefix("torch."),
+        device,
+        max_seq_len,
+        str(exact).lower(),
+        time.perf_counter() - began,
+    )
+    name = settings.server.served_model_name or settings.model.path
+    return loop, Served(name, tokenizer, model.vocab_size, max_seq_len, exact)
+
+
+def _device(name: str) -> torch.device:
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise SettingsError('model.device is "cuda", but torch sees no GPU here; use "cpu" or "auto".')
+    return torch.device("cuda" if available and name != "cpu" else "cpu")
+
+
+def _dtype(name: str, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
+    dtype = checkpoint.dtype if name == "auto" else getattr(torch, name)
+    if dtype == torch.float16 and device.type == "cpu":
+        if name != "auto":
+            raise SettingsError('model.dtype "float16" is slow on a CPU; use "bfloat16" or "float32".')
+        log.info("model.dtype: the checkpoint's float16 is slow on a CPU; using bfloat16")
+        return torch.bfloat16
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _max_seq_len(asked: int | None, checkpoint: Checkpoint) -> int:
+    if asked is None:
+        return min(DEFAULT_MAX_SEQ_LEN, checkpoint.max_positions)
+    if asked > checkpoint.max_positions:
+        raise SettingsError(
+            f"engine.max_seq_len is {asked}, but the checkpoint was made for {checkpoint.max_positions} positions; "
+            "lower it or leave it out."
+        )
+    return asked
+
+
+def _kernels(settings: Settings, plugins: Plugins, device: torch.device) -> KernelsProtocol:
+    name = settings.kernels.backend
+    if name == "auto":
+        offer = plugins.auto("kernels", "kernels.backend", device_type=device.type)
+    else:
+        offer = plugins.get("kernels", name, "kernels.backend")
+        devices = offer.registration.devices
+        if devices and device.type not in devices:
+            raise SettingsError(
+                f"kernels.backend {name!r} runs on {' and '.join(devices)}, but the model is on {device.type}; "
+                "choose another or set model.device."
+            )
+    own = plugin_settings(settings, "kernels", offer.registration.name)
+    kernels: KernelsProtocol = offer.registration.factory(device, own)
+    return kernels
+
+
+def _model(
+    settings: Settings, plugins: Plugins, checkpoint: Checkpoint, context: ModelContext
+) -> ModelProtocol:
+    family = plugins.family(checkpoint.architectures, settings.model.family)
+    own = plugin_settings(settings, "model", family.registration.name)
+    model: ModelProtocol = family.registration.factory(checkpoint.config, context, own)
+    if settings.model.load_format == "dummy":
+        model.load(checkpoint.dummy_tensors(model.expected(), context.dtype))
+    else:
+        model.load(checkpoint.tensors())
+    return model
+
+
+def _pool(
+    settings: Settings,
+    plugins: Plugins,
+    model: ModelProtocol,
+    kernels: KernelsProtocol,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_seq_len: int,
+) -> CachePoolProtocol:
+    name = settings.cache.backend
+    offer = (
+        plugins.auto("cache", "cache.backend") if name == "auto" else plugins.get("cache", name, "cache.backend")
+    )
+    context = CacheContext(model.attention, settings.engine.max_batch_size, max_seq_len, dtype, device, kernels)
+    try:
+        pool: CachePoolProtocol = offer.registration.factory(
+            context, plugin_settings(settings, "cache", offer.registration.name)
+        )
+    except (MemoryError, RuntimeError) as error:
+        raise InferError(
+            f"The cache for engine.max_batch_size {settings.engine.max_batch_size} and {max_seq_len} positions does "
+            f"not fit into memory ({error}); lower engine.max_batch_size or engine.max_seq_len."
+        ) from error
+    if pool.free_tokens() < max_seq_len:
+        raise SettingsError(
+            f"The cache has room for {pool.free_tokens()} positions, but one sequence may need engine.max_seq_len = "
+            f"{max_seq_len}; enlarge the cache or lower engine.max_seq_len."
+        )
+    per_token = sum(2 * s.num_kv_heads * s.head_size for s in model.attention) * dtype.itemsize
+    log.info(
+        "cache %s: %d positions of %d bytes = %.1f MiB",
+        offer.registration.name,
+        pool.free_tokens(),
+        per_token,
+        pool.free_tokens() * per_token / 2**20,
+    )
+    return pool
+
+
+def _tokenizer(path: str | None, checkpoint: Checkpoint) -> Tokenizer:
+    file = checkpoint.tokenizer_file if path is None else path
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exceptions
+        raise CheckpointError(f"The tokenizer {file} cannot be read: {error}.") from error

@@ -1,0 +1,222 @@
+"""The engine: drain the inbox, schedule, pack, run, publish. It owns the device and knows neither HTTP nor clients."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass, field, replace
+
+from tokenizers import Tokenizer
+
+from infer.engine.batch import pack
+from infer.engine.runner import Result, Runner
+from infer.engine.sequence import Sequence, Work
+from infer.engine.text import TextStream
+from infer.hookspecs import RequestRecord, StepRecord, WorkRecord
+from infer.protocols import CachePoolProtocol, SchedulerProtocol
+from infer.request import Event, FinishReason, Request, TokenLogprobs
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """All that a client may still say after submission."""
+
+    request_id: str
+
+
+@dataclass(eq=False, slots=True)
+class _Live:
+    """What the engine keeps of an unfinished request besides its sequence."""
+
+    sequence: Sequence
+    text: TextStream | None
+    first_token: float | None = None
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
+
+
+class Engine:
+    """One model, one cache, one scheduler. ``submit`` may be called from any thread, ``step`` from one only."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: SchedulerProtocol,
+        pool: CachePoolProtocol,
+        *,
+        tokenizer: Tokenizer | None,
+        eos_token_ids: frozenset[int],
+        max_seq_len: int,
+        publish: Callable[[list[Event]], None],
+        notify: Callable[[str, StepRecord | RequestRecord], None],
+    ) -> None:
+        self._runner = runner
+        self._scheduler = scheduler
+        self._pool = pool
+        self._tokenizer = tokenizer
+        self._eos_token_ids = eos_token_ids
+        self._max_seq_len = max_seq_len
+        self._publish = publish
+        self._notify = notify
+        self._inbox: queue.SimpleQueue[Request | Abort | None] = queue.SimpleQueue()
+        self._live: dict[str, _Live] = {}
+        self._steps = 0
+        self._arrivals = 0
+
+    def submit(self, message: Request | Abort | None) -> None:
+        """Hand over a request or an abort; it counts from the next step. None only wakes ``wait``."""
+        self._inbox.put(message)
+
+    def has_work(self) -> bool:
+        return self._scheduler.has_work() or not self._inbox.empty()
+
+    def wait(self) -> None:
+        """Block until there is a message."""
+        self._receive(self._inbox.get())
+
+    def step(self) -> None:
+        """One iteration: everyone who runs gets ahead by a token or a chunk."""
+        started = time.perf_counter()
+        self._drain_inbox()
+        passes = list(self._scheduler.schedule().passes())
+        records = tuple(_record(work) for works in passes for work in works)
+        for works in passes:
+            try:
+                result = self._runner.run(batch := pack(works))
+            except Exception as error:
+                log.exception("a step with %d requests failed", len(works))
+                self._fail(works, error)
+            else:
+                self._publish(self._advance(works, batch.sampled, result))
+        if passes:
+            self._observe(started, records, len(passes))
+
+    def fail_all(self, reason: FinishReason, error: str | None) -> None:
+        """End every request that is here; for shutting down."""
+        self._drain_inbox()
+        self._publish([self._end(live, reason, error=error) for live in list(self._live.values())])
+
+    def _drain_inbox(self) -> None:
+        while not self._inbox.empty():
+            self._receive(self._inbox.get())
+
+    def _receive(self, message: Request | Abort | None) -> None:
+        if isinstance(message, Request):
+            params = message.params
+            longest = self._max_seq_len
+            if params.max_tokens is not None:
+                longest = min(longest, len(message.prompt_token_ids) + params.max_tokens)
+            sequence = Sequence(message, self._arrivals, longest)
+            self._arrivals += 1
+            text = None
+            if self._tokenizer is not None:
+                text = TextStream(self._tokenizer, message.prompt_token_ids, params.stop)
+            self._live[message.id] = _Live(sequence, text)
+            self._scheduler.add(sequence)
+        elif isinstance(message, Abort) and (live := self._live.get(message.request_id)):
+            self._publish([self._end(live, "abort")])
+
+    def _advance(self, works: Seq[Work], sampled: Seq[Sequence], result: Result) -> list[Event]:
+        """Book what a pass has computed; one event for every sequence that got a token."""
+        for work in works:
+            work.sequence.num_computed = work.end
+        for sequence, scores in result.prompt_logprobs:
+            self._live[sequence.id].prompt_logprobs += scores
+            sequence.prompt_scored += len(scores)
+        return [
+            self._take(self._live[sequence.id], token, logprobs)
+            for sequence, token, logprobs in zip(sampled, result.tokens, result.logprobs, strict=True)
+        ]
+
+    def _take(self, live: _Live, token: int | None, logprobs: TokenLogprobs | None) -> Event:
+        """Append a token and see whether it is the last."""
+        sequence, params = live.sequence, live.sequence.request.params
+        if token is None:
+            return self._end(live, "error", error="The model's output is not finite (NaN or infinity).")
+        sequence.tokens.append(token)
+        event = Event(
+            sequence.id,
+            (token,),
+            logprobs=(logprobs,) if logprobs else (),
+            prompt_logprobs=tuple(live.prompt_logprobs)
+            if live.first_token is None and params.prompt_logprobs is not None
+            else None,
+            num_cached=sequence.num_cached,
+        )
+        if live.first_token is None:
+            live.first_token = time.perf_counter()
+        if token in params.stop_token_ids:
+            return self._end(live, "stop", event, stop_reason=token)
+        if token in self._eos_token_ids and not params.ignore_eos:
+            return self._end(live, "stop", event)
+        text, stop = live.text.push(token) if live.text else ("", None)
+        if stop is not None:
+            return self._end(live, "stop", event, text=text, stop_reason=stop)
+        if len(sequence.tokens) >= sequence.max_len:
+            return self._end(live, "length", event, text=text)
+        return replace(event, text=text)
+
+    def _end(
+        self,
+        live: _Live,
+        reason: FinishReason,
+        event: Event | None = None,
+        *,
+        text: str = "",
+        stop_reason: int | str | None = None,
+        error: str | None = None,
+    ) -> Event:
+        """Free the request's room and make its last event."""
+        sequence = live.sequence
+        self._scheduler.finish(sequence)
+        del self._live[sequence.id]
+        if live.text is not None and not isinstance(stop_reason, str):
+            rest, stop = live.text.flush()
+            text += rest
+            if stop is not None:
+                reason, stop_reason = "stop", stop
+        self._notify(
+            "infer_request_finished",
+            RequestRecord(
+                request_id=sequence.id,
+                num_prompt=sequence.num_prompt,
+                num_generated=len(sequence.tokens) - sequence.num_prompt,
+                num_cached=sequence.num_cached,
+                finish_reason=reason,
+                arrival=sequence.request.arrival,
+                first_token=live.first_token,
+                finished=time.perf_counter(),
+                preemptions=sequence.preemptions,
+            ),
+        )
+        event = event or Event(sequence.id)
+        return replace(event, text=text, finish_reason=reason, stop_reason=stop_reason, error=error)
+
+    def _fail(self, works: Seq[Work], error: Exception) -> None:
+        text = f"The step failed: {type(error).__name__}: {error}"
+        self._publish([self._end(self._live[w.sequence.id], "error", error=text) for w in works])
+
+    def _observe(self, started: float, records: tuple[WorkRecord, ...], passes: int) -> None:
+        running = sum(live.sequence.slot is not None for live in self._live.values())
+        self._notify(
+            "infer_step_finished",
+            StepRecord(
+                index=self._steps,
+                started=started,
+                finished=time.perf_counter(),
+                work=records,
+                passes=passes,
+                running=running,
+                waiting=len(self._live) - running,
+                free_tokens=self._pool.free_tokens(),
+            ),
+        )
+        self._steps += 1
+
+
+def _record(work: Work) -> WorkRecord:
+    kind = "decode" if work.sequence.decoding else "prefill"
+    return WorkRecord(work.sequence.id, kind, work.start, work.length, work.samples)

@@ -1,0 +1,146 @@
+"""The engine's thread, and the door to it: submit, abort, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+
+from infer.engine.engine import Abort, Engine
+from infer.errors import EngineDeadError, QueueFullError
+from infer.request import Event, Request
+
+log = logging.getLogger(__name__)
+
+Mailbox = Callable[[list[Event]], None]
+"""Where a client's side wants its events: called in the engine's thread, once per pass, with all that are its own."""
+
+
+class EngineLoop:
+    """Runs an engine in a thread of its own. All methods may be called from any thread.
+
+    At most ``max_batch_size`` + ``max_waiting_requests`` requests are here at a time. Every request that ``submit``
+    accepted gets exactly one event with a finish_reason, whatever happens.
+    """
+
+    def __init__(self, make_engine: Callable[[Mailbox], Engine], max_open: int) -> None:
+        self._max_open = max_open
+        self._open: dict[str, Mailbox] = {}
+        self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
+        self._closing = False
+        self._stop = False
+        self._error: BaseException | None = None
+        self._engine = make_engine(self._publish)
+        self._thread = threading.Thread(target=self._run, name="infer-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive() and not self._closing
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def submit(self, request: Request, mailbox: Mailbox) -> None:
+        """Accept a request. Raises QueueFullError or EngineDeadError."""
+        with self._lock:
+            if self._closing:
+                raise EngineDeadError("The engine is shutting down and takes no more requests.")
+            if self._error is not None:
+                raise EngineDeadError(f"The engine has stopped: {self._error!r}. Restart the server.")
+            if len(self._open) >= self._max_open:
+                raise QueueFullError(
+                    f"All {self._max_open} places are taken (engine.max_batch_size running and "
+                    "engine.max_waiting_requests waiting). Try again later, or raise engine.max_waiting_requests."
+                )
+            if request.id in self._open:
+                raise ValueError(f"request id {request.id!r} is in use")
+            self._open[request.id] = mailbox
+            self._engine.submit(request)
+
+    def abort(self, request_id: str) -> None:
+        """End a request within a step; no effect on one that has ended."""
+        self._engine.submit(Abort(request_id))
+
+    def close(self, drain_s: float = 0.0) -> None:
+        """Take no more requests, give those that are here ``drain_s`` seconds, end the rest with an abort, and stop."""
+        deadline = time.monotonic() + drain_s
+        with self._idle:
+            self._closing = True
+            while self._open and self._thread.is_alive() and (left := deadline - time.monotonic()) > 0:
+                self._idle.wait(left)
+            self._stop = True
+        self._engine.submit(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        engine = self._engine
+        try:
+            while not self._stop:
+                if engine.has_work():
+                    engine.step()
+                else:
+                    engine.wait()
+            engine.fail_all("abort", None)
+        except BaseException as error:
+            log.exception("the engine has stopped")
+            with self._lock:
+                self._error = error
+                ids = list(self._open)
+            text = f"The engine has stopped: {error!r}. Restart the server."
+            self._publish([Event(id, finish_reason="error", error=text) for id in ids])
+
+    def _publish(self, events: list[Event]) -> None:
+        with self._idle:
+            letters: dict[Mailbox, list[Event]] = {}
+            for event in events:
+                mailbox = self._open.get(event.request_id)
+                if mailbox is None:
+                    continue  # its end was published before the engine stopped
+                letters.setdefault(mailbox, []).append(event)
+                if event.finish_reason is not None:
+                    del self._open[event.request_id]
+            self._idle.notify_all()
+        for mailbox, mine in letters.items():
+            try:
+                mailbox(mine)
+            except Exception:
+                log.exception("a client's mailbox failed")
+
+
+class AsyncDoor:
+    """An EngineLoop as an asyncio program sees it. Make it, and use it, in one event loop."""
+
+    def __init__(self, engine_loop: EngineLoop) -> None:
+        self._engine_loop = engine_loop
+        self._asyncio_loop = asyncio.get_running_loop()
+        self._queues: dict[str, asyncio.Queue[Event]] = {}
+
+    async def stream(self, request: Request) -> AsyncIterator[Event]:
+        """Submit at once and yield events to the last; leaving early aborts the request."""
+        queue: asyncio.Queue[Event] = asyncio.Queue()
+        self._engine_loop.submit(request, self._post)
+        self._queues[request.id] = queue
+        done = False
+        try:
+            while not done:
+                event = await queue.get()
+                done = event.finish_reason is not None
+                yield event
+        finally:
+            del self._queues[request.id]
+            if not done:
+                self._engine_loop.abort(request.id)
+
+    def _post(self, events: list[Event]) -> None:
+        """In the engine's thread: one wake-up of the event loop for all events of a pass."""
+        self._asyncio_loop.call_soon_threadsafe(self._deliver, events)
+
+    def _deliver(self, events: list[Event]) -> None:
+        for event in events:
+            if queue := self._queues.get(event.request_id):  # none: its reader has left
+                queue.put_nowait(event)

@@ -1,0 +1,166 @@
+"""Who computes what in a step: iteration-level scheduling (Orca, 2022) with chunked prefill (Sarathi-Serve, 2024)."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from typing import TYPE_CHECKING
+
+from infer.engine.sequence import Schedule, Sequence, Work
+from infer.protocols import CachePoolProtocol
+
+if TYPE_CHECKING:
+    from infer.settings import EngineSettings
+
+
+class ContinuousScheduler:
+    """Each step: a token for everyone who decodes, then chunks of prompts under way, then new prompts in arrival order,
+    all within ``max_tokens_per_step``.
+
+    The cache must have room for one sequence of full length; then whoever runs alone can always go on, and every
+    request ends.
+    """
+
+    def __init__(self, pool: CachePoolProtocol, settings: EngineSettings) -> None:
+        self._pool = pool
+        self._max_batch_size = settings.max_batch_size
+        self._chunk_size = settings.prefill_chunk_size if settings.use_chunked_prefill else None
+        self._max_tokens = settings.max_tokens_per_step
+        self._max_chunks = settings.max_prefill_chunks_per_step
+        self._max_partial = settings.max_num_partial_prefills
+        self.running: list[Sequence] = []
+        """By arrival."""
+        self.waiting: deque[Sequence] = deque()
+        """By arrival; the preempted, being older than all that never ran, come first."""
+        self._by_id: dict[str, Sequence] = {}
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+        self._by_id[sequence.id] = sequence
+
+    def has_work(self) -> bool:
+        return bool(self._by_id)
+
+    def finish(self, sequence: Sequence) -> None:
+        del self._by_id[sequence.id]
+        if sequence.slot is None:
+            self.waiting.remove(sequence)
+        else:
+            self.running.remove(sequence)
+            self._release(sequence)
+
+    def abort(self, request_id: str) -> Sequence | None:
+        sequence = self._by_id.get(request_id)
+        if sequence is not None:
+            self.finish(sequence)
+        return sequence
+
+    def schedule(self) -> Schedule:
+        admits = self._admits()
+        decodes = self._decodes()
+        step = _Step(self._max_tokens, self._max_chunks, self._max_partial, self._chunk_size)
+        step.spend(len(decodes))
+        for sequence in self.running:
+            if not sequence.decoding and not step.extend(sequence):
+                break
+        while admits and self.waiting and len(self.running) < self._max_batch_size:
+            if not self._admit(self.waiting[0], step):
+                break
+        return Schedule(decodes, step.prefills)
+
+    def _admits(self) -> bool:
+        return True
+
+    def _decodes(self) -> list[Work]:
+        """One token for everyone past prefill, making room by preempting the youngest."""
+        works = []
+        for sequence in list(self.running):
+            if not sequence.decoding:
+                continue
+            while not self._pool.grow(self._slot(sequence), len(sequence.tokens)):
+                victim = self.running[-1]
+                self._preempt(victim)
+                if victim is sequence:
+                    break
+            else:
+                works.append(Work(sequence, sequence.num_computed, 1))
+        return works
+
+    def _admit(self, sequence: Sequence, step: _Step) -> bool:
+        """Take room for the whole prompt at once, so that no prefill fails half-way for want of it."""
+        if not step.has_room(len(sequence.tokens)):
+            return False
+        request = sequence.request
+        place = self._pool.allocate(
+            sequence.tokens, reuse=request.params.prompt_logprobs is None, salt=request.cache_salt
+        )
+        if place is None:
+            return False
+        sequence.slot, sequence.num_computed = place.slot, place.num_cached
+        sequence.prefill_end = len(sequence.tokens)
+        if not step.extend(sequence):
+            self._release(sequence)
+            return False
+        if sequence.preemptions == 0:
+            sequence.num_cached = place.num_cached
+        self.waiting.popleft()
+        insort(self.running, sequence, key=lambda s: s.order)
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._release(sequence)
+        sequence.preemptions += 1
+        self.waiting.appendleft(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        self._pool.free(self._slot(sequence))
+        sequence.slot = None
+        sequence.num_computed = 0
+
+    @staticmethod
+    def _slot(sequence: Sequence) -> int:
+        assert sequence.slot is not None, f"{sequence.id} does not run"
+        return sequence.slot
+
+
+class StaticScheduler(ContinuousScheduler):
+    """Holds a batch until all its members finish, then takes the next. Stays as the comparison."""
+
+    def _admits(self) -> bool:
+        return not self.running
+
+
+class _Step:
+    """What is left of one step's limits while its prefills are chosen."""
+
+    def __init__(
+        self, tokens: int | None, chunks: int | None, partial: int | None, chunk_size: int | None
+    ) -> None:
+        unlimited = 1 << 62
+        self.prefills: list[Work] = []
+        self._tokens = unlimited if tokens is None else tokens
+        self._chunks = unlimited if chunks is None else chunks
+        self._partial = unlimited if partial is None else partial
+        self._chunk_size = chunk_size
+
+    def spend(self, tokens: int) -> None:
+        self._tokens -= tokens
+
+    def has_room(self, remaining: int) -> bool:
+        """Whether a prompt with so many tokens to go could get its next chunk (a cheap test before allocating)."""
+        whole = self._chunk_size is None and remaining > self._tokens
+        return self._tokens > 0 and self._chunks > 0 and not whole
+
+    def extend(self, sequence: Sequence) -> bool:
+        """Schedule the sequence's next chunk; False when a limit forbids it."""
+        remaining = sequence.prefill_end - sequence.num_computed
+        length = remaining if self._chunk_size is None else min(remaining, self._chunk_size, self._tokens)
+        left_partial = length < remaining
+        if not self.has_room(remaining) or (left_partial and self._partial <= 0):
+            return False
+        self._partial -= left_partial
+        self._chunks -= 1
+        self._tokens -= length
+        self.prefills.append(Work(sequence, sequence.num_computed, length))
+        return True

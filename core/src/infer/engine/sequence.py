@@ -1,0 +1,74 @@
+"""The engine's own record of a request, and the plan of a step. Integers only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from infer.request import Request
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """A request on its way: its tokens, and how far the cache has come with them."""
+
+    request: Request
+    order: int
+    """Arrival order; the youngest is preempted first."""
+    max_len: int
+    """Tokens, prompt included, at which it ends for want of room."""
+    tokens: list[int] = field(init=False)
+    num_prompt: int = field(init=False)
+    num_computed: int = 0
+    """Leading positions whose K/V are in the cache. The scheduler sets it at admission, the engine after each pass."""
+    prefill_end: int = 0
+    """Positions to compute before it decodes: the tokens it had when it was admitted. Set by the scheduler."""
+    slot: int | None = None
+    """Its place in the cache while it runs. Set by the scheduler."""
+    num_cached: int = 0
+    """Prompt tokens found in the cache at first admission. Set by the scheduler."""
+    preemptions: int = 0
+    prompt_scored: int = 0
+    """Prompt positions whose logprobs are known. Set by the engine."""
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.request.prompt_token_ids)
+        self.num_prompt = len(self.tokens)
+
+    @property
+    def id(self) -> str:
+        return self.request.id
+
+    @property
+    def decoding(self) -> bool:
+        return self.slot is not None and self.num_computed >= self.prefill_end
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Extend ``sequence`` by positions [start, start + length)."""
+
+    sequence: Sequence
+    start: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+    @property
+    def samples(self) -> bool:
+        """Only what reaches the last token yields the next one."""
+        return self.end == len(self.sequence.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """One step. A sequence is in at most one of the lists."""
+
+    decodes: list[Work]
+    prefills: list[Work]
+
+    def passes(self) -> Iterator[list[Work]]:
+        """What goes through the model together: decodes first, for the sake of inter-token latency."""
+        yield from (works for works in (self.decodes, self.prefills) if works)

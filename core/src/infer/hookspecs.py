@@ -1,0 +1,130 @@
+"""The hooks that a plugin may implement.
+
+A plugin is a module named by an entry point of the group ``infer``. It states the contract it was written for
+(``INFER_PLUGIN_API = 1``) and marks its functions with ``infer.hookimpl``. Core's own schedulers and kernels come in
+the same way (``infer/builtin.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import pluggy
+from pydantic import BaseModel
+
+from infer.protocols import CacheFactory, KernelsFactory, ModelFactory, NoSettings, SchedulerFactory
+
+hookspec = pluggy.HookspecMarker("infer")
+hookimpl = pluggy.HookimplMarker("infer")
+
+F = TypeVar("F")
+
+
+@dataclass(frozen=True)
+class Registration(Generic[F]):
+    """One thing that a plugin offers for a slot."""
+
+    name: str
+    """What a user writes in settings.toml; letters, digits and underscores."""
+    factory: F
+    description: str
+    """One line for ``infer plugins``."""
+    settings: type[BaseModel] = NoSettings
+    """Validates the plugin's own table in settings.toml, e.g. ``[cache.paged]``. Give it ``extra="forbid"``."""
+    priority: int = 0
+    """Where a setting says ``auto``, the highest wins; a tie is an error that asks for a choice."""
+
+
+@dataclass(frozen=True)
+class ModelRegistration(Registration[ModelFactory]):
+    """A model family, found by the ``architectures`` of a checkpoint's config.json."""
+
+    architectures: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class KernelsRegistration(Registration[KernelsFactory]):
+    """A kernel provider and where it can run."""
+
+    devices: tuple[str, ...] = ()
+    """Device types (``cpu``, ``cuda``) it can run on; empty for all."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkRecord:
+    """What one sequence did in a step."""
+
+    request_id: str
+    kind: str
+    """``decode`` or ``prefill``."""
+    start: int
+    length: int
+    sampled: bool
+    """Whether it got a token."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One finished engine step. Times are seconds on ``time.perf_counter``."""
+
+    index: int
+    started: float
+    finished: float
+    work: tuple[WorkRecord, ...]
+    passes: int
+    running: int
+    waiting: int
+    free_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """One finished request. Times are seconds on ``time.perf_counter``."""
+
+    request_id: str
+    num_prompt: int
+    num_generated: int
+    num_cached: int
+    finish_reason: str
+    arrival: float
+    first_token: float | None
+    finished: float
+    preemptions: int
+
+
+@hookspec
+def infer_cache_pools() -> list[Registration[CacheFactory]]:  # type: ignore[empty-body]
+    """Cache pools, chosen by ``cache.backend``."""
+
+
+@hookspec
+def infer_models() -> list[ModelRegistration]:  # type: ignore[empty-body]
+    """Model families, chosen by the checkpoint's architecture or ``model.family``."""
+
+
+@hookspec
+def infer_schedulers() -> list[Registration[SchedulerFactory]]:  # type: ignore[empty-body]
+    """Schedulers, chosen by ``engine.batching_mode``."""
+
+
+@hookspec
+def infer_kernels() -> list[KernelsRegistration]:  # type: ignore[empty-body]
+    """Kernel providers, chosen by ``kernels.backend``."""
+
+
+@hookspec
+def infer_checkpoints() -> Mapping[str, Path]:  # type: ignore[empty-body]
+    """Bundled checkpoints: names that ``model.path`` may give instead of a folder or a hub id."""
+
+
+@hookspec
+def infer_step_finished(record: StepRecord) -> None:
+    """Called in the engine's thread after every step; be quick. An exception is logged once and disables the hook."""
+
+
+@hookspec
+def infer_request_finished(record: RequestRecord) -> None:
+    """Called in the engine's thread after a request's last event; the same rules."""

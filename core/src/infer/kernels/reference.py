@@ -1,0 +1,224 @@
+"""What every kernel means, in torch, and the provider for where nothing faster is installed.
+
+Each result row depends on its own input row alone, bit for bit. Three habits keep that true on a CPU:
+
+- Matrix products get at least as many rows as the platform's library needs to treat every row alike.
+- Activations are composed of operations whose vector and scalar forms agree (``exp``, ``tanh``, IEEE arithmetic).
+  ``torch.nn.functional.silu`` is not: an element's last bit depends on whether it falls into a vector's tail.
+- Attention reduces keys in segments of fixed size counted from position 0, whatever the chunk.
+
+Shapes: T tokens, D hidden, H query heads, K key/value heads, G = H / K, E head size, S segment.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infer.protocols import AttentionSpec, KernelsProtocol, Ragged
+
+SEGMENT = 128
+"""Keys per reduction step of attention."""
+TILE = 128
+"""Queries per block of attention."""
+EXACT_ROWS = 16
+"""Rows from which matrix products are taken to treat all rows alike; fewer are probed or padded."""
+
+
+@dataclass(frozen=True)
+class PackedLinear:
+    """A weight [N, K], its bias, and the fewest rows the platform multiplies exactly."""
+
+    weight_NK: Tensor
+    bias_N: Tensor | None
+    min_rows: int
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Query tiles of one size that need the same segments of keys, so that one product serves them all."""
+
+    sequences: tuple[int, ...]
+    """The sequence of each of the tiles."""
+    starts: tuple[int, ...]
+    """The position of each tile's first query."""
+    rows: tuple[int, ...]
+    """The row of each tile's first query in the batch."""
+    size: int
+    first_segment: int
+    last_segment: int
+
+
+class ReferenceKernels(KernelsProtocol):
+    """Plain torch. Providers subclass it and replace what they do better."""
+
+    def pack(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> Any:
+        rows = 1
+        if weight_NK.device.type == "cpu":
+            n, k = weight_NK.shape
+            rows = exact_rows(torch.nn.functional.linear, n, k, weight_NK.dtype, torch.get_num_threads())
+        return PackedLinear(weight_NK, bias_N, rows)
+
+    def linear(self, x_TK: Tensor, packed: Any) -> Tensor:
+        return _at_least(
+            packed.min_rows, x_TK, lambda x: torch.nn.functional.linear(x, packed.weight_NK, packed.bias_N)
+        )
+
+    def embedding(self, token_ids_T: Tensor, weight_VD: Tensor) -> Tensor:
+        return torch.nn.functional.embedding(token_ids_T, weight_VD)
+
+    def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float, unit_offset: bool = False) -> Tensor:
+        x = x_TD.float()
+        x = x / torch.sqrt(x.square().mean(-1, keepdim=True) + eps)
+        if unit_offset:
+            return (x * (1.0 + weight_D.float())).to(x_TD.dtype)
+        return x.to(x_TD.dtype) * weight_D
+
+    def add_rms_norm(
+        self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, unit_offset: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        residual_TD = x_TD + residual_TD
+        return self.rms_norm(residual_TD, weight_D, eps, unit_offset), residual_TD
+
+    def rope(self, q_THE: Tensor, k_TKE: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return _rotate(q_THE, cos, sin), _rotate(k_TKE, cos, sin)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        gate = gate.float()
+        return (gate / (1.0 + torch.exp(-gate))).to(up.dtype) * up
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        gate = gate.float()
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        return (0.5 * gate * (1.0 + torch.tanh(inner))).to(up.dtype) * up
+
+    def store_kv(
+        self, k_TKE: Tensor, v_TKE: Tensor, k_cache: Tensor, v_cache: Tensor, flat_T: Tensor
+    ) -> None:
+        k_cache.flatten(0, 1).index_copy_(0, flat_T, k_TKE)
+        v_cache.flatten(0, 1).index_copy_(0, flat_T, v_TKE)
+
+    def extend_attention(
+        self, q_THE: Tensor, k_cache: Tensor, v_cache: Tensor, ragged: Ragged, spec: AttentionSpec
+    ) -> Tensor:
+        out_THE = torch.empty_like(q_THE)
+        for tiles in plan_tiles(ragged.starts, ragged.lens, spec.window):
+            _attend_tiles(tiles, q_THE, k_cache, v_cache, ragged.block_table_BP, spec, out_THE)
+        return out_THE
+
+
+@functools.lru_cache(maxsize=16)
+def plan_tiles(starts: tuple[int, ...], lens: tuple[int, ...], window: int | None) -> tuple[Tiles, ...]:
+    """Cut every chunk into tiles of at most ``TILE`` queries and group those of one size and one range of segments.
+
+    Decodes of similar context become one group, and so do the inner tiles of equal prompts.
+    """
+    groups: dict[tuple[int, int, int], list[tuple[int, int, int]]] = {}
+    row = 0
+    for b, (start, length) in enumerate(zip(starts, lens, strict=True)):
+        for t in range(0, length, TILE):
+            size, begin = min(TILE, length - t), start + t
+            first = 0 if window is None else max(0, begin - window + 1) // SEGMENT
+            last = (begin + size - 1) // SEGMENT
+            groups.setdefault((size, first, last), []).append((b, begin, row + t))
+        row += length
+    return tuple(
+        Tiles(*(tuple(column) for column in zip(*members, strict=True)), size, first, last)  # type: ignore[call-arg]
+        for (size, first, last), members in groups.items()
+    )
+
+
+def _attend_tiles(
+    tiles: Tiles,
+    q_THE: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table_BP: Tensor,
+    spec: AttentionSpec,
+    out_THE: Tensor,
+) -> None:
+    """Online-softmax attention (Milakov and Gimelshein, 2018) over fixed segments, accumulated in fp32."""
+    device = q_THE.device
+    g, n, (H, E), K = len(tiles.rows), tiles.size, q_THE.shape[1:], spec.num_kv_heads
+    G, M = H // K, max(EXACT_ROWS, H // K * n)
+    block_size = k_cache.shape[1]
+    steps_n = torch.arange(n, device=device)
+    row_gn = torch.tensor(tiles.rows, device=device)[:, None] + steps_n
+    position_gn = torch.tensor(tiles.starts, device=device)[:, None] + steps_n
+    table_gP = block_table_BP[torch.tensor(tiles.sequences, device=device)].long()
+    k_flat, v_flat = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
+
+    q = q_THE.new_zeros(g, K, M, E, dtype=torch.float32)
+    rows_q = q_THE[row_gn].float() * spec.scale
+    q[:, :, : G * n] = rows_q.view(g, n, K, G, E).permute(0, 2, 3, 1, 4).reshape(g, K, G * n, E)
+    q = q.view(g * K, M, E)
+    top = torch.full((g * K, M, 1), torch.finfo(torch.float32).min, device=device)
+    total = torch.zeros_like(top)
+    acc = torch.zeros_like(q)
+    for segment in range(tiles.first_segment, tiles.last_segment + 1):
+        key_S = torch.arange(segment * SEGMENT, (segment + 1) * SEGMENT, device=device)
+        # A key past the tile's last query is masked below; it is read from inside the sequence all the same, since
+        # what lies beyond may be another's, and 0 x NaN is NaN.
+        key_gS = torch.minimum(key_S, position_gn[:, -1:])
+        flat_gS = table_gP.gather(1, key_gS // block_size) * block_size + key_gS % block_size
+        k = k_flat[flat_gS].permute(0, 2, 3, 1).float().contiguous().view(g * K, E, SEGMENT)
+        v = v_flat[flat_gS].permute(0, 2, 1, 3).float().contiguous().view(g * K, SEGMENT, E)
+        scores = torch.bmm(q, k)
+        if spec.soft_cap is not None:
+            scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
+        hidden_gnS = key_S > position_gn[:, :, None]
+        if spec.window is not None:
+            hidden_gnS |= key_S <= position_gn[:, :, None] - spec.window
+        scores.view(g, K, M, SEGMENT)[:, :, : G * n].unflatten(2, (G, n)).masked_fill_(
+            hidden_gnS[:, None, None], float("-inf")
+        )
+        new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
+        weights = torch.exp(scores - new_top)
+        decay = torch.exp(top - new_top)
+        total = total * decay + weights.sum(-1, keepdim=True)
+        acc = acc * decay + torch.bmm(weights, v)
+        top = new_top
+    out = (acc / total).view(g, K, M, E)[:, :, : G * n].unflatten(2, (G, n)).permute(0, 3, 1, 2, 4)
+    out_THE[row_gn.flatten()] = out.reshape(g * n, H, E).to(out_THE.dtype)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    left, right = x.float().chunk(2, dim=-1)
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
+
+
+def _at_least(rows: int, x: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
+    """Apply a row-wise function to at least so many rows."""
+    if x.shape[0] >= rows:
+        return fn(x)
+    padded = x.new_zeros(rows, *x.shape[1:])
+    padded[: x.shape[0]] = x
+    return fn(padded)[: x.shape[0]]
+
+
+@functools.lru_cache(maxsize=256)
+def exact_rows(
+    linear: Callable[[Tensor, Tensor], Tensor], n: int, k: int, dtype: torch.dtype, threads: int
+) -> int:
+    """The fewest rows from which ``linear`` on a weight [n, k] gives a row the same bits in whatever company.
+
+    Found by trying: libraries switch algorithm with the number of rows. ``threads`` is part of the key because the
+    split over threads is part of the algorithm.
+    """
+    generator = torch.Generator().manual_seed(0)
+    # A thin slice of a tall weight takes the same path, and a vocabulary is too tall to try whole.
+    weight = torch.randn(min(n, 4096), k, generator=generator).to(dtype)
+    x = torch.randn(4 * EXACT_ROWS, k, generator=generator).to(dtype)
+    whole = linear(x, weight)
+    for rows in range(EXACT_ROWS - 1, 0, -1):
+        if not all(torch.equal(linear(x[i : i + rows], weight), whole[i : i + rows]) for i in (0, 5)):
+            return rows + 1
+    return 1

@@ -1,0 +1,315 @@
+"""What models are composed of, and the table that fits a checkpoint's tensors to them.
+
+A layer declares the checkpoint names it is made from when it is constructed, so that a model's file reads top to bottom
+and every name in a checkpoint has exactly one owner. Shapes: see ``infer/protocols.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import torch
+from pydantic import BaseModel, ValidationError
+from torch import Tensor
+
+from infer.errors import CheckpointError
+from infer.protocols import AttentionSpec, KernelsProtocol, KVCacheView, ModelContext
+
+C = TypeVar("C", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class _Slot:
+    shape: tuple[int, ...]
+    take: Callable[[Tensor], None]
+
+
+class Weights:
+    """The tensors a model expects, by checkpoint name, and the layers that take them."""
+
+    def __init__(self, context: ModelContext) -> None:
+        self.context = context
+        self._slots: dict[str, _Slot] = {}
+        self._finish: list[Callable[[], None]] = []
+
+    def expect(self, name: str, shape: tuple[int, ...], take: Callable[[Tensor], None]) -> None:
+        """Declare that the checkpoint holds ``name``; ``take`` gets it in the model's dtype and on its device."""
+        assert name not in self._slots, name
+        self._slots[name] = _Slot(shape, take)
+
+    def when_loaded(self, finish: Callable[[], None]) -> None:
+        self._finish.append(finish)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: slot.shape for name, slot in self._slots.items()}
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]], optional: Sequence[str] = ()) -> None:
+        """Give every tensor to its layer. Raises CheckpointError for a missing, unexpected or misshapen one.
+
+        ``optional`` names may come or not; they are not used.
+        """
+        missing = dict(self._slots)
+        dtype, device = self.context.dtype, self.context.device
+        for name, tensor in tensors:
+            slot = missing.pop(name, None)
+            if slot is None:
+                if name in optional:
+                    continue
+                again = " twice" if name in self._slots else ", which this model does not have"
+                raise CheckpointError(f"The checkpoint holds the tensor {name!r}{again}.")
+            if tuple(tensor.shape) != slot.shape:
+                raise CheckpointError(
+                    f"The tensor {name!r} has shape {list(tensor.shape)}, but config.json asks for {list(slot.shape)}."
+                )
+            if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
+                raise CheckpointError(
+                    f"The tensor {name!r} is of type {str(tensor.dtype).removeprefix('torch.')}; infer loads float32, "
+                    "float16 and bfloat16 weights, not quantised ones."
+                )
+            slot.take(tensor.to(device=device, dtype=dtype))
+        if missing:
+            names = sorted(missing)
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise CheckpointError(f"The checkpoint lacks {', '.join(map(repr, names[:3]))}{more}.")
+        for finish in self._finish:
+            finish()
+
+
+class Linear:
+    """y = x W^T + b, where W may be several checkpoint tensors stacked by rows: one product for q, k and v."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        names: str | Sequence[str],
+        in_features: int,
+        out_features: int | Sequence[int],
+        bias: bool = False,
+    ) -> None:
+        names = [names] if isinstance(names, str) else list(names)
+        self.sizes = [out_features] if isinstance(out_features, int) else list(out_features)
+        self._kernels: KernelsProtocol = weights.context.kernels
+        self._packed: Any = None
+        parts: dict[str, Tensor] = {}
+        like = {"dtype": weights.context.dtype, "device": weights.context.device}
+        whole = {"weight": (sum(self.sizes), in_features)} | ({"bias": (sum(self.sizes),)} if bias else {})
+        left = len(names) * len(whole)
+
+        def take(kind: str, row: int, tensor: Tensor) -> None:
+            nonlocal left
+            if kind not in parts:
+                parts[kind] = tensor if len(names) == 1 else torch.empty(whole[kind], **like)
+            if len(names) > 1:
+                parts[kind][row : row + len(tensor)] = tensor
+            left -= 1
+            if left == 0:  # packed at once, so that no more than one layer is in memory twice
+                self._packed = self._kernels.pack(parts.pop("weight"), parts.pop("bias", None))
+
+        row = 0
+        for name, size in zip(names, self.sizes, strict=True):
+            for kind, shape in whole.items():
+                weights.expect(
+                    f"{name}.{kind}", (size, *shape[1:]), lambda t, kind=kind, row=row: take(kind, row, t)
+                )
+            row += size
+
+    def __call__(self, x_TK: Tensor) -> Tensor:
+        return self._kernels.linear(x_TK, self._packed)
+
+
+class RMSNorm:
+    """Root-mean-square norm (Zhang and Sennrich, 2019); ``unit_offset`` scales by 1 + weight."""
+
+    def __init__(
+        self, weights: Weights, name: str, size: int, eps: float, unit_offset: bool = False
+    ) -> None:
+        self.eps, self.unit_offset = eps, unit_offset
+        self._kernels = weights.context.kernels
+        self._weight_D: Tensor
+        weights.expect(f"{name}.weight", (size,), lambda t: setattr(self, "_weight_D", t))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._kernels.rms_norm(x, self._weight_D, self.eps, self.unit_offset)
+
+    def add(self, x_TD: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(norm(x + residual), x + residual); no residual yet counts as zero."""
+        if residual_TD is None:
+            return self(x_TD), x_TD
+        return self._kernels.add_rms_norm(x_TD, residual_TD, self._weight_D, self.eps, self.unit_offset)
+
+
+class Embedding:
+    """Token id -> row, times ``scale``."""
+
+    def __init__(
+        self, weights: Weights, name: str, num: int, size: int, scale: float | None = None
+    ) -> None:
+        self._kernels = weights.context.kernels
+        self.scale = scale
+        self.weight_VD: Tensor
+        weights.expect(f"{name}.weight", (num, size), lambda t: setattr(self, "weight_VD", t))
+
+    def __call__(self, token_ids_T: Tensor) -> Tensor:
+        x_TD = self._kernels.embedding(token_ids_T, self.weight_VD)
+        return x_TD if self.scale is None else x_TD * self.scale
+
+
+class Head:
+    """Hidden states -> logits: its own weight, or the embedding's when ``tied``."""
+
+    def __init__(
+        self, weights: Weights, embedding: Embedding, name: str, num: int, size: int, tied: bool
+    ) -> None:
+        self.name, self.tied = f"{name}.weight", tied
+        self._kernels = weights.context.kernels
+        self._packed: Any = None
+        if tied:
+            weights.when_loaded(lambda: self._pack(embedding.weight_VD))
+        else:
+            weights.expect(self.name, (num, size), self._pack)
+
+    def _pack(self, weight_VD: Tensor) -> None:
+        self._packed = self._kernels.pack(weight_VD)
+
+    def __call__(self, hidden_ND: Tensor) -> Tensor:
+        return self._kernels.linear(hidden_ND, self._packed)
+
+
+class GatedMLP:
+    """down(activation(gate(x)) * up(x)) (Shazeer, 2020)."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        name: str,
+        size: int,
+        intermediate: int,
+        activation: Literal["silu", "gelu_pytorch_tanh"],
+        bias: bool = False,
+    ) -> None:
+        kernels = weights.context.kernels
+        self._gate_up = Linear(
+            weights, [f"{name}.gate_proj", f"{name}.up_proj"], size, [intermediate] * 2, bias
+        )
+        self._down = Linear(weights, f"{name}.down_proj", intermediate, size, bias)
+        self._activate = kernels.silu_mul if activation == "silu" else kernels.gelu_mul
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        return self._down(self._activate(self._gate_up(x_TD)))
+
+
+class Attention:
+    """Projections, optional norms on q and k, rotary embedding, attention over the cache, output projection."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        name: str,
+        layer: int,
+        size: int,
+        spec: AttentionSpec,
+        bias: bool = False,
+        qk_norm_eps: float | None = None,
+        qk_norm_unit_offset: bool = False,
+    ) -> None:
+        H, K, E = spec.num_heads, spec.num_kv_heads, spec.head_size
+        self.layer, self.spec = layer, spec
+        self._kernels = weights.context.kernels
+        self._qkv = Linear(
+            weights, [f"{name}.{part}_proj" for part in "qkv"], size, [H * E, K * E, K * E], bias
+        )
+        self._out = Linear(weights, f"{name}.o_proj", H * E, size, bias)
+        self._q_norm = self._k_norm = None
+        if qk_norm_eps is not None:
+            self._q_norm = RMSNorm(weights, f"{name}.q_norm", E, qk_norm_eps, qk_norm_unit_offset)
+            self._k_norm = RMSNorm(weights, f"{name}.k_norm", E, qk_norm_eps, qk_norm_unit_offset)
+
+    def __call__(self, x_TD: Tensor, rotary: tuple[Tensor, Tensor], cache: KVCacheView) -> Tensor:
+        E = self.spec.head_size
+        q, k, v = self._qkv(x_TD).split(self._qkv.sizes, dim=-1)
+        q_THE, k_TKE, v_TKE = q.unflatten(-1, (-1, E)), k.unflatten(-1, (-1, E)), v.unflatten(-1, (-1, E))
+        if self._q_norm is not None and self._k_norm is not None:
+            q_THE, k_TKE = self._q_norm(q_THE), self._k_norm(k_TKE)
+        q_THE, k_TKE = self._kernels.rope(q_THE, k_TKE, *rotary)
+        return self._out(cache.attend(self.layer, q_THE, k_TKE, v_TKE).flatten(1))
+
+
+class RopeParameters(BaseModel, extra="ignore"):
+    """Rotary frequencies as config.json gives them; the scaling fields belong to ``linear`` and ``llama3``."""
+
+    rope_type: str = "default"
+    rope_theta: float = 10_000.0
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+    @classmethod
+    def read(
+        cls, config: Mapping[str, Any], layer_type: str | None = None, *, theta_key: str = "rope_theta"
+    ) -> RopeParameters:
+        """From ``rope_parameters`` (transformers 5; nested by layer type in models with several) or from
+        ``theta_key`` and ``rope_scaling`` (transformers 4)."""
+        values: Any = config.get("rope_parameters")
+        if values and layer_type in values:
+            values = values[layer_type]
+        if not values:
+            values = dict(config.get("rope_scaling") or {}) if theta_key == "rope_theta" else {}
+            values.setdefault("rope_type", values.pop("type", "default"))
+            values["rope_theta"] = config.get(theta_key, 10_000.0)
+        rope = read_config(cls, values)
+        if rope.rope_type not in ("default", "linear", "llama3"):
+            raise CheckpointError(
+                f"config.json asks for rope_type {rope.rope_type!r}; infer knows 'default', 'linear' and 'llama3'."
+            )
+        return rope
+
+    def inverse_frequencies(self, head_size: int) -> Tensor:
+        """[E/2], fp32."""
+        exponents = torch.arange(0, head_size, 2, dtype=torch.int64).float() / head_size
+        inverse = 1.0 / (self.rope_theta**exponents)
+        if self.rope_type == "linear":
+            return inverse / self.factor
+        if self.rope_type == "llama3":
+            # Long wavelengths are stretched by ``factor``, short ones kept, the band between blended (Llama 3.1).
+            length = self.original_max_position_embeddings
+            wavelength = 2 * math.pi / inverse
+            smooth = (length / wavelength - self.low_freq_factor) / (
+                self.high_freq_factor - self.low_freq_factor
+            )
+            blended = (1 - smooth) * inverse / self.factor + smooth * inverse
+            stretched = torch.where(
+                wavelength > length / self.low_freq_factor, inverse / self.factor, blended
+            )
+            return torch.where(wavelength < length / self.high_freq_factor, inverse, stretched)
+        return inverse
+
+
+class RotaryEmbedding:
+    """A table of cos and sin for every position a sequence may reach (Su et al., 2021)."""
+
+    def __init__(self, context: ModelContext, rope: RopeParameters, head_size: int) -> None:
+        positions = torch.arange(context.max_seq_len, dtype=torch.float32)
+        # Angles in fp32, as models are trained; their cos and sin in float64, so that the table's last bits do not
+        # depend on its length.
+        angles = torch.outer(positions, rope.inverse_frequencies(head_size)).double()
+        self._cos = angles.cos().float().to(context.device)
+        self._sin = angles.sin().float().to(context.device)
+
+    def __call__(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin, [T, E/2] each, fp32."""
+        return self._cos[positions_T], self._sin[positions_T]
+
+
+def read_config(cls: type[C], values: Mapping[str, Any]) -> C:
+    """Validate config.json's fields. Raises CheckpointError naming the first bad one."""
+    try:
+        return cls.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        got = "" if first["type"] == "missing" else f" (it is {first['input']!r})"
+        raise CheckpointError(f"config.json: {key}: {first['msg']}{got}.") from None

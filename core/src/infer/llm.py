@@ -1,0 +1,173 @@
+"""infer in Python, without a server."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from infer.assemble import start
+from infer.engine.loop import AsyncDoor
+from infer.errors import QueueFullError, RequestError
+from infer.plugins import Plugins
+from infer.request import Event, FinishReason, Request, SamplingParams, TokenLogprobs
+from infer.settings import Settings, load_settings
+
+Prompt = str | Sequence[int]
+
+
+@dataclass
+class Completion:
+    """A prompt and its answer."""
+
+    prompt_token_ids: tuple[int, ...]
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    """One per token, when asked for."""
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """None for the first prompt token, then one per prompt token, when asked for."""
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+    num_cached: int = 0
+
+    def add(self, event: Event) -> None:
+        self.text += event.text
+        self.token_ids += event.token_ids
+        if event.logprobs:
+            self.logprobs = (self.logprobs or []) + list(event.logprobs)
+        if event.prompt_logprobs is not None:
+            self.prompt_logprobs = list(event.prompt_logprobs)
+        self.finish_reason, self.stop_reason = event.finish_reason, event.stop_reason
+        self.error, self.num_cached = event.error, event.num_cached
+
+
+class Handle:
+    """A request under way."""
+
+    def __init__(self, llm: LLM, request: Request) -> None:
+        self.request = request
+        self._llm = llm
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        llm.loop.submit(request, self._post)
+
+    def _post(self, events: list[Event]) -> None:
+        for event in events:
+            self._events.put(event)
+
+    def events(self) -> Iterator[Event]:
+        """Block for each event, to the last."""
+        while True:
+            event = self._events.get()
+            yield event
+            if event.finish_reason is not None:
+                return
+
+    def abort(self) -> None:
+        self._llm.loop.abort(self.request.id)
+
+
+class LLM:
+    """A model, ready to answer.
+
+    ``path`` is a folder, a hub id or a bundled name. Further arguments are settings sections, as in settings.toml:
+    ``LLM("demo", cache={"backend": "slotted"}, engine={"prefill_chunk_size": 256})``; no file and no environment
+    variable is read. ``plugins`` are plugin modules or objects besides the installed ones.
+    """
+
+    def __init__(
+        self, path: str, *, plugins: Sequence[object] = (), **sections: Mapping[str, Any]
+    ) -> None:
+        model = {"path": path, **sections.pop("model", {})}
+        found = Plugins.discover(plugins)
+        loaded = load_settings(found, env={}, overrides={"model": model, **sections}, read_file=False)
+        self._start(loaded.settings, found)
+
+    @classmethod
+    def from_settings(cls, settings: Settings, plugins: Plugins) -> Self:
+        llm = cls.__new__(cls)
+        llm._start(settings, plugins)
+        return llm
+
+    def _start(self, settings: Settings, plugins: Plugins) -> None:
+        self.loop, self.served = start(settings, plugins)
+        self._doors: dict[int, AsyncDoor] = {}
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Completion]:
+        """Answer all prompts, in their order. Raises RequestError for a prompt that cannot be served, before any is
+        begun; a failure on the way is told by ``finish_reason`` "error" and ``error``."""
+        many: Sequence[Prompt] = [prompts] if _is_one(prompts) else prompts  # type: ignore[list-item, assignment]
+        each = [params or SamplingParams()] * len(many) if not isinstance(params, Sequence) else list(params)
+        if len(each) != len(many):
+            raise RequestError(f"{len(many)} prompts came with {len(each)} SamplingParams.", param="params")
+        waiting = [self.request(prompt, p) for prompt, p in zip(many, each, strict=True)]
+        answers = {request.id: Completion(request.prompt_token_ids) for request in waiting}
+        mailbox: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
+        waiting.reverse()
+        left = running = 0
+        left = len(waiting)
+        while left:
+            try:
+                while waiting:
+                    self.loop.submit(waiting[-1], mailbox.put)
+                    waiting.pop()
+                    running += 1
+            except QueueFullError:  # its turn comes when one of ours has ended
+                if not running:
+                    raise
+            for event in mailbox.get():
+                answers[event.request_id].add(event)
+                ended = event.finish_reason is not None
+                left, running = left - ended, running - ended
+        return list(answers.values())
+
+    def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> Handle:
+        """Begin a request and return at once; may be called from any thread."""
+        return Handle(self, self.request(prompt, params))
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Event]:
+        """Events as they come; leaving early aborts the request."""
+        handle = self.submit(prompt, params)
+        try:
+            yield from handle.events()
+        finally:
+            handle.abort()
+
+    async def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Event]:
+        """The same for asyncio."""
+        events = AsyncDoor(self.loop).stream(self.request(prompt, params))
+        try:
+            async for event in events:
+                yield event
+        finally:
+            await events.aclose()  # type: ignore[attr-defined]
+
+    def request(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
+        """Tokenise and check. Raises RequestError."""
+        if isinstance(prompt, str):
+            assert self.served.tokenizer is not None
+            prompt = self.served.tokenizer.encode(prompt).ids
+        return Request.make(
+            tuple(prompt),
+            params or SamplingParams(),
+            vocab_size=self.served.vocab_size,
+            max_seq_len=self.served.max_seq_len,
+        )
+
+    def close(self) -> None:
+        """Abort what runs and stop the engine."""
+        self.loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _is_one(prompts: Prompt | Sequence[Prompt]) -> bool:
+    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))

@@ -1,0 +1,223 @@
+"""The contracts between the engine and its plugins: types, no behaviour.
+
+Shape legend, used throughout: T tokens of a ragged batch, B sequences in it, D hidden size, H query heads, K key/value
+heads, E head size, V vocabulary, N sampled rows, P blocks per sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
+from pydantic import BaseModel
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from infer.engine.sequence import Schedule
+    from infer.engine.sequence import Sequence as EngineSequence
+
+PLUGIN_API = 1
+"""Version of the contracts in this file and in ``hookspecs.py``. A plugin states the version it was written for."""
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What one attention layer asks of the cache; declared once, when the pool is created."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    scale: float
+    window: int | None = None
+    """Sliding window: position p sees positions p-window+1 .. p. None sees everything before."""
+    soft_cap: float | None = None
+    """Scores become soft_cap * tanh(scores / soft_cap)."""
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """One step's queries over block-structured K/V, laid end to end without padding.
+
+    Sequence b's queries are rows ``offsets[b]:offsets[b+1]`` at positions ``starts[b]...``; position p of sequence b is
+    kept in block ``block_table_BP[b, p // block_size]`` at offset ``p % block_size``.
+    """
+
+    starts: tuple[int, ...]
+    lens: tuple[int, ...]
+    offsets: tuple[int, ...]
+    positions_T: Tensor
+    block_table_BP: Tensor
+    flat_T: Tensor
+    """Where each new token's K/V go, as an index into the blocks laid end to end."""
+
+
+@runtime_checkable
+class KernelsProtocol(Protocol):
+    """The arithmetic. ``infer/kernels/reference.py`` is the meaning of every method; a provider subclasses it and
+    replaces any subset. Every row of a result depends on that row of the input alone, bit for bit."""
+
+    def pack(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> Any:
+        """Turn a weight into whatever ``linear`` likes best. The plain weight is not used afterwards."""
+
+    def linear(self, x_TK: Tensor, packed: Any) -> Tensor: ...
+
+    def embedding(self, token_ids_T: Tensor, weight_VD: Tensor) -> Tensor: ...
+
+    def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float, unit_offset: bool = False) -> Tensor:
+        """Over the last dimension. ``unit_offset`` scales by (1 + weight), as Gemma does."""
+
+    def add_rms_norm(
+        self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, unit_offset: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """(norm(x + residual), x + residual)."""
+
+    def rope(self, q_THE: Tensor, k_TKE: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate halves. ``cos`` and ``sin`` are [T, E/2], or [1, E/2] when the whole batch shares them."""
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """silu(left half) * right half of the last dimension."""
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """gelu_tanh(left half) * right half of the last dimension."""
+
+    def store_kv(
+        self, k_TKE: Tensor, v_TKE: Tensor, k_cache: Tensor, v_cache: Tensor, flat_T: Tensor
+    ) -> None:
+        """Write each token's K and V at its flat index of the caches [blocks, block_size, K, E]."""
+
+    def extend_attention(
+        self, q_THE: Tensor, k_cache: Tensor, v_cache: Tensor, ragged: Ragged, spec: AttentionSpec
+    ) -> Tensor:
+        """Causal attention of each query over its sequence's cached positions up to and including its own."""
+
+
+class KVCacheView(Protocol):
+    """One step's window on the cache; all that a model sees of it."""
+
+    def attend(self, layer: int, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor) -> Tensor:
+        """Write K/V of the new tokens, then return attention over everything before and in the chunk, [T, H, E]."""
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """A place in the cache for one sequence."""
+
+    slot: int
+    num_cached: int = 0
+    """Leading tokens whose K/V the cache already holds; always fewer than the tokens asked for."""
+
+
+class CachePoolProtocol(Protocol):
+    """Owns the K/V of all sequences. Slots are small integers below ``max_batch_size``."""
+
+    def allocate(self, token_ids: Sequence[int], *, reuse: bool = True, salt: str = "") -> Allocation | None:
+        """Room for all of ``token_ids``, or None when there is none now.
+
+        ``reuse=False`` asks for no cached tokens (prompt logprobs need every position computed). Tokens are shared
+        between sequences of equal ``salt`` only.
+        """
+
+    def grow(self, slot: int, num_tokens: int) -> bool:
+        """Make room for ``num_tokens`` positions in all; False when there is none now."""
+
+    def free(self, slot: int) -> None: ...
+
+    def free_tokens(self) -> int:
+        """Positions that could still be allocated."""
+
+    def length(self, slot: int) -> int:
+        """Positions of the slot that have been handed to a view for writing."""
+
+    def batched_chunked_prefill_view(
+        self, slots: Sequence[int], start_positions: Sequence[int], chunk_lens: Sequence[int]
+    ) -> KVCacheView:
+        """A view that extends each slot by a chunk. A start position other than ``length(slot)`` is a ValueError."""
+
+    def decode_view(self, slots: Sequence[int]) -> KVCacheView:
+        """The same with every length 1, at each slot's current length."""
+
+
+class ModelProtocol(Protocol):
+    """A decoder. It never sees masks, slots, pages or padding."""
+
+    attention: Sequence[AttentionSpec]
+    """One per layer, in the order of ``attend``'s layer index."""
+    vocab_size: int
+
+    def forward(self, token_ids_T: Tensor, positions_T: Tensor, cache: KVCacheView) -> Tensor:
+        """Hidden states after the last norm, [T, D]."""
+
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        """[N, V] in the model's dtype."""
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Take the checkpoint's tensors. A missing, unexpected or misshapen one is a CheckpointError."""
+
+
+class SchedulerProtocol(Protocol):
+    """Decides who computes what in a step. Integers only: no tensors, no text."""
+
+    def add(self, sequence: EngineSequence) -> None: ...
+
+    def schedule(self) -> Schedule:
+        """Plan one step; empty passes when nothing can run."""
+
+    def finish(self, sequence: EngineSequence) -> None:
+        """The sequence is done (or failed): free its room at once."""
+
+    def abort(self, request_id: str) -> EngineSequence | None:
+        """Forget a request wherever it is and free its room; None when it is not here."""
+
+    def has_work(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class CacheContext:
+    """What a cache pool is made from."""
+
+    layers: Sequence[AttentionSpec]
+    max_batch_size: int
+    max_seq_len: int
+    dtype: torch.dtype
+    device: torch.device
+    kernels: KernelsProtocol
+
+
+@dataclass(frozen=True)
+class ModelContext:
+    """What a model is made from, besides its config."""
+
+    kernels: KernelsProtocol
+    dtype: torch.dtype
+    device: torch.device
+    max_seq_len: int
+
+
+@dataclass(frozen=True)
+class SchedulerContext:
+    """What a scheduler is made from. ``engine`` is the settings' section of that name."""
+
+    pool: CachePoolProtocol
+    engine: Any
+
+
+class CacheFactory(Protocol):
+    def __call__(self, context: CacheContext, settings: Any) -> CachePoolProtocol: ...
+
+
+class ModelFactory(Protocol):
+    def __call__(self, config: Mapping[str, Any], context: ModelContext, settings: Any) -> ModelProtocol: ...
+
+
+class SchedulerFactory(Protocol):
+    def __call__(self, context: SchedulerContext, settings: Any) -> SchedulerProtocol: ...
+
+
+class KernelsFactory(Protocol):
+    def __call__(self, device: torch.device, settings: Any) -> KernelsProtocol: ...
+
+
+class NoSettings(BaseModel, extra="forbid"):
+    """For plugins that need none."""

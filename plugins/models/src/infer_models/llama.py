@@ -1,0 +1,95 @@
+"""Llama 3.x. Shapes: T tokens, D hidden, V vocabulary, N sampled rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, PositiveInt
+from torch import Tensor
+
+from infer.layers import (
+    Attention,
+    Embedding,
+    GatedMLP,
+    Head,
+    RMSNorm,
+    RopeParameters,
+    RotaryEmbedding,
+    Weights,
+    read_config,
+)
+from infer.protocols import AttentionSpec, KVCacheView, ModelContext
+
+
+class LlamaConfig(BaseModel, extra="ignore"):
+    """The fields of config.json that change the arithmetic."""
+
+    vocab_size: PositiveInt
+    hidden_size: PositiveInt
+    intermediate_size: PositiveInt
+    num_hidden_layers: PositiveInt
+    num_attention_heads: PositiveInt
+    num_key_value_heads: PositiveInt | None = None
+    head_dim: PositiveInt | None = None
+    rms_norm_eps: float = 1e-6
+    hidden_act: Literal["silu"] = "silu"
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    tie_word_embeddings: bool = False
+
+    def attention(self) -> AttentionSpec:
+        head_size = self.head_dim or self.hidden_size // self.num_attention_heads
+        kv_heads = self.num_key_value_heads or self.num_attention_heads
+        return AttentionSpec(self.num_attention_heads, kv_heads, head_size, scale=head_size**-0.5)
+
+
+class LlamaLayer:
+    def __init__(self, w: Weights, name: str, index: int, c: LlamaConfig) -> None:
+        self.input_norm = RMSNorm(w, f"{name}.input_layernorm", c.hidden_size, c.rms_norm_eps)
+        self.attention = Attention(
+            w, f"{name}.self_attn", index, c.hidden_size, c.attention(), c.attention_bias
+        )
+        self.mlp_norm = RMSNorm(w, f"{name}.post_attention_layernorm", c.hidden_size, c.rms_norm_eps)
+        self.mlp = GatedMLP(
+            w, f"{name}.mlp", c.hidden_size, c.intermediate_size, c.hidden_act, c.mlp_bias
+        )
+
+    def __call__(
+        self, x_TD: Tensor, residual_TD: Tensor | None, rotary: tuple[Tensor, Tensor], cache: KVCacheView
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream is x + residual; the sum is left to the next norm, which fuses it."""
+        x_TD, residual_TD = self.input_norm.add(x_TD, residual_TD)
+        x_TD = self.attention(x_TD, rotary, cache)
+        x_TD, residual_TD = self.mlp_norm.add(x_TD, residual_TD)
+        return self.mlp(x_TD), residual_TD
+
+
+class Llama:
+    """A ModelProtocol."""
+
+    def __init__(self, config: Mapping[str, Any], context: ModelContext) -> None:
+        c = read_config(LlamaConfig, config)
+        w = self.weights = Weights(context)
+        spec = c.attention()
+        self.vocab_size = c.vocab_size
+        self.attention = [spec] * c.num_hidden_layers
+        self.embedding = Embedding(w, "model.embed_tokens", c.vocab_size, c.hidden_size)
+        self.rotary = RotaryEmbedding(context, RopeParameters.read(config), spec.head_size)
+        self.layers = [LlamaLayer(w, f"model.layers.{i}", i, c) for i in range(c.num_hidden_layers)]
+        self.norm = RMSNorm(w, "model.norm", c.hidden_size, c.rms_norm_eps)
+        self.head = Head(w, self.embedding, "lm_head", c.vocab_size, c.hidden_size, c.tie_word_embeddings)
+
+    def forward(self, token_ids_T: Tensor, positions_T: Tensor, cache: KVCacheView) -> Tensor:
+        rotary = self.rotary(positions_T)
+        x_TD, residual_TD = self.embedding(token_ids_T), None
+        for layer in self.layers:
+            x_TD, residual_TD = layer(x_TD, residual_TD, rotary, cache)
+        return self.norm.add(x_TD, residual_TD)[0]
+
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        return self.head(hidden_ND)
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        # Checkpoints with tied embeddings may hold the head a second time.
+        self.weights.load(tensors, optional=[self.head.name])
