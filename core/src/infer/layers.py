@@ -1,24 +1,27 @@
 """What models are composed of, and the table that fits a checkpoint's tensors to them.
 
-A layer declares the checkpoint names it is made from when it is constructed, so that a model's file reads top to bottom
-and every name in a checkpoint has exactly one owner. Shapes: see ``infer/protocols.py``.
+A layer declares the checkpoint names it is made from when it is constructed, so that a model's file reads
+top to bottom and every name in a checkpoint has exactly one owner. Shapes: see ``infer/protocols.py``.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import torch
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, PositiveInt, ValidationError, model_validator
 from torch import Tensor
 
 from infer.errors import CheckpointError
 from infer.protocols import AttentionSpec, KernelsProtocol, KVCacheView, ModelContext
 
 C = TypeVar("C", bound=BaseModel)
+PositiveNumber = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+LayerType = Literal["full_attention", "sliding_attention"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,8 @@ class Weights:
         self._finish: list[Callable[[], None]] = []
 
     def expect(self, name: str, shape: tuple[int, ...], take: Callable[[Tensor], None]) -> None:
-        """Declare that the checkpoint holds ``name``; ``take`` gets it in the model's dtype and on its device."""
+        """Declare that the checkpoint holds ``name``; ``take`` gets a copy of its own, in the model's dtype
+        and on its device."""
         assert name not in self._slots, name
         self._slots[name] = _Slot(shape, take)
 
@@ -47,29 +51,42 @@ class Weights:
         return {name: slot.shape for name, slot in self._slots.items()}
 
     def load(self, tensors: Iterable[tuple[str, Tensor]], optional: Sequence[str] = ()) -> None:
-        """Give every tensor to its layer. Raises CheckpointError for a missing, unexpected or misshapen one.
+        """Give every tensor to its layer. Raises CheckpointError for a missing, unexpected, misshapen or
+        unusable one.
 
-        ``optional`` names may come or not; they are not used.
+        ``optional`` names may come or not; they are not used. Nor are the rotary frequencies that some old
+        checkpoints hold, since they follow from config.json.
         """
         missing = dict(self._slots)
         dtype, device = self.context.dtype, self.context.device
         for name, tensor in tensors:
             slot = missing.pop(name, None)
             if slot is None:
-                if name in optional:
+                if name in optional or name.endswith(".rotary_emb.inv_freq"):
                     continue
                 again = " twice" if name in self._slots else ", which this model does not have"
                 raise CheckpointError(f"The checkpoint holds the tensor {name!r}{again}.")
             if tuple(tensor.shape) != slot.shape:
                 raise CheckpointError(
-                    f"The tensor {name!r} has shape {list(tensor.shape)}, but config.json asks for {list(slot.shape)}."
+                    f"The tensor {name!r} has shape {list(tensor.shape)}, but config.json asks for "
+                    f"{list(slot.shape)}."
                 )
             if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
                 raise CheckpointError(
-                    f"The tensor {name!r} is of type {str(tensor.dtype).removeprefix('torch.')}; infer loads float32, "
-                    "float16 and bfloat16 weights, not quantised ones."
+                    f"The tensor {name!r} is of type {str(tensor.dtype).removeprefix('torch.')}; infer loads "
+                    "float32, float16 and bfloat16 weights, not quantised ones."
                 )
-            slot.take(tensor.to(device=device, dtype=dtype))
+            # A copy even where nothing changes: the tensor may be a view of a file that is replaced tomorrow.
+            tensor = tensor.to(device=device, dtype=dtype, copy=True)
+            lowest, highest = (
+                tensor.aminmax()
+            )  # both are NaN if any value is; many times faster than isfinite
+            if not (math.isfinite(lowest) and math.isfinite(highest)):
+                raise CheckpointError(
+                    f"The tensor {name!r} holds values that are not finite as "
+                    f"{str(dtype).removeprefix('torch.')}."
+                )
+            slot.take(tensor)
         if missing:
             names = sorted(missing)
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -79,7 +96,7 @@ class Weights:
 
 
 class Linear:
-    """y = x W^T + b, where W may be several checkpoint tensors stacked by rows: one product for q, k and v."""
+    """y = x W^T + b, where W may be several checkpoint tensors stacked by rows: one product for q, k, v."""
 
     def __init__(
         self,
@@ -94,16 +111,16 @@ class Linear:
         self._kernels: KernelsProtocol = weights.context.kernels
         self._packed: Any = None
         parts: dict[str, Tensor] = {}
-        like = {"dtype": weights.context.dtype, "device": weights.context.device}
-        whole = {"weight": (sum(self.sizes), in_features)} | ({"bias": (sum(self.sizes),)} if bias else {})
+        whole: dict[str, tuple[int, ...]] = {"weight": (sum(self.sizes), in_features)}
+        if bias:
+            whole["bias"] = (sum(self.sizes),)
         left = len(names) * len(whole)
 
         def take(kind: str, row: int, tensor: Tensor) -> None:
             nonlocal left
             if kind not in parts:
-                parts[kind] = tensor if len(names) == 1 else torch.empty(whole[kind], **like)
-            if len(names) > 1:
-                parts[kind][row : row + len(tensor)] = tensor
+                parts[kind] = tensor.new_empty(whole[kind])
+            parts[kind][row : row + len(tensor)] = tensor
             left -= 1
             if left == 0:  # packed at once, so that no more than one layer is in memory twice
                 self._packed = self._kernels.pack(parts.pop("weight"), parts.pop("bias", None))
@@ -111,9 +128,7 @@ class Linear:
         row = 0
         for name, size in zip(names, self.sizes, strict=True):
             for kind, shape in whole.items():
-                weights.expect(
-                    f"{name}.{kind}", (size, *shape[1:]), lambda t, kind=kind, row=row: take(kind, row, t)
-                )
+                weights.expect(f"{name}.{kind}", (size, *shape[1:]), functools.partial(take, kind, row))
             row += size
 
     def __call__(self, x_TK: Tensor) -> Tensor:
@@ -123,9 +138,7 @@ class Linear:
 class RMSNorm:
     """Root-mean-square norm (Zhang and Sennrich, 2019); ``unit_offset`` scales by 1 + weight."""
 
-    def __init__(
-        self, weights: Weights, name: str, size: int, eps: float, unit_offset: bool = False
-    ) -> None:
+    def __init__(self, weights: Weights, name: str, size: int, eps: float, unit_offset: bool = False) -> None:
         self.eps, self.unit_offset = eps, unit_offset
         self._kernels = weights.context.kernels
         self._weight_D: Tensor
@@ -142,13 +155,11 @@ class RMSNorm:
 
 
 class Embedding:
-    """Token id -> row, times ``scale``."""
+    """Token id -> row, times ``scale`` rounded to the weight's type."""
 
-    def __init__(
-        self, weights: Weights, name: str, num: int, size: int, scale: float | None = None
-    ) -> None:
+    def __init__(self, weights: Weights, name: str, num: int, size: int, scale: float | None = None) -> None:
         self._kernels = weights.context.kernels
-        self.scale = scale
+        self.scale = None if scale is None else torch.tensor(scale, dtype=weights.context.dtype).item()
         self.weight_VD: Tensor
         weights.expect(f"{name}.weight", (num, size), lambda t: setattr(self, "weight_VD", t))
 
@@ -202,7 +213,7 @@ class GatedMLP:
 
 
 class Attention:
-    """Projections, optional norms on q and k, rotary embedding, attention over the cache, output projection."""
+    """Projections, optional norms on q and k, rotary embedding, attention over the cache, projection."""
 
     def __init__(
         self,
@@ -216,6 +227,12 @@ class Attention:
         qk_norm_unit_offset: bool = False,
     ) -> None:
         H, K, E = spec.num_heads, spec.num_kv_heads, spec.head_size
+        if H % K:
+            raise CheckpointError(
+                f"config.json: num_attention_heads, {H}, is not a multiple of num_key_value_heads, {K}."
+            )
+        if E % 2:
+            raise CheckpointError(f"config.json: head_dim is {E}; rotary embeddings need an even one.")
         self.layer, self.spec = layer, spec
         self._kernels = weights.context.kernels
         self._qkv = Linear(
@@ -228,9 +245,9 @@ class Attention:
             self._k_norm = RMSNorm(weights, f"{name}.k_norm", E, qk_norm_eps, qk_norm_unit_offset)
 
     def __call__(self, x_TD: Tensor, rotary: tuple[Tensor, Tensor], cache: KVCacheView) -> Tensor:
-        E = self.spec.head_size
-        q, k, v = self._qkv(x_TD).split(self._qkv.sizes, dim=-1)
-        q_THE, k_TKE, v_TKE = q.unflatten(-1, (-1, E)), k.unflatten(-1, (-1, E)), v.unflatten(-1, (-1, E))
+        T, E = len(x_TD), self.spec.head_size
+        q, k, v = torch.split_with_sizes(self._qkv(x_TD), self._qkv.sizes, dim=-1)
+        q_THE, k_TKE, v_TKE = q.view(T, -1, E), k.view(T, -1, E), v.view(T, -1, E)
         if self._q_norm is not None and self._k_norm is not None:
             q_THE, k_TKE = self._q_norm(q_THE), self._k_norm(k_TKE)
         q_THE, k_TKE = self._kernels.rope(q_THE, k_TKE, *rotary)
@@ -238,54 +255,79 @@ class Attention:
 
 
 class RopeParameters(BaseModel, extra="ignore"):
-    """Rotary frequencies as config.json gives them; the scaling fields belong to ``linear`` and ``llama3``."""
+    """Rotary frequencies as config.json gives them."""
 
-    rope_type: str = "default"
-    rope_theta: float = 10_000.0
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
+    rope_theta: PositiveNumber
+    partial_rotary_factor: Literal[1] | None = None
 
     @classmethod
     def read(
-        cls, config: Mapping[str, Any], layer_type: str | None = None, *, theta_key: str = "rope_theta"
+        cls,
+        config: Mapping[str, Any],
+        layer_type: str | None = None,
+        *,
+        theta_key: str = "rope_theta",
+        default_theta: float = 10_000.0,
     ) -> RopeParameters:
         """From ``rope_parameters`` (transformers 5; nested by layer type in models with several) or from
-        ``theta_key`` and ``rope_scaling`` (transformers 4)."""
-        values: Any = config.get("rope_parameters")
-        if values and layer_type in values:
-            values = values[layer_type]
-        if not values:
-            values = dict(config.get("rope_scaling") or {}) if theta_key == "rope_theta" else {}
-            values.setdefault("rope_type", values.pop("type", "default"))
-            values["rope_theta"] = config.get(theta_key, 10_000.0)
-        rope = read_config(cls, values)
-        if rope.rope_type not in ("default", "linear", "llama3"):
+        ``theta_key`` and ``rope_scaling`` (transformers 4, where a model's local base is never scaled)."""
+        given = config_table(config, "rope_parameters")
+        if layer_type is not None:
+            if given and not any(isinstance(value, dict) for value in given.values()):
+                raise CheckpointError("config.json: rope_parameters has to hold a table per layer type.")
+            given = config_table(given, layer_type)
+        scaling = config_table(config, "rope_scaling") if theta_key == "rope_theta" else {}
+        values = {
+            "rope_theta": config.get(theta_key, default_theta),
+            "partial_rotary_factor": config.get("partial_rotary_factor"),
+            "original_max_position_embeddings": config.get("max_position_embeddings"),
+        }
+        values |= given | scaling
+        kind = values.get("rope_type", values.get("type", "default"))
+        kinds: dict[Any, type[RopeParameters]] = {"default": cls, "linear": LinearRope, "llama3": Llama3Rope}
+        if kind not in kinds:
             raise CheckpointError(
-                f"config.json asks for rope_type {rope.rope_type!r}; infer knows 'default', 'linear' and 'llama3'."
+                f"config.json asks for rope_type {kind!r}; infer knows {', '.join(map(repr, kinds))}."
             )
-        return rope
+        return read_config(kinds[kind], values)
 
     def inverse_frequencies(self, head_size: int) -> Tensor:
         """[E/2], fp32."""
         exponents = torch.arange(0, head_size, 2, dtype=torch.int64).float() / head_size
-        inverse = 1.0 / (self.rope_theta**exponents)
-        if self.rope_type == "linear":
-            return inverse / self.factor
-        if self.rope_type == "llama3":
-            # Long wavelengths are stretched by ``factor``, short ones kept, the band between blended (Llama 3.1).
-            length = self.original_max_position_embeddings
-            wavelength = 2 * math.pi / inverse
-            smooth = (length / wavelength - self.low_freq_factor) / (
-                self.high_freq_factor - self.low_freq_factor
-            )
-            blended = (1 - smooth) * inverse / self.factor + smooth * inverse
-            stretched = torch.where(
-                wavelength > length / self.low_freq_factor, inverse / self.factor, blended
-            )
-            return torch.where(wavelength < length / self.high_freq_factor, inverse, stretched)
-        return inverse
+        return 1.0 / (self.rope_theta**exponents)
+
+
+class LinearRope(RopeParameters):
+    """Every wavelength is stretched by ``factor`` (Chen et al., 2023)."""
+
+    factor: PositiveNumber
+
+    def inverse_frequencies(self, head_size: int) -> Tensor:
+        return super().inverse_frequencies(head_size) / self.factor
+
+
+class Llama3Rope(RopeParameters):
+    """Long wavelengths are stretched by ``factor``, short ones kept, the band between blended (Llama 3.1)."""
+
+    factor: PositiveNumber
+    low_freq_factor: PositiveNumber
+    high_freq_factor: PositiveNumber
+    original_max_position_embeddings: PositiveInt
+
+    @model_validator(mode="after")
+    def _band(self) -> Self:
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError("low_freq_factor has to be below high_freq_factor")
+        return self
+
+    def inverse_frequencies(self, head_size: int) -> Tensor:
+        inverse = super().inverse_frequencies(head_size)
+        length, low, high = self.original_max_position_embeddings, self.low_freq_factor, self.high_freq_factor
+        wavelength = 2 * math.pi / inverse
+        smooth = (length / wavelength - low) / (high - low)
+        blended = (1 - smooth) * inverse / self.factor + smooth * inverse
+        stretched = torch.where(wavelength > length / low, inverse / self.factor, blended)
+        return torch.where(wavelength < length / high, inverse, stretched)
 
 
 class RotaryEmbedding:
@@ -293,8 +335,8 @@ class RotaryEmbedding:
 
     def __init__(self, context: ModelContext, rope: RopeParameters, head_size: int) -> None:
         positions = torch.arange(context.max_seq_len, dtype=torch.float32)
-        # Angles in fp32, as models are trained; their cos and sin in float64, so that the table's last bits do not
-        # depend on its length.
+        # Angles in fp32, as models are trained; their cos and sin in float64, so that the table's last bits
+        # do not depend on its length.
         angles = torch.outer(positions, rope.inverse_frequencies(head_size)).double()
         self._cos = angles.cos().float().to(context.device)
         self._sin = angles.sin().float().to(context.device)
@@ -304,12 +346,34 @@ class RotaryEmbedding:
         return self._cos[positions_T], self._sin[positions_T]
 
 
+def layer_windows(layer_types: Sequence[LayerType], window: int | None, num_layers: int) -> list[int | None]:
+    """Each layer's sliding window, None for full attention. Raises CheckpointError where they disagree."""
+    if len(layer_types) != num_layers:
+        raise CheckpointError(
+            f"config.json: layer_types has {len(layer_types)} entries, but num_hidden_layers is {num_layers}."
+        )
+    if window is None and "sliding_attention" in layer_types:
+        raise CheckpointError(
+            "config.json: layer_types has 'sliding_attention', but there is no sliding_window."
+        )
+    return [window if kind == "sliding_attention" else None for kind in layer_types]
+
+
 def read_config(cls: type[C], values: Mapping[str, Any]) -> C:
     """Validate config.json's fields. Raises CheckpointError naming the first bad one."""
     try:
         return cls.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        got = "" if first["type"] == "missing" else f" (it is {first['input']!r})"
-        raise CheckpointError(f"config.json: {key}: {first['msg']}{got}.") from None
+        place = "".join(f"{key}: " for key in first["loc"])
+        message = first["msg"].removeprefix("Value error, ")
+        got = "" if first["type"] == "missing" or not place else f" (it is {first['input']!r})"
+        raise CheckpointError(f"config.json: {place}{message}{got}.") from None
+
+
+def config_table(values: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """A table within a table; empty where it is absent or null."""
+    table = values.get(key)
+    if table is not None and not isinstance(table, dict):
+        raise CheckpointError(f"config.json: {key} is {table!r}, which is not a table.")
+    return table or {}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -93,7 +94,6 @@ class LLM:
 
     def _start(self, settings: Settings, plugins: Plugins) -> None:
         self.loop, self.served = start(settings, plugins)
-        self._doors: dict[int, AsyncDoor] = {}
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -137,14 +137,11 @@ class LLM:
         finally:
             handle.abort()
 
-    async def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Event]:
+    async def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncGenerator[Event]:
         """The same for asyncio."""
-        events = AsyncDoor(self.loop).stream(self.request(prompt, params))
-        try:
+        async with aclosing(AsyncDoor(self.loop).stream(self.request(prompt, params))) as events:
             async for event in events:
                 yield event
-        finally:
-            await events.aclose()  # type: ignore[attr-defined]
 
     def request(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
         """Tokenise and check. Raises RequestError."""

@@ -152,6 +152,9 @@ class ModelProtocol(Protocol):
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """[N, V] in the model's dtype."""
 
+    def expected(self) -> Mapping[str, tuple[int, ...]]:
+        """Name and shape of every tensor that ``load`` asks for: what made-up weights are made from."""
+
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Take the checkpoint's tensors. A missing, unexpected or misshapen one is a CheckpointError."""
 

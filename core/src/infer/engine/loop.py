@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 
 from infer.engine.engine import Abort, Engine
 from infer.errors import EngineDeadError, QueueFullError
@@ -38,8 +38,13 @@ class EngineLoop:
         self._thread.start()
 
     @property
-    def alive(self) -> bool:
-        return self._thread.is_alive() and not self._closing
+    def healthy(self) -> bool:
+        """The engine's thread lives and has not failed."""
+        return self._thread.is_alive() and self._error is None
+
+    @property
+    def accepting(self) -> bool:
+        return self.healthy and not self._closing
 
     @property
     def num_open(self) -> int:
@@ -120,7 +125,7 @@ class AsyncDoor:
         self._asyncio_loop = asyncio.get_running_loop()
         self._queues: dict[str, asyncio.Queue[Event]] = {}
 
-    async def stream(self, request: Request) -> AsyncIterator[Event]:
+    async def stream(self, request: Request) -> AsyncGenerator[Event]:
         """Submit at once and yield events to the last; leaving early aborts the request."""
         queue: asyncio.Queue[Event] = asyncio.Queue()
         self._engine_loop.submit(request, self._post)

@@ -3,7 +3,7 @@
 Each result row depends on its own input row alone, bit for bit. Three habits keep that true on a CPU:
 
 - Matrix products get at least as many rows as the platform's library needs to treat every row alike.
-- Activations are composed of operations whose vector and scalar forms agree (``exp``, ``tanh``, IEEE arithmetic).
+- Activations are composed of operations whose vector and scalar forms agree (``exp``, ``tanh``, arithmetic).
   ``torch.nn.functional.silu`` is not: an element's last bit depends on whether it falls into a vector's tail.
 - Attention reduces keys in segments of fixed size counted from position 0, whatever the chunk.
 
@@ -116,7 +116,7 @@ class ReferenceKernels(KernelsProtocol):
 
 @functools.lru_cache(maxsize=16)
 def plan_tiles(starts: tuple[int, ...], lens: tuple[int, ...], window: int | None) -> tuple[Tiles, ...]:
-    """Cut every chunk into tiles of at most ``TILE`` queries and group those of one size and one range of segments.
+    """Cut every chunk into tiles of at most ``TILE`` queries and group those of equal size and segments.
 
     Decodes of similar context become one group, and so do the inner tiles of equal prompts.
     """
@@ -164,8 +164,8 @@ def _attend_tiles(
     acc = torch.zeros_like(q)
     for segment in range(tiles.first_segment, tiles.last_segment + 1):
         key_S = torch.arange(segment * SEGMENT, (segment + 1) * SEGMENT, device=device)
-        # A key past the tile's last query is masked below; it is read from inside the sequence all the same, since
-        # what lies beyond may be another's, and 0 x NaN is NaN.
+        # A key past the tile's last query is masked below; it is read from inside the sequence all the same,
+        # since what lies beyond may be another's, and 0 x NaN is NaN.
         key_gS = torch.minimum(key_S, position_gn[:, -1:])
         flat_gS = table_gP.gather(1, key_gS // block_size) * block_size + key_gS % block_size
         k = k_flat[flat_gS].permute(0, 2, 3, 1).float().contiguous().view(g * K, E, SEGMENT)
@@ -210,8 +210,8 @@ def exact_rows(
 ) -> int:
     """The fewest rows from which ``linear`` on a weight [n, k] gives a row the same bits in whatever company.
 
-    Found by trying: libraries switch algorithm with the number of rows. ``threads`` is part of the key because the
-    split over threads is part of the algorithm.
+    Found by trying: libraries switch algorithm with the number of rows. ``threads`` is part of the key, since
+    the split over threads is part of the algorithm.
     """
     generator = torch.Generator().manual_seed(0)
     # A thin slice of a tall weight takes the same path, and a vocabulary is too tall to try whole.

@@ -1,0 +1,272 @@
+"""The engine's life with its requests: ends, failures, aborts. Nothing leaks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from infer.engine.batch import pack
+from infer.protocols import KVCacheView, ModelProtocol
+from infer.request import Event
+from tests.support import MAX_SEQ_LEN, Stepper, make_engine, random_prompt, tiny_model
+
+F32 = torch.float32
+
+
+class Spoiled:
+    """A model that does something unkind in a chosen forward pass."""
+
+    def __init__(self, model: ModelProtocol) -> None:
+        self._model = model
+        self.attention, self.vocab_size = model.attention, model.vocab_size
+        self.passes: list[int] = []
+        self.fail_at: int | None = None
+        self.nan_rows: list[int] = []
+        self.force: int | None = None
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, cache: KVCacheView) -> torch.Tensor:
+        self.passes.append(len(token_ids))
+        if len(self.passes) - 1 == self.fail_at:
+            raise RuntimeError("out of luck")
+        return self._model.forward(token_ids, positions, cache)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = self._model.logits(hidden)
+        if self.force is not None:
+            logits[:, self.force] = 1e6
+        for row in self.nan_rows:
+            logits[row] = float("nan")
+        return logits
+
+
+def spoiled(**keys: Any) -> tuple[Spoiled, Stepper]:
+    model = Spoiled(tiny_model("llama"))
+    return model, make_engine(model, F32, **keys)  # type: ignore[arg-type]
+
+
+def assert_clean(stepper: Stepper) -> None:
+    """Every request ended exactly once and everything is free again."""
+    assert not stepper.engine.has_work()
+    for events in stepper.events.values():
+        assert [e.finish_reason is not None for e in events] == [False] * (len(events) - 1) + [True]
+    assert sorted(r.request_id for r in stepper.finished) == sorted(stepper.events)
+    free = stepper.pool.free_tokens()
+    assert free % MAX_SEQ_LEN == 0
+    slots = [stepper.pool.allocate([1]) for _ in range(free // MAX_SEQ_LEN)]
+    assert all(slots)
+    assert stepper.pool.allocate([1]) is None
+
+
+@pytest.mark.parametrize("first_only", [True, False])
+def test_eos_as_the_very_first_token(first_only: bool) -> None:
+    """Alone and within a batch."""
+    model, stepper = spoiled(eos=frozenset({5}))
+    model.force = 5
+    stepper.submit(random_prompt(9), "a", temperature=0)
+    if not first_only:
+        stepper.submit(random_prompt(3), "b", temperature=0, ignore_eos=True, max_tokens=4)
+    stepper.run()
+    assert stepper.tokens("a") == [5]
+    assert stepper.events["a"][-1].finish_reason == "stop"
+    if not first_only:
+        assert stepper.tokens("b") == [5] * 4
+        assert stepper.events["b"][-1].finish_reason == "length"
+    assert_clean(stepper)
+
+
+def test_stop_token_is_named() -> None:
+    model, stepper = spoiled()
+    model.force = 7
+    stepper.submit([1, 2], "a", temperature=0, stop_token_ids=[7])
+    stepper.run()
+    assert (stepper.events["a"][-1].finish_reason, stepper.events["a"][-1].stop_reason) == ("stop", 7)
+
+
+def test_length_by_max_tokens_and_by_max_seq_len() -> None:
+    _, stepper = spoiled()
+    stepper.submit([1, 2], "short", temperature=0, max_tokens=3)
+    stepper.submit(random_prompt(MAX_SEQ_LEN - 2), "long", temperature=0, max_tokens=None)
+    stepper.run()
+    assert (len(stepper.tokens("short")), len(stepper.tokens("long"))) == (3, 2)
+    assert {stepper.events[i][-1].finish_reason for i in ("short", "long")} == {"length"}
+    assert_clean(stepper)
+
+
+def test_no_event_before_the_last_chunk() -> None:
+    _, stepper = spoiled(prefill_chunk_size=8)
+    stepper.submit(random_prompt(30), "a", temperature=0, max_tokens=2)
+    for _ in range(3):
+        stepper.engine.step()
+        assert "a" not in stepper.events
+        assert stepper.engine.has_work()
+    stepper.engine.step()
+    assert len(stepper.tokens("a")) == 1
+
+
+def test_pending_chunks_share_one_forward_pass() -> None:
+    model, stepper = spoiled(prefill_chunk_size=8)
+    stepper.submit(random_prompt(20), "a", temperature=0, max_tokens=1)
+    stepper.engine.step()
+    stepper.submit(random_prompt(13), "b", temperature=0, max_tokens=1)
+    stepper.run()
+    assert model.passes == [8, 16, 9]
+
+
+def test_arrival_mid_chunk_joins_the_next_step() -> None:
+    _, stepper = spoiled(prefill_chunk_size=8)
+    stepper.submit(random_prompt(40), "a", temperature=0)
+    stepper.engine.step()
+    stepper.submit(random_prompt(3), "b", temperature=0)
+    stepper.engine.step()
+    assert [w.request_id for w in stepper.steps[1].work] == ["a", "b"]
+    assert len(stepper.tokens("b")) == 1
+
+
+def test_failure_in_chunk_2_of_4_ends_that_request_alone() -> None:
+    model, stepper = spoiled(prefill_chunk_size=8)
+    stepper.submit(random_prompt(2), "decoding", temperature=0, max_tokens=10)
+    stepper.engine.step()
+    stepper.submit(random_prompt(32), "unlucky", temperature=0)
+    model.fail_at = 4  # passes: prefill, decode + chunk 1, decode + chunk 2
+    stepper.run()
+    (event,) = stepper.events["unlucky"]
+    assert event.finish_reason == "error"
+    assert "out of luck" in (event.error or "")
+    assert len(stepper.tokens("decoding")) == 10
+    assert_clean(stepper)
+
+
+def test_failing_decode_ends_its_requests_and_the_next_ones_go_on() -> None:
+    model, stepper = spoiled()
+    for name in "ab":
+        stepper.submit(random_prompt(4), name, temperature=0)
+    model.fail_at = 2
+    stepper.run()
+    stepper.submit(random_prompt(4), "c", temperature=0, max_tokens=3)
+    stepper.run()
+    assert [stepper.events[n][-1].finish_reason for n in "abc"] == ["error", "error", "length"]
+    assert_clean(stepper)
+
+
+def test_a_row_that_is_not_finite_fails_alone() -> None:
+    model, stepper = spoiled()
+    for name in "ab":
+        stepper.submit(random_prompt(4), name, temperature=0, max_tokens=3)
+    model.nan_rows = [0]
+    stepper.engine.step()
+    model.nan_rows = []
+    stepper.run()
+    assert stepper.events["a"][-1].finish_reason == "error"
+    assert "not finite" in (stepper.events["a"][-1].error or "")
+    assert len(stepper.tokens("b")) == 3
+    assert_clean(stepper)
+
+
+def test_a_reused_slot_shows_nothing_of_its_predecessor() -> None:
+    _, stepper = spoiled(max_batch_size=1)
+    stepper.submit(random_prompt(100, seed=1), "first", temperature=0)
+    stepper.submit(random_prompt(6), "second", temperature=0, logprobs=20)
+    stepper.run()
+    _, fresh = spoiled(max_batch_size=1)
+    fresh.submit(random_prompt(6), "second", temperature=0, logprobs=20)
+    fresh.run()
+    assert stepper.events["second"] == fresh.events["second"]
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 4, 6])
+def test_abort_queued_mid_chunk_and_decoding_frees_within_a_step(steps: int) -> None:
+    _, stepper = spoiled(prefill_chunk_size=8, max_batch_size=1)
+    stepper.submit(random_prompt(30), "a", temperature=0, max_tokens=20)
+    stepper.submit(random_prompt(30), "queued", temperature=0)
+    for _ in range(steps):
+        stepper.engine.step()
+    stepper.abort("a")
+    stepper.abort("queued")
+    stepper.engine.step()
+    assert_clean(stepper)
+    assert stepper.events["a"][-1].finish_reason == "abort"
+
+
+def test_abort_of_what_has_ended_changes_nothing() -> None:
+    _, stepper = spoiled()
+    stepper.submit([1], "a", temperature=0, max_tokens=1)
+    stepper.run()
+    stepper.abort("a")
+    stepper.run()
+    assert_clean(stepper)
+
+
+def test_three_times_as_many_as_fit_all_finish() -> None:
+    _, stepper = spoiled(max_batch_size=4)
+    for i in range(12):
+        stepper.submit(random_prompt(5 + i, seed=i), str(i), temperature=0, max_tokens=3 + i % 4)
+    stepper.run()
+    assert len(stepper.finished) == 12
+    assert_clean(stepper)
+
+
+def test_fail_all_ends_everyone_wherever_they_are() -> None:
+    _, stepper = spoiled(max_batch_size=1, prefill_chunk_size=4)
+    for name in "abc":
+        stepper.submit(random_prompt(10), name, temperature=0)
+    stepper.engine.step()
+    stepper.submit(random_prompt(10), "inbox", temperature=0)
+    stepper.engine.fail_all("abort", "closing")
+    assert {e[-1].error for e in stepper.events.values()} == {"closing"}
+    assert len(stepper.events) == 4
+    assert_clean(stepper)
+
+
+@pytest.mark.parametrize("chunk", [3, 64])
+def test_prompt_logprobs_are_the_models_own(chunk: int) -> None:
+    model = tiny_model("llama")
+    stepper = make_engine(model, F32, prefill_chunk_size=chunk)
+    prompt = random_prompt(20)
+    stepper.submit(prompt, "a", temperature=0, max_tokens=2, prompt_logprobs=3)
+    stepper.run()
+    first, second = stepper.events["a"]
+    assert second.prompt_logprobs is None
+    assert first.prompt_logprobs is not None
+    assert first.prompt_logprobs[0] is None
+    pool = stepper.pool
+    place = pool.allocate(prompt)
+    assert place is not None
+    with torch.inference_mode():
+        view = pool.batched_chunked_prefill_view([place.slot], [0], [20])
+        hidden = model.forward(torch.tensor(prompt), torch.arange(20), view)
+        reference = model.logits(hidden).double().log_softmax(-1)
+    for position, entry in enumerate(first.prompt_logprobs[1:], 1):
+        assert entry is not None
+        assert entry.token_id == prompt[position]
+        row = reference[position - 1]
+        assert entry.logprob == pytest.approx(row[prompt[position]].item(), abs=1e-5)
+        assert entry.rank == int((row > row[prompt[position]]).sum()) + 1
+        assert [t for t, _ in entry.top] == row.topk(3).indices.tolist()
+
+
+def test_the_batch_has_no_padding_and_asks_for_logits_where_tokens_are_drawn() -> None:
+    _, stepper = spoiled(prefill_chunk_size=8)
+    scheduler: Any = stepper.engine._scheduler
+    for n, name in ((5, "a"), (12, "b"), (1, "c")):
+        stepper.submit(random_prompt(n), name, temperature=0)
+    stepper.engine._drain_inbox()
+    (works,) = scheduler.schedule().passes()
+    batch = pack(works)
+    assert batch.lens == [5, 8, 1]
+    assert batch.token_ids_T.shape == (14,)
+    assert batch.positions_T.tolist() == [*range(5), *range(8), 0]
+    assert batch.sample_rows == [4, 13]
+    assert [s.id for s in batch.sampled] == ["a", "c"]
+
+
+def test_events_carry_what_was_asked_for() -> None:
+    _, stepper = spoiled()
+    stepper.submit([3, 4], "with", temperature=0, max_tokens=2, logprobs=2)
+    stepper.submit([3, 4], "without", temperature=0, max_tokens=2)
+    stepper.run()
+    with_logprobs: list[Event] = stepper.events["with"]
+    assert [len(e.logprobs[0].top) for e in with_logprobs] == [2, 2]
+    assert all(e.logprobs[0].rank == 1 for e in with_logprobs)
+    assert all(e.logprobs == () for e in stepper.events["without"])

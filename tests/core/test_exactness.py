@@ -1,0 +1,217 @@
+"""The promise: what a request is answered does not depend on chunks, company, arrival or budget. Bit for bit."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infer.engine.exactness import self_check
+from infer.kernels.reference import ReferenceKernels
+from infer.protocols import ModelProtocol
+from infer.request import Event
+from tests.support import (
+    CONFIGS,
+    CPU,
+    DTYPES,
+    FAMILIES,
+    MAX_SEQ_LEN,
+    build_model,
+    make_engine,
+    random_prompt,
+    slotted_pool,
+    tiny_model,
+)
+
+CHUNK = 16
+both = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+families = pytest.mark.parametrize("family", FAMILIES)
+
+
+@torch.inference_mode()
+def prefill_logits(model: ModelProtocol, dtype: torch.dtype, prompt: list[int], cuts: list[int]) -> torch.Tensor:
+    """Logits at the last prompt position when the prompt is prefilled up to each of ``cuts`` in turn."""
+    pool = slotted_pool(model, dtype)
+    place = pool.allocate(prompt)
+    assert place is not None
+    begin = 0
+    for end in cuts:
+        view = pool.batched_chunked_prefill_view([place.slot], [begin], [end - begin])
+        hidden = model.forward(torch.tensor(prompt[begin:end]), torch.arange(begin, end), view)
+        assert pool.length(place.slot) == end
+        begin = end
+    return model.logits(hidden[-1:])
+
+
+@families
+@both
+@pytest.mark.parametrize("length", [1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 1, 127, 128, 129, 300])
+def test_logits_of_chunked_and_full_prefill(family: str, dtype: torch.dtype, length: int) -> None:
+    model, prompt = tiny_model(family, dtype), random_prompt(length)
+    full = prefill_logits(model, dtype, prompt, [length])
+    for chunk in (1, 5, CHUNK, 100):
+        cuts = [*range(chunk, length, chunk), length]
+        assert torch.equal(full, prefill_logits(model, dtype, prompt, cuts)), chunk
+
+
+@both
+@pytest.mark.parametrize("edge", [11, 12, 13])
+@pytest.mark.parametrize("chunk", [11, 12, 13, 127, 128, 129])
+def test_sliding_window_against_chunk_and_segment_edges(dtype: torch.dtype, edge: int, chunk: int) -> None:
+    """The window of 12 meets the chunk's end, and the segment's, or misses them by one."""
+    model = tiny_model("gemma3", dtype)
+    length = chunk + edge
+    prompt = random_prompt(length)
+    full = prefill_logits(model, dtype, prompt, [length])
+    assert torch.equal(full, prefill_logits(model, dtype, prompt, [chunk, length]))
+
+
+@both
+def test_chunks_leave_the_same_keys_and_values(dtype: torch.dtype) -> None:
+    model, prompt = tiny_model("gemma3", dtype), random_prompt(150)
+    kept = []
+    for cuts in ([150], [40, 41, 150]):
+        pool: Any = slotted_pool(model, dtype)
+        slot = pool.allocate(prompt).slot
+        begin = 0
+        with torch.inference_mode():
+            for end in cuts:
+                view = pool.batched_chunked_prefill_view([slot], [begin], [end - begin])
+                model.forward(torch.tensor(prompt[begin:end]), torch.arange(begin, end), view)
+                begin = end
+        kept.append([layer[slot, :150].clone() for layer in pool.storage.k + pool.storage.v])
+    assert all(torch.equal(a, b) for a, b in zip(*kept, strict=True))
+
+
+REQUESTS: list[dict[str, Any]] = [
+    {"prompt": 1, "temperature": 0},
+    {"prompt": 3, "temperature": 1.3, "seed": 1},
+    {"prompt": CHUNK - 1, "temperature": 0},
+    {"prompt": CHUNK, "temperature": 0.8, "seed": 2, "top_k": 7},
+    {"prompt": CHUNK + 1, "temperature": 0, "prompt_logprobs": 2},
+    {"prompt": 40, "temperature": 1.0, "seed": 3, "top_p": 0.7},
+    {"prompt": 128, "temperature": 0},
+    {"prompt": 131, "temperature": 2.0, "seed": 4, "min_p": 0.05},
+    {"prompt": 260, "temperature": 0},
+]
+
+
+def submit(stepper: Any, index: int, new: int) -> None:
+    params = dict(REQUESTS[index])
+    prompt = random_prompt(params.pop("prompt"), seed=index)
+    stepper.submit(prompt, str(index), max_tokens=new, logprobs=20, **params)
+
+
+@cache
+def alone(family: str, dtype: torch.dtype, index: int) -> list[Event]:
+    """The answer without chunking, without company."""
+    stepper = make_engine(tiny_model(family, dtype), dtype, use_chunked_prefill=False)
+    submit(stepper, index, 12)
+    stepper.run()
+    return stepper.answer(str(index))
+
+
+def same(answer: list[Event], reference: list[Event]) -> bool:
+    """Tokens, and log-probabilities to the last bit, as far as the shorter goes."""
+    n = len(answer)
+    return [(e.token_ids, e.logprobs, e.prompt_logprobs) for e in answer] == [
+        (e.token_ids, e.logprobs, e.prompt_logprobs) for e in reference[:n]
+    ]
+
+
+mixes = st.fixed_dictionaries(
+    {
+        "max_batch_size": st.integers(1, 6),
+        "prefill_chunk_size": st.sampled_from([1, 3, 7, CHUNK, 33, 128, 512]),
+        "max_tokens_per_step": st.none() | st.integers(6, 80),
+        "max_num_partial_prefills": st.none() | st.integers(1, 2),
+    }
+)
+arrivals = st.lists(
+    st.tuples(st.integers(0, len(REQUESTS) - 1), st.integers(0, 20), st.integers(1, 12)),
+    min_size=1,
+    max_size=7,
+    unique_by=lambda a: a[0],
+)
+
+
+@settings(max_examples=240, deadline=None)
+@given(st.sampled_from(FAMILIES), st.sampled_from(DTYPES), mixes, arrivals)
+def test_any_mix_of_arrivals_chunks_and_budgets(
+    family: str, dtype: torch.dtype, keys: dict[str, Any], plan: list[tuple[int, int, int]]
+) -> None:
+    stepper = make_engine(tiny_model(family, dtype), dtype, **keys)
+    todo = sorted(plan, key=lambda a: a[1])
+    step = 0
+    while todo or stepper.engine.has_work():
+        while todo and todo[0][1] <= step:
+            index, _, new = todo.pop(0)
+            submit(stepper, index, new)
+        stepper.engine.step()
+        step += 1
+    for index, _, new in plan:
+        answer = stepper.answer(str(index))
+        assert len(answer) == new
+        assert same(answer, alone(family, dtype, index))
+
+
+@families
+@both
+def test_static_batches_answer_the_same(family: str, dtype: torch.dtype) -> None:
+    stepper = make_engine(tiny_model(family, dtype), dtype, static=True, use_chunked_prefill=False)
+    for index in range(len(REQUESTS)):
+        submit(stepper, index, 12)
+    stepper.run()
+    for index in range(len(REQUESTS)):
+        assert same(stepper.answer(str(index)), alone(family, dtype, index))
+
+
+@families
+@both
+def test_preemption_does_not_change_the_answer(family: str, dtype: torch.dtype) -> None:
+    """A pool that refuses to grow now and then forces recomputation of prompt and answer so far."""
+    model = tiny_model(family, dtype)
+    pool = slotted_pool(model, dtype)
+    asked = 0
+    grow = pool.grow
+
+    def stingy(slot: int, num_tokens: int) -> bool:
+        nonlocal asked
+        asked += 1
+        return asked % 9 != 0 and grow(slot, num_tokens)
+
+    pool.grow = stingy  # type: ignore[method-assign]
+    stepper = make_engine(model, dtype, pool=pool, prefill_chunk_size=7)
+    for index in range(5):
+        submit(stepper, index, 12)
+    stepper.run()
+    assert sum(record.preemptions for record in stepper.finished) > 3
+    for index in range(5):
+        assert same(stepper.answer(str(index)), alone(family, dtype, index))
+
+
+@families
+@both
+def test_self_check_holds_for_the_reference_kernels(family: str, dtype: torch.dtype) -> None:
+    model = tiny_model(family, dtype)
+    pool = slotted_pool(model, dtype)
+    assert self_check(model, pool, max_batch_size=4, max_seq_len=MAX_SEQ_LEN, device=CPU)
+    assert pool.free_tokens() == 4 * MAX_SEQ_LEN, "the check leaves nothing behind"
+
+
+class CompanyKernels(ReferenceKernels):
+    """A last bit that depends on the number of rows, as a careless library's does."""
+
+    def linear(self, x_TK: torch.Tensor, packed: Any) -> torch.Tensor:
+        y = super().linear(x_TK, packed)
+        return y * (1 + 2**-20) if len(x_TK) % 2 else y
+
+
+def test_self_check_notices_a_kernel_that_minds_its_company() -> None:
+    model = build_model(CONFIGS["llama"], torch.float32, CompanyKernels())
+    pool = slotted_pool(model, torch.float32)
+    assert not self_check(model, pool, max_batch_size=4, max_seq_len=MAX_SEQ_LEN, device=CPU)

@@ -1,0 +1,183 @@
+"""Tiny checkpoints with random weights, written by ``transformers`` with a tokenizer trained on the spot."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+transformers.utils.logging.disable_progress_bar()
+
+Family = Literal["llama", "qwen3", "gemma3", "gemma3_vision"]
+Rope = Literal["default", "linear", "llama3"]
+
+VOCAB, HEADS, LAYERS, MAX_POSITIONS, EOS = 320, 4, 4, 512, 0
+TEXT = """The kettle began it. Do not tell me what the neighbours said: the kettle began it, full five minutes by the
+little clock in the corner before the cricket uttered a chirp. If it had not been so, and it was so, the clock would
+have finished striking, and the small mower at the top of it would have cut down half an acre of imaginary grass."""
+ROPES: dict[Rope, dict[str, Any]] = {
+    "default": {"rope_type": "default", "rope_theta": 10_000.0},
+    "linear": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 8.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 10_000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+}
+
+
+@functools.cache
+def tokenizer() -> Tokenizer:
+    """Byte-level pairs: every text has an encoding, and every id below ``VOCAB`` a decoding. 0 ends a text."""
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trained.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=["<eos>", "<bos>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    trained.train_from_iterator([TEXT], trainer)
+    assert trained.get_vocab_size() == VOCAB
+    return trained
+
+
+def write_checkpoint(
+    folder: Path,
+    family: Family,
+    *,
+    tied: bool = True,
+    kv_heads: int = 2,
+    rope: Rope = "default",
+    window: int | None = None,
+    layer_types: Sequence[str] | None = None,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    sharded: bool = False,
+    **config: Any,
+) -> Path:
+    """A checkpoint in ``folder``, which is made. ``window`` slides in every other layer unless ``layer_types`` says
+    otherwise; further arguments are fields of its config. The weights are large enough for every part to matter."""
+    model = make_model(
+        family, tied=tied, kv_heads=kv_heads, rope=rope, window=window, layer_types=layer_types, seed=seed, **config
+    )
+    model.to(dtype).save_pretrained(folder, max_shard_size="60KB" if sharded else "1GB")
+    tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def make_model(
+    family: Family,
+    *,
+    tied: bool,
+    kv_heads: int,
+    rope: Rope,
+    window: int | None,
+    layer_types: Sequence[str] | None,
+    seed: int,
+    **config: Any,
+) -> transformers.PreTrainedModel:
+    fields: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 48,
+        "intermediate_size": 72,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": MAX_POSITIONS,
+        "tie_word_embeddings": tied,
+        "eos_token_id": EOS,
+        "bos_token_id": 1,
+        "pad_token_id": None,
+        "rope_parameters": dict(ROPES[rope]),
+        "attn_implementation": "eager",
+    }
+    if window is not None:
+        fields |= {
+            "sliding_window": window,
+            "layer_types": list(layer_types or ["sliding_attention", "full_attention"] * (LAYERS // 2)),
+        }
+    match family:
+        case "llama":
+            made = transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields | config))
+        case "qwen3":
+            fields |= {"head_dim": 16, "use_sliding_window": window is not None}
+            made = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**fields | config))
+        case "gemma3" | "gemma3_vision":
+            local = {"rope_type": "default", "rope_theta": 100.0}
+            fields |= {
+                "head_dim": 16,
+                "query_pre_attn_scalar": 24,
+                "rope_parameters": {"full_attention": dict(ROPES[rope]), "sliding_attention": local},
+            }
+            text = transformers.Gemma3TextConfig(**fields | config)
+            if family == "gemma3":
+                made = transformers.Gemma3ForCausalLM(text)
+            else:
+                vision = transformers.SiglipVisionConfig(
+                    hidden_size=16,
+                    intermediate_size=16,
+                    num_hidden_layers=1,
+                    num_attention_heads=1,
+                    image_size=28,
+                    patch_size=14,
+                )
+                made = transformers.Gemma3ForConditionalGeneration(
+                    transformers.Gemma3Config(
+                        text_config=text,
+                        vision_config=vision,
+                        mm_tokens_per_image=4,
+                        tie_word_embeddings=tied,
+                        eos_token_id=EOS,
+                        attn_implementation="eager",
+                    )
+                )
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim == 1:
+                parameter.add_(0.3 * noise)
+            else:
+                parameter.copy_(noise * (1.2 / parameter.shape[-1] ** 0.5))
+            if family.startswith("gemma3") and ".post_" in name:
+                parameter.add_(4.0)  # or else the scaled embedding outweighs the layers and every token repeats
+    return made.eval()
+
+
+def as_transformers_4(folder: Path) -> None:
+    """Rewrite config.json to what transformers 4 wrote."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    for part in (config, config.get("text_config", {})):
+        if "dtype" in part:
+            part["torch_dtype"] = part.pop("dtype")
+        rope = part.pop("rope_parameters", None)
+        if rope is None:
+            continue
+        if "full_attention" in rope:
+            types = part.pop("layer_types")
+            part["sliding_window_pattern"] = types.index("full_attention") + 1
+            part["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+            rope = rope["full_attention"]
+        part["rope_theta"] = rope.pop("rope_theta")
+        part["rope_scaling"] = None if rope == {"rope_type": "default"} else rope
+    file.write_text(json.dumps(config))
+
+
+def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    """Rewrite model.safetensors."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")

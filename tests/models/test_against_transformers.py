@@ -1,0 +1,229 @@
+"""Every family against its implementation in ``transformers``: logits at all positions, and greedy tokens."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from infer.checkpoint import Checkpoint
+from infer.kernels.reference import ReferenceKernels
+from infer.protocols import CacheContext, ModelContext, ModelProtocol
+from infer_cache_slotted import SlottedPool
+from infer_models import infer_models
+from tests.models.checkpoints import VOCAB, as_transformers_4, edit_tensors, write_checkpoint
+
+PROMPT, NEW, MAX_SEQ_LEN = 150, 32, 200
+TOLERANCE = 1e-4
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+CASES: dict[str, dict[str, Any]] = {
+    f"{family}-{'tied' if tied else 'untied'}-{kv_heads}": {
+        "family": family,
+        "tied": tied,
+        "kv_heads": kv_heads,
+        "window": 9 if family == "gemma3" else None,
+    }
+    for family, tied, kv_heads in itertools.product(("llama", "qwen3", "gemma3"), (True, False), (1, 2, 4))
+} | {
+    "llama-llama3-rope": {"family": "llama", "rope": "llama3"},
+    "llama-linear-rope": {"family": "llama", "rope": "linear"},
+    "llama-biases": {"family": "llama", "attention_bias": True, "mlp_bias": True},
+    "llama-head-size": {"family": "llama", "head_dim": 20, "rms_norm_eps": 0.1, "seed": 3},
+    "qwen3-biases": {"family": "qwen3", "attention_bias": True, "tied": False},
+    "qwen3-window": {"family": "qwen3", "window": 7},
+    "qwen3-window-late": {"family": "qwen3", "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 3},
+    "gemma3-linear-rope": {"family": "gemma3", "rope": "linear", "window": 5},
+    "gemma3-window-4": {"family": "gemma3", "window": 4, "layer_types": [SLIDING, SLIDING, FULL, FULL]},
+    "gemma3-window-16": {"family": "gemma3", "window": 16, "layer_types": [FULL, SLIDING, SLIDING, SLIDING]},
+    "gemma3-pattern": {"family": "gemma3", "sliding_window": 6, "sliding_window_pattern": 3},
+    "gemma3-final-cap": {"family": "gemma3", "window": 9, "final_logit_softcapping": 3.0},
+    "gemma3-vision": {"family": "gemma3_vision", "window": 9, "rope": "linear"},
+    "gemma3-vision-untied": {"family": "gemma3_vision", "window": 9, "tied": False},
+}
+
+
+class Driver:
+    """One sequence through a checkpoint's model and a slotted pool."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+        checkpoint = Checkpoint.locate(str(folder), bundled={})
+        (family,) = [r for r in infer_models() if set(r.architectures) & set(checkpoint.architectures)]
+        context = ModelContext(ReferenceKernels(), dtype, torch.device("cpu"), MAX_SEQ_LEN)
+        self.model: ModelProtocol = family.factory(checkpoint.config, context, family.settings())
+        self.model.load(checkpoint.tensors())
+        cache = CacheContext(self.model.attention, 1, MAX_SEQ_LEN, dtype, context.device, context.kernels)
+        self.pool = SlottedPool(cache)
+
+    @torch.inference_mode()
+    def prefill(self, tokens: list[int], chunks: Iterable[int]) -> Tensor:
+        """Logits at every position, [len(tokens), V], taking ``chunks`` tokens at a time."""
+        place = self.pool.allocate(tokens)
+        assert place is not None
+        logits, begin = [], 0
+        for chunk in chunks:
+            part = torch.tensor(tokens[begin : begin + chunk])
+            positions = torch.arange(begin, begin + len(part))
+            view = self.pool.batched_chunked_prefill_view([place.slot], [begin], [len(part)])
+            logits.append(self.model.logits(self.model.forward(part, positions, view)))
+            begin += len(part)
+        self.slot = place.slot
+        return torch.cat(logits)
+
+    @torch.inference_mode()
+    def greedy(self, last: Tensor, count: int) -> tuple[list[int], Tensor]:
+        """So many likeliest tokens and the logits after each, [count, V]; then the slot is free again."""
+        tokens, logits = [], [last]
+        for _ in range(count):
+            tokens.append(int(logits[-1].argmax()))
+            position = torch.tensor([self.pool.length(self.slot)])
+            assert self.pool.grow(self.slot, int(position) + 1)
+            view = self.pool.decode_view([self.slot])
+            logits.append(self.model.logits(self.model.forward(torch.tensor(tokens[-1:]), position, view))[0])
+        self.pool.free(self.slot)
+        return tokens, torch.stack(logits[1:])
+
+
+@functools.cache
+def prompt() -> list[int]:
+    return torch.randint(VOCAB, (PROMPT,), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+@torch.inference_mode()
+def expected_logits(folder: Path, tokens: list[int]) -> Tensor:
+    kind = transformers.AutoConfig.from_pretrained(folder).architectures[0]
+    model = getattr(transformers, kind).from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    return model.eval()(torch.tensor([tokens])).logits[0]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_greedy_tokens(case: str, tmp_path: Path) -> None:
+    """transformers is given our tokens and has to find each of them the likeliest: so its greedy tokens are ours."""
+    folder = write_checkpoint(tmp_path, **CASES[case])
+    driver = Driver(folder, torch.float32)
+    before = driver.prefill(prompt(), [PROMPT])
+    tokens, after = driver.greedy(before[-1], NEW)
+    logits = torch.cat((before, after))
+    expected = expected_logits(folder, prompt() + tokens)
+    assert logits.shape == expected.shape
+    assert (logits - expected).abs().max() < TOLERANCE
+    assert expected[PROMPT - 1 : -1].argmax(-1).tolist() == tokens
+    assert len(set(tokens)) > 3, "a constant answer shows little"
+
+
+EXACT = ["llama-llama3-rope", "qwen3-window", "gemma3-linear-rope"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("case", EXACT)
+def test_chunks_give_the_same_bits(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    driver = Driver(write_checkpoint(tmp_path, **CASES[case], dtype=dtype), dtype)
+    whole = driver.prefill(prompt(), [PROMPT])
+    rest = driver.greedy(whole[-1], 12)
+    for chunks in ([1] * PROMPT, [7] * 22, [127, 1, 22], [129, 21], [33, 64, 53]):
+        chunked = driver.prefill(prompt(), chunks)
+        assert torch.equal(whole, chunked), chunks
+        again = driver.greedy(chunked[-1], 12)
+        assert rest[0] == again[0]
+        assert torch.equal(rest[1], again[1])
+
+
+@pytest.mark.parametrize("case", ["llama-tied-2", "qwen3-tied-2", "gemma3-linear-rope"])
+def test_bfloat16_stays_near(case: str, tmp_path: Path) -> None:
+    """The same bf16 weights, computed in bf16 by us and in fp32 by transformers."""
+    folder = write_checkpoint(tmp_path, **CASES[case], dtype=torch.bfloat16)
+    difference = Driver(folder, torch.bfloat16).prefill(prompt(), [PROMPT]) - expected_logits(folder, prompt())
+    assert difference.square().mean().sqrt() < 0.05
+
+
+def logits_of(folder: Path) -> Tensor:
+    return Driver(folder, torch.float32).prefill(prompt(), [PROMPT])
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["llama-tied-2", "llama-llama3-rope", "llama-linear-rope", "qwen3-untied-2", "qwen3-window", "gemma3-linear-rope"]
+    + ["gemma3-tied-2", "gemma3-vision"],
+)
+def test_configs_of_transformers_4(case: str, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, **CASES[case])
+    new = logits_of(folder)
+    as_transformers_4(folder)
+    text = (folder / "config.json").read_text()
+    assert "rope_theta" in text
+    assert "rope_parameters" not in text
+    assert Checkpoint(folder).dtype == torch.float32
+    assert torch.equal(new, logits_of(folder))
+
+
+def test_old_spelling_of_the_rotary_kind(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, "llama", rope="linear")
+    new = logits_of(folder)
+    as_transformers_4(folder)
+    text = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(text.replace('"rope_type"', '"type"'))
+    assert torch.equal(new, logits_of(folder))
+
+
+@pytest.mark.parametrize("case", ["llama-untied-2", "qwen3-tied-2", "gemma3-untied-2"])
+def test_sharded_checkpoints(case: str, tmp_path: Path) -> None:
+    whole = write_checkpoint(tmp_path / "whole", **CASES[case])
+    shards = write_checkpoint(tmp_path / "shards", **CASES[case], sharded=True)
+    assert len(list(shards.glob("model-*-of-*.safetensors"))) > 2
+    assert torch.equal(logits_of(whole), logits_of(shards))
+
+
+def rename(change: Callable[[str], str]) -> Callable[[dict[str, Tensor]], None]:
+    def apply(tensors: dict[str, Tensor]) -> None:
+        renamed = {change(name): tensor for name, tensor in tensors.items()}
+        tensors.clear()
+        tensors.update(renamed)
+
+    return apply
+
+
+def new_name(name: str) -> str:
+    if name.startswith("language_model.model."):
+        return "model.language_model." + name.removeprefix("language_model.model.")
+    return name.removeprefix("language_model.") if name.startswith("language_model.") else f"model.{name}"
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_both_namings_of_a_model_with_vision(tied: bool, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, "gemma3_vision", window=9, tied=tied)
+    old = logits_of(folder)
+    edit_tensors(folder, rename(new_name))
+    assert torch.equal(old, logits_of(folder))
+
+
+def test_surplus_tensors_that_are_known(tmp_path: Path) -> None:
+    """A second copy of a tied head, and the rotary frequencies that old checkpoints hold."""
+    folder = write_checkpoint(tmp_path, "llama", tied=True)
+    plain = logits_of(folder)
+
+    def add(tensors: dict[str, Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(6)
+
+    edit_tensors(folder, add)
+    assert torch.equal(plain, logits_of(folder))
+
+
+def test_attention_soft_cap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers reads the field and forgets to use it, so its attention is given the cap here."""
+    from transformers.models.gemma3 import modeling_gemma3
+
+    folder = write_checkpoint(tmp_path, "gemma3", window=9, attn_logit_softcapping=2.0)
+    capped = functools.partial(modeling_gemma3.eager_attention_forward, softcap=2.0)
+    without = expected_logits(folder, prompt())
+    monkeypatch.setattr(modeling_gemma3, "eager_attention_forward", capped)
+    expected = expected_logits(folder, prompt())
+    assert (expected - without).abs().max() > 0.1
+    assert (logits_of(folder) - expected).abs().max() < TOLERANCE

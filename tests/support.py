@@ -1,0 +1,171 @@
+"""Tiny models with random weights, and an engine that is stepped by hand."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infer.engine.engine import Abort, Engine
+from infer.engine.runner import Runner
+from infer.engine.schedulers import ContinuousScheduler, StaticScheduler
+from infer.hookspecs import RequestRecord, StepRecord
+from infer.kernels.reference import ReferenceKernels
+from infer.protocols import CacheContext, CachePoolProtocol, KernelsProtocol, ModelContext, ModelProtocol
+from infer.request import Event, Request, SamplingParams
+from infer.settings import EngineSettings
+from infer_cache_slotted import SlottedPool
+from infer_models import infer_models
+
+VOCAB = 96
+MAX_SEQ_LEN = 320
+
+COMMON: Mapping[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+}
+CONFIGS: Mapping[str, Mapping[str, Any]] = {
+    "llama": COMMON
+    | {
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": 2,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "qwen3": COMMON
+    | {"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 2, "tie_word_embeddings": True},
+    "gemma3": COMMON
+    | {
+        "architectures": ["Gemma3ForCausalLM"],
+        "num_hidden_layers": 3,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 16,
+        "sliding_window": 12,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+        "tie_word_embeddings": True,
+    },
+}
+FAMILIES = tuple(CONFIGS)
+DTYPES = (torch.float32, torch.bfloat16)
+CPU = torch.device("cpu")
+
+
+def random_tensors(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
+    """Weights large enough for attention to matter."""
+    generator = torch.Generator().manual_seed(1)
+    for name, shape in shapes.items():
+        yield name, torch.randn(shape, generator=generator) * 0.3
+
+
+@functools.cache
+def tiny_model(family: str, dtype: torch.dtype = torch.float32) -> ModelProtocol:
+    return build_model(CONFIGS[family], dtype)
+
+
+def build_model(
+    config: Mapping[str, Any], dtype: torch.dtype, kernels: KernelsProtocol | None = None
+) -> ModelProtocol:
+    architecture = config["architectures"][0]
+    (family,) = [r for r in infer_models() if architecture in r.architectures]
+    context = ModelContext(kernels or ReferenceKernels(), dtype, CPU, MAX_SEQ_LEN)
+    model = family.factory(config, context, family.settings())
+    model.load(random_tensors(model.expected()))
+    return model
+
+
+def slotted_pool(model: ModelProtocol, dtype: torch.dtype, max_batch_size: int = 4) -> CachePoolProtocol:
+    return SlottedPool(
+        CacheContext(model.attention, max_batch_size, MAX_SEQ_LEN, dtype, CPU, ReferenceKernels())
+    )
+
+
+@dataclass
+class Stepper:
+    """An engine without thread or tokenizer; ``steps`` and ``events`` record what it does."""
+
+    engine: Engine
+    pool: CachePoolProtocol
+    events: dict[str, list[Event]] = field(default_factory=dict)
+    steps: list[StepRecord] = field(default_factory=list)
+    finished: list[RequestRecord] = field(default_factory=list)
+
+    def submit(self, prompt: list[int], id: str, **params: Any) -> Request:
+        request = Request.make(
+            prompt, SamplingParams(**params), vocab_size=VOCAB, max_seq_len=MAX_SEQ_LEN, id=id
+        )
+        self.engine.submit(request)
+        return request
+
+    def abort(self, id: str) -> None:
+        self.engine.submit(Abort(id))
+
+    def run(self) -> None:
+        while self.engine.has_work():
+            self.engine.step()
+
+    def tokens(self, id: str) -> list[int]:
+        return [token for event in self.events[id] for token in event.token_ids]
+
+    def answer(self, id: str) -> list[Event]:
+        return self.events[id]
+
+
+def make_engine(
+    model: ModelProtocol,
+    dtype: torch.dtype,
+    *,
+    pool: CachePoolProtocol | None = None,
+    eos: frozenset[int] = frozenset(),
+    static: bool = False,
+    **keys: Any,
+) -> Stepper:
+    chosen = EngineSettings.model_validate({"max_batch_size": 4} | keys)
+    pool = pool or slotted_pool(model, dtype, chosen.max_batch_size)
+    scheduler = (StaticScheduler if static else ContinuousScheduler)(pool, chosen)
+
+    def publish(events: list[Event]) -> None:
+        for event in events:
+            stepper.events.setdefault(event.request_id, []).append(event)
+
+    def notify(hook: str, record: StepRecord | RequestRecord) -> None:
+        if isinstance(record, StepRecord):
+            stepper.steps.append(record)
+        else:
+            stepper.finished.append(record)
+
+    engine = Engine(
+        Runner(model, pool, CPU),
+        scheduler,
+        pool,
+        tokenizer=None,
+        eos_token_ids=eos,
+        max_seq_len=MAX_SEQ_LEN,
+        publish=publish,
+        notify=notify,
+    )
+    stepper = Stepper(engine, pool)
+    return stepper
+
+
+def random_prompt(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, VOCAB, (length,), generator=generator).tolist()
