@@ -13,15 +13,16 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-transformers.utils.logging.disable_progress_bar()
+transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 Family = Literal["llama", "qwen3", "gemma3", "gemma3_vision"]
 Rope = Literal["default", "linear", "llama3"]
 
 VOCAB, HEADS, LAYERS, MAX_POSITIONS, EOS = 320, 4, 4, 512, 0
-TEXT = """The kettle began it. Do not tell me what the neighbours said: the kettle began it, full five minutes by the
-little clock in the corner before the cricket uttered a chirp. If it had not been so, and it was so, the clock would
-have finished striking, and the small mower at the top of it would have cut down half an acre of imaginary grass."""
+TEXT = """The kettle began it. Do not tell me what the neighbours said: the kettle began it, full five minutes
+by the little clock in the corner before the cricket uttered a chirp. If it had not been so, and it was so,
+the clock would have finished striking, and the small mower at the top of it would have cut down half an acre
+of imaginary grass."""
 ROPES: dict[Rope, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 10_000.0},
     "linear": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 8.0},
@@ -38,7 +39,7 @@ ROPES: dict[Rope, dict[str, Any]] = {
 
 @functools.cache
 def tokenizer() -> Tokenizer:
-    """Byte-level pairs: every text has an encoding, and every id below ``VOCAB`` a decoding. 0 ends a text."""
+    """Byte-level pairs: every text has an encoding and every id below ``VOCAB`` a decoding. 0 ends a text."""
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trained.decoder = decoders.ByteLevel()
@@ -67,10 +68,18 @@ def write_checkpoint(
     sharded: bool = False,
     **config: Any,
 ) -> Path:
-    """A checkpoint in ``folder``, which is made. ``window`` slides in every other layer unless ``layer_types`` says
-    otherwise; further arguments are fields of its config. The weights are large enough for every part to matter."""
+    """A checkpoint in ``folder``, which is made. ``window`` slides in every other layer unless ``layer_types``
+    says otherwise; further arguments are fields of its config. The weights are large enough for every part
+    to matter."""
     model = make_model(
-        family, tied=tied, kv_heads=kv_heads, rope=rope, window=window, layer_types=layer_types, seed=seed, **config
+        family,
+        tied=tied,
+        kv_heads=kv_heads,
+        rope=rope,
+        window=window,
+        layer_types=layer_types,
+        seed=seed,
+        **config,
     )
     model.to(dtype).save_pretrained(folder, max_shard_size="60KB" if sharded else "1GB")
     tokenizer().save(str(folder / "tokenizer.json"))
@@ -87,7 +96,9 @@ def make_model(
     layer_types: Sequence[str] | None,
     seed: int,
     **config: Any,
-) -> transformers.PreTrainedModel:
+) -> Any:
+    """A ``transformers`` model with random weights."""
+    made: Any
     fields: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": 48,
@@ -134,7 +145,7 @@ def make_model(
                     patch_size=14,
                 )
                 made = transformers.Gemma3ForConditionalGeneration(
-                    transformers.Gemma3Config(
+                    transformers.Gemma3Config(  # type: ignore[call-arg]
                         text_config=text,
                         vision_config=vision,
                         mm_tokens_per_image=4,
@@ -152,7 +163,9 @@ def make_model(
             else:
                 parameter.copy_(noise * (1.2 / parameter.shape[-1] ** 0.5))
             if family.startswith("gemma3") and ".post_" in name:
-                parameter.add_(4.0)  # or else the scaled embedding outweighs the layers and every token repeats
+                parameter.add_(
+                    4.0
+                )  # or else the scaled embedding outweighs the layers and every token repeats
     return made.eval()
 
 

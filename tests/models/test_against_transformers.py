@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tests.models.checkpoints import VOCAB, as_transformers_4, edit_tensors, write_checkpoint
 from torch import Tensor
 
 from infer.checkpoint import Checkpoint
@@ -18,7 +19,6 @@ from infer.kernels.reference import ReferenceKernels
 from infer.protocols import CacheContext, ModelContext, ModelProtocol
 from infer_cache_slotted import SlottedPool
 from infer_models import infer_models
-from tests.models.checkpoints import VOCAB, as_transformers_4, edit_tensors, write_checkpoint
 
 PROMPT, NEW, MAX_SEQ_LEN = 150, 32, 200
 TOLERANCE = 1e-4
@@ -37,9 +37,14 @@ CASES: dict[str, dict[str, Any]] = {
     "llama-linear-rope": {"family": "llama", "rope": "linear"},
     "llama-biases": {"family": "llama", "attention_bias": True, "mlp_bias": True},
     "llama-head-size": {"family": "llama", "head_dim": 20, "rms_norm_eps": 0.1, "seed": 3},
-    "qwen3-biases": {"family": "qwen3", "attention_bias": True, "tied": False},
+    "qwen3-biases": {"family": "qwen3", "attention_bias": True, "seed": 4},
     "qwen3-window": {"family": "qwen3", "window": 7},
-    "qwen3-window-late": {"family": "qwen3", "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 3},
+    "qwen3-window-late": {
+        "family": "qwen3",
+        "use_sliding_window": True,
+        "sliding_window": 7,
+        "max_window_layers": 3,
+    },
     "gemma3-linear-rope": {"family": "gemma3", "rope": "linear", "window": 5},
     "gemma3-window-4": {"family": "gemma3", "window": 4, "layer_types": [SLIDING, SLIDING, FULL, FULL]},
     "gemma3-window-16": {"family": "gemma3", "window": 16, "layer_types": [FULL, SLIDING, SLIDING, SLIDING]},
@@ -99,13 +104,16 @@ def prompt() -> list[int]:
 @torch.inference_mode()
 def expected_logits(folder: Path, tokens: list[int]) -> Tensor:
     kind = transformers.AutoConfig.from_pretrained(folder).architectures[0]
-    model = getattr(transformers, kind).from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    return model.eval()(torch.tensor([tokens])).logits[0]
+    model = getattr(transformers, kind).from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    logits: Tensor = model.eval()(torch.tensor([tokens])).logits[0]
+    return logits
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits_and_greedy_tokens(case: str, tmp_path: Path) -> None:
-    """transformers is given our tokens and has to find each of them the likeliest: so its greedy tokens are ours."""
+    """transformers is given our tokens and has to find each the likeliest: so its greedy tokens are ours."""
     folder = write_checkpoint(tmp_path, **CASES[case])
     driver = Driver(folder, torch.float32)
     before = driver.prefill(prompt(), [PROMPT])
@@ -139,7 +147,9 @@ def test_chunks_give_the_same_bits(case: str, dtype: torch.dtype, tmp_path: Path
 def test_bfloat16_stays_near(case: str, tmp_path: Path) -> None:
     """The same bf16 weights, computed in bf16 by us and in fp32 by transformers."""
     folder = write_checkpoint(tmp_path, **CASES[case], dtype=torch.bfloat16)
-    difference = Driver(folder, torch.bfloat16).prefill(prompt(), [PROMPT]) - expected_logits(folder, prompt())
+    difference = Driver(folder, torch.bfloat16).prefill(prompt(), [PROMPT]) - expected_logits(
+        folder, prompt()
+    )
     assert difference.square().mean().sqrt() < 0.05
 
 
@@ -149,8 +159,16 @@ def logits_of(folder: Path) -> Tensor:
 
 @pytest.mark.parametrize(
     "case",
-    ["llama-tied-2", "llama-llama3-rope", "llama-linear-rope", "qwen3-untied-2", "qwen3-window", "gemma3-linear-rope"]
-    + ["gemma3-tied-2", "gemma3-vision"],
+    [
+        "llama-tied-2",
+        "llama-llama3-rope",
+        "llama-linear-rope",
+        "qwen3-untied-2",
+        "qwen3-window",
+        "gemma3-tied-2",
+        "gemma3-linear-rope",
+        "gemma3-vision",
+    ],
 )
 def test_configs_of_transformers_4(case: str, tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, **CASES[case])

@@ -76,7 +76,7 @@ class Checkpoint:
     def dtype(self) -> torch.dtype:
         """The type the weights are kept in; float32 where config.json does not say."""
         name = self._field("dtype") or self._field("torch_dtype") or "float32"
-        if name not in DTYPES:
+        if not isinstance(name, str) or name not in DTYPES:
             raise self._bad("dtype", name, ", ".join(DTYPES))
         return DTYPES[name]
 
@@ -192,7 +192,7 @@ class Checkpoint:
         try:
             value = json.loads(file.read_bytes())
         except FileNotFoundError:
-            raise CheckpointError(f"{self.folder} has no {name}; is it the folder of a checkpoint?") from None
+            raise CheckpointError(f"{self.folder} has no {name}, so it is not a checkpoint.") from None
         except OSError as error:
             raise CheckpointError(f"{file} cannot be read: {error.strerror}.") from error
         except (ValueError, RecursionError) as error:

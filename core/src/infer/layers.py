@@ -284,8 +284,8 @@ class RopeParameters(BaseModel, extra="ignore"):
         }
         values |= given | scaling
         kind = values.get("rope_type", values.get("type", "default"))
-        kinds: dict[Any, type[RopeParameters]] = {"default": cls, "linear": LinearRope, "llama3": Llama3Rope}
-        if kind not in kinds:
+        kinds: dict[str, type[RopeParameters]] = {"default": cls, "linear": LinearRope, "llama3": Llama3Rope}
+        if not isinstance(kind, str) or kind not in kinds:
             raise CheckpointError(
                 f"config.json asks for rope_type {kind!r}; infer knows {', '.join(map(repr, kinds))}."
             )

@@ -125,9 +125,9 @@ class LLM:
                 left, running = left - ended, running - ended
         return list(answers.values())
 
-    def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> Handle:
+    def submit(self, prompt: Prompt, params: SamplingParams | None = None, *, id: str | None = None) -> Handle:
         """Begin a request and return at once; may be called from any thread."""
-        return Handle(self, self.request(prompt, params))
+        return Handle(self, self.request(prompt, params, id))
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Event]:
         """Events as they come; leaving early aborts the request."""
@@ -143,7 +143,9 @@ class LLM:
             async for event in events:
                 yield event
 
-    def request(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
+    def request(
+        self, prompt: Prompt, params: SamplingParams | None = None, id: str | None = None
+    ) -> Request:
         """Tokenise and check. Raises RequestError."""
         if isinstance(prompt, str):
             assert self.served.tokenizer is not None
@@ -153,11 +155,12 @@ class LLM:
             params or SamplingParams(),
             vocab_size=self.served.vocab_size,
             max_seq_len=self.served.max_seq_len,
+            id=id,
         )
 
-    def close(self) -> None:
-        """Abort what runs and stop the engine."""
-        self.loop.close()
+    def close(self, drain_s: float = 0.0) -> None:
+        """Give what runs ``drain_s`` seconds, abort the rest, and stop the engine."""
+        self.loop.close(drain_s)
 
     def __enter__(self) -> Self:
         return self

@@ -17,7 +17,7 @@ class Qwen3Config(LlamaConfig):
 
     head_dim: PositiveInt = 128
     use_sliding_window: bool = False
-    sliding_window: PositiveInt | None = None
+    sliding_window: PositiveInt | None = 4096
     max_window_layers: int = 28
     layer_types: list[LayerType] | None = None
 

@@ -1,0 +1,203 @@
+"""The command line: infer serve | generate | demo | bench | plugins | settings."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from infer import bench, timeline
+from infer.errors import InferError
+from infer.plugins import HOOKS, Plugins
+from infer.request import SamplingParams
+from infer.settings import Loaded, describe, describe_schema, load_settings, schema
+
+CHOSEN_BY = {
+    "cache": "cache.backend",
+    "kernels": "kernels.backend",
+    "scheduler": "engine.batching_mode",
+    "model": "model.family",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code: 0, 1 for failed work, 2 for what the user can mend."""
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    try:
+        return _run(args, rest)
+    except InferError as error:
+        print(f"infer: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # Whoever read the output has left; keep the interpreter from complaining when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="infer",
+        description="LLM inference whose every backend is a plugin.",
+        epilog="Any setting can be given as --section.key value; `infer settings` lists them.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"infer {version('infer-core')}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, help: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=help, description=help, epilog=parser.epilog, allow_abbrev=False)
+        sub.add_argument("--settings", metavar="FILE", help="settings file (default: INFER_SETTINGS, ./settings.toml)")
+        return sub
+
+    command("serve", "serve the model over HTTP")
+    generate = command("generate", "answer prompts on the terminal")
+    generate.add_argument("prompts", nargs="*", help="texts; none reads one from standard input")
+    for name, option in SamplingParams.model_fields.items():
+        if name not in ("logprobs", "prompt_logprobs", "stop_token_ids"):
+            flag = {"action": "store_true", "default": None} if name == "ignore_eos" else {}
+            many = {"action": "append"} if name == "stop" else {}
+            generate.add_argument(f"--{name.replace('_', '-')}", help=option.description, **flag, **many)  # type: ignore[arg-type]
+    timeline.add_arguments(command("demo", "print a timeline of steps, chunked prefill on and off side by side"))
+    bench.add_arguments(command("bench", "measure the workloads over HTTP"))
+    plugins = command("plugins", "list what is installed, what is chosen, and why")
+    plugins.add_argument("--json", action="store_true")
+    settings = command("settings", "show each setting's value and source")
+    settings.add_argument("--json", action="store_true")
+    settings.add_argument("--json-schema", action="store_true", help="print the schema of settings.toml")
+    return parser
+
+
+def _run(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    plugins = Plugins.discover()
+    if args.command == "settings" and args.json_schema:
+        print(json.dumps(schema(plugins).model_json_schema(), indent=2))
+        return 0
+    loaded = load_settings(plugins, file=args.settings, argv=rest)
+    logging.basicConfig(
+        level=loaded.settings.log.level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
+    )
+    match args.command:
+        case "serve":
+            from infer.server.app import run
+
+            run(loaded.settings, plugins)
+            return 0
+        case "generate":
+            return _generate(args, loaded, plugins)
+        case "demo":
+            return timeline.main(loaded.settings, plugins, args)
+        case "bench":
+            settings_argv = [*rest, *(("--settings", args.settings) if args.settings else ())]
+            return bench.main(args, settings_argv)
+        case "plugins":
+            return _plugins(args, loaded, plugins)
+        case _:
+            return _settings(args, loaded, plugins)
+
+
+def _generate(args: argparse.Namespace, loaded: Loaded, plugins: Plugins) -> int:
+    from pydantic import ValidationError
+
+    from infer.llm import LLM
+
+    given = {name: v for name in SamplingParams.model_fields if (v := getattr(args, name, None)) is not None}
+    try:
+        params = SamplingParams.model_validate({"max_tokens": 128} | given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        flag = str(first["loc"][0]).replace("_", "-")
+        raise InferError(f"--{flag} {first['input']}: {first['msg']}.") from None
+    prompts = args.prompts if args.prompts and args.prompts != ["-"] else [sys.stdin.read()]
+    with LLM.from_settings(loaded.settings, plugins) as llm:
+        if len(prompts) > 1:
+            answers = llm.generate(prompts, params)
+            for prompt, answer in zip(prompts, answers, strict=True):
+                print(f"{prompt}{answer.text}\n")
+            return int(any(answer.finish_reason == "error" for answer in answers))
+        print(prompts[0], end="", flush=True)
+        for event in llm.stream(prompts[0], params):
+            print(event.text, end="", flush=True)
+        print()
+        if event.finish_reason == "error":
+            print(f"infer: {event.error}", file=sys.stderr)
+        return int(event.finish_reason == "error")
+
+
+def _plugins(args: argparse.Namespace, loaded: Loaded, plugins: Plugins) -> int:
+    """The resolved table; exit code 2 when a choice cannot be made."""
+    rows: list[dict[str, str]] = []
+    failed = None
+    for slot in HOOKS:
+        setting = CHOSEN_BY[slot]
+        section, key = setting.split(".")
+        asked = getattr(getattr(loaded.settings, section), key)
+        chosen = None
+        why = f"{setting} = {asked} (from {loaded.sources[setting]})"
+        try:
+            if slot == "model" and asked == "auto":
+                why = "by the checkpoint's architecture"
+            else:
+                chosen = plugins.auto(slot, setting) if asked == "auto" else plugins.get(slot, asked, setting)
+        except InferError as error:
+            failed = error
+        for offer in plugins.offers[slot]:
+            by_architecture = slot == "model" and asked == "auto"
+            rows.append(
+                {
+                    "slot": slot,
+                    "name": offer.name,
+                    "distribution": offer.distribution,
+                    "version": offer.version,
+                    "chosen": "when met" if by_architecture else ("yes" if offer is chosen else "no"),
+                    "why": why if by_architecture or offer is chosen else "",
+                    "description": offer.registration.description,
+                }
+            )
+    for b in plugins.broken:
+        rows.append(
+            {
+                "slot": "-",
+                "name": "-",
+                "distribution": b.distribution,
+                "version": b.version,
+                "chosen": "broken",
+                "why": b.reason,
+                "description": "",
+            }
+        )
+    if args.json:
+        print(json.dumps(rows, indent=2))
+    else:
+        columns = ("slot", "name", "distribution", "version", "chosen", "why", "description")
+        print(_table([columns, *(tuple(row[c] for c in columns) for row in rows)]))
+    if failed is not None:
+        raise failed
+    return 0
+
+
+def _settings(args: argparse.Namespace, loaded: Loaded, plugins: Plugins) -> int:
+    values = dict(describe(loaded.settings))
+    if args.json:
+        both = {key: {"value": value, "source": loaded.sources[key]} for key, value in values.items()}
+        print(json.dumps(both, indent=2))
+        return 0
+    descriptions = {key: text for key, text, _ in describe_schema(schema(plugins))}
+    rows = [(key, json.dumps(value), loaded.sources[key], descriptions[key]) for key, value in values.items()]
+    print(_table([("key", "value", "source", "what it is"), *rows]))
+    return 0
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

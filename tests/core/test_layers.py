@@ -1,0 +1,438 @@
+"""The layers' own promises: which tensors they take, which configs they refuse, and their arithmetic where no
+model of ``tests/models`` would notice."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from pydantic import BaseModel, PositiveInt
+from torch import Tensor
+
+from infer.errors import CheckpointError
+from infer.kernels.reference import ReferenceKernels
+from infer.layers import (
+    Attention,
+    Embedding,
+    GatedMLP,
+    Head,
+    Linear,
+    RMSNorm,
+    RopeParameters,
+    RotaryEmbedding,
+    Weights,
+    layer_windows,
+    read_config,
+)
+from infer.protocols import AttentionSpec, ModelContext
+from infer_models.gemma3 import Gemma3
+from infer_models.llama import Llama
+from infer_models.qwen3 import Qwen3Config
+
+CPU = torch.device("cpu")
+
+
+def context(dtype: torch.dtype = torch.float32, max_seq_len: int = 32) -> ModelContext:
+    return ModelContext(ReferenceKernels(), dtype, CPU, max_seq_len)
+
+
+def weights(dtype: torch.dtype = torch.float32) -> Weights:
+    return Weights(context(dtype))
+
+
+def refused(call: Callable[[], object]) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        call()
+    text = str(caught.value)
+    assert "\n" not in text
+    assert text.endswith(".")
+    return text
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+# Fitting tensors to layers
+
+
+def one_norm(dtype: torch.dtype = torch.float32) -> tuple[Weights, RMSNorm]:
+    w = weights(dtype)
+    return w, RMSNorm(w, "norm", 4, 1e-6)
+
+
+def test_what_is_expected() -> None:
+    w = weights()
+    Linear(w, ["q", "k"], 3, [4, 2], bias=True)
+    Embedding(w, "embed", 5, 3)
+    assert w.shapes() == {
+        "q.weight": (4, 3),
+        "q.bias": (4,),
+        "k.weight": (2, 3),
+        "k.bias": (2,),
+        "embed.weight": (5, 3),
+    }
+
+
+def test_a_missing_tensor() -> None:
+    w = weights()
+    for name in "edcba":
+        RMSNorm(w, name, 4, 1e-6)
+    text = refused(lambda: w.load([("c.weight", torch.ones(4))]))
+    assert text == "The checkpoint lacks 'a.weight', 'b.weight', 'd.weight' and 1 more."
+
+
+def test_a_tensor_that_nobody_takes() -> None:
+    w, _ = one_norm()
+    assert "'other', which this model does not have" in refused(lambda: w.load([("other", torch.ones(4))]))
+    w.load([("other", torch.ones(4)), ("norm.weight", torch.ones(4))], optional=["other"])
+
+
+def test_a_tensor_that_comes_twice() -> None:
+    w, _ = one_norm()
+    assert "'norm.weight' twice" in refused(lambda: w.load([("norm.weight", torch.ones(4))] * 2))
+
+
+@pytest.mark.parametrize("shape", [(5,), (1, 4), (4, 1), (), (0,)])
+def test_a_tensor_of_another_shape(shape: tuple[int, ...]) -> None:
+    w, _ = one_norm()
+    text = refused(lambda: w.load([("norm.weight", torch.ones(shape))]))
+    assert f"has shape {list(shape)}, but config.json asks for [4]" in text
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn, torch.bool, torch.complex64])
+def test_a_tensor_of_another_type(dtype: torch.dtype) -> None:
+    w, _ = one_norm()
+    text = refused(lambda: w.load([("norm.weight", torch.ones(4).to(dtype))]))
+    assert f"is of type {str(dtype).removeprefix('torch.')}; infer loads" in text
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("place", [0, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_value_that_is_not_finite(value: float, place: int, dtype: torch.dtype) -> None:
+    w, _ = one_norm(dtype)
+    bad = torch.ones(4)
+    bad[place] = value
+    assert "'norm.weight' holds values that are not finite" in refused(lambda: w.load([("norm.weight", bad)]))
+
+
+def test_a_value_that_does_not_fit_the_type() -> None:
+    w, _ = one_norm(torch.float16)
+    large = [("norm.weight", torch.full((4,), 1e6))]
+    assert "not finite as float16" in refused(lambda: w.load(large))
+    w, _ = one_norm(torch.bfloat16)
+    w.load(large)
+
+
+def test_layers_keep_copies() -> None:
+    """Whoever gives the tensors may map them from a file, which somebody replaces later."""
+    w = weights()
+    linear, norm = Linear(w, "linear", 4, 4), RMSNorm(w, "norm", 4, 1e-6)
+    embedding = Embedding(w, "embed", 3, 4)
+    head = Head(w, embedding, "head", 3, 4, tied=False)
+    given = {name: random(*shape) for name, shape in w.shapes().items()}
+    w.load(given.items())
+
+    def results() -> list[Tensor]:
+        x = random(2, 4, seed=1)
+        return [linear(x), norm(x), embedding(torch.tensor([0, 2])), head(x)]
+
+    before = results()
+    for tensor in given.values():
+        tensor.fill_(7)
+    assert all(torch.equal(a, b) for a, b in zip(before, results(), strict=True))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_stacked_linear(bias: bool) -> None:
+    w = weights()
+    stacked = Linear(w, ["a", "b", "c"], 6, [4, 1, 3], bias)
+    given = {name: random(*shape, seed=i) for i, (name, shape) in enumerate(w.shapes().items())}
+    w.load(reversed(given.items()))
+    x = random(5, 6, seed=9)
+    parts = [x @ given[f"{n}.weight"].T + (given[f"{n}.bias"] if bias else 0) for n in "abc"]
+    torch.testing.assert_close(stacked(x), torch.cat(parts, dim=-1))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_head(tied: bool) -> None:
+    w = weights()
+    embedding = Embedding(w, "embed", 7, 4)
+    head = Head(w, embedding, "head", 7, 4, tied)
+    assert ("head.weight" in w.shapes()) is not tied
+    given = {name: random(*shape, seed=i) for i, (name, shape) in enumerate(w.shapes().items())}
+    w.load(given.items())
+    x = random(3, 4, seed=9)
+    torch.testing.assert_close(head(x), x @ given["embed.weight" if tied else "head.weight"].T)
+
+
+def test_embedding_scale_is_rounded_to_the_weights_type() -> None:
+    """Gemma was trained so: in bf16 the square root of 1152 is 34, not 33.94."""
+    w = weights(torch.bfloat16)
+    embedding = Embedding(w, "embed", 2, 3, scale=1152**0.5)
+    w.load([("embed.weight", torch.tensor([[1.0, 3.0, 0.5]] * 2))])
+    assert embedding(torch.tensor([1])).tolist() == [[34.0, 102.0, 17.0]]
+
+
+def test_first_norm_has_no_residual() -> None:
+    w, norm = one_norm()
+    w.load([("norm.weight", random(4))])
+    x = random(2, 4, seed=1)
+    normed, residual = norm.add(x, None)
+    assert torch.equal(normed, norm(x))
+    assert torch.equal(residual, x)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+def test_gated_mlp(activation: Any) -> None:
+    w = weights()
+    mlp = GatedMLP(w, "mlp", 4, 6, activation)
+    given = {name: random(*shape, seed=i) for i, (name, shape) in enumerate(w.shapes().items())}
+    w.load(given.items())
+    x = random(3, 4, seed=9)
+    functional = torch.nn.functional
+    gate, up = (x @ given[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+    activated = functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")
+    torch.testing.assert_close(mlp(x), (activated * up) @ given["mlp.down_proj.weight"].T)
+
+
+# Rotary embeddings
+
+
+def rope(config: dict[str, Any], layer_type: str | None = None, **options: Any) -> RopeParameters:
+    return RopeParameters.read(config, layer_type, **options)
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"rope_theta": 500.0},
+        {"rope_theta": 500.0, "rope_scaling": None},
+        {"rope_theta": 500.0, "rope_scaling": {"type": "default"}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+        {"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 1.0}},
+        {"rope_parameters": {"rope_type": "default"}, "rope_theta": 500.0},
+    ],
+)
+def test_the_ways_to_write_a_base(config: dict[str, Any]) -> None:
+    expected = 500.0 ** -(torch.arange(0, 8, 2) / 8)
+    torch.testing.assert_close(rope(config).inverse_frequencies(8), expected)
+
+
+def test_defaults_of_the_base() -> None:
+    assert rope({}).rope_theta == 10_000
+    assert rope({}, "full_attention", default_theta=1_000_000.0).rope_theta == 1_000_000
+    assert rope({"rope_parameters": None}, "sliding_attention").rope_theta == 10_000
+
+
+def test_a_base_per_layer_type() -> None:
+    new = {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        }
+    }
+    old = {
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    }
+    for config in (new, old):
+        full = rope(config, "full_attention").inverse_frequencies(4)
+        local = rope(config, "sliding_attention", theta_key="rope_local_base_freq").inverse_frequencies(4)
+        torch.testing.assert_close(full, torch.tensor([1 / 8, 1e-3 / 8]))
+        torch.testing.assert_close(local, torch.tensor([1.0, 1e-2]))
+
+
+def test_llama3_keeps_short_wavelengths_and_stretches_long_ones() -> None:
+    plain = rope({"rope_theta": 500_000.0}).inverse_frequencies(128)
+    scaled = rope({"rope_theta": 500_000.0, "rope_scaling": LLAMA3}).inverse_frequencies(128)
+    wavelength = 2 * math.pi / plain
+    short, long = wavelength < 8192 / 4, wavelength > 8192
+    assert short.any()
+    assert long.any()
+    assert torch.equal(scaled[short], plain[short])
+    assert torch.equal(scaled[long], plain[long] / 8)
+    between = scaled[~short & ~long]
+    assert len(between) > 1
+    assert ((between < plain[~short & ~long]) & (between > plain[~short & ~long] / 8)).all()
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2}},
+            "rope_type 'yarn'; infer knows 'default', 'linear'",
+        ),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_type 'dynamic'"),
+        ({"rope_scaling": {"rope_type": None}}, "rope_type None"),
+        ({"rope_scaling": {"rope_type": ["linear"]}}, "rope_type ['linear']"),
+        ({"rope_scaling": {"type": "linear"}}, "factor: Field required"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor"),
+        ({"rope_scaling": {"type": "linear", "factor": "much"}}, "factor"),
+        ({"rope_scaling": LLAMA3 | {"low_freq_factor": None}}, "low_freq_factor"),
+        (
+            {"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}},
+            "low_freq_factor has to be below high_freq_factor",
+        ),
+        ({"rope_scaling": "linear"}, "rope_scaling is 'linear', which is not a table"),
+        ({"rope_parameters": [1]}, "rope_parameters is [1], which is not a table"),
+        ({"rope_theta": -1}, "rope_theta"),
+        ({"rope_theta": math.inf}, "rope_theta"),
+        ({"rope_theta": None}, "rope_theta"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+    ],
+)
+def test_rotary_parameters_that_are_refused(config: dict[str, Any], says: str) -> None:
+    assert says in refused(lambda: rope(config))
+
+
+def test_layer_types_need_a_table_each() -> None:
+    flat = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    assert "a table per layer type" in refused(lambda: rope(flat, "full_attention"))
+
+
+def test_rotary_table_does_not_depend_on_its_length() -> None:
+    parameters = rope({"rope_theta": 10_000.0})
+    short = RotaryEmbedding(context(max_seq_len=5), parameters, 12)
+    long = RotaryEmbedding(context(max_seq_len=333), parameters, 12)
+    positions = torch.tensor([4, 0, 3])
+    for a, b in zip(short(positions), long(positions), strict=True):
+        assert a.shape == (3, 6)
+        assert a.dtype == torch.float32
+        assert torch.equal(a, b)
+
+
+# Configs
+
+
+class Example(BaseModel):
+    size: PositiveInt
+    sizes: list[int] = []
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({}, "config.json: size: Field required."),
+        ({"size": 0}, "config.json: size: Input should be greater than 0 (it is 0)."),
+        ({"size": 1, "sizes": [1, "x"]}, "config.json: sizes: 1: Input should be a valid integer"),
+    ],
+)
+def test_a_config_names_its_first_fault(values: dict[str, Any], says: str) -> None:
+    assert says in refused(lambda: read_config(Example, values))
+
+
+def test_windows_of_layers() -> None:
+    assert layer_windows(["full_attention", "sliding_attention"], 7, 2) == [None, 7]
+    assert layer_windows(["full_attention"], None, 1) == [None]
+    assert "2 entries, but num_hidden_layers is 3" in refused(
+        lambda: layer_windows(["full_attention"] * 2, 7, 3)
+    )
+    assert "no sliding_window" in refused(lambda: layer_windows(["sliding_attention"], None, 1))
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        (AttentionSpec(4, 3, 8, 1.0), "num_attention_heads, 4, is not a multiple of num_key_value_heads, 3"),
+        (AttentionSpec(4, 2, 7, 1.0), "head_dim is 7"),
+    ],
+)
+def test_heads_that_do_not_fit(spec: AttentionSpec, says: str) -> None:
+    assert says in refused(lambda: Attention(weights(), "attention", 0, 8, spec))
+
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 16,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 4,
+}
+
+
+def llama(config: dict[str, Any]) -> Llama:
+    return Llama(config, context())
+
+
+def qwen3(config: dict[str, Any]) -> Llama:
+    return Llama(config, context(), Qwen3Config)
+
+
+def gemma3(config: dict[str, Any]) -> Gemma3:
+    return Gemma3(config, context())
+
+
+@pytest.mark.parametrize(
+    ("family", "changed", "says"),
+    [
+        (llama, {"hidden_act": "gelu"}, "hidden_act: Input should be 'silu' (it is 'gelu')"),
+        (llama, {"head_dim": None, "num_attention_heads": 3}, "a multiple of num_attention_heads"),
+        (llama, {"num_hidden_layers": 0}, "num_hidden_layers"),
+        (llama, {"rms_norm_eps": 0}, "rms_norm_eps"),
+        (llama, {"vocab_size": None}, "vocab_size"),
+        (qwen3, {"hidden_act": "relu"}, "hidden_act"),
+        (qwen3, {"sliding_window": 4, "layer_types": ["sliding_attention"] * 2}, "no sliding_window"),
+        (
+            qwen3,
+            {"layer_types": ["linear_attention"] * 2},
+            "layer_types: 0: Input should be 'full_attention'",
+        ),
+        (gemma3, {"hidden_activation": "gelu"}, "hidden_activation: Input should be 'gelu_pytorch_tanh'"),
+        (gemma3, {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        (gemma3, {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
+        (gemma3, {"final_logit_softcapping": -1}, "final_logit_softcapping"),
+        (gemma3, {"layer_types": ["full_attention"]}, "1 entries, but num_hidden_layers is 2"),
+        (gemma3, {"text_config": [1]}, "text_config is [1], which is not a table"),
+    ],
+)
+def test_configs_that_are_refused(family: Callable[..., object], changed: dict[str, Any], says: str) -> None:
+    family(SMALL)
+    assert says in refused(lambda: family(SMALL | changed))
+
+
+def test_qwen3_slides_from_a_layer_on() -> None:
+    config = SMALL | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+    assert [spec.window for spec in qwen3(config).attention] == [None, 5]
+    assert [spec.window for spec in qwen3(config | {"use_sliding_window": False}).attention] == [None, None]
+
+
+def test_gemma3_has_every_default() -> None:
+    """Google's 4B checkpoint says no more than this of its language model."""
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    model = gemma3({"text_config": text})
+    assert model.vocab_size == 262_208
+    assert [spec.window for spec in model.attention[:7]] == [1024] * 5 + [None, 1024]
+    first = model.attention[0]
+    assert (first.num_heads, first.num_kv_heads, first.head_size, first.scale) == (8, 4, 256, 1 / 16)
+    assert model.expected()["model.embed_tokens.weight"] == (262_208, 2560)
+    assert model.head.tied
+    one = torch.tensor([1])
+    frequencies = 1e6 ** -(torch.arange(0, 256, 2) / 256) / 8
+    torch.testing.assert_close(model.full_rotary(one)[1], frequencies.sin()[None], atol=1e-6, rtol=1e-5)
+    frequencies = 1e4 ** -(torch.arange(0, 256, 2) / 256)
+    torch.testing.assert_close(model.sliding_rotary(one)[1], frequencies.sin()[None], atol=1e-6, rtol=1e-5)
