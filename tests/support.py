@@ -24,7 +24,7 @@ from infer_models import infer_models
 VOCAB = 96
 MAX_SEQ_LEN = 320
 
-COMMON: Mapping[str, Any] = {
+COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
     "intermediate_size": 56,
@@ -47,8 +47,7 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
             "original_max_position_embeddings": 64,
         },
     },
-    "qwen3": COMMON
-    | {"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 2, "tie_word_embeddings": True},
+    "qwen3": COMMON | {"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 2, "tie_word_embeddings": True},
     "gemma3": COMMON
     | {
         "architectures": ["Gemma3ForCausalLM"],
@@ -81,9 +80,7 @@ def tiny_model(family: str, dtype: torch.dtype = torch.float32) -> ModelProtocol
     return build_model(CONFIGS[family], dtype)
 
 
-def build_model(
-    config: Mapping[str, Any], dtype: torch.dtype, kernels: KernelsProtocol | None = None
-) -> ModelProtocol:
+def build_model(config: Mapping[str, Any], dtype: torch.dtype, kernels: KernelsProtocol | None = None) -> ModelProtocol:
     architecture = config["architectures"][0]
     (family,) = [r for r in infer_models() if architecture in r.architectures]
     context = ModelContext(kernels or ReferenceKernels(), dtype, CPU, MAX_SEQ_LEN)
@@ -93,9 +90,7 @@ def build_model(
 
 
 def slotted_pool(model: ModelProtocol, dtype: torch.dtype, max_batch_size: int = 4) -> CachePoolProtocol:
-    return SlottedPool(
-        CacheContext(model.attention, max_batch_size, MAX_SEQ_LEN, dtype, CPU, ReferenceKernels())
-    )
+    return SlottedPool(CacheContext(model.attention, max_batch_size, MAX_SEQ_LEN, dtype, CPU, ReferenceKernels()))
 
 
 @dataclass
@@ -109,9 +104,7 @@ class Stepper:
     finished: list[RequestRecord] = field(default_factory=list)
 
     def submit(self, prompt: list[int], id: str, **params: Any) -> Request:
-        request = Request.make(
-            prompt, SamplingParams(**params), vocab_size=VOCAB, max_seq_len=MAX_SEQ_LEN, id=id
-        )
+        request = Request.make(prompt, SamplingParams(**params), vocab_size=VOCAB, max_seq_len=MAX_SEQ_LEN, id=id)
         self.engine.submit(request)
         return request
 

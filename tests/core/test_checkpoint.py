@@ -83,9 +83,7 @@ def test_a_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert locate(f"~/{folder.name}").folder == folder
 
 
-def test_a_bundled_name_and_a_folder_before_it(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bundled_name_and_a_folder_before_it(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert locate("demo", demo=folder).folder == folder
     (tmp_path / "elsewhere" / "demo").mkdir(parents=True)
     write_json(tmp_path / "elsewhere" / "demo" / "config.json", {"here": 1})
@@ -162,16 +160,12 @@ def test_what_the_hub_may_answer(kind: type[Exception], says: str, monkeypatch: 
     assert says in refused(lambda: locate("org/name"))
 
 
-def test_offline_with_and_without_a_cached_copy(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offline_with_and_without_a_cached_copy(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hub library itself, with the network forbidden."""
     cache = tmp_path / "cache"
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
-    assert refused(lambda: locate("org/name")).endswith(
-        "it is not wholly in the cache and HF_HUB_OFFLINE is set."
-    )
+    assert refused(lambda: locate("org/name")).endswith("it is not wholly in the cache and HF_HUB_OFFLINE is set.")
     repo = cache / "models--org--name"
     (repo / "refs").mkdir(parents=True)
     (repo / "refs" / "main").write_text("0" * 40)
@@ -374,9 +368,7 @@ def test_a_broken_index(index: str, sharded: Path) -> None:
     assert INDEX in refused(lambda: load(sharded))
 
 
-@pytest.mark.parametrize(
-    "file", ["../one.safetensors", "/etc/passwd", "sub/one.safetensors", "..", "", ".", 3, None]
-)
+@pytest.mark.parametrize("file", ["../one.safetensors", "/etc/passwd", "sub/one.safetensors", "..", "", ".", 3, None])
 def test_an_index_cannot_point_elsewhere(file: object, sharded: Path) -> None:
     write_json(sharded / INDEX, {"weight_map": {"a": file}})
     text = refused(lambda: load(sharded))
@@ -410,7 +402,7 @@ def test_dummy_tensors(dtype: torch.dtype, folder: Path) -> None:
         values = made[name].float()
         assert values.std() == pytest.approx(0.02, rel=0.1)
         assert values.mean() == pytest.approx(0, abs=0.002)
-    assert len(set(made["e"][:, 0].tolist())) > 2000, "rows differ, though the values repeat"
+    assert len(set(map(tuple, made["e"][:, :8].tolist()))) == 3000, "rows differ, though the values repeat"
 
 
 def test_dummy_tensors_depend_on_name_and_shape_alone(folder: Path) -> None:

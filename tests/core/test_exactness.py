@@ -9,11 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from infer.engine.exactness import self_check
-from infer.kernels.reference import ReferenceKernels
-from infer.protocols import ModelProtocol
-from infer.request import Event
 from tests.support import (
     CONFIGS,
     CPU,
@@ -26,6 +21,11 @@ from tests.support import (
     slotted_pool,
     tiny_model,
 )
+
+from infer.engine.exactness import self_check
+from infer.kernels.reference import ReferenceKernels
+from infer.protocols import ModelProtocol
+from infer.request import Event
 
 CHUNK = 16
 both = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])

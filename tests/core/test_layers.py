@@ -341,9 +341,7 @@ def test_a_config_names_its_first_fault(values: dict[str, Any], says: str) -> No
 def test_windows_of_layers() -> None:
     assert layer_windows(["full_attention", "sliding_attention"], 7, 2) == [None, 7]
     assert layer_windows(["full_attention"], None, 1) == [None]
-    assert "2 entries, but num_hidden_layers is 3" in refused(
-        lambda: layer_windows(["full_attention"] * 2, 7, 3)
-    )
+    assert "2 entries, but num_hidden_layers is 3" in refused(lambda: layer_windows(["full_attention"] * 2, 7, 3))
     assert "no sliding_window" in refused(lambda: layer_windows(["sliding_attention"], None, 1))
 
 

@@ -163,9 +163,7 @@ def make_model(
             else:
                 parameter.copy_(noise * (1.2 / parameter.shape[-1] ** 0.5))
             if family.startswith("gemma3") and ".post_" in name:
-                parameter.add_(
-                    4.0
-                )  # or else the scaled embedding outweighs the layers and every token repeats
+                parameter.add_(4.0)  # or else the scaled embedding outweighs the layers and every token repeats
     return made.eval()
 
 

@@ -104,9 +104,7 @@ def prompt() -> list[int]:
 @torch.inference_mode()
 def expected_logits(folder: Path, tokens: list[int]) -> Tensor:
     kind = transformers.AutoConfig.from_pretrained(folder).architectures[0]
-    model = getattr(transformers, kind).from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    )
+    model = getattr(transformers, kind).from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     logits: Tensor = model.eval()(torch.tensor([tokens])).logits[0]
     return logits
 
@@ -147,9 +145,7 @@ def test_chunks_give_the_same_bits(case: str, dtype: torch.dtype, tmp_path: Path
 def test_bfloat16_stays_near(case: str, tmp_path: Path) -> None:
     """The same bf16 weights, computed in bf16 by us and in fp32 by transformers."""
     folder = write_checkpoint(tmp_path, **CASES[case], dtype=torch.bfloat16)
-    difference = Driver(folder, torch.bfloat16).prefill(prompt(), [PROMPT]) - expected_logits(
-        folder, prompt()
-    )
+    difference = Driver(folder, torch.bfloat16).prefill(prompt(), [PROMPT]) - expected_logits(folder, prompt())
     assert difference.square().mean().sqrt() < 0.05
 
 

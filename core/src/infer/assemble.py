@@ -52,9 +52,7 @@ def start(settings: Settings, plugins: Plugins) -> tuple[EngineLoop, Served]:
     if settings.model.path is None:
         raise SettingsError('model.path is not set: give a folder, a hub id or a bundled name, e.g. "demo".')
     device = _device(settings.model.device)
-    checkpoint = Checkpoint.locate(
-        settings.model.path, bundled=plugins.checkpoints, revision=settings.model.revision
-    )
+    checkpoint = Checkpoint.locate(settings.model.path, bundled=plugins.checkpoints, revision=settings.model.revision)
     dtype = _dtype(settings.model.dtype, checkpoint, device)
     max_seq_len = _max_seq_len(settings.engine.max_seq_len, checkpoint)
     kernels = _kernels(settings, plugins, device)
@@ -130,7 +128,7 @@ def _kernels(settings: Settings, plugins: Plugins, device: torch.device) -> Kern
         offer = plugins.auto("kernels", "kernels.backend", device_type=device.type)
     else:
         offer = plugins.get("kernels", name, "kernels.backend")
-        devices = offer.registration.devices
+        devices: tuple[str, ...] = getattr(offer.registration, "devices", ())
         if devices and device.type not in devices:
             raise SettingsError(
                 f"kernels.backend {name!r} runs on {' and '.join(devices)}, but the model is on {device.type}; "
@@ -141,9 +139,7 @@ def _kernels(settings: Settings, plugins: Plugins, device: torch.device) -> Kern
     return kernels
 
 
-def _model(
-    settings: Settings, plugins: Plugins, checkpoint: Checkpoint, context: ModelContext
-) -> ModelProtocol:
+def _model(settings: Settings, plugins: Plugins, checkpoint: Checkpoint, context: ModelContext) -> ModelProtocol:
     family = plugins.family(checkpoint.architectures, settings.model.family)
     own = plugin_settings(settings, "model", family.registration.name)
     model: ModelProtocol = family.registration.factory(checkpoint.config, context, own)
@@ -164,9 +160,7 @@ def _pool(
     max_seq_len: int,
 ) -> CachePoolProtocol:
     name = settings.cache.backend
-    offer = (
-        plugins.auto("cache", "cache.backend") if name == "auto" else plugins.get("cache", name, "cache.backend")
-    )
+    offer = plugins.auto("cache", "cache.backend") if name == "auto" else plugins.get("cache", name, "cache.backend")
     context = CacheContext(model.attention, settings.engine.max_batch_size, max_seq_len, dtype, device, kernels)
     try:
         pool: CachePoolProtocol = offer.registration.factory(

@@ -30,6 +30,8 @@ def infer_schedulers() -> list[Registration[SchedulerFactory]]:
 def infer_kernels() -> list[KernelsRegistration]:
     return [
         KernelsRegistration(
-            "reference", lambda device, settings: ReferenceKernels(), "plain torch: the meaning of every kernel"
+            "reference",
+            lambda device, settings: ReferenceKernels(),
+            "plain torch: the meaning of every kernel",
         )
     ]

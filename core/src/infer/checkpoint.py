@@ -52,9 +52,7 @@ class Checkpoint:
         folder = Path(os.path.expanduser(path))
         if not folder.is_dir():
             if folder.exists():
-                raise CheckpointError(
-                    f"{path} is a file; give the folder that holds config.json and weights."
-                )
+                raise CheckpointError(f"{path} is a file; give the folder that holds config.json and weights.")
             if path not in bundled:
                 return cls(_download(path, bundled, revision))
             folder = bundled[path]
@@ -143,9 +141,7 @@ class Checkpoint:
                         ) from error
                     yield name, tensor
 
-    def dummy_tensors(
-        self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
-    ) -> Iterator[tuple[str, Tensor]]:
+    def dummy_tensors(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Made-up weights: ones for norms, N(0, 0.02) elsewhere. Names and shapes decide the values."""
         generator = torch.Generator().manual_seed(0)
         period = (torch.randn(DUMMY_PERIOD, generator=generator) * DUMMY_STD).to(dtype)
@@ -171,9 +167,7 @@ class Checkpoint:
         shards: dict[str, set[str] | None] = {}
         for name, file in weight_map.items():
             if not isinstance(file, str) or file in ("", "..") or Path(file).name != file:
-                raise CheckpointError(
-                    f"{self.folder / INDEX} puts {name!r} in {file!r}, which is not a file's name."
-                )
+                raise CheckpointError(f"{self.folder / INDEX} puts {name!r} in {file!r}, which is not a file's name.")
             names = shards.setdefault(file, set())
             assert names is not None
             names.add(name)

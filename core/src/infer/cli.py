@@ -81,7 +81,9 @@ def _run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         return 0
     loaded = load_settings(plugins, file=args.settings, argv=rest)
     logging.basicConfig(
-        level=loaded.settings.log.level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
+        level=loaded.settings.log.level.upper(),
+        format="%(asctime)s %(levelname)s %(message)s",
+        stream=sys.stderr,
     )
     match args.command:
         case "serve":

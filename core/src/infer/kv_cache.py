@@ -26,9 +26,7 @@ class KVStorage:
         self.k = [torch.zeros(s, dtype=context.dtype, device=context.device) for s in shapes]
         self.v = [torch.zeros(s, dtype=context.dtype, device=context.device) for s in shapes]
 
-    def view(
-        self, tables: Sequence[Sequence[int]], starts: Sequence[int], lens: Sequence[int]
-    ) -> ExtendView:
+    def view(self, tables: Sequence[Sequence[int]], starts: Sequence[int], lens: Sequence[int]) -> ExtendView:
         """A view that extends sequence b, kept in blocks ``tables[b]``, by positions starts[b] .. starts[b]+lens[b]."""
         lens_B = np.asarray(lens, dtype=np.int64)
         starts_B = np.asarray(starts, dtype=np.int64)

@@ -68,8 +68,7 @@ class Weights:
                 raise CheckpointError(f"The checkpoint holds the tensor {name!r}{again}.")
             if tuple(tensor.shape) != slot.shape:
                 raise CheckpointError(
-                    f"The tensor {name!r} has shape {list(tensor.shape)}, but config.json asks for "
-                    f"{list(slot.shape)}."
+                    f"The tensor {name!r} has shape {list(tensor.shape)}, but config.json asks for {list(slot.shape)}."
                 )
             if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
                 raise CheckpointError(
@@ -78,13 +77,10 @@ class Weights:
                 )
             # A copy even where nothing changes: the tensor may be a view of a file that is replaced tomorrow.
             tensor = tensor.to(device=device, dtype=dtype, copy=True)
-            lowest, highest = (
-                tensor.aminmax()
-            )  # both are NaN if any value is; many times faster than isfinite
+            lowest, highest = tensor.aminmax()  # both are NaN if any value is; many times faster than isfinite
             if not (math.isfinite(lowest) and math.isfinite(highest)):
                 raise CheckpointError(
-                    f"The tensor {name!r} holds values that are not finite as "
-                    f"{str(dtype).removeprefix('torch.')}."
+                    f"The tensor {name!r} holds values that are not finite as {str(dtype).removeprefix('torch.')}."
                 )
             slot.take(tensor)
         if missing:
@@ -171,9 +167,7 @@ class Embedding:
 class Head:
     """Hidden states -> logits: its own weight, or the embedding's when ``tied``."""
 
-    def __init__(
-        self, weights: Weights, embedding: Embedding, name: str, num: int, size: int, tied: bool
-    ) -> None:
+    def __init__(self, weights: Weights, embedding: Embedding, name: str, num: int, size: int, tied: bool) -> None:
         self.name, self.tied = f"{name}.weight", tied
         self._kernels = weights.context.kernels
         self._packed: Any = None
@@ -202,9 +196,7 @@ class GatedMLP:
         bias: bool = False,
     ) -> None:
         kernels = weights.context.kernels
-        self._gate_up = Linear(
-            weights, [f"{name}.gate_proj", f"{name}.up_proj"], size, [intermediate] * 2, bias
-        )
+        self._gate_up = Linear(weights, [f"{name}.gate_proj", f"{name}.up_proj"], size, [intermediate] * 2, bias)
         self._down = Linear(weights, f"{name}.down_proj", intermediate, size, bias)
         self._activate = kernels.silu_mul if activation == "silu" else kernels.gelu_mul
 
@@ -235,9 +227,7 @@ class Attention:
             raise CheckpointError(f"config.json: head_dim is {E}; rotary embeddings need an even one.")
         self.layer, self.spec = layer, spec
         self._kernels = weights.context.kernels
-        self._qkv = Linear(
-            weights, [f"{name}.{part}_proj" for part in "qkv"], size, [H * E, K * E, K * E], bias
-        )
+        self._qkv = Linear(weights, [f"{name}.{part}_proj" for part in "qkv"], size, [H * E, K * E, K * E], bias)
         self._out = Linear(weights, f"{name}.o_proj", H * E, size, bias)
         self._q_norm = self._k_norm = None
         if qk_norm_eps is not None:
@@ -353,9 +343,7 @@ def layer_windows(layer_types: Sequence[LayerType], window: int | None, num_laye
             f"config.json: layer_types has {len(layer_types)} entries, but num_hidden_layers is {num_layers}."
         )
     if window is None and "sliding_attention" in layer_types:
-        raise CheckpointError(
-            "config.json: layer_types has 'sliding_attention', but there is no sliding_window."
-        )
+        raise CheckpointError("config.json: layer_types has 'sliding_attention', but there is no sliding_window.")
     return [window if kind == "sliding_attention" else None for kind in layer_types]
 
 

@@ -78,9 +78,7 @@ class LLM:
     variable is read. ``plugins`` are plugin modules or objects besides the installed ones.
     """
 
-    def __init__(
-        self, path: str, *, plugins: Sequence[object] = (), **sections: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, path: str, *, plugins: Sequence[object] = (), **sections: Mapping[str, Any]) -> None:
         model = {"path": path, **sections.pop("model", {})}
         found = Plugins.discover(plugins)
         loaded = load_settings(found, env={}, overrides={"model": model, **sections}, read_file=False)
@@ -96,7 +94,9 @@ class LLM:
         self.loop, self.served = start(settings, plugins)
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
         """Answer all prompts, in their order. Raises RequestError for a prompt that cannot be served, before any is
         begun; a failure on the way is told by ``finish_reason`` "error" and ``error``."""
@@ -143,9 +143,7 @@ class LLM:
             async for event in events:
                 yield event
 
-    def request(
-        self, prompt: Prompt, params: SamplingParams | None = None, id: str | None = None
-    ) -> Request:
+    def request(self, prompt: Prompt, params: SamplingParams | None = None, id: str | None = None) -> Request:
         """Tokenise and check. Raises RequestError."""
         if isinstance(prompt, str):
             assert self.served.tokenizer is not None

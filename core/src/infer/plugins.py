@@ -74,9 +74,7 @@ class Plugins:
     _checkpoints: list[tuple[str, Path, str]] = field(default_factory=list)
 
     @classmethod
-    def discover(
-        cls, extra: Sequence[object] = (), *, installed: Iterable[EntryPoint] | None = None
-    ) -> Self:
+    def discover(cls, extra: Sequence[object] = (), *, installed: Iterable[EntryPoint] | None = None) -> Self:
         """Load every entry point of the group ``infer`` and register ``extra`` (modules or objects) besides.
 
         ``extra`` is asked for explicitly, so what is wrong with it is raised as a PluginError.
@@ -106,7 +104,9 @@ class Plugins:
         written_for = getattr(plugin, "INFER_PLUGIN_API", None)
         if written_for != PLUGIN_API:
             states = "states no INFER_PLUGIN_API" if written_for is None else f"was made for API {written_for}"
-            raise PluginError(f"{distribution} {states}, but this infer-core speaks {PLUGIN_API}; install a release for it.")
+            raise PluginError(
+                f"{distribution} {states}, but this infer-core speaks {PLUGIN_API}; install a release for it."
+            )
         label = f"{distribution} {version}"
         while self.manager.has_plugin(label):  # one distribution may bring several entry points
             label += "+"
@@ -241,4 +241,3 @@ def _pip(slot: str, name: str) -> str:
         return f" Install it: pip install {package}."
     close = difflib.get_close_matches(name, [key.split(".")[1] for key in KNOWN if key.startswith(f"{slot}.")], n=1)
     return f" Did you mean {close[0]!r}?" if close else ""
-

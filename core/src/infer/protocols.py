@@ -82,9 +82,7 @@ class KernelsProtocol(Protocol):
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         """gelu_tanh(left half) * right half of the last dimension."""
 
-    def store_kv(
-        self, k_TKE: Tensor, v_TKE: Tensor, k_cache: Tensor, v_cache: Tensor, flat_T: Tensor
-    ) -> None:
+    def store_kv(self, k_TKE: Tensor, v_TKE: Tensor, k_cache: Tensor, v_cache: Tensor, flat_T: Tensor) -> None:
         """Write each token's K and V at its flat index of the caches [blocks, block_size, K, E]."""
 
     def extend_attention(

@@ -101,7 +101,8 @@ class Request:
         for name, ids in (("prompt", prompt_token_ids), ("stop_token_ids", params.stop_token_ids)):
             if bad := next((i for i in ids if not 0 <= i < vocab_size), None):
                 raise RequestError(
-                    f"{name} holds token id {bad}, but this model's ids are 0 to {vocab_size - 1}.", param=name
+                    f"{name} holds token id {bad}, but this model's ids are 0 to {vocab_size - 1}.",
+                    param=name,
                 )
         seed = params.seed if params.seed is not None else secrets.randbits(63)
         return cls(tuple(prompt_token_ids), params, id or new_request_id(), seed)

@@ -1,7 +1,8 @@
 """Settings: command line over environment over file over default, each value with its source.
 
-The sections below are core's. A plugin's own table, ``[cache.paged]`` say, is validated by the plugin's own model: the
-whole schema is composed from what is installed, so that unknown keys, help and JSON schema come out right by themselves.
+The sections below are core's. A plugin's own table, ``[cache.paged]`` say, is validated by the plugin's own model:
+the whole schema is composed from what is installed, so that unknown keys and the JSON schema come out right by
+themselves.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ class EngineSettings(Section):
         256, ge=0, description="Requests that may wait besides; the next one is answered 503."
     )
     max_seq_len: int | None = Field(
-        None, ge=2, description="Tokens of a prompt and its answer; none for the smaller of 4096 and the checkpoint's."
+        None,
+        ge=2,
+        description="Tokens of a prompt and its answer; none for the smaller of 4096 and the checkpoint's.",
     )
     batching_mode: str = Field("continuous", description="The scheduler plugin: continuous, static or another.")
     use_chunked_prefill: bool = Field(True, description="Prefill long prompts in chunks, alongside decode.")
@@ -110,8 +113,7 @@ def schema(plugins: Plugins) -> type[Settings]:
     """The settings' model with a table for every installed plugin that has settings of its own."""
     sections: dict[str, Any] = {}
     for name, field in Settings.model_fields.items():
-        base = field.annotation
-        assert base is not None
+        base: Any = field.annotation
         tables: dict[str, Any] = {}
         for slot, section in SECTION_OF_SLOT.items():
             for offer in plugins.offers[slot]:
@@ -123,7 +125,10 @@ def schema(plugins: Plugins) -> type[Settings]:
                         f"{offer.distribution} offers {offer.name!r} for the slot {slot}, but {section}.{offer.name} "
                         "is a setting of infer's own; the plugin must be renamed."
                     )
-                tables[offer.name] = (own, Field(default_factory=own, description=offer.registration.description))
+                tables[offer.name] = (
+                    own,
+                    Field(default_factory=own, description=offer.registration.description),
+                )
         if tables:
             base = create_model(base.__name__, __base__=base, **tables)
         sections[name] = (base, base())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 from collections.abc import Sequence
@@ -69,11 +70,9 @@ def latencies(steps: Sequence[StepRecord], requests: dict[str, RequestRecord]) -
                 times.setdefault(work.request_id, []).append(step.finished * 1e3)
     result = {}
     for id, at in times.items():
-        gaps = [b - a for a, b in zip(at, at[1:], strict=False)] or [0.0]
+        gaps = [b - a for a, b in itertools.pairwise(at)] or [0.0]
         arrival = requests[id].arrival * 1e3
-        result[id] = Latency(
-            at[0] - arrival, statistics.fmean(gaps), min(gaps), max(gaps), statistics.pstdev(gaps)
-        )
+        result[id] = Latency(at[0] - arrival, statistics.fmean(gaps), min(gaps), max(gaps), statistics.pstdev(gaps))
     return result
 
 
@@ -97,7 +96,10 @@ def render(steps: Sequence[StepRecord], names: Sequence[str], budget: int | None
 def compare(chunked: dict[str, Latency], whole: dict[str, Latency]) -> list[str]:
     """Both runs' latencies, request by request."""
     head = f"{'':8}{'TTFT':>9}{'ITL mean':>10}{'min':>8}{'max':>8}{'jitter':>8}"
-    lines = [f"{'milliseconds':14}{'chunked prefill':^43}   {'whole prefill':^43}", f"{'':8}{head[8:]}   {head[8:]}"]
+    lines = [
+        f"{'milliseconds':14}{'chunked prefill':^43}   {'whole prefill':^43}",
+        f"{'':8}{head[8:]}   {head[8:]}",
+    ]
     for id in chunked:
         both = [
             f"{x.ttft:9.1f}{x.itl_mean:10.1f}{x.itl_min:8.1f}{x.itl_max:8.1f}{x.jitter:8.1f}"
@@ -154,7 +156,11 @@ def main(settings: Settings, plugins: Plugins, args: argparse.Namespace) -> int:
     arrivals = scene(args.prompt_tokens)
     names = [arrival.id for arrival in arrivals]
     runs = {}
-    chunking = {"use_chunked_prefill": True, "prefill_chunk_size": args.chunk, "max_tokens_per_step": args.budget}
+    chunking = {
+        "use_chunked_prefill": True,
+        "prefill_chunk_size": args.chunk,
+        "max_tokens_per_step": args.budget,
+    }
     for title, keys in (("chunked prefill", chunking), ("whole prefill", {"use_chunked_prefill": False})):
         engine = settings.engine.model_copy(update=keys)
         runs[title] = play(settings.model_copy(update={"engine": engine}), plugins, arrivals)

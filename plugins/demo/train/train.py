@@ -230,9 +230,7 @@ def save(model: LlamaForCausalLM, tokenizer: Tokenizer, out: Path) -> LlamaForCa
     model.config.use_cache = True
     model.generation_config = GenerationConfig(bos_token_id=0, eos_token_id=0, pad_token_id=0)
     special = {"bos_token": END, "eos_token": END, "pad_token": END, "model_max_length": 2048}
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **special
-    )
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **special)
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent) as folder:
         model.save_pretrained(folder)

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support import MAX_SEQ_LEN, Stepper, make_engine, random_prompt, tiny_model
 
 from infer.engine.batch import pack
 from infer.protocols import KVCacheView, ModelProtocol
 from infer.request import Event
-from tests.support import MAX_SEQ_LEN, Stepper, make_engine, random_prompt, tiny_model
 
 F32 = torch.float32
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -119,7 +120,7 @@ def test_decoding_requests_get_a_token_in_every_step_of_a_chunked_prompt() -> No
     driver.step()
     driver.scheduler.add(sequence(1, 200, 4))
     while "r1" not in driver.done:
-        assert [w.sequence.id for w in driver.step().decodes][0] == "r0"
+        assert next(w.sequence.id for w in driver.step().decodes) == "r0"
 
 
 def test_four_requests_that_arrive_at_different_steps_under_a_budget_of_10() -> None:
@@ -240,7 +241,7 @@ def test_the_youngest_is_preempted_recomputed_and_resumes_first() -> None:
     for s in everyone:
         driver.scheduler.add(s)
     driver.run()
-    assert [s.preemptions for s in everyone][0] == 0
+    assert next(s.preemptions for s in everyone) == 0
     assert everyone[2].preemptions >= 1
     assert driver.done == ["r0", "r1", "r2"]
     resumed = [w for schedule in driver.log for w in schedule.prefills if w.start == 0 and w.end > 5]
@@ -284,7 +285,8 @@ def test_whatever_comes_everyone_ends_once_within_the_limits(
     assert batch is not None
     budget = None if over is None else batch + over
     pool = CountingPool(batch, 70 + spare)
-    driver = make(pool, **keys, max_tokens_per_step=budget)
+    limits: dict[str, Any] = {**keys, "max_tokens_per_step": budget}
+    driver = make(pool, **limits)
     todo = sorted(enumerate(arrivals), key=lambda a: a[1][0])
     everyone: list[Sequence] = []
     aborted: set[str] = set()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import queue
 import time
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
 from tokenizers import Tokenizer

@@ -14,7 +14,12 @@ CHUNKS = (7, 17, 1)
 
 @torch.inference_mode()
 def self_check(
-    model: ModelProtocol, pool: CachePoolProtocol, *, max_batch_size: int, max_seq_len: int, device: torch.device
+    model: ModelProtocol,
+    pool: CachePoolProtocol,
+    *,
+    max_batch_size: int,
+    max_seq_len: int,
+    device: torch.device,
 ) -> bool:
     """Prefill and decode one sequence alone and whole, then chunked and in company; compare the logits bit for bit."""
     generator = torch.Generator().manual_seed(0)

@@ -43,9 +43,7 @@ class Runner:
         chosen: list[TokenLogprobs | None] = []
         if batch.sampled:
             logits_NV = self._model.logits(hidden_TD[batch.sample_rows])
-            tokens = sample(
-                logits_NV, [Row(s.request.params, s.request.seed, len(s.tokens)) for s in batch.sampled]
-            )
+            tokens = sample(logits_NV, [Row(s.request.params, s.request.seed, len(s.tokens)) for s in batch.sampled])
             counts = [s.request.params.logprobs for s in batch.sampled]
             chosen = logprobs(logits_NV, [t or 0 for t in tokens], counts)
         return Result(tokens, chosen, [(s, self._score(s, hidden_TD[r : r + n])) for s, r, n in batch.scored])

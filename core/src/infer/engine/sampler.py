@@ -44,8 +44,8 @@ def _draw(logits_NV: Tensor, rows: Sequence[Row]) -> Tensor:
     rows beside it are sorted. Order: temperature, top-k, top-p over what top-k left, min-p.
     """
     params = [row.params for row in rows]
-    like = {"dtype": torch.float32, "device": logits_NV.device}
-    temperature_N1 = torch.tensor([p.temperature for p in params], **like)[:, None]
+    device = logits_NV.device
+    temperature_N1 = torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device)[:, None]
     logits_NV = logits_NV.float()
     # The top logit goes first, so that a tiny temperature cannot overflow.
     scaled_NV = (logits_NV - logits_NV.amax(-1, keepdim=True)) / temperature_N1
@@ -55,8 +55,8 @@ def _draw(logits_NV: Tensor, rows: Sequence[Row]) -> Tensor:
     if ranked:
         vocab = probs_NV.shape[1]
         top_k_R1 = torch.tensor([min(k, vocab) if (k := params[i].top_k) > 0 else vocab for i in ranked])
-        top_k_R1 = top_k_R1.to(like["device"])[:, None]
-        top_p_R1 = torch.tensor([params[i].top_p for i in ranked], **like)[:, None]
+        top_k_R1 = top_k_R1.to(device)[:, None]
+        top_p_R1 = torch.tensor([params[i].top_p for i in ranked], dtype=torch.float32, device=device)[:, None]
         descending_RV = probs_NV[ranked].sort(dim=-1, descending=True).values
         kth_R1 = descending_RV.gather(1, top_k_R1 - 1)
         descending_RV = descending_RV.where(descending_RV >= kth_R1, 0.0)
@@ -69,7 +69,7 @@ def _draw(logits_NV: Tensor, rows: Sequence[Row]) -> Tensor:
 
     floors = [p.min_p for p in params]
     if any(floors):
-        floor_N1 = torch.tensor(floors, **like)[:, None] * probs_NV.amax(-1, keepdim=True)
+        floor_N1 = torch.tensor(floors, dtype=torch.float32, device=device)[:, None] * probs_NV.amax(-1, keepdim=True)
         probs_NV = probs_NV.where(probs_NV >= floor_N1, 0.0)
 
     cumulative_NV = probs_NV.cumsum(dim=-1, dtype=torch.float64)
@@ -96,9 +96,7 @@ def _mix(x: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> np.ndarray[tuple[int
     return x ^ (x >> np.uint64(31))
 
 
-def logprobs(
-    logits_NV: Tensor, token_ids: Sequence[int], counts: Sequence[int | None]
-) -> list[TokenLogprobs | None]:
+def logprobs(logits_NV: Tensor, token_ids: Sequence[int], counts: Sequence[int | None]) -> list[TokenLogprobs | None]:
     """Log-probabilities of the given tokens and the ``counts[i]`` likeliest of each row, before temperature and
     filters; None where ``counts`` says None."""
     result: list[TokenLogprobs | None] = [None] * len(counts)
@@ -110,9 +108,7 @@ def logprobs(
         chosen_M1 = logprob_MV.gather(1, token_M1)
         ranks = ((logprob_MV > chosen_M1).sum(dim=-1) + 1).tolist()
         top = logprob_MV.topk(min(count, logprob_MV.shape[1]), dim=-1)
-        columns = zip(
-            wanted, chosen_M1[:, 0].tolist(), ranks, top.indices.tolist(), top.values.tolist(), strict=True
-        )
+        columns = zip(wanted, chosen_M1[:, 0].tolist(), ranks, top.indices.tolist(), top.values.tolist(), strict=True)
         for i, logprob, rank, ids, values in columns:
             result[i] = TokenLogprobs(token_ids[i], logprob, rank, tuple(zip(ids, values, strict=True)))
     return result

@@ -134,9 +134,7 @@ class StaticScheduler(ContinuousScheduler):
 class _Step:
     """What is left of one step's limits while its prefills are chosen."""
 
-    def __init__(
-        self, tokens: int | None, chunks: int | None, partial: int | None, chunk_size: int | None
-    ) -> None:
+    def __init__(self, tokens: int | None, chunks: int | None, partial: int | None, chunk_size: int | None) -> None:
         unlimited = 1 << 62
         self.prefills: list[Work] = []
         self._tokens = unlimited if tokens is None else tokens

@@ -14,8 +14,8 @@ INCOMPLETE = "\ufffd"
 class Detokenizer:
     """Text of a growing list of tokens.
 
-    Keeps two offsets: what lies before ``_read`` is shown, and decoding starts at ``_prefix``, a little earlier, so that
-    the decoder sees the new tokens in company.
+    Keeps two offsets: what lies before ``_read`` is shown, and decoding starts at ``_prefix``, a little earlier, so
+    that the decoder sees the new tokens in company.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> None:
@@ -65,9 +65,7 @@ class StopFinder:
             self._held = ""
             return text[:at], stop
         longest = max(map(len, self._stops)) - 1
-        keep = next(
-            (n for n in range(min(longest, len(text)), 0, -1) if self._may_begin(text[-n:])), 0
-        )
+        keep = next((n for n in range(min(longest, len(text)), 0, -1) if self._may_begin(text[-n:])), 0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], None
 
@@ -82,9 +80,7 @@ class StopFinder:
 class TextStream:
     """Detokenizer and stop strings of one request."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], stops: Sequence[str]
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], stops: Sequence[str]) -> None:
         self._detokenizer = Detokenizer(tokenizer, prompt_token_ids)
         self._stops = StopFinder(stops)
 

@@ -99,9 +99,7 @@ class ReferenceKernels(KernelsProtocol):
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         return (0.5 * gate * (1.0 + torch.tanh(inner))).to(up.dtype) * up
 
-    def store_kv(
-        self, k_TKE: Tensor, v_TKE: Tensor, k_cache: Tensor, v_cache: Tensor, flat_T: Tensor
-    ) -> None:
+    def store_kv(self, k_TKE: Tensor, v_TKE: Tensor, k_cache: Tensor, v_cache: Tensor, flat_T: Tensor) -> None:
         k_cache.flatten(0, 1).index_copy_(0, flat_T, k_TKE)
         v_cache.flatten(0, 1).index_copy_(0, flat_T, v_TKE)
 
@@ -130,7 +128,7 @@ def plan_tiles(starts: tuple[int, ...], lens: tuple[int, ...], window: int | Non
             groups.setdefault((size, first, last), []).append((b, begin, row + t))
         row += length
     return tuple(
-        Tiles(*(tuple(column) for column in zip(*members, strict=True)), size, first, last)  # type: ignore[call-arg]
+        Tiles(*(tuple(column) for column in zip(*members, strict=True)), size, first, last)  # type: ignore[call-arg, arg-type]
         for (size, first, last), members in groups.items()
     )
 
@@ -176,7 +174,7 @@ def _attend_tiles(
         hidden_gnS = key_S > position_gn[:, :, None]
         if spec.window is not None:
             hidden_gnS |= key_S <= position_gn[:, :, None] - spec.window
-        scores.view(g, K, M, SEGMENT)[:, :, : G * n].unflatten(2, (G, n)).masked_fill_(
+        scores.view(g, K, M, SEGMENT)[:, :, : G * n].view(g, K, G, n, SEGMENT).masked_fill_(
             hidden_gnS[:, None, None], float("-inf")
         )
         new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
@@ -185,7 +183,7 @@ def _attend_tiles(
         total = total * decay + weights.sum(-1, keepdim=True)
         acc = acc * decay + torch.bmm(weights, v)
         top = new_top
-    out = (acc / total).view(g, K, M, E)[:, :, : G * n].unflatten(2, (G, n)).permute(0, 3, 1, 2, 4)
+    out = (acc / total).view(g, K, M, E)[:, :, : G * n].view(g, K, G, n, E).permute(0, 3, 1, 2, 4)
     out_THE[row_gn.flatten()] = out.reshape(g * n, H, E).to(out_THE.dtype)
 
 
@@ -205,9 +203,7 @@ def _at_least(rows: int, x: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 @functools.lru_cache(maxsize=256)
-def exact_rows(
-    linear: Callable[[Tensor, Tensor], Tensor], n: int, k: int, dtype: torch.dtype, threads: int
-) -> int:
+def exact_rows(linear: Callable[[Tensor, Tensor], Tensor], n: int, k: int, dtype: torch.dtype, threads: int) -> int:
     """The fewest rows from which ``linear`` on a weight [n, k] gives a row the same bits in whatever company.
 
     Found by trying: libraries switch algorithm with the number of rows. ``threads`` is part of the key, since
@@ -215,8 +211,14 @@ def exact_rows(
     """
     generator = torch.Generator().manual_seed(0)
     # A thin slice of a tall weight takes the same path, and a vocabulary is too tall to try whole.
-    weight = torch.randn(min(n, 4096), k, generator=generator).to(dtype)
-    x = torch.randn(4 * EXACT_ROWS, k, generator=generator).to(dtype)
+    half_w = torch.randn(min(n, 4096), k // 2, generator=generator)
+    half_x = torch.randn(4 * EXACT_ROWS, k // 2, generator=generator)
+    # Every product has its opposite somewhere, so that the sums are rounding errors alone: another order of summation
+    # shows in nearly every value, where with plain noise bfloat16 would round it away in all but a few.
+    order = torch.randperm(k, generator=generator)
+    odd = (0, k % 2)
+    weight = torch.nn.functional.pad(torch.cat((half_w, -half_w), 1), odd)[:, order].to(dtype)
+    x = torch.nn.functional.pad(torch.cat((half_x, half_x), 1), odd)[:, order].to(dtype)
     whole = linear(x, weight)
     for rows in range(EXACT_ROWS - 1, 0, -1):
         if not all(torch.equal(linear(x[i : i + rows], weight), whole[i : i + rows]) for i in (0, 5)):

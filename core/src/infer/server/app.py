@@ -59,9 +59,7 @@ async def serve(engine_loop: EngineLoop, served: Served, settings: ServerSetting
 def make_app(engine_loop: EngineLoop, served: Served, settings: ServerSettings) -> web.Application:
     """The routes. Call it inside the event loop that will serve them."""
     app = web.Application(middlewares=[errors], client_max_size=settings.max_body_bytes)
-    completions = Completions(
-        served, AsyncDoor(engine_loop), settings.body_timeout_s, settings.stall_timeout_s
-    )
+    completions = Completions(served, AsyncDoor(engine_loop), settings.body_timeout_s, settings.stall_timeout_s)
     created = int(time.time())
 
     async def models(http: web.Request) -> web.Response:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from infer.errors import EngineDeadError, QueueFullError, RequestError
 
 log = logging.getLogger(__name__)
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 RETRY_AFTER_S = 1
 
 
@@ -21,24 +20,22 @@ class NotFoundError(RequestError):
     """What the request names is not here."""
 
 
-def error_body(
-    message: str, type: str, *, param: str | None = None, code: str | None = None
-) -> dict[str, Any]:
+def error_body(message: str, type: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     return {"error": {"message": message, "type": type, "param": param, "code": code}}
 
 
 @web.middleware
-async def errors(http: web.Request, handler: Handler) -> web.StreamResponse:
+async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Give the request its id and turn whatever goes wrong into JSON with the right status."""
-    http["request_id"] = secrets.token_hex(12)
+    request["request_id"] = secrets.token_hex(12)
     try:
-        response = await handler(http)
+        response = await handler(request)
     except (ConnectionResetError, TimeoutError):
         raise  # nobody is there to read an answer
     except Exception as error:
-        response = _response(http, error)
+        response = _response(request, error)
     if not response.prepared:
-        response.headers["X-Request-Id"] = http["request_id"]
+        response.headers["X-Request-Id"] = request["request_id"]
     return response
 
 
@@ -58,7 +55,9 @@ def _response(http: web.Request, error: Exception) -> web.Response:
         case web.HTTPMethodNotAllowed():
             message = f"{http.method} is not allowed on {http.path}; use {' or '.join(sorted(error.allowed_methods))}."
             return web.json_response(
-                error_body(message, "invalid_request_error"), status=405, headers={"Allow": error.headers["Allow"]}
+                error_body(message, "invalid_request_error"),
+                status=405,
+                headers={"Allow": error.headers["Allow"]},
             )
         case web.HTTPRequestEntityTooLarge():
             message = "The request's body is larger than server.max_body_bytes allows."

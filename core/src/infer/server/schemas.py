@@ -68,10 +68,12 @@ def _explain(error: ValidationError) -> RequestError:
             return RequestError(f"The field {field!r} is not known.{hint}", param=field)
         case "literal_error" if field in CompletionRequest.model_fields:
             return RequestError(
-                f"{field} = {value} is not supported; {first['msg'].removeprefix('Input should be ')} is.", param=field
+                f"{field} = {value} is not supported; {first['msg'].removeprefix('Input should be ')} is.",
+                param=field,
             )
     if field == "prompt":
         return RequestError(
-            "prompt must be one text or one list of token ids; send several prompts as several requests.", param=field
+            "prompt must be one text or one list of token ids; send several prompts as several requests.",
+            param=field,
         )
     return RequestError(f"{field} = {value}: {first['msg']}.", param=field)

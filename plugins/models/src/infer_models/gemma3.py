@@ -54,9 +54,7 @@ class Gemma3Config(BaseModel, extra="ignore"):
 
     def attention(self) -> list[AttentionSpec]:
         count, every = self.num_hidden_layers, self.sliding_window_pattern
-        types: list[LayerType] = [
-            "sliding_attention" if (i + 1) % every else "full_attention" for i in range(count)
-        ]
+        types: list[LayerType] = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(count)]
         windows = layer_windows(self.layer_types or types, self.sliding_window, count)
         heads = (self.num_attention_heads, self.num_key_value_heads, self.head_dim)
         scale = self.query_pre_attn_scalar**-0.5
@@ -112,9 +110,7 @@ class Gemma3:
         sliding = RopeParameters.read(text, "sliding_attention", theta_key="rope_local_base_freq")
         self.full_rotary = RotaryEmbedding(context, full, c.head_dim)
         self.sliding_rotary = RotaryEmbedding(context, sliding, c.head_dim)
-        self.layers = [
-            Gemma3Layer(w, f"model.layers.{i}", i, c, spec) for i, spec in enumerate(self.attention)
-        ]
+        self.layers = [Gemma3Layer(w, f"model.layers.{i}", i, c, spec) for i, spec in enumerate(self.attention)]
         self.norm = RMSNorm(w, "model.norm", size, eps, unit_offset=True)
         self.head = Head(w, self.embedding, "lm_head", c.vocab_size, size, c.tie_word_embeddings)
         self.soft_cap = c.final_logit_softcapping

@@ -92,9 +92,7 @@ class Llama:
         self.attention: Sequence[AttentionSpec] = c.attention()
         self.embedding = Embedding(w, "model.embed_tokens", c.vocab_size, c.hidden_size)
         self.rotary = RotaryEmbedding(context, RopeParameters.read(config), self.attention[0].head_size)
-        self.layers = [
-            LlamaLayer(w, f"model.layers.{i}", i, c, spec) for i, spec in enumerate(self.attention)
-        ]
+        self.layers = [LlamaLayer(w, f"model.layers.{i}", i, c, spec) for i, spec in enumerate(self.attention)]
         self.norm = RMSNorm(w, "model.norm", c.hidden_size, c.rms_norm_eps)
         self.head = Head(w, self.embedding, "lm_head", c.vocab_size, c.hidden_size, c.tie_word_embeddings)
 

@@ -1,0 +1,394 @@
+"""The reference kernels: their meaning, against float64, and the promise that a row's bits are its own."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from infer.kernels.reference import SEGMENT, TILE, ReferenceKernels, plan_tiles
+from infer.kv_cache import ExtendView, KVStorage
+from infer.protocols import AttentionSpec, CacheContext
+
+KERNELS = ReferenceKernels()
+CPU = torch.device("cpu")
+FLOATS = (torch.float32, torch.bfloat16)
+floats = pytest.mark.parametrize("dtype", FLOATS, ids=["fp32", "bf16"])
+threads = pytest.mark.parametrize("threads", [1, 2])
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small products gain nothing from threads, and where another process is busy they wait for it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    """Equal but for what one or two roundings to the result's type may do."""
+    assert expected.dtype == torch.float64
+    torch.testing.assert_close(actual, expected.to(actual.dtype))
+
+
+# Meaning
+
+ROWS_AND_SIZES = [(1, 1), (1, 16), (3, 17), (7, 64), (2, 257), (5, 1024), (130, 48)]
+
+
+def norm64(x: Tensor, weight: Tensor, eps: float, unit_offset: bool) -> Tensor:
+    x, weight = x.double(), weight.double()
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * (1 + weight if unit_offset else weight)
+
+
+@floats
+@pytest.mark.parametrize("unit_offset", [False, True])
+@pytest.mark.parametrize(("rows", "size"), ROWS_AND_SIZES)
+def test_rms_norm(rows: int, size: int, unit_offset: bool, dtype: torch.dtype) -> None:
+    x, weight = random(rows, size, dtype=dtype), random(size, dtype=dtype, seed=1)
+    close(KERNELS.rms_norm(x, weight, 1e-3, unit_offset), norm64(x, weight, 1e-3, unit_offset))
+    zeros = KERNELS.rms_norm(torch.zeros_like(x), weight, 1e-6, unit_offset)
+    assert torch.equal(zeros, torch.zeros_like(x))
+
+
+@floats
+def test_rms_norm_of_heads_within_a_wider_row(dtype: torch.dtype) -> None:
+    """Norms of q and k see slices of one projection."""
+    row = random(5, 3 * 4 * 16, dtype=dtype)
+    heads = row[:, 64:128].view(5, 4, 16)
+    weight = random(16, dtype=dtype, seed=1)
+    close(KERNELS.rms_norm(heads, weight, 1e-6), norm64(heads, weight, 1e-6, False))
+    assert torch.equal(KERNELS.rms_norm(heads, weight, 1e-6), KERNELS.rms_norm(heads.contiguous(), weight, 1e-6))
+
+
+@floats
+@pytest.mark.parametrize("unit_offset", [False, True])
+@pytest.mark.parametrize(("rows", "size"), ROWS_AND_SIZES)
+def test_add_rms_norm(rows: int, size: int, unit_offset: bool, dtype: torch.dtype) -> None:
+    x, residual = random(rows, size, dtype=dtype), random(rows, size, dtype=dtype, seed=1)
+    weight = random(size, dtype=dtype, seed=2)
+    given = residual.clone()
+    normed, total = KERNELS.add_rms_norm(x, residual, weight, 1e-6, unit_offset)
+    assert torch.equal(total, x + residual)
+    close(normed, norm64(total, weight, 1e-6, unit_offset))
+    assert torch.equal(residual, given), "the residual is not written to"
+
+
+def rope64(x: Tensor, angles: Tensor) -> Tensor:
+    """Each pair (x[i], x[i + E/2]) as a complex number, turned by its angle."""
+    left, right = x.double().chunk(2, dim=-1)
+    turned = torch.complex(left, right) * torch.polar(torch.ones_like(angles), angles)[:, None, :]
+    return torch.cat((turned.real, turned.imag), dim=-1)
+
+
+@floats
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(("rows", "q_heads", "k_heads", "size"), [(1, 1, 1, 2), (5, 3, 1, 6), (9, 8, 2, 128)])
+def test_rope(rows: int, q_heads: int, k_heads: int, size: int, shared: bool, dtype: torch.dtype) -> None:
+    q, k = random(rows, q_heads, size, dtype=dtype), random(rows, k_heads, size, dtype=dtype, seed=1)
+    angles = random(1 if shared else rows, size // 2, seed=2).double() * 7
+    turned = KERNELS.rope(q, k, angles.cos().float(), angles.sin().float())
+    for x, y in zip((q, k), turned, strict=True):
+        close(y, rope64(x, angles))
+
+
+@floats
+@pytest.mark.parametrize("name", ["silu_mul", "gelu_mul"])
+@pytest.mark.parametrize(("rows", "size"), ROWS_AND_SIZES)
+def test_gated_activations(rows: int, size: int, name: str, dtype: torch.dtype) -> None:
+    x = 4 * random(rows, 2 * size, dtype=dtype)
+    gate, up = x.double().chunk(2, dim=-1)
+    functional = torch.nn.functional
+    activated = functional.silu(gate) if name == "silu_mul" else functional.gelu(gate, approximate="tanh")
+    close(getattr(KERNELS, name)(x), activated * up)
+
+
+@floats
+@pytest.mark.parametrize("name", ["silu_mul", "gelu_mul"])
+def test_gated_activations_of_extremes(name: str, dtype: torch.dtype) -> None:
+    gate = torch.tensor([-1e4, -100.0, -0.0, 0.0, 100.0, 1e4], dtype=dtype)
+    result = getattr(KERNELS, name)(torch.cat((gate, torch.ones_like(gate)))[None])
+    assert result.tolist() == [gate.clamp(min=0).tolist()]
+
+
+@floats
+def test_linear_and_embedding(dtype: torch.dtype) -> None:
+    weight, bias = random(33, 17, dtype=dtype), random(33, dtype=dtype, seed=1)
+    for rows in (1, 2, 16, 40):
+        x = random(rows, 17, dtype=dtype, seed=2)
+        close(KERNELS.linear(x, KERNELS.pack(weight)), x.double() @ weight.double().T)
+        close(KERNELS.linear(x, KERNELS.pack(weight, bias)), x.double() @ weight.double().T + bias.double())
+    ids = torch.tensor([32, 0, 5, 5])
+    assert torch.equal(KERNELS.embedding(ids, weight), weight[ids])
+
+
+@floats
+def test_store_kv(dtype: torch.dtype) -> None:
+    caches = [random(4, 3, 2, 8, dtype=dtype, seed=seed) for seed in (0, 1)]
+    expected = [cache.clone().flatten(0, 1) for cache in caches]
+    new = [random(3, 2, 8, dtype=dtype, seed=seed) for seed in (2, 3)]
+    flat = torch.tensor([11, 0, 4])
+    KERNELS.store_kv(*new, *caches, flat)
+    for cache, kept, tokens in zip(caches, expected, new, strict=True):
+        kept[flat] = tokens
+        assert torch.equal(cache.flatten(0, 1), kept)
+
+
+# Attention
+
+
+@dataclass
+class Scene:
+    """Sequences whose chunks ``[start, start + length)`` attend to everything before. What no query may see is NaN."""
+
+    spec: AttentionSpec
+    extends: Sequence[tuple[int, int]]
+    block_size: int
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        spec = self.spec
+        blocks = [-(-(start + length) // self.block_size) for start, length in self.extends]
+        order = torch.randperm(sum(blocks) + 2, generator=torch.Generator().manual_seed(self.seed)).tolist()
+        self.tables = [[order.pop() for _ in range(count)] for count in blocks]
+        context = CacheContext([spec], len(blocks), 0, self.dtype, CPU, KERNELS)
+        self.storage = KVStorage(context, sum(blocks) + 2, self.block_size)
+        for cache in (self.storage.k[0], self.storage.v[0]):
+            cache.fill_(torch.nan)
+        self.k, self.v, self.q = [], [], []
+        for b, (start, length) in enumerate(self.extends):
+            seed = 10 * (self.seed + b)
+            shape = (start + length, spec.num_kv_heads, spec.head_size)
+            self.k.append(random(*shape, dtype=self.dtype, seed=seed))
+            self.v.append(random(*shape, dtype=self.dtype, seed=seed + 1))
+            q = random(start + length, spec.num_heads, spec.head_size, dtype=self.dtype, seed=seed + 2)
+            self.q.append(q[start:])
+
+    def view(self) -> ExtendView:
+        starts, lens = zip(*self.extends, strict=True)
+        return self.storage.view(self.tables, starts, lens)
+
+    def attend(self) -> Tensor:
+        """The kernels' answer, [T, H, E]."""
+        for b, (start, _) in enumerate(self.extends):
+            if start:
+                before = self.storage.view([self.tables[b]], [0], [start])
+                k, v = self.storage.k[0], self.storage.v[0]
+                KERNELS.store_kv(self.k[b][:start], self.v[b][:start], k, v, before.ragged.flat_T)
+        new = [torch.cat([x[b][start:] for b, (start, _) in enumerate(self.extends)]) for x in (self.k, self.v)]
+        return self.view().attend(0, torch.cat(self.q), *new)
+
+    def attend64(self) -> Tensor:
+        """Masked softmax attention in float64, one query at a time."""
+        spec, out = self.spec, []
+        group = spec.num_heads // spec.num_kv_heads
+        for b, (start, length) in enumerate(self.extends):
+            k = self.k[b].double().repeat_interleave(group, dim=1)
+            v = self.v[b].double().repeat_interleave(group, dim=1)
+            for i in range(length):
+                end = start + i + 1
+                first = 0 if spec.window is None else max(0, end - spec.window)
+                scores = torch.einsum("he,she->hs", self.q[b][i].double(), k[first:end]) * spec.scale
+                if spec.soft_cap is not None:
+                    scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
+                out.append(torch.einsum("hs,she->he", scores.softmax(-1), v[first:end]))
+        return torch.stack(out)
+
+
+def spec(
+    heads: int = 4, kv_heads: int = 2, size: int = 16, window: int | None = None, cap: float | None = None
+) -> AttentionSpec:
+    return AttentionSpec(heads, kv_heads, size, size**-0.5, window, cap)
+
+
+MIXED = [(0, 1), (0, 5), (130, 1), (7, 3), (127, 2), (60, 70), (0, 140), (300, 1), (255, 130)]
+
+
+@floats
+@pytest.mark.parametrize("block_size", [1, 16, 128, 500])
+@pytest.mark.parametrize(("window", "cap"), [(None, None), (1, None), (9, 1.5), (128, None), (129, 0.7), (None, 2.0)])
+def test_attention_over_mixed_extends(
+    block_size: int, window: int | None, cap: float | None, dtype: torch.dtype
+) -> None:
+    scene = Scene(spec(window=window, cap=cap), MIXED, block_size, dtype)
+    close(scene.attend(), scene.attend64())
+
+
+@floats
+@pytest.mark.parametrize("size", [16, 18, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (6, 2), (7, 1)])
+def test_attention_of_head_counts_and_sizes(heads: int, kv_heads: int, size: int, dtype: torch.dtype) -> None:
+    scene = Scene(spec(heads, kv_heads, size), [(0, 3), (129, 2), (20, 1)], 16, dtype)
+    close(scene.attend(), scene.attend64())
+
+
+def test_attention_with_large_scores() -> None:
+    """Nothing overflows, and where one key outweighs all others its value is the answer."""
+    scene = Scene(AttentionSpec(2, 1, 16, 1000.0), [(200, 5)], 16)
+    assert scene.attend().isfinite().all()
+    close(scene.attend(), scene.attend64())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 400), st.integers(1, 300)), min_size=1, max_size=6),
+    st.none() | st.integers(1, 300),
+)
+def test_every_query_is_in_one_tile(extends: list[tuple[int, int]], window: int | None) -> None:
+    starts, lens = (tuple(column) for column in zip(*extends, strict=True))
+    covered = []
+    for tiles in plan_tiles(starts, lens, window):
+        assert tiles.size <= TILE
+        for b, begin, row in zip(tiles.sequences, tiles.starts, tiles.rows, strict=True):
+            first_key = 0 if window is None else max(0, begin - window + 1)
+            assert tiles.first_segment * SEGMENT <= first_key
+            assert begin + tiles.size <= (tiles.last_segment + 1) * SEGMENT
+            assert begin - starts[b] == row - sum(lens[:b])
+            covered += range(row, row + tiles.size)
+    assert sorted(covered) == list(range(sum(lens)))
+
+
+# A row's bits are its own
+
+MAX_ROWS = 70
+rows_of = st.lists(st.integers(0, MAX_ROWS - 1), min_size=1, max_size=MAX_ROWS)
+sizes = st.sampled_from([1, 2, 7, 16, 31, 32, 48, 65, 128, 200, 1000])
+dtypes = st.sampled_from(FLOATS)
+
+
+def check_rows(kernel: Callable[[Tensor], Tensor | tuple[Tensor, ...]], rows: list[int], size: int, dtype: Any) -> None:
+    """The rows of a large batch, computed in a batch of these alone, have the same bits."""
+    x = 3 * random(MAX_ROWS, size, dtype=dtype)
+    whole, part = kernel(x), kernel(x[rows])
+    for a, b in zip(*((y,) if isinstance(y, Tensor) else y for y in (whole, part)), strict=True):
+        assert torch.equal(a[rows], b)
+
+
+exact = settings(max_examples=150, deadline=None)
+
+
+@exact
+@given(rows_of, sizes, dtypes, st.booleans())
+def test_rows_of_norms(rows: list[int], size: int, dtype: torch.dtype, unit_offset: bool) -> None:
+    weight = random(size, dtype=dtype, seed=1)
+    check_rows(lambda x: KERNELS.rms_norm(x, weight, 1e-6, unit_offset), rows, size, dtype)
+    check_rows(lambda x: KERNELS.add_rms_norm(x, 2 * x, weight, 1e-6, unit_offset), rows, size, dtype)
+
+
+@exact
+@given(rows_of, st.sampled_from([(1, 16), (3, 18), (2, 128), (5, 6)]), dtypes)
+def test_rows_of_head_norms_and_rope(rows: list[int], shape: tuple[int, int], dtype: torch.dtype) -> None:
+    heads, size = shape
+    weight = random(size, dtype=dtype, seed=1)
+    angles = random(MAX_ROWS, size // 2, seed=2)
+    x = random(MAX_ROWS, heads * size + 5, dtype=dtype)
+
+    def kernel(rows: Sequence[int]) -> tuple[Tensor, ...]:
+        wide = x[list(rows)]
+        q = wide[:, 5:].view(len(rows), heads, size)
+        normed = KERNELS.rms_norm(q, weight, 1e-6)
+        turned = KERNELS.rope(q, normed, angles[list(rows)].cos(), angles[list(rows)].sin())
+        return normed, *turned
+
+    for a, b in zip(kernel(range(MAX_ROWS)), kernel(rows), strict=True):
+        assert torch.equal(a[rows], b)
+
+
+@exact
+@given(rows_of, sizes, dtypes)
+def test_rows_of_activations(rows: list[int], size: int, dtype: torch.dtype) -> None:
+    for kernel in (KERNELS.silu_mul, KERNELS.gelu_mul):
+        check_rows(kernel, rows, 2 * size, dtype)
+    check_rows(lambda x: 30 * torch.tanh(x / 30), rows, size, dtype)  # a soft cap on logits, as Gemma's
+
+
+@exact
+@given(rows_of, sizes, sizes, dtypes, st.booleans())
+def test_rows_of_linear(rows: list[int], n: int, k: int, dtype: torch.dtype, bias: bool) -> None:
+    packed = KERNELS.pack(random(n, k, dtype=dtype, seed=1), random(n, dtype=dtype, seed=2) if bias else None)
+    check_rows(lambda x: KERNELS.linear(x, packed), rows, k, dtype)
+
+
+@threads
+@floats
+@pytest.mark.parametrize(("n", "k"), [(1024, 1024), (96, 3072), (3072, 256), (640, 2048)])
+def test_rows_of_linear_at_models_sizes(n: int, k: int, dtype: torch.dtype, threads: int) -> None:
+    torch.set_num_threads(threads)
+    packed = KERNELS.pack(random(n, k, dtype=dtype, seed=1))
+    x = random(64, k, dtype=dtype)
+    whole = KERNELS.linear(x, packed)
+    for rows in (1, 2, 3, 5, 8, 13, 16, 17, 33):
+        assert torch.equal(KERNELS.linear(x[7 : 7 + rows], packed), whole[7 : 7 + rows]), rows
+
+
+specs = st.builds(
+    spec,
+    heads=st.sampled_from([2, 4, 6]),
+    kv_heads=st.sampled_from([1, 2]),
+    size=st.sampled_from([16, 18, 64, 128]),
+    window=st.none() | st.sampled_from([1, 5, 40, 127, 128, 129, 200]),
+    cap=st.none() | st.just(3.0),
+)
+company = st.lists(st.tuples(st.integers(0, 300), st.integers(1, 40)), max_size=4)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    specs,
+    st.integers(1, 300),
+    st.lists(st.integers(1, 299), max_size=4),
+    company,
+    st.integers(0, 4),
+    st.sampled_from([1, 16, 512]),
+    dtypes,
+)
+def test_any_cut_and_any_company(
+    spec: AttentionSpec,
+    length: int,
+    cuts: list[int],
+    others: list[tuple[int, int]],
+    place: int,
+    block_size: int,
+    dtype: torch.dtype,
+) -> None:
+    """One sequence whole, alone and in one block; then in chunks, each among others and over small blocks."""
+    whole = Scene(spec, [(0, length)], length, dtype)
+    expected = whole.attend()
+    bounds = sorted({0, length, *(cut for cut in cuts if cut < length)})
+    for begin, end in itertools.pairwise(bounds):
+        place = min(place, len(others))
+        extends = [*others[:place], (begin, end - begin), *others[place:]]
+        scene = Scene(spec, extends, block_size, dtype, seed=1)
+        scene.q[place], scene.k[place], scene.v[place] = (
+            whole.q[0][begin:end],
+            whole.k[0][:end],
+            whole.v[0][:end],
+        )
+        row = sum(n for _, n in others[:place])
+        assert torch.equal(scene.attend()[row : row + end - begin], expected[begin:end])
+
+
+@threads
+@floats
+def test_any_cut_at_a_models_size(dtype: torch.dtype, threads: int) -> None:
+    torch.set_num_threads(threads)
+    wide = spec(16, 8, 128)
+    whole = Scene(wide, [(0, 150)], 150, dtype)
+    expected = whole.attend()
+    for begin, end in ((0, 1), (140, 141), (120, 150), (3, 131), (128, 129)):
+        scene = Scene(wide, [(begin, end - begin), (20, 9)], 16, dtype, seed=1)
+        scene.q[0], scene.k[0], scene.v[0] = whole.q[0][begin:end], whole.k[0][:end], whole.v[0][:end]
+        assert torch.equal(scene.attend()[: end - begin], expected[begin:end])
