@@ -41,6 +41,8 @@ class SamplingParams(BaseModel):
     def _one_or_many(cls, value: object) -> object:
         if value is None:
             return ()
+        if isinstance(value, list):  # a validator before the strict one sees JSON's arrays as lists
+            return tuple(value)
         return (value,) if isinstance(value, str) else value
 
     @field_validator("stop")

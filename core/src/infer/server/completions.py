@@ -17,7 +17,7 @@ from infer.engine.loop import AsyncDoor
 from infer.errors import InferError, RequestError
 from infer.llm import Completion
 from infer.request import Event, Request, TokenLogprobs
-from infer.server.errors import NotFoundError, error_body
+from infer.server.errors import REQUEST_ID, NotFoundError, error_body
 from infer.server.schemas import CompletionRequest, parse
 
 INLINE_CHARS = 4096
@@ -46,7 +46,7 @@ class Completions:
                 param="model",
                 code="model_not_found",
             )
-        request = await self._request(asked, f"cmpl-{http['request_id']}")
+        request = await self._request(asked, f"cmpl-{http[REQUEST_ID]}")
         async with aclosing(self._door.stream(request)) as events:
             # The first event decides between an answer and an error status; headers wait for it.
             first = await anext(events)
@@ -92,7 +92,7 @@ class Completions:
         first: Event,
         events: AsyncGenerator[Event],
     ) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Cache-Control": "no-cache", "X-Request-Id": http["request_id"]})
+        response = web.StreamResponse(headers={"Cache-Control": "no-cache", "X-Request-Id": http[REQUEST_ID]})
         response.content_type = "text/event-stream"
         await response.prepare(http)
         frame = self._frame(request)

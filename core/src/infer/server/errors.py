@@ -14,6 +14,7 @@ from infer.errors import EngineDeadError, QueueFullError, RequestError
 log = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1
+REQUEST_ID = web.RequestKey("request_id", str)
 
 
 class NotFoundError(RequestError):
@@ -27,7 +28,7 @@ def error_body(message: str, type: str, *, param: str | None = None, code: str |
 @web.middleware
 async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Give the request its id and turn whatever goes wrong into JSON with the right status."""
-    request["request_id"] = secrets.token_hex(12)
+    request[REQUEST_ID] = secrets.token_hex(12)
     try:
         response = await handler(request)
     except (ConnectionResetError, TimeoutError):
@@ -35,7 +36,7 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     except Exception as error:
         response = _response(request, error)
     if not response.prepared:
-        response.headers["X-Request-Id"] = request["request_id"]
+        response.headers["X-Request-Id"] = request[REQUEST_ID]
     return response
 
 
@@ -66,7 +67,7 @@ def _response(http: web.Request, error: Exception) -> web.Response:
             message = error.text or error.reason
             return web.json_response(error_body(message, "invalid_request_error"), status=error.status)
         case _:
-            log.error("request %s failed", http["request_id"], exc_info=error)
+            log.error("request %s failed", http[REQUEST_ID], exc_info=error)
             status, kind = 500, "server_error"
     param, code = (error.param, error.code) if isinstance(error, RequestError) else (None, None)
     return web.json_response(error_body(str(error), kind, param=param, code=code), status=status, headers=headers)

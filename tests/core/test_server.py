@@ -1,0 +1,225 @@
+"""A real server on a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from infer.assemble import start
+from infer.plugins import Plugins
+from infer.server.app import make_app
+from infer.settings import load_settings
+
+Body = dict[str, Any]
+
+
+class Running:
+    """A server and a client session."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, engine_loop: Any) -> None:
+        self.session, self.url, self.engine_loop = session, url, engine_loop
+
+    async def post(self, body: object, path: str = "/v1/completions") -> tuple[int, Any, Any]:
+        data = body if isinstance(body, (bytes, str)) else json.dumps(body)
+        async with self.session.post(self.url + path, data=data) as response:
+            return response.status, await response.json(), response.headers
+
+    async def get(self, path: str) -> tuple[int, Any]:
+        async with self.session.get(self.url + path) as response:
+            return response.status, await response.json()
+
+    async def stream(self, body: Body) -> list[Any]:
+        """The data of each event; "[DONE]" as it is."""
+        async with self.session.post(self.url + "/v1/completions", json=body | {"stream": True}) as response:
+            assert response.status == 200
+            assert response.content_type == "text/event-stream"
+            text = (await response.read()).decode()
+        lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+        return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+    async def idle(self) -> None:
+        """Until nothing is open; fails by the test's own timeout."""
+        async with asyncio.timeout(20):
+            while self.engine_loop.num_open:
+                await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def running(**sections: Any) -> AsyncIterator[Running]:
+    plugins = Plugins.discover()
+    overrides = {"model": {"path": "demo"}, "kernels": {"threads": 1}} | sections
+    settings = load_settings(plugins, env={}, overrides=overrides, read_file=False).settings
+    engine_loop, served = await asyncio.to_thread(start, settings, plugins)
+    try:
+        app: web.Application = make_app(engine_loop, served, settings.server)
+        async with TestServer(app, handler_cancellation=True) as server, aiohttp.ClientSession() as session:
+            yield Running(session, str(server.make_url("")).rstrip("/"), engine_loop)
+    finally:
+        engine_loop.close()
+
+
+@pytest.fixture(scope="module")
+def small() -> Body:
+    return {"engine": {"max_batch_size": 2, "max_waiting_requests": 4, "max_seq_len": 512}}
+
+
+async def test_whole_and_streamed_answers_agree(small: Body) -> None:
+    body = {"model": "demo", "prompt": "import ", "max_tokens": 24, "temperature": 0.8, "seed": 5}
+    async with running(**small) as server:
+        status, whole, headers = await server.post(body)
+        assert status == 200
+        assert headers["X-Request-Id"] in whole["id"]
+        assert whole["object"] == "text_completion"
+        assert whole["usage"]["completion_tokens"] == 24
+        assert whole["choices"][0]["finish_reason"] == "length"
+        *chunks, done = await server.stream(body)
+        assert done == "[DONE]"
+        assert "".join(c["choices"][0]["text"] for c in chunks) == whole["choices"][0]["text"]
+        assert [c["choices"][0]["finish_reason"] for c in chunks][-1] == "length"
+        assert all("usage" not in c for c in chunks)
+        *chunks, last, done = await server.stream(body | {"stream_options": {"include_usage": True}})
+        assert all(c["usage"] is None for c in chunks)
+        assert (last["choices"], last["usage"]) == ([], whole["usage"])
+
+
+async def test_a_stop_string_across_tokens_ends_the_answer(small: Body) -> None:
+    async with running(**small) as server:
+        body = {"prompt": "def f(", "max_tokens": 60, "temperature": 0}
+        _, free, _ = await server.post(body)
+        text = free["choices"][0]["text"]
+        stop = text[len(text) // 2 : len(text) // 2 + 5]
+        _, stopped, _ = await server.post(body | {"stop": stop})
+        assert stopped["choices"][0]["text"] == text[: text.index(stop)]
+        assert stopped["choices"][0]["finish_reason"] == "stop"
+        *chunks, _ = await server.stream(body | {"stop": [stop]})
+        assert "".join(c["choices"][0]["text"] for c in chunks) == text[: text.index(stop)]
+
+
+async def test_logprobs_of_answer_and_prompt(small: Body) -> None:
+    async with running(**small) as server:
+        body = {"prompt": "return x", "max_tokens": 3, "temperature": 0, "logprobs": 2, "prompt_logprobs": 1}
+        _, answer, _ = await server.post(body)
+        choice = answer["choices"][0]
+        assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
+        assert all(len(top) == 2 for top in choice["logprobs"]["top_logprobs"])
+        assert choice["prompt_logprobs"][0] is None
+        assert len(choice["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
+        *chunks, _ = await server.stream(body)
+        streamed = [p for c in chunks for p in (c["choices"][0]["logprobs"] or {"token_logprobs": []})["token_logprobs"]]
+        assert streamed == choice["logprobs"]["token_logprobs"]
+
+
+async def test_models_health_and_ready(small: Body) -> None:
+    async with running(**small) as server:
+        _, models = await server.get("/v1/models")
+        assert models["data"][0]["id"] == "demo"
+        assert models["data"][0]["max_model_len"] == 512
+        assert models["data"][0]["exact"] is True
+        assert await server.get("/health") == (200, {"status": "ok"})
+        assert await server.get("/ready") == (200, {"status": "ready"})
+
+
+BAD: list[tuple[Any, int, str | None, str]] = [
+    (b"{", 400, None, "not valid JSON"),
+    (b"[]", 400, None, "must be a JSON object"),
+    (b"\xff\xfe", 400, None, "not valid JSON"),
+    (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", 400, None, "not valid JSON"),
+    ({}, 400, "prompt", "missing"),
+    ({"prompt": ""}, 400, "prompt", "empty"),
+    ({"prompt": []}, 400, "prompt", "empty"),
+    ({"prompt": ["a", "b"]}, 400, "prompt", "one text or one list"),
+    ({"prompt": [1, 10**9]}, 400, "prompt", "token id 1000000000"),
+    ({"prompt": [-1]}, 400, "prompt", "one text or one list"),
+    ({"prompt": [5] * 600}, 400, "prompt", "This model's maximum context length is 512"),
+    ({"prompt": [5] * 500, "max_tokens": 100}, 400, "max_tokens", "This model's maximum context length is 512"),
+    ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens", "greater than or equal to 1"),
+    ({"prompt": "a", "max_tokens": "7"}, 400, "max_tokens", "valid integer"),
+    (b'{"prompt": "a", "temperature": NaN}', 400, "temperature", "temperature"),
+    ({"prompt": "a", "temperature": -1}, 400, "temperature", "greater than or equal to 0"),
+    ({"prompt": "a", "top_p": 0}, 400, "top_p", "greater than 0"),
+    ({"prompt": "a", "temprature": 1}, 400, "temprature", "Did you mean 'temperature'?"),
+    ({"prompt": "a", "n": 2}, 400, "n", "not supported"),
+    ({"prompt": "a", "echo": True}, 400, "echo", "not supported"),
+    ({"prompt": "a", "suffix": "b"}, 400, "suffix", "not supported"),
+    ({"prompt": "a", "logprobs": 21}, 400, "logprobs", "less than or equal to 20"),
+    ({"prompt": "a", "stop": [""]}, 400, "stop", "1 to 256 characters"),
+    ({"prompt": "a", "stop": ["x"] * 17}, 400, "stop", "at most 16"),
+    ({"prompt": "a", "stream_options": {"include_usage": True}}, 400, "stream_options", "stream is not true"),
+    ({"prompt": "a", "model": "gpt-4"}, 404, "model", "'gpt-4' is not served here"),
+]
+
+
+async def test_everything_a_client_can_get_wrong_gets_one_sentence_and_the_server_lives_on(small: Body) -> None:
+    async with running(**small) as server:
+        for body, status, param, message in BAD:
+            got, answer, headers = await server.post(body)
+            error = answer["error"]
+            assert (got, error["param"]) == (status, param), (body if len(str(body)) < 99 else "...", answer)
+            assert message in error["message"]
+            assert error["type"] == "invalid_request_error"
+            assert "X-Request-Id" in headers
+        assert (await server.post({"prompt": [5] * 600}))[1]["error"]["code"] == "context_length_exceeded"
+        assert (await server.post({"prompt": "a"}, "/v1/nothing"))[0] == 404
+        async with server.session.get(server.url + "/v1/completions") as response:
+            assert response.status == 405
+            assert "POST" in (await response.json())["error"]["message"]
+        assert (await server.post({"prompt": "x" * (5 << 20)}))[0] == 413
+        neutral = {"n": 1, "best_of": 1, "echo": False, "suffix": None, "presence_penalty": 0, "logit_bias": {}}
+        assert (await server.post({"prompt": "a", "max_tokens": 1} | neutral))[0] == 200
+
+
+async def test_two_run_four_wait_two_are_refused() -> None:
+    engine = {"max_batch_size": 2, "max_waiting_requests": 4, "max_seq_len": 1024}
+    async with running(engine=engine) as server:
+        body = {"prompt": "def ", "max_tokens": 300, "ignore_eos": True, "temperature": 0}
+        answers = await asyncio.gather(*(server.post(body) for _ in range(8)))
+        statuses = sorted(status for status, _, _ in answers)
+        assert statuses == [200] * 6 + [503] * 2
+        refused = [(answer, headers) for status, answer, headers in answers if status == 503]
+        assert all(int(headers["Retry-After"]) >= 1 for _, headers in refused)
+        assert all("max_waiting_requests" in answer["error"]["message"] for answer, _ in refused)
+        texts = {answer["choices"][0]["text"] for status, answer, _ in answers if status == 200}
+        assert len(texts) == 1, "equal requests are answered equally in any company"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_leaves_is_aborted(small: Body, stream: bool) -> None:
+    async with running(engine={"max_batch_size": 1, "max_seq_len": 2000}) as server:
+        body = {"prompt": "def ", "max_tokens": 1900, "ignore_eos": True, "stream": stream}
+        if stream:
+            async with server.session.post(server.url + "/v1/completions", json=body) as response:
+                await response.content.readline()
+                response.close()
+        else:
+            task = asyncio.create_task(server.post(body))
+            async with asyncio.timeout(20):
+                while not server.engine_loop.num_open:
+                    await asyncio.sleep(0)
+            task.cancel()
+        await server.idle()
+        assert (await server.post({"prompt": "x", "max_tokens": 1}))[0] == 200
+
+
+async def test_a_draining_server_finishes_what_it_has_and_takes_no_more() -> None:
+    async with running(engine={"max_batch_size": 2, "max_seq_len": 600}) as server:
+        task = asyncio.create_task(server.post({"prompt": "def ", "max_tokens": 200, "ignore_eos": True}))
+        async with asyncio.timeout(20):
+            while not server.engine_loop.num_open:
+                await asyncio.sleep(0)
+        closing = asyncio.create_task(asyncio.to_thread(server.engine_loop.close, 60.0))
+        async with asyncio.timeout(20):
+            while (await server.get("/ready"))[0] != 503:
+                await asyncio.sleep(0)
+        assert (await server.post({"prompt": "a"}))[0] == 503
+        status, answer, _ = await task
+        assert (status, answer["usage"]["completion_tokens"]) == (200, 200)
+        await closing
+        assert (await server.get("/health"))[0] == 503
