@@ -241,11 +241,12 @@ def test_max_positions(folder: Path) -> None:
 
 def test_architectures(folder: Path) -> None:
     assert locate(folder).architectures == ("LlamaForCausalLM",)
-    for value in (None, []):
+    for value in (None, ()):
         write_json(folder / "config.json", {"architectures": value})
         assert locate(folder).architectures == ()
-    for bad in ("Llama", [1], {"a": 1}):
-        write_json(folder / "config.json", {"architectures": bad})
+    wrong: list[Any] = ["Llama", [1], {"a": 1}]
+    for names in wrong:
+        write_json(folder / "config.json", {"architectures": names})
         assert "a list of names" in refused(lambda: locate(folder).architectures)
 
 

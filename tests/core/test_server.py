@@ -113,7 +113,9 @@ async def test_logprobs_of_answer_and_prompt(small: Body) -> None:
         assert choice["prompt_logprobs"][0] is None
         assert len(choice["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
         *chunks, _ = await server.stream(body)
-        streamed = [p for c in chunks for p in (c["choices"][0]["logprobs"] or {"token_logprobs": []})["token_logprobs"]]
+        streamed = [
+            p for c in chunks for p in (c["choices"][0]["logprobs"] or {"token_logprobs": []})["token_logprobs"]
+        ]
         assert streamed == choice["logprobs"]["token_logprobs"]
 
 
@@ -172,7 +174,7 @@ async def test_everything_a_client_can_get_wrong_gets_one_sentence_and_the_serve
             assert response.status == 405
             assert "POST" in (await response.json())["error"]["message"]
         assert (await server.post({"prompt": "x" * (5 << 20)}))[0] == 413
-        neutral = {"n": 1, "best_of": 1, "echo": False, "suffix": None, "presence_penalty": 0, "logit_bias": {}}
+        neutral: Body = {"n": 1, "best_of": 1, "echo": False, "suffix": None, "presence_penalty": 0, "logit_bias": {}}
         assert (await server.post({"prompt": "a", "max_tokens": 1} | neutral))[0] == 200
 
 

@@ -14,7 +14,7 @@ from infer import bench, timeline
 from infer.errors import InferError
 from infer.plugins import HOOKS, Plugins
 from infer.request import SamplingParams
-from infer.settings import Loaded, describe, describe_schema, load_settings, schema
+from infer.settings import Loaded, describe, describe_schema, load_settings, schema, split_arguments
 
 CHOSEN_BY = {
     "cache": "cache.backend",
@@ -27,9 +27,10 @@ CHOSEN_BY = {
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code: 0, 1 for failed work, 2 for what the user can mend."""
     parser = _parser()
-    args, rest = parser.parse_known_args(argv)
+    settings_argv, rest = split_arguments(sys.argv[1:] if argv is None else argv)
+    args = parser.parse_args(rest)
     try:
-        return _run(args, rest)
+        return _run(args, settings_argv)
     except InferError as error:
         print(f"infer: {error}", file=sys.stderr)
         return 2
@@ -74,12 +75,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(args: argparse.Namespace, rest: Sequence[str]) -> int:
+def _run(args: argparse.Namespace, settings_argv: Sequence[str]) -> int:
     plugins = Plugins.discover()
     if args.command == "settings" and args.json_schema:
         print(json.dumps(schema(plugins).model_json_schema(), indent=2))
         return 0
-    loaded = load_settings(plugins, file=args.settings, argv=rest)
+    loaded = load_settings(plugins, file=args.settings, argv=settings_argv)
     logging.basicConfig(
         level=loaded.settings.log.level.upper(),
         format="%(asctime)s %(levelname)s %(message)s",
@@ -96,8 +97,8 @@ def _run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         case "demo":
             return timeline.main(loaded.settings, plugins, args)
         case "bench":
-            settings_argv = [*rest, *(("--settings", args.settings) if args.settings else ())]
-            return bench.main(args, settings_argv)
+            file = ("--settings", args.settings) if args.settings else ()
+            return bench.main(args, [*file, *settings_argv])
         case "plugins":
             return _plugins(args, loaded, plugins)
         case _:

@@ -100,7 +100,7 @@ class LLM:
     ) -> list[Completion]:
         """Answer all prompts, in their order. Raises RequestError for a prompt that cannot be served, before any is
         begun; a failure on the way is told by ``finish_reason`` "error" and ``error``."""
-        many: Sequence[Prompt] = [prompts] if _is_one(prompts) else prompts  # type: ignore[list-item, assignment]
+        many: Sequence[Any] = [prompts] if _is_one(prompts) else prompts
         each = [params or SamplingParams()] * len(many) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(many):
             raise RequestError(f"{len(many)} prompts came with {len(each)} SamplingParams.", param="params")

@@ -168,7 +168,9 @@ def load_settings(
     for key, value in _leaves(overrides or {}):
         _put(values, sources, key, value, "argument")
     model = schema(plugins)
-    if values.get("engine", {}).get("batching_mode") == "static" and "engine.use_chunked_prefill" not in sources:
+    engine = values.get("engine")
+    static = isinstance(engine, dict) and engine.get("batching_mode") == "static"
+    if static and "engine.use_chunked_prefill" not in sources:
         # Chunking is on by default and impossible here; only asking for it is an error.
         _put(values, sources, "engine.use_chunked_prefill", False, "default for static")
     try:
@@ -197,6 +199,20 @@ def describe_schema(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[
             yield from describe_schema(type(default), f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", field.description or "", default
+
+
+def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(settings, the rest): ``--a.b value`` and ``--a.b=value`` wherever they stand before a ``--``."""
+    settings, rest, words = [], [], list(argv)
+    while words and words[0] != "--":
+        word = words.pop(0)
+        key, equals, _ = word.partition("=")
+        if word.startswith("--") and "." in key:
+            settings += [word] if equals else [word, *words[:1]]
+            words = words if equals else words[1:]
+        else:
+            rest.append(word)
+    return settings, rest + words
 
 
 def _read_file(named: str | None, values: dict[str, Any], sources: dict[str, str]) -> None:

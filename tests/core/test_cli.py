@@ -1,0 +1,90 @@
+"""The command line as a user meets it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+ONE_THREAD = {"INFER_KERNELS__THREADS": "1"}
+
+
+def infer(*args: str, cwd: Path | None = None, text: str = "", **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "infer.cli", *args]
+    return subprocess.run(
+        command, capture_output=True, text=True, input=text, env=os.environ | env, cwd=cwd, timeout=120, check=False
+    )
+
+
+def test_generate_prints_text(tmp_path: Path) -> None:
+    args = ("generate", "--model.path", "demo", "--max-tokens", "12", "--temperature", "0")
+    first = infer(*args, "def ", cwd=tmp_path, **ONE_THREAD)
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.startswith("def ")
+    assert len(first.stdout) > 8
+    many = infer(*args, "def ", "import ", cwd=tmp_path, **ONE_THREAD)
+    assert first.stdout.strip() in many.stdout, "alone or in company"
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (["generate", "x"], "model.path is not set"),
+        (["generate", "x", "--model.path", "demo", "--cache.backend", "paged!"], "no such plugin is installed"),
+        (["serve", "--model.path", "no/where-to-be-found"], "no/where-to-be-found"),
+        (["serve", "--engine.max_batch_size", "x"], "engine.max_batch_size = 'x'"),
+        (["generate", "x", "--temperature", "-1", "--model.path", "demo"], "--temperature -1"),
+        (["plugins", "--cache.backend", "nope"], "cache.backend is 'nope'"),
+        (["bench", "--scale", "0"], "--scale"),
+    ],
+)
+def test_what_the_user_can_mend_is_one_sentence_and_exit_code_2(args: list[str], sentence: str, tmp_path: Path) -> None:
+    done = infer(*args, cwd=tmp_path, HF_HUB_OFFLINE="1")
+    assert done.returncode == 2
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("infer: ")]
+    assert sentence in line
+    assert "Traceback" not in done.stderr
+
+
+def test_plugins_and_settings_as_json(tmp_path: Path) -> None:
+    rows = json.loads(infer("plugins", "--json", cwd=tmp_path).stdout)
+    (slotted,) = [row for row in rows if row["name"] == "slotted"]
+    assert (slotted["distribution"], slotted["slot"]) == ("infer-cache-slotted", "cache")
+    values = json.loads(infer("settings", "--json", "--server.port", "9", cwd=tmp_path).stdout)
+    assert values["server.port"] == {"value": 9, "source": "--server.port"}
+    schema = json.loads(infer("settings", "--json-schema", cwd=tmp_path).stdout)
+    assert "prefill_chunk_size" in json.dumps(schema)
+
+
+def test_serve_answers_and_drains_on_sigterm(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "infer.cli", "serve", "--model.path", "demo", "--server.port", "0"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=os.environ | ONE_THREAD
+    ) as server:
+        assert server.stdout is not None
+        ready = server.stdout.readline()
+        assert ready.startswith("infer: ready on http://127.0.0.1:")
+        url = ready.removeprefix("infer: ready on ").strip()
+        body = json.dumps({"prompt": "def ", "max_tokens": 24, "stream": True, "ignore_eos": True}).encode()
+        with urllib.request.urlopen(f"{url}/v1/completions", data=body, timeout=60) as response:
+            lines = [line for line in response.read().split(b"\n\n") if line]
+        assert len(lines) >= 20
+        assert lines[-1] == b"data: [DONE]"
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(timeout=60) == 0
+
+
+def test_demo_shows_both_timelines(tmp_path: Path) -> None:
+    args = ("demo", "--model.path", "demo", "--prompt-tokens", "150", "--chunk", "32", "--budget", "64")
+    done = infer(*args, "--engine.max_batch_size", "8", cwd=tmp_path, **ONE_THREAD)
+    assert done.returncode == 0, done.stderr
+    assert "chunked prefill" in done.stdout
+    assert "0:32" in done.stdout
+    assert "0:150" in done.stdout
+    assert "jitter" in done.stdout

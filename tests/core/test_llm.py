@@ -1,0 +1,113 @@
+"""infer in Python."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from infer import LLM, RequestError, SamplingParams, SettingsError
+from infer.hookspecs import StepRecord, hookimpl
+
+
+class Steps:
+    INFER_PLUGIN_API = 1
+
+    def __init__(self) -> None:
+        self.records: list[StepRecord] = []
+
+    @hookimpl
+    def infer_step_finished(self, record: StepRecord) -> None:
+        self.records.append(record)
+
+
+STEPS = Steps()
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    engine = {"prefill_chunk_size": 256, "max_batch_size": 3, "max_waiting_requests": 1, "max_seq_len": 512}
+    with LLM("demo", plugins=[STEPS], cache={"backend": "slotted"}, engine=engine, kernels={"threads": 1}) as llm:
+        yield llm
+
+
+def test_the_documented_example(llm: LLM) -> None:
+    out = llm.generate(["def f(", [1, 2, 3]], SamplingParams(max_tokens=8, temperature=0, logprobs=5))
+    assert [len(o.token_ids) for o in out] == [8, 8]
+    assert out[1].prompt_token_ids == (1, 2, 3)
+    assert out[0].finish_reason == "length"
+    assert out[0].logprobs is not None
+    assert [entry.token_id for entry in out[0].logprobs] == out[0].token_ids
+    assert all(len(entry.top) == 5 for entry in out[0].logprobs)
+    assert llm.served.tokenizer is not None
+    assert out[0].text == llm.served.tokenizer.decode(out[0].token_ids)
+
+
+def test_more_prompts_than_places_and_each_its_own_params(llm: LLM) -> None:
+    params = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in range(1, 10)]
+    out = llm.generate(["x = "] * 9, params)
+    assert [len(o.token_ids) for o in out] == list(range(1, 10))
+    assert all(out[8].token_ids[: len(o.token_ids)] == o.token_ids for o in out)
+
+
+def test_a_seed_repeats_alone_and_in_company(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=20, temperature=1.2, seed=7)
+    (alone,) = llm.generate("class ", params)
+    first, other, again = llm.generate(["class ", "import ", "class "], params)
+    assert alone.text == first.text == again.text != other.text
+
+
+def test_stream_gives_the_same_in_pieces_and_leaving_early_aborts(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
+    events = list(llm.stream("import ", params))
+    assert "".join(e.text for e in events) == llm.generate("import ", params)[0].text
+    for _ in llm.stream("import ", SamplingParams(max_tokens=400, ignore_eos=True)):
+        break
+    llm.generate("x", SamplingParams(max_tokens=1))
+    assert llm.loop.num_open == 0
+
+
+async def test_astream(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
+    events = [event async for event in llm.astream("import ", params)]
+    assert "".join(e.text for e in events) == llm.generate("import ", params)[0].text
+
+
+def test_prompt_logprobs(llm: LLM) -> None:
+    (out,) = llm.generate([[4, 5, 6, 7]], SamplingParams(max_tokens=1, prompt_logprobs=2))
+    assert out.prompt_logprobs is not None
+    assert out.prompt_logprobs[0] is None
+    assert [p.token_id for p in out.prompt_logprobs if p] == [5, 6, 7]
+
+
+def test_bad_prompts_are_refused_before_any_is_begun(llm: LLM) -> None:
+    steps = len(STEPS.records)
+    with pytest.raises(RequestError, match="empty"):
+        llm.generate(["fine", []])
+    with pytest.raises(RequestError, match="2 prompts came with 1"):
+        llm.generate(["a", "b"], [SamplingParams()])
+    assert len(STEPS.records) == steps
+
+
+def test_threads_may_share_it(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+    expected = llm.generate("def ", params)[0].text
+    found: list[str] = []
+
+    def work() -> None:
+        found.append("".join(event.text for event in llm.stream("def ", params)))
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [expected] * 3
+
+
+def test_settings_are_checked_as_everywhere() -> None:
+    with pytest.raises(SettingsError, match=r"Did you mean 'engine.max_batch_size'"):
+        LLM("demo", engine={"max_batch_sizes": 2})
+    with pytest.raises(SettingsError, match=r"engine.max_seq_len is 9999, but the checkpoint was made for 2048"):
+        LLM("demo", engine={"max_seq_len": 9999})

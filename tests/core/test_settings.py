@@ -1,0 +1,168 @@
+"""Precedence, provenance, and one sentence for everything that can be wrong."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infer import SettingsError, hookimpl
+from infer.hookspecs import Registration
+from infer.plugins import Plugins
+from infer.protocols import CacheFactory
+from infer.settings import Loaded, Section, describe, describe_schema, load_settings, plugin_settings, schema
+
+ROOT = Path(__file__).parents[2]
+PLUGINS = Plugins.discover()
+
+
+class PageSettings(Section):
+    block_size: int = 16
+
+
+class PagedPlugin:
+    INFER_PLUGIN_API = 1
+
+    @hookimpl
+    def infer_cache_pools(self) -> list[Registration[CacheFactory]]:
+        return [Registration("pages", lambda context, settings: None, "test", PageSettings)]  # type: ignore[arg-type]
+
+
+def load(*argv: str, env: dict[str, str] | None = None, plugins: Plugins = PLUGINS, **keys: Any) -> Loaded:
+    return load_settings(plugins, argv=argv, env=env or {}, **keys)
+
+
+def test_command_line_over_environment_over_file_over_default(tmp_path: Path) -> None:
+    file = tmp_path / "s.toml"
+    file.write_text("[engine]\nmax_batch_size = 3\nmax_waiting_requests = 3\nprefill_chunk_size = 3\n")
+    env = {"INFER_ENGINE__MAX_BATCH_SIZE": "4", "INFER_ENGINE__MAX_WAITING_REQUESTS": "4"}
+    loaded = load("--engine.max-batch-size=5", env=env, file=str(file))
+    e = loaded.settings.engine
+    assert (e.max_batch_size, e.max_waiting_requests, e.prefill_chunk_size, e.max_seq_len) == (5, 4, 3, None)
+    names = ("max_batch_size", "max_waiting_requests", "prefill_chunk_size", "max_seq_len")
+    assert [loaded.sources[f"engine.{n}"] for n in names] == [
+        "--engine.max_batch_size",
+        "INFER_ENGINE__MAX_WAITING_REQUESTS",
+        str(file),
+        "default",
+    ]
+
+
+def test_the_spec_examples() -> None:
+    assert load(env={"INFER_CACHE__BACKEND": "slotted"}).settings.cache.backend == "slotted"
+    assert load("--cache.backend", "slotted").settings.cache.backend == "slotted"
+
+
+def test_a_plugin_owns_its_table() -> None:
+    plugins = Plugins.discover([PagedPlugin()])
+    settings = load("--cache.pages.block_size", "32", plugins=plugins).settings
+    assert plugin_settings(settings, "cache", "pages") == PageSettings(block_size=32)
+    with pytest.raises(SettingsError, match=r"cache.pages.blok_size \(from --cache.pages.blok_size\) is not a setting"):
+        load("--cache.pages.blok_size", "32", plugins=plugins)
+    assert "block_size" in str(schema(plugins).model_json_schema())
+
+
+BAD: list[tuple[list[str], str]] = [
+    (["--engine.max_batch_sise", "3"], r"engine.max_batch_sise .*Did you mean 'engine.max_batch_size'"),
+    (["--engin.max_batch_size", "3"], r"engin.*not a setting.*Did you mean"),
+    (["--engine.max_batch_size", "many"], r"engine.max_batch_size = 'many' \(from --engine.max_batch_size\).*integer"),
+    (["--engine.max_batch_size", "0"], r"engine.max_batch_size = '0'.*greater than or equal to 1"),
+    (["--engine.prefill_chunk_size", "0"], r"engine.prefill_chunk_size = '0'"),
+    (["--engine.max_prefill_chunks_per_step", "0"], r"engine.max_prefill_chunks_per_step = '0'"),
+    (["--engine.max_num_partial_prefills", "0"], r"engine.max_num_partial_prefills = '0'"),
+    (["--engine.max_batch_size"], r"needs a value"),
+    (["serve"], r"'serve' is not understood"),
+    (["--cache.paged.block_size", "8"], r"plugin 'paged' is not installed: pip install infer-cache-paged"),
+    (
+        ["--engine.batching_mode", "static", "--engine.use_chunked_prefill", "true"],
+        r"engine.use_chunked_prefill = true.*engine.batching_mode = \"static\"",
+    ),
+    (["--engine.max_tokens_per_step", "8"], r"engine.max_tokens_per_step = 8 is below engine.max_batch_size = 16"),
+    (
+        ["--engine.max_tokens_per_step", "64", "--engine.use_chunked_prefill", "false"],
+        r"engine.max_tokens_per_step = 64 with engine.use_chunked_prefill = false needs engine.max_seq_len",
+    ),
+    (
+        ["--engine.use_chunked_prefill", "false", "--engine.prefill_chunk_size", "64"],
+        r"engine.prefill_chunk_size = 64 .*has no effect",
+    ),
+    (
+        ["--engine.batching_mode", "static", "--engine.max_prefill_chunks_per_step", "2"],
+        r"engine.max_prefill_chunks_per_step = 2 .*has no effect",
+    ),
+    (
+        ["--engine.use_chunked_prefill", "false", "--engine.max_num_partial_prefills", "2"],
+        r"engine.max_num_partial_prefills = 2 .*has no effect",
+    ),
+    (["--model.dtype", "float16", "--model.device", "cpu"], r'model.dtype = "float16" is slow'),
+    (["--model.dtype", "int8"], r"model.dtype = 'int8'"),
+]
+
+
+@pytest.mark.parametrize(("argv", "message"), BAD, ids=lambda v: " ".join(v) if isinstance(v, list) else "")
+def test_one_sentence_for_what_is_wrong(argv: list[str], message: str) -> None:
+    with pytest.raises(SettingsError, match=message) as caught:
+        load(*argv, read_file=False)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_environment_is_checked_too() -> None:
+    with pytest.raises(SettingsError, match=r"from INFER_ENGIN__MAX_BATCH_SIZE.*Did you mean 'engine"):
+        load(env={"INFER_ENGIN__MAX_BATCH_SIZE": "3"}, read_file=False)
+    with pytest.raises(SettingsError, match="from INFER_NONSENSE"):
+        load(env={"INFER_NONSENSE": "3"}, read_file=False)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"nowhere.toml does not exist"):
+        load(file="nowhere.toml")
+    with pytest.raises(SettingsError, match=r"elsewhere.toml does not exist"):
+        load(env={"INFER_SETTINGS": "elsewhere.toml"})
+    bad = tmp_path / "bad.toml"
+    bad.write_text("[engine\n")
+    with pytest.raises(SettingsError, match=r"bad.toml cannot be read: .*line 1"):
+        load(file=str(bad))
+    bad.write_text("engine = 3\n")
+    with pytest.raises(SettingsError, match="engine = 3"):
+        load(file=str(bad))
+
+
+def test_static_turns_chunking_off_unless_it_was_asked_for() -> None:
+    loaded = load("--engine.batching_mode", "static", read_file=False)
+    assert not loaded.settings.engine.use_chunked_prefill
+    assert loaded.sources["engine.use_chunked_prefill"] == "default for static"
+
+
+def test_none_is_said_alike_everywhere(tmp_path: Path) -> None:
+    file = tmp_path / "s.toml"
+    file.write_text('[engine]\nmax_seq_len = "none"\n')
+    assert load(file=str(file)).settings.engine.max_seq_len is None
+    assert load("--engine.max_seq_len", "null", file=str(file)).settings.engine.max_seq_len is None
+
+
+def test_settings_toml_holds_every_key_at_its_default() -> None:
+    text = (ROOT / "settings.toml").read_text()
+    uncommented = re.sub(r"^# (\w+ = )", r"\1", text, flags=re.MULTILINE)
+    shown = {
+        f"{section}.{key}": None if value == "none" else value
+        for section, table in tomllib.loads(uncommented).items()
+        for key, value in table.items()
+    }
+    defaults = {key: default for key, _, default in describe_schema(schema(PLUGINS))}
+    assert shown == defaults | {"model.path": "demo"}
+
+
+def test_every_setting_is_documented() -> None:
+    text = (ROOT / "docs" / "settings.md").read_text()
+    missing = [key for key, _ in describe(load(read_file=False).settings) if f"`{key}`" not in text]
+    assert not missing
+
+
+def test_every_hook_is_documented() -> None:
+    from infer import hookspecs
+
+    text = (ROOT / "docs" / "plugins.md").read_text()
+    assert not [name for name in vars(hookspecs) if name.startswith("infer_") and f"`{name}`" not in text]
