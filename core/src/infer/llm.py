@@ -95,7 +95,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Any],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
         """Answer all prompts, in their order. Raises RequestError for a prompt that cannot be served, before any is
@@ -167,5 +167,5 @@ class LLM:
         self.close()
 
 
-def _is_one(prompts: Prompt | Sequence[Prompt]) -> bool:
+def _is_one(prompts: Prompt | Sequence[Any]) -> bool:
     return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))

@@ -55,13 +55,17 @@ class StopFinder:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """(text to show, the stop string that was met or None). After a stop nothing more is shown."""
+        """(text to show, the stop string that was met or None). After a stop nothing more is shown.
+
+        The stop that completes first counts, the longest of those that end together: so the outcome does not depend on
+        how the text comes in pieces.
+        """
         if not self._stops:
             return text, None
         text = self._held + text
-        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
-            at, stop = min(found)
+            _, at, stop = min(found)
             self._held = ""
             return text[:at], stop
         longest = max(map(len, self._stops)) - 1

@@ -1,0 +1,157 @@
+"""Sampling against computations of the test's own, in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infer.engine.sampler import Row, logprobs, sample, uniform
+from infer.request import SamplingParams
+
+MASK = 2**64 - 1
+
+
+def splitmix(x: int) -> int:
+    x = (x + 0x9E3779B97F4A7C15) & MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
+    return x ^ (x >> 31)
+
+
+def row(seed: int = 0, position: int = 0, **params: Any) -> Row:
+    return Row(SamplingParams(**params), seed, position)
+
+
+def distribution(logits: np.ndarray[Any, Any], p: SamplingParams) -> np.ndarray[Any, Any]:
+    """What the token is drawn from: temperature, top-k, top-p over what top-k left, min-p; ties stay together."""
+    x = np.exp((logits - logits.max()) / p.temperature)
+    x /= x.sum()
+    keep = np.ones(len(x), bool)
+    if p.top_k > 0:
+        keep &= x >= np.sort(x)[::-1][min(p.top_k, len(x)) - 1]
+    if p.top_p < 1:
+        left = np.sort(np.where(keep, x, 0))[::-1]
+        before = np.cumsum(left) - left
+        keep &= x >= left[(before < p.top_p * left.sum()).sum() - 1]
+    keep &= x >= p.min_p * x.max()
+    x = np.where(keep, x, 0)
+    return x / x.sum()
+
+
+def test_uniform_is_splitmix64_of_seed_and_position() -> None:
+    for seed, position in ((0, 0), (1, 0), (0, 1), (-5, 7), (2**63 - 1, 4096)):
+        bits = splitmix((splitmix(seed & MASK) + position) & MASK)
+        assert uniform([seed], [position])[0] == (bits >> 11) / 2**53
+
+
+def test_uniform_is_even_over_positions_and_over_seeds() -> None:
+    for values in (uniform([3] * 20_000, range(20_000)), uniform(range(20_000), [5] * 20_000)):
+        counts, _ = np.histogram(values, bins=20, range=(0, 1))
+        assert ((counts - 1000) ** 2 / 1000).sum() < 50  # chi-square, 19 degrees of freedom: p = 1e-4
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"temperature": 0.5},
+        {"temperature": 3.0, "top_k": 5},
+        {"top_p": 0.6},
+        {"top_k": 6, "top_p": 0.8},
+        {"min_p": 0.2},
+        {"temperature": 1.7, "top_k": 9, "top_p": 0.9, "min_p": 0.05},
+    ],
+    ids=str,
+)
+def test_tokens_follow_the_filtered_distribution(params: dict[str, Any]) -> None:
+    """Exactly: each token is where the inverse of float64's cumulative distribution says, in vocabulary order."""
+    generator = np.random.default_rng(0)
+    logits = (generator.normal(size=30) * 2).round(1)  # rounding makes ties
+    draws = 3000
+    p = distribution(logits, SamplingParams(**params))
+    batch = torch.tensor(logits, dtype=torch.float32).expand(draws, -1)
+    tokens = sample(batch, [row(9, i, **params) for i in range(draws)])
+    cumulative = np.cumsum(p)
+    u = uniform([9] * draws, range(draws))
+    clear = np.abs(cumulative[:, None] - u).min(axis=0) > 1e-5
+    assert clear.mean() > 0.99
+    expected = np.searchsorted(cumulative, u, side="right")
+    assert (np.array(tokens)[clear] == expected[clear]).all()
+    counts = np.bincount(np.array(tokens, dtype=int), minlength=30)
+    assert (counts[p == 0] == 0).all()
+    kept = p > 0
+    chi = ((counts[kept] - draws * p[kept]) ** 2 / (draws * p[kept])).sum()
+    assert chi < kept.sum() + 6 * np.sqrt(2 * kept.sum())
+
+
+def test_greedy_takes_the_first_of_equals() -> None:
+    logits = torch.tensor([[1.0, 5.0, 5.0], [2.0, 1.0, 2.0]])
+    assert sample(logits, [row(temperature=0)] * 2) == [1, 0]
+    assert sample(logits.bfloat16(), [row(temperature=0)] * 2) == [1, 0]
+
+
+kinds = st.fixed_dictionaries(
+    {
+        "temperature": st.sampled_from([0, 1e-6, 0.7, 1.0, 50.0]),
+        "top_k": st.sampled_from([0, 1, 3, 1000]),
+        "top_p": st.sampled_from([1e-6, 0.5, 0.95, 1.0]),
+        "min_p": st.sampled_from([0.0, 0.1, 1.0]),
+    }
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(kinds, min_size=1, max_size=6),
+    st.permutations(range(6)),
+    st.sampled_from([1, 7, 300, 50_000]),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_a_row_does_not_mind_its_company(
+    many: list[dict[str, Any]], order: list[int], vocab: int, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(len(many))
+    logits = (torch.randn(len(many), vocab, generator=generator) * 3).to(dtype)
+    rows = [row(i, 10 + i, **params) for i, params in enumerate(many)]
+    together = sample(logits, rows)
+    for i in range(len(rows)):
+        assert sample(logits[i : i + 1], [rows[i]]) == [together[i]]
+    shuffled = [i for i in order if i < len(rows)]
+    assert sample(logits[shuffled], [rows[i] for i in shuffled]) == [together[i] for i in shuffled]
+
+
+def test_rows_that_are_not_finite_fail_alone() -> None:
+    logits = torch.randn(4, 9)
+    rows = [row(i, temperature=t, top_k=3) for i, t in enumerate((1.0, 1.0, 0, 1.0))]
+    expected = sample(logits, rows)
+    logits[1, 4], logits[2, 0] = float("nan"), float("inf")
+    assert sample(logits, rows) == [expected[0], None, None, expected[3]]
+
+
+def test_masked_tokens_are_never_drawn() -> None:
+    logits = torch.full((500, 8), float("-inf"))
+    logits[:, 5] = 0.0
+    assert set(sample(logits, [row(i, temperature=100) for i in range(500)])) == {5}
+
+
+def test_logprobs_ranks_and_likeliest_against_float64() -> None:
+    logits = torch.randn(3, 40)
+    reference = logits.double().log_softmax(-1)
+    found = logprobs(logits, [4, 0, 39], [3, None, 0])
+    assert found[1] is None
+    for i, token, count in ((0, 4, 3), (2, 39, 0)):
+        entry = found[i]
+        assert entry is not None
+        assert entry.logprob == pytest.approx(reference[i, token].item(), abs=1e-5)
+        assert entry.rank == int((reference[i] > reference[i, token]).sum()) + 1
+        assert [t for t, _ in entry.top] == reference[i].topk(count).indices.tolist()
+
+
+def test_tied_logprobs_do_not_depend_on_what_others_ask() -> None:
+    logits = torch.zeros(2, 1000)
+    assert logprobs(logits[:1], [0], [2])[0] == logprobs(logits, [0, 0], [2, 20])[0]
