@@ -173,9 +173,10 @@ def test_head(tied: bool) -> None:
 def test_embedding_scale_is_rounded_to_the_weights_type() -> None:
     """Gemma was trained so: in bf16 the square root of 1152 is 34, not 33.94."""
     w = weights(torch.bfloat16)
-    embedding = Embedding(w, "embed", 2, 3, scale=1152**0.5)
-    w.load([("embed.weight", torch.tensor([[1.0, 3.0, 0.5]] * 2))])
-    assert embedding(torch.tensor([1])).tolist() == [[34.0, 102.0, 17.0]]
+    embedding = Embedding(w, "embed", 2, 500, scale=1152**0.5)
+    table = random(2, 500).bfloat16()
+    w.load([("embed.weight", table)])
+    assert torch.equal(embedding(torch.tensor([1])), table[1:] * 34)
 
 
 def test_first_norm_has_no_residual() -> None:
@@ -282,6 +283,7 @@ def test_llama3_keeps_short_wavelengths_and_stretches_long_ones() -> None:
         ({"rope_scaling": {"rope_type": None}}, "rope_type None"),
         ({"rope_scaling": {"rope_type": ["linear"]}}, "rope_type ['linear']"),
         ({"rope_scaling": {"type": "linear"}}, "factor: Field required"),
+        ({"rope_scaling": LLAMA3 | {"original_max_position_embeddings": None}}, "original_max_position_embeddings"),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor"),
         ({"rope_scaling": {"type": "linear", "factor": "much"}}, "factor"),
         ({"rope_scaling": LLAMA3 | {"low_freq_factor": None}}, "low_freq_factor"),
@@ -300,6 +302,12 @@ def test_llama3_keeps_short_wavelengths_and_stretches_long_ones() -> None:
 )
 def test_rotary_parameters_that_are_refused(config: dict[str, Any], says: str) -> None:
     assert says in refused(lambda: rope(config))
+
+
+def test_llama3_takes_the_models_length_for_the_original() -> None:
+    given = {"max_position_embeddings": 8192, "rope_scaling": {k: v for k, v in LLAMA3.items() if k[:4] != "orig"}}
+    expected = rope({"rope_scaling": LLAMA3}).inverse_frequencies(128)
+    assert torch.equal(rope(given).inverse_frequencies(128), expected)
 
 
 def test_layer_types_need_a_table_each() -> None:

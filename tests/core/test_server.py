@@ -225,3 +225,21 @@ async def test_a_draining_server_finishes_what_it_has_and_takes_no_more() -> Non
         assert (status, answer["usage"]["completion_tokens"]) == (200, 200)
         await closing
         assert (await server.get("/health"))[0] == 503
+
+
+async def test_what_does_not_finish_within_the_drain_is_told_so() -> None:
+    async with running(engine={"max_batch_size": 2, "max_seq_len": 2000}) as server:
+        body = {"prompt": "def ", "max_tokens": 1900, "ignore_eos": True}
+        async with server.session.post(server.url + "/v1/completions", json=body | {"stream": True}) as streamed:
+            await streamed.content.readline()
+            whole = asyncio.create_task(server.post(body))
+            async with asyncio.timeout(20):
+                while server.engine_loop.num_open < 2:
+                    await asyncio.sleep(0)
+            await asyncio.to_thread(server.engine_loop.close)
+            status, answer, headers = await whole
+            *_, error, done = [line for line in (await streamed.read()).split(b"\n\n") if line]
+        assert (status, headers["Retry-After"]) == (503, "1")
+        assert "shutting down" in answer["error"]["message"]
+        assert b"shutting down" in error
+        assert done == b"data: [DONE]"

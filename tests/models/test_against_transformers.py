@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tests.models.checkpoints import VOCAB, as_transformers_4, edit_tensors, write_checkpoint
+from tests.models.checkpoints import VOCAB, Family, as_transformers_4, edit_tensors, write_checkpoint
 from torch import Tensor
 
 from infer.checkpoint import Checkpoint
+from infer.errors import CheckpointError
 from infer.kernels.reference import ReferenceKernels
 from infer.protocols import CacheContext, ModelContext, ModelProtocol
 from infer_cache_slotted import SlottedPool
@@ -58,12 +59,13 @@ CASES: dict[str, dict[str, Any]] = {
 class Driver:
     """One sequence through a checkpoint's model and a slotted pool."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype, dummy: bool = False) -> None:
         checkpoint = Checkpoint.locate(str(folder), bundled={})
         (family,) = [r for r in infer_models() if set(r.architectures) & set(checkpoint.architectures)]
         context = ModelContext(ReferenceKernels(), dtype, torch.device("cpu"), MAX_SEQ_LEN)
         self.model: ModelProtocol = family.factory(checkpoint.config, context, family.settings())
-        self.model.load(checkpoint.tensors())
+        made = checkpoint.dummy_tensors(self.model.expected(), dtype) if dummy else checkpoint.tensors()
+        self.model.load(made)
         cache = CacheContext(self.model.attention, 1, MAX_SEQ_LEN, dtype, context.device, context.kernels)
         self.pool = SlottedPool(cache)
 
@@ -217,14 +219,17 @@ def test_both_namings_of_a_model_with_vision(tied: bool, tmp_path: Path) -> None
     assert torch.equal(old, logits_of(folder))
 
 
-def test_surplus_tensors_that_are_known(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "prefix"), [("llama", ""), ("qwen3", ""), ("gemma3", ""), ("gemma3_vision", "language_model.")]
+)
+def test_surplus_tensors_that_are_known(family: Family, prefix: str, tmp_path: Path) -> None:
     """A second copy of a tied head, and the rotary frequencies that old checkpoints hold."""
-    folder = write_checkpoint(tmp_path, "llama", tied=True)
+    folder = write_checkpoint(tmp_path, family, tied=True)
     plain = logits_of(folder)
 
     def add(tensors: dict[str, Tensor]) -> None:
-        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(6)
+        tensors[f"{prefix}lm_head.weight"] = tensors[f"{prefix}model.embed_tokens.weight"].clone()
+        tensors[f"{prefix}model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(6)
 
     edit_tensors(folder, add)
     assert torch.equal(plain, logits_of(folder))
@@ -241,3 +246,55 @@ def test_attention_soft_cap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     expected = expected_logits(folder, prompt())
     assert (expected - without).abs().max() > 0.1
     assert (logits_of(folder) - expected).abs().max() < TOLERANCE
+
+
+def drop(tensors: dict[str, Tensor]) -> None:
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+
+
+def add(tensors: dict[str, Tensor]) -> None:
+    tensors["model.vision_tower.weight"] = torch.ones(1)
+
+
+def transpose(tensors: dict[str, Tensor]) -> None:
+    tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.down_proj.weight"].clone()
+
+
+def quantise(tensors: dict[str, Tensor]) -> None:
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
+
+
+def spoil(tensors: dict[str, Tensor]) -> None:
+    tensors["model.embed_tokens.weight"][3, 1] = torch.nan
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (drop, "The checkpoint lacks 'model.layers.1.mlp.up_proj.weight'."),
+        (add, "The checkpoint holds the tensor 'model.vision_tower.weight', which this model does not have."),
+        (transpose, "'model.layers.0.mlp.up_proj.weight' has shape [48, 72], but config.json asks for [72, 48]."),
+        (quantise, "'model.norm.weight' is of type int8; infer loads float32, float16 and bfloat16 weights"),
+        (spoil, "'model.embed_tokens.weight' holds values that are not finite as float32."),
+    ],
+)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_checkpoint_that_does_not_fit(
+    family: Family, change: Callable[[dict[str, Tensor]], None], says: str, tmp_path: Path
+) -> None:
+    folder = write_checkpoint(tmp_path, family)
+    edit_tensors(folder, change)
+    with pytest.raises(CheckpointError) as caught:
+        Driver(folder, torch.float32)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("case", ["llama-untied-2", "qwen3-tied-2", "gemma3-vision"])
+def test_dummy_weights_run(case: str, tmp_path: Path) -> None:
+    """With a config alone."""
+    folder = write_checkpoint(tmp_path, **CASES[case])
+    (folder / "model.safetensors").unlink()
+    first, again = (Driver(folder, torch.bfloat16, dummy=True).prefill(prompt(), [PROMPT]) for _ in range(2))
+    assert first.isfinite().all()
+    assert first.std() > 0
+    assert torch.equal(first, again)

@@ -300,7 +300,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rate", type=float, help="requests per second; default: a fraction of the measured capacity")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--repeat", type=int, default=1, help="runs per variant, alternating; medians are reported")
-    parser.add_argument("--compare", metavar="KEY=VALUE", help="measure with and without this setting, side by side")
+    parser.add_argument(
+        "--compare",
+        metavar="KEY=VALUE",
+        action="append",
+        help="measure as set and with this setting too, side by side; repeated, all of them together",
+    )
     parser.add_argument("--url", help="a running server; default: one of our own with the settings given")
     parser.add_argument("--vocab-size", type=int, help="token ids to draw from; default: what the server says")
     parser.add_argument("--json", metavar="FILE", help="write everything to a file, or - for standard output")
@@ -315,8 +320,15 @@ def main(args: argparse.Namespace, settings_argv: Sequence[str]) -> int:
     names = list(WORKLOADS) if not args.workload or "all" in args.workload else args.workload
     variants: dict[str, list[str]] = {"as set": []}
     if args.compare:
-        variants[args.compare] = [f"--{args.compare}"]
-    report: dict[str, Any] = {"machine": machine(), "scale": args.scale, "seed": args.seed, "workloads": {}}
+        variants["compared"] = [f"--{setting}" for setting in args.compare]
+    report: dict[str, Any] = {
+        "machine": machine(),
+        "scale": args.scale,
+        "seed": args.seed,
+        "settings": [*settings_argv],
+        "compared": args.compare,
+        "workloads": {},
+    }
     for name in names:
         runs: dict[str, list[dict[str, Any]]] = {title: [] for title in variants}
         rate: float | None = args.rate

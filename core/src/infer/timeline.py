@@ -80,7 +80,7 @@ def render(steps: Sequence[StepRecord], names: Sequence[str], budget: int | None
     """One line per step and a column per request: ``start:end`` for a chunk, ``*`` for a token."""
     width = 11
     lines = ["step       ms  tokens  " + "".join(name.ljust(width) for name in names)]
-    for step in steps:
+    for index, step in enumerate(steps):
         cells = dict.fromkeys(names, "")
         for work in step.work:
             chunk = f"{work.start}:{work.start + work.length}" if work.kind == "prefill" else ""
@@ -89,7 +89,7 @@ def render(steps: Sequence[StepRecord], names: Sequence[str], budget: int | None
         of = f"{total}" if budget is None else f"{total}/{budget}"
         elapsed = (step.finished - step.started) * 1e3
         row = "".join(cells[name].ljust(width) for name in names)
-        lines.append(f"{step.index:4d} {elapsed:8.1f}  {of:>6}  {row}".rstrip())
+        lines.append(f"{index:4d} {elapsed:8.1f}  {of:>6}  {row}".rstrip())
     return lines
 
 

@@ -31,7 +31,7 @@ from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 SEED = 1
-STEPS = 5500  # the length of the published run
+STEPS = 2700  # the length of the published run
 TOKENS_PER_STEP = 4096
 WARMUP_STEPS = 150
 DECAY_SHARE = 0.3  # the last part of the run, in which the learning rate falls linearly to zero

@@ -40,7 +40,8 @@ def distribution(logits: np.ndarray[Any, Any], p: SamplingParams) -> np.ndarray[
         keep &= x >= left[(before < p.top_p * left.sum()).sum() - 1]
     keep &= x >= p.min_p * x.max()
     x = np.where(keep, x, 0)
-    return x / x.sum()
+    result: np.ndarray[Any, Any] = x / x.sum()
+    return result
 
 
 def test_uniform_is_splitmix64_of_seed_and_position() -> None:

@@ -14,12 +14,13 @@ from tokenizers import Tokenizer
 
 from infer.assemble import Served
 from infer.engine.loop import AsyncDoor
-from infer.errors import InferError, RequestError
+from infer.errors import EngineDeadError, InferError, RequestError
 from infer.llm import Completion
-from infer.request import Event, Request, TokenLogprobs
+from infer.request import Event, FinishReason, Request, TokenLogprobs
 from infer.server.errors import REQUEST_ID, NotFoundError, error_body
 from infer.server.schemas import CompletionRequest, parse
 
+SHUTTING_DOWN = "The server is shutting down; send the request again."
 INLINE_CHARS = 4096
 """Longer prompts are tokenised in a thread, so that other streams go on meanwhile."""
 
@@ -50,16 +51,14 @@ class Completions:
         async with aclosing(self._door.stream(request)) as events:
             # The first event decides between an answer and an error status; headers wait for it.
             first = await anext(events)
-            if first.finish_reason in ("error", "abort"):
-                raise InferError(first.error or "The server is shutting down.")
+            _raise_if_failed(first.finish_reason, first.error)
             if asked.stream:
                 return await self._stream(http, asked, request, first, events)
             answer = Completion(request.prompt_token_ids)
             answer.add(first)
             async for event in events:
                 answer.add(event)
-        if answer.finish_reason in ("error", "abort"):
-            raise InferError(answer.error or "The server is shutting down.")
+        _raise_if_failed(answer.finish_reason, answer.error)
         choice = _choice(answer.text, answer.finish_reason)
         if answer.logprobs is not None:
             choice["logprobs"] = self._logprobs(answer.logprobs, 0)
@@ -104,7 +103,7 @@ class Completions:
         while event is not None:
             num_tokens += len(event.token_ids)
             if event.finish_reason in ("error", "abort"):
-                error = error_body(event.error or "The server is shutting down.", "server_error")
+                error = error_body(event.error or SHUTTING_DOWN, "server_error")
                 await self._send(response, error)
                 break
             if event.text or event.logprobs or event.finish_reason or event.prompt_logprobs:
@@ -168,6 +167,13 @@ class Completions:
         return {
             str(t): {"logprob": p, "rank": rank, "decoded_token": self._token(t)} for t, (p, rank) in ranked.items()
         }
+
+
+def _raise_if_failed(reason: FinishReason | None, error: str | None) -> None:
+    if reason == "error":
+        raise InferError(error)
+    if reason == "abort":
+        raise EngineDeadError(SHUTTING_DOWN)
 
 
 def _choice(text: str, finish_reason: str | None) -> dict[str, Any]:
