@@ -145,11 +145,11 @@ def test_any_mix_of_arrivals_chunks_and_budgets(
     family: str, dtype: torch.dtype, keys: dict[str, Any], plan: list[tuple[int, int, int]]
 ) -> None:
     stepper = make_engine(tiny_model(family, dtype), dtype, **keys)
-    todo = sorted(plan, key=lambda a: a[1])
+    due = sorted(plan, key=lambda a: a[1])
     step = 0
-    while todo or stepper.engine.has_work():
-        while todo and todo[0][1] <= step:
-            index, _, new = todo.pop(0)
+    while due or stepper.engine.has_work():
+        while due and due[0][1] <= step:
+            index, _, new = due.pop(0)
             submit(stepper, index, new)
         stepper.engine.step()
         step += 1

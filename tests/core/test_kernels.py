@@ -390,12 +390,13 @@ def test_any_cut_and_any_company(
 
 @threads
 @floats
-def test_any_cut_at_a_models_size(dtype: torch.dtype, threads: int) -> None:
+@pytest.mark.parametrize("wide", [spec(16, 8, 128), spec(4, 1, 256, window=100)], ids=["qwen3", "gemma3"])
+def test_any_cut_at_a_models_size(wide: AttentionSpec, dtype: torch.dtype, threads: int) -> None:
     torch.set_num_threads(threads)
-    wide = spec(16, 8, 128)
     whole = Scene(wide, [(0, 150)], 150, dtype)
     expected = whole.attend()
     for begin, end in ((0, 1), (140, 141), (120, 150), (3, 131), (128, 129)):
-        scene = Scene(wide, [(begin, end - begin), (20, 9)], 16, dtype, seed=1)
-        scene.q[0], scene.k[0], scene.v[0] = whole.q[0][begin:end], whole.k[0][:end], whole.v[0][:end]
-        assert torch.equal(scene.attend()[: end - begin], expected[begin:end])
+        for others in ([], [(20, 9)]):
+            scene = Scene(wide, [(begin, end - begin), *others], 16, dtype, seed=1)
+            scene.q[0], scene.k[0], scene.v[0] = whole.q[0][begin:end], whole.k[0][:end], whole.v[0][:end]
+            assert torch.equal(scene.attend()[: end - begin], expected[begin:end])

@@ -287,13 +287,13 @@ def test_whatever_comes_everyone_ends_once_within_the_limits(
     pool = CountingPool(batch, 70 + spare)
     limits: dict[str, Any] = {**keys, "max_tokens_per_step": budget}
     driver = make(pool, **limits)
-    todo = sorted(enumerate(arrivals), key=lambda a: a[1][0])
+    due = sorted(enumerate(arrivals), key=lambda a: a[1][0])
     everyone: list[Sequence] = []
     aborted: set[str] = set()
     steps = 0
-    while todo or driver.scheduler.has_work():
-        while todo and todo[0][1][0] <= steps:
-            _, (_, prompt, new) = todo.pop(0)
+    while due or driver.scheduler.has_work():
+        while due and due[0][1][0] <= steps:
+            _, (_, prompt, new) = due.pop(0)
             everyone.append(sequence(len(everyone), prompt, new))
             driver.scheduler.add(everyone[-1])
         if everyone and data.draw(st.integers(0, 15)) == 0:
