@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -109,12 +109,15 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
         vocab_size=VOCAB_SIZE, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{END} $A", pair=f"{END} $A $B", special_tokens=[(END, 0)]
+    )
     return tokenizer
 
 
 def encode(tokenizer: Tokenizer, texts: list[str]) -> NDArray[np.int64]:
     """All documents as one stream of tokens, with END before and after each."""
-    pieces = [[0, *encoding.ids] for encoding in tokenizer.encode_batch_fast(texts)]
+    pieces = [encoding.ids for encoding in tokenizer.encode_batch_fast(texts)]
     return np.array([token for piece in pieces for token in piece] + [0], dtype=np.int64)
 
 
