@@ -146,7 +146,7 @@ def make_engine(
             stepper.finished.append(record)
 
     engine = Engine(
-        Runner(model, pool, CPU),
+        Runner(model, pool, ReferenceKernels(), CPU),
         scheduler,
         pool,
         tokenizer=None,

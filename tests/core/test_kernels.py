@@ -188,8 +188,8 @@ class Scene:
                 before = self.storage.view([self.tables[b]], [0], [start])
                 k, v = self.storage.k[0], self.storage.v[0]
                 KERNELS.store_kv(self.k[b][:start], self.v[b][:start], k, v, before.ragged.flat_T)
-        new = [torch.cat([x[b][start:] for b, (start, _) in enumerate(self.extends)]) for x in (self.k, self.v)]
-        return self.view().attend(0, torch.cat(self.q), *new)
+        k, v = (torch.cat([x[b][start:] for b, (start, _) in enumerate(self.extends)]) for x in (self.k, self.v))
+        return self.view().attend(0, torch.cat(self.q), k, v)
 
     def attend64(self) -> Tensor:
         """Masked softmax attention in float64, one query at a time."""

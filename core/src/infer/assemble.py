@@ -69,7 +69,7 @@ def start(settings: Settings, plugins: Plugins) -> tuple[EngineLoop, Served]:
 
     def make_engine(publish: Callable[..., None]) -> Engine:
         return Engine(
-            Runner(model, pool, device),
+            Runner(model, pool, kernels, device),
             scheduler,
             pool,
             tokenizer=tokenizer,

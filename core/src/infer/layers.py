@@ -240,8 +240,7 @@ class Attention:
         q_THE, k_TKE, v_TKE = q.view(T, -1, E), k.view(T, -1, E), v.view(T, -1, E)
         if self._q_norm is not None and self._k_norm is not None:
             q_THE, k_TKE = self._q_norm(q_THE), self._k_norm(k_TKE)
-        q_THE, k_TKE = self._kernels.rope(q_THE, k_TKE, *rotary)
-        return self._out(cache.attend(self.layer, q_THE, k_TKE, v_TKE).flatten(1))
+        return self._out(cache.attend(self.layer, q_THE, k_TKE, v_TKE, rotary).flatten(1))
 
 
 class RopeParameters(BaseModel, extra="ignore"):

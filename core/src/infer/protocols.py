@@ -47,10 +47,34 @@ class Ragged:
     starts: tuple[int, ...]
     lens: tuple[int, ...]
     offsets: tuple[int, ...]
-    positions_T: Tensor
+    starts_B: Tensor
+    """``starts`` where the kernels run, int32."""
+    offsets_B1: Tensor
+    """``offsets`` where the kernels run, int32 [B + 1]."""
     block_table_BP: Tensor
+    """int32."""
     flat_T: Tensor
-    """Where each new token's K/V go, as an index into the blocks laid end to end."""
+    """Where each new token's K/V go, as an index into the blocks laid end to end; int64."""
+
+
+@dataclass(frozen=True)
+class Draws:
+    """How N tokens are to be drawn: tensors of N values on the logits' device."""
+
+    temperature_N: Tensor
+    """fp32; 0 takes the likeliest token, whatever the rest says."""
+    top_k_N: Tensor
+    """int64; 0 keeps all."""
+    top_p_N: Tensor
+    """fp32; 1 keeps all."""
+    min_p_N: Tensor
+    """fp32; 0 keeps all."""
+    uniform_N: Tensor
+    """float64 in [0, 1): each row's own random number."""
+    greedy: bool
+    """No row is drawn at random."""
+    ranked: bool
+    """Some row has a top-k or top-p."""
 
 
 @runtime_checkable
@@ -76,6 +100,19 @@ class KernelsProtocol(Protocol):
     def rope(self, q_THE: Tensor, k_TKE: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Rotate halves. ``cos`` and ``sin`` are [T, E/2], or [1, E/2] when the whole batch shares them."""
 
+    def rope_store_kv(
+        self,
+        q_THE: Tensor,
+        k_TKE: Tensor,
+        v_TKE: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        flat_T: Tensor,
+    ) -> Tensor:
+        """``rope``, then ``store_kv`` of the rotated K; returns the rotated q."""
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """silu(left half) * right half of the last dimension."""
 
@@ -90,12 +127,24 @@ class KernelsProtocol(Protocol):
     ) -> Tensor:
         """Causal attention of each query over its sequence's cached positions up to and including its own."""
 
+    def sample(self, logits_NV: Tensor, draws: Draws) -> Tensor:
+        """A token per row, int64 [N]; -1 where the logits have no finite maximum.
+
+        Inverse-transform sampling in vocabulary order over what the filters keep. Filters are thresholds on
+        probability, so that ties stay together: temperature, then top-k, then top-p over what top-k left, then min-p.
+        """
+
 
 class KVCacheView(Protocol):
     """One step's window on the cache; all that a model sees of it."""
 
-    def attend(self, layer: int, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor) -> Tensor:
-        """Write K/V of the new tokens, then return attention over everything before and in the chunk, [T, H, E]."""
+    def attend(
+        self, layer: int, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, rotary: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
+        """Write K/V of the new tokens, then return attention over everything before and in the chunk, [T, H, E].
+
+        ``rotary``, cos and sin of [T, E/2], has q and K rotated first.
+        """
 
 
 @dataclass(frozen=True)

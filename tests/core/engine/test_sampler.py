@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infer.engine.sampler import Row, logprobs, sample, uniform
+from infer.engine.sampler import Row, draws, logprobs, uniform
+from infer.kernels.reference import ReferenceKernels
 from infer.request import SamplingParams
 
 MASK = 2**64 - 1
@@ -25,6 +27,11 @@ def splitmix(x: int) -> int:
 
 def row(seed: int = 0, position: int = 0, **params: Any) -> Row:
     return Row(SamplingParams(**params), seed, position)
+
+
+def sample(logits_NV: torch.Tensor, rows: Sequence[Row]) -> list[int]:
+    tokens: list[int] = ReferenceKernels().sample(logits_NV, draws(rows, torch.device("cpu"))).tolist()
+    return tokens
 
 
 def distribution(logits: np.ndarray[Any, Any], p: SamplingParams) -> np.ndarray[Any, Any]:
@@ -73,12 +80,12 @@ def test_tokens_follow_the_filtered_distribution(params: dict[str, Any]) -> None
     """Exactly: each token is where the inverse of float64's cumulative distribution says, in vocabulary order."""
     generator = np.random.default_rng(0)
     logits = (generator.normal(size=30) * 2).round(1)  # rounding makes ties
-    draws = 3000
+    count = 3000
     p = distribution(logits, SamplingParams(**params))
-    batch = torch.tensor(logits, dtype=torch.float32).expand(draws, -1)
-    tokens = sample(batch, [row(9, i, **params) for i in range(draws)])
+    batch = torch.tensor(logits, dtype=torch.float32).expand(count, -1)
+    tokens = sample(batch, [row(9, i, **params) for i in range(count)])
     cumulative = np.cumsum(p)
-    u = uniform([9] * draws, range(draws))
+    u = uniform([9] * count, range(count))
     clear = np.abs(cumulative[:, None] - u).min(axis=0) > 1e-5
     assert clear.mean() > 0.99
     expected = np.searchsorted(cumulative, u, side="right")
@@ -86,7 +93,7 @@ def test_tokens_follow_the_filtered_distribution(params: dict[str, Any]) -> None
     counts = np.bincount(np.array(tokens, dtype=int), minlength=30)
     assert (counts[p == 0] == 0).all()
     kept = p > 0
-    chi = ((counts[kept] - draws * p[kept]) ** 2 / (draws * p[kept])).sum()
+    chi = ((counts[kept] - count * p[kept]) ** 2 / (count * p[kept])).sum()
     assert chi < kept.sum() + 6 * np.sqrt(2 * kept.sum())
 
 
@@ -131,7 +138,7 @@ def test_rows_that_are_not_finite_fail_alone() -> None:
     rows = [row(i, temperature=t, top_k=3) for i, t in enumerate((1.0, 1.0, 0, 1.0))]
     expected = sample(logits, rows)
     logits[1, 4], logits[2, 0] = float("nan"), float("inf")
-    assert sample(logits, rows) == [expected[0], None, None, expected[3]]
+    assert sample(logits, rows) == [expected[0], -1, -1, expected[3]]
 
 
 def test_masked_tokens_are_never_drawn() -> None:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from infer.engine.batch import Batch
-from infer.engine.sampler import Row, logprobs, sample
+from infer.engine.sampler import Row, draws, logprobs
 from infer.engine.sequence import Sequence
-from infer.protocols import CachePoolProtocol, ModelProtocol
+from infer.protocols import CachePoolProtocol, KernelsProtocol, ModelProtocol
 from infer.request import TokenLogprobs
 
 SCORED_ROWS = 128
@@ -30,9 +30,12 @@ class Result:
 class Runner:
     """A model and its cache."""
 
-    def __init__(self, model: ModelProtocol, pool: CachePoolProtocol, device: torch.device) -> None:
+    def __init__(
+        self, model: ModelProtocol, pool: CachePoolProtocol, kernels: KernelsProtocol, device: torch.device
+    ) -> None:
         self._model = model
         self._pool = pool
+        self._kernels = kernels
         self._device = device
 
     @torch.inference_mode()
@@ -43,9 +46,11 @@ class Runner:
         chosen: list[TokenLogprobs | None] = []
         if batch.sampled:
             logits_NV = self._model.logits(hidden_TD[batch.sample_rows])
-            tokens = sample(logits_NV, [Row(s.request.params, s.request.seed, len(s.tokens)) for s in batch.sampled])
+            rows = [Row(s.request.params, s.request.seed, len(s.tokens)) for s in batch.sampled]
+            drawn = self._kernels.sample(logits_NV, draws(rows, self._device)).tolist()
+            tokens = [token if token >= 0 else None for token in drawn]
             counts = [s.request.params.logprobs for s in batch.sampled]
-            chosen = logprobs(logits_NV, [t or 0 for t in tokens], counts)
+            chosen = logprobs(logits_NV, [max(token, 0) for token in drawn], counts)
         return Result(tokens, chosen, [(s, self._score(s, hidden_TD[r : r + n])) for s, r, n in batch.scored])
 
     def forward(self, batch: Batch) -> Tensor:

@@ -1,4 +1,5 @@
-"""From logits to tokens. Every row's outcome depends on its logits, its parameters, its seed and its position alone.
+"""What a row is drawn with, and how likely tokens were. Every row's outcome depends on its logits, its parameters, its
+seed and its position alone; the drawing itself is a kernel.
 
 Shapes: N sampled rows, V vocabulary.
 """
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from infer.protocols import Draws
 from infer.request import SamplingParams, TokenLogprobs
 
 
@@ -25,59 +27,23 @@ class Row:
     """Index in the sequence of the token to be drawn."""
 
 
-def sample(logits_NV: Tensor, rows: Sequence[Row]) -> list[int | None]:
-    """A token per row; None where the logits are not finite."""
-    top_N, token_N = logits_NV.max(dim=-1)
-    drawn = [i for i, row in enumerate(rows) if row.params.temperature > 0]
-    if drawn:
-        token_N = token_N.clone()
-        whole = len(drawn) == len(rows)
-        token_N[drawn] = _draw(logits_NV if whole else logits_NV[drawn], [rows[i] for i in drawn])
-    finite = torch.isfinite(top_N).tolist()
-    return [token if ok else None for token, ok in zip(token_N.tolist(), finite, strict=True)]
-
-
-def _draw(logits_NV: Tensor, rows: Sequence[Row]) -> Tensor:
-    """Inverse-transform sampling in vocabulary order over what the filters keep.
-
-    Filters are thresholds on probability, so that ties stay together and a row's result does not depend on how the
-    rows beside it are sorted. Order: temperature, top-k, top-p over what top-k left, min-p.
-    """
+def draws(rows: Sequence[Row], device: torch.device) -> Draws:
+    """The rows' parameters as tensors on ``device``."""
     params = [row.params for row in rows]
-    device = logits_NV.device
-    temperature_N1 = torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device)[:, None]
-    logits_NV = logits_NV.float()
-    # The top logit goes first, so that a tiny temperature cannot overflow.
-    scaled_NV = (logits_NV - logits_NV.amax(-1, keepdim=True)) / temperature_N1
-    probs_NV = torch.softmax(torch.nan_to_num(scaled_NV, nan=0.0), dim=-1)
+    uniform_N = torch.from_numpy(uniform([row.seed for row in rows], [row.position for row in rows]))
 
-    ranked = [i for i, p in enumerate(params) if p.top_k > 0 or p.top_p < 1]
-    if ranked:
-        vocab = probs_NV.shape[1]
-        top_k_R1 = torch.tensor([min(k, vocab) if (k := params[i].top_k) > 0 else vocab for i in ranked])
-        top_k_R1 = top_k_R1.to(device)[:, None]
-        top_p_R1 = torch.tensor([params[i].top_p for i in ranked], dtype=torch.float32, device=device)[:, None]
-        descending_RV = probs_NV[ranked].sort(dim=-1, descending=True).values
-        kth_R1 = descending_RV.gather(1, top_k_R1 - 1)
-        descending_RV = descending_RV.where(descending_RV >= kth_R1, 0.0)
-        mass_RV = descending_RV.double().cumsum(dim=-1)
-        # The token that carries the mass across top_p is the last one kept.
-        before_RV = mass_RV - descending_RV
-        last_R1 = (before_RV < top_p_R1 * mass_RV[:, -1:]).sum(dim=-1, keepdim=True) - 1
-        threshold_R1 = torch.maximum(kth_R1, descending_RV.gather(1, last_R1))
-        probs_NV[ranked] = probs_NV[ranked].where(probs_NV[ranked] >= threshold_R1, 0.0)
+    def column(values: list[float], dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
-    floors = [p.min_p for p in params]
-    if any(floors):
-        floor_N1 = torch.tensor(floors, dtype=torch.float32, device=device)[:, None] * probs_NV.amax(-1, keepdim=True)
-        probs_NV = probs_NV.where(probs_NV >= floor_N1, 0.0)
-
-    cumulative_NV = probs_NV.cumsum(dim=-1, dtype=torch.float64)
-    total_N1 = cumulative_NV[:, -1:]
-    uniform_N1 = torch.from_numpy(uniform([r.seed for r in rows], [r.position for r in rows]))[:, None]
-    target_N1 = uniform_N1.to(total_N1.device) * total_N1
-    below_N1 = torch.nextafter(total_N1, torch.zeros_like(total_N1))
-    return torch.searchsorted(cumulative_NV, torch.minimum(target_N1, below_N1), right=True)[:, 0]
+    return Draws(
+        temperature_N=column([p.temperature for p in params]),
+        top_k_N=column([max(p.top_k, 0) for p in params], torch.int64),
+        top_p_N=column([p.top_p for p in params]),
+        min_p_N=column([p.min_p for p in params]),
+        uniform_N=uniform_N.to(device, non_blocking=True),
+        greedy=all(p.temperature == 0 for p in params),
+        ranked=any(p.temperature > 0 and (p.top_k > 0 or p.top_p < 1) for p in params),
+    )
 
 
 def uniform(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:

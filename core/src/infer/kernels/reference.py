@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infer.protocols import AttentionSpec, KernelsProtocol, Ragged
+from infer.protocols import AttentionSpec, Draws, KernelsProtocol, Ragged
 
 SEGMENT = 128
 """Keys per reduction step of attention."""
@@ -103,6 +103,21 @@ class ReferenceKernels(KernelsProtocol):
         k_cache.flatten(0, 1).index_copy_(0, flat_T, k_TKE)
         v_cache.flatten(0, 1).index_copy_(0, flat_T, v_TKE)
 
+    def rope_store_kv(
+        self,
+        q_THE: Tensor,
+        k_TKE: Tensor,
+        v_TKE: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        flat_T: Tensor,
+    ) -> Tensor:
+        q_THE, k_TKE = self.rope(q_THE, k_TKE, cos, sin)
+        self.store_kv(k_TKE, v_TKE, k_cache, v_cache, flat_T)
+        return q_THE
+
     def extend_attention(
         self, q_THE: Tensor, k_cache: Tensor, v_cache: Tensor, ragged: Ragged, spec: AttentionSpec
     ) -> Tensor:
@@ -110,6 +125,12 @@ class ReferenceKernels(KernelsProtocol):
         for tiles in plan_tiles(ragged.starts, ragged.lens, spec.window):
             _attend_tiles(tiles, q_THE, k_cache, v_cache, ragged.block_table_BP, spec, out_THE)
         return out_THE
+
+    def sample(self, logits_NV: Tensor, draws: Draws) -> Tensor:
+        top_N, token_N = logits_NV.max(dim=-1)
+        if not draws.greedy:
+            token_N = token_N.where(draws.temperature_N == 0, _draw(logits_NV, draws))
+        return token_N.where(torch.isfinite(top_N), -1)
 
 
 @functools.lru_cache(maxsize=16)
@@ -185,6 +206,38 @@ def _attend_tiles(
         top = new_top
     out = (acc / total).view(g, K, M, E)[:, :, : G * n].view(g, K, G, n, E).permute(0, 3, 1, 2, 4)
     out_THE[row_gn.flatten()] = out.reshape(g * n, H, E).to(out_THE.dtype)
+
+
+def _draw(logits_NV: Tensor, draws: Draws) -> Tensor:
+    """Rows are handled alike whatever the rows beside them ask for; greedy ones get a token that nobody takes."""
+    # The top logit goes first, so that a tiny temperature cannot overflow.
+    logits_NV = logits_NV.float()
+    heat_N1 = draws.temperature_N.where(draws.temperature_N > 0, 1.0)[:, None]
+    scaled_NV = (logits_NV - logits_NV.amax(-1, keepdim=True)) / heat_N1
+    probs_NV = torch.softmax(torch.nan_to_num(scaled_NV, nan=0.0), dim=-1)
+
+    if draws.ranked:
+        asks_N = (draws.top_k_N > 0) | (draws.top_p_N < 1)
+        ranked_R = asks_N.nonzero()[:, 0]
+        vocab = probs_NV.shape[1]
+        top_k_R1 = draws.top_k_N[ranked_R, None]
+        top_k_R1 = top_k_R1.where(top_k_R1 > 0, vocab).clamp(max=vocab)
+        descending_RV = probs_NV[ranked_R].sort(dim=-1, descending=True).values
+        kth_R1 = descending_RV.gather(1, top_k_R1 - 1)
+        descending_RV = descending_RV.where(descending_RV >= kth_R1, 0.0)
+        mass_RV = descending_RV.double().cumsum(dim=-1)
+        # The token that carries the mass across top_p is the last one kept.
+        before_RV = mass_RV - descending_RV
+        last_R1 = (before_RV < draws.top_p_N[ranked_R, None] * mass_RV[:, -1:]).sum(dim=-1, keepdim=True) - 1
+        threshold_R1 = torch.maximum(kth_R1, descending_RV.gather(1, last_R1))
+        probs_NV[ranked_R] = probs_NV[ranked_R].where(probs_NV[ranked_R] >= threshold_R1, 0.0)
+
+    probs_NV = probs_NV.where(probs_NV >= draws.min_p_N[:, None] * probs_NV.amax(-1, keepdim=True), 0.0)
+    cumulative_NV = probs_NV.cumsum(dim=-1, dtype=torch.float64)
+    total_N1 = cumulative_NV[:, -1:]
+    below_N1 = torch.nextafter(total_N1, torch.zeros_like(total_N1))
+    target_N1 = torch.minimum(draws.uniform_N[:, None] * total_N1, below_N1)
+    return torch.searchsorted(cumulative_NV, target_N1, right=True)[:, 0]
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
