@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from infer.kernels.reference import ReferenceKernels
 from infer.protocols import CacheContext, CachePoolProtocol, KernelsProtocol, ModelContext, ModelProtocol
 from infer.request import Event, Request, SamplingParams
 from infer.settings import EngineSettings
+from infer_cache_paged import PagedPool, PagedSettings
 from infer_cache_slotted import SlottedPool
 from infer_models import infer_models
 
@@ -89,8 +90,21 @@ def build_model(config: Mapping[str, Any], dtype: torch.dtype, kernels: KernelsP
     return model
 
 
-def slotted_pool(model: ModelProtocol, dtype: torch.dtype, max_batch_size: int = 4) -> CachePoolProtocol:
+def slotted_pool(model: ModelProtocol, dtype: torch.dtype, max_batch_size: int = 4) -> SlottedPool:
     return SlottedPool(CacheContext(model.attention, max_batch_size, MAX_SEQ_LEN, dtype, CPU, ReferenceKernels()))
+
+
+def paged_pool(model: ModelProtocol, dtype: torch.dtype, max_batch_size: int = 4, **keys: Any) -> PagedPool:
+    """With pages for one full sequence and a half, unless ``num_blocks`` says otherwise."""
+    context = CacheContext(model.attention, max_batch_size, MAX_SEQ_LEN, dtype, CPU, ReferenceKernels())
+    settings = PagedSettings.model_validate({"num_blocks": 30} | keys)
+    return PagedPool(context, settings)
+
+
+POOLS: Mapping[str, Callable[[ModelProtocol, torch.dtype, int], CachePoolProtocol]] = {
+    "slotted": slotted_pool,
+    "paged": paged_pool,
+}
 
 
 @dataclass
@@ -99,12 +113,17 @@ class Stepper:
 
     engine: Engine
     pool: CachePoolProtocol
+    max_batch_size: int
+    lag: int
+    room: int
+    """Positions that were free at the start."""
     events: dict[str, list[Event]] = field(default_factory=dict)
     steps: list[StepRecord] = field(default_factory=list)
     finished: list[RequestRecord] = field(default_factory=list)
 
-    def submit(self, prompt: list[int], id: str, **params: Any) -> Request:
+    def submit(self, prompt: list[int], id: str, salt: str = "", **params: Any) -> Request:
         request = Request.make(prompt, SamplingParams(**params), vocab_size=VOCAB, max_seq_len=MAX_SEQ_LEN, id=id)
+        request = replace(request, cache_salt=salt)
         self.engine.submit(request)
         return request
 
@@ -127,12 +146,14 @@ def make_engine(
     dtype: torch.dtype,
     *,
     pool: CachePoolProtocol | None = None,
+    backend: str = "slotted",
     eos: frozenset[int] = frozenset(),
     static: bool = False,
+    lag: int = 0,
     **keys: Any,
 ) -> Stepper:
     chosen = EngineSettings.model_validate({"max_batch_size": 4} | keys)
-    pool = pool or slotted_pool(model, dtype, chosen.max_batch_size)
+    pool = pool or POOLS[backend](model, dtype, chosen.max_batch_size)
     scheduler = (StaticScheduler if static else ContinuousScheduler)(pool, chosen)
 
     def publish(events: list[Event]) -> None:
@@ -146,16 +167,17 @@ def make_engine(
             stepper.finished.append(record)
 
     engine = Engine(
-        Runner(model, pool, ReferenceKernels(), CPU),
+        Runner(model, pool, ReferenceKernels(), CPU, chosen.max_batch_size),
         scheduler,
         pool,
         tokenizer=None,
         eos_token_ids=eos,
         max_seq_len=MAX_SEQ_LEN,
+        lag=lag,
         publish=publish,
         notify=notify,
     )
-    stepper = Stepper(engine, pool)
+    stepper = Stepper(engine, pool, chosen.max_batch_size, lag, pool.free_tokens())
     return stepper
 
 

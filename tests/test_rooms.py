@@ -23,6 +23,9 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "core/src/infer/kernels": ("infer.engine", "infer.layers", "infer.server", "infer.settings", *TEXT),
     "core/src/infer/request.py": ("torch", "infer.engine", "infer.server"),
     "plugins/cache_slotted/src": ("infer.engine", "infer.layers", "infer.server", "infer.settings", *TEXT),
+    "plugins/cache_paged/src": ("infer.engine", "infer.layers", "infer.server", "infer.settings", *TEXT),
+    "plugins/cache_paged/src/infer_cache_paged/pages.py": ("torch", "numpy", "infer"),
+    "plugins/kernels_triton/src": ("infer.engine", "infer.layers", "infer.server", "infer.settings", *TEXT),
     "plugins/models/src": ("infer.engine", "infer.kv_cache", "infer.server", "infer.settings", *TEXT),
 }
 

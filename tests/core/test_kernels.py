@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.attention import Scene, close, random, spec
 from torch import Tensor
 
 from infer.kernels.reference import SEGMENT, TILE, ReferenceKernels, plan_tiles
-from infer.kv_cache import ExtendView, KVStorage
-from infer.protocols import AttentionSpec, CacheContext
+from infer.protocols import AttentionSpec
 
 KERNELS = ReferenceKernels()
-CPU = torch.device("cpu")
 FLOATS = (torch.float32, torch.bfloat16)
 floats = pytest.mark.parametrize("dtype", FLOATS, ids=["fp32", "bf16"])
 threads = pytest.mark.parametrize("threads", [1, 2])
@@ -31,16 +29,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def close(actual: Tensor, expected: Tensor) -> None:
-    """Equal but for what one or two roundings to the result's type may do."""
-    assert expected.dtype == torch.float64
-    torch.testing.assert_close(actual, expected.to(actual.dtype))
 
 
 # Meaning
@@ -147,71 +135,6 @@ def test_store_kv(dtype: torch.dtype) -> None:
 
 
 # Attention
-
-
-@dataclass
-class Scene:
-    """Sequences whose chunks ``[start, start + length)`` attend to everything before. What no query may see is NaN."""
-
-    spec: AttentionSpec
-    extends: Sequence[tuple[int, int]]
-    block_size: int
-    dtype: torch.dtype = torch.float32
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        spec = self.spec
-        blocks = [-(-(start + length) // self.block_size) for start, length in self.extends]
-        order = torch.randperm(sum(blocks) + 2, generator=torch.Generator().manual_seed(self.seed)).tolist()
-        self.tables = [[order.pop() for _ in range(count)] for count in blocks]
-        context = CacheContext([spec], len(blocks), 0, self.dtype, CPU, KERNELS)
-        self.storage = KVStorage(context, sum(blocks) + 2, self.block_size)
-        for cache in (self.storage.k[0], self.storage.v[0]):
-            cache.fill_(torch.nan)
-        self.k, self.v, self.q = [], [], []
-        for b, (start, length) in enumerate(self.extends):
-            seed = 10 * (self.seed + b)
-            shape = (start + length, spec.num_kv_heads, spec.head_size)
-            self.k.append(random(*shape, dtype=self.dtype, seed=seed))
-            self.v.append(random(*shape, dtype=self.dtype, seed=seed + 1))
-            q = random(start + length, spec.num_heads, spec.head_size, dtype=self.dtype, seed=seed + 2)
-            self.q.append(q[start:])
-
-    def view(self) -> ExtendView:
-        starts, lens = zip(*self.extends, strict=True)
-        return self.storage.view(self.tables, starts, lens)
-
-    def attend(self) -> Tensor:
-        """The kernels' answer, [T, H, E]."""
-        for b, (start, _) in enumerate(self.extends):
-            if start:
-                before = self.storage.view([self.tables[b]], [0], [start])
-                k, v = self.storage.k[0], self.storage.v[0]
-                KERNELS.store_kv(self.k[b][:start], self.v[b][:start], k, v, before.ragged.flat_T)
-        k, v = (torch.cat([x[b][start:] for b, (start, _) in enumerate(self.extends)]) for x in (self.k, self.v))
-        return self.view().attend(0, torch.cat(self.q), k, v)
-
-    def attend64(self) -> Tensor:
-        """Masked softmax attention in float64, one query at a time."""
-        spec, out = self.spec, []
-        group = spec.num_heads // spec.num_kv_heads
-        for b, (start, length) in enumerate(self.extends):
-            k = self.k[b].double().repeat_interleave(group, dim=1)
-            v = self.v[b].double().repeat_interleave(group, dim=1)
-            for i in range(length):
-                end = start + i + 1
-                first = 0 if spec.window is None else max(0, end - spec.window)
-                scores = torch.einsum("he,she->hs", self.q[b][i].double(), k[first:end]) * spec.scale
-                if spec.soft_cap is not None:
-                    scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
-                out.append(torch.einsum("hs,she->he", scores.softmax(-1), v[first:end]))
-        return torch.stack(out)
-
-
-def spec(
-    heads: int = 4, kv_heads: int = 2, size: int = 16, window: int | None = None, cap: float | None = None
-) -> AttentionSpec:
-    return AttentionSpec(heads, kv_heads, size, size**-0.5, window, cap)
 
 
 MIXED = [(0, 1), (0, 5), (130, 1), (7, 3), (127, 2), (60, 70), (0, 140), (300, 1), (255, 130)]

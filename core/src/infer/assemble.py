@@ -69,12 +69,13 @@ def start(settings: Settings, plugins: Plugins) -> tuple[EngineLoop, Served]:
 
     def make_engine(publish: Callable[..., None]) -> Engine:
         return Engine(
-            Runner(model, pool, kernels, device),
+            Runner(model, pool, kernels, device, settings.engine.max_batch_size),
             scheduler,
             pool,
             tokenizer=tokenizer,
             eos_token_ids=checkpoint.eos_token_ids,
             max_seq_len=max_seq_len,
+            lag=0 if device.type == "cpu" else 1,
             publish=publish,
             notify=plugins.notify,
         )

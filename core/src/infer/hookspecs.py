@@ -75,6 +75,8 @@ class StepRecord:
     finished: float
     work: tuple[WorkRecord, ...]
     passes: int
+    padded_tokens: int
+    """Tokens these passes would have had if each row were padded to the longest of its pass."""
     running: int
     waiting: int
     free_tokens: int

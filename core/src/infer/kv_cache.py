@@ -1,4 +1,5 @@
-"""The storage and the view that every block-structured pool shares; pools differ in bookkeeping only."""
+"""The storage, the view and the positions that every block-structured pool shares; pools differ in which blocks they
+give to whom."""
 
 from __future__ import annotations
 
@@ -8,7 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from infer.device import upload
 from infer.protocols import AttentionSpec, CacheContext, KernelsProtocol, Ragged
+
+Ints = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 
 
 class KVStorage:
@@ -26,28 +30,24 @@ class KVStorage:
         self.k = [torch.zeros(s, dtype=context.dtype, device=context.device) for s in shapes]
         self.v = [torch.zeros(s, dtype=context.dtype, device=context.device) for s in shapes]
 
-    def view(self, tables: Sequence[Sequence[int]], starts: Sequence[int], lens: Sequence[int]) -> ExtendView:
-        """A view that extends sequence b, kept in blocks ``tables[b]``, by positions starts[b] .. starts[b]+lens[b]."""
+    def view(self, table_BP: Ints, starts: Sequence[int], lens: Sequence[int]) -> ExtendView:
+        """A view that extends sequence b, kept in blocks ``table_BP[b]``, by positions starts[b]..starts[b]+lens[b]."""
         lens_B = np.asarray(lens, dtype=np.int64)
         starts_B = np.asarray(starts, dtype=np.int64)
-        offsets = np.concatenate(([0], np.cumsum(lens_B)))
-        table_BP = np.zeros((len(tables), max(map(len, tables))), dtype=np.int32)
-        for b, blocks in enumerate(tables):
-            table_BP[b, : len(blocks)] = blocks
+        offsets_B1 = np.concatenate(([0], np.cumsum(lens_B)))
         sequence_T = np.repeat(np.arange(len(lens_B)), lens_B)
-        position_T = np.arange(offsets[-1]) - np.repeat(offsets[:-1] - starts_B, lens_B)
-        block_T = table_BP[sequence_T, position_T // self.block_size]
-        flat_T = block_T.astype(np.int64) * self.block_size + position_T % self.block_size
+        position_T = np.arange(offsets_B1[-1]) - np.repeat(offsets_B1[:-1] - starts_B, lens_B)
+        block_T = table_BP[sequence_T, position_T // self.block_size].astype(np.int64)
         return ExtendView(
             self,
             Ragged(
                 starts=tuple(starts),
                 lens=tuple(lens),
-                offsets=tuple(offsets.tolist()),
-                starts_B=torch.from_numpy(starts_B.astype(np.int32)).to(self.device),
-                offsets_B1=torch.from_numpy(offsets.astype(np.int32)).to(self.device),
-                block_table_BP=torch.from_numpy(table_BP).to(self.device),
-                flat_T=torch.from_numpy(flat_T).to(self.device),
+                offsets=tuple(offsets_B1.tolist()),
+                starts_B=upload(starts_B.astype(np.int32), self.device),
+                offsets_B1=upload(offsets_B1.astype(np.int32), self.device),
+                block_table_BP=upload(table_BP, self.device),
+                flat_T=upload(block_T * self.block_size + position_T % self.block_size, self.device),
             ),
         )
 
@@ -69,3 +69,39 @@ class ExtendView:
         else:
             q_THE = s.kernels.rope_store_kv(q_THE, k_TKE, v_TKE, *rotary, k_cache, v_cache, ragged.flat_T)
         return s.kernels.extend_attention(q_THE, k_cache, v_cache, ragged, s.layers[layer])
+
+
+class BlockPool:
+    """What a pool over a KVStorage needs besides allocation: each slot's row of blocks, its length, and the views."""
+
+    def __init__(self, context: CacheContext, num_blocks: int, block_size: int, max_blocks: int) -> None:
+        self.storage = KVStorage(context, num_blocks, block_size)
+        self._table_SP: Ints = np.zeros((context.max_batch_size, max_blocks), dtype=np.int32)
+        self._capacity: dict[int, int] = {}
+        """Positions that an allocated slot has blocks for."""
+        self._lengths: dict[int, int] = {}
+
+    def length(self, slot: int) -> int:
+        if slot not in self._lengths:
+            raise ValueError(f"slot {slot} is not allocated")
+        return self._lengths[slot]
+
+    def batched_chunked_prefill_view(
+        self, slots: Sequence[int], start_positions: Sequence[int], chunk_lens: Sequence[int]
+    ) -> ExtendView:
+        if len(set(slots)) < len(slots):
+            raise ValueError(f"slots {list(slots)} repeat; a step extends a slot once")
+        extends = list(zip(slots, start_positions, chunk_lens, strict=True))
+        longest = 0
+        for slot, start, length in extends:
+            if start != self.length(slot):
+                raise ValueError(f"slot {slot} holds {self.length(slot)} positions; a chunk cannot start at {start}")
+            if length < 1 or start + length > self._capacity[slot]:
+                raise ValueError(f"slot {slot} has room for {self._capacity[slot]} positions, not for {start}+{length}")
+            longest = max(longest, start + length)
+        self._lengths.update({slot: start + length for slot, start, length in extends})
+        blocks = -(-longest // self.storage.block_size)
+        return self.storage.view(self._table_SP[slots, :blocks], start_positions, chunk_lens)
+
+    def decode_view(self, slots: Sequence[int]) -> ExtendView:
+        return self.batched_chunked_prefill_view(slots, [self.length(s) for s in slots], [1] * len(slots))

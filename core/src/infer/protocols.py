@@ -169,6 +169,9 @@ class CachePoolProtocol(Protocol):
     def grow(self, slot: int, num_tokens: int) -> bool:
         """Make room for ``num_tokens`` positions in all; False when there is none now."""
 
+    def commit(self, slot: int, token_ids: Sequence[int], num_computed: int) -> None:
+        """The K/V of the leading ``num_computed`` of the slot's tokens have been computed: they may be shared."""
+
     def free(self, slot: int) -> None: ...
 
     def free_tokens(self) -> int:

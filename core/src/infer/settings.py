@@ -72,6 +72,9 @@ class EngineSettings(Section):
         None, ge=1, description="Prompt and decode tokens of a step together; none for no cap."
     )
     max_num_partial_prefills: int | None = Field(None, ge=1, description="Prompts part-way at once; none for no cap.")
+    mixed_batches: bool = Field(
+        True, description="Take a step's decodes and chunks through the model together, so that weights are read once."
+    )
 
 
 class KernelsSettings(Section):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -41,9 +42,23 @@ class Spoiled:
         return logits
 
 
-def spoiled(**keys: Any) -> tuple[Spoiled, Stepper]:
-    model = Spoiled(tiny_model("llama"))
-    return model, make_engine(model, F32, **keys)  # type: ignore[arg-type]
+Make = Callable[..., tuple[Spoiled, Stepper]]
+
+
+@pytest.fixture(
+    params=[("slotted", False, 0), ("slotted", True, 0), ("paged", True, 0), ("paged", False, 1), ("paged", True, 1)],
+    ids=lambda p: f"{p[0]}-{'mixed' if p[1] else 'separate'}-lag{p[2]}",
+)
+def spoiled(request: pytest.FixtureRequest) -> Make:
+    """Makes an engine over a Spoiled model, for each way that passes and results may come."""
+    backend, mixed, lag = request.param
+
+    def make(**keys: Any) -> tuple[Spoiled, Stepper]:
+        model = Spoiled(tiny_model("llama"))
+        defaults = {"backend": backend, "mixed_batches": mixed, "lag": lag}
+        return model, make_engine(model, F32, **(defaults | keys))  # type: ignore[arg-type]
+
+    return make
 
 
 def assert_clean(stepper: Stepper) -> None:
@@ -52,15 +67,14 @@ def assert_clean(stepper: Stepper) -> None:
     for events in stepper.events.values():
         assert [e.finish_reason is not None for e in events] == [False] * (len(events) - 1) + [True]
     assert sorted(r.request_id for r in stepper.finished) == sorted(stepper.events)
-    free = stepper.pool.free_tokens()
-    assert free % MAX_SEQ_LEN == 0
-    slots = [stepper.pool.allocate([1]) for _ in range(free // MAX_SEQ_LEN)]
-    assert all(slots)
+    assert stepper.pool.free_tokens() == stepper.room
+    places = [stepper.pool.allocate([1]) for _ in range(stepper.max_batch_size)]
+    assert all(places)
     assert stepper.pool.allocate([1]) is None
 
 
 @pytest.mark.parametrize("first_only", [True, False])
-def test_eos_as_the_very_first_token(first_only: bool) -> None:
+def test_eos_as_the_very_first_token(spoiled: Make, first_only: bool) -> None:
     """Alone and within a batch."""
     model, stepper = spoiled(eos=frozenset({5}))
     model.force = 5
@@ -76,7 +90,7 @@ def test_eos_as_the_very_first_token(first_only: bool) -> None:
     assert_clean(stepper)
 
 
-def test_stop_token_is_named() -> None:
+def test_stop_token_is_named(spoiled: Make) -> None:
     model, stepper = spoiled()
     model.force = 7
     stepper.submit([1, 2], "a", temperature=0, stop_token_ids=[7])
@@ -84,7 +98,7 @@ def test_stop_token_is_named() -> None:
     assert (stepper.events["a"][-1].finish_reason, stepper.events["a"][-1].stop_reason) == ("stop", 7)
 
 
-def test_length_by_max_tokens_and_by_max_seq_len() -> None:
+def test_length_by_max_tokens_and_by_max_seq_len(spoiled: Make) -> None:
     _, stepper = spoiled()
     stepper.submit([1, 2], "short", temperature=0, max_tokens=3)
     stepper.submit(random_prompt(MAX_SEQ_LEN - 2), "long", temperature=0, max_tokens=None)
@@ -94,18 +108,19 @@ def test_length_by_max_tokens_and_by_max_seq_len() -> None:
     assert_clean(stepper)
 
 
-def test_no_event_before_the_last_chunk() -> None:
+def test_no_event_before_the_last_chunk(spoiled: Make) -> None:
     _, stepper = spoiled(prefill_chunk_size=8)
     stepper.submit(random_prompt(30), "a", temperature=0, max_tokens=2)
     for _ in range(3):
         stepper.engine.step()
         assert "a" not in stepper.events
         assert stepper.engine.has_work()
-    stepper.engine.step()
+    for _ in range(1 + stepper.lag):
+        stepper.engine.step()
     assert len(stepper.tokens("a")) == 1
 
 
-def test_pending_chunks_share_one_forward_pass() -> None:
+def test_pending_chunks_share_one_forward_pass(spoiled: Make) -> None:
     model, stepper = spoiled(prefill_chunk_size=8)
     stepper.submit(random_prompt(20), "a", temperature=0, max_tokens=1)
     stepper.engine.step()
@@ -114,18 +129,18 @@ def test_pending_chunks_share_one_forward_pass() -> None:
     assert model.passes == [8, 16, 9]
 
 
-def test_arrival_mid_chunk_joins_the_next_step() -> None:
+def test_arrival_mid_chunk_joins_the_next_step(spoiled: Make) -> None:
     _, stepper = spoiled(prefill_chunk_size=8)
     stepper.submit(random_prompt(40), "a", temperature=0)
     stepper.engine.step()
     stepper.submit(random_prompt(3), "b", temperature=0)
     stepper.engine.step()
     assert [w.request_id for w in stepper.steps[1].work] == ["a", "b"]
-    assert len(stepper.tokens("b")) == 1
+    assert stepper.steps[1].work[1].sampled
 
 
-def test_failure_in_chunk_2_of_4_ends_that_request_alone() -> None:
-    model, stepper = spoiled(prefill_chunk_size=8)
+def test_failure_in_chunk_2_of_4_ends_that_request_alone(spoiled: Make) -> None:
+    model, stepper = spoiled(prefill_chunk_size=8, mixed_batches=False)
     stepper.submit(random_prompt(2), "decoding", temperature=0, max_tokens=10)
     stepper.engine.step()
     stepper.submit(random_prompt(32), "unlucky", temperature=0)
@@ -138,7 +153,18 @@ def test_failure_in_chunk_2_of_4_ends_that_request_alone() -> None:
     assert_clean(stepper)
 
 
-def test_failing_decode_ends_its_requests_and_the_next_ones_go_on() -> None:
+def test_failure_of_a_mixed_pass_ends_those_in_it(spoiled: Make) -> None:
+    model, stepper = spoiled(prefill_chunk_size=8, mixed_batches=True)
+    stepper.submit(random_prompt(2), "decoding", temperature=0, max_tokens=10)
+    stepper.engine.step()
+    stepper.submit(random_prompt(32), "unlucky", temperature=0)
+    model.fail_at = 2
+    stepper.run()
+    assert [stepper.events[name][-1].finish_reason for name in ("decoding", "unlucky")] == ["error", "error"]
+    assert_clean(stepper)
+
+
+def test_failing_decode_ends_its_requests_and_the_next_ones_go_on(spoiled: Make) -> None:
     model, stepper = spoiled()
     for name in "ab":
         stepper.submit(random_prompt(4), name, temperature=0)
@@ -150,7 +176,7 @@ def test_failing_decode_ends_its_requests_and_the_next_ones_go_on() -> None:
     assert_clean(stepper)
 
 
-def test_a_row_that_is_not_finite_fails_alone() -> None:
+def test_a_row_that_is_not_finite_fails_alone(spoiled: Make) -> None:
     model, stepper = spoiled()
     for name in "ab":
         stepper.submit(random_prompt(4), name, temperature=0, max_tokens=3)
@@ -164,7 +190,7 @@ def test_a_row_that_is_not_finite_fails_alone() -> None:
     assert_clean(stepper)
 
 
-def test_a_reused_slot_shows_nothing_of_its_predecessor() -> None:
+def test_a_reused_slot_shows_nothing_of_its_predecessor(spoiled: Make) -> None:
     _, stepper = spoiled(max_batch_size=1)
     stepper.submit(random_prompt(100, seed=1), "first", temperature=0)
     stepper.submit(random_prompt(6), "second", temperature=0, logprobs=20)
@@ -176,7 +202,7 @@ def test_a_reused_slot_shows_nothing_of_its_predecessor() -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 4, 6])
-def test_abort_queued_mid_chunk_and_decoding_frees_within_a_step(steps: int) -> None:
+def test_abort_queued_mid_chunk_and_decoding_frees_within_a_step(spoiled: Make, steps: int) -> None:
     _, stepper = spoiled(prefill_chunk_size=8, max_batch_size=1)
     stepper.submit(random_prompt(30), "a", temperature=0, max_tokens=20)
     stepper.submit(random_prompt(30), "queued", temperature=0)
@@ -189,7 +215,7 @@ def test_abort_queued_mid_chunk_and_decoding_frees_within_a_step(steps: int) -> 
     assert stepper.events["a"][-1].finish_reason == "abort"
 
 
-def test_abort_of_what_has_ended_changes_nothing() -> None:
+def test_abort_of_what_has_ended_changes_nothing(spoiled: Make) -> None:
     _, stepper = spoiled()
     stepper.submit([1], "a", temperature=0, max_tokens=1)
     stepper.run()
@@ -198,7 +224,7 @@ def test_abort_of_what_has_ended_changes_nothing() -> None:
     assert_clean(stepper)
 
 
-def test_three_times_as_many_as_fit_all_finish() -> None:
+def test_three_times_as_many_as_fit_all_finish(spoiled: Make) -> None:
     _, stepper = spoiled(max_batch_size=4)
     for i in range(12):
         stepper.submit(random_prompt(5 + i, seed=i), str(i), temperature=0, max_tokens=3 + i % 4)
@@ -207,7 +233,7 @@ def test_three_times_as_many_as_fit_all_finish() -> None:
     assert_clean(stepper)
 
 
-def test_fail_all_ends_everyone_wherever_they_are() -> None:
+def test_fail_all_ends_everyone_wherever_they_are(spoiled: Make) -> None:
     _, stepper = spoiled(max_batch_size=1, prefill_chunk_size=4)
     for name in "abc":
         stepper.submit(random_prompt(10), name, temperature=0)
@@ -246,7 +272,7 @@ def test_prompt_logprobs_are_the_models_own(chunk: int) -> None:
         assert [t for t, _ in entry.top] == row.topk(3).indices.tolist()
 
 
-def test_the_batch_has_no_padding_and_asks_for_logits_where_tokens_are_drawn() -> None:
+def test_the_batch_has_no_padding_and_asks_for_logits_where_tokens_are_drawn(spoiled: Make) -> None:
     _, stepper = spoiled(prefill_chunk_size=8)
     scheduler: Any = stepper.engine._scheduler
     for n, name in ((5, "a"), (12, "b"), (1, "c")):
@@ -257,11 +283,12 @@ def test_the_batch_has_no_padding_and_asks_for_logits_where_tokens_are_drawn() -
     assert batch.lens == [5, 8, 1]
     assert batch.token_ids_T.shape == (14,)
     assert batch.positions_T.tolist() == [*range(5), *range(8), 0]
-    assert batch.sample_rows == [4, 13]
+    assert batch.sample_rows.tolist() == [4, 13]
+    assert len(batch.fed_rows) == 0
     assert [s.id for s in batch.sampled] == ["a", "c"]
 
 
-def test_events_carry_what_was_asked_for() -> None:
+def test_events_carry_what_was_asked_for(spoiled: Make) -> None:
     _, stepper = spoiled()
     stepper.submit([3, 4], "with", temperature=0, max_tokens=2, logprobs=2)
     stepper.submit([3, 4], "without", temperature=0, max_tokens=2)

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infer.engine.sampler import Row, draws, logprobs, uniform
+from infer.engine.sampler import Row, draws, score, uniform
 from infer.kernels.reference import ReferenceKernels
 from infer.request import SamplingParams
 
@@ -150,7 +150,7 @@ def test_masked_tokens_are_never_drawn() -> None:
 def test_logprobs_ranks_and_likeliest_against_float64() -> None:
     logits = torch.randn(3, 40)
     reference = logits.double().log_softmax(-1)
-    found = logprobs(logits, [4, 0, 39], [3, None, 0])
+    found = score(logits, torch.tensor([4, 0, 39]), [3, None, 0]).read()
     assert found[1] is None
     for i, token, count in ((0, 4, 3), (2, 39, 0)):
         entry = found[i]
@@ -162,4 +162,4 @@ def test_logprobs_ranks_and_likeliest_against_float64() -> None:
 
 def test_tied_logprobs_do_not_depend_on_what_others_ask() -> None:
     logits = torch.zeros(2, 1000)
-    assert logprobs(logits[:1], [0], [2])[0] == logprobs(logits, [0, 0], [2, 20])[0]
+    assert score(logits[:1], torch.tensor([0]), [2]).read()[0] == score(logits, torch.tensor([0, 0]), [2, 20]).read()[0]

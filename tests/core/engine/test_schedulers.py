@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infer.engine.schedulers import ContinuousScheduler, StaticScheduler
-from infer.engine.sequence import Schedule, Sequence
+from infer.engine.sequence import PENDING, Schedule, Sequence
 from infer.protocols import Allocation
 from infer.request import Request, SamplingParams
 from infer.settings import EngineSettings
@@ -38,6 +38,10 @@ class CountingPool:
             return False
         self.held[slot] += more
         return True
+
+    def commit(self, slot: int, token_ids: Seq[int], num_computed: int) -> None:
+        assert 0 <= num_computed <= len(token_ids)
+        assert PENDING not in token_ids[:num_computed]
 
     def free(self, slot: int) -> None:
         del self.held[slot]
@@ -150,13 +154,25 @@ def test_the_cache_holds_prompt_and_generated_less_one() -> None:
     assert last == {"r0": 10 + 5 - 1}
 
 
-def test_decodes_come_first_and_the_lists_are_disjoint() -> None:
-    driver = make(prefill_chunk_size=8)
+@pytest.mark.parametrize(("mixed", "passes"), [(False, [["r0"], ["r1"]]), (True, [["r0", "r1"]])])
+def test_decodes_come_first_and_the_lists_are_disjoint(mixed: bool, passes: list[list[str]]) -> None:
+    driver = make(prefill_chunk_size=8, mixed_batches=mixed)
     driver.scheduler.add(sequence(0, 4, 9))
     driver.step()
     driver.scheduler.add(sequence(1, 30, 2))
     schedule = driver.step()
-    assert [[w.sequence.id for w in works] for works in schedule.passes()] == [["r0"], ["r1"]]
+    assert [[w.sequence.id for w in works] for works in schedule.passes()] == passes
+
+
+def test_ragged_invocations() -> None:
+    """What a scheme that computes one fixed-size chunk per invocation needs five invocations for."""
+    driver = make(prefill_chunk_size=128, max_tokens_per_step=256)
+    driver.scheduler.add(sequence(0, 250, 1))
+    driver.scheduler.add(sequence(1, 300, 1))
+    invocations = []
+    while driver.scheduler.has_work():
+        invocations += [sum(work.length for work in works) for works in driver.step().passes()]
+    assert invocations == [256, 250, 44]
 
 
 def test_arrivals_of_one_step_are_prefilled_together() -> None:

@@ -1,4 +1,4 @@
-"""A pass as tensors: tokens laid end to end, without padding."""
+"""A pass as arrays: tokens laid end to end, without padding."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from infer.engine.sequence import Sequence, Work
+from infer.engine.sequence import PENDING, Sequence, Work
+
+Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +20,16 @@ class Batch:
     slots: list[int]
     starts: list[int]
     lens: list[int]
-    token_ids_T: Tensor
-    positions_T: Tensor
+    token_ids_T: Ints
+    """PENDING where the device knows better: ``fed_rows``, whose tokens were last drawn for ``fed_slots``."""
+    fed_rows: Ints
+    fed_slots: Ints
+    positions_T: Ints
     sampled: list[Sequence]
     """The sequences that get a token."""
-    sample_rows: list[int]
+    sample_rows: Ints
     """The rows of T whose logits give it."""
+    sample_slots: Ints
     scored: list[tuple[Sequence, int, int]]
     """Prompt logprobs: (sequence, row, n): rows row .. row+n-1 predict the prompt's tokens from ``prompt_scored``+1."""
 
@@ -37,7 +41,7 @@ class Batch:
 def pack(works: Seq[Work]) -> Batch:
     """Lay the works' tokens end to end and note which rows need logits."""
     token_ids: list[int] = []
-    sampled, sample_rows, scored = [], [], []
+    sampled, sample_rows, sample_slots, scored = [], [], [], []
     starts = [work.start for work in works]
     lens = [work.length for work in works]
     for work in works:
@@ -46,21 +50,27 @@ def pack(works: Seq[Work]) -> Batch:
         if work.samples:
             sampled.append(sequence)
             sample_rows.append(row + work.length - 1)
+            sample_slots.append(sequence.slot)
         if sequence.request.params.prompt_logprobs is not None:
             begin, end = max(work.start, sequence.prompt_scored), min(work.end, sequence.num_prompt - 1)
             if begin < end:
                 scored.append((sequence, row + begin - work.start, end - begin))
     lens_B = np.asarray(lens)
     ends_B = np.cumsum(lens_B)
-    positions = np.arange(len(token_ids)) - np.repeat(ends_B - lens_B - np.asarray(starts), lens_B)
+    slots = [slot for work in works if (slot := work.sequence.slot) is not None]
+    token_ids_T = np.array(token_ids)
+    fed_rows = np.flatnonzero(token_ids_T == PENDING)
     return Batch(
         work=works,
-        slots=[slot for work in works if (slot := work.sequence.slot) is not None],
+        slots=slots,
         starts=starts,
         lens=lens,
-        token_ids_T=torch.tensor(token_ids),
-        positions_T=torch.from_numpy(positions),
+        token_ids_T=token_ids_T,
+        fed_rows=fed_rows,
+        fed_slots=np.asarray(slots)[np.searchsorted(ends_B, fed_rows, side="right")],
+        positions_T=np.arange(len(token_ids)) - np.repeat(ends_B - lens_B - np.asarray(starts), lens_B),
         sampled=sampled,
-        sample_rows=sample_rows,
+        sample_rows=np.array(sample_rows, dtype=np.int64),
+        sample_slots=np.array(sample_slots, dtype=np.int64),
         scored=scored,
     )

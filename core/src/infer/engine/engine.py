@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import time
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
@@ -12,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from tokenizers import Tokenizer
 
 from infer.engine.batch import pack
-from infer.engine.runner import Result, Runner
-from infer.engine.sequence import Sequence, Work
+from infer.engine.runner import Launched, Runner
+from infer.engine.sequence import PENDING, Sequence, Work
 from infer.engine.text import TextStream
 from infer.hookspecs import RequestRecord, StepRecord, WorkRecord
 from infer.protocols import CachePoolProtocol, SchedulerProtocol
@@ -40,7 +41,12 @@ class _Live:
 
 
 class Engine:
-    """One model, one cache, one scheduler. ``submit`` may be called from any thread, ``step`` from one only."""
+    """One model, one cache, one scheduler. ``submit`` may be called from any thread, ``step`` from one only.
+
+    ``lag`` passes may be on their way through the device while the next is planned, so that it never waits for the
+    host. Planning needs to know how many tokens there are, not which; whoever turns out to have ended meanwhile was
+    computed in vain for that many passes, and the result is dropped.
+    """
 
     def __init__(
         self,
@@ -51,6 +57,7 @@ class Engine:
         tokenizer: Tokenizer | None,
         eos_token_ids: frozenset[int],
         max_seq_len: int,
+        lag: int,
         publish: Callable[[list[Event]], None],
         notify: Callable[[str, StepRecord | RequestRecord], None],
     ) -> None:
@@ -60,6 +67,8 @@ class Engine:
         self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
         self._max_seq_len = max_seq_len
+        self._lag = lag
+        self._in_flight: deque[Launched] = deque()
         self._publish = publish
         self._notify = notify
         self._inbox: queue.SimpleQueue[Request | Abort | None] = queue.SimpleQueue()
@@ -72,7 +81,7 @@ class Engine:
         self._inbox.put(message)
 
     def has_work(self) -> bool:
-        return self._scheduler.has_work() or not self._inbox.empty()
+        return self._scheduler.has_work() or bool(self._in_flight) or not self._inbox.empty()
 
     def wait(self) -> None:
         """Block until there is a message."""
@@ -85,19 +94,17 @@ class Engine:
         passes = list(self._scheduler.schedule().passes())
         records = tuple(_record(work) for works in passes for work in works)
         for works in passes:
-            try:
-                result = self._runner.run(batch := pack(works))
-            except Exception as error:
-                log.exception("a step with %d requests failed", len(works))
-                self._fail(works, error)
-            else:
-                self._publish(self._advance(works, batch.sampled, result))
+            self._launch(works)
+            self._settle(self._lag)
         if passes:
-            self._observe(started, records, len(passes))
+            self._observe(started, passes, records)
+        else:
+            self._settle(0)
 
     def fail_all(self, reason: FinishReason, error: str | None) -> None:
         """End every request that is here; for shutting down."""
         self._drain_inbox()
+        self._in_flight.clear()
         self._publish([self._end(live, reason, error=error) for live in list(self._live.values())])
 
     def _drain_inbox(self) -> None:
@@ -120,24 +127,51 @@ class Engine:
         elif isinstance(message, Abort) and (live := self._live.get(message.request_id)):
             self._publish([self._end(live, "abort")])
 
-    def _advance(self, works: Seq[Work], sampled: Seq[Sequence], result: Result) -> list[Event]:
-        """Book what a pass has computed; one event for every sequence that got a token."""
+    def _launch(self, works: Seq[Work]) -> None:
+        """Set a pass going, and book what it will have computed."""
+        try:
+            launched = self._runner.launch(pack(works))
+        except Exception as error:
+            self._fail(works, error)
+            return
         for work in works:
             work.sequence.num_computed = work.end
-        for sequence, scores in result.prompt_logprobs:
-            self._live[sequence.id].prompt_logprobs += scores
-            sequence.prompt_scored += len(scores)
-        return [
-            self._take(self._live[sequence.id], token, logprobs)
-            for sequence, token, logprobs in zip(sampled, result.tokens, result.logprobs, strict=True)
-        ]
+        for sequence, _, n in launched.batch.scored:
+            sequence.prompt_scored += n
+        for sequence in launched.batch.sampled:
+            sequence.tokens.append(PENDING)
+            sequence.pending += 1
+        self._in_flight.append(launched)
+
+    def _settle(self, left: int) -> None:
+        """Read the results of all but the last ``left`` passes; one event for every sequence that got a token."""
+        while len(self._in_flight) > left:
+            launched = self._in_flight.popleft()
+            result = launched.result()  # a device that has failed here stays so: not caught
+            for sequence, scores in result.prompt_logprobs:
+                if live := self._alive(sequence):
+                    live.prompt_logprobs += scores
+            sampled = zip(launched.batch.sampled, result.tokens, result.logprobs, strict=True)
+            self._publish(
+                [
+                    self._take(live, token, logprobs)
+                    for sequence, token, logprobs in sampled
+                    if (live := self._alive(sequence))
+                ]
+            )
+
+    def _alive(self, sequence: Sequence) -> _Live | None:
+        """None where it has ended while a pass was on its way."""
+        live = self._live.get(sequence.id)
+        return live if live is not None and live.sequence is sequence else None
 
     def _take(self, live: _Live, token: int | None, logprobs: TokenLogprobs | None) -> Event:
-        """Append a token and see whether it is the last."""
+        """Fill in a sequence's oldest pending token and see whether it is the last."""
         sequence, params = live.sequence, live.sequence.request.params
         if token is None:
             return self._end(live, "error", error="The model's output is not finite (NaN or infinity).")
-        sequence.tokens.append(token)
+        sequence.tokens[-sequence.pending] = token
+        sequence.pending -= 1
         event = Event(
             sequence.id,
             (token,),
@@ -156,7 +190,7 @@ class Engine:
         text, stop = live.text.push(token) if live.text else ("", None)
         if stop is not None:
             return self._end(live, "stop", event, text=text, stop_reason=stop)
-        if len(sequence.tokens) >= sequence.max_len:
+        if len(sequence.tokens) - sequence.pending >= sequence.max_len:
             return self._end(live, "length", event, text=text)
         return replace(event, text=text)
 
@@ -172,6 +206,7 @@ class Engine:
     ) -> Event:
         """Free the request's room and make its last event."""
         sequence = live.sequence
+        num_known = len(sequence.tokens) - sequence.pending
         self._scheduler.finish(sequence)
         del self._live[sequence.id]
         if live.text is not None and not isinstance(stop_reason, str):
@@ -184,7 +219,7 @@ class Engine:
             RequestRecord(
                 request_id=sequence.id,
                 num_prompt=sequence.num_prompt,
-                num_generated=len(sequence.tokens) - sequence.num_prompt,
+                num_generated=num_known - sequence.num_prompt,
                 num_cached=sequence.num_cached,
                 finish_reason=reason,
                 arrival=sequence.request.arrival,
@@ -197,10 +232,11 @@ class Engine:
         return replace(event, text=text, finish_reason=reason, stop_reason=stop_reason, error=error)
 
     def _fail(self, works: Seq[Work], error: Exception) -> None:
+        log.error("a pass with %d requests failed", len(works), exc_info=error)
         text = f"The step failed: {type(error).__name__}: {error}"
         self._publish([self._end(self._live[w.sequence.id], "error", error=text) for w in works])
 
-    def _observe(self, started: float, records: tuple[WorkRecord, ...], passes: int) -> None:
+    def _observe(self, started: float, passes: Seq[Seq[Work]], records: tuple[WorkRecord, ...]) -> None:
         running = sum(live.sequence.slot is not None for live in self._live.values())
         self._notify(
             "infer_step_finished",
@@ -209,7 +245,8 @@ class Engine:
                 started=started,
                 finished=time.perf_counter(),
                 work=records,
-                passes=passes,
+                passes=len(passes),
+                padded_tokens=sum(len(works) * max(work.length for work in works) for works in passes),
                 running=running,
                 waiting=len(self._live) - running,
                 free_tokens=self._pool.free_tokens(),

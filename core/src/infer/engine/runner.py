@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from infer.device import download, mark, upload
 from infer.engine.batch import Batch
-from infer.engine.sampler import Row, draws, logprobs
+from infer.engine.sampler import Row, Scores, draws, score
 from infer.engine.sequence import Sequence
 from infer.protocols import CachePoolProtocol, KernelsProtocol, ModelProtocol
 from infer.request import TokenLogprobs
@@ -24,52 +27,84 @@ class Result:
     tokens: list[int | None]
     """One per sampled sequence; None where the model's output was not finite."""
     logprobs: list[TokenLogprobs | None]
-    prompt_logprobs: list[tuple[Sequence, list[TokenLogprobs]]]
+    prompt_logprobs: list[tuple[Sequence, list[TokenLogprobs | None]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A pass on its way through the device."""
+
+    batch: Batch
+    _token_N: Tensor | None
+    _chosen: Scores | None
+    _prompts: list[tuple[Sequence, Scores]]
+    _wait: Callable[[], None]
+
+    def result(self) -> Result:
+        """Wait for the pass and read what it yields."""
+        self._wait()
+        drawn: list[int] = [] if self._token_N is None else self._token_N.tolist()
+        return Result(
+            tokens=[token if token >= 0 else None for token in drawn],
+            logprobs=[] if self._chosen is None else self._chosen.read(),
+            prompt_logprobs=[(sequence, scores.read()) for sequence, scores in self._prompts],
+        )
 
 
 class Runner:
     """A model and its cache."""
 
     def __init__(
-        self, model: ModelProtocol, pool: CachePoolProtocol, kernels: KernelsProtocol, device: torch.device
+        self,
+        model: ModelProtocol,
+        pool: CachePoolProtocol,
+        kernels: KernelsProtocol,
+        device: torch.device,
+        max_batch_size: int,
     ) -> None:
         self._model = model
         self._pool = pool
         self._kernels = kernels
         self._device = device
+        self._last_token_S = torch.zeros(max_batch_size, dtype=torch.int64, device=device)
+        """The token last drawn for each slot: what the next pass starts from, though the host may not know it yet."""
 
     @torch.inference_mode()
-    def run(self, batch: Batch) -> Result:
-        """Forward, then logits at the rows that need them, then tokens."""
-        hidden_TD = self.forward(batch)
-        tokens: list[int | None] = []
-        chosen: list[TokenLogprobs | None] = []
+    def launch(self, batch: Batch) -> Launched:
+        """Forward, then logits at the rows that need them, then tokens; nothing waits for the device."""
+        hidden_TD = self._forward(batch)
+        token_N = chosen = None
         if batch.sampled:
-            logits_NV = self._model.logits(hidden_TD[batch.sample_rows])
+            logits_NV = self._model.logits(hidden_TD[upload(batch.sample_rows, self._device)])
             rows = [Row(s.request.params, s.request.seed, len(s.tokens)) for s in batch.sampled]
-            drawn = self._kernels.sample(logits_NV, draws(rows, self._device)).tolist()
-            tokens = [token if token >= 0 else None for token in drawn]
-            counts = [s.request.params.logprobs for s in batch.sampled]
-            chosen = logprobs(logits_NV, [max(token, 0) for token in drawn], counts)
-        return Result(tokens, chosen, [(s, self._score(s, hidden_TD[r : r + n])) for s, r, n in batch.scored])
+            token_N = self._kernels.sample(logits_NV, draws(rows, self._device))
+            known_N = token_N.clamp(min=0)
+            self._last_token_S[upload(batch.sample_slots, self._device)] = known_N
+            chosen = score(logits_NV, known_N, [s.request.params.logprobs for s in batch.sampled])
+            token_N = download(token_N)
+        prompts = [part for s, r, n in batch.scored for part in self._score(s, hidden_TD[r : r + n])]
+        return Launched(batch, token_N, chosen, prompts, mark(self._device))
 
-    def forward(self, batch: Batch) -> Tensor:
+    def _forward(self, batch: Batch) -> Tensor:
         """Hidden states, [T, D]."""
         if batch.decode_only:
             view = self._pool.decode_view(batch.slots)
         else:
             view = self._pool.batched_chunked_prefill_view(batch.slots, batch.starts, batch.lens)
-        token_ids_T, positions_T = batch.token_ids_T.to(self._device), batch.positions_T.to(self._device)
-        return self._model.forward(token_ids_T, positions_T, view)
+        token_ids_T = upload(batch.token_ids_T, self._device)
+        if len(batch.fed_rows):
+            fed_slots = upload(batch.fed_slots, self._device)
+            token_ids_T[upload(batch.fed_rows, self._device)] = self._last_token_S[fed_slots]
+        return self._model.forward(token_ids_T, upload(batch.positions_T, self._device), view)
 
-    def _score(self, sequence: Sequence, hidden_RD: Tensor) -> list[TokenLogprobs]:
+    def _score(self, sequence: Sequence, hidden_RD: Tensor) -> list[tuple[Sequence, Scores]]:
         """The logprobs of the prompt's tokens that the rows predict, in slices: a whole chunk's logits are large."""
         first = sequence.prompt_scored + 1
-        targets = sequence.tokens[first : first + len(hidden_RD)]
+        targets = upload(np.array(sequence.tokens[first : first + len(hidden_RD)]), self._device)
         count = sequence.request.params.prompt_logprobs
-        found: list[TokenLogprobs | None] = []
+        found = []
         for i in range(0, len(targets), SCORED_ROWS):
             part = targets[i : i + SCORED_ROWS]
             logits_NV = self._model.logits(hidden_RD[i : i + SCORED_ROWS])
-            found += logprobs(logits_NV, part, [count] * len(part))
-        return [score for score in found if score is not None]
+            found.append((sequence, score(logits_NV, part, [count] * len(part))))
+        return found

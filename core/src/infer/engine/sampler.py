@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from infer.device import download, upload
 from infer.protocols import Draws
 from infer.request import SamplingParams, TokenLogprobs
 
@@ -30,17 +31,17 @@ class Row:
 def draws(rows: Sequence[Row], device: torch.device) -> Draws:
     """The rows' parameters as tensors on ``device``."""
     params = [row.params for row in rows]
-    uniform_N = torch.from_numpy(uniform([row.seed for row in rows], [row.position for row in rows]))
+    uniform_N = uniform([row.seed for row in rows], [row.position for row in rows])
 
-    def column(values: list[float], dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+    def column(values: list[float], dtype: type = np.float32) -> Tensor:
+        return upload(np.array(values, dtype=dtype), device)
 
     return Draws(
         temperature_N=column([p.temperature for p in params]),
-        top_k_N=column([max(p.top_k, 0) for p in params], torch.int64),
+        top_k_N=column([max(p.top_k, 0) for p in params], np.int64),
         top_p_N=column([p.top_p for p in params]),
         min_p_N=column([p.min_p for p in params]),
-        uniform_N=uniform_N.to(device, non_blocking=True),
+        uniform_N=upload(uniform_N, device),
         greedy=all(p.temperature == 0 for p in params),
         ranked=any(p.temperature > 0 and (p.top_k > 0 or p.top_p < 1) for p in params),
     )
@@ -62,19 +63,37 @@ def _mix(x: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> np.ndarray[tuple[int
     return x ^ (x >> np.uint64(31))
 
 
-def logprobs(logits_NV: Tensor, token_ids: Sequence[int], counts: Sequence[int | None]) -> list[TokenLogprobs | None]:
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Logprobs on their way to the host."""
+
+    num_rows: int
+    _groups: list[tuple[list[int], Tensor, Tensor, Tensor, Tensor, Tensor]]
+    """Rows that ask for as many alternatives: rows, token_M, chosen_M, rank_M, ids_MC, values_MC."""
+
+    def read(self) -> list[TokenLogprobs | None]:
+        """One per row; None where none was asked for."""
+        result: list[TokenLogprobs | None] = [None] * self.num_rows
+        for rows, *tensors in self._groups:
+            columns = zip(rows, *(tensor.tolist() for tensor in tensors), strict=True)
+            for row, token, logprob, rank, ids, values in columns:
+                result[row] = TokenLogprobs(token, logprob, rank, tuple(zip(ids, values, strict=True)))
+        return result
+
+
+def score(logits_NV: Tensor, token_N: Tensor, counts: Sequence[int | None]) -> Scores:
     """Log-probabilities of the given tokens and the ``counts[i]`` likeliest of each row, before temperature and
-    filters; None where ``counts`` says None."""
-    result: list[TokenLogprobs | None] = [None] * len(counts)
+    filters; none where ``counts`` says None."""
+    groups = []
     for count in {c for c in counts if c is not None}:
         # Rows of one count go together: which of two tied tokens is listed may depend on how many are asked for.
         wanted = [i for i, c in enumerate(counts) if c == count]
-        logprob_MV = torch.log_softmax(logits_NV[wanted].float(), dim=-1)
-        token_M1 = torch.tensor([token_ids[i] for i in wanted], device=logits_NV.device)[:, None]
-        chosen_M1 = logprob_MV.gather(1, token_M1)
-        ranks = ((logprob_MV > chosen_M1).sum(dim=-1) + 1).tolist()
+        rows_M = upload(np.array(wanted), logits_NV.device)
+        logprob_MV = torch.log_softmax(logits_NV[rows_M].float(), dim=-1)
+        token_M = token_N[rows_M]
+        chosen_M1 = logprob_MV.gather(1, token_M[:, None])
+        rank_M = (logprob_MV > chosen_M1).sum(dim=-1) + 1
         top = logprob_MV.topk(min(count, logprob_MV.shape[1]), dim=-1)
-        columns = zip(wanted, chosen_M1[:, 0].tolist(), ranks, top.indices.tolist(), top.values.tolist(), strict=True)
-        for i, logprob, rank, ids, values in columns:
-            result[i] = TokenLogprobs(token_ids[i], logprob, rank, tuple(zip(ids, values, strict=True)))
-    return result
+        found = (token_M, chosen_M1[:, 0], rank_M, top.indices, top.values)
+        groups.append((wanted, *(download(tensor) for tensor in found)))
+    return Scores(len(counts), groups)  # type: ignore[arg-type]

@@ -28,6 +28,7 @@ class ContinuousScheduler:
         self._max_tokens = settings.max_tokens_per_step
         self._max_chunks = settings.max_prefill_chunks_per_step
         self._max_partial = settings.max_num_partial_prefills
+        self._mixed = settings.mixed_batches
         self.running: list[Sequence] = []
         """By arrival."""
         self.waiting: deque[Sequence] = deque()
@@ -61,12 +62,14 @@ class ContinuousScheduler:
         step = _Step(self._max_tokens, self._max_chunks, self._max_partial, self._chunk_size)
         step.spend(len(decodes))
         for sequence in self.running:
-            if not sequence.decoding and not step.extend(sequence):
-                break
+            if not sequence.decoding:
+                self._commit(sequence)
+                if not step.extend(sequence):
+                    break
         while admits and self.waiting and len(self.running) < self._max_batch_size:
             if not self._admit(self.waiting[0], step):
                 break
-        return Schedule(decodes, step.prefills)
+        return Schedule(decodes, step.prefills, self._mixed)
 
     def _admits(self) -> bool:
         return True
@@ -75,8 +78,10 @@ class ContinuousScheduler:
         """One token for everyone past prefill, making room by preempting the youngest."""
         works = []
         for sequence in list(self.running):
-            if not sequence.decoding:
+            if not sequence.decoding or sequence.complete:
                 continue
+            if sequence.num_computed == sequence.prefill_end:
+                self._commit(sequence)
             while not self._pool.grow(self._slot(sequence), len(sequence.tokens)):
                 victim = self.running[-1]
                 self._preempt(victim)
@@ -88,7 +93,7 @@ class ContinuousScheduler:
 
     def _admit(self, sequence: Sequence, step: _Step) -> bool:
         """Take room for the whole prompt at once, so that no prefill fails half-way for want of it."""
-        if not step.has_room(len(sequence.tokens)):
+        if sequence.pending or not step.has_room(len(sequence.tokens)):
             return False
         request = sequence.request
         place = self._pool.allocate(
@@ -113,7 +118,12 @@ class ContinuousScheduler:
         sequence.preemptions += 1
         self.waiting.appendleft(sequence)
 
+    def _commit(self, sequence: Sequence) -> None:
+        known = min(sequence.num_computed, len(sequence.tokens) - sequence.pending)
+        self._pool.commit(self._slot(sequence), sequence.tokens, known)
+
     def _release(self, sequence: Sequence) -> None:
+        self._commit(sequence)
         self._pool.free(self._slot(sequence))
         sequence.slot = None
         sequence.num_computed = 0

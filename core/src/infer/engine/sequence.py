@@ -7,6 +7,10 @@ from dataclasses import dataclass, field
 
 from infer.request import Request
 
+PENDING = -1
+"""Stands in ``Sequence.tokens`` for a token that the device has drawn, or will have by the time it is needed there, but
+that has not been read back yet."""
+
 
 @dataclass(eq=False, slots=True)
 class Sequence:
@@ -20,7 +24,8 @@ class Sequence:
     tokens: list[int] = field(init=False)
     num_prompt: int = field(init=False)
     num_computed: int = 0
-    """Leading positions whose K/V are in the cache. The scheduler sets it at admission, the engine after each pass."""
+    """Leading positions whose K/V are in the cache, or will be before anything later runs. The scheduler sets it at
+    admission, the engine with each pass."""
     prefill_end: int = 0
     """Positions to compute before it decodes: the tokens it had when it was admitted. Set by the scheduler."""
     slot: int | None = None
@@ -28,8 +33,10 @@ class Sequence:
     num_cached: int = 0
     """Prompt tokens found in the cache at first admission. Set by the scheduler."""
     preemptions: int = 0
+    pending: int = 0
+    """How many PENDING tokens ``tokens`` ends with. Set by the engine."""
     prompt_scored: int = 0
-    """Prompt positions whose logprobs are known. Set by the engine."""
+    """Prompt positions whose logprobs have been computed. Set by the engine."""
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt_token_ids)
@@ -42,6 +49,11 @@ class Sequence:
     @property
     def decoding(self) -> bool:
         return self.slot is not None and self.num_computed >= self.prefill_end
+
+    @property
+    def complete(self) -> bool:
+        """All its tokens are drawn, though perhaps not read back."""
+        return len(self.tokens) >= self.max_len
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +80,10 @@ class Schedule:
 
     decodes: list[Work]
     prefills: list[Work]
+    mixed: bool = False
 
     def passes(self) -> Iterator[list[Work]]:
-        """What goes through the model together: decodes first, for the sake of inter-token latency."""
-        yield from (works for works in (self.decodes, self.prefills) if works)
+        """What goes through the model together: everything if ``mixed``, so that the weights are read once; else
+        decodes first, for the sake of inter-token latency."""
+        parts = [self.decodes + self.prefills] if self.mixed else [self.decodes, self.prefills]
+        yield from (works for works in parts if works)

@@ -1,0 +1,143 @@
+"""A paged KV cache: sequences take small pages as they grow and share those of common prefixes (Kwon et al., 2023)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import torch
+from pydantic import BaseModel, Field, PositiveInt
+
+from infer import hookimpl
+from infer.errors import SettingsError
+from infer.hookspecs import Registration
+from infer.kv_cache import BlockPool
+from infer.protocols import Allocation, CacheContext, CacheFactory
+from infer_cache_paged.pages import Pages
+
+INFER_PLUGIN_API = 1
+log = logging.getLogger(__name__)
+
+FRACTION = {"cpu": 0.5, "cuda": 0.9}
+"""Of the memory that is free once the weights are loaded, where neither setting says otherwise."""
+
+
+class PagedSettings(BaseModel, extra="forbid"):
+    block_size: PositiveInt = Field(16, description="positions per page")
+    num_blocks: PositiveInt | None = Field(None, description="pages; none: as many as memory_fraction allows")
+    memory_fraction: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="of the memory that is free once the weights are loaded; none: at most 0.5 on a CPU and 0.9 on a "
+        "GPU, and no more than max_batch_size sequences of full length need",
+    )
+    prefix_caching: bool = Field(True, description="let requests share the K/V of a common beginning")
+
+
+class PagedPool(BlockPool):
+    """Pages for sequences, and a table of them for the kernels."""
+
+    def __init__(self, context: CacheContext, settings: PagedSettings) -> None:
+        num_blocks = _num_blocks(context, settings)
+        super().__init__(context, num_blocks, settings.block_size, -(-context.max_seq_len // settings.block_size))
+        self.max_seq_len = context.max_seq_len
+        self.pages = Pages(num_blocks, settings.block_size, settings.prefix_caching)
+        self._free_slots = list(reversed(range(context.max_batch_size)))
+
+    def allocate(self, token_ids: Sequence[int], *, reuse: bool = True, salt: str = "") -> Allocation | None:
+        if not self._free_slots or len(token_ids) > self.max_seq_len:
+            return None
+        slot = self._free_slots[-1]
+        num_cached = self.pages.allocate(slot, token_ids, reuse=reuse, salt=salt)
+        if num_cached is None:
+            return None
+        self._free_slots.pop()
+        self._lengths[slot] = num_cached
+        self._write_table(slot, 0)
+        return Allocation(slot, num_cached)
+
+    def grow(self, slot: int, num_tokens: int) -> bool:
+        if num_tokens <= self._capacity[slot]:
+            return True
+        before = self._capacity[slot] // self.pages.block_size
+        if num_tokens > self.max_seq_len or not self.pages.grow(slot, num_tokens):
+            return False
+        self._write_table(slot, before)
+        return True
+
+    def commit(self, slot: int, token_ids: Sequence[int], num_computed: int) -> None:
+        if self.pages.commit(slot, token_ids, num_computed):
+            self._write_table(slot, 0)
+
+    def free(self, slot: int) -> None:
+        self.length(slot)
+        del self._lengths[slot], self._capacity[slot]
+        self.pages.free(slot)
+        self._free_slots.append(slot)
+
+    def free_tokens(self) -> int:
+        return self.pages.num_available * self.pages.block_size
+
+    def _write_table(self, slot: int, begin: int) -> None:
+        pages = self.pages.holdings[slot].pages
+        self._table_SP[slot, begin : len(pages)] = pages[begin:]
+        self._capacity[slot] = len(pages) * self.pages.block_size
+
+
+def _num_blocks(context: CacheContext, settings: PagedSettings) -> int:
+    """How many pages to make; the arithmetic goes to the log."""
+    per_token = sum(2 * s.num_kv_heads * s.head_size for s in context.layers) * context.dtype.itemsize
+    size = settings.block_size * per_token
+    if settings.num_blocks is not None:
+        if settings.memory_fraction is not None:
+            raise SettingsError(
+                f"cache.paged.num_blocks = {settings.num_blocks} and cache.paged.memory_fraction = "
+                f"{settings.memory_fraction} both set the pool's size; leave one out."
+            )
+        log.info("paged cache: %d pages of %d positions, as set", settings.num_blocks, settings.block_size)
+        return settings.num_blocks
+    fraction = settings.memory_fraction or FRACTION[context.device.type]
+    free = _free_memory(context.device)
+    fitting = int(fraction * free) // size
+    wanted = context.max_batch_size * -(-context.max_seq_len // settings.block_size)
+    chosen = fitting if settings.memory_fraction is not None else min(fitting, wanted)
+    log.info(
+        "paged cache: %d pages of %d positions (%.2f of %.2f GiB free / %d bytes = %d; %d sequences of %d need %d)",
+        chosen,
+        settings.block_size,
+        fraction,
+        free / 2**30,
+        size,
+        fitting,
+        context.max_batch_size,
+        context.max_seq_len,
+        wanted,
+    )
+    return chosen
+
+
+def _free_memory(device: torch.device) -> int:
+    """Bytes that may still be taken: the GPU's, or the machine's within the limit of a container."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free: int = psutil.virtual_memory().available
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
+        free = min(free, int(text) - int(used.read_text()))
+    return free
+
+
+@hookimpl
+def infer_cache_pools() -> list[Registration[CacheFactory]]:
+    return [
+        Registration(
+            "paged",
+            PagedPool,
+            "pages on demand, prefixes shared",
+            PagedSettings,
+            priority=10,
+        )
+    ]

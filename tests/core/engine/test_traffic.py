@@ -1,0 +1,267 @@
+"""Engine, scheduler and pool under random traffic: everything but the arithmetic.
+
+The model is a function of the tokens so far, and its cache holds, at every place a K/V would be, which tokens it was
+made from. So a page shared, evicted, freed or taken over wrongly is seen by the next pass that reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import hypothesis.strategies as st
+import torch
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from infer.engine.batch import Batch
+from infer.engine.engine import Abort, Engine
+from infer.engine.runner import Result
+from infer.engine.schedulers import ContinuousScheduler
+from infer.engine.sequence import PENDING
+from infer.hookspecs import RequestRecord, StepRecord
+from infer.kernels.reference import ReferenceKernels
+from infer.protocols import CacheContext
+from infer.request import Event, Request, SamplingParams
+from infer.settings import EngineSettings
+from infer_cache_paged import PagedPool, PagedSettings
+from infer_cache_slotted import SlottedPool
+
+MAX_SEQ_LEN = 24
+EOS = 0
+
+
+def answer(tokens: Seq[int]) -> int:
+    """What the model says after these tokens: 1 or 2, or now and then EOS."""
+    return (EOS, 1, 2, 1, 2, 1, 2)[hash(tuple(tokens)) % 7]
+
+
+def expected(prompt: Seq[int], max_tokens: int) -> list[int]:
+    tokens = list(prompt)
+    while len(tokens) < min(len(prompt) + max_tokens, MAX_SEQ_LEN):
+        tokens.append(answer(tokens))
+        if tokens[-1] == EOS:
+            break
+    return tokens[len(prompt) :]
+
+
+@dataclass
+class Launched:
+    batch: Batch
+    tokens: list[int | None]
+
+    def result(self) -> Result:
+        return Result(self.tokens, [None] * len(self.tokens), [])
+
+
+class Runner:
+    """Computes at once, as a device does in its own time: tokens that the host does not know yet it knows itself."""
+
+    def __init__(self, pool: Any) -> None:
+        self.pool = pool
+        self.memory: dict[int, tuple[int, ...]] = {}
+        self.last: dict[int, int] = {}
+        self.fault = ""
+        self.computed = 0
+
+    def launch(self, batch: Batch) -> Launched:
+        fault, self.fault = self.fault, ""
+        if fault == "launch":
+            raise RuntimeError("never set out")
+        if batch.decode_only:
+            ragged = self.pool.decode_view(batch.slots).ragged
+        else:
+            ragged = self.pool.batched_chunked_prefill_view(batch.slots, batch.starts, batch.lens).ragged
+        size = self.pool.storage.block_size
+        ids = batch.token_ids_T.tolist()
+        for row, slot in zip(batch.fed_rows.tolist(), batch.fed_slots.tolist(), strict=True):
+            ids[row] = self.last[slot]
+        assert PENDING not in ids
+        histories = []
+        for b, (start, length) in enumerate(zip(batch.starts, batch.lens, strict=True)):
+            places = [int(ragged.block_table_BP[b, p // size]) * size + p % size for p in range(start + length)]
+            row = ragged.offsets[b]
+            assert ragged.flat_T[row : row + length].tolist() == places[start:]
+            history = self.memory[places[start - 1]] if start else ()
+            for p in range(start):
+                assert self.memory[places[p]] == history[: p + 1], "what was computed is what is read"
+            for i in range(length):
+                history = (*history, ids[row + i])
+                self.memory[places[start + i]] = history
+            histories.append(history)
+        self.computed += len(ids)
+        tokens: list[int | None] = []
+        by_sequence = {work.sequence: history for work, history in zip(batch.work, histories, strict=True)}
+        for sequence, slot in zip(batch.sampled, batch.sample_slots.tolist(), strict=True):
+            self.last[slot] = answer(by_sequence[sequence])
+            tokens.append(self.last[slot])
+        if fault == "not finite" and tokens:
+            tokens[0] = None
+        return Launched(batch, tokens)
+
+
+class Traffic(RuleBasedStateMachine):
+    """Clients come and leave, passes fail now and then; the drain always finishes and leaves nothing behind."""
+
+    @initialize(
+        pages=st.none() | st.integers(0, 12),
+        size=st.sampled_from([1, 2, 4, 16]),
+        batch=st.integers(1, 4),
+        over=st.none() | st.integers(0, 12),
+        lag=st.integers(0, 2),
+        keys=st.fixed_dictionaries(
+            {
+                "mixed_batches": st.booleans(),
+                "prefill_chunk_size": st.sampled_from([1, 3, 8, 512]),
+                "max_prefill_chunks_per_step": st.none() | st.integers(1, 2),
+                "max_num_partial_prefills": st.none() | st.integers(1, 2),
+            }
+        ),
+    )
+    def start(self, pages: int | None, size: int, batch: int, over: int | None, lag: int, keys: dict[str, Any]) -> None:
+        self.budget = None if over is None else batch + over
+        chosen = EngineSettings.model_validate({"max_batch_size": batch, "max_tokens_per_step": self.budget} | keys)
+        context = CacheContext([], batch, MAX_SEQ_LEN, torch.float32, torch.device("cpu"), ReferenceKernels())
+        if pages is None:
+            self.pool: Any = SlottedPool(context)
+        else:
+            self.pool = PagedPool(context, PagedSettings(block_size=size, num_blocks=-(-MAX_SEQ_LEN // size) + pages))
+        self.pool.commit = self.checked(self.pool.commit)
+        self.room = self.pool.free_tokens()
+        self.runner = Runner(self.pool)
+        self.events: dict[str, list[Event]] = {}
+        self.requests: dict[str, Request] = {}
+        self.hurt: set[str] = set()
+        self.steps: list[StepRecord] = []
+        self.engine = Engine(
+            self.runner,  # type: ignore[arg-type]
+            ContinuousScheduler(self.pool, chosen),
+            self.pool,
+            tokenizer=None,
+            eos_token_ids=frozenset({EOS}),
+            max_seq_len=MAX_SEQ_LEN,
+            lag=lag,
+            publish=self.publish,
+            notify=self.notify,
+        )
+
+    @staticmethod
+    def checked(commit: Callable[[int, list[int], int], None]) -> Callable[[int, list[int], int], None]:
+        def wrapper(slot: int, token_ids: list[int], num_computed: int) -> None:
+            assert PENDING not in token_ids[:num_computed]
+            commit(slot, token_ids, num_computed)
+
+        return wrapper
+
+    def publish(self, events: list[Event]) -> None:
+        for event in events:
+            before = self.events.setdefault(event.request_id, [])
+            assert not before or before[-1].finish_reason is None, "nothing follows the last event"
+            before.append(event)
+
+    def notify(self, hook: str, record: StepRecord | RequestRecord) -> None:
+        if isinstance(record, StepRecord):
+            self.steps.append(record)
+            assert self.budget is None or sum(work.length for work in record.work) <= self.budget
+
+    @rule(
+        common=st.integers(0, 20),
+        own=st.lists(st.integers(1, 2), min_size=1, max_size=3),
+        new=st.integers(1, 12),
+        salt=st.sampled_from(["", "", "s"]),
+        times=st.integers(1, 3),
+    )
+    def submit(self, common: int, own: list[int], new: int, salt: str, times: int) -> None:
+        for _ in range(times):
+            prompt = (*[1] * common, *own)
+            request = Request(prompt, SamplingParams(max_tokens=new), id=f"r{len(self.requests)}", cache_salt=salt)
+            self.requests[request.id] = request
+            self.engine.submit(request)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        victim = data.draw(st.sampled_from(sorted(self.requests)))
+        self.hurt.add(victim)
+        self.engine.submit(Abort(victim))
+
+    @rule(fault=st.sampled_from(["launch", "not finite"]))
+    def fail(self, fault: str) -> None:
+        self.runner.fault = fault
+
+    @rule(times=st.integers(1, 8))
+    def step(self, times: int) -> None:
+        for _ in range(times):
+            self.engine.step()
+
+    @invariant()
+    def the_pool_is_whole(self) -> None:
+        if isinstance(getattr(self, "pool", None), PagedPool):
+            pages = self.pool.pages
+            owned = {page for holding in pages.holdings.values() for page in holding.pages}
+            cached = [node.page for node in pages.cached]
+            total = self.room // pages.block_size
+            assert sorted([*pages.free_list, *owned, *cached]) == list(range(total))
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        steps = 0
+        while self.engine.has_work():
+            self.engine.step()
+            steps += 1
+            assert steps < 5000, "the drain finishes"
+        assert self.pool.free_tokens() == self.room
+        for id, request in self.requests.items():
+            events = self.events[id]
+            assert [e.finish_reason is not None for e in events] == [False] * (len(events) - 1) + [True]
+            tokens = [token for event in events for token in event.token_ids]
+            truth = expected(request.prompt_token_ids, request.params.max_tokens or 0)
+            assert tokens == truth[: len(tokens)]
+            if events[-1].finish_reason in ("stop", "length"):
+                assert tokens == truth
+            else:
+                assert events[-1].finish_reason == "error" or id in self.hurt
+
+
+TestTraffic = Traffic.TestCase
+TestTraffic.settings = settings(max_examples=1000, stateful_step_count=25, deadline=None)
+
+
+def rows_by_lag(common: int, new: int) -> list[int]:
+    """Rows computed for one request, with each lag."""
+    rows = []
+    for lag in (0, 1, 2):
+        machine = Traffic()
+        machine.start(None, 1, 1, None, lag, {})
+        machine.submit(common, [1], new, "", 1)
+        machine.teardown()
+        rows.append(machine.runner.computed)
+    return rows
+
+
+def test_whoever_stops_is_computed_once_more_for_each_pass_of_lag() -> None:
+    common = next(n for n in range(8) if len(expected([1] * (n + 1), 10)) < 10)
+    rows = rows_by_lag(common, 10)
+    assert rows == [rows[0], rows[0] + 1, rows[0] + 2]
+
+
+def test_whoever_ends_by_length_is_never_computed_in_vain() -> None:
+    common = next(n for n in range(8) if EOS not in expected([1] * (n + 1), 3))
+    assert len(set(rows_by_lag(common, 3))) == 1
+
+
+def test_a_late_result_does_not_reach_the_next_request_of_the_same_id() -> None:
+    stops, goes_on = (next(n for n in range(9) if (EOS in expected([1] * n + [2], 4)) == early) for early in (1, 0))
+    machine = Traffic()
+    machine.start(None, 1, 1, None, 1, {})
+    machine.submit(stops, [2], 9, "", 1)
+    while "r0" not in machine.events or machine.events["r0"][-1].finish_reason is None:
+        machine.engine.step()
+    assert machine.engine.has_work(), "a pass is on its way"
+    machine.events.clear()
+    machine.requests.clear()
+    machine.submit(goes_on, [2], 4, "", 1)
+    machine.teardown()
