@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -122,8 +122,9 @@ class Stepper:
     finished: list[RequestRecord] = field(default_factory=list)
 
     def submit(self, prompt: list[int], id: str, salt: str = "", **params: Any) -> Request:
-        request = Request.make(prompt, SamplingParams(**params), vocab_size=VOCAB, max_seq_len=MAX_SEQ_LEN, id=id)
-        request = replace(request, cache_salt=salt)
+        request = Request.make(
+            prompt, SamplingParams(**params), vocab_size=VOCAB, max_seq_len=MAX_SEQ_LEN, id=id, cache_salt=salt
+        )
         self.engine.submit(request)
         return request
 

@@ -1,4 +1,5 @@
-"""The promise: what a request is answered does not depend on chunks, company, arrival or budget. Bit for bit."""
+"""The promise: what a request is answered does not depend on chunks, company, arrival, budget, pool, prefix hits or
+preemption. Bit for bit."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from tests.support import (
     MAX_SEQ_LEN,
     build_model,
     make_engine,
+    paged_pool,
     random_prompt,
     slotted_pool,
     tiny_model,
@@ -24,7 +26,7 @@ from tests.support import (
 
 from infer.engine.exactness import self_check
 from infer.kernels.reference import ReferenceKernels
-from infer.protocols import ModelProtocol
+from infer.protocols import CachePoolProtocol, ModelProtocol
 from infer.request import Event
 
 CHUNK = 16
@@ -32,19 +34,29 @@ both = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 families = pytest.mark.parametrize("family", FAMILIES)
 
 
-@torch.inference_mode()
 def prefill_logits(model: ModelProtocol, dtype: torch.dtype, prompt: list[int], cuts: list[int]) -> torch.Tensor:
     """Logits at the last prompt position when the prompt is prefilled up to each of ``cuts`` in turn."""
-    pool = slotted_pool(model, dtype)
+    return prefill(model, slotted_pool(model, dtype), prompt, cuts)[0]
+
+
+@torch.inference_mode()
+def prefill(
+    model: ModelProtocol, pool: CachePoolProtocol, prompt: list[int], cuts: list[int]
+) -> tuple[torch.Tensor, int]:
+    """Logits at the last position, and how many tokens were cached. Leaves in the pool what it may keep."""
     place = pool.allocate(prompt)
     assert place is not None
-    begin = 0
+    begin = place.num_cached
     for end in cuts:
+        if end <= begin:
+            continue
         view = pool.batched_chunked_prefill_view([place.slot], [begin], [end - begin])
         hidden = model.forward(torch.tensor(prompt[begin:end]), torch.arange(begin, end), view)
         assert pool.length(place.slot) == end
         begin = end
-    return model.logits(hidden[-1:])
+    pool.commit(place.slot, prompt, begin)
+    pool.free(place.slot)
+    return model.logits(hidden[-1:]), place.num_cached
 
 
 @families
@@ -68,6 +80,25 @@ def test_sliding_window_against_chunk_and_segment_edges(dtype: torch.dtype, edge
     prompt = random_prompt(length)
     full = prefill_logits(model, dtype, prompt, [length])
     assert torch.equal(full, prefill_logits(model, dtype, prompt, [chunk, length]))
+
+
+@both
+@pytest.mark.parametrize("page", [11, 12, 13])
+@pytest.mark.parametrize("cached", [1, 10, 11])
+def test_sliding_window_against_page_and_chunk_edges_after_a_prefix_hit(
+    dtype: torch.dtype, page: int, cached: int
+) -> None:
+    """The window of 12 meets the page's end, the hit's and the chunk's, or misses them by one."""
+    model = tiny_model("gemma3", dtype)
+    prompt = random_prompt(cached * page + 30)
+    full = prefill_logits(model, dtype, prompt, [len(prompt)])
+    for chunk in (11, 12, 13, 30):
+        pool = paged_pool(model, dtype, block_size=page)
+        prefill(model, pool, prompt[: cached * page + 1], [cached * page + 1])
+        cuts = [*range(cached * page + chunk, len(prompt), chunk), len(prompt)]
+        logits, hit = prefill(model, pool, prompt, cuts)
+        assert hit == cached * page
+        assert torch.equal(full, logits), chunk
 
 
 @both
@@ -100,10 +131,15 @@ REQUESTS: list[dict[str, Any]] = [
 ]
 
 
+COMMON = random_prompt(260)
+
+
 def submit(stepper: Any, index: int, new: int) -> None:
+    """Every prompt begins as the others do and ends in its own way."""
     params = dict(REQUESTS[index])
-    prompt = random_prompt(params.pop("prompt"), seed=index)
-    stepper.submit(prompt, str(index), max_tokens=new, logprobs=20, **params)
+    length = params.pop("prompt")
+    own = random_prompt(2, seed=index + 1)[:length]
+    stepper.submit(COMMON[: length - len(own)] + own, str(index), max_tokens=new, logprobs=20, **params)
 
 
 @cache
@@ -129,6 +165,7 @@ mixes = st.fixed_dictionaries(
         "prefill_chunk_size": st.sampled_from([1, 3, 7, CHUNK, 33, 128, 512]),
         "max_tokens_per_step": st.none() | st.integers(6, 80),
         "max_num_partial_prefills": st.none() | st.integers(1, 2),
+        "mixed_batches": st.booleans(),
     }
 )
 arrivals = st.lists(
@@ -139,12 +176,25 @@ arrivals = st.lists(
 )
 
 
-@settings(max_examples=240, deadline=None)
-@given(st.sampled_from(FAMILIES), st.sampled_from(DTYPES), mixes, arrivals)
-def test_any_mix_of_arrivals_chunks_and_budgets(
-    family: str, dtype: torch.dtype, keys: dict[str, Any], plan: list[tuple[int, int, int]]
+pools = st.just(None) | st.tuples(st.sampled_from([1, 7, 16, 128, 400]), st.integers(0, 200))
+
+
+@settings(max_examples=360, deadline=None)
+@given(st.sampled_from(FAMILIES), st.sampled_from(DTYPES), mixes, arrivals, pools, st.integers(0, 2))
+def test_any_mix_of_arrivals_chunks_budgets_and_pools(
+    family: str,
+    dtype: torch.dtype,
+    keys: dict[str, Any],
+    plan: list[tuple[int, int, int]],
+    paged: tuple[int, int] | None,
+    lag: int,
 ) -> None:
-    stepper = make_engine(tiny_model(family, dtype), dtype, **keys)
+    model, pool = tiny_model(family, dtype), None
+    if paged is not None:
+        page, spare = paged
+        num_blocks = -(-(MAX_SEQ_LEN + spare) // page)
+        pool = paged_pool(model, dtype, keys["max_batch_size"], block_size=page, num_blocks=num_blocks)
+    stepper = make_engine(model, dtype, pool=pool, lag=lag, **keys)
     due = sorted(plan, key=lambda a: a[1])
     step = 0
     while due or stepper.engine.has_work():
@@ -191,6 +241,27 @@ def test_preemption_does_not_change_the_answer(family: str, dtype: torch.dtype) 
     stepper.run()
     assert sum(record.preemptions for record in stepper.finished) > 3
     for index in range(5):
+        assert same(stepper.answer(str(index)), alone(family, dtype, index))
+
+
+@families
+@both
+@pytest.mark.parametrize("mixed", [False, True], ids=["separate", "mixed"])
+@pytest.mark.parametrize("num_blocks", [20, 200], ids=["preempted", "roomy"])
+@pytest.mark.parametrize("prefix_caching", [False, True], ids=["miss", "hit"])
+def test_paged_pool_answers_the_same(
+    family: str, dtype: torch.dtype, mixed: bool, num_blocks: int, prefix_caching: bool
+) -> None:
+    model = tiny_model(family, dtype)
+    pool = paged_pool(model, dtype, 6, num_blocks=num_blocks, prefix_caching=prefix_caching)
+    stepper = make_engine(model, dtype, pool=pool, lag=1, max_batch_size=6, mixed_batches=mixed, prefill_chunk_size=50)
+    order = [6, 7, 3, 2, 1, 0, 8, 5]
+    for index in order:
+        submit(stepper, index, 12)
+    stepper.run()
+    assert any(record.num_cached for record in stepper.finished) == prefix_caching
+    assert any(record.preemptions for record in stepper.finished) == (num_blocks == 20)
+    for index in order:
         assert same(stepper.answer(str(index)), alone(family, dtype, index))
 
 

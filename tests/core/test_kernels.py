@@ -134,6 +134,22 @@ def test_store_kv(dtype: torch.dtype) -> None:
     assert torch.equal(v_cache, expected_v)
 
 
+@floats
+def test_rope_store_kv(dtype: torch.dtype) -> None:
+    """q and K are turned, V is kept as it is."""
+    q, k, v = (random(3, heads, 8, dtype=dtype, seed=heads) for heads in (4, 2, 2))
+    angles = random(3, 4, seed=9).double() * 10
+    k_cache, v_cache = (random(4, 3, 2, 8, dtype=dtype, seed=seed) for seed in (0, 1))
+    before = k_cache.clone()
+    flat = torch.tensor([11, 0, 4])
+    out = KERNELS.rope_store_kv(q, k, v, angles.cos().float(), angles.sin().float(), k_cache, v_cache, flat)
+    close(out, rope64(q, angles))
+    close(k_cache.flatten(0, 1)[flat], rope64(k, angles))
+    assert torch.equal(v_cache.flatten(0, 1)[flat], v)
+    untouched = [i for i in range(12) if i not in flat]
+    assert torch.equal(k_cache.flatten(0, 1)[untouched], before.flatten(0, 1)[untouched])
+
+
 # Attention
 
 

@@ -108,15 +108,15 @@ def test_a_broken_plugin_is_reported_and_takes_nobody_down(install: Install, sou
 
 
 def test_auto_takes_the_highest_priority_and_says_so(install: Install, caplog: pytest.LogCaptureFixture) -> None:
-    install("better", name="better", priority=5)
+    install("better", name="better", priority=15)
     with caplog.at_level(logging.INFO):
         assert Plugins.discover().auto("cache", "cache.backend").name == "better"
-    assert "auto chose better of better over slotted" in caplog.text
+    assert "auto chose better of better over paged" in caplog.text
 
 
 def test_auto_does_not_choose_between_equals(install: Install) -> None:
-    install("equal", name="equal")
-    with pytest.raises(PluginError, match=r"'slotted' \(infer-cache-slotted\).*equal priority; name one"):
+    install("equal", name="equal", priority=10)
+    with pytest.raises(PluginError, match=r"'paged' \(infer-cache-paged\).*equal priority; name one"):
         Plugins.discover().auto("cache", "cache.backend")
 
 

@@ -119,6 +119,20 @@ async def test_logprobs_of_answer_and_prompt(small: Body) -> None:
         assert streamed == choice["logprobs"]["token_logprobs"]
 
 
+async def test_a_common_prefix_is_computed_once_and_not_across_salts(small: Body) -> None:
+    async with running(**small) as server:
+        answers = []
+        for salt in ("a", "a", "b", None):
+            body = {"prompt": list(range(1, 41)), "max_tokens": 3, "temperature": 0, "logprobs": 3, "cache_salt": salt}
+            _, answer, _ = await server.post(body)
+            answers.append(answer)
+        cached = [a["usage"]["prompt_tokens_details"]["cached_tokens"] for a in answers]
+        assert cached == [0, 32, 0, 0]
+        assert all(a["choices"] == answers[0]["choices"] for a in answers)
+        status, refused, _ = await server.post({"prompt": "x", "cache_salt": "s" * 257})
+        assert (status, refused["error"]["param"]) == (400, "cache_salt")
+
+
 async def test_models_health_and_ready(small: Body) -> None:
     async with running(**small) as server:
         _, models = await server.get("/v1/models")

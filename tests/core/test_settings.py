@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Iterator
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +77,7 @@ BAD: list[tuple[list[str], str]] = [
     (["--engine.max_num_partial_prefills", "0"], r"engine.max_num_partial_prefills = '0'"),
     (["--engine.max_batch_size"], r"needs a value"),
     (["serve"], r"'serve' is not understood"),
-    (["--cache.paged.block_size", "8"], r"plugin 'paged' is not installed: pip install infer-cache-paged"),
+    (["--cache.paged.block_size", "0"], r"cache.paged.block_size = '0'.*greater than 0"),
     (
         ["--engine.batching_mode", "static", "--engine.use_chunked_prefill", "true"],
         r"engine.use_chunked_prefill = true.*engine.batching_mode = \"static\"",
@@ -107,6 +109,12 @@ def test_one_sentence_for_what_is_wrong(argv: list[str], message: str) -> None:
     with pytest.raises(SettingsError, match=message) as caught:
         load(*argv, read_file=False)
     assert "\n" not in str(caught.value)
+
+
+def test_the_table_of_a_plugin_that_is_not_installed() -> None:
+    without = Plugins.discover(installed=[e for e in entry_points(group="infer") if e.name != "paged"])
+    with pytest.raises(SettingsError, match=r"plugin 'paged' is not installed: pip install infer-cache-paged"):
+        load("--cache.paged.block_size", "8", plugins=without, read_file=False)
 
 
 def test_the_environment_is_checked_too() -> None:
@@ -143,14 +151,18 @@ def test_none_is_said_alike_everywhere(tmp_path: Path) -> None:
     assert load("--engine.max_seq_len", "null", file=str(file)).settings.engine.max_seq_len is None
 
 
+def flat(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
 def test_settings_toml_holds_every_key_at_its_default() -> None:
     text = (ROOT / "settings.toml").read_text()
     uncommented = re.sub(r"^# (\w+ = )", r"\1", text, flags=re.MULTILINE)
-    shown = {
-        f"{section}.{key}": None if value == "none" else value
-        for section, table in tomllib.loads(uncommented).items()
-        for key, value in table.items()
-    }
+    shown = {key: None if value == "none" else value for key, value in flat(tomllib.loads(uncommented))}
     defaults = {key: default for key, _, default in describe_schema(schema(PLUGINS))}
     assert shown == defaults | {"model.path": "demo"}
 

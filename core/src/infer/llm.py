@@ -125,9 +125,16 @@ class LLM:
                 left, running = left - ended, running - ended
         return list(answers.values())
 
-    def submit(self, prompt: Prompt, params: SamplingParams | None = None, *, id: str | None = None) -> Handle:
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        id: str | None = None,
+        cache_salt: str | None = None,
+    ) -> Handle:
         """Begin a request and return at once; may be called from any thread."""
-        return Handle(self, self.request(prompt, params, id))
+        return Handle(self, self.request(prompt, params, id, cache_salt))
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Event]:
         """Events as they come; leaving early aborts the request."""
@@ -143,7 +150,13 @@ class LLM:
             async for event in events:
                 yield event
 
-    def request(self, prompt: Prompt, params: SamplingParams | None = None, id: str | None = None) -> Request:
+    def request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        id: str | None = None,
+        cache_salt: str | None = None,
+    ) -> Request:
         """Tokenise and check. Raises RequestError."""
         if isinstance(prompt, str):
             assert self.served.tokenizer is not None
@@ -154,6 +167,7 @@ class LLM:
             vocab_size=self.served.vocab_size,
             max_seq_len=self.served.max_seq_len,
             id=id,
+            cache_salt=cache_salt,
         )
 
     def close(self, drain_s: float = 0.0) -> None:

@@ -69,6 +69,7 @@ class Request:
     seed: int = 0
     """``params.seed``, or drawn once when the client gave none."""
     cache_salt: str = ""
+    """Only requests of equal salt share what the cache holds."""
     arrival: float = field(default_factory=time.perf_counter)
 
     @classmethod
@@ -80,6 +81,7 @@ class Request:
         vocab_size: int,
         max_seq_len: int,
         id: str | None = None,
+        cache_salt: str | None = None,
     ) -> Request:
         """Check the ids and the length against the model. Raises RequestError, whose text is fit for the client."""
         n = len(prompt_token_ids)
@@ -107,7 +109,7 @@ class Request:
                     param=name,
                 )
         seed = params.seed if params.seed is not None else secrets.randbits(63)
-        return cls(tuple(prompt_token_ids), params, id or new_request_id(), seed)
+        return cls(tuple(prompt_token_ids), params, id or new_request_id(), seed, cache_salt or "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,7 +136,7 @@ def play(settings: Settings, plugins: Plugins, arrivals: Sequence[Arrival]) -> R
             def submit(arrival: Arrival) -> Any:
                 prompt = (ids * (arrival.prompt_tokens // len(ids) + 1))[: arrival.prompt_tokens]
                 params = SamplingParams(temperature=0, max_tokens=arrival.max_tokens, ignore_eos=True)
-                return llm.submit(prompt, params, id=arrival.id)
+                return llm.submit(prompt, params, id=arrival.id, cache_salt=arrival.id)  # each computes its own
 
             llm.generate([ids], SamplingParams(max_tokens=2))  # first passes are slower than the rest
             recorder.steps.clear()

@@ -81,6 +81,7 @@ class Completions:
             vocab_size=self._served.vocab_size,
             max_seq_len=self._served.max_seq_len,
             id=id,
+            cache_salt=asked.cache_salt,
         )
 
     async def _stream(

@@ -25,6 +25,9 @@ class CompletionRequest(SamplingParams):
     prompt: str | tuple[TokenId, ...] = Field(description="Text, or token ids.")
     stream: bool | None = Field(False, description="Answer with server-sent events.")
     stream_options: StreamOptions | None = None
+    cache_salt: str | None = Field(
+        None, min_length=1, max_length=256, description="Share cached prefixes only with requests of the same salt."
+    )
     user: str | None = Field(None, description="The caller's own mark; not used.")
     n: Literal[1] | None = None
     best_of: Literal[1] | None = None

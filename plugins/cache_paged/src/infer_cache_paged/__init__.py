@@ -60,12 +60,12 @@ class PagedPool(BlockPool):
         return Allocation(slot, num_cached)
 
     def grow(self, slot: int, num_tokens: int) -> bool:
-        if num_tokens <= self._capacity[slot]:
-            return True
-        before = self._capacity[slot] // self.pages.block_size
-        if num_tokens > self.max_seq_len or not self.pages.grow(slot, num_tokens):
+        if num_tokens > self.max_seq_len:
             return False
-        self._write_table(slot, before)
+        if num_tokens > self._capacity[slot]:
+            if not self.pages.grow(slot, num_tokens):
+                return False
+            self._write_table(slot, self._capacity[slot] // self.pages.block_size)
         return True
 
     def commit(self, slot: int, token_ids: Sequence[int], num_computed: int) -> None:
