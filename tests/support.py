@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from infer.engine.engine import Abort, Engine
+from infer.engine.graphs import DecodeGraphs
 from infer.engine.runner import Runner
 from infer.engine.schedulers import ContinuousScheduler, StaticScheduler
 from infer.hookspecs import RequestRecord, StepRecord
@@ -151,6 +152,7 @@ def make_engine(
     eos: frozenset[int] = frozenset(),
     static: bool = False,
     lag: int = 0,
+    graphs: DecodeGraphs | None = None,
     **keys: Any,
 ) -> Stepper:
     chosen = EngineSettings.model_validate({"max_batch_size": 4} | keys)
@@ -168,7 +170,7 @@ def make_engine(
             stepper.finished.append(record)
 
     engine = Engine(
-        Runner(model, pool, ReferenceKernels(), CPU, chosen.max_batch_size),
+        Runner(model, pool, ReferenceKernels(), CPU, chosen.max_batch_size, graphs),
         scheduler,
         pool,
         tokenizer=None,

@@ -100,6 +100,7 @@ BAD: list[tuple[list[str], str]] = [
         r"engine.max_num_partial_prefills = 2 .*has no effect",
     ),
     (["--model.dtype", "float16", "--model.device", "cpu"], r'model.dtype = "float16" is slow'),
+    (["--engine.graphs", "maybe"], r"engine.graphs = 'maybe'"),
     (["--model.dtype", "int8"], r"model.dtype = 'int8'"),
 ]
 

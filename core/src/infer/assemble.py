@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from infer.checkpoint import Checkpoint
 from infer.engine.engine import Engine
 from infer.engine.exactness import self_check
+from infer.engine.graphs import DecodeGraphs, cuda_recorder
 from infer.engine.loop import EngineLoop
 from infer.engine.runner import Runner
 from infer.errors import CheckpointError, InferError, SettingsError
@@ -62,6 +63,7 @@ def start(settings: Settings, plugins: Plugins) -> tuple[EngineLoop, Served]:
     exact = self_check(
         model, pool, max_batch_size=settings.engine.max_batch_size, max_seq_len=max_seq_len, device=device
     )
+    graphs = _graphs(settings, model, pool, kernels, device)
     scheduler_name = settings.engine.batching_mode
     scheduler = plugins.get("scheduler", scheduler_name, "engine.batching_mode").registration.factory(
         SchedulerContext(pool, settings.engine), plugin_settings(settings, "scheduler", scheduler_name)
@@ -69,7 +71,7 @@ def start(settings: Settings, plugins: Plugins) -> tuple[EngineLoop, Served]:
 
     def make_engine(publish: Callable[..., None]) -> Engine:
         return Engine(
-            Runner(model, pool, kernels, device, settings.engine.max_batch_size),
+            Runner(model, pool, kernels, device, settings.engine.max_batch_size, graphs),
             scheduler,
             pool,
             tokenizer=tokenizer,
@@ -186,6 +188,32 @@ def _pool(
         pool.free_tokens() * per_token / 2**20,
     )
     return pool
+
+
+def _graphs(
+    settings: Settings,
+    model: ModelProtocol,
+    pool: CachePoolProtocol,
+    kernels: KernelsProtocol,
+    device: torch.device,
+) -> DecodeGraphs | None:
+    asked = settings.engine.graphs
+    able = device.type == "cuda" and kernels.replayable
+    if asked == "on" and not able:
+        which = "kernels.backend does not support them" if device.type == "cuda" else "the model is on a CPU"
+        raise SettingsError(f'engine.graphs is "on", but {which}; use "auto" or "off".')
+    if asked == "off" or not able:
+        return None
+    began, before = time.perf_counter(), torch.cuda.mem_get_info(device)[0]
+    graphs = DecodeGraphs(model, pool, device, settings.engine.max_batch_size, cuda_recorder())
+    log.info(
+        "decode graphs for %d batch sizes up to %d: %.1f MiB, %.1f s",
+        len(graphs.sizes),
+        settings.engine.max_batch_size,
+        (before - torch.cuda.mem_get_info(device)[0]) / 2**20,
+        time.perf_counter() - began,
+    )
+    return graphs
 
 
 def _tokenizer(path: str | None, checkpoint: Checkpoint) -> Tokenizer:

@@ -30,24 +30,32 @@ class KVStorage:
         self.k = [torch.zeros(s, dtype=context.dtype, device=context.device) for s in shapes]
         self.v = [torch.zeros(s, dtype=context.dtype, device=context.device) for s in shapes]
 
-    def view(self, table_BP: Ints, starts: Sequence[int], lens: Sequence[int]) -> ExtendView:
-        """A view that extends sequence b, kept in blocks ``table_BP[b]``, by positions starts[b]..starts[b]+lens[b]."""
+    def view(
+        self, table_BP: Ints, starts: Sequence[int], lens: Sequence[int], out: dict[str, Tensor] | None = None
+    ) -> ExtendView:
+        """A view that extends sequence b, kept in blocks ``table_BP[b]``, by positions starts[b]..starts[b]+lens[b].
+
+        ``out`` has the tensors that the view is to use, by the names of ``Ragged``'s fields.
+        """
         lens_B = np.asarray(lens, dtype=np.int64)
         starts_B = np.asarray(starts, dtype=np.int64)
         offsets_B1 = np.concatenate(([0], np.cumsum(lens_B)))
         sequence_T = np.repeat(np.arange(len(lens_B)), lens_B)
         position_T = np.arange(offsets_B1[-1]) - np.repeat(offsets_B1[:-1] - starts_B, lens_B)
         block_T = table_BP[sequence_T, position_T // self.block_size].astype(np.int64)
+        tensors = {
+            "starts_B": starts_B.astype(np.int32),
+            "offsets_B1": offsets_B1.astype(np.int32),
+            "block_table_BP": table_BP,
+            "flat_T": block_T * self.block_size + position_T % self.block_size,
+        }
         return ExtendView(
             self,
             Ragged(
                 starts=tuple(starts),
                 lens=tuple(lens),
                 offsets=tuple(offsets_B1.tolist()),
-                starts_B=upload(starts_B.astype(np.int32), self.device),
-                offsets_B1=upload(offsets_B1.astype(np.int32), self.device),
-                block_table_BP=upload(table_BP, self.device),
-                flat_T=upload(block_T * self.block_size + position_T % self.block_size, self.device),
+                **{name: upload(array, self.device, out[name] if out else None) for name, array in tensors.items()},
             ),
         )
 
@@ -80,6 +88,14 @@ class BlockPool:
         self._capacity: dict[int, int] = {}
         """Positions that an allocated slot has blocks for."""
         self._lengths: dict[int, int] = {}
+        size = context.max_batch_size
+        self._fixed = {
+            "starts_B": torch.zeros(size, dtype=torch.int32, device=context.device),
+            "offsets_B1": torch.zeros(size + 1, dtype=torch.int32, device=context.device),
+            "block_table_BP": torch.zeros((size, max_blocks), dtype=torch.int32, device=context.device),
+            "flat_T": torch.zeros(size, dtype=torch.int64, device=context.device),
+        }
+        """Of the views that stay put."""
 
     def length(self, slot: int) -> int:
         if slot not in self._lengths:
@@ -89,9 +105,24 @@ class BlockPool:
     def batched_chunked_prefill_view(
         self, slots: Sequence[int], start_positions: Sequence[int], chunk_lens: Sequence[int]
     ) -> ExtendView:
+        longest = self._extend(slots, start_positions, chunk_lens)
+        blocks = -(-longest // self.storage.block_size)
+        return self.storage.view(self._table_SP[slots, :blocks], start_positions, chunk_lens)
+
+    def decode_view(self, slots: Sequence[int], rows: int | None = None) -> ExtendView:
+        starts, lens = [self.length(slot) for slot in slots], [1] * len(slots)
+        if rows is None:
+            return self.batched_chunked_prefill_view(slots, starts, lens)
+        self._extend(slots, starts, lens)
+        more = rows - len(slots)
+        table_BP = self._table_SP[[*slots, *[slots[-1]] * more]]
+        return self.storage.view(table_BP, starts + [starts[-1]] * more, [1] * rows, self._fixed)
+
+    def _extend(self, slots: Sequence[int], starts: Sequence[int], lens: Sequence[int]) -> int:
+        """Book the positions; the longest length after it."""
         if len(set(slots)) < len(slots):
             raise ValueError(f"slots {list(slots)} repeat; a step extends a slot once")
-        extends = list(zip(slots, start_positions, chunk_lens, strict=True))
+        extends = list(zip(slots, starts, lens, strict=True))
         longest = 0
         for slot, start, length in extends:
             if start != self.length(slot):
@@ -100,8 +131,4 @@ class BlockPool:
                 raise ValueError(f"slot {slot} has room for {self._capacity[slot]} positions, not for {start}+{length}")
             longest = max(longest, start + length)
         self._lengths.update({slot: start + length for slot, start, length in extends})
-        blocks = -(-longest // self.storage.block_size)
-        return self.storage.view(self._table_SP[slots, :blocks], start_positions, chunk_lens)
-
-    def decode_view(self, slots: Sequence[int]) -> ExtendView:
-        return self.batched_chunked_prefill_view(slots, [self.length(s) for s in slots], [1] * len(slots))
+        return longest

@@ -82,6 +82,10 @@ class KernelsProtocol(Protocol):
     """The arithmetic. ``infer/kernels/reference.py`` is the meaning of every method; a provider subclasses it and
     replaces any subset. Every row of a result depends on that row of the input alone, bit for bit."""
 
+    replayable: bool
+    """Whether a pass may be recorded once and replayed: everything that differs between passes of one shape is read
+    from tensors, where the kernels run, and nothing waits."""
+
     def pack(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> Any:
         """Turn a weight into whatever ``linear`` likes best. The plain weight is not used afterwards."""
 
@@ -185,8 +189,13 @@ class CachePoolProtocol(Protocol):
     ) -> KVCacheView:
         """A view that extends each slot by a chunk. A start position other than ``length(slot)`` is a ValueError."""
 
-    def decode_view(self, slots: Sequence[int]) -> KVCacheView:
-        """The same with every length 1, at each slot's current length."""
+    def decode_view(self, slots: Sequence[int], rows: int | None = None) -> KVCacheView:
+        """The same with every length 1, at each slot's current length.
+
+        ``rows`` asks for a view on tensors that stay where they are, so that a pass recorded with one such view may be
+        replayed after the next was made: of so many rows, whatever the slots need beyond the first ones repeating
+        the last slot.
+        """
 
 
 class ModelProtocol(Protocol):

@@ -75,6 +75,9 @@ class EngineSettings(Section):
     mixed_batches: bool = Field(
         True, description="Take a step's decodes and chunks through the model together, so that weights are read once."
     )
+    graphs: Literal["auto", "on", "off"] = Field(
+        "auto", description="Record decode passes at start-up and replay them, on a GPU."
+    )
 
 
 class KernelsSettings(Section):

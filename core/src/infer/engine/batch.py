@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -36,6 +36,20 @@ class Batch:
     @property
     def decode_only(self) -> bool:
         return all(work.sequence.decoding for work in self.work)
+
+    def pad(self, rows: int) -> Batch:
+        """A batch of decodes with its last row repeated, to ``rows`` in all: that writes the same once more to the same
+        place, and nobody reads the result."""
+        more = (0, rows - len(self.token_ids_T))
+        token_ids_T = np.pad(self.token_ids_T, more, mode="edge")
+        fed_rows = np.flatnonzero(token_ids_T == PENDING)
+        return replace(
+            self,
+            token_ids_T=token_ids_T,
+            fed_rows=fed_rows,
+            fed_slots=np.pad(np.asarray(self.slots), more, mode="edge")[fed_rows],
+            positions_T=np.pad(self.positions_T, more, mode="edge"),
+        )
 
 
 def pack(works: Seq[Work]) -> Batch:

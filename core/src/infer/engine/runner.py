@@ -11,6 +11,7 @@ from torch import Tensor
 
 from infer.device import download, mark, upload
 from infer.engine.batch import Batch
+from infer.engine.graphs import DecodeGraphs
 from infer.engine.sampler import Row, Scores, draws, score
 from infer.engine.sequence import Sequence
 from infer.protocols import CachePoolProtocol, KernelsProtocol, ModelProtocol
@@ -61,11 +62,13 @@ class Runner:
         kernels: KernelsProtocol,
         device: torch.device,
         max_batch_size: int,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         self._model = model
         self._pool = pool
         self._kernels = kernels
         self._device = device
+        self._graphs = graphs
         self._last_token_S = torch.zeros(max_batch_size, dtype=torch.int64, device=device)
         """The token last drawn for each slot: what the next pass starts from, though the host may not know it yet."""
 
@@ -86,16 +89,26 @@ class Runner:
         return Launched(batch, token_N, chosen, prompts, mark(self._device))
 
     def _forward(self, batch: Batch) -> Tensor:
-        """Hidden states, [T, D]."""
-        if batch.decode_only:
-            view = self._pool.decode_view(batch.slots)
-        else:
+        """Hidden states, [T, D], or a few more rows where a recorded pass is replayed."""
+        if not batch.decode_only:
             view = self._pool.batched_chunked_prefill_view(batch.slots, batch.starts, batch.lens)
-        token_ids_T = upload(batch.token_ids_T, self._device)
+            return self._model.forward(*self._inputs(batch), view)
+        if self._graphs is None:
+            return self._model.forward(*self._inputs(batch), self._pool.decode_view(batch.slots))
+        rows = self._graphs.rows(len(batch.slots))
+        self._pool.decode_view(batch.slots, rows)
+        self._inputs(batch.pad(rows), self._graphs.token_ids_T, self._graphs.positions_T)
+        return self._graphs.replay(rows)
+
+    def _inputs(
+        self, batch: Batch, token_ids_out: Tensor | None = None, positions_out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Token ids and positions, [T] each."""
+        token_ids_T = upload(batch.token_ids_T, self._device, token_ids_out)
         if len(batch.fed_rows):
             fed_slots = upload(batch.fed_slots, self._device)
             token_ids_T[upload(batch.fed_rows, self._device)] = self._last_token_S[fed_slots]
-        return self._model.forward(token_ids_T, upload(batch.positions_T, self._device), view)
+        return token_ids_T, upload(batch.positions_T, self._device, positions_out)
 
     def _score(self, sequence: Sequence, hidden_RD: Tensor) -> list[tuple[Sequence, Scores]]:
         """The logprobs of the prompt's tokens that the rows predict, in slices: a whole chunk's logits are large."""

@@ -57,6 +57,8 @@ class Tiles:
 class ReferenceKernels(KernelsProtocol):
     """Plain torch. Providers subclass it and replace what they do better."""
 
+    replayable = False
+
     def pack(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> Any:
         rows = 1
         if weight_NK.device.type == "cpu":

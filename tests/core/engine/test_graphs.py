@@ -1,0 +1,124 @@
+"""Recorded decode passes: the same path, the same bits. The recorder here runs again what it ran once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.support import (
+    CONFIGS,
+    CPU,
+    DTYPES,
+    FAMILIES,
+    build_model,
+    make_engine,
+    paged_pool,
+    random_prompt,
+    slotted_pool,
+)
+from torch import Tensor
+
+from infer.engine.batch import Batch, pack
+from infer.engine.graphs import DecodeGraphs, batch_sizes
+from infer.engine.sequence import PENDING, Sequence, Work
+from infer.kernels.reference import ReferenceKernels
+from infer.protocols import AttentionSpec, Ragged
+from infer.request import Request
+
+MAX_BATCH = 5
+
+
+class TensorsOnly(ReferenceKernels):
+    """Believes nothing that it is told on the host."""
+
+    replayable = True
+
+    def extend_attention(
+        self, q_THE: Tensor, k_cache: Tensor, v_cache: Tensor, ragged: Ragged, spec: AttentionSpec
+    ) -> Tensor:
+        read = replace(
+            ragged,
+            starts=tuple(ragged.starts_B.tolist()),
+            lens=tuple(ragged.offsets_B1.diff().tolist()),
+            offsets=tuple(ragged.offsets_B1.tolist()),
+        )
+        return super().extend_attention(q_THE, k_cache, v_cache, read, spec)
+
+
+class Recorder:
+    """Runs again what it ran once, into the same tensor."""
+
+    def __init__(self) -> None:
+        self.replayed: list[int] = []
+
+    def __call__(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        out = run()
+
+        def replay() -> Tensor:
+            self.replayed.append(len(out))
+            return out.copy_(run())
+
+        return replay
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize("paged", [False, True], ids=["slotted", "paged"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_replayed_passes_answer_as_eager_ones(family: str, paged: bool, dtype: torch.dtype, lag: int) -> None:
+    model = build_model(CONFIGS[family], dtype, TensorsOnly())
+    recorder, answers = Recorder(), []
+    for recorded in (False, True):
+        # 22 pages: some are preempted.
+        pool = paged_pool(model, dtype, MAX_BATCH, num_blocks=22) if paged else slotted_pool(model, dtype, MAX_BATCH)
+        pool.storage.kernels = TensorsOnly()
+        room = pool.free_tokens()
+        graphs = DecodeGraphs(model, pool, CPU, MAX_BATCH, recorder) if recorded else None
+        assert pool.free_tokens() == room
+        stepper = make_engine(model, dtype, pool=pool, lag=lag, graphs=graphs, max_batch_size=MAX_BATCH)
+        for index, length in enumerate([3, 130, 140, 15, 1, 30]):
+            stepper.submit(
+                random_prompt(length, seed=index),
+                str(index),
+                temperature=1.0,
+                seed=index,
+                max_tokens=6 + index,
+                logprobs=5,
+            )
+        stepper.run()
+        answers.append(
+            {id: [(e.token_ids, e.logprobs, e.finish_reason) for e in events] for id, events in stepper.events.items()}
+        )
+    assert answers[0] == answers[1]
+    assert set(recorder.replayed) >= {1, 2, 4, 5}
+
+
+def test_sizes_reach_the_largest_batch_and_waste_little() -> None:
+    assert batch_sizes(1) == [1]
+    assert batch_sizes(5) == [1, 2, 4, 5]
+    assert batch_sizes(256)[:8] == [1, 2, 4, 8, 16, 24, 32, 40]
+    for largest in range(1, 300):
+        sizes = batch_sizes(largest)
+        assert sizes == sorted(set(sizes))
+        assert sizes[-1] == largest
+
+
+def decodes(tokens: list[list[int]]) -> Batch:
+    works = []
+    for slot, known in enumerate(tokens):
+        sequence = Sequence(Request(tuple(known)), slot, 100)
+        sequence.slot, sequence.num_computed, sequence.prefill_end = slot, len(known) - 1, len(known) - 1
+        works.append(Work(sequence, len(known) - 1, 1))
+    return pack(works)
+
+
+def test_a_batch_is_padded_with_its_last_row() -> None:
+    padded = decodes([[1, 2, 3], [7, PENDING]]).pad(4)
+    assert padded.token_ids_T.tolist() == [3, PENDING, PENDING, PENDING]
+    assert padded.fed_rows.tolist() == [1, 2, 3]
+    assert padded.fed_slots.tolist() == [1, 1, 1]
+    assert padded.positions_T.tolist() == [2, 1, 1, 1]
+    assert padded.sample_rows.tolist() == [0, 1]
+    assert decodes([[7, PENDING], [1, 2, 3]]).pad(3).fed_rows.tolist() == [0]
