@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import numpy as np
@@ -48,7 +49,7 @@ def test_percentiles_are_numpys() -> None:
 def test_figures_of_two_requests() -> None:
     good = Sample(sent=1.0, chunks=[1.5, 1.6, 1.8], done=2.0, prompt_tokens=10, output_tokens=3)
     bad = Sample(sent=1.0, done=3.0, error="HTTP 503")
-    figures = summarise([good, bad])
+    figures = summarise([good, bad], {})
     assert figures["errors"] == ["HTTP 503"]
     assert figures["output_tok_s"] == pytest.approx(1.5)
     assert figures["ttft_ms"]["p50"] == pytest.approx(500)
@@ -56,6 +57,30 @@ def test_figures_of_two_requests() -> None:
     assert figures["latency_ms"]["p50"] == pytest.approx(1000)
     assert median_run([figures, figures, figures])["errors"] == ["HTTP 503"] * 3
     assert "ITL p99 ms" in table({"as set": figures})
+    assert "padded" not in table({"as set": figures})
+
+
+def test_arithmetic_against_padded_arithmetic() -> None:
+    counters = {
+        "passes": 3,
+        "computed_tokens": 20,
+        "useful_tokens": 20,
+        "padded_tokens": 50,
+        "cached_prompt_tokens": 16,
+    }
+    lines = table({"as set": summarise([], counters)}).splitlines()
+    found = {line.rsplit(maxsplit=1)[0].strip(): line.split()[-1] for line in lines[1:]}
+    assert (found["computed/needed"], found["padded/needed"], found["passes"]) == ("1.000", "2.500", "3")
+
+
+@pytest.mark.parametrize("shared", [0.0, 0.5, 0.9, 1.0])
+def test_shared_is_a_part_of_every_prompt(shared: float) -> None:
+    given = plan(WORKLOADS["prefix_caching"], scale=1.0, seed=0, vocab_size=5000, shared=shared)
+    prompts = [p.prompt_token_ids for p in given]
+    assert all(1024 + 32 <= len(p) <= 1024 + 128 for p in prompts)
+    for a, b in itertools.pairwise(prompts):
+        common = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+        assert abs(common - shared * min(len(a), len(b))) <= 2
 
 
 async def test_the_client_against_a_server_that_streams_fails_and_refuses() -> None:
@@ -77,18 +102,23 @@ async def test_the_client_against_a_server_that_streams_fails_and_refuses() -> N
         await response.write(f"data: {usage}\n\ndata: [DONE]\n\n".encode())
         return response
 
+    async def metrics(request: web.Request) -> web.Response:
+        return web.Response(text=f"# HELP x\ninfer_passes_total {float(len(seen))}\n")
+
     async def models(request: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "fake", "max_model_len": 64}]})
 
     app = web.Application()
     app.router.add_post("/v1/completions", completions)
     app.router.add_get("/v1/models", models)
+    app.router.add_get("/metrics", metrics)
     async with TestServer(app) as server:
         url = str(server.make_url("")).rstrip("/")
         assert (await served(url))["max_model_len"] == 64
         planned = [Planned(0.0, (5, 6), n) for n in (3, 99, 7)]
         for arrivals in ("at once", "sequential"):
-            good, refused, broke = await play(url, "fake", planned, arrivals, 1.0)
+            (good, refused, broke), counted = await play(url, "fake", planned, arrivals, 1.0, Planned(0.0, (9,), 2))
+            assert counted == {"passes": 3.0}
             assert (len(good.chunks), good.output_tokens, good.error) == (3, 3, None)
             assert good.sent <= good.chunks[0] <= good.chunks[-1] <= good.done
             assert (refused.error or "").startswith("HTTP 503")

@@ -12,10 +12,12 @@ import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from prometheus_client.parser import text_string_to_metric_families
 
 from infer.assemble import start
 from infer.plugins import Plugins
 from infer.server.app import make_app
+from infer.server.metrics import Metrics
 from infer.settings import load_settings
 
 Body = dict[str, Any]
@@ -57,9 +59,11 @@ async def running(**sections: Any) -> AsyncIterator[Running]:
     plugins = Plugins.discover()
     overrides = {"model": {"path": "demo"}, "kernels": {"threads": 1}} | sections
     settings = load_settings(plugins, env={}, overrides=overrides, read_file=False).settings
+    metrics = Metrics()
+    plugins.manager.register(metrics)
     engine_loop, served = await asyncio.to_thread(start, settings, plugins)
     try:
-        app: web.Application = make_app(engine_loop, served, settings.server)
+        app: web.Application = make_app(engine_loop, served, metrics, settings.server)
         async with TestServer(app, handler_cancellation=True) as server, aiohttp.ClientSession() as session:
             yield Running(session, str(server.make_url("")).rstrip("/"), engine_loop)
     finally:
@@ -131,6 +135,26 @@ async def test_a_common_prefix_is_computed_once_and_not_across_salts(small: Body
         assert all(a["choices"] == answers[0]["choices"] for a in answers)
         status, refused, _ = await server.post({"prompt": "x", "cache_salt": "s" * 257})
         assert (status, refused["error"]["param"]) == (400, "cache_salt")
+
+
+async def test_metrics_count_what_was_computed_and_what_was_needed(small: Body) -> None:
+    small = small | {"engine": small["engine"] | {"prefill_chunk_size": 16}}
+    async with running(**small) as server:
+        for _ in range(2):
+            await server.post({"prompt": list(range(1, 41)), "max_tokens": 5, "ignore_eos": True})
+        found: dict[str, float] = {}
+        async with asyncio.timeout(20):
+            while found.get("infer_passes_total", 0) < 12:  # the last step is counted just after its token is out
+                async with server.session.get(server.url + "/metrics") as response:
+                    assert response.headers["Content-Type"].startswith("text/plain")
+                    families = text_string_to_metric_families(await response.text())
+                found = {sample.name: sample.value for family in families for sample in family.samples}
+        assert found["infer_prompt_tokens_total"] == 80
+        assert found["infer_cached_prompt_tokens_total"] == 32
+        assert found["infer_generation_tokens_total"] == 10
+        assert found["infer_computed_tokens_total"] == found["infer_useful_tokens_total"] == 40 + 4 + 8 + 4
+        assert found["infer_passes_total"] == 3 + 4 + 1 + 4
+        assert found["infer_preemptions_total"] == 0
 
 
 async def test_models_health_and_ready(small: Body) -> None:

@@ -46,6 +46,7 @@ class Workload:
     arrivals: str
     """``sequential``, ``at once``, ``uniform`` or ``poisson``."""
     shared_prefix: int = 0
+    """Tokens that all prompts begin with, besides their own."""
 
 
 WORKLOADS: Mapping[str, Workload] = {
@@ -78,8 +79,9 @@ class Sample:
     error: str | None = None
 
 
-def plan(workload: Workload, *, scale: float, seed: int, vocab_size: int) -> list[Planned]:
-    """The requests, the same for the same arguments. ``scale`` multiplies the number of requests and every length."""
+def plan(workload: Workload, *, scale: float, seed: int, vocab_size: int, shared: float | None = None) -> list[Planned]:
+    """The requests, the same for the same arguments. ``scale`` multiplies the number of requests and every length;
+    ``shared`` has that part of every prompt in common, its length as it was."""
     rng = np.random.default_rng(seed)
 
     def scaled(n: int) -> int:
@@ -90,12 +92,16 @@ def plan(workload: Workload, *, scale: float, seed: int, vocab_size: int) -> lis
         return tuple(rng.integers(min(16, vocab_size - 1), vocab_size, n).tolist())
 
     prefix = ids(scaled(workload.shared_prefix)) if workload.shared_prefix else ()
+    common = ids(scaled(max(high for _, _, high in workload.mixture))) if shared is not None else ()
     at = 0.0
     planned = []
     for _ in range(scaled(workload.requests)):
         weights = [probability for probability, _, _ in workload.mixture]
         _, low, high = workload.mixture[rng.choice(len(weights), p=weights)]
         prompt = prefix + ids(int(rng.integers(scaled(low), scaled(high) + 1)))
+        if shared is not None:
+            cut = round(len(prompt) * shared)
+            prompt = (prefix + common)[:cut] + ids(len(prompt) - cut)
         planned.append(
             Planned(at, prompt, int(rng.integers(scaled(workload.output[0]), scaled(workload.output[1]) + 1)))
         )
@@ -114,7 +120,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
     return {"p50": p50, "p95": p95, "p99": p99, "max": max(values)}
 
 
-def summarise(samples: Sequence[Sample]) -> dict[str, Any]:
+def summarise(samples: Sequence[Sample], counters: Mapping[str, float]) -> dict[str, Any]:
     """The figures of a run. Latencies in milliseconds, throughput in tokens per second."""
     good = [s for s in samples if s.error is None]
     wall = max((s.done for s in samples), default=0.0) - min((s.sent for s in samples), default=0.0)
@@ -133,6 +139,7 @@ def summarise(samples: Sequence[Sample]) -> dict[str, Any]:
         "itl_ms": itl,
         "itl_p99_over_p50": itl["p99"] / itl["p50"] if itl else None,
         "latency_ms": percentiles([(s.done - s.sent) * 1e3 for s in good]),
+        "counters": dict(counters),
     }
 
 
@@ -145,6 +152,13 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
         for p in ("p50", "p95", "p99", "max"):
             cells.append([f"{title} {p} ms", *(f"{r[key][p]:.1f}" if r[key] else "-" for r in rows.values())])
     cells.append(["ITL p99/p50", *(f"{x:.2f}" if (x := r["itl_p99_over_p50"]) else "-" for r in rows.values())])
+    counted = [r["counters"] for r in rows.values()]
+    if all(counted):
+        cells.append(["passes", *(f"{c['passes']:.0f}" for c in counted)])
+        cells.append(["tokens computed", *(f"{c['computed_tokens']:.0f}" for c in counted)])
+        cells.append(["computed/needed", *(f"{c['computed_tokens'] / c['useful_tokens']:.3f}" for c in counted)])
+        cells.append(["padded/needed", *(f"{c['padded_tokens'] / c['useful_tokens']:.3f}" for c in counted)])
+        cells.append(["tokens cached", *(f"{c['cached_prompt_tokens']:.0f}" for c in counted)])
     cells.append(["errors", *(str(len(r["errors"])) for r in rows.values())])
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     return "\n".join(
@@ -189,8 +203,21 @@ async def send(session: aiohttp.ClientSession, url: str, model: str, planned: Pl
     return sample
 
 
-async def play(url: str, model: str, planned: Sequence[Planned], arrivals: str, rate: float) -> list[Sample]:
-    """Send a plan at its arrival times."""
+COUNTERS = ("passes", "computed_tokens", "padded_tokens", "useful_tokens", "cached_prompt_tokens", "preemptions")
+
+
+async def count(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
+    """The server's counters; none where it is not infer."""
+    async with session.get(f"{url}/metrics") as response:
+        text = await response.text() if response.status == 200 else ""
+    found = dict(line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("infer_"))
+    return {name: float(found[key]) for name in COUNTERS if (key := f"infer_{name}_total") in found}
+
+
+async def play(
+    url: str, model: str, planned: Sequence[Planned], arrivals: str, rate: float, warm_up: Planned
+) -> tuple[list[Sample], dict[str, float]]:
+    """Send a plan at its arrival times; what each request met, and by how much the server's counters rose."""
     import aiohttp
 
     async def later(one: Planned) -> Sample:
@@ -199,10 +226,16 @@ async def play(url: str, model: str, planned: Sequence[Planned], arrivals: str, 
 
     limits = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(timeout=limits, connector=aiohttp.TCPConnector(limit=0)) as session:
-        await send(session, url, model, Planned(0.0, planned[0].prompt_token_ids, 2))
+        await send(session, url, model, warm_up)
+        before = await count(session, url)
         if arrivals == "sequential":
-            return [await send(session, url, model, one) for one in planned]
-        return list(await asyncio.gather(*(later(one) for one in planned)))
+            samples = [await send(session, url, model, one) for one in planned]
+        else:
+            samples = list(await asyncio.gather(*(later(one) for one in planned)))
+        after = await count(session, url)
+        while (again := await count(session, url)) != after:  # a step is counted just after its tokens are out
+            after = again
+    return samples, {name: after[name] - value for name, value in before.items()}
 
 
 async def served(url: str) -> dict[str, Any]:
@@ -238,7 +271,14 @@ def measure(url: str, name: str, args: argparse.Namespace, rate: float | None) -
     entry = asyncio.run(served(url))
     vocab_size = args.vocab_size or entry.get("vocab_size") or 1000
     workload = WORKLOADS[name]
-    planned = plan(workload, scale=args.scale, seed=args.seed, vocab_size=vocab_size)
+
+    def drawn(seed: int) -> list[Planned]:
+        return plan(workload, scale=args.scale, seed=seed, vocab_size=vocab_size, shared=args.shared)
+
+    planned = drawn(args.seed)
+    # Of the same kind, but nothing that the cache could later find again.
+    others = [Planned(0.0, p.prompt_token_ids, p.max_tokens) for p in drawn(args.seed + 1)[:CALIBRATION]]
+    warm_up = Planned(0.0, others[-1].prompt_token_ids, 2)
     longest = max(len(p.prompt_token_ids) + p.max_tokens for p in planned)
     limit = entry.get("max_model_len") or longest
     if longest > limit:
@@ -247,14 +287,12 @@ def measure(url: str, name: str, args: argparse.Namespace, rate: float | None) -
             f"use --scale {args.scale * limit / longest:.2f} or less."
         )
     if rate is None and workload.arrivals in ("uniform", "poisson"):
-        some = [Planned(0.0, p.prompt_token_ids, p.max_tokens) for p in planned[:CALIBRATION]]
-        capacity = summarise(asyncio.run(play(url, entry["id"], some, "at once", 1.0)))["requests_s"]
+        capacity = summarise(*asyncio.run(play(url, entry["id"], others, "at once", 1.0, warm_up)))["requests_s"]
         if not capacity:
             raise InferError("The calibration failed: no request was answered; give a --rate.")
         rate = AUTO_LOAD * capacity
     rate = rate or 1.0
-    samples = asyncio.run(play(url, entry["id"], planned, workload.arrivals, rate))
-    return summarise(samples), rate
+    return summarise(*asyncio.run(play(url, entry["id"], planned, workload.arrivals, rate, warm_up))), rate
 
 
 def median_run(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -266,7 +304,7 @@ def median_run(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         if key == "errors":
             merged[key] = [error for errors in column for error in errors]
         elif isinstance(value, dict):
-            merged[key] = {p: float(np.median([c[p] for c in column if c])) for p in value}
+            merged[key] = {p: float(np.median([c[p] for c in column if p in c])) for p in value}
         else:
             merged[key] = None if value is None else float(np.median([c for c in column if c is not None]))
     return merged
@@ -298,6 +336,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--scale", type=float, default=1.0, help="multiplies the number of requests and all lengths")
     parser.add_argument("--rate", type=float, help="requests per second; default: a fraction of the measured capacity")
+    parser.add_argument(
+        "--shared", type=float, help="the part of every prompt that all have in common; default: the workload's"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--repeat", type=int, default=1, help="runs per variant, alternating; medians are reported")
     parser.add_argument(
@@ -315,6 +356,8 @@ def main(args: argparse.Namespace, settings_argv: Sequence[str]) -> int:
     """Run the workloads and print a table of each; 1 when a request failed."""
     if args.scale <= 0 or args.repeat < 1 or (args.rate is not None and args.rate <= 0):
         raise SettingsError("--scale, --rate and --repeat must be positive.")
+    if args.shared is not None and not 0 <= args.shared <= 1:
+        raise SettingsError(f"--shared is {args.shared}; it is a part of a prompt, from 0 to 1.")
     if args.url and args.compare:
         raise SettingsError("--compare starts servers of its own; leave out --url.")
     names = list(WORKLOADS) if not args.workload or "all" in args.workload else args.workload
@@ -324,6 +367,7 @@ def main(args: argparse.Namespace, settings_argv: Sequence[str]) -> int:
     report: dict[str, Any] = {
         "machine": machine(),
         "scale": args.scale,
+        "shared": args.shared,
         "seed": args.seed,
         "settings": [*settings_argv],
         "compared": args.compare,

@@ -14,6 +14,7 @@ from infer.engine.loop import AsyncDoor, EngineLoop
 from infer.plugins import Plugins
 from infer.server.completions import Completions
 from infer.server.errors import errors
+from infer.server.metrics import Metrics
 from infer.settings import ServerSettings, Settings
 
 log = logging.getLogger(__name__)
@@ -23,20 +24,22 @@ KEEPALIVE_S = 15.0
 
 def run(settings: Settings, plugins: Plugins) -> None:
     """Load the model, serve until SIGINT or SIGTERM, drain, stop."""
+    metrics = Metrics()
+    plugins.manager.register(metrics)
     engine_loop, served = start(settings, plugins)
     try:
-        asyncio.run(serve(engine_loop, served, settings.server))
+        asyncio.run(serve(engine_loop, served, metrics, settings.server))
     finally:
         engine_loop.close()
 
 
-async def serve(engine_loop: EngineLoop, served: Served, settings: ServerSettings) -> None:
+async def serve(engine_loop: EngineLoop, served: Served, metrics: Metrics, settings: ServerSettings) -> None:
     """Serve until a signal; then let the requests under way finish within ``drain_timeout_s``."""
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     runner = web.AppRunner(
-        make_app(engine_loop, served, settings),
+        make_app(engine_loop, served, metrics, settings),
         handler_cancellation=True,  # a client that leaves ends its handler, and so its request
         keepalive_timeout=KEEPALIVE_S,
         access_log=None,
@@ -56,7 +59,7 @@ async def serve(engine_loop: EngineLoop, served: Served, settings: ServerSetting
         await runner.cleanup()
 
 
-def make_app(engine_loop: EngineLoop, served: Served, settings: ServerSettings) -> web.Application:
+def make_app(engine_loop: EngineLoop, served: Served, metrics: Metrics, settings: ServerSettings) -> web.Application:
     """The routes. Call it inside the event loop that will serve them."""
     app = web.Application(middlewares=[errors], client_max_size=settings.max_body_bytes)
     completions = Completions(served, AsyncDoor(engine_loop), settings.body_timeout_s, settings.stall_timeout_s)
@@ -88,4 +91,5 @@ def make_app(engine_loop: EngineLoop, served: Served, settings: ServerSettings) 
     app.router.add_get("/v1/models", models)
     app.router.add_get("/health", health)
     app.router.add_get("/ready", ready)
+    app.router.add_get("/metrics", metrics.handle)
     return app
