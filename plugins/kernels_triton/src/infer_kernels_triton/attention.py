@@ -1,0 +1,316 @@
+"""Attention of ragged chunks over block-structured K/V, bit for bit the same for a query however it is scheduled.
+
+Online softmax (Milakov and Gimelshein, 2018) over tiles of keys, within segments of fixed size counted from position 0;
+then the segments' results are merged in ascending order. Whether one program walks through all segments (enough
+queries to fill the device) or several share them and a second kernel merges (flash-decoding, Dao et al., 2023), the
+arithmetic of a query is the same. A tile or segment that a query does not see leaves its every bit as it was.
+
+The queries of all heads that share a K/V head are one tile (PackGQA of FlashAttention-3), so that K/V are read once.
+
+Shapes: T tokens, B sequences, H query heads, K key/value heads, G = H / K, E head size.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from infer.protocols import AttentionSpec, Ragged
+from infer_kernels_triton.configs import AttentionConfig
+
+LOG2E = 1.4426950408889634
+LOWEST = tl.constexpr(-1e38)
+"""A finite start for running maxima: the difference of two of them is 0, not NaN."""
+
+
+@triton.jit
+def _locate(tile, offsets_ptr, num_sequences, BLOCK_Q: tl.constexpr):
+    """The sequence to which a query tile belongs, and its first row there.
+
+    Sequence b's tiles begin at b + (rows before it) // BLOCK_Q: room for every sequence's last, partial tile.
+    """
+    origin = tl.load(offsets_ptr)
+    low = 0
+    high = num_sequences
+    while low + 1 < high:
+        middle = (low + high) // 2
+        if (tl.load(offsets_ptr + middle) - origin) // BLOCK_Q + middle <= tile:
+            low = middle
+        else:
+            high = middle
+    return low, (tile - low - (tl.load(offsets_ptr + low) - origin) // BLOCK_Q) * BLOCK_Q
+
+
+@triton.jit
+def _merge(top, total, acc, top_s, total_s, acc_s):
+    """Add a segment's (maximum, sum, weighted values). Fused multiply-adds are explicit: every kernel has the same."""
+    new = tl.maximum(top, top_s)
+    decay = tl.exp2(top - new)
+    decay_s = tl.exp2(top_s - new)
+    total = tl.fma(total, decay, total_s * decay_s)
+    acc = tl.fma(acc, tl.broadcast_to(decay[:, None], acc.shape), acc_s * decay_s[:, None])
+    return new, total, acc
+
+
+@triton.jit
+def _span(start, first_row, last_row, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """First and last tile of keys that the queries at rows first_row..last_row of a chunk at ``start`` see."""
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(start + first_row - WINDOW + 1, 0) // BLOCK_N
+    return first, (start + last_row) // BLOCK_N
+
+
+@triton.jit
+def extend_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    acc_ptr,
+    sums_ptr,
+    starts_ptr,
+    offsets_ptr,
+    table_ptr,
+    num_sequences,
+    max_segments,
+    stride_qt,
+    stride_qh,
+    stride_table,
+    scale,
+    soft_cap,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    E: tl.constexpr,
+    E_PAD: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One program: a tile of queries of the heads of one K/V head; with SPLIT, every num_programs(2)-th segment of it.
+
+    Scores are powers of two: ``scale`` and ``soft_cap`` hold the factor log2(e). tanh(x) is 2 sigmoid(2 x) - 1.
+    """
+    G: tl.constexpr = H // K
+    BLOCK_Q: tl.constexpr = BLOCK_M // G
+    TILES: tl.constexpr = SEGMENT // BLOCK_N
+    kv_head = tl.program_id(0)
+    # The last tiles see the most keys: they go first.
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    sequence, first_row = _locate(tile, offsets_ptr, num_sequences, BLOCK_Q)
+    offset = tl.load(offsets_ptr + sequence)
+    length = tl.load(offsets_ptr + sequence + 1) - offset
+    if first_row >= length:
+        return
+    start = tl.load(starts_ptr + sequence)
+    last_row = tl.minimum(first_row + BLOCK_Q, length) - 1
+    first_tile, last_tile = _span(start, first_row, last_row, WINDOW, BLOCK_N)
+    first_segment = first_tile // TILES
+    last_segment = last_tile // TILES
+    own_segment = first_segment + tl.program_id(2)
+    if own_segment > last_segment:
+        return
+    # This program's tiles in one loop: whole segments, but for what nobody sees at either end.
+    stride = tl.num_programs(2)
+    num_own = (last_segment - own_segment) // stride
+    begin = 0
+    if tl.program_id(2) == 0:
+        begin = first_tile - first_segment * TILES
+    end = (num_own + 1) * TILES
+    if own_segment + num_own * stride == last_segment:
+        end = num_own * TILES + last_tile - last_segment * TILES + 1
+
+    rows_m = tl.arange(0, BLOCK_M)
+    query_m = first_row + rows_m // G
+    head_m = kv_head * G + rows_m % G
+    real_m = (rows_m < BLOCK_Q * G) & (query_m < length)
+    position_m = start + query_m
+    size_e = tl.arange(0, E_PAD)
+    real_e = size_e < E
+    keys_n = tl.arange(0, BLOCK_N)
+    last_key = start + last_row
+
+    q = tl.load(
+        q_ptr + (offset + query_m).to(tl.int64)[:, None] * stride_qt + head_m[:, None] * stride_qh + size_e[None, :],
+        mask=real_m[:, None] & real_e[None, :],
+        other=0.0,
+    )
+    table_ptr += sequence.to(tl.int64) * stride_table
+    k_ptr += kv_head * E
+    v_ptr += kv_head * E
+
+    top = tl.full([BLOCK_M], LOWEST, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, E_PAD], tl.float32)
+    top_s = top
+    total_s = total
+    acc_s = acc
+    for i in range(begin, end):
+        segment = own_segment + i // TILES * stride
+        key_n = (segment * TILES + i % TILES) * BLOCK_N + keys_n
+        # What lies beyond the tile's last query may be another's, or NaN, and 0 x NaN is NaN: it is not read.
+        here_n = key_n <= last_key
+        block_n = tl.load(table_ptr + key_n // BLOCK_SIZE, mask=here_n, other=0).to(tl.int64)
+        place_n = (block_n * BLOCK_SIZE + key_n % BLOCK_SIZE) * (K * E)
+        k = tl.load(k_ptr + place_n[None, :] + size_e[:, None], mask=here_n[None, :] & real_e[:, None], other=0.0)
+        scores = tl.dot(q, k, input_precision=PRECISION) * scale
+        if SOFT_CAP:
+            scores = soft_cap * (2.0 * tl.sigmoid(scores) - 1.0)
+        seen = key_n[None, :] <= position_m[:, None]
+        if WINDOW > 0:
+            seen = seen & (key_n[None, :] > position_m[:, None] - WINDOW)
+        scores = tl.where(seen, scores, float("-inf"))
+        new = tl.maximum(top_s, tl.max(scores, 1))
+        weights = tl.exp2(scores - new[:, None])
+        decay = tl.exp2(top_s - new)
+        total_s = tl.fma(total_s, decay, tl.sum(weights, 1))
+        v = tl.load(v_ptr + place_n[:, None] + size_e[None, :], mask=here_n[:, None] & real_e[None, :], other=0.0)
+        acc_s = tl.dot(weights.to(v.dtype), v, acc_s * decay[:, None], input_precision=PRECISION)
+        top_s = new
+        if (i % TILES == TILES - 1) | (i == end - 1):
+            if SPLIT:
+                part_m = (sequence.to(tl.int64) * H + head_m) * max_segments + segment
+                tl.store(acc_ptr + part_m[:, None] * E + size_e[None, :], acc_s, mask=real_m[:, None] & real_e[None, :])
+                tl.store(sums_ptr + part_m * 2, top_s, mask=real_m)
+                tl.store(sums_ptr + part_m * 2 + 1, total_s, mask=real_m)
+            else:
+                top, total, acc = _merge(top, total, acc, top_s, total_s, acc_s)
+            top_s = tl.full([BLOCK_M], LOWEST, tl.float32)
+            total_s = tl.zeros([BLOCK_M], tl.float32)
+            acc_s = tl.zeros([BLOCK_M, E_PAD], tl.float32)
+    if not SPLIT:
+        place_m = (offset + query_m).to(tl.int64) * (H * E) + head_m * E
+        out = acc / total[:, None]
+        tl.store(
+            out_ptr + place_m[:, None] + size_e[None, :],
+            out.to(out_ptr.dtype.element_ty),
+            mask=real_m[:, None] & real_e[None, :],
+        )
+
+
+@triton.jit
+def merge_kernel(
+    acc_ptr,
+    sums_ptr,
+    out_ptr,
+    starts_ptr,
+    max_segments,
+    H: tl.constexpr,
+    E: tl.constexpr,
+    E_PAD: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SEGMENT: tl.constexpr,
+):
+    """One program: the segments of one head of one decoding sequence, in their order."""
+    TILES: tl.constexpr = SEGMENT // BLOCK_N
+    sequence = tl.program_id(0)
+    head = tl.program_id(1)
+    first_tile, last_tile = _span(tl.load(starts_ptr + sequence), 0, 0, WINDOW, BLOCK_N)
+    one = tl.arange(0, 1)
+    size_e = tl.arange(0, E_PAD)
+    real_e = (one[:, None] == 0) & (size_e < E)[None, :]
+    part = (sequence.to(tl.int64) * H + head) * max_segments + one
+    top = tl.full([1], LOWEST, tl.float32)
+    total = tl.zeros([1], tl.float32)
+    acc = tl.zeros([1, E_PAD], tl.float32)
+    for segment in tl.range(first_tile // TILES, last_tile // TILES + 1, num_stages=4):
+        top_s = tl.load(sums_ptr + (part + segment) * 2)
+        total_s = tl.load(sums_ptr + (part + segment) * 2 + 1)
+        acc_s = tl.load(acc_ptr + (part + segment)[:, None] * E + size_e[None, :], mask=real_e, other=0.0)
+        top, total, acc = _merge(top, total, acc, top_s, total_s, acc_s)
+    place = (sequence.to(tl.int64) * H + head) * E + one
+    out = acc / total[:, None]
+    tl.store(out_ptr + place[:, None] + size_e[None, :], out.to(out_ptr.dtype.element_ty), mask=real_e)
+
+
+def extend_attention(
+    q_THE: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    ragged: Ragged,
+    spec: AttentionSpec,
+    config: AttentionConfig,
+    programs: int,
+) -> Tensor:
+    """``KernelsProtocol.extend_attention``. Grids follow from shapes alone, and nothing waits for the device.
+
+    ``programs`` is how many the segments of decoding sequences are shared among.
+    """
+    T, H, E = q_THE.shape
+    K, block_size, B = spec.num_kv_heads, k_cache.shape[1], len(ragged.lens)
+    G, E_PAD = H // K, triton.next_power_of_2(E)
+    out_THE = torch.empty((T, H, E), dtype=q_THE.dtype, device=q_THE.device)
+    segments = -(-ragged.block_table_BP.shape[1] * block_size // config.segment)
+    decodes = next((b for b, length in enumerate(ragged.lens) if length > 1), B)
+    splits = max(1, min(segments, programs // (decodes * K))) if decodes else 1
+    if splits == 1 and decodes < B:
+        decodes = 0
+    acc = sums = out_THE
+    if splits > 1:
+        acc = torch.empty((decodes, H, segments, E), dtype=torch.float32, device=q_THE.device)
+        sums = torch.empty((decodes, H, segments, 2), dtype=torch.float32, device=q_THE.device)
+    common = {"WINDOW": spec.window or 0, "BLOCK_N": config.block_n, "SEGMENT": config.segment}
+
+    def extend(begin: int, end: int, splits: int, block_m: int, warps: int) -> None:
+        """Sequences begin..end, whose rows are the same as long as all before them are decodes."""
+        block_m = max(block_m, triton.next_power_of_2(G))
+        tiles = (ragged.offsets[end] - begin) // (block_m // G) + end - begin
+        extend_kernel[(K, tiles, splits)](
+            q_THE,
+            k_cache,
+            v_cache,
+            out_THE,
+            acc,
+            sums,
+            ragged.starts_B[begin:],
+            ragged.offsets_B1[begin:],
+            ragged.block_table_BP[begin:],
+            end - begin,
+            segments,
+            q_THE.stride(0),
+            q_THE.stride(1),
+            ragged.block_table_BP.stride(0),
+            spec.scale * LOG2E if spec.soft_cap is None else 2 * spec.scale / spec.soft_cap,
+            (spec.soft_cap or 0.0) * LOG2E,
+            H=H,
+            K=K,
+            E=E,
+            E_PAD=E_PAD,
+            SOFT_CAP=spec.soft_cap is not None,
+            BLOCK_SIZE=block_size,
+            BLOCK_M=block_m,
+            SPLIT=splits > 1,
+            PRECISION="ieee" if q_THE.dtype == torch.float32 else "tf32",
+            num_warps=warps,
+            num_stages=config.stages,
+            enable_fp_fusion=True,
+            **common,
+        )
+
+    if decodes:
+        extend(0, decodes, splits, config.decode_m, config.decode_warps)
+    if splits > 1:
+        merge_kernel[(decodes, H)](
+            acc,
+            sums,
+            out_THE,
+            ragged.starts_B,
+            segments,
+            H=H,
+            E=E,
+            E_PAD=E_PAD,
+            num_warps=1,
+            enable_fp_fusion=True,
+            **common,
+        )
+    if decodes < B:
+        extend(decodes, B, 1, config.block_m, config.warps)
+    return out_THE

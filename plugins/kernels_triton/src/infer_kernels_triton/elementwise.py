@@ -1,0 +1,217 @@
+"""Norms, rotary embedding with the K/V store, and gated activations: one launch and one pass over memory each.
+
+Values are rounded where ``infer.kernels.reference`` rounds them.
+
+Shapes: T tokens, D hidden, H query heads, K key/value heads, E head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def norm_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    sum_ptr,
+    num_rows,
+    heads,
+    stride_t,
+    stride_h,
+    eps,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    ADD: tl.constexpr,
+    UNIT_OFFSET: tl.constexpr,
+):
+    """One program: BLOCK_R rows. Row r of x is head r % heads of token r // heads; all else is contiguous."""
+    row_r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    size_d = tl.arange(0, BLOCK_D)
+    real = (row_r < num_rows)[:, None] & (size_d < D)[None, :]
+    from_r = (row_r // heads).to(tl.int64) * stride_t + (row_r % heads) * stride_h
+    to = row_r.to(tl.int64)[:, None] * D + size_d[None, :]
+    dtype = out_ptr.dtype.element_ty
+    x = tl.load(x_ptr + from_r[:, None] + size_d[None, :], mask=real, other=0.0).to(tl.float32)
+    if ADD:
+        residual = tl.load(residual_ptr + to, mask=real, other=0.0).to(tl.float32)
+        total = (x + residual).to(dtype)
+        tl.store(sum_ptr + to, total, mask=real)
+        x = total.to(tl.float32)
+    weight = tl.load(weight_ptr + size_d, mask=size_d < D, other=0.0).to(tl.float32)[None, :]
+    y = x / tl.sqrt_rn(tl.sum(x * x, 1) / D + eps)[:, None]
+    y = y * (1.0 + weight) if UNIT_OFFSET else y.to(dtype).to(tl.float32) * weight
+    tl.store(out_ptr + to, y.to(dtype), mask=real)
+
+
+@triton.jit
+def _rotate(
+    from_ptr,
+    to_ptr,
+    cos,
+    sin,
+    stride_h,
+    HEADS: tl.constexpr,
+    HEADS_PAD: tl.constexpr,
+    E: tl.constexpr,
+    E_PAD: tl.constexpr,
+):
+    """Rotate one token's heads, the two halves of each against each other."""
+    HALF: tl.constexpr = E // 2
+    head_h = tl.arange(0, HEADS_PAD)[:, None]
+    size_e = tl.arange(0, E_PAD // 2)[None, :]
+    real = (head_h < HEADS) & (size_e < HALF)
+    left = tl.load(from_ptr + head_h * stride_h + size_e, mask=real, other=0.0).to(tl.float32)
+    right = tl.load(from_ptr + head_h * stride_h + HALF + size_e, mask=real, other=0.0).to(tl.float32)
+    to_ptr += head_h * E + size_e
+    dtype = to_ptr.dtype.element_ty
+    tl.store(to_ptr, (left * cos - right * sin).to(dtype), mask=real)
+    tl.store(to_ptr + HALF, (right * cos + left * sin).to(dtype), mask=real)
+
+
+@triton.jit
+def rope_store_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    cos_ptr,
+    sin_ptr,
+    out_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    flat_ptr,
+    stride_qt,
+    stride_qh,
+    stride_kt,
+    stride_kh,
+    stride_vt,
+    stride_vh,
+    stride_rotary,
+    H: tl.constexpr,
+    H_PAD: tl.constexpr,
+    K: tl.constexpr,
+    K_PAD: tl.constexpr,
+    E: tl.constexpr,
+    E_PAD: tl.constexpr,
+):
+    """One program: a token, its q rotated to ``out``, its K rotated and its V copied to their place in the caches."""
+    HALF: tl.constexpr = E // 2
+    token = tl.program_id(0).to(tl.int64)
+    size_e = tl.arange(0, E_PAD // 2)
+    cos = tl.load(cos_ptr + token * stride_rotary + size_e, mask=size_e < HALF, other=0.0)[None, :]
+    sin = tl.load(sin_ptr + token * stride_rotary + size_e, mask=size_e < HALF, other=0.0)[None, :]
+    place = tl.load(flat_ptr + token) * (K * E)
+    _rotate(q_ptr + token * stride_qt, out_ptr + token * (H * E), cos, sin, stride_qh, H, H_PAD, E, E_PAD)
+    _rotate(k_ptr + token * stride_kt, k_cache_ptr + place, cos, sin, stride_kh, K, K_PAD, E, E_PAD)
+    head_k = tl.arange(0, K_PAD)[:, None]
+    whole_e = tl.arange(0, E_PAD)[None, :]
+    real = (head_k < K) & (whole_e < E)
+    v = tl.load(v_ptr + token * stride_vt + head_k * stride_vh + whole_e, mask=real, other=0.0)
+    tl.store(v_cache_ptr + place + head_k * E + whole_e, v, mask=real)
+
+
+@triton.jit
+def gated_kernel(gate_up_ptr, out_ptr, stride_t, size, GELU: tl.constexpr, BLOCK: tl.constexpr):
+    """One program: BLOCK columns of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    real = column < size
+    gate = tl.load(gate_up_ptr + row * stride_t + column, mask=real, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * stride_t + size + column, mask=real, other=0.0)
+    if GELU:
+        # 0.5 (1 + tanh(z)) is sigmoid(2 z).
+        active = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+    else:
+        active = gate * tl.sigmoid(gate)
+    out = active.to(up.dtype).to(tl.float32) * up.to(tl.float32)
+    tl.store(out_ptr + row * size + column, out.to(out_ptr.dtype.element_ty), mask=real)
+
+
+def rms_norm(
+    x: Tensor, weight_D: Tensor, eps: float, unit_offset: bool, residual_TD: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(norm(x), x), or (norm(x + residual), x + residual). x is [T, D], or [T, heads, D] with contiguous last rows."""
+    D = x.shape[-1]
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = x if residual_TD is None else torch.empty_like(out)
+    rows = out.numel() // D
+    block_d = triton.next_power_of_2(D)
+    block_r = max(1, 1024 // block_d)
+    heads = x.shape[1] if x.dim() == 3 else 1
+    norm_kernel[(triton.cdiv(rows, block_r),)](
+        x,
+        residual_TD,
+        weight_D,
+        out,
+        total,
+        rows,
+        heads,
+        x.stride(0),
+        x.stride(1) if x.dim() == 3 else 0,
+        eps,
+        D=D,
+        BLOCK_D=block_d,
+        BLOCK_R=block_r,
+        ADD=residual_TD is not None,
+        UNIT_OFFSET=unit_offset,
+        num_warps=min(8, max(4, block_d // 512)),
+    )
+    return out, total
+
+
+def rope_store_kv(
+    q_THE: Tensor,
+    k_TKE: Tensor,
+    v_TKE: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    flat_T: Tensor,
+) -> Tensor:
+    """``KernelsProtocol.rope_store_kv``."""
+    T, H, E = q_THE.shape
+    K = k_TKE.shape[1]
+    out_THE = torch.empty((T, H, E), dtype=q_THE.dtype, device=q_THE.device)
+    rope_store_kernel[(T,)](
+        q_THE,
+        k_TKE,
+        v_TKE,
+        cos,
+        sin,
+        out_THE,
+        k_cache,
+        v_cache,
+        flat_T,
+        *q_THE.stride()[:2],
+        *k_TKE.stride()[:2],
+        *v_TKE.stride()[:2],
+        cos.stride(0) if cos.shape[0] > 1 else 0,
+        H=H,
+        H_PAD=triton.next_power_of_2(H),
+        K=K,
+        K_PAD=triton.next_power_of_2(K),
+        E=E,
+        E_PAD=triton.next_power_of_2(E),
+    )
+    return out_THE
+
+
+def gated(gate_up: Tensor, gelu: bool) -> Tensor:
+    """act(left half) * right half of the last dimension."""
+    flat = gate_up.flatten(0, -2)
+    T, size = flat.shape[0], flat.shape[1] // 2
+    out = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype, device=gate_up.device)
+    block: Any = min(1024, triton.next_power_of_2(size))
+    gated_kernel[(T, triton.cdiv(size, block))](flat, out, flat.stride(0), size, GELU=gelu, BLOCK=block, num_warps=4)
+    return out

@@ -1,0 +1,100 @@
+"""x @ w.T of which every row's bits are its own, however many rows there are.
+
+Vendor libraries choose another algorithm for another number of rows, and with it another order of summation. Here every
+configuration adds the products of a row one after the other in the order of K; tiles differ in what they share, not in
+what they add. Few rows get narrow tiles of columns, so that every multiprocessor has some of the weight to stream.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from infer_kernels_triton.configs import LinearConfig
+
+GROUP = 8
+"""Tiles of rows that go through the columns together, so that both stay in the L2 cache."""
+
+
+@triton.jit
+def linear_kernel(
+    x_ptr,
+    w_ptr,
+    bias_ptr,
+    out_ptr,
+    M,
+    N,
+    stride_x,
+    stride_w,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    BIAS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One program: a tile [BLOCK_M, BLOCK_N] of the result."""
+    EVEN: tl.constexpr = K % BLOCK_K == 0
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    group = tl.program_id(0) // (GROUP * tiles_n)
+    within = tl.program_id(0) % (GROUP * tiles_n)
+    height = tl.minimum(tiles_m - group * GROUP, GROUP)
+    row_m = (group * GROUP + within % height) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column_n = within // height * BLOCK_N + tl.arange(0, BLOCK_N)
+    size_k = tl.arange(0, BLOCK_K)
+    # Rows and columns past the end repeat the first ones: their results are not stored, and loads need no mask.
+    x_ptr += (row_m % M).to(tl.int64)[:, None] * stride_x + size_k[None, :]
+    w_ptr += (column_n % N).to(tl.int64)[None, :] * stride_w + size_k[:, None]
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for begin in range(0, K, BLOCK_K):
+        if EVEN:
+            x = tl.load(x_ptr + begin)
+            w = tl.load(w_ptr + begin)
+        else:
+            x = tl.load(x_ptr + begin, mask=size_k[None, :] < K - begin, other=0.0)
+            w = tl.load(w_ptr + begin, mask=size_k[:, None] < K - begin, other=0.0)
+        acc = tl.dot(x, w, acc, input_precision=PRECISION)
+    real_n = column_n < N
+    if BIAS:
+        acc += tl.load(bias_ptr + column_n, mask=real_n, other=0.0).to(tl.float32)[None, :]
+    tl.store(
+        out_ptr + row_m.to(tl.int64)[:, None] * N + column_n[None, :],
+        acc.to(out_ptr.dtype.element_ty),
+        mask=(row_m < M)[:, None] & real_n[None, :],
+    )
+
+
+def linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, configs: tuple[LinearConfig, ...]) -> Tensor:
+    """[T, N]; x may be strided by rows."""
+    x = x_TK.flatten(0, -2)
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    M, K = x.shape
+    N = weight_NK.shape[0]
+    c = next(c for c in configs if c.rows >= M)
+    out = torch.empty((M, N), dtype=x.dtype, device=x.device)
+    if M:
+        linear_kernel[(triton.cdiv(M, c.block_m) * triton.cdiv(N, c.block_n),)](
+            x,
+            weight_NK,
+            bias_N,
+            out,
+            M,
+            N,
+            x.stride(0),
+            weight_NK.stride(0),
+            K=K,
+            BLOCK_M=c.block_m,
+            BLOCK_N=c.block_n,
+            BLOCK_K=c.block_k,
+            GROUP=GROUP,
+            BIAS=bias_N is not None,
+            PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+            num_warps=c.warps,
+            num_stages=c.stages,
+        )
+    return out.view(*x_TK.shape[:-1], N)

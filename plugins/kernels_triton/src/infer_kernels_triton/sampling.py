@@ -1,0 +1,146 @@
+"""Drawing a token per row without sorting the vocabulary.
+
+Filters are thresholds, and a threshold is found bit by bit: the largest value such that enough tokens, or enough
+probability, is at or above it. The draw runs through what is left in the order of the vocabulary. One program per row
+walks over the logits, which are in the L2 cache since they have just been written.
+
+Shapes: N rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from infer.protocols import Draws
+
+SIGNIFICANT = {torch.float32: 32, torch.float16: 19, torch.bfloat16: 16}
+"""Leading bits of a float32 in which logits of a type may differ."""
+BLOCK = 4096
+
+
+@triton.jit
+def _load(logits_ptr, begin, V, BLOCK: tl.constexpr):
+    """Logits and their keys: integers in the same order. Both zeros have one key."""
+    index = begin + tl.arange(0, BLOCK)
+    x = tl.load(logits_ptr + index, mask=index < V, other=float("-inf")).to(tl.float32)
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return x, bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _above(logits_ptr, V, top, heat, threshold, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """How many tokens have a key of at least ``threshold``, or what they weigh: exp((x - top) / heat)."""
+    total = tl.zeros([], tl.float64)
+    for begin in range(0, V, BLOCK):
+        x, key = _load(logits_ptr, begin, V, BLOCK)
+        weight = tl.full([BLOCK], 1.0, tl.float32) if COUNT else tl.exp((x - top) / heat)
+        real = (key >= threshold) & (begin + tl.arange(0, BLOCK) < V)
+        total += tl.sum(tl.where(real, weight, 0.0)).to(tl.float64)
+    return total
+
+
+@triton.jit
+def _threshold(logits_ptr, V, top, heat, wanted, COUNT: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr):
+    """The largest key at or above which ``wanted`` tokens are, or weight is."""
+    zero = tl.zeros([], tl.int32)
+    enough = _above(logits_ptr, V, top, heat, zero, COUNT, BLOCK) >= wanted
+    threshold = tl.where(enough, zero, tl.full([], -0x80000000, tl.int32))
+    for i in range(1, BITS):
+        higher = threshold + (tl.full([], 1, tl.int32) << (31 - i))
+        enough = _above(logits_ptr, V, top, heat, higher, COUNT, BLOCK) >= wanted
+        threshold = tl.where(enough, higher, threshold)
+    return threshold
+
+
+@triton.jit
+def sample_kernel(
+    logits_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    uniform_ptr,
+    token_ptr,
+    stride_n,
+    V,
+    GREEDY: tl.constexpr,
+    RANKED: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program: a row."""
+    row = tl.program_id(0)
+    logits_ptr += row.to(tl.int64) * stride_n
+    index = tl.arange(0, BLOCK)
+    top = tl.full([], float("-inf"), tl.float32)
+    token = tl.zeros([], tl.int32)
+    broken = tl.zeros([], tl.int32)
+    for begin in range(0, V, BLOCK):
+        x = tl.load(logits_ptr + begin + index, mask=begin + index < V, other=float("-inf")).to(tl.float32)
+        highest = tl.max(x)
+        first = begin + tl.min(tl.where(x == highest, index, BLOCK))
+        token = tl.where(highest > top, first, token)
+        top = tl.maximum(top, highest)
+        broken = tl.maximum(broken, tl.max((x != x).to(tl.int32)))
+    finite = (broken == 0) & (top > float("-inf")) & (top < float("inf"))
+    if not GREEDY:
+        heat = tl.load(temperature_ptr + row)
+        if finite & (heat > 0.0):
+            threshold = tl.full([], -0x80000000, tl.int32)
+            if RANKED:
+                top_k = tl.load(top_k_ptr + row)
+                top_p = tl.load(top_p_ptr + row)
+                if (top_k > 0) & (top_k < V):
+                    threshold = _threshold(logits_ptr, V, top, heat, top_k.to(tl.float64), True, BITS, BLOCK)
+                if top_p < 1.0:
+                    mass = _above(logits_ptr, V, top, heat, threshold, False, BLOCK) * top_p.to(tl.float64)
+                    threshold = tl.maximum(threshold, _threshold(logits_ptr, V, top, heat, mass, False, BITS, BLOCK))
+            min_p = tl.load(min_p_ptr + row)
+            total = tl.zeros([], tl.float64)
+            last = tl.zeros([], tl.int32)
+            for begin in range(0, V, BLOCK):
+                x, key = _load(logits_ptr, begin, V, BLOCK)
+                weight = tl.exp((x - top) / heat)
+                kept = (key >= threshold) & (weight >= min_p) & (weight > 0.0)
+                total += tl.sum(tl.where(kept, weight, 0.0)).to(tl.float64)
+                last = tl.maximum(last, tl.max(tl.where(kept, begin + index, 0)))
+            # The first token whose cumulative weight passes the target: as many as do not reach it come before.
+            target = tl.load(uniform_ptr + row) * total
+            before = tl.zeros([], tl.float64)
+            drawn = tl.zeros([], tl.int32)
+            for begin in range(0, V, BLOCK):
+                x, key = _load(logits_ptr, begin, V, BLOCK)
+                weight = tl.exp((x - top) / heat)
+                kept = (key >= threshold) & (weight >= min_p) & (weight > 0.0)
+                weight = tl.where(kept, weight, 0.0)
+                cumulative = before + tl.cumsum(weight.to(tl.float64))
+                drawn += tl.sum((cumulative <= target).to(tl.int32))
+                before += tl.sum(weight).to(tl.float64)
+            token = tl.minimum(drawn, last)  # sums of another order may fall short of the target by a rounding
+    tl.store(token_ptr + row, tl.where(finite, token, -1).to(tl.int64))
+
+
+def sample(logits_NV: Tensor, draws: Draws) -> Tensor:
+    """``KernelsProtocol.sample``."""
+    N, V = logits_NV.shape
+    token_N = torch.empty(N, dtype=torch.int64, device=logits_NV.device)
+    sample_kernel[(N,)](
+        logits_NV,
+        draws.temperature_N,
+        draws.top_k_N,
+        draws.top_p_N,
+        draws.min_p_N,
+        draws.uniform_N,
+        token_N,
+        logits_NV.stride(0),
+        V,
+        GREEDY=draws.greedy,
+        RANKED=draws.ranked,
+        BITS=SIGNIFICANT[logits_NV.dtype],
+        BLOCK=min(BLOCK, triton.next_power_of_2(V)),
+        num_warps=8,
+    )
+    return token_N

@@ -1,0 +1,96 @@
+"""Attention: its meaning, and the promise that a query's bits do not depend on how it is scheduled."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.attention import Scene, spec
+from torch import Tensor
+
+from infer.protocols import AttentionSpec
+from infer_kernels_triton.provider import TritonKernels
+
+MIXED = [(0, 1), (130, 1), (300, 1), (0, 5), (7, 3), (127, 2), (60, 70), (0, 140), (255, 130), (31, 1)]
+DECODES = [(0, 1), (63, 1), (64, 1), (200, 1), (511, 1)]
+EDGES = [1, 31, 32, 33, 63, 64, 65]
+ALONE = 0
+"""Of programs: sequences are not split."""
+
+
+def make(device: str, programs: int | None = None) -> TritonKernels:
+    kernels = TritonKernels(torch.device(device))
+    if programs is not None:
+        kernels._programs = programs
+    return kernels
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    """Within what rounding the weights to the values' type does, as every fused attention does."""
+    bound = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}[actual.dtype]
+    torch.testing.assert_close(actual.cpu().double(), expected, rtol=bound, atol=bound)
+
+
+def attend(
+    extends: list[tuple[int, int]], spec: AttentionSpec, block_size: int, dtype: torch.dtype, device: str
+) -> None:
+    scene = Scene(spec, extends, block_size, dtype, kernels=make(device), device=device)
+    found = scene.attend()
+    close(found, scene.attend64())
+    unsplit = Scene(spec, extends, block_size, dtype, kernels=make(device, ALONE), device=device)
+    assert torch.equal(found, unsplit.attend())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("window", [None, 1, 9, *EDGES[3:]])
+@pytest.mark.parametrize("extends", [MIXED, DECODES], ids=["mixed", "decodes"])
+def test_windows(extends: list[tuple[int, int]], window: int | None, dtype: torch.dtype, device: str) -> None:
+    attend(extends, spec(window=window), 16, dtype, device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("block_size", [1, 16, 500])
+def test_blocks_and_soft_cap(block_size: int, dtype: torch.dtype, device: str) -> None:
+    attend(MIXED, spec(cap=0.7), block_size, dtype, device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size"),
+    [(1, 1, 64), (6, 2, 20), (8, 1, 96), (4, 4, 128), (3, 1, 256), (32, 2, 16), (70, 1, 16)],
+)
+def test_head_counts_and_sizes(heads: int, kv_heads: int, size: int, dtype: torch.dtype, device: str) -> None:
+    attend([(40, 1), (90, 1), (0, 33), (50, 30)], spec(heads, kv_heads, size), 16, dtype, device)
+
+
+def test_large_scores(device: str) -> None:
+    scene = Scene(spec(cap=None), DECODES, 16, kernels=make(device), device=device)
+    scene.q = [q * 1e4 for q in scene.q]
+    close(scene.attend(), scene.attend64())
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.data(),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.sampled_from([None, 33, 64]),
+    st.sampled_from([ALONE, 4, 1000]),
+)
+def test_any_cut_and_any_company(
+    device: str, data: st.DataObject, dtype: torch.dtype, window: int | None, programs: int
+) -> None:
+    """A sequence in one go, and in pieces among others, in other blocks."""
+    length = data.draw(st.integers(2, 150))
+    cuts = sorted(data.draw(st.sets(st.integers(1, length - 1), max_size=3)))
+    whole = Scene(spec(window=window), [(0, length)], 16, dtype, seed=3, kernels=make(device), device=device)
+    expected = whole.attend()
+    for begin, end in zip([0, *cuts], [*cuts, length], strict=True):
+        others = data.draw(st.lists(st.tuples(st.integers(0, 70), st.sampled_from([1, 1, 20])), max_size=2))
+        place = data.draw(st.integers(0, len(others)))
+        extends = [*others[:place], (begin, end - begin), *others[place:]]
+        pieces = Scene(spec(window=window), extends, 7, dtype, kernels=make(device, programs), device=device)
+        pieces.k[place], pieces.v[place] = whole.k[0][:end], whole.v[0][:end]
+        pieces.q[place] = whole.q[0][begin:end]
+        row = sum(n for _, n in extends[:place])
+        assert torch.equal(pieces.attend()[row : row + end - begin], expected[begin:end])

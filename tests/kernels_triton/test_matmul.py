@@ -1,0 +1,43 @@
+"""Matrix products: their meaning against float64, and that a row's bits are its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.attention import random
+
+from infer_kernels_triton.provider import TritonKernels
+
+ROWS = [1, 2, 15, 16, 17, 33, 130]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (17, 33), (64, 128), (50, 96), (130, 70)])
+def test_products_and_their_rows(n: int, k: int, bias: bool, dtype: torch.dtype, device: str) -> None:
+    kernels = TritonKernels(torch.device(device))
+    x = random(ROWS[-1], k, dtype=dtype).to(device)
+    weight, b = random(n, k, dtype=dtype, seed=1).to(device), random(n, dtype=dtype, seed=2).to(device)
+    packed = kernels.pack(weight, b if bias else None)
+    whole = kernels.linear(x, packed)
+    expected = x.double() @ weight.double().T + (b.double() if bias else 0)
+    bound = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
+    torch.testing.assert_close(whole.double(), expected, rtol=bound, atol=bound)
+    for rows in ROWS:
+        assert torch.equal(kernels.linear(x[:rows], packed), whole[:rows])
+        assert torch.equal(kernels.linear(x[-rows:], packed), whole[-rows:])
+
+
+def test_rows_of_a_wider_tensor(device: str) -> None:
+    kernels = TritonKernels(torch.device(device))
+    wide = random(5, 3, 96).to(device)
+    weight = random(20, 32, seed=1).to(device)
+    packed = kernels.pack(weight)
+    part = wide[:, 1, 32:64]
+    assert torch.equal(kernels.linear(part, packed), kernels.linear(part.contiguous(), packed))
+    assert kernels.linear(wide[..., :32], packed).shape == (5, 3, 20)
+
+
+def test_no_rows(device: str) -> None:
+    kernels = TritonKernels(torch.device(device))
+    assert kernels.linear(torch.empty(0, 32, device=device), kernels.pack(random(20, 32).to(device))).shape == (0, 20)

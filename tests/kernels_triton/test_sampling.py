@@ -1,0 +1,146 @@
+"""Drawing without sorting: the same tokens as the reference, whose sums run in another order."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.attention import random
+
+from infer.engine.sampler import Row, draws
+from infer.kernels.reference import ReferenceKernels
+from infer.protocols import Draws
+from infer.request import SamplingParams
+from infer_kernels_triton.provider import TritonKernels
+
+REFERENCE = ReferenceKernels()
+INF = float("inf")
+
+
+@pytest.fixture
+def kernels(device: str) -> TritonKernels:
+    return TritonKernels(torch.device(device))
+
+
+def ask(device: str, *params: dict[str, Any], seed: int = 0) -> Draws:
+    rows = [Row(SamplingParams(**p), seed + i, 5) for i, p in enumerate(params)]
+    return draws(rows, torch.device(device))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("vocab", [1, 7, 1000, 9000])
+@pytest.mark.parametrize(
+    "filters",
+    [
+        {},
+        {"top_k": 1},
+        {"top_k": 40},
+        {"top_k": 100_000},
+        {"top_p": 0.7},
+        {"top_p": 0.01},
+        {"min_p": 0.1},
+        {"top_k": 20, "top_p": 0.95, "min_p": 0.02},
+    ],
+    ids=str,
+)
+def test_draws_as_the_reference_does(
+    kernels: TritonKernels, device: str, filters: dict[str, Any], vocab: int, dtype: torch.dtype
+) -> None:
+    logits = (random(4, vocab, dtype=dtype) * 3).to(device)
+    params = [{"temperature": t, **filters} for t in (0.0, 0.7, 1.0, 2.5)]
+    asked = ask(device, *params)
+    assert kernels.sample(logits, asked).tolist() == REFERENCE.sample(logits, asked).tolist()
+    row = 2
+    one = {f.name: getattr(asked, f.name)[row : row + 1] for f in fields(asked) if f.name.endswith("_N")}
+    alone = replace(asked, **one)
+    assert kernels.sample(logits[row : row + 1], alone).item() == kernels.sample(logits, asked)[row].item()
+
+
+def test_greedy_takes_the_first_of_the_likeliest(kernels: TritonKernels, device: str) -> None:
+    logits = torch.zeros(3, 9000)
+    logits[0, [8000, 20, 5000]] = 2.0
+    logits[1] = -3.0
+    logits[2, 8999] = 1e-30
+    found = kernels.sample(logits.to(device), ask(device, *[{"temperature": 0}] * 3))
+    assert found.tolist() == [20, 0, 8999]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rows_that_are_not_finite(kernels: TritonKernels, device: str, temperature: float) -> None:
+    logits = random(6, 5000)
+    logits[0, 4990] = float("nan")
+    logits[1] = float("nan")
+    logits[2, 3] = INF
+    logits[3] = -INF
+    logits[4, 1:] = -INF
+    found = kernels.sample(logits.to(device), ask(device, *[{"temperature": temperature}] * 6)).tolist()
+    assert found[:5] == [-1, -1, -1, -1, 0]
+    assert found[5] >= 0
+
+
+def spread(asked: Draws) -> Draws:
+    """With random numbers at even distances, in the middle of each n-th part."""
+    n = len(asked.uniform_N)
+    uniform_N = (torch.arange(n, dtype=torch.float64) + 0.5) / n
+    return replace(asked, uniform_N=uniform_N.to(asked.uniform_N.device))
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 2}, {"top_p": 0.5}, {"min_p": 1.0}], ids=str)
+def test_ties_stay_together(kernels: TritonKernels, device: str, filters: dict[str, Any]) -> None:
+    """A top-k of 2 over three equal tokens keeps them all, a negative zero among them."""
+    logits = torch.full((3, 50), -8.0)
+    logits[:, [3, 20, 41]] = 0.0
+    logits[:, 20] = -0.0
+    asked = spread(ask(device, *[{"temperature": 1.0, **filters}] * 3))
+    assert kernels.sample(logits.to(device), asked).tolist() == [3, 20, 41]
+
+
+def test_a_tiny_temperature_is_greedy(kernels: TritonKernels, device: str) -> None:
+    logits = random(20, 3000) * 50
+    asked = ask(device, *[{"temperature": 1e-6, "top_p": 0.9}] * 20)
+    assert kernels.sample(logits.to(device), asked).tolist() == logits.argmax(-1).tolist()
+
+
+def test_the_whole_range_of_random_numbers_lands_on_likely_tokens(kernels: TritonKernels, device: str) -> None:
+    logits = torch.full((2, 5000), -INF)
+    logits[:, [7, 4321]] = 0.0
+    asked = ask(device, *[{"temperature": 1.0}] * 2)
+    ends = replace(asked, uniform_N=torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64, device=device))
+    assert kernels.sample(logits.to(device), ends).tolist() == [7, 4321]
+
+
+def test_frequencies(kernels: TritonKernels, device: str) -> None:
+    """Against float64: even random numbers give every token its share to within one."""
+    logits = random(1, 40, dtype=torch.bfloat16, seed=4)
+    n = 100
+    asked = spread(ask(device, *[{"temperature": 0.8, "top_k": 12}] * n))
+    found = np.bincount(kernels.sample(logits.repeat(n, 1).to(device), asked).cpu().numpy(), minlength=40)
+    weights = np.exp(logits[0].double().numpy() / 0.8)
+    weights[weights < np.sort(weights)[-12]] = 0
+    assert (np.abs(found - n * weights / weights.sum()) <= 1).all()
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    vocab=st.integers(1, 60),
+    seed=st.integers(0, 1000),
+    filters=st.fixed_dictionaries(
+        {},
+        optional={
+            "top_k": st.integers(1, 70),
+            "top_p": st.floats(0.05, 1.0),
+            "min_p": st.floats(0.0, 1.0),
+        },
+    ),
+    heat=st.floats(0.05, 20),
+)
+def test_any_filter(device: str, vocab: int, seed: int, filters: dict[str, Any], heat: float) -> None:
+    logits = (random(4, vocab, seed=seed) * 4).round(decimals=1).to(device)
+    asked = ask(device, *[{"temperature": heat, **filters}] * 4, seed=seed)
+    found = TritonKernels(torch.device(device)).sample(logits, asked)
+    assert found.tolist() == REFERENCE.sample(logits, asked).tolist()
