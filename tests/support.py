@@ -108,6 +108,22 @@ POOLS: Mapping[str, Callable[[ModelProtocol, torch.dtype, int], CachePoolProtoco
 }
 
 
+class Recorder:
+    """Runs again what it ran once, into the same tensor."""
+
+    def __init__(self) -> None:
+        self.replayed: list[int] = []
+
+    def __call__(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        out = run()
+
+        def replay() -> Tensor:
+            self.replayed.append(len(out))
+            return out.copy_(run())
+
+        return replay
+
+
 @dataclass
 class Stepper:
     """An engine without thread or tokenizer; ``steps`` and ``events`` record what it does."""
@@ -153,6 +169,7 @@ def make_engine(
     static: bool = False,
     lag: int = 0,
     graphs: DecodeGraphs | None = None,
+    kernels: KernelsProtocol | None = None,
     **keys: Any,
 ) -> Stepper:
     chosen = EngineSettings.model_validate({"max_batch_size": 4} | keys)
@@ -170,7 +187,7 @@ def make_engine(
             stepper.finished.append(record)
 
     engine = Engine(
-        Runner(model, pool, ReferenceKernels(), CPU, chosen.max_batch_size, graphs),
+        Runner(model, pool, kernels or ReferenceKernels(), CPU, chosen.max_batch_size, graphs),
         scheduler,
         pool,
         tokenizer=None,

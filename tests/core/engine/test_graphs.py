@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -12,6 +11,7 @@ from tests.support import (
     CPU,
     DTYPES,
     FAMILIES,
+    Recorder,
     build_model,
     make_engine,
     paged_pool,
@@ -45,22 +45,6 @@ class TensorsOnly(ReferenceKernels):
             offsets=tuple(ragged.offsets_B1.tolist()),
         )
         return super().extend_attention(q_THE, k_cache, v_cache, read, spec)
-
-
-class Recorder:
-    """Runs again what it ran once, into the same tensor."""
-
-    def __init__(self) -> None:
-        self.replayed: list[int] = []
-
-    def __call__(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        out = run()
-
-        def replay() -> Tensor:
-            self.replayed.append(len(out))
-            return out.copy_(run())
-
-        return replay
 
 
 @pytest.mark.parametrize("lag", [0, 1])

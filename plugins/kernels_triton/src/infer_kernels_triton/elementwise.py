@@ -7,8 +7,6 @@ Shapes: T tokens, D hidden, H query heads, K key/value heads, E head size.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -165,6 +163,7 @@ def rms_norm(
         ADD=residual_TD is not None,
         UNIT_OFFSET=unit_offset,
         num_warps=min(8, max(4, block_d // 512)),
+        enable_fp_fusion=True,
     )
     return out, total
 
@@ -203,6 +202,7 @@ def rope_store_kv(
         K_PAD=triton.next_power_of_2(K),
         E=E,
         E_PAD=triton.next_power_of_2(E),
+        enable_fp_fusion=True,
     )
     return out_THE
 
@@ -212,6 +212,8 @@ def gated(gate_up: Tensor, gelu: bool) -> Tensor:
     flat = gate_up.flatten(0, -2)
     T, size = flat.shape[0], flat.shape[1] // 2
     out = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype, device=gate_up.device)
-    block: Any = min(1024, triton.next_power_of_2(size))
-    gated_kernel[(T, triton.cdiv(size, block))](flat, out, flat.stride(0), size, GELU=gelu, BLOCK=block, num_warps=4)
+    block = min(1024, triton.next_power_of_2(size))
+    gated_kernel[(T, triton.cdiv(size, block))](
+        flat, out, flat.stride(0), size, GELU=gelu, BLOCK=block, enable_fp_fusion=True
+    )
     return out

@@ -26,9 +26,10 @@ def linear_kernel(
     out_ptr,
     M,
     N,
+    K,
     stride_x,
     stride_w,
-    K: tl.constexpr,
+    EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -37,7 +38,6 @@ def linear_kernel(
     PRECISION: tl.constexpr,
 ):
     """One program: a tile [BLOCK_M, BLOCK_N] of the result."""
-    EVEN: tl.constexpr = K % BLOCK_K == 0
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     group = tl.program_id(0) // (GROUP * tiles_n)
@@ -51,7 +51,7 @@ def linear_kernel(
     w_ptr += (column_n % N).to(tl.int64)[None, :] * stride_w + size_k[:, None]
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for begin in range(0, K, BLOCK_K):
-        if EVEN:
+        if EVEN_K:
             x = tl.load(x_ptr + begin)
             w = tl.load(w_ptr + begin)
         else:
@@ -85,9 +85,10 @@ def linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, configs: tupl
             out,
             M,
             N,
+            K,
             x.stride(0),
             weight_NK.stride(0),
-            K=K,
+            EVEN_K=K % c.block_k == 0,
             BLOCK_M=c.block_m,
             BLOCK_N=c.block_n,
             BLOCK_K=c.block_k,
@@ -96,5 +97,6 @@ def linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, configs: tupl
             PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
             num_warps=c.warps,
             num_stages=c.stages,
+            enable_fp_fusion=True,
         )
     return out.view(*x_TK.shape[:-1], N)

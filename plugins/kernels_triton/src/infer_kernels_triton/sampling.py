@@ -142,5 +142,6 @@ def sample(logits_NV: Tensor, draws: Draws) -> Tensor:
         BITS=SIGNIFICANT[logits_NV.dtype],
         BLOCK=min(BLOCK, triton.next_power_of_2(V)),
         num_warps=8,
+        enable_fp_fusion=True,
     )
     return token_N

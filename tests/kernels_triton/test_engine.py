@@ -1,0 +1,58 @@
+"""Whole models on these kernels, in an engine: chunks, company, preemption and replay change no bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.support import CONFIGS, CPU, FAMILIES, Recorder, Stepper, build_model, make_engine, paged_pool, random_prompt
+
+from infer.engine.graphs import DecodeGraphs
+from infer.kernels.reference import ReferenceKernels
+from infer.protocols import KernelsProtocol
+from infer_kernels_triton.provider import TritonKernels
+
+MAX_BATCH = 3
+PROMPTS = {"a": random_prompt(78, seed=1), "b": random_prompt(46, seed=2), "c": random_prompt(14, seed=3)}
+PROMPTS["d"] = [*PROMPTS["a"][:40], 5]
+
+
+def play(
+    family: str, dtype: torch.dtype, kernels: KernelsProtocol, *, recorded: bool = False, num_blocks: int, **keys: Any
+) -> Stepper:
+    model = build_model(CONFIGS[family], dtype, kernels)
+    pool = paged_pool(model, dtype, MAX_BATCH, num_blocks=num_blocks)
+    pool.storage.kernels = kernels
+    graphs = DecodeGraphs(model, pool, CPU, MAX_BATCH, Recorder()) if recorded else None
+    stepper = make_engine(
+        model, dtype, pool=pool, kernels=kernels, graphs=graphs, **{"max_batch_size": MAX_BATCH, **keys}
+    )
+    for id, prompt in PROMPTS.items():
+        stepper.submit(prompt, id, max_tokens=5, temperature=0.7, seed=4, logprobs=3)
+    stepper.run()
+    return stepper
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("llama", torch.bfloat16), ("qwen3", torch.float32), ("gemma3", torch.bfloat16)]
+)
+def test_chunks_company_preemption_and_replay(family: str, dtype: torch.dtype) -> None:
+    kernels = TritonKernels(CPU)
+    alone = play(family, dtype, kernels, num_blocks=40, max_batch_size=1, use_chunked_prefill=False)
+    mixed = play(family, dtype, kernels, num_blocks=8, recorded=True, lag=1, prefill_chunk_size=16)
+    assert any(record.preemptions for record in mixed.finished)
+    for id in PROMPTS:
+        found, expected = ([(e.token_ids, e.logprobs) for e in s.events[id]] for s in (mixed, alone))
+        assert found == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_are_the_references(family: str) -> None:
+    found, expected = (
+        play(family, torch.float32, kernels, num_blocks=40) for kernels in (TritonKernels(CPU), ReferenceKernels())
+    )
+    for id in PROMPTS:
+        assert found.tokens(id) == expected.tokens(id)
+        for a, b in zip(found.events[id], expected.events[id], strict=True):
+            assert a.logprobs[0].logprob == pytest.approx(b.logprobs[0].logprob, abs=1e-4)
