@@ -25,7 +25,7 @@ lint: install
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8
 
 bench: install
 	$(BIN)/infer bench --workload all --scale 0.25

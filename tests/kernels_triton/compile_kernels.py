@@ -59,7 +59,7 @@ def launches(arch: int, dtype: torch.dtype = torch.bfloat16) -> list[tuple[JITFu
     def record(kernel: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         found.append((kernel, dict(zip(kernel.arg_names, args, strict=False)) | kwargs))
 
-    run, JITFunction.run = JITFunction.run, record  # type: ignore[method-assign]
+    run, JITFunction.run = JITFunction.run, record
     try:
         kernels = provider.TritonKernels(torch.device("cpu"))
         kernels._config, kernels._programs = TABLE[arch], 264
@@ -69,7 +69,7 @@ def launches(arch: int, dtype: torch.dtype = torch.bfloat16) -> list[tuple[JITFu
         for temperature, ranked in ((0, False), (1, False), (1, True)):
             _sample(kernels, temperature == 0, ranked, dtype)
     finally:
-        JITFunction.run = run  # type: ignore[method-assign]
+        JITFunction.run = run
     return found
 
 
@@ -153,7 +153,7 @@ def compile_one(arch: int, index: int) -> tuple[str, bool]:
 
 def unique(arch: int) -> list[tuple[JITFunction[Any], dict[str, Any]]]:
     """Launches that differ in what is compiled."""
-    by_key = {}
+    by_key: dict[tuple[str, ...], tuple[JITFunction[Any], dict[str, Any]]] = {}
     for kernel, given in launches(arch):
         src, options = source(kernel, given)
         key = (kernel.fn.__name__, str(src.signature), str(src.constants), str(src.attrs), str(options))
