@@ -1,0 +1,74 @@
+"""python -m benchmarks.gpu [--only kernels|models] [--shape NAME ...] [--json FILE]"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmarks.gpu import kernels, models
+from benchmarks.gpu.timing import Ceilings
+from benchmarks.shapes import CONFIGS
+
+from infer.bench import machine
+
+
+def show(rows: Sequence[Mapping[str, Any]]) -> None:
+    """A table."""
+    cells = [list(rows[0])] + [[_cell(v) for v in row.values()] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for line in cells:
+        print("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip(), flush=True)
+
+
+def _cell(value: Any) -> str:
+    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description="Kernels and models on this GPU.")
+    parser.add_argument("--only", choices=["kernels", "models"])
+    parser.add_argument("--shape", action="append", choices=list(CONFIGS), help="may be repeated; default: all")
+    parser.add_argument("--json", type=Path, help="write all figures here, as they come")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("benchmarks.gpu: torch sees no GPU here.", file=sys.stderr)
+        return 1
+    ceilings = Ceilings.measure()
+    import triton
+
+    device = {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "triton": triton.__version__}
+    report: dict[str, Any] = {"machine": machine() | device, "ceilings": asdict(ceilings), "kernels": {}, "models": {}}
+    print(f"{device['gpu']}: {ceilings.bandwidth / 1e9:.0f} GB/s, {ceilings.flops / 1e12:.0f} TFLOP/s in bf16")
+
+    def save() -> None:
+        if args.json:
+            args.json.write_text(json.dumps(report, indent=1))
+
+    for name in args.shape or CONFIGS:
+        config = dict(CONFIGS[name])
+        if args.only != "models":
+            report["kernels"][name] = list(kernels.measure(config, ceilings))
+            print(f"\n{name}: kernels")
+            show(report["kernels"][name])
+            save()
+        if args.only != "kernels":
+            report["models"][name] = found = {}
+            for exact in (True, False):
+                figures = found["exact" if exact else "vendor's products"] = models.measure(config, ceilings, exact)
+                products = "row-exact" if exact else "the vendor's"
+                print(f"\n{name}: {products} products; exact: {figures['exact']}; ready in {figures['ready s']:.1f} s")
+                show(figures["decode"])
+                show(figures["busy"])
+                show([figures["offline"]])
+                save()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,169 @@
+"""Whole models with made-up weights: decode steps, offline throughput, how busy the device is."""
+
+from __future__ import annotations
+
+import gc
+import math
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmarks.gpu.timing import Ceilings
+from benchmarks.shapes import Costs, write
+
+from infer import LLM, SamplingParams, hookimpl
+from infer.hookspecs import StepRecord
+
+BATCHES = (1, 8, 32, 128, 256)
+CONTEXT = 1024
+DECODED = 192
+OFFLINE = (256, 1024, 1024)
+"""Requests, prompt tokens, new tokens."""
+PROFILED_S = 1.0
+
+
+class Steps:
+    """An observer that keeps what it is told."""
+
+    INFER_PLUGIN_API = 1
+
+    def __init__(self) -> None:
+        self.records: list[StepRecord] = []
+
+    @hookimpl
+    def infer_step_finished(self, record: StepRecord) -> None:
+        self.records.append(record)
+
+
+def prompts(count: int, length: int, vocab_size: int, seed: int) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
+
+
+def exactly(tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+
+
+@contextmanager
+def engine(config: Mapping[str, Any], device: str, **sections: Mapping[str, Any]) -> Iterator[tuple[LLM, Steps]]:
+    steps = Steps()
+    with tempfile.TemporaryDirectory() as folder:
+        llm = LLM(
+            str(write(Path(folder), config)),
+            plugins=[steps],
+            **{"model": {"load_format": "dummy", "device": device}, **sections},
+        )
+    try:
+        with llm:
+            yield llm, steps
+    finally:
+        del llm
+        gc.collect()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+
+
+def decode_gaps(steps: Steps, batch: int) -> list[float]:
+    """Seconds from one step of ``batch`` decodes to the next."""
+    pure = [
+        len(r.work) == batch and all(work.kind == "decode" and work.length == 1 for work in r.work)
+        for r in steps.records
+    ]
+    pairs = zip(steps.records, steps.records[1:], pure, pure[1:], strict=False)
+    return [b.finished - a.finished for a, b, first, second in pairs if first and second]
+
+
+def decode(llm: LLM, steps: Steps, costs: Costs, batch: int, ceilings: Ceilings | None) -> dict[str, Any]:
+    """Steps of ``batch`` sequences of CONTEXT positions and more."""
+    steps.records.clear()
+    llm.generate(prompts(batch, CONTEXT, costs.vocab_size, batch), exactly(DECODED))
+    gaps = sorted(decode_gaps(steps, batch))
+    step = statistics.median(gaps)
+    nbytes = costs.decode_bytes([CONTEXT + DECODED // 2] * batch)
+    flops = batch * costs.flops(CONTEXT + DECODED // 2, 1)
+    return {
+        "sequences": batch,
+        "step ms": step * 1e3,
+        "tokens/s": batch / step,
+        "GB/s": nbytes / step / 1e9,
+        "of bound": ceilings.bound(nbytes, flops) / step if ceilings else None,
+        "ITL p99/p50": gaps[math.ceil(0.99 * len(gaps)) - 1] / step,
+    }
+
+
+def offline(llm: LLM, steps: Steps, costs: Costs, ceilings: Ceilings | None) -> dict[str, Any]:
+    """Everything at once, to the end; beside it the time of all prefill and then all decode at their bounds."""
+    requests, prompt, new = OFFLINE
+    steps.records.clear()
+    began = time.perf_counter()
+    llm.generate(prompts(requests, prompt, costs.vocab_size, 1), exactly(new))
+    took = time.perf_counter() - began
+    bound = None
+    if ceilings:
+        prefill = requests * costs.flops(0, prompt)
+        bound = prefill / ceilings.flops
+        for i in range(1, new):
+            flops = requests * costs.flops(prompt + i, 1)
+            bound += ceilings.bound(costs.decode_bytes([prompt + i] * requests), flops)
+    gaps = decode_gaps(steps, requests)
+    return {
+        "requests": requests,
+        "prompt": prompt,
+        "new": new,
+        "seconds": took,
+        "output tokens/s": requests * new / took,
+        "of bound": bound / took if bound else None,
+        "decode step ms": statistics.median(gaps) * 1e3 if gaps else None,
+        "steps": len(steps.records),
+    }
+
+
+def busy(llm: LLM, costs: Costs, batch: int) -> dict[str, Any]:
+    """The part of a second of steady decode in which a kernel ran, as CUPTI saw it."""
+    from torch._C._autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    handles = [
+        llm.submit(p, exactly(llm.served.max_seq_len - CONTEXT))
+        for p in prompts(batch, CONTEXT, costs.vocab_size, 1000 + batch)
+    ]
+    for handle in handles:
+        next(iter(handle.events()))
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        time.sleep(PROFILED_S)
+    for handle in handles:
+        handle.abort()
+        for _ in handle.events():
+            pass
+    spans = sorted((e.time_range.start, e.time_range.end) for e in seen.events() if e.device_type == DeviceType.CUDA)
+    covered, reached = 0.0, spans[0][0]
+    for start, end in spans:
+        covered += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return {"sequences": batch, "device busy": covered / (reached - spans[0][0])}
+
+
+def measure(config: Mapping[str, Any], ceilings: Ceilings, exact: bool) -> dict[str, Any]:
+    """All figures of one model."""
+    costs = Costs(config)
+    sections: dict[str, Mapping[str, Any]] = {
+        "engine": {"max_batch_size": max(BATCHES), "max_seq_len": sum(OFFLINE[1:]), "max_tokens_per_step": 8192},
+        "kernels": {"backend": "triton", "triton": {"exact": exact}},
+    }
+    began = time.perf_counter()
+    with engine(config, "cuda", **sections) as (llm, steps):
+        ready = time.perf_counter() - began
+        llm.generate(prompts(2, CONTEXT, costs.vocab_size, 0), exactly(8))  # compiles what is not yet
+        return {
+            "exact": llm.served.exact,
+            "ready s": ready,
+            "decode": [decode(llm, steps, costs, batch, ceilings) for batch in BATCHES],
+            "busy": [busy(llm, costs, batch) for batch in (1, 32)],
+            "offline": offline(llm, steps, costs, ceilings),
+        }

@@ -1,0 +1,140 @@
+"""Published model shapes, as checkpoints without trained weights: what is measured is the shape's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models
+
+LLAMA_3 = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "intermediate_size": 8192,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "max_position_embeddings": 131072,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+}
+QWEN_3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "max_position_embeddings": 40960,
+    "hidden_act": "silu",
+}
+CONFIGS: Mapping[str, Mapping[str, Any]] = {
+    "Llama-3.2-1B": LLAMA_3 | {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "head_dim": 64},
+    "Llama-3.2-3B": LLAMA_3
+    | {"hidden_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 24, "head_dim": 128},
+    "Qwen3-0.6B": QWEN_3
+    | {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "tie_word_embeddings": True,
+    },
+    "Qwen3-8B": QWEN_3
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "tie_word_embeddings": False,
+    },
+    "Gemma-3-1B": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "vocab_size": 262144,
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "rope_local_base_freq": 10000.0,
+        "max_position_embeddings": 32768,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a model of a config moves and computes at the least; weights and cache of 2 bytes."""
+
+    config: Mapping[str, Any]
+
+    def __getattr__(self, key: str) -> Any:
+        return self.config[key]
+
+    @property
+    def linear_shapes(self) -> dict[str, tuple[int, int]]:
+        """(N, K) of each weight of a layer, as the models pack them."""
+        D, width, E = self.hidden_size, self.intermediate_size, self.head_dim
+        q, kv = self.num_attention_heads * E, self.num_key_value_heads * E
+        return {"qkv": (q + 2 * kv, D), "o": (D, q), "gate_up": (2 * width, D), "down": (D, width)}
+
+    @property
+    def layer_weights(self) -> int:
+        """In all layers."""
+        return int(self.num_hidden_layers * sum(n * k for n, k in self.linear_shapes.values()))
+
+    @property
+    def head_weights(self) -> int:
+        return int(self.vocab_size * self.hidden_size)
+
+    def windows(self) -> list[int | None]:
+        """Of each layer."""
+        pattern, window = self.config.get("sliding_window_pattern"), self.config.get("sliding_window")
+        return [window if pattern and (i + 1) % pattern else None for i in range(self.num_hidden_layers)]
+
+    def seen(self, context: int) -> int:
+        """Positions that a query after ``context`` of them sees, itself included, over all layers."""
+        return sum(min(context + 1, window or context + 1) for window in self.windows())
+
+    def decode_bytes(self, contexts: list[int]) -> int:
+        """Of one step that extends a sequence of each length by a token."""
+        kv: int = 2 * self.num_key_value_heads * self.head_dim
+        return 2 * (self.layer_weights + self.head_weights + kv * sum(map(self.seen, contexts)))
+
+    def flops(self, start: int, length: int, logits: int = 1) -> int:
+        """Of extending a sequence of ``start`` positions by ``length``, with logits at so many of them."""
+        per_seen: int = 4 * self.num_attention_heads * self.head_dim
+        seen = sum(self.seen(start + i) for i in range(length))
+        return 2 * (self.layer_weights * length + self.head_weights * logits) + per_seen * seen
+
+
+def write(folder: Path, config: Mapping[str, Any], dtype: str = "bfloat16") -> Path:
+    """A checkpoint for ``model.load_format = "dummy"``: config.json and a tokenizer with a word per id."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**config, "torch_dtype": dtype}))
+    vocabulary = {f"w{i}": i for i in range(config["vocab_size"])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
