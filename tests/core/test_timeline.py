@@ -1,7 +1,7 @@
 """The step log, from records made by hand."""
 
 from infer.hookspecs import RequestRecord, StepRecord, WorkRecord
-from infer.timeline import latencies, render
+from infer.timeline import Arrival, Recorder, latencies, render
 
 
 def step(index: int, started: float, finished: float, *work: WorkRecord) -> StepRecord:
@@ -37,3 +37,13 @@ def test_latencies_in_milliseconds() -> None:
         6.0,
         1.0,
     ]
+
+
+def test_steps_before_the_scene_are_not_its_own() -> None:
+    submitted: list[Arrival] = []
+    recorder = Recorder(["A", "B"], [Arrival("B", 1, 4, 4)], submitted.append)
+    warm_up = step(0, 0.0, 1.0, WorkRecord("req-1", "decode", 3, 1, True))
+    recorder.infer_step_finished(warm_up)
+    assert (recorder.steps, submitted) == ([], [])
+    recorder.infer_step_finished(first := step(1, 1.0, 2.0, WorkRecord("A", "prefill", 0, 4, True)))
+    assert (recorder.steps, [a.id for a in submitted]) == ([first], ["B"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,8 +12,6 @@ import torch
 INTERPRETED = not torch.cuda.is_available()
 
 if INTERPRETED:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
-
     import triton.language as tl
     from triton.runtime import interpreter
 
