@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 
 install: $(STAMP)
 
-$(STAMP): Makefile constraints.txt requirements-dev.txt $(PACKAGES:%=%/pyproject.toml)
+$(STAMP): Makefile constraints.txt requirements-dev.txt $(PACKAGES:%=%/pyproject.toml) $(wildcard plugins/*/hatch_build.py plugins/*/src/*/native/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt \
 		--requirement requirements-dev.txt $(PACKAGES:%=--editable %)

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 CORE = ROOT / "core/src/infer"
-PLUGINS = ("infer_cache_slotted", "infer_models", "infer_demo", "infer_cache_paged", "infer_kernels_triton")
+PLUGINS = tuple(path.name for path in sorted(ROOT.glob("plugins/*/src/*")))
 TEXT = ("tokenizers", "infer.engine.text")
 ROOMS: dict[str, tuple[str, ...]] = {
     "core/src/infer": PLUGINS,
@@ -26,6 +26,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "plugins/cache_paged/src": ("infer.engine", "infer.layers", "infer.server", "infer.settings", *TEXT),
     "plugins/cache_paged/src/infer_cache_paged/pages.py": ("torch", "numpy", "infer"),
     "plugins/kernels_triton/src": ("infer.engine", "infer.layers", "infer.server", "infer.settings", *TEXT),
+    "plugins/kernels_cpu/src": ("infer.engine", "infer.layers", "infer.server", "infer.settings", *TEXT),
     "plugins/models/src": ("infer.engine", "infer.kv_cache", "infer.server", "infer.settings", *TEXT),
 }
 

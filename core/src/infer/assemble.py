@@ -52,7 +52,7 @@ def start(settings: Settings, plugins: Plugins) -> tuple[EngineLoop, Served]:
         torch.set_num_threads(settings.kernels.threads)
     if settings.model.path is None:
         raise SettingsError('model.path is not set: give a folder, a hub id or a bundled name, e.g. "demo".')
-    device = _device(settings.model.device)
+    device = choose_device(settings.model.device)
     checkpoint = Checkpoint.locate(settings.model.path, bundled=plugins.checkpoints, revision=settings.model.revision)
     dtype = _dtype(settings.model.dtype, checkpoint, device)
     max_seq_len = _max_seq_len(settings.engine.max_seq_len, checkpoint)
@@ -96,7 +96,8 @@ def start(settings: Settings, plugins: Plugins) -> tuple[EngineLoop, Served]:
     return loop, Served(name, tokenizer, model.vocab_size, max_seq_len, exact)
 
 
-def _device(name: str) -> torch.device:
+def choose_device(name: str) -> torch.device:
+    """``model.device``. Raises SettingsError."""
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
         raise SettingsError('model.device is "cuda", but torch sees no GPU here; use "cpu" or "auto".')

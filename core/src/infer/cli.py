@@ -135,6 +135,8 @@ def _generate(args: argparse.Namespace, loaded: Loaded, plugins: Plugins) -> int
 
 def _plugins(args: argparse.Namespace, loaded: Loaded, plugins: Plugins) -> int:
     """The resolved table; exit code 2 when a choice cannot be made."""
+    from infer.assemble import choose_device
+
     rows: list[dict[str, str]] = []
     failed = None
     for slot in HOOKS:
@@ -147,7 +149,8 @@ def _plugins(args: argparse.Namespace, loaded: Loaded, plugins: Plugins) -> int:
             if slot == "model" and asked == "auto":
                 why = "by the checkpoint's architecture"
             else:
-                chosen = plugins.auto(slot, setting) if asked == "auto" else plugins.get(slot, asked, setting)
+                device = choose_device(loaded.settings.model.device).type
+                chosen = plugins.auto(slot, setting, device) if asked == "auto" else plugins.get(slot, asked, setting)
         except InferError as error:
             failed = error
         for offer in plugins.offers[slot]:
@@ -159,7 +162,7 @@ def _plugins(args: argparse.Namespace, loaded: Loaded, plugins: Plugins) -> int:
                     "distribution": offer.distribution,
                     "version": offer.version,
                     "chosen": "when met" if by_architecture else ("yes" if offer is chosen else "no"),
-                    "why": why if by_architecture or offer is chosen else "",
+                    "why": why if by_architecture or offer is chosen else offer.registration.unavailable or "",
                     "description": offer.registration.description,
                 }
             )

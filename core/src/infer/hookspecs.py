@@ -36,6 +36,8 @@ class Registration(Generic[F]):
     """Validates the plugin's own table in settings.toml, e.g. ``[cache.paged]``. Give it ``extra="forbid"``."""
     priority: int = 0
     """Where a setting says ``auto``, the highest wins; a tie is an error that asks for a choice."""
+    unavailable: str | None = None
+    """Why it cannot be used here, if so: ``auto`` passes it over and says why, and naming it is an error."""
 
 
 @dataclass(frozen=True)

@@ -156,11 +156,11 @@ class Embedding:
     def __init__(self, weights: Weights, name: str, num: int, size: int, scale: float | None = None) -> None:
         self._kernels = weights.context.kernels
         self.scale = None if scale is None else torch.tensor(scale, dtype=weights.context.dtype).item()
-        self.weight_VD: Tensor
-        weights.expect(f"{name}.weight", (num, size), lambda t: setattr(self, "weight_VD", t))
+        self.packed: Any = None
+        weights.expect(f"{name}.weight", (num, size), lambda t: setattr(self, "packed", self._kernels.pack(t)))
 
     def __call__(self, token_ids_T: Tensor) -> Tensor:
-        x_TD = self._kernels.embedding(token_ids_T, self.weight_VD)
+        x_TD = self._kernels.embedding(token_ids_T, self.packed)
         return x_TD if self.scale is None else x_TD * self.scale
 
 
@@ -172,12 +172,12 @@ class Head:
         self._kernels = weights.context.kernels
         self._packed: Any = None
         if tied:
-            weights.when_loaded(lambda: self._pack(embedding.weight_VD))
+            weights.when_loaded(lambda: self._take(embedding.packed))
         else:
-            weights.expect(self.name, (num, size), self._pack)
+            weights.expect(self.name, (num, size), lambda t: self._take(self._kernels.pack(t)))
 
-    def _pack(self, weight_VD: Tensor) -> None:
-        self._packed = self._kernels.pack(weight_VD)
+    def _take(self, packed: Any) -> None:
+        self._packed = packed
 
     def __call__(self, hidden_ND: Tensor) -> Tensor:
         return self._kernels.linear(hidden_ND, self._packed)

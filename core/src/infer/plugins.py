@@ -147,7 +147,11 @@ class Plugins:
                 f"{setting} is {name!r}, but no such plugin is installed; {_installed(names)}{_pip(slot, name)}"
                 f"{self._culprits()}"
             )
-        return self._only(found, setting)
+        offer = self._only(found, setting)
+        if offer.registration.unavailable:
+            why = f"{offer.distribution} cannot be used here: {offer.registration.unavailable}"
+            raise PluginError(f"{setting} is {name!r}, but {why}.")
+        return offer
 
     def auto(self, slot: str, setting: str, device_type: str | None = None) -> Offer:
         """The installed offer of highest priority that runs on the device; says in the log which and why."""
@@ -156,6 +160,13 @@ class Plugins:
             for offer in self.offers[slot]
             if device_type is None or not (d := getattr(offer.registration, "devices", ())) or device_type in d
         ]
+        for offer in able:
+            if offer.registration.unavailable:
+                log.warning(
+                    "%s: auto passes over %s of %s: %s",
+                    *(setting, offer.name, offer.distribution, offer.registration.unavailable),
+                )
+        able = [offer for offer in able if not offer.registration.unavailable]
         if not able:
             wanted = sorted(d for key, d in KNOWN.items() if key.startswith(f"{slot}."))
             raise PluginError(

@@ -87,11 +87,12 @@ class KernelsProtocol(Protocol):
     from tensors, where the kernels run, and nothing waits."""
 
     def pack(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> Any:
-        """Turn a weight into whatever ``linear`` likes best. The plain weight is not used afterwards."""
+        """Turn a weight into what ``linear`` and ``embedding`` like best. The plain weight is not used afterwards."""
 
     def linear(self, x_TK: Tensor, packed: Any) -> Tensor: ...
 
-    def embedding(self, token_ids_T: Tensor, weight_VD: Tensor) -> Tensor: ...
+    def embedding(self, token_ids_T: Tensor, packed: Any) -> Tensor:
+        """Rows of a packed weight [V, D]: a model whose head is tied to its embedding holds it once."""
 
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float, unit_offset: bool = False) -> Tensor:
         """Over the last dimension. ``unit_offset`` scales by (1 + weight), as Gemma does."""

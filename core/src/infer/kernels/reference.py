@@ -71,8 +71,8 @@ class ReferenceKernels(KernelsProtocol):
             packed.min_rows, x_TK, lambda x: torch.nn.functional.linear(x, packed.weight_NK, packed.bias_N)
         )
 
-    def embedding(self, token_ids_T: Tensor, weight_VD: Tensor) -> Tensor:
-        return torch.nn.functional.embedding(token_ids_T, weight_VD)
+    def embedding(self, token_ids_T: Tensor, packed: Any) -> Tensor:
+        return torch.nn.functional.embedding(token_ids_T, packed.weight_NK)
 
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float, unit_offset: bool = False) -> Tensor:
         x = x_TD.float()

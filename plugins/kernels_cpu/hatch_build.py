@@ -1,0 +1,44 @@
+"""Compile the kernels, once per level of instruction set, into the package.
+
+Without a C++ compiler the package is built all the same: it then says at run time that it has no kernels, and
+``kernels.backend = "auto"`` takes another provider.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+PACKAGE = Path(__file__).parent / "src" / "infer_kernels_cpu"
+FLAGS = ["-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-math-errno", "-ffp-contract=fast"]
+AVX512 = ["-mfma", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
+LEVELS = {"portable": []}
+if platform.machine() in ("x86_64", "AMD64"):
+    LEVELS |= {"avx2": ["-mavx2", "-mfma"], "avx512": AVX512, "avx512_bf16": [*AVX512, "-mavx512bf16"]}
+
+
+class Native(BuildHookInterface[Any]):
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        compiler = shutil.which(os.environ.get("CXX", "c++"))
+        if compiler is None:
+            self.app.display_warning("no C++ compiler: infer-kernels-cpu is built without its kernels")
+            return
+        for level, flags in LEVELS.items():
+            library = PACKAGE / f"{level}.so"
+            command = [compiler, *FLAGS, *flags, str(PACKAGE / "native" / "kernels.cpp"), "-o", str(library)]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                print(done.stderr, file=sys.stderr)
+                self.app.display_warning(f"{' '.join(command)} failed: infer-kernels-cpu is built without {level}")
+                library.unlink(missing_ok=True)
+        build_data["pure_python"] = False
+        build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+        build_data["artifacts"] += ["*.so"]

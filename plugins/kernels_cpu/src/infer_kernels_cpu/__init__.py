@@ -1,0 +1,33 @@
+"""Native kernels for CPUs: packed matrix products, attention, norms, rotary embedding, activations, sampling."""
+
+from __future__ import annotations
+
+import torch
+
+from infer import hookimpl
+from infer.hookspecs import KernelsRegistration
+from infer.protocols import KernelsProtocol, NoSettings
+from infer_kernels_cpu import native
+
+INFER_PLUGIN_API = 1
+
+
+def _make(device: torch.device, settings: NoSettings) -> KernelsProtocol:
+    from infer_kernels_cpu.provider import CpuKernels
+
+    return CpuKernels()
+
+
+@hookimpl
+def infer_kernels() -> list[KernelsRegistration]:
+    built = bool(native.levels())
+    return [
+        KernelsRegistration(
+            "cpu",
+            _make,
+            "native kernels for CPUs, fastest with AVX-512 BF16",
+            priority=10,
+            devices=("cpu",),
+            unavailable=None if built else "it was built without a C++ compiler; reinstall it where there is one",
+        )
+    ]

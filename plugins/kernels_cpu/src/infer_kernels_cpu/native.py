@@ -1,0 +1,59 @@
+"""The compiled libraries: which are there, which run here, and their functions."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from ctypes import c_float, c_int, c_int64, c_void_p
+from pathlib import Path
+
+import torch
+
+LEVELS = ("portable", "avx2", "avx512", "avx512_bf16")
+"""As ``infer_level`` counts them."""
+FOLDER = Path(__file__).parent
+
+_KIND, _SIZE, _POINTER, _REAL = c_int, c_int64, c_void_p, c_float
+_TENSOR = [_POINTER, _SIZE, _SIZE]  # with two strides
+FUNCTIONS: dict[str, list[type]] = {
+    "pack": [_KIND, _POINTER, _SIZE, _SIZE, _POINTER],
+    "rows": [_KIND, _POINTER, _SIZE, _POINTER, _SIZE, _POINTER],
+    "linear": [_KIND, _POINTER, _SIZE, _SIZE, _POINTER, _SIZE, _SIZE, _POINTER, _POINTER],
+    "rms_norm": [_KIND, *_TENSOR, _SIZE, _SIZE, _SIZE, _POINTER, _REAL, c_int, _POINTER, _POINTER, _POINTER],
+    "rope_store_kv": [
+        *(_KIND, *_TENSOR, *_TENSOR, *_TENSOR, _POINTER, _POINTER, _SIZE, _POINTER),
+        *(_SIZE, _SIZE, _SIZE, _SIZE, _POINTER, _POINTER, _POINTER),
+    ],
+    "gated": [_KIND, _POINTER, _SIZE, _SIZE, _SIZE, c_int, _POINTER],
+    "extend_attention": [
+        *(_KIND, *_TENSOR, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _SIZE, _SIZE),
+        *(_SIZE, _SIZE, _SIZE, _SIZE, _SIZE, _REAL, _REAL),
+    ],
+    "sample": [_KIND, _POINTER, _SIZE, _SIZE, *[_POINTER] * 6],
+}
+
+
+def levels() -> list[str]:
+    """Those that were built and that this processor has, best last."""
+    if not (FOLDER / "portable.so").exists():
+        return []
+    best = ctypes.CDLL(str(FOLDER / "portable.so")).infer_level()
+    return [level for level in LEVELS[: best + 1] if (FOLDER / f"{level}.so").exists()]
+
+
+@functools.cache
+def load(level: str) -> ctypes.CDLL:
+    """The library of a level, on torch's threads."""
+    library = ctypes.CDLL(str(FOLDER / f"{level}.so"))
+    for name, types in FUNCTIONS.items():
+        function = getattr(library, f"infer_{name}")
+        function.argtypes, function.restype = types, None
+    library.infer_packed_words.argtypes = [_KIND, _SIZE, _SIZE]
+    library.infer_packed_words.restype = c_int64
+    # Part of torch's stable ABI (torch/csrc/stable/c/shim.h).
+    torch_cpu = ctypes.CDLL(str(next((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"))))
+    library.infer_bind.argtypes = [c_void_p, c_void_p]
+    library.infer_bind(
+        ctypes.cast(torch_cpu.torch_parallel_for, c_void_p), ctypes.cast(torch_cpu.torch_get_num_threads, c_void_p)
+    )
+    return library

@@ -1,0 +1,330 @@
+// Attention of ragged chunks over block-structured K/V. Online softmax (Milakov and Gimelshein, 2018) over steps of
+// KEYS keys within segments of SEGMENT keys, both counted from position 0; then the segments' results are merged in
+// order. Who computes which segment changes no bit, nor does a step or a segment that a query does not see.
+//
+// H query heads, K key/value heads, G = H / K query heads that share one, E head size. The queries of such a group are
+// rows of one tile, so that keys and values are packed for all of them at once.
+#pragma once
+
+#include <vector>
+
+#include "matmul.hpp"
+
+namespace infer {
+
+constexpr int64_t KEYS = 128;
+constexpr int64_t SEGMENT = 512;
+constexpr int64_t TILE_ROWS = 96;
+constexpr float LOWEST = -1e38f;  // a finite start for running maxima: two of them differ by 0, not NaN
+static_assert(KEYS % PANEL == 0 && SEGMENT % KEYS == 0);
+
+template <int HALF>
+inline void exchange(vu (&x)[LANES]) {
+    vi low, high;
+    for (int i = 0; i < LANES; i++) {
+        low[i] = i & HALF ? LANES + i - HALF : i;
+        high[i] = i & HALF ? LANES + i : i + HALF;
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++)
+        if (!(i & HALF)) {
+            vu a = x[i], b = x[i + HALF];
+            x[i] = shuffle(a, b, low);
+            x[i + HALF] = shuffle(a, b, high);
+        }
+}
+
+// Eklundh (1972): exchange ever smaller off-diagonal squares.
+inline void transpose(vu (&x)[LANES]) {
+    if constexpr (LANES > 8) exchange<8>(x);
+    if constexpr (LANES > 4) exchange<4>(x);
+    exchange<2>(x);
+    exchange<1>(x);
+}
+
+// Words of consecutive rows: what is at the same place becomes neighbours.
+inline vu words(const float* only, const float*) { return (vu)load(only); }
+inline vu words(const bf16* low, const bf16* high) {
+    return __builtin_convertvector(load_as<vh>(low), vu) | __builtin_convertvector(load_as<vh>(high), vu) << 16;
+}
+
+// Where the K/V of a step's keys are, from the start of the cache, for the first head; those behind the last key are
+// the last one's again.
+struct Places {
+    int64_t at[KEYS];
+    int64_t count;
+};
+
+template <class T>
+struct Attention {
+    const T* q;
+    const T* k;
+    const T* v;
+    T* out;
+    const int32_t* starts;
+    const int32_t* offsets;
+    const int32_t* table;
+    int64_t stride_q, stride_q_head, stride_table;
+    int64_t H, K, E, block_size;
+    int64_t window;         // 0 for none
+    float scale, soft_cap;  // 0 for none
+
+    // Consecutive queries of one sequence.
+    struct Queries {
+        int64_t sequence, first, count, position;
+    };
+
+    // What a tile's rows have found in the keys so far.
+    struct Found {
+        float* top;    // [rows]
+        float* total;  // [rows]
+        float* acc;    // [rows][columns]
+    };
+
+    int64_t group() const { return H / K; }
+    int64_t width() const { return steps_of<T>(E) * STEP<T>; }
+    int64_t columns() const { return panels_of(E) * PANEL; }
+    int64_t first_key(const Queries& t) const { return window ? std::max<int64_t>(0, t.position - window + 1) : 0; }
+    int64_t last_key(const Queries& t) const { return t.position + t.count - 1; }
+    int64_t first_segment(const Queries& t) const { return first_key(t) / SEGMENT; }
+    int64_t segments(const Queries& t) const { return last_key(t) / SEGMENT - first_segment(t) + 1; }
+
+    int64_t size(int64_t rows) const { return rows * (2 + columns()); }
+    static Found carve(float* memory, int64_t rows) { return {memory, memory + rows, memory + 2 * rows}; }
+    Found part(const Found& f, int64_t row) const { return {f.top + row, f.total + row, f.acc + row * columns()}; }
+
+    void clear(const Found& f, int64_t rows) const {
+        std::fill_n(f.top, rows, LOWEST);
+        std::fill_n(f.total, rows, 0.0f);
+        std::fill_n(f.acc, rows * columns(), 0.0f);
+    }
+
+    void locate(const Queries& t, int64_t key, Places& places) const {
+        const int32_t* blocks = table + t.sequence * stride_table;
+        int64_t block = key / block_size, within = key % block_size;
+        places.count = std::max<int64_t>(0, std::min(KEYS, last_key(t) + 1 - key));
+        for (int64_t n = 0; n < KEYS; n++) {
+            places.at[n] = n < places.count ? (blocks[block] * block_size + within) * K * E : places.at[n - 1];
+            if (++within == block_size) within = 0, block++;
+        }
+    }
+
+    static void fetch(const T* row, int64_t elements) {
+        for (int64_t e = 0; e < elements; e += 64 / int64_t(sizeof(T))) __builtin_prefetch(row + e, 0, 2);
+    }
+
+    // Keys as the columns of a packed matrix [E, KEYS]. Columns behind the last key hold it again, and are masked.
+    void pack_keys(const Places& places, const T* keys, const Places& next, const T* then, uint32_t* packed) const {
+        int64_t steps = steps_of<T>(E);
+        for (int64_t n = 0; n < places.count; n += LANES) {
+            const T* rows[LANES];
+            for (int64_t i = 0; i < LANES; i++) {
+                rows[i] = keys + places.at[n + i];
+                if (then) fetch(then + next.at[n + i], E);
+            }
+            uint32_t* to = packed + n / PANEL * steps * PANEL + n % PANEL;
+            int64_t s = 0;
+            for (; (s + LANES) * STEP<T> <= E; s += LANES) {
+                vu words[LANES];
+#pragma GCC unroll 16
+                for (int i = 0; i < LANES; i++) words[i] = load_as<vu>(rows[i] + s * STEP<T>);
+                transpose(words);
+#pragma GCC unroll 16
+                for (int i = 0; i < LANES; i++) store_as(to + (s + i) * PANEL, words[i]);
+            }
+            for (; s < steps; s++)
+                for (int i = 0; i < LANES; i++) {
+                    T word[STEP<T>] = {};
+                    std::memcpy(word, rows[i] + s * STEP<T>, std::min<int64_t>(STEP<T>, E - s * STEP<T>) * sizeof(T));
+                    std::memcpy(to + s * PANEL + i, word, 4);
+                }
+        }
+    }
+
+    // Values as a packed matrix [KEYS, E]. Rows behind the last key hold it again, and are weighted with 0.
+    void pack_values(const Places& places, const T* values, const Places& next, const T* then,
+                     uint32_t* packed) const {
+        int64_t steps = steps_of<T>(KEYS), used = steps_of<T>(places.count);
+        for (int64_t s = 0; s < used; s++) {
+            const T *low = values + places.at[s * STEP<T>], *high = values + places.at[s * STEP<T> + STEP<T> - 1];
+            if (then)
+                for (int i = 0; i < STEP<T>; i++) fetch(then + next.at[s * STEP<T> + i], E);
+            over_vectors(E, [&](int64_t e, int n) {
+                uint32_t* to = packed + (e / PANEL * steps + s) * PANEL + e % PANEL;
+                if (n == LANES) {
+                    store_as(to, words(low + e, high + e));
+                } else {
+                    T ends[2][LANES] = {};
+                    std::memcpy(ends[0], low + e, n * sizeof(T));
+                    std::memcpy(ends[1], high + e, n * sizeof(T));
+                    store_as(to, words(ends[0], ends[1]));
+                }
+            });
+        }
+    }
+
+    // One step of keys for the rows that see some of them. ``next`` and ``then`` say which keys and values of which
+    // head come after these.
+    void step(const Queries& t, int64_t key, const Places& places, int64_t head, const T* queries, const Found& f,
+              const Places& next, int64_t then) const {
+        int64_t G = group(), count = places.count;
+        // Causally, and for a window, the first queries may see none of these keys, and so may the last.
+        int64_t begin = std::max<int64_t>(0, key - t.position) * G, end = t.count * G;
+        if (window) end = std::min(end, (key + count - 1 + window - t.position) * G);
+        if (begin >= end) return;
+        int64_t e_steps = steps_of<T>(E), k_steps = steps_of<T>(KEYS), rows = end - begin;
+        auto* packed = scratch<uint32_t, struct PackedStep>(std::max(KEYS * e_steps, columns() * k_steps));
+        auto* scores = scratch<float, struct Scores>(TILE_ROWS * KEYS);
+        auto* weights = scratch<T, struct Weights>(TILE_ROWS * KEYS);
+        bool more = next.count > 0;
+        pack_keys(places, k + head * E, next, more ? k + then * E : nullptr, packed);
+        std::fill_n(scores, rows * KEYS, 0.0f);
+        for (int64_t n = 0; n < count; n += PANEL)
+            tiles<T>(queries + begin * width(), width(), rows, packed + n * e_steps, e_steps, scores + n, KEYS);
+        for (int64_t r = 0; r < rows; r++)
+            softmax(t.position + (begin + r) / G - key, count, scores + r * KEYS, weights + r * KEYS, f, begin + r);
+        pack_values(places, v + head * E, next, more ? v + then * E : nullptr, packed);
+        for (int64_t e = 0; e < columns(); e += PANEL)
+            tiles<T>(weights, KEYS, rows, packed + e * k_steps, steps_of<T>(count), f.acc + begin * columns() + e,
+                     columns());
+    }
+
+    // Scores of a row become weights; its earlier sums are scaled to the new maximum. ``last`` is the last key it sees.
+    void softmax(int64_t last, int64_t count, float* scores, T* weights, const Found& f, int64_t row) const {
+        bool all = last >= count - 1 && count % LANES == 0 && (!window || last < window);
+        vf top = splat(-INFINITY);
+        vi lane;
+        for (int i = 0; i < LANES; i++) lane[i] = i;
+        for (int64_t n = 0; n < count; n += LANES) {
+            vf s = load(scores + n) * scale;
+            if (soft_cap != 0) s = soft_cap * tanh(s / soft_cap);
+            if (!all) {
+                vi at = lane + int32_t(n);
+                vi hidden = at > int32_t(std::min(last, count - 1));
+                if (window) hidden |= at <= int32_t(std::max<int64_t>(last - window, -1));
+                s = hidden ? splat(-INFINITY) : s;
+            }
+            top = maximum(top, s);
+            store(scores + n, s);
+        }
+        float before = f.top[row], now = std::max(before, highest(top));
+        vf total{};
+        for (int64_t n = 0; n < count; n += LANES) {
+            vf w = exp(load(scores + n) - now);
+            total += w;
+            store(weights + n, w);
+        }
+        f.top[row] = now;
+        float decay = before == now ? 1.0f : exp(splat(before - now))[0];
+        f.total[row] = f.total[row] * decay + sum(total);
+        float* acc = f.acc + row * columns();
+        if (decay != 1.0f)
+            for (int64_t e = 0; e < columns(); e += LANES) store(acc + e, load(acc + e) * decay);
+    }
+
+    // Queries of heads [first, end) as rows, [heads][count * G][width].
+    void gather(const Queries& t, int64_t first, int64_t end, T* queries) const {
+        int64_t G = group();
+        for (int64_t head = first; head < end; head++)
+            for (int64_t r = 0; r < t.count * G; r++, queries += width()) {
+                int64_t row = offsets[t.sequence] + t.first + r / G;
+                std::memcpy(queries, q + row * stride_q + (head * G + r % G) * stride_q_head, E * sizeof(T));
+                if (width() > E) queries[E] = T{};
+            }
+    }
+
+    // All keys of one segment that the tile sees, for heads [first, end).
+    void segment(const Queries& t, int64_t first, int64_t end, int64_t index, const T* queries, const Found& f) const {
+        int64_t begin = std::max(index * SEGMENT, first_key(t) / KEYS * KEYS);
+        int64_t stop = std::min((index + 1) * SEGMENT, last_key(t) + 1), rows = t.count * group();
+        Places both[2], *places = both, *after = both + 1;
+        clear(f, (end - first) * rows);
+        locate(t, begin, *places);
+        for (int64_t key = begin; key < stop; key += KEYS) {
+            locate(t, key + KEYS, *after);
+            for (int64_t head = first; head < end; head++)
+                step(t, key, *places, head, queries + (head - first) * rows * width(), part(f, (head - first) * rows),
+                     head + 1 < end ? *places : *after, head + 1 < end ? head + 1 : first);
+            std::swap(places, after);
+        }
+    }
+
+    void merge(const Found& into, const Found& from, int64_t rows) const {
+        for (int64_t r = 0; r < rows; r++) {
+            float top = std::max(into.top[r], from.top[r]);
+            float decay = exp(splat(into.top[r] - top))[0], decay_from = exp(splat(from.top[r] - top))[0];
+            into.top[r] = top;
+            into.total[r] = into.total[r] * decay + from.total[r] * decay_from;
+            float *a = into.acc + r * columns(), *b = from.acc + r * columns();
+            for (int64_t e = 0; e < columns(); e += LANES) {
+                vf scaled = load(b + e) * decay_from;
+                store(a + e, load(a + e) * decay + scaled);
+            }
+        }
+    }
+
+    void finish(const Queries& t, int64_t first, int64_t end, const Found& f) const {
+        int64_t G = group(), rows = t.count * G;
+        for (int64_t i = 0; i < (end - first) * rows; i++) {
+            int64_t head = (first + i / rows) * G + i % rows % G, row = offsets[t.sequence] + t.first + i % rows / G;
+            over_vectors(E, [&](int64_t e, int n) {
+                give(out + (row * H + head) * E + e, load(f.acc + i * columns() + e) / f.total[i], n);
+            });
+        }
+    }
+
+    void run(int64_t sequences) const {
+        int64_t G = group(), most = std::max<int64_t>(1, TILE_ROWS / G), longest = 0;
+        std::vector<Queries> tiles;
+        for (int64_t b = 0; b < sequences; b++)
+            for (int64_t i = 0, n = offsets[b + 1] - offsets[b]; i < n; i += most) {
+                tiles.push_back({b, i, std::min(most, n - i), starts[b] + i});
+                longest = std::max(longest, segments(tiles.back()));
+            }
+        // Those that see the most keys first: nobody waits for a long one at the end.
+        std::stable_sort(tiles.begin(), tiles.end(),
+                         [&](const Queries& a, const Queries& b) { return segments(a) > segments(b); });
+        int64_t count = int64_t(tiles.size()), wanted = 2 * threads(), most_rows = 0;
+        for (auto& t : tiles) most_rows = std::max(most_rows, t.count * G);
+        // Small tiles take several heads, whose K/V lie side by side, unless threads would be idle.
+        int64_t heads = std::max<int64_t>(1, std::min({K, TILE_ROWS / most_rows, count * K / wanted}));
+        int64_t groups = (K + heads - 1) / heads, rows = heads * most_rows;
+        bool split = longest > 1 && threads() > 1 && count * groups < wanted;
+        int64_t parts = split ? longest : 1;
+        std::vector<float> found(split ? count * groups * parts * size(rows) : 0);
+        parallel(count * groups * parts, [&](int64_t task) {
+            const Queries& t = tiles[task / parts / groups];
+            int64_t first = task / parts % groups * heads, end = std::min(K, first + heads);
+            int64_t own = (end - first) * t.count * G;
+            T* queries = scratch<T, struct Gathered>(rows * width());
+            if (split && task % parts >= segments(t)) return;
+            gather(t, first, end, queries);
+            if (split) {
+                segment(t, first, end, first_segment(t) + task % parts, queries,
+                        carve(found.data() + task * size(rows), own));
+                return;
+            }
+            Found all = carve(scratch<float, struct All>(size(rows)), own);
+            Found one = carve(scratch<float, struct One>(size(rows)), own);
+            clear(all, own);
+            for (int64_t i = 0; i < segments(t); i++) {
+                segment(t, first, end, first_segment(t) + i, queries, one);
+                merge(all, one, own);
+            }
+            finish(t, first, end, all);
+        });
+        if (!split) return;
+        parallel(count * groups, [&](int64_t task) {
+            const Queries& t = tiles[task / groups];
+            int64_t first = task % groups * heads, end = std::min(K, first + heads);
+            int64_t own = (end - first) * t.count * G;
+            Found all = carve(scratch<float, struct All>(size(rows)), own);
+            clear(all, own);
+            for (int64_t i = 0; i < segments(t); i++)
+                merge(all, carve(found.data() + (task * parts + i) * size(rows), own), own);
+            finish(t, first, end, all);
+        });
+    }
+};
+
+}  // namespace infer

@@ -1,0 +1,111 @@
+// What Python calls. One source, built once per level of instruction set; pointers and sizes were checked by the caller.
+#include "attention.hpp"
+#include "matmul.hpp"
+#include "rows.hpp"
+#include "sampling.hpp"
+
+using namespace infer;
+
+namespace {
+
+template <class T>
+struct Type {
+    using type = T;
+};
+
+// run(Type<T>) for the element type: 0 is float, 1 bfloat16.
+template <class F>
+void typed(int kind, F run) {
+    if (kind == 0)
+        run(Type<float>{});
+    else
+        run(Type<bf16>{});
+}
+
+}  // namespace
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+#define TYPED(kind) typed(kind, [&](auto type) { using T = typename decltype(type)::type;
+#define END });
+
+// The best level that this processor has: 0 portable, 1 AVX2 with FMA, 2 AVX-512, 3 AVX-512 with BF16.
+EXPORT int infer_level() {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 0;
+    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
+        !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq"))
+        return 1;
+    return __builtin_cpu_supports("avx512bf16") ? 3 : 2;
+#else
+    return 0;
+#endif
+}
+
+EXPORT void infer_bind(ParallelFor run, NumThreads count) {
+    parallel_for = run;
+    num_threads = count;
+}
+
+EXPORT int64_t infer_packed_words(int kind, int64_t N, int64_t K) {
+    return panels_of(N) * PANEL * (kind == 0 ? steps_of<float>(K) : steps_of<bf16>(K));
+}
+
+EXPORT void infer_pack(int kind, const void* w, int64_t N, int64_t K, uint32_t* packed) {
+    TYPED(kind) pack(static_cast<const T*>(w), N, K, packed); END
+}
+
+EXPORT void infer_rows(int kind, const uint32_t* packed, int64_t K, const int64_t* ids, int64_t count, void* out) {
+    TYPED(kind) unpack_rows(packed, K, ids, count, static_cast<T*>(out)); END
+}
+
+EXPORT void infer_linear(int kind, const void* x, int64_t stride, int64_t rows, const uint32_t* packed, int64_t N,
+                         int64_t K, const void* bias, void* out) {
+    TYPED(kind)
+        linear(static_cast<const T*>(x), stride, rows, packed, N, K, static_cast<const T*>(bias), static_cast<T*>(out));
+    END
+}
+
+EXPORT void infer_rms_norm(int kind, const void* x, int64_t stride_row, int64_t stride_head, int64_t rows,
+                           int64_t heads, int64_t width, const void* weight, float eps, int unit_offset,
+                           const void* residual, void* out, void* total) {
+    TYPED(kind)
+        rms_norm(static_cast<const T*>(x), stride_row, stride_head, rows, heads, width, static_cast<const T*>(weight),
+                 eps, unit_offset != 0, static_cast<const T*>(residual), static_cast<T*>(out), static_cast<T*>(total));
+    END
+}
+
+EXPORT void infer_rope_store_kv(int kind, const void* q, int64_t stride_q, int64_t stride_qh, const void* k,
+                                int64_t stride_k, int64_t stride_kh, const void* v, int64_t stride_v,
+                                int64_t stride_vh, const float* cos, const float* sin, int64_t stride_angle,
+                                const int64_t* places, int64_t tokens, int64_t H, int64_t K, int64_t E, void* out,
+                                void* k_cache, void* v_cache) {
+    TYPED(kind)
+        rope_store_kv(static_cast<const T*>(q), stride_q, stride_qh, static_cast<const T*>(k), stride_k, stride_kh,
+                      static_cast<const T*>(v), stride_v, stride_vh, cos, sin, stride_angle, places, tokens, H, K, E,
+                      static_cast<T*>(out), static_cast<T*>(k_cache), static_cast<T*>(v_cache));
+    END
+}
+
+EXPORT void infer_gated(int kind, const void* x, int64_t stride, int64_t rows, int64_t width, int gelu, void* out) {
+    TYPED(kind) gated(static_cast<const T*>(x), stride, rows, width, gelu != 0, static_cast<T*>(out)); END
+}
+
+EXPORT void infer_extend_attention(int kind, const void* q, int64_t stride_q, int64_t stride_qh, const void* k_cache,
+                                   const void* v_cache, void* out, const int32_t* starts, const int32_t* offsets,
+                                   const int32_t* table, int64_t stride_table, int64_t sequences, int64_t H, int64_t K,
+                                   int64_t E, int64_t block_size, int64_t window, float scale, float soft_cap) {
+    TYPED(kind)
+        Attention<T>{static_cast<const T*>(q),       static_cast<const T*>(k_cache), static_cast<const T*>(v_cache),
+                     static_cast<T*>(out), starts,   offsets,    table,  stride_q, stride_qh,
+                     stride_table,         H,        K,          E,      block_size, window,
+                     scale,                soft_cap}
+            .run(sequences);
+    END
+}
+
+EXPORT void infer_sample(int kind, const void* logits, int64_t rows, int64_t size, const float* temperature,
+                         const int64_t* top_k, const float* top_p, const float* min_p, const double* uniform,
+                         int64_t* out) {
+    TYPED(kind) sample(static_cast<const T*>(logits), rows, size, temperature, top_k, top_p, min_p, uniform, out); END
+}

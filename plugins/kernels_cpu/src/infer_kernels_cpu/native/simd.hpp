@@ -1,0 +1,195 @@
+// Vectors as wide as the target's registers, and the element types. GCC and Clang lower the vector extensions used here
+// for any target; only what they cannot express has intrinsics.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+namespace infer {
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+constexpr int VECTORS = 4;  // per panel: 6 rows x 4 vectors of sums, 4 of weights and one broadcast fill 32 registers
+#elif defined(__AVX2__)
+constexpr int LANES = 8;
+constexpr int VECTORS = 2;  // 16 registers
+#else
+constexpr int LANES = 4;
+constexpr int VECTORS = 2;
+#endif
+constexpr int ROWS = 6;                   // of a register tile
+constexpr int PANEL = VECTORS * LANES;    // columns of a register tile
+
+typedef float vf __attribute__((vector_size(4 * LANES)));
+typedef int32_t vi __attribute__((vector_size(4 * LANES)));
+typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
+typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
+
+struct bf16 {
+    uint16_t bits;
+};
+
+// Elements that share a 32-bit word of a packed matrix: consecutive along the dimension that is summed.
+template <class T>
+constexpr int STEP = std::is_same_v<T, bf16> ? 2 : 1;
+
+template <class V, class P>
+inline V load_as(const P* p) {
+    V v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+}
+
+template <class V, class P>
+inline void store_as(P* p, V v) {
+    std::memcpy(p, &v, sizeof v);
+}
+
+inline vf splat(float x) { return x - vf{}; }
+inline vu splat_bits(uint32_t x) { return x - vu{}; }
+
+inline float to_float(float x) { return x; }
+inline float to_float(bf16 x) {
+    uint32_t bits = uint32_t(x.bits) << 16;
+    return load_as<float>(&bits);
+}
+
+inline vf load(const float* p) { return load_as<vf>(p); }
+inline vf load(const bf16* p) {
+    return (vf)(__builtin_convertvector(load_as<vh>(p), vu) << 16);
+}
+
+// To nearest even, as everywhere; NaN stays NaN.
+inline vh narrow(vf x) {
+#if defined(__AVX512BF16__)
+    return (vh)_mm512_cvtneps_pbh((__m512)x);
+#else
+    vu bits = (vu)x;
+    vu rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    vi nan = x != x;
+    return __builtin_convertvector(nan ? (bits >> 16) | 0x40u : rounded, vh);
+#endif
+}
+
+inline void store(float* p, vf x) { store_as(p, x); }
+inline void store(bf16* p, vf x) { store_as(p, narrow(x)); }
+
+template <class T>
+inline vf load_some(const T* p, int n) {
+    T some[LANES] = {};
+    std::memcpy(some, p, n * sizeof(T));
+    return load(some);
+}
+
+template <class T>
+inline void store_some(T* p, vf x, int n) {
+    T some[LANES];
+    store(some, x);
+    std::memcpy(p, some, n * sizeof(T));
+}
+
+// Whole vectors, or the first few lanes of one.
+template <class T>
+inline vf take(const T* p, int lanes) {
+    return lanes == LANES ? load(p) : load_some(p, lanes);
+}
+
+template <class T>
+inline void give(T* p, vf x, int lanes) {
+    if (lanes == LANES)
+        store(p, x);
+    else
+        store_some(p, x, lanes);
+}
+
+// body(offset, lanes) over a row, whole vectors first.
+template <class F>
+inline void over_vectors(int64_t width, F body) {
+    int64_t e = 0;
+    for (; e + LANES <= width; e += LANES) body(e, LANES);
+    if (e < width) body(e, int(width - e));
+}
+
+// What x becomes when it is stored and loaded again.
+template <class T>
+inline vf rounded(vf x) {
+    if constexpr (std::is_same_v<T, float>) return x;
+    return (vf)(__builtin_convertvector(narrow(x), vu) << 16);
+}
+
+// Lane ``lanes[i]`` of a followed by b.
+inline vu shuffle(vu a, vu b, vi lanes) {
+#if defined(__AVX512F__)
+    return (vu)_mm512_permutex2var_epi32((__m512i)a, (__m512i)lanes, (__m512i)b);
+#elif defined(__clang__)
+    vu out;
+    for (int i = 0; i < LANES; i++) out[i] = lanes[i] < LANES ? a[lanes[i]] : b[lanes[i] - LANES];
+    return out;
+#else
+    return __builtin_shuffle(a, b, lanes);
+#endif
+}
+
+inline vf maximum(vf a, vf b) { return a > b ? a : b; }
+
+// In one order, whatever the target does best.
+inline float sum(vf x) {
+    float lanes[LANES];
+    store(lanes, x);
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
+    return lanes[0];
+}
+
+inline float highest(vf x) {
+    float lanes[LANES];
+    store(lanes, x);
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
+    return lanes[0];
+}
+
+// e^x within 2 units in the last place; 0 below -87.3 (the results there are denormal), infinite above 88.3.
+// Cody-Waite reduction and the minimax polynomial of Cephes' expf (Moshier, 1992).
+inline vf exp(vf x) {
+    vi tiny = x < -87.3f, huge = x > 88.3f;
+    x = tiny | huge ? vf{} : x;
+    vf shifted = x * 1.44269504088896341f + 12582912.0f;  // rounds to an integer, in the low bits
+    vf n = shifted - 12582912.0f;
+    vf r = x - n * 0.693359375f;
+    r = r + n * 2.12194440e-4f;
+    vf p = splat(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + r + 1.0f;
+    vf scale = (vf)(((vi)shifted << 23) + (127 << 23));
+    p = p * scale;
+    p = huge ? splat(INFINITY) : p;
+    return tiny ? vf{} : p;
+}
+
+inline vf tanh(vf x) { return 1.0f - 2.0f / (exp(2.0f * x) + 1.0f); }
+
+// acc + a . w of one step: w has a word per lane, a is one word.
+template <class T>
+inline vf accumulate(vf acc, vu w, uint32_t a) {
+    if constexpr (std::is_same_v<T, float>) return acc + (vf)w * load_as<float>(&a);
+#if defined(__AVX512BF16__)
+    return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)_mm512_set1_epi32(int(a)));
+#else
+    uint32_t low = a << 16, high = a & 0xffff0000u;
+    acc = acc + (vf)(w << 16) * load_as<float>(&low);
+    return acc + (vf)(w & 0xffff0000u) * load_as<float>(&high);
+#endif
+}
+
+}  // namespace infer

@@ -1,0 +1,205 @@
+"""The provider: torch tensors in, pointers to the native code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infer.kernels.reference import ReferenceKernels
+from infer.protocols import AttentionSpec, Draws, Ragged
+from infer_kernels_cpu import native
+
+KINDS = {torch.float32: 0, torch.bfloat16: 1}
+"""As the native code counts element types."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A weight [N, K] in the order in which it is multiplied, and its bias."""
+
+    kind: int
+    words: Tensor
+    N: int
+    K: int
+    dtype: torch.dtype
+    bias_N: Tensor | None
+
+
+class CpuKernels(ReferenceKernels):
+    """For bfloat16 and float32 on CPUs. ``level`` is the instruction set; None for the best."""
+
+    def __init__(self, level: str | None = None) -> None:
+        self.level = level or native.levels()[-1]
+        self._native = native.load(self.level)
+
+    def pack(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> Packed:
+        (N, K), kind = weight_NK.shape, KINDS[weight_NK.dtype]
+        weight_NK = weight_NK.contiguous()
+        words = torch.empty(self._native.infer_packed_words(kind, N, K), dtype=torch.int32)
+        self._native.infer_pack(kind, weight_NK.data_ptr(), N, K, words.data_ptr())
+        return Packed(kind, words, N, K, weight_NK.dtype, bias_N)
+
+    def linear(self, x_TK: Tensor, packed: Any) -> Tensor:
+        T = x_TK.shape[0]
+        if x_TK.stride(-1) != 1:
+            x_TK = x_TK.contiguous()
+        out = torch.empty((T, packed.N), dtype=packed.dtype)
+        bias = None if packed.bias_N is None else packed.bias_N.data_ptr()
+        self._native.infer_linear(
+            packed.kind,
+            x_TK.data_ptr(),
+            x_TK.stride(0),
+            T,
+            packed.words.data_ptr(),
+            packed.N,
+            packed.K,
+            bias,
+            out.data_ptr(),
+        )
+        return out
+
+    def embedding(self, token_ids_T: Tensor, packed: Any) -> Tensor:
+        out = torch.empty((len(token_ids_T), packed.K), dtype=packed.dtype)
+        ids = token_ids_T.contiguous()
+        self._native.infer_rows(
+            packed.kind, packed.words.data_ptr(), packed.K, ids.data_ptr(), len(ids), out.data_ptr()
+        )
+        return out
+
+    def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float, unit_offset: bool = False) -> Tensor:
+        return self._norm(x_TD, weight_D, eps, unit_offset, None, None)
+
+    def add_rms_norm(
+        self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, unit_offset: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        total = torch.empty(x_TD.shape, dtype=x_TD.dtype)
+        return self._norm(x_TD, weight_D, eps, unit_offset, residual_TD.contiguous(), total), total
+
+    def _norm(
+        self,
+        x: Tensor,
+        weight_D: Tensor,
+        eps: float,
+        unit_offset: bool,
+        residual: Tensor | None,
+        total: Tensor | None,
+    ) -> Tensor:
+        """Of [T, D], or of [T, heads, D] with strides of its own."""
+        out = torch.empty(x.shape, dtype=x.dtype)
+        self._native.infer_rms_norm(
+            KINDS[x.dtype],
+            x.data_ptr(),
+            x.stride(0),
+            x.stride(1) if x.dim() == 3 else 0,
+            x.shape[0],
+            x.shape[1] if x.dim() == 3 else 1,
+            x.shape[-1],
+            weight_D.data_ptr(),
+            eps,
+            unit_offset,
+            None if residual is None else residual.data_ptr(),
+            out.data_ptr(),
+            None if total is None else total.data_ptr(),
+        )
+        return out
+
+    def rope_store_kv(
+        self,
+        q_THE: Tensor,
+        k_TKE: Tensor,
+        v_TKE: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        flat_T: Tensor,
+    ) -> Tensor:
+        T, H, E = q_THE.shape
+        out_THE = torch.empty((T, H, E), dtype=q_THE.dtype)
+        self._native.infer_rope_store_kv(
+            KINDS[q_THE.dtype],
+            q_THE.data_ptr(),
+            q_THE.stride(0),
+            q_THE.stride(1),
+            k_TKE.data_ptr(),
+            k_TKE.stride(0),
+            k_TKE.stride(1),
+            v_TKE.data_ptr(),
+            v_TKE.stride(0),
+            v_TKE.stride(1),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            cos.stride(0) if cos.shape[0] > 1 else 0,
+            flat_T.data_ptr(),
+            T,
+            H,
+            k_TKE.shape[1],
+            E,
+            out_THE.data_ptr(),
+            k_cache.data_ptr(),
+            v_cache.data_ptr(),
+        )
+        return out_THE
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        return self._gated(gate_up, gelu=False)
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        return self._gated(gate_up, gelu=True)
+
+    def _gated(self, gate_up: Tensor, gelu: bool) -> Tensor:
+        T, width = gate_up.shape[0], gate_up.shape[1] // 2
+        out = torch.empty((T, width), dtype=gate_up.dtype)
+        self._native.infer_gated(
+            KINDS[gate_up.dtype], gate_up.data_ptr(), gate_up.stride(0), T, width, gelu, out.data_ptr()
+        )
+        return out
+
+    def extend_attention(
+        self, q_THE: Tensor, k_cache: Tensor, v_cache: Tensor, ragged: Ragged, spec: AttentionSpec
+    ) -> Tensor:
+        T, H, E = q_THE.shape
+        out_THE = torch.empty((T, H, E), dtype=q_THE.dtype)
+        self._native.infer_extend_attention(
+            KINDS[q_THE.dtype],
+            q_THE.data_ptr(),
+            q_THE.stride(0),
+            q_THE.stride(1),
+            k_cache.data_ptr(),
+            v_cache.data_ptr(),
+            out_THE.data_ptr(),
+            ragged.starts_B.data_ptr(),
+            ragged.offsets_B1.data_ptr(),
+            ragged.block_table_BP.data_ptr(),
+            ragged.block_table_BP.stride(0),
+            len(ragged.lens),
+            H,
+            spec.num_kv_heads,
+            E,
+            k_cache.shape[1],
+            spec.window or 0,
+            spec.scale,
+            spec.soft_cap or 0.0,
+        )
+        return out_THE
+
+    def sample(self, logits_NV: Tensor, draws: Draws) -> Tensor:
+        logits_NV = logits_NV.contiguous()
+        rows, size = logits_NV.shape
+        token_N = torch.empty(rows, dtype=torch.int64)
+        self._native.infer_sample(
+            KINDS[logits_NV.dtype],
+            logits_NV.data_ptr(),
+            rows,
+            size,
+            draws.temperature_N.data_ptr(),
+            draws.top_k_N.data_ptr(),
+            draws.top_p_N.data_ptr(),
+            draws.min_p_N.data_ptr(),
+            draws.uniform_N.data_ptr(),
+            token_N.data_ptr(),
+        )
+        return token_N
