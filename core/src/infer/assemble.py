@@ -46,7 +46,20 @@ class Served:
 
 
 def start(settings: Settings, plugins: Plugins) -> tuple[EngineLoop, Served]:
-    """Load the model and start the engine's thread."""
+    """Start the engine's thread and load the model there: OpenMP gives every thread that computes a team of its own,
+    and lets all of them sleep between two products once there are more than cores."""
+    served: Served
+
+    def make_engine(publish: Callable[..., None]) -> Engine:
+        nonlocal served
+        engine, served = _load(settings, plugins, publish)
+        return engine
+
+    loop = EngineLoop(make_engine, settings.engine.max_batch_size + settings.engine.max_waiting_requests)
+    return loop, served
+
+
+def _load(settings: Settings, plugins: Plugins, publish: Callable[..., None]) -> tuple[Engine, Served]:
     began = time.perf_counter()
     if settings.kernels.threads is not None:
         torch.set_num_threads(settings.kernels.threads)
@@ -69,20 +82,17 @@ def start(settings: Settings, plugins: Plugins) -> tuple[EngineLoop, Served]:
         SchedulerContext(pool, settings.engine), plugin_settings(settings, "scheduler", scheduler_name)
     )
 
-    def make_engine(publish: Callable[..., None]) -> Engine:
-        return Engine(
-            Runner(model, pool, kernels, device, settings.engine.max_batch_size, graphs),
-            scheduler,
-            pool,
-            tokenizer=tokenizer,
-            eos_token_ids=checkpoint.eos_token_ids,
-            max_seq_len=max_seq_len,
-            lag=0 if device.type == "cpu" else 1,
-            publish=publish,
-            notify=plugins.notify,
-        )
-
-    loop = EngineLoop(make_engine, settings.engine.max_batch_size + settings.engine.max_waiting_requests)
+    engine = Engine(
+        Runner(model, pool, kernels, device, settings.engine.max_batch_size, graphs),
+        scheduler,
+        pool,
+        tokenizer=tokenizer,
+        eos_token_ids=checkpoint.eos_token_ids,
+        max_seq_len=max_seq_len,
+        lag=0 if device.type == "cpu" else 1,
+        publish=publish,
+        notify=plugins.notify,
+    )
     log.info(
         "%s: %s on %s, %d positions, exact: %s, loaded in %.1f s",
         settings.model.path,
@@ -93,7 +103,7 @@ def start(settings: Settings, plugins: Plugins) -> tuple[EngineLoop, Served]:
         time.perf_counter() - began,
     )
     name = settings.server.served_model_name or settings.model.path
-    return loop, Served(name, tokenizer, model.vocab_size, max_seq_len, exact)
+    return engine, Served(name, tokenizer, model.vocab_size, max_seq_len, exact)
 
 
 def choose_device(name: str) -> torch.device:

@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import Future
 
 from infer.engine.engine import Abort, Engine
 from infer.errors import EngineDeadError, QueueFullError
@@ -19,7 +20,7 @@ Mailbox = Callable[[list[Event]], None]
 
 
 class EngineLoop:
-    """Runs an engine in a thread of its own. All methods may be called from any thread.
+    """Makes an engine and runs it in a thread of its own. All methods may be called from any thread.
 
     At most ``max_batch_size`` + ``max_waiting_requests`` requests are here at a time. Every request that ``submit``
     accepted gets exactly one event with a finish_reason, whatever happens.
@@ -33,9 +34,10 @@ class EngineLoop:
         self._closing = False
         self._stop = False
         self._error: BaseException | None = None
-        self._engine = make_engine(self._publish)
-        self._thread = threading.Thread(target=self._run, name="infer-engine", daemon=True)
+        made: Future[Engine] = Future()
+        self._thread = threading.Thread(target=self._run, args=(make_engine, made), name="infer-engine", daemon=True)
         self._thread.start()
+        self._engine = made.result()
 
     @property
     def healthy(self) -> bool:
@@ -82,8 +84,13 @@ class EngineLoop:
         self._engine.submit(None)
         self._thread.join()
 
-    def _run(self) -> None:
-        engine = self._engine
+    def _run(self, make_engine: Callable[[Mailbox], Engine], made: Future[Engine]) -> None:
+        try:
+            engine = make_engine(self._publish)
+        except BaseException as error:
+            made.set_exception(error)
+            return
+        made.set_result(engine)
         try:
             while not self._stop:
                 if engine.has_work():

@@ -11,6 +11,7 @@ from torch import Tensor
 from infer.kernels.reference import ReferenceKernels
 from infer.protocols import AttentionSpec, Draws, Ragged
 from infer_kernels_cpu import native
+from infer_kernels_cpu.memory import Buffers, pages
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
 """As the native code counts element types."""
@@ -34,11 +35,12 @@ class CpuKernels(ReferenceKernels):
     def __init__(self, level: str | None = None) -> None:
         self.level = level or native.levels()[-1]
         self._native = native.load(self.level)
+        self._empty = Buffers().empty
 
     def pack(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> Packed:
         (N, K), kind = weight_NK.shape, KINDS[weight_NK.dtype]
         weight_NK = weight_NK.contiguous()
-        words = torch.empty(self._native.infer_packed_words(kind, N, K), dtype=torch.int32)
+        words = torch.frombuffer(pages(4 * self._native.infer_packed_words(kind, N, K)), dtype=torch.int32)
         self._native.infer_pack(kind, weight_NK.data_ptr(), N, K, words.data_ptr())
         return Packed(kind, words, N, K, weight_NK.dtype, bias_N)
 
@@ -46,7 +48,7 @@ class CpuKernels(ReferenceKernels):
         T = x_TK.shape[0]
         if x_TK.stride(-1) != 1:
             x_TK = x_TK.contiguous()
-        out = torch.empty((T, packed.N), dtype=packed.dtype)
+        out = self._empty(T, packed.N, dtype=packed.dtype)
         bias = None if packed.bias_N is None else packed.bias_N.data_ptr()
         self._native.infer_linear(
             packed.kind,
@@ -62,7 +64,7 @@ class CpuKernels(ReferenceKernels):
         return out
 
     def embedding(self, token_ids_T: Tensor, packed: Any) -> Tensor:
-        out = torch.empty((len(token_ids_T), packed.K), dtype=packed.dtype)
+        out = self._empty(len(token_ids_T), packed.K, dtype=packed.dtype)
         ids = token_ids_T.contiguous()
         self._native.infer_rows(
             packed.kind, packed.words.data_ptr(), packed.K, ids.data_ptr(), len(ids), out.data_ptr()
@@ -75,7 +77,7 @@ class CpuKernels(ReferenceKernels):
     def add_rms_norm(
         self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, unit_offset: bool = False
     ) -> tuple[Tensor, Tensor]:
-        total = torch.empty(x_TD.shape, dtype=x_TD.dtype)
+        total = self._empty(*x_TD.shape, dtype=x_TD.dtype)
         return self._norm(x_TD, weight_D, eps, unit_offset, residual_TD.contiguous(), total), total
 
     def _norm(
@@ -88,7 +90,7 @@ class CpuKernels(ReferenceKernels):
         total: Tensor | None,
     ) -> Tensor:
         """Of [T, D], or of [T, heads, D] with strides of its own."""
-        out = torch.empty(x.shape, dtype=x.dtype)
+        out = self._empty(*x.shape, dtype=x.dtype)
         self._native.infer_rms_norm(
             KINDS[x.dtype],
             x.data_ptr(),
@@ -118,7 +120,7 @@ class CpuKernels(ReferenceKernels):
         flat_T: Tensor,
     ) -> Tensor:
         T, H, E = q_THE.shape
-        out_THE = torch.empty((T, H, E), dtype=q_THE.dtype)
+        out_THE = self._empty(T, H, E, dtype=q_THE.dtype)
         self._native.infer_rope_store_kv(
             KINDS[q_THE.dtype],
             q_THE.data_ptr(),
@@ -152,7 +154,7 @@ class CpuKernels(ReferenceKernels):
 
     def _gated(self, gate_up: Tensor, gelu: bool) -> Tensor:
         T, width = gate_up.shape[0], gate_up.shape[1] // 2
-        out = torch.empty((T, width), dtype=gate_up.dtype)
+        out = self._empty(T, width, dtype=gate_up.dtype)
         self._native.infer_gated(
             KINDS[gate_up.dtype], gate_up.data_ptr(), gate_up.stride(0), T, width, gelu, out.data_ptr()
         )
@@ -162,7 +164,7 @@ class CpuKernels(ReferenceKernels):
         self, q_THE: Tensor, k_cache: Tensor, v_cache: Tensor, ragged: Ragged, spec: AttentionSpec
     ) -> Tensor:
         T, H, E = q_THE.shape
-        out_THE = torch.empty((T, H, E), dtype=q_THE.dtype)
+        out_THE = self._empty(T, H, E, dtype=q_THE.dtype)
         self._native.infer_extend_attention(
             KINDS[q_THE.dtype],
             q_THE.data_ptr(),

@@ -1,0 +1,41 @@
+"""Memory on huge pages where the system has them, and used again where a pass asks for it over and over."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import weakref
+
+import torch
+from torch import Tensor
+
+SMALL = 1 << 18
+"""Bytes below which torch's own allocator does as well."""
+
+
+def pages(nbytes: int) -> mmap.mmap:
+    """Fresh memory. With small pages, a part of the time in which a weight is read goes into finding them."""
+    memory = mmap.mmap(-1, nbytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+class Buffers:
+    """Where large results go. Freed memory of malloc's goes back to the system, which has to clear it before it gives
+    it out again; that takes as long as many a kernel. What is freed here is kept, by size."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[mmap.mmap]] = {}
+
+    def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """As torch.empty."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        if nbytes < SMALL:
+            return torch.empty(shape, dtype=dtype)
+        size = 1 << (nbytes - 1).bit_length()
+        free = self._free.setdefault(size, [])
+        memory = free.pop() if free else pages(size)
+        lease = memoryview(memory)  # lives as long as the last tensor on it
+        weakref.finalize(lease, free.append, memory).atexit = False
+        return torch.frombuffer(lease, dtype=dtype, count=nbytes // dtype.itemsize).view(shape)
