@@ -178,35 +178,40 @@ struct Attention {
         auto* weights = scratch<T, struct Weights>(TILE_ROWS * KEYS);
         bool more = next.count > 0;
         pack_keys(places, k + head * E, next, more ? k + then * E : nullptr, packed);
-        std::fill_n(scores, rows * KEYS, 0.0f);
         for (int64_t n = 0; n < count; n += PANEL)
-            tiles<T>(queries + begin * width(), width(), rows, packed + n * e_steps, e_steps, scores + n, KEYS);
+            tiles<T>(
+                queries + begin * width(), width(), rows, packed + n * e_steps, e_steps,
+                [](int64_t, int) { return vf{}; },
+                [=](int64_t m, int j, vf sum) { store(scores + m * KEYS + n + j * LANES, sum * scale); });
         for (int64_t r = 0; r < rows; r++)
             softmax(t.position + (begin + r) / G - key, count, scores + r * KEYS, weights + r * KEYS, f, begin + r);
         pack_values(places, v + head * E, next, more ? v + then * E : nullptr, packed);
-        for (int64_t e = 0; e < columns(); e += PANEL)
-            tiles<T>(weights, KEYS, rows, packed + e * k_steps, steps_of<T>(count), f.acc + begin * columns() + e,
-                     columns());
+        for (int64_t e = 0, stride = columns(); e < stride; e += PANEL) {
+            float* acc = f.acc + begin * stride + e;
+            tiles<T>(
+                weights, KEYS, rows, packed + e * k_steps, steps_of<T>(count),
+                [=](int64_t m, int j) { return load(acc + m * stride + j * LANES); },
+                [=](int64_t m, int j, vf sum) { store(acc + m * stride + j * LANES, sum); });
+        }
     }
 
     // Scores of a row become weights; its earlier sums are scaled to the new maximum. ``last`` is the last key it sees.
     void softmax(int64_t last, int64_t count, float* scores, T* weights, const Found& f, int64_t row) const {
         bool all = last >= count - 1 && count % LANES == 0 && (!window || last < window);
         vf top = splat(-INFINITY);
-        vi lane;
-        for (int i = 0; i < LANES; i++) lane[i] = i;
-        for (int64_t n = 0; n < count; n += LANES) {
-            vf s = load(scores + n) * scale;
-            if (soft_cap != 0) s = soft_cap * tanh(s / soft_cap);
-            if (!all) {
-                vi at = lane + int32_t(n);
-                vi hidden = at > int32_t(std::min(last, count - 1));
-                if (window) hidden |= at <= int32_t(std::max<int64_t>(last - window, -1));
-                s = hidden ? splat(-INFINITY) : s;
+        if (!all || soft_cap != 0) {
+            vi lane;
+            for (int i = 0; i < LANES; i++) lane[i] = i;
+            int32_t end = int32_t(std::min(last, count - 1));
+            int32_t before = window ? int32_t(std::max<int64_t>(last - window, -1)) : -1;
+            for (int64_t n = 0; n < count; n += LANES) {
+                vf s = load(scores + n);
+                if (soft_cap != 0) s = soft_cap * tanh(s / soft_cap);
+                vi at = lane + int32_t(n), hidden = (at > end) | (at <= before);
+                store(scores + n, hidden ? splat(-INFINITY) : s);
             }
-            top = maximum(top, s);
-            store(scores + n, s);
         }
+        for (int64_t n = 0; n < count; n += LANES) top = maximum(top, load(scores + n));
         float before = f.top[row], now = std::max(before, highest(top));
         vf total{};
         for (int64_t n = 0; n < count; n += LANES) {

@@ -24,15 +24,15 @@ struct Fetch {
     int64_t lines = 0;
 };
 
-// c[M][PANEL] += a[M][...] . w, for as many steps.
-template <class T, int M>
-inline void tile(const T* a, int64_t stride_a, const uint32_t* w, int64_t steps, float* c, int64_t stride_c,
+// Sums begin with begin(row, vector), get a[M][...] . w for as many steps, and go to end(row, vector, sum).
+template <class T, int M, class Begin, class End>
+inline void tile(const T* a, int64_t stride_a, const uint32_t* w, int64_t steps, int64_t row, Begin begin, End end,
                  Fetch fetch) {
     vf acc[M][VECTORS];  // unrolled throughout, or it would live in memory
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++)
 #pragma GCC unroll 8
-        for (int j = 0; j < VECTORS; j++) acc[m][j] = load(c + m * stride_c + j * LANES);
+        for (int j = 0; j < VECTORS; j++) acc[m][j] = begin(row + m, j);
     for (int64_t s = 0; s < steps; s++) {
         vu words[VECTORS];
 #pragma GCC unroll 8
@@ -48,12 +48,12 @@ inline void tile(const T* a, int64_t stride_a, const uint32_t* w, int64_t steps,
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++)
 #pragma GCC unroll 8
-        for (int j = 0; j < VECTORS; j++) store(c + m * stride_c + j * LANES, acc[m][j]);
+        for (int j = 0; j < VECTORS; j++) end(row + m, j, acc[m][j]);
 }
 
 // The same for any number of rows. ``next`` is what will be multiplied after this, and comes closer meanwhile.
-template <class T>
-void tiles(const T* a, int64_t stride_a, int64_t rows, const uint32_t* w, int64_t steps, float* c, int64_t stride_c,
+template <class T, class Begin, class End>
+void tiles(const T* a, int64_t stride_a, int64_t rows, const uint32_t* w, int64_t steps, Begin begin, End end,
            const uint32_t* next = nullptr) {
     int64_t m = 0, line = 0, each = next ? (PANEL / LINE * ROWS + rows - 1) / rows : 0;
     auto fetch = [&] {
@@ -62,15 +62,14 @@ void tiles(const T* a, int64_t stride_a, int64_t rows, const uint32_t* w, int64_
         return f;
     };
     for (; m + ROWS <= rows; m += ROWS)
-        tile<T, ROWS>(a + m * stride_a, stride_a, w, steps, c + m * stride_c, stride_c, fetch());
+        tile<T, ROWS>(a + m * stride_a, stride_a, w, steps, m, begin, end, fetch());
     a += m * stride_a;
-    c += m * stride_c;
     switch (rows - m) {
-        case 5: tile<T, 5>(a, stride_a, w, steps, c, stride_c, fetch()); break;
-        case 4: tile<T, 4>(a, stride_a, w, steps, c, stride_c, fetch()); break;
-        case 3: tile<T, 3>(a, stride_a, w, steps, c, stride_c, fetch()); break;
-        case 2: tile<T, 2>(a, stride_a, w, steps, c, stride_c, fetch()); break;
-        case 1: tile<T, 1>(a, stride_a, w, steps, c, stride_c, fetch()); break;
+        case 5: tile<T, 5>(a, stride_a, w, steps, m, begin, end, fetch()); break;
+        case 4: tile<T, 4>(a, stride_a, w, steps, m, begin, end, fetch()); break;
+        case 3: tile<T, 3>(a, stride_a, w, steps, m, begin, end, fetch()); break;
+        case 2: tile<T, 2>(a, stride_a, w, steps, m, begin, end, fetch()); break;
+        case 1: tile<T, 1>(a, stride_a, w, steps, m, begin, end, fetch()); break;
     }
 }
 
@@ -109,18 +108,6 @@ constexpr int64_t ROW_BLOCK = 96;    // rows whose sums stay in the first-level 
 constexpr int64_t STEPS = 128;       // of a panel that stay there meanwhile
 constexpr int64_t FEW_STEPS = 64;    // where few rows leave little time to fetch the next
 
-// Sums [rows][PANEL] plus bias, in T; of the panel's columns, ``columns`` are real.
-template <class T>
-void emit(const float* c, int64_t rows, const T* bias, int64_t columns, T* out, int64_t stride) {
-    for (int64_t m = 0; m < rows; m++)
-        for (int64_t j = 0; j < PANEL && j < columns; j += LANES) {
-            int lanes = int(std::min<int64_t>(LANES, columns - j));
-            vf value = load(c + m * PANEL + j);
-            if (bias) value += take(bias + j, lanes);
-            give(out + m * stride + j, value, lanes);
-        }
-}
-
 template <class T>
 void linear(const T* x, int64_t stride_x, int64_t rows, const uint32_t* packed, int64_t N, int64_t K, const T* bias,
             T* out) {
@@ -142,19 +129,33 @@ void linear(const T* x, int64_t stride_x, int64_t rows, const uint32_t* packed, 
     parallel(groups * cuts, [=](int64_t task) {
         float* c = scratch<float, struct Sums>(ROW_BLOCK * PANEL);
         int64_t begin = task / cuts * each, end = std::min(panels, begin + each);
-        for (int64_t p = begin; p < end; p++)
-            for (int64_t b = task % cuts; b < blocks; b += cuts) {
-                int64_t first = b * ROW_BLOCK, count = std::min(ROW_BLOCK, rows - first);
+        for (int64_t b = task % cuts; b < blocks; b += cuts)  // rows stay in the second-level cache, panels pass by
+            for (int64_t p = begin; p < end; p++) {
+                int64_t first = b * ROW_BLOCK, count = std::min(ROW_BLOCK, rows - first), left = N - p * PANEL;
                 const T* from = x + first * stride_x;
-                std::memset(c, 0, count * PANEL * sizeof(float));
+                T* to = out + first * N + p * PANEL;
+                for (int64_t m = 0; m < count; m++)  // stores to lines that are far away wait as long as loads do
+                    for (int64_t e = 0; e < PANEL; e += 64 / int64_t(sizeof(T))) __builtin_prefetch(to + m * N + e, 1);
                 for (int64_t s = 0; s < steps; s += block) {
-                    // Panels lie end to end: after the last block of this one comes the first of the next.
-                    const uint32_t* w = packed + (p * steps + s) * PANEL;
-                    bool more = s + block < steps || p + 1 < end;
-                    tiles<T>(from + s * STEP<T>, stride_x, count, w, std::min(block, steps - s), c, PANEL,
-                             more ? w + block * PANEL : nullptr);
+                    // Panels lie end to end: what comes next is at their end, or where the next rows begin.
+                    const uint32_t *w = packed + (p * steps + s) * PANEL, *next = w + block * PANEL;
+                    bool last = s + block >= steps;
+                    if (last) {
+                        next = packed + (p + 1) * steps * PANEL;
+                        if (p + 1 == end) next = b + cuts < blocks ? packed + begin * steps * PANEL : nullptr;
+                    }
+                    auto sums = [=](int64_t m, int j) { return s ? load(c + m * PANEL + j * LANES) : vf{}; };
+                    auto keep = [=](int64_t m, int j, vf sum) { store(c + m * PANEL + j * LANES, sum); };
+                    auto emit = [=](int64_t m, int j, vf sum) {
+                        int lanes = int(std::clamp<int64_t>(left - j * LANES, 0, LANES));
+                        if (bias) sum += take(bias + p * PANEL + j * LANES, lanes);
+                        give(to + m * N + j * LANES, sum, lanes);
+                    };
+                    if (last)
+                        tiles<T>(from + s * STEP<T>, stride_x, count, w, steps - s, sums, emit, next);
+                    else
+                        tiles<T>(from + s * STEP<T>, stride_x, count, w, block, sums, keep, next);
                 }
-                emit(c, count, bias ? bias + p * PANEL : nullptr, N - p * PANEL, out + first * N + p * PANEL, N);
             }
     });
 }

@@ -36,9 +36,9 @@ void rms_norm(const T* x, int64_t stride_row, int64_t stride_head, int64_t rows,
                 vf v = take(from + e, n);
                 squares += v * v;
             });
-            float root = std::sqrt(sum(squares) / float(width) + eps);
+            float scale = 1.0f / std::sqrt(sum(squares) / float(width) + eps);
             over_vectors(width, [&](int64_t e, int n) {
-                vf v = take(from + e, n) / root, w = take(weight + e, n);
+                vf v = take(from + e, n) * scale, w = take(weight + e, n);
                 give(out + r * width + e, unit_offset ? v * (1.0f + w) : rounded<T>(v) * w, n);
             });
         }

@@ -138,22 +138,23 @@ inline vu shuffle(vu a, vu b, vi lanes) {
 
 inline vf maximum(vf a, vf b) { return a > b ? a : b; }
 
-// In one order, whatever the target does best.
-inline float sum(vf x) {
-    float lanes[LANES];
-    store(lanes, x);
-    for (int half = LANES / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
-    return lanes[0];
+// Lanes folded onto each other, halves first.
+template <class F>
+inline float fold(vf x, F join) {
+#pragma GCC unroll 4
+    for (int half = LANES / 2; half; half /= 2) {
+        vi other;
+        for (int i = 0; i < LANES; i++) other[i] = i ^ half;
+        x = join(x, (vf)shuffle((vu)x, (vu)x, other));
+    }
+    return x[0];
 }
 
-inline float highest(vf x) {
-    float lanes[LANES];
-    store(lanes, x);
-    for (int half = LANES / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
-    return lanes[0];
+inline float sum(vf x) {
+    return fold(x, [](vf a, vf b) { return a + b; });
 }
+
+inline float highest(vf x) { return fold(x, maximum); }
 
 // e^x within 2 units in the last place; 0 below -87.3 (the results there are denormal), infinite above 88.3.
 // Cody-Waite reduction and the minimax polynomial of Cephes' expf (Moshier, 1992).
