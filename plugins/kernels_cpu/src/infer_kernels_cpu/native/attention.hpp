@@ -15,6 +15,7 @@ namespace infer {
 constexpr int64_t KEYS = 128;
 constexpr int64_t SEGMENT = 512;
 constexpr int64_t TILE_ROWS = 96;
+constexpr float LOG2E = 1.44269504088896341f;
 constexpr float LOWEST = -1e38f;  // a finite start for running maxima: two of them differ by 0, not NaN
 static_assert(KEYS % PANEL == 0 && SEGMENT % KEYS == 0);
 
@@ -177,14 +178,14 @@ struct Attention {
         auto* scores = scratch<float, struct Scores>(TILE_ROWS * KEYS);
         auto* weights = scratch<T, struct Weights>(TILE_ROWS * KEYS);
         bool more = next.count > 0;
+        float units = scale * LOG2E;
         pack_keys(places, k + head * E, next, more ? k + then * E : nullptr, packed);
         for (int64_t n = 0; n < count; n += PANEL)
             tiles<T>(
                 queries + begin * width(), width(), rows, packed + n * e_steps, e_steps,
                 [](int64_t, int) { return vf{}; },
-                [=](int64_t m, int j, vf sum) { store(scores + m * KEYS + n + j * LANES, sum * scale); });
-        for (int64_t r = 0; r < rows; r++)
-            softmax(t.position + (begin + r) / G - key, count, scores + r * KEYS, weights + r * KEYS, f, begin + r);
+                [=](int64_t m, int j, vf sum) { store(scores + m * KEYS + n + j * LANES, sum * units); });
+        softmax(t.position + begin / G - key, count, rows, scores, weights, f, begin);
         pack_values(places, v + head * E, next, more ? v + then * E : nullptr, packed);
         for (int64_t e = 0, stride = columns(); e < stride; e += PANEL) {
             float* acc = f.acc + begin * stride + e;
@@ -195,36 +196,50 @@ struct Attention {
         }
     }
 
-    // Scores of a row become weights; its earlier sums are scaled to the new maximum. ``last`` is the last key it sees.
-    void softmax(int64_t last, int64_t count, float* scores, T* weights, const Found& f, int64_t row) const {
-        bool all = last >= count - 1 && count % LANES == 0 && (!window || last < window);
-        vf top = splat(-INFINITY);
-        if (!all || soft_cap != 0) {
-            vi lane;
-            for (int i = 0; i < LANES; i++) lane[i] = i;
-            int32_t end = int32_t(std::min(last, count - 1));
-            int32_t before = window ? int32_t(std::max<int64_t>(last - window, -1)) : -1;
+    // Scores of rows [begin, begin + rows), in units of log 2, become weights; what the rows found earlier is scaled to
+    // the new maxima. ``last`` is the last key that the first query sees. Row by row would be simpler, and wait for
+    // every row's maximum and sum.
+    void softmax(int64_t last, int64_t count, int64_t rows, float* scores, T* weights, const Found& f,
+                 int64_t begin) const {
+        int64_t G = group();
+        float now[TILE_ROWS + LANES], decay[TILE_ROWS + LANES];
+        for (int64_t r = 0; r < rows; r++) {
+            float* row = scores + r * KEYS;
+            hide(last + (begin + r) / G - begin / G, count, row);
+            vf top = load(row);
+            for (int64_t n = LANES; n < count; n += LANES) top = maximum(top, load(row + n));
+            now[r] = std::max(f.top[begin + r], highest(top));
+            decay[r] = f.top[begin + r] - now[r];
+            f.top[begin + r] = now[r];
+        }
+        for (int64_t r = 0; r < rows; r += LANES) store(decay + r, exp2(load(decay + r)));
+        for (int64_t r = 0; r < rows; r++) {
+            vf total{}, top = splat(now[r]);
             for (int64_t n = 0; n < count; n += LANES) {
-                vf s = load(scores + n);
-                if (soft_cap != 0) s = soft_cap * tanh(s / soft_cap);
-                vi at = lane + int32_t(n), hidden = (at > end) | (at <= before);
-                store(scores + n, hidden ? splat(-INFINITY) : s);
+                vf w = exp2(load(scores + r * KEYS + n) - top);
+                total += w;
+                store(weights + r * KEYS + n, w);
             }
+            f.total[begin + r] = f.total[begin + r] * decay[r] + sum(total);
         }
-        for (int64_t n = 0; n < count; n += LANES) top = maximum(top, load(scores + n));
-        float before = f.top[row], now = std::max(before, highest(top));
-        vf total{};
+        for (int64_t r = 0; r < rows; r++)
+            if (float* acc = f.acc + (begin + r) * columns(); decay[r] != 1.0f)
+                for (int64_t e = 0; e < columns(); e += LANES) store(acc + e, load(acc + e) * decay[r]);
+    }
+
+    // The soft cap, and minus infinity for what a row whose last key is ``last`` does not see.
+    void hide(int64_t last, int64_t count, float* row) const {
+        if (soft_cap == 0 && last >= count - 1 && count % LANES == 0 && (!window || last < window)) return;
+        vi lane;
+        for (int i = 0; i < LANES; i++) lane[i] = i;
+        int32_t end = int32_t(std::min(last, count - 1));
+        int32_t before = window ? int32_t(std::max<int64_t>(last - window, -1)) : -1;
         for (int64_t n = 0; n < count; n += LANES) {
-            vf w = exp(load(scores + n) - now);
-            total += w;
-            store(weights + n, w);
+            vf s = load(row + n);
+            if (soft_cap != 0) s = soft_cap * LOG2E * tanh(s / (soft_cap * LOG2E));
+            vi at = lane + int32_t(n), hidden = (at > end) | (at <= before);
+            store(row + n, hidden ? splat(-INFINITY) : s);
         }
-        f.top[row] = now;
-        float decay = before == now ? 1.0f : exp(splat(before - now))[0];
-        f.total[row] = f.total[row] * decay + sum(total);
-        float* acc = f.acc + row * columns();
-        if (decay != 1.0f)
-            for (int64_t e = 0; e < columns(); e += LANES) store(acc + e, load(acc + e) * decay);
     }
 
     // Queries of heads [first, end) as rows, [heads][count * G][width].
@@ -257,7 +272,7 @@ struct Attention {
     void merge(const Found& into, const Found& from, int64_t rows) const {
         for (int64_t r = 0; r < rows; r++) {
             float top = std::max(into.top[r], from.top[r]);
-            float decay = exp(splat(into.top[r] - top))[0], decay_from = exp(splat(from.top[r] - top))[0];
+            float decay = exp2(splat(into.top[r] - top))[0], decay_from = exp2(splat(from.top[r] - top))[0];
             into.top[r] = top;
             into.total[r] = into.total[r] * decay + from.total[r] * decay_from;
             float *a = into.acc + r * columns(), *b = from.acc + r * columns();

@@ -156,13 +156,45 @@ inline float sum(vf x) {
 
 inline float highest(vf x) { return fold(x, maximum); }
 
-// e^x within 2 units in the last place; 0 below -87.3 (the results there are denormal), infinite above 88.3.
+// p * 2^n for whole n from -126 to 127; AVX-512 goes on to denormal numbers, 0 and infinity.
+inline vf scaled(vf p, vf n) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+    return p * (vf)((__builtin_convertvector(n, vi) + 127) << 23);
+#endif
+}
+
+inline vf nearest(vf x) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_roundscale_ps((__m512)x, 0);
+#else
+    return x + 12582912.0f - 12582912.0f;  // numbers of this size have no fraction
+#endif
+}
+
+// 2^x for x <= 0, within 2 units in the last place; 0 where that is denormal. The series of the exponential function.
+inline vf exp2(vf x) {
+    vi tiny = x < -126.0f;
+    x = tiny ? vf{} : x;
+    vf n = nearest(x), r = x - n;
+    vf p = splat(1.5403530e-4f);
+    p = p * r + 1.3333558e-3f;
+    p = p * r + 9.6181291e-3f;
+    p = p * r + 5.5504109e-2f;
+    p = p * r + 2.4022651e-1f;
+    p = p * r + 6.9314718e-1f;
+    p = p * r + 1.0f;
+    p = scaled(p, n);
+    return tiny ? vf{} : p;
+}
+
+// e^x within 2 units in the last place; 0 below -87.3 (the results there are denormal), infinite above 88.
 // Cody-Waite reduction and the minimax polynomial of Cephes' expf (Moshier, 1992).
 inline vf exp(vf x) {
-    vi tiny = x < -87.3f, huge = x > 88.3f;
+    vi tiny = x < -87.3f, huge = x > 88.0f;
     x = tiny | huge ? vf{} : x;
-    vf shifted = x * 1.44269504088896341f + 12582912.0f;  // rounds to an integer, in the low bits
-    vf n = shifted - 12582912.0f;
+    vf n = nearest(x * 1.44269504088896341f);
     vf r = x - n * 0.693359375f;
     r = r + n * 2.12194440e-4f;
     vf p = splat(1.9875691500e-4f);
@@ -172,9 +204,7 @@ inline vf exp(vf x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * (r * r) + r + 1.0f;
-    vf scale = (vf)(((vi)shifted << 23) + (127 << 23));
-    p = p * scale;
-    p = huge ? splat(INFINITY) : p;
+    p = huge ? splat(INFINITY) : scaled(p, n);
     return tiny ? vf{} : p;
 }
 
