@@ -1,7 +1,9 @@
 """For all tests."""
 
 import os
+from collections.abc import Iterator
 
+import pytest
 import torch
 
 # Tiny tensors gain nothing from a second thread, and its spinning costs whatever runs beside.
@@ -9,3 +11,20 @@ torch.set_num_threads(1)
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined: before any of them is imported
+
+
+@pytest.fixture(scope="module", params=["reference", "native"])
+def each_provider(request: pytest.FixtureRequest, monkeypatch_module: pytest.MonkeyPatch) -> None:
+    """What ``tests.support`` makes computes with the reference kernels, then with the native ones."""
+    from tests import support
+
+    from infer_kernels_cpu.provider import CpuKernels
+
+    if request.param == "native":
+        monkeypatch_module.setattr(support, "KERNELS", CpuKernels())
+
+
+@pytest.fixture(scope="module")
+def monkeypatch_module() -> Iterator[pytest.MonkeyPatch]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch

@@ -77,27 +77,35 @@ def random_tensors(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str,
         yield name, torch.randn(shape, generator=generator) * 0.3
 
 
-@functools.cache
+KERNELS: ReferenceKernels = ReferenceKernels()
+"""What models, pools and engines made here compute with; ``tests/conftest.py`` has a fixture that sets it."""
+
+
 def tiny_model(family: str, dtype: torch.dtype = torch.float32) -> ModelProtocol:
-    return build_model(CONFIGS[family], dtype)
+    return _tiny_model(family, dtype, KERNELS)
+
+
+@functools.cache
+def _tiny_model(family: str, dtype: torch.dtype, kernels: Any) -> ModelProtocol:
+    return build_model(CONFIGS[family], dtype, kernels)
 
 
 def build_model(config: Mapping[str, Any], dtype: torch.dtype, kernels: KernelsProtocol | None = None) -> ModelProtocol:
     architecture = config["architectures"][0]
     (family,) = [r for r in infer_models() if architecture in r.architectures]
-    context = ModelContext(kernels or ReferenceKernels(), dtype, CPU, MAX_SEQ_LEN)
+    context = ModelContext(kernels or KERNELS, dtype, CPU, MAX_SEQ_LEN)
     model = family.factory(config, context, family.settings())
     model.load(random_tensors(model.expected()))
     return model
 
 
 def slotted_pool(model: ModelProtocol, dtype: torch.dtype, max_batch_size: int = 4) -> SlottedPool:
-    return SlottedPool(CacheContext(model.attention, max_batch_size, MAX_SEQ_LEN, dtype, CPU, ReferenceKernels()))
+    return SlottedPool(CacheContext(model.attention, max_batch_size, MAX_SEQ_LEN, dtype, CPU, KERNELS))
 
 
 def paged_pool(model: ModelProtocol, dtype: torch.dtype, max_batch_size: int = 4, **keys: Any) -> PagedPool:
     """With pages for one full sequence and a half, unless ``num_blocks`` says otherwise."""
-    context = CacheContext(model.attention, max_batch_size, MAX_SEQ_LEN, dtype, CPU, ReferenceKernels())
+    context = CacheContext(model.attention, max_batch_size, MAX_SEQ_LEN, dtype, CPU, KERNELS)
     settings = PagedSettings.model_validate({"num_blocks": 30} | keys)
     return PagedPool(context, settings)
 
@@ -187,7 +195,7 @@ def make_engine(
             stepper.finished.append(record)
 
     engine = Engine(
-        Runner(model, pool, kernels or ReferenceKernels(), CPU, chosen.max_batch_size, graphs),
+        Runner(model, pool, kernels or KERNELS, CPU, chosen.max_batch_size, graphs),
         scheduler,
         pool,
         tokenizer=None,

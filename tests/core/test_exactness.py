@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests import support
 from tests.support import (
     CONFIGS,
     CPU,
@@ -28,6 +29,8 @@ from infer.engine.exactness import self_check
 from infer.kernels.reference import ReferenceKernels
 from infer.protocols import CachePoolProtocol, ModelProtocol
 from infer.request import Event
+
+pytestmark = pytest.mark.usefixtures("each_provider")
 
 CHUNK = 16
 both = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
@@ -142,9 +145,13 @@ def submit(stepper: Any, index: int, new: int) -> None:
     stepper.submit(COMMON[: length - len(own)] + own, str(index), max_tokens=new, logprobs=20, **params)
 
 
-@cache
 def alone(family: str, dtype: torch.dtype, index: int) -> list[Event]:
     """The answer without chunking, without company."""
+    return _alone(family, dtype, index, support.KERNELS)
+
+
+@cache
+def _alone(family: str, dtype: torch.dtype, index: int, kernels: Any) -> list[Event]:
     stepper = make_engine(tiny_model(family, dtype), dtype, use_chunked_prefill=False)
     submit(stepper, index, 12)
     stepper.run()

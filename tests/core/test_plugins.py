@@ -22,7 +22,8 @@ INFER_PLUGIN_API = {api}
 
 @hookimpl
 def infer_cache_pools():
-    return [Registration("{name}", lambda context, settings: None, "a test's pool", priority={priority})]
+    pool = lambda context, settings: None
+    return [Registration("{name}", pool, "a test's pool", priority={priority}, unavailable={why})]
 """
 
 Install = Callable[..., None]
@@ -36,7 +37,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
     def install(distribution: str, source: str = SOUND, entry: str = "", **values: object) -> None:
         module = distribution.replace("-", "_")
         (tmp_path / f"{module}.py").write_text(
-            source.format(**{"api": PLUGIN_API, "name": "mine", "priority": 0} | values)
+            source.format(**{"api": PLUGIN_API, "name": "mine", "priority": 0, "why": None} | values)
         )
         info = tmp_path / f"{module}-1.0.dist-info"
         info.mkdir()
@@ -118,6 +119,15 @@ def test_auto_does_not_choose_between_equals(install: Install) -> None:
     install("equal", name="equal", priority=10)
     with pytest.raises(PluginError, match=r"'paged' \(infer-cache-paged\).*equal priority; name one"):
         Plugins.discover().auto("cache", "cache.backend")
+
+
+def test_what_cannot_be_used_is_passed_over_with_its_reason(install: Install, caplog: pytest.LogCaptureFixture) -> None:
+    install("sick", name="sick", priority=99, why="'it has no legs'")
+    with caplog.at_level(logging.INFO, logger="infer"):
+        assert Plugins.discover().auto("cache", "cache.backend").name == "paged"
+    assert "auto passes over sick of sick: it has no legs" in caplog.text
+    with pytest.raises(PluginError, match=r"cache.backend is 'sick', but sick cannot be used here: it has no legs"):
+        Plugins.discover().get("cache", "sick", "cache.backend")
 
 
 def test_unknown_architecture_names_the_known() -> None:

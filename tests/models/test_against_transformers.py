@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tests import support
 from tests.models.checkpoints import VOCAB, Family, as_transformers_4, edit_tensors, write_checkpoint
 from torch import Tensor
 
 from infer.checkpoint import Checkpoint
 from infer.errors import CheckpointError
-from infer.kernels.reference import ReferenceKernels
 from infer.protocols import CacheContext, ModelContext, ModelProtocol
 from infer_cache_slotted import SlottedPool
 from infer_models import infer_models
@@ -55,6 +55,8 @@ CASES: dict[str, dict[str, Any]] = {
     "gemma3-vision-untied": {"family": "gemma3_vision", "window": 9, "tied": False},
 }
 
+pytestmark = pytest.mark.usefixtures("each_provider")
+
 
 class Driver:
     """One sequence through a checkpoint's model and a slotted pool."""
@@ -62,7 +64,7 @@ class Driver:
     def __init__(self, folder: Path, dtype: torch.dtype, dummy: bool = False) -> None:
         checkpoint = Checkpoint.locate(str(folder), bundled={})
         (family,) = [r for r in infer_models() if set(r.architectures) & set(checkpoint.architectures)]
-        context = ModelContext(ReferenceKernels(), dtype, torch.device("cpu"), MAX_SEQ_LEN)
+        context = ModelContext(support.KERNELS, dtype, torch.device("cpu"), MAX_SEQ_LEN)
         self.model: ModelProtocol = family.factory(checkpoint.config, context, family.settings())
         made = checkpoint.dummy_tensors(self.model.expected(), dtype) if dummy else checkpoint.tensors()
         self.model.load(made)

@@ -10,12 +10,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests import support
 
 from infer.engine.sampler import Row, draws, score, uniform
-from infer.kernels.reference import ReferenceKernels
 from infer.request import SamplingParams
 
 MASK = 2**64 - 1
+
+
+pytestmark = pytest.mark.usefixtures("each_provider")
 
 
 def splitmix(x: int) -> int:
@@ -30,7 +33,7 @@ def row(seed: int = 0, position: int = 0, **params: Any) -> Row:
 
 
 def sample(logits_NV: torch.Tensor, rows: Sequence[Row]) -> list[int]:
-    tokens: list[int] = ReferenceKernels().sample(logits_NV, draws(rows, torch.device("cpu"))).tolist()
+    tokens: list[int] = support.KERNELS.sample(logits_NV, draws(rows, torch.device("cpu"))).tolist()
     return tokens
 
 

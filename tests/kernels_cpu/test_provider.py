@@ -1,0 +1,89 @@
+"""What is around the native code: libraries that are missing, memory that is used again, threads."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+from tests.attention import Scene, random, spec
+
+import infer_kernels_cpu
+from infer.hookspecs import KernelsRegistration
+from infer_kernels_cpu import native
+from infer_kernels_cpu.memory import SMALL, Buffers
+from infer_kernels_cpu.provider import CpuKernels
+
+
+def registration() -> KernelsRegistration:
+    (found,) = infer_kernels_cpu.infer_kernels()
+    return found
+
+
+def test_it_was_built_here() -> None:
+    assert registration().unavailable is None
+    assert CpuKernels().level == native.levels()[-1]
+
+
+def test_without_libraries_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "FOLDER", tmp_path)
+    assert "without a C++ compiler" in str(registration().unavailable)
+
+
+def test_a_level_that_could_not_be_built_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "portable.so").symlink_to(native.FOLDER / "portable.so")
+    monkeypatch.setattr(native, "FOLDER", tmp_path)
+    assert native.levels() == ["portable"]
+
+
+def test_memory_is_used_again_once_nobody_holds_it() -> None:
+    buffers = Buffers()
+    one = buffers.empty(SMALL, dtype=torch.bfloat16)
+    place, part = one.data_ptr(), one[5:]
+    del one
+    gc.collect()
+    other = buffers.empty(SMALL, dtype=torch.bfloat16)
+    assert other.data_ptr() != place, "a part of the first is still held"
+    part.fill_(1)
+    other.fill_(2)
+    assert bool((part == 1).all())
+    del part
+    gc.collect()
+    again = buffers.empty(SMALL - 3, 1, dtype=torch.bfloat16)
+    assert again.data_ptr() == place
+    assert again.shape == (SMALL - 3, 1)
+
+
+def test_more_rows_than_memory_for_one_block_holds() -> None:
+    """Results large enough to be kept, over several blocks of rows and panels, on two threads."""
+    torch.set_num_threads(2)
+    try:
+        kernels = CpuKernels()
+        for dtype in (torch.float32, torch.bfloat16):
+            x, weight = random(700, 257, dtype=dtype), random(1000, 257, dtype=dtype, seed=1)
+            packed = kernels.pack(weight)
+            found = kernels.linear(x, packed)
+            expected = x.double() @ weight.double().T
+            assert torch.linalg.norm(found.double() - expected) < 3e-3 * torch.linalg.norm(expected)
+            ids = torch.randint(0, 1000, (900,))
+            assert torch.equal(kernels.embedding(ids, packed), weight[ids])
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_segments_are_shared_out_and_merged_alike(dtype: torch.dtype) -> None:
+    """A long decode of one K/V head is split over threads, or is not, beside others."""
+    extends = [(1700, 1), (0, 3), (1100, 2), (600, 1)]
+    for where in (spec(4, 1, 64), spec(4, 1, 64, window=700)):
+        together = Scene(where, extends, 16, dtype, kernels=CpuKernels())
+        expected = together.attend()
+        torch.testing.assert_close(expected.double(), together.attend64(), rtol=2e-2, atol=2e-2)
+        torch.set_num_threads(2)
+        try:
+            split = Scene(where, extends[:1], 16, dtype, kernels=CpuKernels())
+            split.q, split.k, split.v = together.q[:1], together.k[:1], together.v[:1]
+            assert torch.equal(split.attend(), expected[:1])
+        finally:
+            torch.set_num_threads(1)
