@@ -21,11 +21,8 @@ static_assert(KEYS % PANEL == 0 && SEGMENT % KEYS == 0);
 
 template <int HALF>
 inline void exchange(vu (&x)[LANES]) {
-    vi low, high;
-    for (int i = 0; i < LANES; i++) {
-        low[i] = i & HALF ? LANES + i - HALF : i;
-        high[i] = i & HALF ? LANES + i : i + HALF;
-    }
+    vi low = lanes_from([](int i) { return i & HALF ? LANES + i - HALF : i; });
+    vi high = lanes_from([](int i) { return i & HALF ? LANES + i : i + HALF; });
 #pragma GCC unroll 16
     for (int i = 0; i < LANES; i++)
         if (!(i & HALF)) {
@@ -46,7 +43,7 @@ inline void transpose(vu (&x)[LANES]) {
 // Words of consecutive rows: what is at the same place becomes neighbours.
 inline vu words(const float* only, const float*) { return (vu)load(only); }
 inline vu words(const bf16* low, const bf16* high) {
-    return __builtin_convertvector(load_as<vh>(low), vu) | __builtin_convertvector(load_as<vh>(high), vu) << 16;
+    return widen(load_as<vh>(low)) | widen(load_as<vh>(high)) << 16;
 }
 
 // Where the K/V of a step's keys are, from the start of the cache, for the first head; those behind the last key are
@@ -230,8 +227,7 @@ struct Attention {
     // The soft cap, and minus infinity for what a row whose last key is ``last`` does not see.
     void hide(int64_t last, int64_t count, float* row) const {
         if (soft_cap == 0 && last >= count - 1 && count % LANES == 0 && (!window || last < window)) return;
-        vi lane;
-        for (int i = 0; i < LANES; i++) lane[i] = i;
+        vi lane = lanes_from([](int i) { return i; });
         int32_t end = int32_t(std::min(last, count - 1));
         int32_t before = window ? int32_t(std::max<int64_t>(last - window, -1)) : -1;
         for (int64_t n = 0; n < count; n += LANES) {

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 #if defined(__AVX512F__)
 #include <immintrin.h>
@@ -60,10 +61,16 @@ inline float to_float(bf16 x) {
     return load_as<float>(&bits);
 }
 
-inline vf load(const float* p) { return load_as<vf>(p); }
-inline vf load(const bf16* p) {
-    return (vf)(__builtin_convertvector(load_as<vh>(p), vu) << 16);
+inline vu widen(vh x) {
+#if defined(__AVX512F__)
+    return (vu)_mm512_cvtepu16_epi32((__m256i)x);  // GCC would put it together from halves
+#else
+    return __builtin_convertvector(x, vu);
+#endif
 }
+
+inline vf load(const float* p) { return load_as<vf>(p); }
+inline vf load(const bf16* p) { return (vf)(widen(load_as<vh>(p)) << 16); }
 
 // To nearest even, as everywhere; NaN stays NaN.
 inline vh narrow(vf x) {
@@ -120,7 +127,7 @@ inline void over_vectors(int64_t width, F body) {
 template <class T>
 inline vf rounded(vf x) {
     if constexpr (std::is_same_v<T, float>) return x;
-    return (vf)(__builtin_convertvector(narrow(x), vu) << 16);
+    return (vf)(widen(narrow(x)) << 16);
 }
 
 // Lane ``lanes[i]`` of a followed by b.
@@ -138,16 +145,25 @@ inline vu shuffle(vu a, vu b, vi lanes) {
 
 inline vf maximum(vf a, vf b) { return a > b ? a : b; }
 
-// Lanes folded onto each other, halves first.
+// f(lane) in every lane, known to the compiler: set one by one, it would do that at run time.
+template <class F, int... LANE>
+inline vi lanes_from(F f, std::integer_sequence<int, LANE...>) {
+    return vi{f(LANE)...};
+}
 template <class F>
+inline vi lanes_from(F f) {
+    return lanes_from(f, std::make_integer_sequence<int, LANES>{});
+}
+
+// Lanes folded onto each other, halves first.
+template <int HALF = LANES / 2, class F>
 inline float fold(vf x, F join) {
-#pragma GCC unroll 4
-    for (int half = LANES / 2; half; half /= 2) {
-        vi other;
-        for (int i = 0; i < LANES; i++) other[i] = i ^ half;
-        x = join(x, (vf)shuffle((vu)x, (vu)x, other));
-    }
-    return x[0];
+    vi other = lanes_from([](int lane) { return lane ^ HALF; });
+    x = join(x, (vf)shuffle((vu)x, (vu)x, other));
+    if constexpr (HALF > 1)
+        return fold<HALF / 2>(x, join);
+    else
+        return x[0];
 }
 
 inline float sum(vf x) {
