@@ -138,3 +138,22 @@ def write(folder: Path, config: Mapping[str, Any], dtype: str = "bfloat16") -> P
     tokenizer.decoder = decoders.Metaspace()
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder
+
+
+def write_weights(folder: Path, config: Mapping[str, Any]) -> Path:
+    """The same with made-up bfloat16 weights, for engines that want a file."""
+    import torch
+    from safetensors.torch import save_file
+
+    from infer.checkpoint import Checkpoint
+    from infer.kernels.reference import ReferenceKernels
+    from infer.protocols import ModelContext
+    from infer_models import infer_models
+
+    write(folder, config)
+    (family,) = [r for r in infer_models() if config["architectures"][0] in r.architectures]
+    context = ModelContext(ReferenceKernels(), torch.bfloat16, torch.device("cpu"), 16)
+    expected = family.factory(config, context, family.settings()).expected()
+    tensors = dict(Checkpoint(folder).dummy_tensors(expected, torch.bfloat16))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder

@@ -1,0 +1,52 @@
+"""Times infer on a checkpoint: CHECKPOINT CELLS, where CELLS is JSON, [[batch, prompt tokens, decode steps], ...]."""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import sys
+import time
+
+from infer import LLM, SamplingParams, hookimpl
+from infer.hookspecs import StepRecord
+
+
+class Steps:
+    INFER_PLUGIN_API = 1
+
+    def __init__(self) -> None:
+        self.records: list[StepRecord] = []
+
+    @hookimpl
+    def infer_step_finished(self, record: StepRecord) -> None:
+        self.records.append(record)
+
+
+def main() -> None:
+    path, cells = sys.argv[1], json.loads(sys.argv[2])
+    began = time.perf_counter()
+    steps, draw = Steps(), random.Random(0)
+    longest = max(prompt + 64 for _, prompt, _ in cells)
+    engine = {"max_batch_size": max(batch for batch, _, _ in cells), "max_seq_len": longest}
+    chunk = {"prefill_chunk_size": 2048, "max_tokens_per_step": 2048}
+    with LLM(path, plugins=[steps], engine=engine | chunk, cache={"paged": {"prefix_caching": False}}) as llm:
+        print(json.dumps({"ready_s": time.perf_counter() - began}), flush=True)
+        for batch, prompt, count in [(1, 32, 4), *cells]:
+            steps.records.clear()
+            prompts = [[draw.randrange(3, 8000) for _ in range(prompt)] for _ in range(batch)]
+            params = SamplingParams(temperature=0, max_tokens=count + 2 * batch, ignore_eos=True)
+            start = time.perf_counter()
+            llm.generate(prompts, params)
+            time.sleep(0.05)  # the last step is told after its events
+            records = steps.records
+            whole = [len(r.work) == batch and all(w.kind == "decode" for w in r.work) for r in records]
+            pairs = zip(records, records[1:], whole, whole[1:], strict=False)
+            gaps = [b.finished - a.finished for a, b, x, y in pairs if x and y]
+            prefill = next(r.started for r, x in zip(records, whole, strict=True) if x) - start
+            report = {"batch": batch, "prompt": prompt, "prefill_s": prefill, "decode_s": statistics.median(gaps)}
+            print(json.dumps(report), flush=True)
+
+
+if __name__ == "__main__":
+    main()
