@@ -100,7 +100,7 @@ def table(medians: Mapping[str, Mapping[str, float]], least: Mapping[str, float]
     return lines
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__)
     parser.add_argument("--shape", choices=list(CONFIGS), default="Qwen3-0.6B")
     parser.add_argument("--repeat", type=int, default=3)
@@ -108,7 +108,7 @@ def main() -> int:
     parser.add_argument("--python", action="append", default=[], metavar="NAME=PATH", help="an interpreter that has it")
     parser.add_argument("--checkpoint", type=Path, help="where the weights are, or are to be; default: made anew")
     parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     given = dict(item.split("=", 1) for item in args.python)
     pythons: dict[str, str] = {}
     for peer in dict.fromkeys(["infer", *(args.peer or PEERS)]):

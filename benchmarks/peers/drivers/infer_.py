@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import resource
 import statistics
 import sys
 import time
@@ -31,7 +32,8 @@ def main() -> None:
     engine = {"max_batch_size": max(batch for batch, _, _ in cells), "max_seq_len": longest}
     chunk = {"prefill_chunk_size": 2048, "max_tokens_per_step": 2048}
     with LLM(path, plugins=[steps], engine=engine | chunk, cache={"paged": {"prefix_caching": False}}) as llm:
-        print(json.dumps({"ready_s": time.perf_counter() - began}), flush=True)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        print(json.dumps({"ready_s": time.perf_counter() - began, "peak_bytes": peak}), flush=True)
         for batch, prompt, count in [(1, 32, 4), *cells]:
             steps.records.clear()
             prompts = [[draw.randrange(3, 8000) for _ in range(prompt)] for _ in range(batch)]

@@ -11,7 +11,6 @@ import re
 import sys
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,9 @@ OTHER_FORMATS = (".bin", ".pt", ".pth", ".gguf")
 DUMMY_STD = 0.02
 DUMMY_PERIOD = 1_048_573
 """Values drawn once and repeated through all dummy weights: a prime, so that rows of a matrix differ."""
+
+MAPPED = 32
+"""Tensors for which a file is mapped at a time: what has been read of it counts as this process's memory."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -117,29 +119,31 @@ class Checkpoint:
         """
         files = self._shards()
         listed = set().union(*(names or () for names in files.values()))
-        with ExitStack() as opened:
-            shards = {}
-            for file, names in files.items():
-                shards[file] = opened.enter_context(_open(self.folder / file))
-                held = set(shards[file].keys())
-                if names is None:
-                    continue
-                if lacking := sorted(names - held):
-                    raise CheckpointError(f"{self.folder / file} lacks {lacking[0]!r}, which {INDEX} lists.")
-                if extra := sorted(held - names):
-                    raise CheckpointError(
-                        f"{self.folder / file} holds {extra[0]!r}, which {INDEX} "
-                        f"{'puts in another file' if extra[0] in listed else 'does not list'}."
-                    )
-            for file, shard in shards.items():
-                for name in shard.keys():  # noqa: SIM118 - not a mapping
-                    try:
-                        tensor = shard.get_tensor(name)
-                    except Exception as error:  # the library has none of its own for types torch lacks
-                        raise CheckpointError(
-                            f"The tensor {name!r} of {self.folder / file} cannot be read: {error}."
-                        ) from error
-                    yield name, tensor
+        held: dict[str, list[str]] = {}
+        for file, names in files.items():
+            with _open(self.folder / file) as shard:
+                held[file] = list(shard.keys())
+            if names is None:
+                continue
+            if lacking := sorted(names - set(held[file])):
+                raise CheckpointError(f"{self.folder / file} lacks {lacking[0]!r}, which {INDEX} lists.")
+            if extra := sorted(set(held[file]) - names):
+                raise CheckpointError(
+                    f"{self.folder / file} holds {extra[0]!r}, which {INDEX} "
+                    f"{'puts in another file' if extra[0] in listed else 'does not list'}."
+                )
+        for file, order in held.items():
+            for i in range(0, len(order), MAPPED):
+                with _open(self.folder / file) as shard:
+                    for name in order[i : i + MAPPED]:
+                        try:
+                            tensor = shard.get_tensor(name)
+                        except Exception as error:  # the library has none of its own for types torch lacks
+                            raise CheckpointError(
+                                f"The tensor {name!r} of {self.folder / file} cannot be read: {error}."
+                            ) from error
+                        yield name, tensor
+                        del tensor
 
     def dummy_tensors(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Made-up weights: ones for norms, N(0, 0.02) elsewhere. Names and shapes decide the values."""
