@@ -56,22 +56,22 @@ def ceilings() -> dict[str, float]:
     """What this machine does at best: bytes read per second, bf16 operations per second."""
     import time
 
-    def fastest(run: Any, repeat: int) -> float:
+    def seconds(run: Any, repeat: int) -> float:
         times = []
         for _ in range(repeat):
             begin = time.perf_counter()
             run()
             times.append(time.perf_counter() - begin)
-        return min(times)
+        return statistics.median(times)
 
-    words = torch.ones(1 << 28, dtype=torch.int32)
+    values = torch.ones(1 << 28)
     n = 2048
     with torch.inference_mode():
         x, weight = (torch.randn(n, n).bfloat16() for _ in range(2))
         packed = torch.ops.mkldnn._reorder_linear_weight(weight)
-        product = fastest(lambda: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], ""), 12)
-        read = fastest(words.sum, 12)
-    return {"bandwidth": words.nbytes / read, "flops": 2 * n**3 / product}
+        product = seconds(lambda: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], ""), 12)
+        read = seconds(values.sum, 12)
+    return {"bandwidth": values.nbytes / read, "flops": 2 * n**3 / product}
 
 
 def bounds(costs: Costs, best: Mapping[str, float], cells: Sequence[tuple[int, int, int]]) -> dict[str, float]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from infer import LLM, RequestError, SamplingParams, SettingsError
+from infer.engine.engine import Engine, Message
 from infer.hookspecs import StepRecord, hookimpl
 
 
@@ -49,6 +50,22 @@ def test_more_prompts_than_places_and_each_its_own_params(llm: LLM) -> None:
     out = llm.generate(["x = "] * 9, params)
     assert [len(o.token_ids) for o in out] == list(range(1, 10))
     assert all(out[8].token_ids[: len(o.token_ids)] == o.token_ids for o in out)
+
+
+def test_prompts_arrive_together(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one message: the engine cannot begin a step with some of them. Those that find no place follow."""
+    messages: list[Message] = []
+    submit = Engine.submit
+
+    def record(engine: Engine, message: Message) -> None:
+        messages.append(message)
+        submit(engine, message)
+
+    monkeypatch.setattr(Engine, "submit", record)
+    llm.generate([[1, 2, 3]] * 5, SamplingParams(max_tokens=2))
+    sizes = [len(message) for message in messages if isinstance(message, tuple)]
+    assert sizes[0] == 4
+    assert sum(sizes) == 5
 
 
 def test_a_seed_repeats_alone_and_in_company(llm: LLM) -> None:

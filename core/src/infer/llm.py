@@ -107,16 +107,14 @@ class LLM:
         waiting = [self.request(prompt, p) for prompt, p in zip(many, each, strict=True)]
         answers = {request.id: Completion(request.prompt_token_ids) for request in waiting}
         mailbox: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
-        waiting.reverse()
-        left = running = 0
-        left = len(waiting)
+        left, running = len(waiting), 0
         while left:
             try:
-                while waiting:
-                    self.loop.submit(waiting[-1], mailbox.put)
-                    waiting.pop()
-                    running += 1
-            except QueueFullError:  # its turn comes when one of ours has ended
+                if waiting:
+                    accepted = self.loop.submit_all(waiting, mailbox.put)
+                    running += accepted
+                    del waiting[:accepted]
+            except QueueFullError:  # their turn comes when one of ours has ended
                 if not running:
                     raise
             for event in mailbox.get():

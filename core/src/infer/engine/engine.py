@@ -30,6 +30,9 @@ class Abort:
     request_id: str
 
 
+Message = Request | tuple[Request, ...] | Abort | None
+
+
 @dataclass(eq=False, slots=True)
 class _Live:
     """What the engine keeps of an unfinished request besides its sequence."""
@@ -71,13 +74,13 @@ class Engine:
         self._in_flight: deque[Launched] = deque()
         self._publish = publish
         self._notify = notify
-        self._inbox: queue.SimpleQueue[Request | Abort | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._live: dict[str, _Live] = {}
         self._steps = 0
         self._arrivals = 0
 
-    def submit(self, message: Request | Abort | None) -> None:
-        """Hand over a request or an abort; it counts from the next step. None only wakes ``wait``."""
+    def submit(self, message: Message) -> None:
+        """Hand over requests or an abort; it counts from the next step. None only wakes ``wait``."""
         self._inbox.put(message)
 
     def has_work(self) -> bool:
@@ -111,8 +114,11 @@ class Engine:
         while not self._inbox.empty():
             self._receive(self._inbox.get())
 
-    def _receive(self, message: Request | Abort | None) -> None:
-        if isinstance(message, Request):
+    def _receive(self, message: Message) -> None:
+        if isinstance(message, tuple):
+            for request in message:
+                self._receive(request)
+        elif isinstance(message, Request):
             params = message.params
             longest = self._max_seq_len
             if params.max_tokens is not None:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 
 from infer.engine.engine import Abort, Engine
@@ -54,20 +54,28 @@ class EngineLoop:
 
     def submit(self, request: Request, mailbox: Mailbox) -> None:
         """Accept a request. Raises QueueFullError or EngineDeadError."""
+        self.submit_all([request], mailbox)
+
+    def submit_all(self, requests: Sequence[Request], mailbox: Mailbox) -> int:
+        """Accept the first ones, as many as there is room for, and say how many. They arrive together: a step sees all
+        of them or none. Raises QueueFullError where there is no room at all, or EngineDeadError."""
         with self._lock:
             if self._closing:
                 raise EngineDeadError("The engine is shutting down and takes no more requests.")
             if self._error is not None:
                 raise EngineDeadError(f"The engine has stopped: {self._error!r}. Restart the server.")
-            if len(self._open) >= self._max_open:
+            accepted = tuple(requests[: self._max_open - len(self._open)])
+            if not accepted:
                 raise QueueFullError(
                     f"All {self._max_open} places are taken (engine.max_batch_size running and "
                     "engine.max_waiting_requests waiting). Try again later, or raise engine.max_waiting_requests."
                 )
-            if request.id in self._open:
-                raise ValueError(f"request id {request.id!r} is in use")
-            self._open[request.id] = mailbox
-            self._engine.submit(request)
+            for request in accepted:
+                if request.id in self._open:
+                    raise ValueError(f"request id {request.id!r} is in use")
+            self._open.update((request.id, mailbox) for request in accepted)
+            self._engine.submit(accepted)
+        return len(accepted)
 
     def abort(self, request_id: str) -> None:
         """End a request within a step; no effect on one that has ended."""
