@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from benchmarks.gpu.timing import Ceilings
 from benchmarks.shapes import Costs, write
+from benchmarks.steps import Steps, decode_gaps
 
-from infer import LLM, SamplingParams, hookimpl
-from infer.hookspecs import StepRecord
+from infer import LLM, SamplingParams
 
 BATCHES = (1, 8, 32, 128, 256)
 CONTEXT = 1024
@@ -26,19 +26,6 @@ DECODED = 192
 OFFLINE = (256, 1024, 1024)
 """Requests, prompt tokens, new tokens."""
 PROFILED_S = 1.0
-
-
-class Steps:
-    """An observer that keeps what it is told."""
-
-    INFER_PLUGIN_API = 1
-
-    def __init__(self) -> None:
-        self.records: list[StepRecord] = []
-
-    @hookimpl
-    def infer_step_finished(self, record: StepRecord) -> None:
-        self.records.append(record)
 
 
 def prompts(count: int, length: int, vocab_size: int, seed: int) -> list[list[int]]:
@@ -67,16 +54,6 @@ def engine(config: Mapping[str, Any], device: str, **sections: Mapping[str, Any]
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
-
-
-def decode_gaps(steps: Steps, batch: int) -> list[float]:
-    """Seconds from one step of ``batch`` decodes to the next."""
-    pure = [
-        len(r.work) == batch and all(work.kind == "decode" and work.length == 1 for work in r.work)
-        for r in steps.records
-    ]
-    pairs = zip(steps.records, steps.records[1:], pure, pure[1:], strict=False)
-    return [b.finished - a.finished for a, b, first, second in pairs if first and second]
 
 
 def decode(llm: LLM, steps: Steps, costs: Costs, batch: int, ceilings: Ceilings | None) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -41,7 +42,8 @@ def python_of(peer: str, given: Mapping[str, str]) -> str | None:
 def play(peer: str, python: str, checkpoint: Path, cells: Sequence[tuple[int, int, int]]) -> dict[str, float]:
     """What one run of a driver measured: seconds by "ready", "prefill BxP" and "decode BxP"."""
     command = [python, str(DRIVERS / PEERS[peer]), str(checkpoint), json.dumps(cells)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    environment = os.environ | {"PYTHONPATH": str(DRIVERS.parents[2])}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode:
         raise RuntimeError(f"{peer}: {' '.join(command)} failed:\n{done.stderr[-2000:]}")

@@ -21,13 +21,11 @@ EXTENDS = [(1023, 1), (2047, 1), (4095, 1), (0, 700), (1000, 300), (255, 66), (3
 ROWS = [1, 2, 7, 16, 17, 33, 64, 65, 128, 200, 256, 257, 300]
 
 
-def shapes() -> Iterator[tuple[str, Costs]]:
-    for name, config in CONFIGS.items():
-        yield name, Costs(config)
+SHAPES = [Costs(config) for config in CONFIGS.values()]
 
 
 def specs() -> Iterator[AttentionSpec]:
-    for _, c in shapes():
+    for c in SHAPES:
         for window in dict.fromkeys(c.windows()):
             yield AttentionSpec(c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.head_dim**-0.5, window)
     yield AttentionSpec(16, 8, 256, 256**-0.5, 512, 50.0)
@@ -45,7 +43,7 @@ def cancelling(rows: int, columns: int, seed: int) -> Tensor:
     return (x * torch.exp2(8 * torch.randn(rows, columns, device=DEVICE, generator=generator))).to(BF16)
 
 
-@pytest.mark.parametrize("size", sorted({nk for _, c in shapes() for nk in c.linear_shapes.values()}))
+@pytest.mark.parametrize("size", sorted({nk for c in SHAPES for nk in c.linear_shapes.values()}))
 def test_products(size: tuple[int, int], kernels: TritonKernels) -> None:
     n, k = size
     x, weight = cancelling(ROWS[-1], k, 1), cancelling(n, k, 2)
@@ -64,13 +62,12 @@ class Scene:
 
     def __init__(self, kernels: TritonKernels, spec: AttentionSpec, block_size: int) -> None:
         generator = torch.Generator(DEVICE).manual_seed(1)
-        self.spec, self.kernels, self.block_size = spec, kernels, block_size
+        self.spec = spec
         length = max(start + n for start, n in EXTENDS)
-        self.per_sequence = -(-length // block_size)
-        blocks = self.per_sequence * len(EXTENDS)
+        blocks = -(-length // block_size) * len(EXTENDS)
         self.storage = KVStorage(CacheContext([spec], len(EXTENDS), 0, BF16, DEVICE, kernels), blocks, block_size)
-        self.table = torch.randperm(blocks, generator=torch.Generator().manual_seed(2)).int()
-        self.table = self.table.view(len(EXTENDS), -1)
+        order = torch.randperm(blocks, generator=torch.Generator().manual_seed(2))
+        self.table = order.int().view(len(EXTENDS), -1)
         shape = (len(EXTENDS), length)
         self.q, self.k, self.v = (
             (4 * torch.randn(*shape, heads, spec.head_size, device=DEVICE, generator=generator)).to(BF16)

@@ -9,19 +9,9 @@ import statistics
 import sys
 import time
 
-from infer import LLM, SamplingParams, hookimpl
-from infer.hookspecs import StepRecord
+from benchmarks.steps import Steps, all_decode, decode_gaps
 
-
-class Steps:
-    INFER_PLUGIN_API = 1
-
-    def __init__(self) -> None:
-        self.records: list[StepRecord] = []
-
-    @hookimpl
-    def infer_step_finished(self, record: StepRecord) -> None:
-        self.records.append(record)
+from infer import LLM, SamplingParams
 
 
 def main() -> None:
@@ -41,12 +31,9 @@ def main() -> None:
             start = time.perf_counter()
             llm.generate(prompts, params)
             time.sleep(0.05)  # the last step is told after its events
-            records = steps.records
-            whole = [len(r.work) == batch and all(w.kind == "decode" for w in r.work) for r in records]
-            pairs = zip(records, records[1:], whole, whole[1:], strict=False)
-            gaps = [b.finished - a.finished for a, b, x, y in pairs if x and y]
-            prefill = next(r.started for r, x in zip(records, whole, strict=True) if x) - start
-            report = {"batch": batch, "prompt": prompt, "prefill_s": prefill, "decode_s": statistics.median(gaps)}
+            prefill = next(record.started for record in steps.records if all_decode(record, batch)) - start
+            decode = statistics.median(decode_gaps(steps, batch))
+            report = {"batch": batch, "prompt": prompt, "prefill_s": prefill, "decode_s": decode}
             print(json.dumps(report), flush=True)
 
 

@@ -51,6 +51,19 @@ class Config:
 
 MANY = 1 << 62
 
+HOPPER = Config(
+    attention=(
+        AttentionConfig(64, 256, 64, block_m=64, warps=4, decode_m=64, decode_warps=4, stages=3),
+        AttentionConfig(128, 256, 64, block_m=64, warps=4, decode_m=64, decode_warps=4, stages=3),
+        AttentionConfig(256, 256, 64, block_m=64, warps=8, decode_m=64, decode_warps=8, stages=2),
+    ),
+    linear=(
+        LinearConfig(64, block_m=64, block_n=32, block_k=128, warps=4, stages=6),
+        LinearConfig(256, block_m=64, block_n=128, block_k=64, warps=4, stages=4),
+        LinearConfig(MANY, block_m=128, block_n=256, block_k=64, warps=8, stages=3),
+    ),
+)
+
 TABLE: Mapping[int, Config] = {
     80: Config(
         attention=(
@@ -64,30 +77,8 @@ TABLE: Mapping[int, Config] = {
             LinearConfig(MANY, block_m=128, block_n=128, block_k=32, warps=4, stages=4),
         ),
     ),
-    90: Config(
-        attention=(
-            AttentionConfig(64, 256, 64, block_m=64, warps=4, decode_m=64, decode_warps=4, stages=3),
-            AttentionConfig(128, 256, 64, block_m=64, warps=4, decode_m=64, decode_warps=4, stages=3),
-            AttentionConfig(256, 256, 64, block_m=64, warps=8, decode_m=64, decode_warps=8, stages=2),
-        ),
-        linear=(
-            LinearConfig(64, block_m=64, block_n=32, block_k=128, warps=4, stages=6),
-            LinearConfig(256, block_m=64, block_n=128, block_k=64, warps=4, stages=4),
-            LinearConfig(MANY, block_m=128, block_n=256, block_k=64, warps=8, stages=3),
-        ),
-    ),
-    100: Config(
-        attention=(
-            AttentionConfig(64, 256, 64, block_m=64, warps=4, decode_m=64, decode_warps=4, stages=3),
-            AttentionConfig(128, 256, 64, block_m=64, warps=4, decode_m=64, decode_warps=4, stages=3),
-            AttentionConfig(256, 256, 64, block_m=64, warps=8, decode_m=64, decode_warps=8, stages=2),
-        ),
-        linear=(
-            LinearConfig(64, block_m=64, block_n=32, block_k=128, warps=4, stages=6),
-            LinearConfig(256, block_m=64, block_n=128, block_k=64, warps=4, stages=4),
-            LinearConfig(MANY, block_m=128, block_n=256, block_k=64, warps=8, stages=3),
-        ),
-    ),
+    90: HOPPER,
+    100: HOPPER,  # until a Blackwell GPU has been measured
 }
 
 INTERPRETER = Config(

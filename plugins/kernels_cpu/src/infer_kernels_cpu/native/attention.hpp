@@ -133,7 +133,7 @@ struct Attention {
             for (; s < steps; s++)
                 for (int i = 0; i < LANES; i++) {
                     T word[STEP<T>] = {};
-                    std::memcpy(word, rows[i] + s * STEP<T>, std::min<int64_t>(STEP<T>, E - s * STEP<T>) * sizeof(T));
+                    std::memcpy(word, rows[i] + s * STEP<T>, word_bytes<T>(E, s));
                     std::memcpy(to + s * PANEL + i, word, 4);
                 }
         }

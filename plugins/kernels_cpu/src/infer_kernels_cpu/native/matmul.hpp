@@ -16,6 +16,11 @@ template <class T>
 constexpr int64_t steps_of(int64_t K) {
     return (K + STEP<T> - 1) / STEP<T>;
 }
+// Of the word of a step, what is not padding.
+template <class T>
+constexpr int64_t word_bytes(int64_t K, int64_t step) {
+    return std::min<int64_t>(STEP<T>, K - step * STEP<T>) * int64_t(sizeof(T));
+}
 inline int64_t panels_of(int64_t N) { return (N + PANEL - 1) / PANEL; }
 
 // Cache lines of a packed matrix to fetch while computing: ``lines`` per step from ``from`` on.
@@ -83,7 +88,7 @@ void pack(const T* w, int64_t N, int64_t K, uint32_t* packed) {
             const T* row = w + (p * PANEL + n) * K;
             for (int64_t s = 0; s < steps; s++) {
                 T word[STEP<T>] = {};
-                if (real) std::memcpy(word, row + s * STEP<T>, sizeof(T) * (K - s * STEP<T> < STEP<T> ? 1 : STEP<T>));
+                if (real) std::memcpy(word, row + s * STEP<T>, word_bytes<T>(K, s));
                 std::memcpy(panel + s * PANEL + n, word, 4);
             }
         }
@@ -98,8 +103,7 @@ void unpack_rows(const uint32_t* packed, int64_t K, const int64_t* ids, int64_t 
         const uint32_t* column = packed + ids[i] / PANEL * steps * PANEL + ids[i] % PANEL;
         T* row = out + i * K;
         for (int64_t s = 0; s < steps; s++)
-            std::memcpy(row + s * STEP<T>, column + s * PANEL,
-                        sizeof(T) * (K - s * STEP<T> < STEP<T> ? 1 : STEP<T>));
+            std::memcpy(row + s * STEP<T>, column + s * PANEL, word_bytes<T>(K, s));
     }
 }
 

@@ -83,12 +83,12 @@ int64_t sample_row(const T* logits, int64_t size, const Draw& draw) {
         for (int64_t e = 0;; e++)
             if (to_float(logits[e]) == top) return e;
     }
-    float* mass = scratch<float, struct Masses>(size);
+    float* mass = scratch<float, struct MassesOfARow>(size);
     over_vectors(size, [&](int64_t e, int n) {
         vf scaled = (take(logits + e, n) - top) / draw.temperature;
         give(mass + e, exp(scaled), n);
     });
-    struct infer::Masses masses {mass, size};
+    Masses masses{mass, size};
     // Infinitely unlikely tokens have mass 0 and are never drawn, so the smallest threshold is above it.
     float threshold = 1.17549435e-38f;
     if (draw.top_k > 0 && draw.top_k < size) {

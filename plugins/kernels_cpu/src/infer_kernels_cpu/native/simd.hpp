@@ -53,7 +53,6 @@ inline void store_as(P* p, V v) {
 }
 
 inline vf splat(float x) { return x - vf{}; }
-inline vu splat_bits(uint32_t x) { return x - vu{}; }
 
 inline float to_float(float x) { return x; }
 inline float to_float(bf16 x) {
