@@ -11,7 +11,7 @@ from benchmarks.shapes import Costs
 from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
-from infer.protocols import AttentionSpec, Draws, Ragged
+from infer.protocols import AttentionSpec, Draws, Ragged, Rotary
 from infer_kernels_triton.provider import TritonKernels
 
 ROWS = (1, 8, 32, 128, 256, 2048, 8192)
@@ -137,19 +137,20 @@ def _elementwise(costs: Costs, kernels: TritonKernels, ceilings: Ceilings) -> It
 
         def rope(tokens: int = tokens) -> Run:
             q, k, v = (randn(tokens, heads, E) for heads in (H, K, K))
-            cos, sin = (randn(tokens, E // 2, dtype=torch.float32) for _ in range(2))
+            angles = randn(tokens, E // 2, dtype=torch.float32)
+            rotary = Rotary(angles, angles)
             caches = [randn(tokens // BLOCK_SIZE + 1, BLOCK_SIZE, K, E) for _ in range(2)]
             flat = torch.randperm(tokens, device="cuda")
-            return lambda: kernels.rope_store_kv(q, k, v, cos, sin, caches[0], caches[1], flat)
+            return lambda: kernels.rope_store_kv(q, k, v, rotary, caches[0], caches[1], flat)
 
         def gated(tokens: int = tokens) -> Run:
             x = randn(tokens, 2 * width)
-            return lambda: kernels.silu_mul(x)
+            return lambda: kernels.gated(x, "silu")
 
         sizes = {
             "add_rms_norm": (norm, 2 * (4 * tokens * D + D)),
             "rope_store_kv": (rope, 2 * tokens * (2 * H + 4 * K) * E + 4 * tokens * E),
-            "silu_mul": (gated, 2 * tokens * 3 * width),
+            "gated": (gated, 2 * tokens * 3 * width),
         }
         for name, (make, nbytes) in sizes.items():
             yield entry(ceilings, name, f"{tokens} tokens", nbytes, 0, seconds(make, nbytes))

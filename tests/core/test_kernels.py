@@ -14,7 +14,7 @@ from tests.attention import Scene, close, random, spec
 from torch import Tensor
 
 from infer.kernels.reference import SEGMENT, TILE, ReferenceKernels, plan_tiles
-from infer.protocols import AttentionSpec
+from infer.protocols import Activation, AttentionSpec, HeadNorms, Rotary
 from infer_kernels_cpu import native
 from infer_kernels_cpu.provider import CpuKernels
 
@@ -90,34 +90,59 @@ def rope64(x: Tensor, angles: Tensor) -> Tensor:
     return torch.cat((turned.real, turned.imag), dim=-1)
 
 
+def rotary_of(angles: Tensor, norms: HeadNorms | None = None) -> Rotary:
+    return Rotary(angles.cos().float(), angles.sin().float(), norms)
+
+
 @floats
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(("rows", "q_heads", "k_heads", "size"), [(1, 1, 1, 2), (5, 3, 1, 6), (9, 8, 2, 128)])
 def test_rope(rows: int, q_heads: int, k_heads: int, size: int, shared: bool, dtype: torch.dtype) -> None:
     q, k = random(rows, q_heads, size, dtype=dtype), random(rows, k_heads, size, dtype=dtype, seed=1)
     angles = random(1 if shared else rows, size // 2, seed=2).double() * 7
-    turned = KERNELS.rope(q, k, angles.cos().float(), angles.sin().float())
+    turned = KERNELS.rope(q, k, rotary_of(angles))
     for x, y in zip((q, k), turned, strict=True):
         close(y, rope64(x, angles))
 
 
-@floats
-@pytest.mark.parametrize("name", ["silu_mul", "gelu_mul"])
-@pytest.mark.parametrize(("rows", "size"), ROWS_AND_SIZES)
-def test_gated_activations(rows: int, size: int, name: str, dtype: torch.dtype) -> None:
-    x = 4 * random(rows, 2 * size, dtype=dtype)
-    gate, up = x.double().chunk(2, dim=-1)
+def gated64(gate_up: Tensor, activation: Activation) -> Tensor:
+    gate, up = gate_up.double().chunk(2, dim=-1)
     functional = torch.nn.functional
-    activated = functional.silu(gate) if name == "silu_mul" else functional.gelu(gate, approximate="tanh")
-    close(getattr(KERNELS, name)(x), activated * up)
+    return up * (functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh"))
+
+
+activations = pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
 
 
 @floats
-@pytest.mark.parametrize("name", ["silu_mul", "gelu_mul"])
-def test_gated_activations_of_extremes(name: str, dtype: torch.dtype) -> None:
+@activations
+@pytest.mark.parametrize(("rows", "size"), ROWS_AND_SIZES)
+def test_gated_activations(rows: int, size: int, activation: Activation, dtype: torch.dtype) -> None:
+    x = 4 * random(rows, 2 * size, dtype=dtype)
+    close(KERNELS.gated(x, activation), gated64(x, activation))
+
+
+@floats
+@activations
+def test_gated_activations_of_extremes(activation: Activation, dtype: torch.dtype) -> None:
     gate = torch.tensor([-1e4, -100.0, -0.0, 0.0, 100.0, 1e4], dtype=dtype)
-    result = getattr(KERNELS, name)(torch.cat((gate, torch.ones_like(gate)))[None])
+    result = KERNELS.gated(torch.cat((gate, torch.ones_like(gate)))[None], activation)
     assert result.tolist() == [gate.clamp(min=0).tolist()]
+
+
+@floats
+@activations
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("size", [1, 5, 16, 31, 32, 33, 64, 100])
+def test_gated_linear(size: int, bias: bool, activation: Activation, dtype: torch.dtype) -> None:
+    """As the product and the activation one after the other, whose gates are rounded in between."""
+    weight, bias_N = random(2 * size, 17, dtype=dtype), random(2 * size, dtype=dtype, seed=1) if bias else None
+    gated, plain = KERNELS.pack_gated(weight, bias_N), KERNELS.pack(weight, bias_N)
+    for rows in (1, 2, 16, 40):
+        x = random(rows, 17, dtype=dtype, seed=2)
+        found = KERNELS.gated_linear(x, gated, activation)
+        close(found, gated64(KERNELS.linear(x, plain), activation))
+        assert found.shape == (rows, size)
 
 
 @floats
@@ -144,14 +169,21 @@ def test_store_kv(dtype: torch.dtype) -> None:
 
 
 @floats
-def test_rope_store_kv(dtype: torch.dtype) -> None:
-    """q and K are turned, V is kept as it is."""
+@pytest.mark.parametrize("unit_offset", [None, False, True])
+def test_rope_store_kv(unit_offset: bool | None, dtype: torch.dtype) -> None:
+    """q and K are normed, where there are norms, and turned; V is kept as it is."""
     q, k, v = (random(3, heads, 8, dtype=dtype, seed=heads) for heads in (4, 2, 2))
     angles = random(3, 4, seed=9).double() * 10
     k_cache, v_cache = (random(4, 3, 2, 8, dtype=dtype, seed=seed) for seed in (0, 1))
     before = k_cache.clone()
     flat = torch.tensor([11, 0, 4])
-    out = KERNELS.rope_store_kv(q, k, v, angles.cos().float(), angles.sin().float(), k_cache, v_cache, flat)
+    norms = None
+    if unit_offset is not None:
+        norms = HeadNorms(random(8, dtype=dtype, seed=5), random(8, dtype=dtype, seed=6), 1e-3, unit_offset)
+    out = KERNELS.rope_store_kv(q, k, v, rotary_of(angles, norms), k_cache, v_cache, flat)
+    if norms is not None:
+        q = KERNELS.rms_norm(q, norms.q_weight_E, norms.eps, norms.unit_offset)
+        k = KERNELS.rms_norm(k, norms.k_weight_E, norms.eps, norms.unit_offset)
     close(out, rope64(q, angles))
     close(k_cache.flatten(0, 1)[flat], rope64(k, angles))
     assert torch.equal(v_cache.flatten(0, 1)[flat], v)
@@ -256,9 +288,10 @@ def test_rows_of_head_norms_and_rope(rows: list[int], shape: tuple[int, int], dt
     def kernel(rows: Sequence[int]) -> tuple[Tensor, ...]:
         wide = x[list(rows)]
         q = wide[:, 5:].view(len(rows), heads, size)
-        normed = KERNELS.rms_norm(q, weight, 1e-6)
-        turned = KERNELS.rope(q, normed, angles[list(rows)].cos(), angles[list(rows)].sin())
-        return normed, *turned
+        k_cache, v_cache = (torch.zeros(len(rows), 1, heads, size, dtype=dtype) for _ in range(2))
+        rotary = rotary_of(angles[list(rows)], HeadNorms(weight, weight, 1e-6))
+        turned = KERNELS.rope_store_kv(q, q, q, rotary, k_cache, v_cache, torch.arange(len(rows)))
+        return KERNELS.rms_norm(q, weight, 1e-6), turned, k_cache
 
     for a, b in zip(kernel(range(MAX_ROWS)), kernel(rows), strict=True):
         assert torch.equal(a[rows], b)
@@ -267,8 +300,9 @@ def test_rows_of_head_norms_and_rope(rows: list[int], shape: tuple[int, int], dt
 @exact
 @given(rows_of, sizes, dtypes)
 def test_rows_of_activations(rows: list[int], size: int, dtype: torch.dtype) -> None:
-    for kernel in (KERNELS.silu_mul, KERNELS.gelu_mul):
-        check_rows(kernel, rows, 2 * size, dtype)
+    activations: tuple[Activation, ...] = ("silu", "gelu_pytorch_tanh")
+    for activation in activations:
+        check_rows(lambda x, a=activation: KERNELS.gated(x, a), rows, 2 * size, dtype)  # type: ignore[misc]
     check_rows(lambda x: 30 * torch.tanh(x / 30), rows, size, dtype)  # a soft cap on logits, as Gemma's
 
 
@@ -281,6 +315,9 @@ widths = st.sampled_from([4, 8, 16, 20, 32, 48, 72, 128, 200, 1000])
 def test_rows_of_linear(rows: list[int], n: int, k: int, dtype: torch.dtype, bias: bool) -> None:
     packed = KERNELS.pack(random(n, k, dtype=dtype, seed=1), random(n, dtype=dtype, seed=2) if bias else None)
     check_rows(lambda x: KERNELS.linear(x, packed), rows, k, dtype)
+    if n % 2 == 0:
+        gated = KERNELS.pack_gated(random(n, k, dtype=dtype, seed=1))
+        check_rows(lambda x: KERNELS.gated_linear(x, gated, "silu"), rows, k, dtype)
 
 
 @threads

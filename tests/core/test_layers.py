@@ -320,7 +320,8 @@ def test_rotary_table_does_not_depend_on_its_length() -> None:
     short = RotaryEmbedding(context(max_seq_len=5), parameters, 12)
     long = RotaryEmbedding(context(max_seq_len=333), parameters, 12)
     positions = torch.tensor([4, 0, 3])
-    for a, b in zip(short(positions), long(positions), strict=True):
+    one, other = short(positions), long(positions)
+    for a, b in ((one.cos, other.cos), (one.sin, other.sin)):
         assert a.shape == (3, 6)
         assert a.dtype == torch.float32
         assert torch.equal(a, b)

@@ -23,7 +23,7 @@ from triton.backends.nvidia import __file__ as nvidia
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from infer.protocols import AttentionSpec, Draws, Ragged
+from infer.protocols import AttentionSpec, Draws, HeadNorms, Ragged, Rotary
 from infer_kernels_triton import provider
 from infer_kernels_triton.configs import TABLE
 
@@ -85,10 +85,11 @@ def _layer(kernels: provider.TritonKernels, shape: Shape, lens: tuple[int, ...],
     kernels.rms_norm(x, _empty(D, dtype=dtype), 1e-6, shape.unit_offset)
     qkv = kernels.linear(x, weight)
     q, k, v = (part.view(T, -1, E) for part in torch.split_with_sizes(qkv, [H * E, K * E, K * E], dim=-1))
-    kernels.rms_norm(q, _empty(E, dtype=dtype), 1e-6, shape.unit_offset)
     cache = _empty(1000, 16, K, E, dtype=dtype)
-    rotary = _empty(T, E // 2, dtype=torch.float32)
-    q = kernels.rope_store_kv(q, k, v, rotary, rotary, cache, cache, _empty(T, dtype=torch.int64))
+    angles, weight_E = _empty(T, E // 2, dtype=torch.float32), _empty(E, dtype=dtype)
+    for norms in (None, HeadNorms(weight_E, weight_E, 1e-6, shape.unit_offset)):
+        rotary = Rotary(angles, angles, norms)
+        kernels.rope_store_kv(q, k, v, rotary, cache, cache, _empty(T, dtype=torch.int64))
     offsets = tuple(torch.tensor([0, *lens]).cumsum(0).tolist())
     ints = {"starts_B": B, "offsets_B1": B + 1}
     ragged = Ragged(
@@ -101,8 +102,8 @@ def _layer(kernels: provider.TritonKernels, shape: Shape, lens: tuple[int, ...],
     )
     for window in {None, shape.window}:
         kernels.extend_attention(q, cache, cache, ragged, AttentionSpec(H, K, E, E**-0.5, window))
-    kernels.silu_mul(_empty(T, 2 * 6912, dtype=dtype))
-    kernels.gelu_mul(_empty(T, 2 * 6912, dtype=dtype))
+    kernels.gated(_empty(T, 2 * 6912, dtype=dtype), "silu")
+    kernels.gated(_empty(T, 2 * 6912, dtype=dtype), "gelu_pytorch_tanh")
 
 
 def _sample(kernels: provider.TritonKernels, greedy: bool, ranked: bool, dtype: torch.dtype) -> None:

@@ -8,10 +8,12 @@ from tests.attention import random
 from torch import Tensor
 
 from infer.kernels.reference import ReferenceKernels
+from infer.protocols import Activation, HeadNorms, Rotary
 from infer_kernels_triton.provider import TritonKernels
 
 REFERENCE = ReferenceKernels()
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+activations = pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
 ROWS_AND_SIZES = [(1, 1), (1, 16), (3, 17), (7, 64), (2, 257), (5, 1024), (33, 48), (2, 5000)]
 
 
@@ -57,22 +59,34 @@ def test_norms_of_heads_within_a_wider_row(kernels: TritonKernels, device: str, 
 
 @dtypes
 @pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("unit_offset", [None, False, True])
 @pytest.mark.parametrize(
     ("T", "H", "K", "E"), [(1, 4, 2, 16), (5, 3, 1, 6), (9, 6, 2, 80), (3, 8, 8, 128), (2, 4, 1, 256)]
 )
 def test_rope_store_kv(
-    kernels: TritonKernels, device: str, T: int, H: int, K: int, E: int, shared: bool, dtype: torch.dtype
+    kernels: TritonKernels,
+    device: str,
+    T: int,
+    H: int,
+    K: int,
+    E: int,
+    unit_offset: bool | None,
+    shared: bool,
+    dtype: torch.dtype,
 ) -> None:
     """From slices of one projection, as models have them."""
     qkv = random(T, (H + 2 * K) * E, dtype=dtype).to(device)
     q, k, v = (x.view(T, -1, E) for x in torch.split_with_sizes(qkv, [H * E, K * E, K * E], dim=-1))
     angles = random(1 if shared else T, E // 2, seed=3) * 10
-    cos, sin = angles.cos().to(device), angles.sin().to(device)
+    norms, weight = None, random(E, dtype=dtype, seed=4).to(device)
+    if unit_offset is not None:
+        norms = HeadNorms(weight, weight.flip(0), 1e-3, unit_offset)
+    rotary = Rotary(angles.cos().to(device), angles.sin().to(device), norms)
     flat = torch.randperm(4 * 7)[:T].to(device)
     results = []
     for provider in (kernels, REFERENCE):
         k_cache, v_cache = (random(4, 7, K, E, dtype=dtype, seed=seed).to(device) for seed in (1, 2))
-        out = provider.rope_store_kv(q, k, v, cos, sin, k_cache, v_cache, flat)
+        out = provider.rope_store_kv(q, k, v, rotary, k_cache, v_cache, flat)
         results.append((out, k_cache, v_cache))
     for found, expected in zip(*results, strict=True):
         same(found, expected)
@@ -80,18 +94,18 @@ def test_rope_store_kv(
 
 
 @dtypes
-@pytest.mark.parametrize("name", ["silu_mul", "gelu_mul"])
+@activations
 @pytest.mark.parametrize(("rows", "size"), ROWS_AND_SIZES)
 def test_gated_activations(
-    kernels: TritonKernels, device: str, rows: int, size: int, name: str, dtype: torch.dtype
+    kernels: TritonKernels, device: str, rows: int, size: int, activation: Activation, dtype: torch.dtype
 ) -> None:
     x = (random(rows, 2 * size, dtype=dtype) * 4).to(device)
-    same(getattr(kernels, name)(x), getattr(REFERENCE, name)(x))
-    assert torch.equal(getattr(kernels, name)(x[-1:]), getattr(kernels, name)(x)[-1:])
+    same(kernels.gated(x, activation), REFERENCE.gated(x, activation))
+    assert torch.equal(kernels.gated(x[-1:], activation), kernels.gated(x, activation)[-1:])
 
 
-@pytest.mark.parametrize("name", ["silu_mul", "gelu_mul"])
-def test_gated_activations_of_extremes(kernels: TritonKernels, device: str, name: str) -> None:
+@activations
+def test_gated_activations_of_extremes(kernels: TritonKernels, device: str, activation: Activation) -> None:
     gate = torch.tensor([[-1e30, -200.0, -0.0, 0.0, 200.0, 1e12]])
     x = torch.cat((gate, torch.ones_like(gate)), dim=1).to(device)
-    same(getattr(kernels, name)(x), torch.tensor([[0.0, 0.0, 0.0, 0.0, 200.0, 1e12]]))
+    same(kernels.gated(x, activation), torch.tensor([[0.0, 0.0, 0.0, 0.0, 200.0, 1e12]]))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from infer.device import upload
-from infer.protocols import AttentionSpec, CacheContext, KernelsProtocol, Ragged
+from infer.protocols import AttentionSpec, CacheContext, KernelsProtocol, Ragged, Rotary
 
 Ints = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 
@@ -67,15 +67,13 @@ class ExtendView:
         self.storage = storage
         self.ragged = ragged
 
-    def attend(
-        self, layer: int, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, rotary: tuple[Tensor, Tensor] | None = None
-    ) -> Tensor:
+    def attend(self, layer: int, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, rotary: Rotary | None = None) -> Tensor:
         s, ragged = self.storage, self.ragged
         k_cache, v_cache = s.k[layer], s.v[layer]
         if rotary is None:
             s.kernels.store_kv(k_TKE, v_TKE, k_cache, v_cache, ragged.flat_T)
         else:
-            q_THE = s.kernels.rope_store_kv(q_THE, k_TKE, v_TKE, *rotary, k_cache, v_cache, ragged.flat_T)
+            q_THE = s.kernels.rope_store_kv(q_THE, k_TKE, v_TKE, rotary, k_cache, v_cache, ragged.flat_T)
         return s.kernels.extend_attention(q_THE, k_cache, v_cache, ragged, s.layers[layer])
 
 

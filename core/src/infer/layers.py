@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field, PositiveInt, ValidationError, model_valid
 from torch import Tensor
 
 from infer.errors import CheckpointError
-from infer.protocols import AttentionSpec, KernelsProtocol, KVCacheView, ModelContext
+from infer.protocols import Activation, AttentionSpec, HeadNorms, KVCacheView, ModelContext, Rotary
 
 C = TypeVar("C", bound=BaseModel)
 PositiveNumber = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -92,7 +92,10 @@ class Weights:
 
 
 class Linear:
-    """y = x W^T + b, where W may be several checkpoint tensors stacked by rows: one product for q, k, v."""
+    """y = x W^T + b, where W may be several checkpoint tensors stacked by rows: one product for q, k, v.
+
+    With an ``activation``, the first of two is the gate: activation(x G^T) * x U^T.
+    """
 
     def __init__(
         self,
@@ -101,10 +104,13 @@ class Linear:
         in_features: int,
         out_features: int | Sequence[int],
         bias: bool = False,
+        activation: Activation | None = None,
     ) -> None:
         names = [names] if isinstance(names, str) else list(names)
         self.sizes = [out_features] if isinstance(out_features, int) else list(out_features)
-        self._kernels: KernelsProtocol = weights.context.kernels
+        kernels = self._kernels = weights.context.kernels
+        self._activation = activation
+        pack = kernels.pack if activation is None else kernels.pack_gated
         self._packed: Any = None
         parts: dict[str, Tensor] = {}
         whole: dict[str, tuple[int, ...]] = {"weight": (sum(self.sizes), in_features)}
@@ -119,7 +125,7 @@ class Linear:
             parts[kind][row : row + len(tensor)] = tensor
             left -= 1
             if left == 0:  # packed at once, so that no more than one layer is in memory twice
-                self._packed = self._kernels.pack(parts.pop("weight"), parts.pop("bias", None))
+                self._packed = pack(parts.pop("weight"), parts.pop("bias", None))
 
         row = 0
         for name, size in zip(names, self.sizes, strict=True):
@@ -128,6 +134,8 @@ class Linear:
             row += size
 
     def __call__(self, x_TK: Tensor) -> Tensor:
+        if self._activation is not None:
+            return self._kernels.gated_linear(x_TK, self._packed, self._activation)
         return self._kernels.linear(x_TK, self._packed)
 
 
@@ -137,17 +145,17 @@ class RMSNorm:
     def __init__(self, weights: Weights, name: str, size: int, eps: float, unit_offset: bool = False) -> None:
         self.eps, self.unit_offset = eps, unit_offset
         self._kernels = weights.context.kernels
-        self._weight_D: Tensor
-        weights.expect(f"{name}.weight", (size,), lambda t: setattr(self, "_weight_D", t))
+        self.weight_D: Tensor
+        weights.expect(f"{name}.weight", (size,), lambda t: setattr(self, "weight_D", t))
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._kernels.rms_norm(x, self._weight_D, self.eps, self.unit_offset)
+        return self._kernels.rms_norm(x, self.weight_D, self.eps, self.unit_offset)
 
     def add(self, x_TD: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor]:
         """(norm(x + residual), x + residual); no residual yet counts as zero."""
         if residual_TD is None:
             return self(x_TD), x_TD
-        return self._kernels.add_rms_norm(x_TD, residual_TD, self._weight_D, self.eps, self.unit_offset)
+        return self._kernels.add_rms_norm(x_TD, residual_TD, self.weight_D, self.eps, self.unit_offset)
 
 
 class Embedding:
@@ -192,16 +200,15 @@ class GatedMLP:
         name: str,
         size: int,
         intermediate: int,
-        activation: Literal["silu", "gelu_pytorch_tanh"],
+        activation: Activation,
         bias: bool = False,
     ) -> None:
-        kernels = weights.context.kernels
-        self._gate_up = Linear(weights, [f"{name}.gate_proj", f"{name}.up_proj"], size, [intermediate] * 2, bias)
+        gate_up = [f"{name}.gate_proj", f"{name}.up_proj"]
+        self._gate_up = Linear(weights, gate_up, size, [intermediate] * 2, bias, activation)
         self._down = Linear(weights, f"{name}.down_proj", intermediate, size, bias)
-        self._activate = kernels.silu_mul if activation == "silu" else kernels.gelu_mul
 
     def __call__(self, x_TD: Tensor) -> Tensor:
-        return self._down(self._activate(self._gate_up(x_TD)))
+        return self._down(self._gate_up(x_TD))
 
 
 class Attention:
@@ -229,17 +236,20 @@ class Attention:
         self._kernels = weights.context.kernels
         self._qkv = Linear(weights, [f"{name}.{part}_proj" for part in "qkv"], size, [H * E, K * E, K * E], bias)
         self._out = Linear(weights, f"{name}.o_proj", H * E, size, bias)
-        self._q_norm = self._k_norm = None
+        self._norms: HeadNorms | None = None
         if qk_norm_eps is not None:
-            self._q_norm = RMSNorm(weights, f"{name}.q_norm", E, qk_norm_eps, qk_norm_unit_offset)
-            self._k_norm = RMSNorm(weights, f"{name}.k_norm", E, qk_norm_eps, qk_norm_unit_offset)
+            q, k = (RMSNorm(weights, f"{name}.{x}_norm", E, qk_norm_eps, qk_norm_unit_offset) for x in "qk")
+            weights.when_loaded(lambda: self._take(HeadNorms(q.weight_D, k.weight_D, q.eps, q.unit_offset)))
 
-    def __call__(self, x_TD: Tensor, rotary: tuple[Tensor, Tensor], cache: KVCacheView) -> Tensor:
+    def _take(self, norms: HeadNorms) -> None:
+        self._norms = norms
+
+    def __call__(self, x_TD: Tensor, rotary: Rotary, cache: KVCacheView) -> Tensor:
         T, E = len(x_TD), self.spec.head_size
         q, k, v = torch.split_with_sizes(self._qkv(x_TD), self._qkv.sizes, dim=-1)
         q_THE, k_TKE, v_TKE = q.view(T, -1, E), k.view(T, -1, E), v.view(T, -1, E)
-        if self._q_norm is not None and self._k_norm is not None:
-            q_THE, k_TKE = self._q_norm(q_THE), self._k_norm(k_TKE)
+        if self._norms is not None:
+            rotary = rotary._replace(norms=self._norms)
         return self._out(cache.attend(self.layer, q_THE, k_TKE, v_TKE, rotary).flatten(1))
 
 
@@ -330,9 +340,8 @@ class RotaryEmbedding:
         self._cos = angles.cos().float().to(context.device)
         self._sin = angles.sin().float().to(context.device)
 
-    def __call__(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, [T, E/2] each, fp32."""
-        return self._cos[positions_T], self._sin[positions_T]
+    def __call__(self, positions_T: Tensor) -> Rotary:
+        return Rotary(self._cos[positions_T], self._sin[positions_T])
 
 
 def layer_windows(layer_types: Sequence[LayerType], window: int | None, num_layers: int) -> list[int | None]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from pydantic import BaseModel
@@ -57,6 +57,29 @@ class Ragged:
     """Where each new token's K/V go, as an index into the blocks laid end to end; int64."""
 
 
+class HeadNorms(NamedTuple):
+    """RMS norms of every head of q and of K."""
+
+    q_weight_E: Tensor
+    k_weight_E: Tensor
+    eps: float
+    unit_offset: bool = False
+    """As ``KernelsProtocol.rms_norm``'s."""
+
+
+class Rotary(NamedTuple):
+    """What q and K go through before they meet: norms, where a model has them, and rotation of their halves."""
+
+    cos: Tensor
+    """fp32 [T, E/2], or [1, E/2] when the whole batch shares it."""
+    sin: Tensor
+    norms: HeadNorms | None = None
+
+
+Activation = Literal["silu", "gelu_pytorch_tanh"]
+"""By the hub's names."""
+
+
 @dataclass(frozen=True)
 class Draws:
     """How N tokens are to be drawn: tensors of N values on the logits' device."""
@@ -91,6 +114,12 @@ class KernelsProtocol(Protocol):
 
     def linear(self, x_TK: Tensor, packed: Any) -> Tensor: ...
 
+    def pack_gated(self, gate_up_NK: Tensor, bias_N: Tensor | None = None) -> Any:
+        """``pack`` for ``gated_linear``: the upper half of the rows makes the gate."""
+
+    def gated_linear(self, x_TK: Tensor, packed: Any, activation: Activation) -> Tensor:
+        """``gated`` of the product, [T, N/2]."""
+
     def embedding(self, token_ids_T: Tensor, packed: Any) -> Tensor:
         """Rows of a packed weight [V, D]: a model whose head is tied to its embedding holds it once."""
 
@@ -102,27 +131,23 @@ class KernelsProtocol(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """(norm(x + residual), x + residual)."""
 
-    def rope(self, q_THE: Tensor, k_TKE: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate halves. ``cos`` and ``sin`` are [T, E/2], or [1, E/2] when the whole batch shares them."""
+    def rope(self, q_THE: Tensor, k_TKE: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        """q and K, normed and rotated."""
 
     def rope_store_kv(
         self,
         q_THE: Tensor,
         k_TKE: Tensor,
         v_TKE: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        rotary: Rotary,
         k_cache: Tensor,
         v_cache: Tensor,
         flat_T: Tensor,
     ) -> Tensor:
         """``rope``, then ``store_kv`` of the rotated K; returns the rotated q."""
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """silu(left half) * right half of the last dimension."""
-
-    def gelu_mul(self, gate_up: Tensor) -> Tensor:
-        """gelu_tanh(left half) * right half of the last dimension."""
+    def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """activation(left half) * right half of the last dimension."""
 
     def store_kv(self, k_TKE: Tensor, v_TKE: Tensor, k_cache: Tensor, v_cache: Tensor, flat_T: Tensor) -> None:
         """Write each token's K and V at its flat index of the caches [blocks, block_size, K, E]."""
@@ -143,12 +168,10 @@ class KernelsProtocol(Protocol):
 class KVCacheView(Protocol):
     """One step's window on the cache; all that a model sees of it."""
 
-    def attend(
-        self, layer: int, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, rotary: tuple[Tensor, Tensor] | None = None
-    ) -> Tensor:
+    def attend(self, layer: int, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, rotary: Rotary | None = None) -> Tensor:
         """Write K/V of the new tokens, then return attention over everything before and in the chunk, [T, H, E].
 
-        ``rotary``, cos and sin of [T, E/2], has q and K rotated first.
+        ``rotary`` has q and K normed and rotated first.
         """
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infer.protocols import AttentionSpec, Draws, KernelsProtocol, Ragged
+from infer.protocols import Activation, AttentionSpec, Draws, KernelsProtocol, Ragged, Rotary
 
 SEGMENT = 128
 """Keys per reduction step of attention."""
@@ -71,6 +71,12 @@ class ReferenceKernels(KernelsProtocol):
             packed.min_rows, x_TK, lambda x: torch.nn.functional.linear(x, packed.weight_NK, packed.bias_N)
         )
 
+    def pack_gated(self, gate_up_NK: Tensor, bias_N: Tensor | None = None) -> Any:
+        return self.pack(gate_up_NK, bias_N)
+
+    def gated_linear(self, x_TK: Tensor, packed: Any, activation: Activation) -> Tensor:
+        return self.gated(self.linear(x_TK, packed), activation)
+
     def embedding(self, token_ids_T: Tensor, packed: Any) -> Tensor:
         return torch.nn.functional.embedding(token_ids_T, packed.weight_NK)
 
@@ -87,19 +93,21 @@ class ReferenceKernels(KernelsProtocol):
         residual_TD = x_TD + residual_TD
         return self.rms_norm(residual_TD, weight_D, eps, unit_offset), residual_TD
 
-    def rope(self, q_THE: Tensor, k_TKE: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        return _rotate(q_THE, cos, sin), _rotate(k_TKE, cos, sin)
+    def rope(self, q_THE: Tensor, k_TKE: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        if norms := rotary.norms:
+            q_THE = self.rms_norm(q_THE, norms.q_weight_E, norms.eps, norms.unit_offset)
+            k_TKE = self.rms_norm(k_TKE, norms.k_weight_E, norms.eps, norms.unit_offset)
+        return _rotate(q_THE, rotary.cos, rotary.sin), _rotate(k_TKE, rotary.cos, rotary.sin)
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
+    def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         gate = gate.float()
-        return (gate / (1.0 + torch.exp(-gate))).to(up.dtype) * up
-
-    def gelu_mul(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        gate = gate.float()
-        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        return (0.5 * gate * (1.0 + torch.tanh(inner))).to(up.dtype) * up
+        if activation == "silu":
+            gate = gate / (1.0 + torch.exp(-gate))
+        else:
+            inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+            gate = 0.5 * gate * (1.0 + torch.tanh(inner))
+        return gate.to(up.dtype) * up
 
     def store_kv(self, k_TKE: Tensor, v_TKE: Tensor, k_cache: Tensor, v_cache: Tensor, flat_T: Tensor) -> None:
         k_cache.flatten(0, 1).index_copy_(0, flat_T, k_TKE)
@@ -110,13 +118,12 @@ class ReferenceKernels(KernelsProtocol):
         q_THE: Tensor,
         k_TKE: Tensor,
         v_TKE: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        rotary: Rotary,
         k_cache: Tensor,
         v_cache: Tensor,
         flat_T: Tensor,
     ) -> Tensor:
-        q_THE, k_TKE = self.rope(q_THE, k_TKE, cos, sin)
+        q_THE, k_TKE = self.rope(q_THE, k_TKE, rotary)
         self.store_kv(k_TKE, v_TKE, k_cache, v_cache, flat_T)
         return q_THE
 

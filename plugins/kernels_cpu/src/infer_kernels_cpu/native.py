@@ -16,13 +16,13 @@ FOLDER = Path(__file__).parent
 _KIND, _SIZE, _POINTER, _REAL = c_int, c_int64, c_void_p, c_float
 _TENSOR = [_POINTER, _SIZE, _SIZE]  # with two strides
 FUNCTIONS: dict[str, list[type]] = {
-    "pack": [_KIND, _POINTER, _SIZE, _SIZE, _POINTER],
+    "pack": [_KIND, _POINTER, _SIZE, _SIZE, c_int, _POINTER],
     "rows": [_KIND, _POINTER, _SIZE, _POINTER, _SIZE, _POINTER],
-    "linear": [_KIND, _POINTER, _SIZE, _SIZE, _POINTER, _SIZE, _SIZE, _POINTER, _POINTER],
+    "linear": [_KIND, _POINTER, _SIZE, _SIZE, _POINTER, _SIZE, _SIZE, _POINTER, c_int, _POINTER],
     "rms_norm": [_KIND, *_TENSOR, _SIZE, _SIZE, _SIZE, _POINTER, _REAL, c_int, _POINTER, _POINTER, _POINTER],
     "rope_store_kv": [
-        *(_KIND, *_TENSOR, *_TENSOR, *_TENSOR, _POINTER, _POINTER, _SIZE, _POINTER),
-        *(_SIZE, _SIZE, _SIZE, _SIZE, _POINTER, _POINTER, _POINTER),
+        *(_KIND, *_TENSOR, *_TENSOR, *_TENSOR, _POINTER, _POINTER, _SIZE),
+        *(_POINTER, _POINTER, _REAL, c_int, _POINTER, _SIZE, _SIZE, _SIZE, _SIZE, _POINTER, _POINTER, _POINTER),
     ],
     "gated": [_KIND, _POINTER, _SIZE, _SIZE, _SIZE, c_int, _POINTER],
     "extend_attention": [
@@ -48,7 +48,7 @@ def load(level: str) -> ctypes.CDLL:
     for name, types in FUNCTIONS.items():
         function = getattr(library, f"infer_{name}")
         function.argtypes, function.restype = types, None
-    library.infer_packed_words.argtypes = [_KIND, _SIZE, _SIZE]
+    library.infer_packed_words.argtypes = [_KIND, _SIZE, _SIZE, c_int]
     library.infer_packed_words.restype = c_int64
     # Part of torch's stable ABI (torch/csrc/stable/c/shim.h).
     torch_cpu = ctypes.CDLL(str(next((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"))))

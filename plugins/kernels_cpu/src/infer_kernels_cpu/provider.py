@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from infer.kernels.reference import ReferenceKernels
-from infer.protocols import AttentionSpec, Draws, Ragged
+from infer.protocols import Activation, AttentionSpec, Draws, Ragged, Rotary
 from infer_kernels_cpu import native
 from infer_kernels_cpu.memory import Buffers, pages
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
 """As the native code counts element types."""
+GATES: dict[Activation | None, int] = {None: 0, "silu": 1, "gelu_pytorch_tanh": 2}
+"""As it counts what follows a product."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class Packed:
     words: Tensor
     N: int
     K: int
+    gated: bool
     dtype: torch.dtype
     bias_N: Tensor | None
 
@@ -38,17 +41,29 @@ class CpuKernels(ReferenceKernels):
         self._empty = Buffers().empty
 
     def pack(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> Packed:
+        return self._pack(weight_NK, bias_N, gated=False)
+
+    def pack_gated(self, gate_up_NK: Tensor, bias_N: Tensor | None = None) -> Packed:
+        return self._pack(gate_up_NK, bias_N, gated=True)
+
+    def _pack(self, weight_NK: Tensor, bias_N: Tensor | None, gated: bool) -> Packed:
         (N, K), kind = weight_NK.shape, KINDS[weight_NK.dtype]
         weight_NK = weight_NK.contiguous()
-        words = torch.frombuffer(pages(4 * self._native.infer_packed_words(kind, N, K)), dtype=torch.int32)
-        self._native.infer_pack(kind, weight_NK.data_ptr(), N, K, words.data_ptr())
-        return Packed(kind, words, N, K, weight_NK.dtype, bias_N)
+        words = torch.frombuffer(pages(4 * self._native.infer_packed_words(kind, N, K, gated)), dtype=torch.int32)
+        self._native.infer_pack(kind, weight_NK.data_ptr(), N, K, gated, words.data_ptr())
+        return Packed(kind, words, N, K, gated, weight_NK.dtype, bias_N)
 
     def linear(self, x_TK: Tensor, packed: Any) -> Tensor:
+        return self._linear(x_TK, packed, None)
+
+    def gated_linear(self, x_TK: Tensor, packed: Any, activation: Activation) -> Tensor:
+        return self._linear(x_TK, packed, activation)
+
+    def _linear(self, x_TK: Tensor, packed: Packed, activation: Activation | None) -> Tensor:
         T = x_TK.shape[0]
         if x_TK.stride(-1) != 1:
             x_TK = x_TK.contiguous()
-        out = self._empty(T, packed.N, dtype=packed.dtype)
+        out = self._empty(T, packed.N // 2 if packed.gated else packed.N, dtype=packed.dtype)
         bias = None if packed.bias_N is None else packed.bias_N.data_ptr()
         self._native.infer_linear(
             packed.kind,
@@ -59,6 +74,7 @@ class CpuKernels(ReferenceKernels):
             packed.N,
             packed.K,
             bias,
+            GATES[activation],
             out.data_ptr(),
         )
         return out
@@ -113,13 +129,13 @@ class CpuKernels(ReferenceKernels):
         q_THE: Tensor,
         k_TKE: Tensor,
         v_TKE: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        rotary: Rotary,
         k_cache: Tensor,
         v_cache: Tensor,
         flat_T: Tensor,
     ) -> Tensor:
         T, H, E = q_THE.shape
+        cos, sin, norms = rotary
         out_THE = self._empty(T, H, E, dtype=q_THE.dtype)
         self._native.infer_rope_store_kv(
             KINDS[q_THE.dtype],
@@ -135,6 +151,10 @@ class CpuKernels(ReferenceKernels):
             cos.data_ptr(),
             sin.data_ptr(),
             cos.stride(0) if cos.shape[0] > 1 else 0,
+            norms and norms.q_weight_E.data_ptr(),
+            norms and norms.k_weight_E.data_ptr(),
+            norms.eps if norms else 0.0,
+            norms.unit_offset if norms else False,
             flat_T.data_ptr(),
             T,
             H,
@@ -146,18 +166,11 @@ class CpuKernels(ReferenceKernels):
         )
         return out_THE
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        return self._gated(gate_up, gelu=False)
-
-    def gelu_mul(self, gate_up: Tensor) -> Tensor:
-        return self._gated(gate_up, gelu=True)
-
-    def _gated(self, gate_up: Tensor, gelu: bool) -> Tensor:
+    def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
         T, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = self._empty(T, width, dtype=gate_up.dtype)
-        self._native.infer_gated(
-            KINDS[gate_up.dtype], gate_up.data_ptr(), gate_up.stride(0), T, width, gelu, out.data_ptr()
-        )
+        kind, gate = KINDS[gate_up.dtype], GATES[activation]
+        self._native.infer_gated(kind, gate_up.data_ptr(), gate_up.stride(0), T, width, gate, out.data_ptr())
         return out
 
     def extend_attention(

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from infer.protocols import Activation, Rotary
+
 
 @triton.jit
 def norm_kernel(
@@ -44,10 +46,17 @@ def norm_kernel(
         total = (x + residual).to(dtype)
         tl.store(sum_ptr + to, total, mask=real)
         x = total.to(tl.float32)
-    weight = tl.load(weight_ptr + size_d, mask=size_d < D, other=0.0).to(tl.float32)[None, :]
     y = x / tl.sqrt_rn(tl.sum(x * x, 1) / D + eps)[:, None]
-    y = y * (1.0 + weight) if UNIT_OFFSET else y.to(dtype).to(tl.float32) * weight
+    y = _scale(y, weight_ptr + size_d[None, :], (size_d < D)[None, :], dtype, UNIT_OFFSET)
     tl.store(out_ptr + to, y.to(dtype), mask=real)
+
+
+@triton.jit
+def _scale(x, weight_ptr, real, dtype: tl.constexpr, UNIT_OFFSET: tl.constexpr):
+    """What a norm does with its weight, rounded."""
+    weight = tl.load(weight_ptr, mask=real, other=0.0).to(tl.float32)
+    x = x * (1.0 + weight) if UNIT_OFFSET else x.to(dtype).to(tl.float32) * weight
+    return x.to(dtype).to(tl.float32)
 
 
 @triton.jit
@@ -57,12 +66,16 @@ def _rotate(
     cos,
     sin,
     stride_h,
+    weight_ptr,
+    eps,
     HEADS: tl.constexpr,
     HEADS_PAD: tl.constexpr,
     E: tl.constexpr,
     E_PAD: tl.constexpr,
+    NORM: tl.constexpr,
+    UNIT_OFFSET: tl.constexpr,
 ):
-    """Rotate one token's heads, the two halves of each against each other."""
+    """Rotate one token's heads, the two halves of each against each other, after norms of their own."""
     HALF: tl.constexpr = E // 2
     head_h = tl.arange(0, HEADS_PAD)[:, None]
     size_e = tl.arange(0, E_PAD // 2)[None, :]
@@ -71,6 +84,10 @@ def _rotate(
     right = tl.load(from_ptr + head_h * stride_h + HALF + size_e, mask=real, other=0.0).to(tl.float32)
     to_ptr += head_h * E + size_e
     dtype = to_ptr.dtype.element_ty
+    if NORM:
+        root = tl.sqrt_rn((tl.sum(left * left, 1) + tl.sum(right * right, 1)) / E + eps)[:, None]
+        left = _scale(left / root, weight_ptr + size_e, size_e < HALF, dtype, UNIT_OFFSET)
+        right = _scale(right / root, weight_ptr + HALF + size_e, size_e < HALF, dtype, UNIT_OFFSET)
     tl.store(to_ptr, (left * cos - right * sin).to(dtype), mask=real)
     tl.store(to_ptr + HALF, (right * cos + left * sin).to(dtype), mask=real)
 
@@ -82,6 +99,8 @@ def rope_store_kernel(
     v_ptr,
     cos_ptr,
     sin_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
     out_ptr,
     k_cache_ptr,
     v_cache_ptr,
@@ -93,12 +112,15 @@ def rope_store_kernel(
     stride_vt,
     stride_vh,
     stride_rotary,
+    eps,
     H: tl.constexpr,
     H_PAD: tl.constexpr,
     K: tl.constexpr,
     K_PAD: tl.constexpr,
     E: tl.constexpr,
     E_PAD: tl.constexpr,
+    NORM: tl.constexpr,
+    UNIT_OFFSET: tl.constexpr,
 ):
     """One program: a token, its q rotated to ``out``, its K rotated and its V copied to their place in the caches."""
     HALF: tl.constexpr = E // 2
@@ -107,8 +129,11 @@ def rope_store_kernel(
     cos = tl.load(cos_ptr + token * stride_rotary + size_e, mask=size_e < HALF, other=0.0)[None, :]
     sin = tl.load(sin_ptr + token * stride_rotary + size_e, mask=size_e < HALF, other=0.0)[None, :]
     place = tl.load(flat_ptr + token) * (K * E)
-    _rotate(q_ptr + token * stride_qt, out_ptr + token * (H * E), cos, sin, stride_qh, H, H_PAD, E, E_PAD)
-    _rotate(k_ptr + token * stride_kt, k_cache_ptr + place, cos, sin, stride_kh, K, K_PAD, E, E_PAD)
+    q_ptr += token * stride_qt
+    k_ptr += token * stride_kt
+    out_ptr += token * (H * E)
+    _rotate(q_ptr, out_ptr, cos, sin, stride_qh, q_weight_ptr, eps, H, H_PAD, E, E_PAD, NORM, UNIT_OFFSET)
+    _rotate(k_ptr, k_cache_ptr + place, cos, sin, stride_kh, k_weight_ptr, eps, K, K_PAD, E, E_PAD, NORM, UNIT_OFFSET)
     head_k = tl.arange(0, K_PAD)[:, None]
     whole_e = tl.arange(0, E_PAD)[None, :]
     real = (head_k < K) & (whole_e < E)
@@ -172,8 +197,7 @@ def rope_store_kv(
     q_THE: Tensor,
     k_TKE: Tensor,
     v_TKE: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    rotary: Rotary,
     k_cache: Tensor,
     v_cache: Tensor,
     flat_T: Tensor,
@@ -181,6 +205,7 @@ def rope_store_kv(
     """``KernelsProtocol.rope_store_kv``."""
     T, H, E = q_THE.shape
     K = k_TKE.shape[1]
+    cos, sin, norms = rotary
     out_THE = torch.empty((T, H, E), dtype=q_THE.dtype, device=q_THE.device)
     rope_store_kernel[(T,)](
         q_THE,
@@ -188,6 +213,8 @@ def rope_store_kv(
         v_TKE,
         cos,
         sin,
+        norms and norms.q_weight_E,
+        norms and norms.k_weight_E,
         out_THE,
         k_cache,
         v_cache,
@@ -196,24 +223,27 @@ def rope_store_kv(
         *k_TKE.stride()[:2],
         *v_TKE.stride()[:2],
         cos.stride(0) if cos.shape[0] > 1 else 0,
+        norms.eps if norms else 0.0,
         H=H,
         H_PAD=triton.next_power_of_2(H),
         K=K,
         K_PAD=triton.next_power_of_2(K),
         E=E,
         E_PAD=triton.next_power_of_2(E),
+        NORM=norms is not None,
+        UNIT_OFFSET=norms is not None and norms.unit_offset,
         enable_fp_fusion=True,
     )
     return out_THE
 
 
-def gated(gate_up: Tensor, gelu: bool) -> Tensor:
-    """act(left half) * right half of the last dimension."""
+def gated(gate_up: Tensor, activation: Activation) -> Tensor:
+    """``KernelsProtocol.gated``."""
     flat = gate_up.flatten(0, -2)
     T, size = flat.shape[0], flat.shape[1] // 2
     out = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype, device=gate_up.device)
     block = min(1024, triton.next_power_of_2(size))
     gated_kernel[(T, triton.cdiv(size, block))](
-        flat, out, flat.stride(0), size, GELU=gelu, BLOCK=block, enable_fp_fusion=True
+        flat, out, flat.stride(0), size, GELU=activation != "silu", BLOCK=block, enable_fp_fusion=True
     )
     return out

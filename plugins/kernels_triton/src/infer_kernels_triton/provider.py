@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from infer.kernels.reference import ReferenceKernels
-from infer.protocols import AttentionSpec, Draws, Ragged
+from infer.protocols import Activation, AttentionSpec, Draws, Ragged, Rotary
 from infer_kernels_triton import attention, elementwise, matmul, sampling
 from infer_kernels_triton.configs import config
 
@@ -50,19 +50,15 @@ class TritonKernels(ReferenceKernels):
         q_THE: Tensor,
         k_TKE: Tensor,
         v_TKE: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        rotary: Rotary,
         k_cache: Tensor,
         v_cache: Tensor,
         flat_T: Tensor,
     ) -> Tensor:
-        return elementwise.rope_store_kv(q_THE, k_TKE, v_TKE, cos, sin, k_cache, v_cache, flat_T)
+        return elementwise.rope_store_kv(q_THE, k_TKE, v_TKE, rotary, k_cache, v_cache, flat_T)
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        return elementwise.gated(gate_up, gelu=False)
-
-    def gelu_mul(self, gate_up: Tensor) -> Tensor:
-        return elementwise.gated(gate_up, gelu=True)
+    def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        return elementwise.gated(gate_up, activation)
 
     def extend_attention(
         self, q_THE: Tensor, k_cache: Tensor, v_cache: Tensor, ragged: Ragged, spec: AttentionSpec

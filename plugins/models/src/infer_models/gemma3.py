@@ -27,7 +27,7 @@ from infer.layers import (
     layer_windows,
     read_config,
 )
-from infer.protocols import AttentionSpec, KVCacheView, ModelContext
+from infer.protocols import AttentionSpec, KVCacheView, ModelContext, Rotary
 
 
 class Gemma3Config(BaseModel, extra="ignore"):
@@ -84,7 +84,7 @@ class Gemma3Layer:
         self.mlp_out_norm = norm("post_feedforward")
 
     def __call__(
-        self, x_TD: Tensor, residual_TD: Tensor | None, rotary: tuple[Tensor, Tensor], cache: KVCacheView
+        self, x_TD: Tensor, residual_TD: Tensor | None, rotary: Rotary, cache: KVCacheView
     ) -> tuple[Tensor, Tensor]:
         """The residual stream is x + residual; the sum is left to the next norm, which fuses it."""
         x_TD, residual_TD = self.input_norm.add(x_TD, residual_TD)

@@ -20,7 +20,7 @@ from infer.layers import (
     Weights,
     read_config,
 )
-from infer.protocols import AttentionSpec, KVCacheView, ModelContext
+from infer.protocols import AttentionSpec, KVCacheView, ModelContext, Rotary
 
 
 class LlamaConfig(BaseModel, extra="ignore"):
@@ -71,7 +71,7 @@ class LlamaLayer:
         self.mlp = GatedMLP(w, f"{name}.mlp", size, c.intermediate_size, c.hidden_act, c.mlp_bias)
 
     def __call__(
-        self, x_TD: Tensor, residual_TD: Tensor | None, rotary: tuple[Tensor, Tensor], cache: KVCacheView
+        self, x_TD: Tensor, residual_TD: Tensor | None, rotary: Rotary, cache: KVCacheView
     ) -> tuple[Tensor, Tensor]:
         """The residual stream is x + residual; the sum is left to the next norm, which fuses it."""
         x_TD, residual_TD = self.input_norm.add(x_TD, residual_TD)

@@ -181,7 +181,7 @@ struct Attention {
             tiles<T>(
                 queries + begin * width(), width(), rows, packed + n * e_steps, e_steps,
                 [](int64_t, int) { return vf{}; },
-                [=](int64_t m, int j, vf sum) { store(scores + m * KEYS + n + j * LANES, sum * units); });
+                one_by_one([=](int64_t m, int j, vf sum) { store(scores + m * KEYS + n + j * LANES, sum * units); }));
         softmax(t.position + begin / G - key, count, rows, scores, weights, f, begin);
         pack_values(places, v + head * E, next, more ? v + then * E : nullptr, packed);
         for (int64_t e = 0, stride = columns(); e < stride; e += PANEL) {
@@ -189,7 +189,7 @@ struct Attention {
             tiles<T>(
                 weights, KEYS, rows, packed + e * k_steps, steps_of<T>(count),
                 [=](int64_t m, int j) { return load(acc + m * stride + j * LANES); },
-                [=](int64_t m, int j, vf sum) { store(acc + m * stride + j * LANES, sum); });
+                one_by_one([=](int64_t m, int j, vf sum) { store(acc + m * stride + j * LANES, sum); }));
         }
     }
 

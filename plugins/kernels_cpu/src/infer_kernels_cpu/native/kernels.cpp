@@ -47,12 +47,12 @@ EXPORT void infer_bind(ParallelFor run, NumThreads count) {
     num_threads = count;
 }
 
-EXPORT int64_t infer_packed_words(int kind, int64_t N, int64_t K) {
-    return panels_of(N) * PANEL * (kind == 0 ? steps_of<float>(K) : steps_of<bf16>(K));
+EXPORT int64_t infer_packed_words(int kind, int64_t N, int64_t K, int gated) {
+    return panels_of(N, gated) * PANEL * (kind == 0 ? steps_of<float>(K) : steps_of<bf16>(K));
 }
 
-EXPORT void infer_pack(int kind, const void* w, int64_t N, int64_t K, uint32_t* packed) {
-    TYPED(kind) pack(static_cast<const T*>(w), N, K, packed); END
+EXPORT void infer_pack(int kind, const void* w, int64_t N, int64_t K, int gated, uint32_t* packed) {
+    TYPED(kind) pack(static_cast<const T*>(w), N, K, gated, packed); END
 }
 
 EXPORT void infer_rows(int kind, const uint32_t* packed, int64_t K, const int64_t* ids, int64_t count, void* out) {
@@ -60,9 +60,10 @@ EXPORT void infer_rows(int kind, const uint32_t* packed, int64_t K, const int64_
 }
 
 EXPORT void infer_linear(int kind, const void* x, int64_t stride, int64_t rows, const uint32_t* packed, int64_t N,
-                         int64_t K, const void* bias, void* out) {
+                         int64_t K, const void* bias, int gate, void* out) {
     TYPED(kind)
-        linear(static_cast<const T*>(x), stride, rows, packed, N, K, static_cast<const T*>(bias), static_cast<T*>(out));
+        linear(static_cast<const T*>(x), stride, rows, packed, N, K, static_cast<const T*>(bias), Gate(gate),
+               static_cast<T*>(out));
     END
 }
 
@@ -78,17 +79,19 @@ EXPORT void infer_rms_norm(int kind, const void* x, int64_t stride_row, int64_t 
 EXPORT void infer_rope_store_kv(int kind, const void* q, int64_t stride_q, int64_t stride_qh, const void* k,
                                 int64_t stride_k, int64_t stride_kh, const void* v, int64_t stride_v,
                                 int64_t stride_vh, const float* cos, const float* sin, int64_t stride_angle,
+                                const void* q_weight, const void* k_weight, float eps, int unit_offset,
                                 const int64_t* places, int64_t tokens, int64_t H, int64_t K, int64_t E, void* out,
                                 void* k_cache, void* v_cache) {
     TYPED(kind)
         rope_store_kv(static_cast<const T*>(q), stride_q, stride_qh, static_cast<const T*>(k), stride_k, stride_kh,
-                      static_cast<const T*>(v), stride_v, stride_vh, cos, sin, stride_angle, places, tokens, H, K, E,
-                      static_cast<T*>(out), static_cast<T*>(k_cache), static_cast<T*>(v_cache));
+                      static_cast<const T*>(v), stride_v, stride_vh, cos, sin, stride_angle,
+                      HeadNorms<T>{static_cast<const T*>(q_weight), static_cast<const T*>(k_weight), eps, unit_offset != 0},
+                      places, tokens, H, K, E, static_cast<T*>(out), static_cast<T*>(k_cache), static_cast<T*>(v_cache));
     END
 }
 
-EXPORT void infer_gated(int kind, const void* x, int64_t stride, int64_t rows, int64_t width, int gelu, void* out) {
-    TYPED(kind) gated(static_cast<const T*>(x), stride, rows, width, gelu != 0, static_cast<T*>(out)); END
+EXPORT void infer_gated(int kind, const void* x, int64_t stride, int64_t rows, int64_t width, int gate, void* out) {
+    TYPED(kind) gated_rows(static_cast<const T*>(x), stride, rows, width, Gate(gate), static_cast<T*>(out)); END
 }
 
 EXPORT void infer_extend_attention(int kind, const void* q, int64_t stride_q, int64_t stride_qh, const void* k_cache,

@@ -21,7 +21,10 @@ template <class T>
 constexpr int64_t word_bytes(int64_t K, int64_t step) {
     return std::min<int64_t>(STEP<T>, K - step * STEP<T>) * int64_t(sizeof(T));
 }
-inline int64_t panels_of(int64_t N) { return (N + PANEL - 1) / PANEL; }
+inline int64_t panels_of(int64_t N, bool gated = false) {
+    int64_t columns = gated ? PANEL / 2 : PANEL, rows = gated ? N / 2 : N;
+    return (rows + columns - 1) / columns;
+}
 
 // Cache lines of a packed matrix to fetch while computing: ``lines`` per step from ``from`` on.
 struct Fetch {
@@ -29,7 +32,7 @@ struct Fetch {
     int64_t lines = 0;
 };
 
-// Sums begin with begin(row, vector), get a[M][...] . w for as many steps, and go to end(row, vector, sum).
+// Sums begin with begin(row, vector), get a[M][...] . w for as many steps, and a row's go to end(row, sums) together.
 template <class T, int M, class Begin, class End>
 inline void tile(const T* a, int64_t stride_a, const uint32_t* w, int64_t steps, int64_t row, Begin begin, End end,
                  Fetch fetch) {
@@ -51,9 +54,16 @@ inline void tile(const T* a, int64_t stride_a, const uint32_t* w, int64_t steps,
         }
     }
 #pragma GCC unroll 8
-    for (int m = 0; m < M; m++)
+    for (int m = 0; m < M; m++) end(row + m, acc[m]);
+}
+
+// An end that takes a row's sums vector by vector.
+template <class F>
+inline auto one_by_one(F f) {
+    return [=](int64_t row, const vf(&sums)[VECTORS]) {
 #pragma GCC unroll 8
-        for (int j = 0; j < VECTORS; j++) end(row + m, j, acc[m][j]);
+        for (int j = 0; j < VECTORS; j++) f(row, j, sums[j]);
+    };
 }
 
 // The same for any number of rows. ``next`` is what will be multiplied after this, and comes closer meanwhile.
@@ -78,14 +88,17 @@ void tiles(const T* a, int64_t stride_a, int64_t rows, const uint32_t* w, int64_
     }
 }
 
+// Of a ``gated`` matrix, whose upper half of rows makes gates and lower half what they let through, a panel takes half
+// of its columns from each, so that a tile has the sums of both.
 template <class T>
-void pack(const T* w, int64_t N, int64_t K, uint32_t* packed) {
-    int64_t steps = steps_of<T>(K);
-    parallel(panels_of(N), [=](int64_t p) {
+void pack(const T* w, int64_t N, int64_t K, bool gated, uint32_t* packed) {
+    int64_t steps = steps_of<T>(K), parts = gated ? 2 : 1, columns = PANEL / parts, rows = N / parts;
+    parallel(panels_of(N, gated), [=](int64_t p) {
         uint32_t* panel = packed + p * steps * PANEL;
         for (int64_t n = 0; n < PANEL; n++) {
-            bool real = p * PANEL + n < N;
-            const T* row = w + (p * PANEL + n) * K;
+            int64_t within = p * columns + n % columns;
+            bool real = within < rows;
+            const T* row = w + (n / columns * rows + within) * K;
             for (int64_t s = 0; s < steps; s++) {
                 T word[STEP<T>] = {};
                 if (real) std::memcpy(word, row + s * STEP<T>, word_bytes<T>(K, s));
@@ -99,12 +112,12 @@ void pack(const T* w, int64_t N, int64_t K, uint32_t* packed) {
 template <class T>
 void unpack_rows(const uint32_t* packed, int64_t K, const int64_t* ids, int64_t count, T* out) {
     int64_t steps = steps_of<T>(K);
-    for (int64_t i = 0; i < count; i++) {
+    parallel(count, [=](int64_t i) {
         const uint32_t* column = packed + ids[i] / PANEL * steps * PANEL + ids[i] % PANEL;
         T* row = out + i * K;
         for (int64_t s = 0; s < steps; s++)
             std::memcpy(row + s * STEP<T>, column + s * PANEL, word_bytes<T>(K, s));
-    }
+    });
 }
 
 constexpr int64_t TASKS = 4;         // per thread, so that nobody waits long for the last one
@@ -112,10 +125,40 @@ constexpr int64_t ROW_BLOCK = 96;    // rows whose sums stay in the first-level 
 constexpr int64_t STEPS = 128;       // of a panel that stay there meanwhile
 constexpr int64_t FEW_STEPS = 64;    // where few rows leave little time to fetch the next
 
+// What becomes of a row's sums in panel p of a product [rows][N]: results, in row ``to`` of the output. With a gate, the
+// first half of the sums are gates and the second what they let through; both are rounded as if they had been stored.
+template <class T>
+inline void emit(const vf (&sums)[VECTORS], int64_t p, int64_t N, const T* bias, Gate gate, T* to) {
+    constexpr int HALF = VECTORS / 2;
+    auto lanes = [](int64_t left, int j) { return int(std::clamp<int64_t>(left - j * LANES, 0, LANES)); };
+    if (gate == Gate::NONE) {
+        int64_t column = p * PANEL;
+#pragma GCC unroll 8
+        for (int j = 0; j < VECTORS; j++) {
+            int n = lanes(N - column, j);
+            give(to + column + j * LANES, bias ? sums[j] + take(bias + column + j * LANES, n) : sums[j], n);
+        }
+        return;
+    }
+    int64_t column = p * (PANEL / 2);
+#pragma GCC unroll 8
+    for (int j = 0; j < HALF; j++) {
+        int n = lanes(N / 2 - column, j);
+        vf open = sums[j], through = sums[j + HALF];
+        if (bias) {
+            open += take(bias + column + j * LANES, n);
+            through += take(bias + N / 2 + column + j * LANES, n);
+        }
+        give(to + column + j * LANES, gated<T>(rounded<T>(open), rounded<T>(through), gate), n);
+    }
+}
+
 template <class T>
 void linear(const T* x, int64_t stride_x, int64_t rows, const uint32_t* packed, int64_t N, int64_t K, const T* bias,
-            T* out) {
-    int64_t steps = steps_of<T>(K), panels = panels_of(N);
+            Gate gate, T* out) {
+    bool halved = gate != Gate::NONE;
+    int64_t steps = steps_of<T>(K), panels = panels_of(N, halved), columns = halved ? PANEL / 2 : PANEL;
+    int64_t stride_out = halved ? N / 2 : N;
     if (K % STEP<T>) {  // the last word would reach into the next row
         T* padded = scratch<T, struct Padded>(rows * (K + 1));
         for (int64_t m = 0; m < rows; m++) {
@@ -135,11 +178,12 @@ void linear(const T* x, int64_t stride_x, int64_t rows, const uint32_t* packed, 
         int64_t begin = task / cuts * each, end = std::min(panels, begin + each);
         for (int64_t b = task % cuts; b < blocks; b += cuts)  // rows stay in the second-level cache, panels pass by
             for (int64_t p = begin; p < end; p++) {
-                int64_t first = b * ROW_BLOCK, count = std::min(ROW_BLOCK, rows - first), left = N - p * PANEL;
+                int64_t first = b * ROW_BLOCK, count = std::min(ROW_BLOCK, rows - first);
                 const T* from = x + first * stride_x;
-                T* to = out + first * N + p * PANEL;
+                T* to = out + first * stride_out;
                 for (int64_t m = 0; m < count; m++)  // stores to lines that are far away wait as long as loads do
-                    for (int64_t e = 0; e < PANEL; e += 64 / int64_t(sizeof(T))) __builtin_prefetch(to + m * N + e, 1);
+                    for (int64_t e = 0; e < columns; e += 64 / int64_t(sizeof(T)))
+                        __builtin_prefetch(to + m * stride_out + p * columns + e, 1);
                 for (int64_t s = 0; s < steps; s += block) {
                     // Panels lie end to end: what comes next is at their end, or where the next rows begin.
                     const uint32_t *w = packed + (p * steps + s) * PANEL, *next = w + block * PANEL;
@@ -149,16 +193,15 @@ void linear(const T* x, int64_t stride_x, int64_t rows, const uint32_t* packed, 
                         if (p + 1 == end) next = b + cuts < blocks ? packed + begin * steps * PANEL : nullptr;
                     }
                     auto sums = [=](int64_t m, int j) { return s ? load(c + m * PANEL + j * LANES) : vf{}; };
-                    auto keep = [=](int64_t m, int j, vf sum) { store(c + m * PANEL + j * LANES, sum); };
-                    auto emit = [=](int64_t m, int j, vf sum) {
-                        int lanes = int(std::clamp<int64_t>(left - j * LANES, 0, LANES));
-                        if (bias) sum += take(bias + p * PANEL + j * LANES, lanes);
-                        give(to + m * N + j * LANES, sum, lanes);
-                    };
                     if (last)
-                        tiles<T>(from + s * STEP<T>, stride_x, count, w, steps - s, sums, emit, next);
+                        tiles<T>(
+                            from + s * STEP<T>, stride_x, count, w, steps - s, sums,
+                            [=](int64_t m, const vf(&row)[VECTORS]) { emit(row, p, N, bias, gate, to + m * stride_out); },
+                            next);
                     else
-                        tiles<T>(from + s * STEP<T>, stride_x, count, w, block, sums, keep, next);
+                        tiles<T>(
+                            from + s * STEP<T>, stride_x, count, w, block, sums,
+                            one_by_one([=](int64_t m, int j, vf sum) { store(c + m * PANEL + j * LANES, sum); }), next);
                 }
             }
     });

@@ -17,6 +17,20 @@ void over_rows(int64_t rows, int64_t width, F run) {
     parallel((rows + each - 1) / each, [&](int64_t i) { run(i * each, std::min(rows, (i + 1) * each)); });
 }
 
+template <class T>
+inline void norm_row(const T* from, const T* weight, float eps, bool unit_offset, int64_t width, T* to) {
+    vf squares{};
+    over_vectors(width, [&](int64_t e, int n) {
+        vf v = take(from + e, n);
+        squares += v * v;
+    });
+    float scale = 1.0f / std::sqrt(sum(squares) / float(width) + eps);
+    over_vectors(width, [&](int64_t e, int n) {
+        vf v = take(from + e, n) * scale, w = take(weight + e, n);
+        give(to + e, unit_offset ? v * (1.0f + w) : rounded<T>(v) * w, n);
+    });
+}
+
 // x [rows][heads][width], strided; the results lie end to end. With a residual, x + residual is stored and normed.
 template <class T>
 void rms_norm(const T* x, int64_t stride_row, int64_t stride_head, int64_t rows, int64_t heads, int64_t width,
@@ -31,16 +45,7 @@ void rms_norm(const T* x, int64_t stride_row, int64_t stride_head, int64_t rows,
                 });
                 from = sum_row;
             }
-            vf squares{};
-            over_vectors(width, [&](int64_t e, int n) {
-                vf v = take(from + e, n);
-                squares += v * v;
-            });
-            float scale = 1.0f / std::sqrt(sum(squares) / float(width) + eps);
-            over_vectors(width, [&](int64_t e, int n) {
-                vf v = take(from + e, n) * scale, w = take(weight + e, n);
-                give(out + r * width + e, unit_offset ? v * (1.0f + w) : rounded<T>(v) * w, n);
-            });
+            norm_row(from, weight, eps, unit_offset, width, out + r * width);
         }
     });
 }
@@ -56,36 +61,47 @@ inline void rotate(const T* from, const float* cos, const float* sin, int64_t ha
     });
 }
 
+// RMS norms of each head of q and k; none where there are no weights.
+template <class T>
+struct HeadNorms {
+    const T *q_weight, *k_weight;
+    float eps;
+    bool unit_offset;
+};
+
 // q into ``out`` [T][H][E]; k, rotated, and v into the caches' rows ``places``.
 template <class T>
 void rope_store_kv(const T* q, int64_t stride_q, int64_t stride_qh, const T* k, int64_t stride_k, int64_t stride_kh,
                    const T* v, int64_t stride_v, int64_t stride_vh, const float* cos, const float* sin,
-                   int64_t stride_angle, const int64_t* places, int64_t tokens, int64_t H, int64_t K, int64_t E, T* out,
-                   T* k_cache, T* v_cache) {
+                   int64_t stride_angle, HeadNorms<T> norms, const int64_t* places, int64_t tokens, int64_t H, int64_t K,
+                   int64_t E, T* out, T* k_cache, T* v_cache) {
     over_rows(tokens, (H + 2 * K) * E, [&](int64_t first, int64_t end) {
+        T* normed = scratch<T, struct Normed>(E);
         for (int64_t t = first; t < end; t++) {
             const float *c = cos + t * stride_angle, *s = sin + t * stride_angle;
+            auto turn = [&](const T* from, const T* weight, T* to) {
+                if (weight) norm_row(from, weight, norms.eps, norms.unit_offset, E, normed);
+                rotate(weight ? normed : from, c, s, E / 2, to);
+            };
             for (int64_t h = 0; h < H; h++)
-                rotate(q + t * stride_q + h * stride_qh, c, s, E / 2, out + (t * H + h) * E);
+                turn(q + t * stride_q + h * stride_qh, norms.q_weight, out + (t * H + h) * E);
             for (int64_t h = 0; h < K; h++) {
                 int64_t place = (places[t] * K + h) * E;
-                rotate(k + t * stride_k + h * stride_kh, c, s, E / 2, k_cache + place);
+                turn(k + t * stride_k + h * stride_kh, norms.k_weight, k_cache + place);
                 std::memcpy(v_cache + place, v + t * stride_v + h * stride_vh, E * sizeof(T));
             }
         }
     });
 }
 
-// activation(left half) * right half; ``gelu`` is the tanh form.
+// Left half of each row the gates, right half what they let through.
 template <class T>
-void gated(const T* x, int64_t stride, int64_t rows, int64_t width, bool gelu, T* out) {
+void gated_rows(const T* x, int64_t stride, int64_t rows, int64_t width, Gate kind, T* out) {
     over_rows(rows, 2 * width, [&](int64_t first, int64_t end) {
         for (int64_t r = first; r < end; r++)
             over_vectors(width, [&](int64_t e, int n) {
-                vf g = take(x + r * stride + e, n), up = take(x + r * stride + width + e, n);
-                vf a = gelu ? 0.5f * g * (1.0f + tanh(0.7978845608028654f * (g + 0.044715f * g * g * g)))
-                            : g / (1.0f + exp(-g));
-                give(out + r * width + e, rounded<T>(a) * up, n);
+                const T* gate = x + r * stride + e;
+                give(out + r * width + e, gated<T>(take(gate, n), take(gate + width, n), kind), n);
             });
     });
 }

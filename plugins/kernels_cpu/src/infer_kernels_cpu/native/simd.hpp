@@ -225,6 +225,17 @@ inline vf exp(vf x) {
 
 inline vf tanh(vf x) { return 1.0f - 2.0f / (exp(2.0f * x) + 1.0f); }
 
+enum class Gate { NONE, SILU, GELU };
+
+// The gate's activation times what it lets through; gelu is the tanh form.
+template <class T>
+inline vf gated(vf gate, vf through, Gate kind) {
+    vf open = kind == Gate::GELU
+                  ? 0.5f * gate * (1.0f + tanh(0.7978845608028654f * (gate + 0.044715f * gate * gate * gate)))
+                  : gate / (1.0f + exp(-gate));
+    return rounded<T>(open) * through;
+}
+
 // acc + a . w of one step: w has a word per lane, a is one word.
 template <class T>
 inline vf accumulate(vf acc, vu w, uint32_t a) {
