@@ -15,9 +15,10 @@ namespace infer {
 constexpr int64_t KEYS = 128;
 constexpr int64_t SEGMENT = 512;
 constexpr int64_t TILE_ROWS = 96;
+constexpr int64_t BAND = 4 * ROWS;  // rows that are taken to see the keys that the last of them sees
 constexpr float LOG2E = 1.44269504088896341f;
 constexpr float LOWEST = -1e38f;  // a finite start for running maxima: two of them differ by 0, not NaN
-static_assert(KEYS % PANEL == 0 && SEGMENT % KEYS == 0);
+static_assert(KEYS % PANEL == 0 && SEGMENT % KEYS == 0 && TILE_ROWS % BAND == 0);
 
 template <int HALF>
 inline void exchange(vu (&x)[LANES]) {
@@ -177,50 +178,62 @@ struct Attention {
         bool more = next.count > 0;
         float units = scale * LOG2E;
         pack_keys(places, k + head * E, next, more ? k + then * E : nullptr, packed);
-        for (int64_t n = 0; n < count; n += PANEL)
-            tiles<T>(
-                queries + begin * width(), width(), rows, packed + n * e_steps, e_steps,
-                [](int64_t, int) { return vf{}; },
-                one_by_one([=](int64_t m, int j, vf sum) { store(scores + m * KEYS + n + j * LANES, sum * units); }));
-        softmax(t.position + begin / G - key, count, rows, scores, weights, f, begin);
-        pack_values(places, v + head * E, next, more ? v + then * E : nullptr, packed);
-        for (int64_t e = 0, stride = columns(); e < stride; e += PANEL) {
-            float* acc = f.acc + begin * stride + e;
-            tiles<T>(
-                weights, KEYS, rows, packed + e * k_steps, steps_of<T>(count),
-                [=](int64_t m, int j) { return load(acc + m * stride + j * LANES); },
-                one_by_one([=](int64_t m, int j, vf sum) { store(acc + m * stride + j * LANES, sum); }));
+        int64_t last[TILE_ROWS], seen[TILE_ROWS];  // of these keys: the last that a row sees, how many its band does
+        for (int64_t r = 0; r < rows; r += G) std::fill_n(last + r, G, t.position + (begin + r) / G - key);
+        for (int64_t r = 0; r < rows; r += BAND) {
+            int64_t n = std::min(BAND, rows - r);
+            std::fill_n(seen + r, n, std::min(count, last[r + n - 1] + 1));
         }
+        for (int64_t n = 0; n < count; n += PANEL) {
+            int64_t r = std::min(rows, std::max<int64_t>(0, key + n - t.position) * G - begin);
+            r = std::max<int64_t>(0, r) / BAND * BAND;  // the first band of which somebody sees some of the panel
+            float* to = scores + r * KEYS + n;
+            tiles<T>(
+                queries + (begin + r) * width(), width(), rows - r, packed + n * e_steps, e_steps,
+                [](int64_t, int) { return vf{}; },
+                one_by_one([=](int64_t m, int j, vf sum) { store(to + m * KEYS + j * LANES, sum * units); }));
+        }
+        softmax(last, seen, rows, scores, weights, part(f, begin));
+        pack_values(places, v + head * E, next, more ? v + then * E : nullptr, packed);
+        for (int64_t e = 0, stride = columns(); e < stride; e += PANEL)
+            for (int64_t r = 0, next; r < rows; r = next) {
+                for (next = r; next < rows && seen[next] == seen[r];) next++;
+                float* acc = f.acc + (begin + r) * stride + e;
+                tiles<T>(
+                    weights + r * KEYS, KEYS, next - r, packed + e * k_steps, steps_of<T>(seen[r]),
+                    [=](int64_t m, int j) { return load(acc + m * stride + j * LANES); },
+                    one_by_one([=](int64_t m, int j, vf sum) { store(acc + m * stride + j * LANES, sum); }));
+            }
     }
 
-    // Scores of rows [begin, begin + rows), in units of log 2, become weights; what the rows found earlier is scaled to
-    // the new maxima. ``last`` is the last key that the first query sees. Row by row would be simpler, and wait for
-    // every row's maximum and sum.
-    void softmax(int64_t last, int64_t count, int64_t rows, float* scores, T* weights, const Found& f,
-                 int64_t begin) const {
-        int64_t G = group();
+    // Scores, in units of log 2, become weights; what the rows found earlier is scaled to the new maxima. last[row] is
+    // the last key that a row sees, seen[row] how many of its scores are there. Row by row would be simpler, and wait
+    // for every row's maximum and sum.
+    void softmax(const int64_t* last, const int64_t* seen, int64_t rows, float* scores, T* weights, const Found& f) const {
         float now[TILE_ROWS + LANES], decay[TILE_ROWS + LANES];
         for (int64_t r = 0; r < rows; r++) {
             float* row = scores + r * KEYS;
-            hide(last + (begin + r) / G - begin / G, count, row);
+            int64_t count = seen[r];
+            hide(last[r], count, row);
             vf top = load(row);
             for (int64_t n = LANES; n < count; n += LANES) top = maximum(top, load(row + n));
-            now[r] = std::max(f.top[begin + r], highest(top));
-            decay[r] = f.top[begin + r] - now[r];
-            f.top[begin + r] = now[r];
+            now[r] = std::max(f.top[r], highest(top));
+            decay[r] = f.top[r] - now[r];
+            f.top[r] = now[r];
         }
         for (int64_t r = 0; r < rows; r += LANES) store(decay + r, exp2(load(decay + r)));
         for (int64_t r = 0; r < rows; r++) {
             vf total{}, top = splat(now[r]);
+            int64_t count = seen[r];
             for (int64_t n = 0; n < count; n += LANES) {
                 vf w = exp2(load(scores + r * KEYS + n) - top);
                 total += w;
                 store(weights + r * KEYS + n, w);
             }
-            f.total[begin + r] = f.total[begin + r] * decay[r] + sum(total);
+            f.total[r] = f.total[r] * decay[r] + sum(total);
         }
         for (int64_t r = 0; r < rows; r++)
-            if (float* acc = f.acc + (begin + r) * columns(); decay[r] != 1.0f)
+            if (float* acc = f.acc + r * columns(); decay[r] != 1.0f)
                 for (int64_t e = 0; e < columns(); e += LANES) store(acc + e, load(acc + e) * decay[r]);
     }
 
@@ -283,8 +296,11 @@ struct Attention {
         int64_t G = group(), rows = t.count * G;
         for (int64_t i = 0; i < (end - first) * rows; i++) {
             int64_t head = (first + i / rows) * G + i % rows % G, row = offsets[t.sequence] + t.first + i % rows / G;
+            float scale = 1.0f / f.total[i];
             over_vectors(E, [&](int64_t e, int n) {
-                give(out + (row * H + head) * E + e, load(f.acc + i * columns() + e) / f.total[i], n);
+                // Merging with nothing makes 0 of -0; not every row was merged.
+                vf sum = load(f.acc + i * columns() + e) + 0.0f;
+                give(out + (row * H + head) * E + e, sum * scale, n);
             });
         }
     }
@@ -321,9 +337,9 @@ struct Attention {
                 return;
             }
             Found all = carve(scratch<float, struct All>(size(rows)), own);
-            Found one = carve(scratch<float, struct One>(size(rows)), own);
-            clear(all, own);
-            for (int64_t i = 0; i < segments(t); i++) {
+            segment(t, first, end, first_segment(t), queries, all);
+            for (int64_t i = 1; i < segments(t); i++) {
+                Found one = carve(scratch<float, struct One>(size(rows)), own);
                 segment(t, first, end, first_segment(t) + i, queries, one);
                 merge(all, one, own);
             }
@@ -334,9 +350,8 @@ struct Attention {
             const Queries& t = tiles[task / groups];
             int64_t first = task % groups * heads, end = std::min(K, first + heads);
             int64_t own = (end - first) * t.count * G;
-            Found all = carve(scratch<float, struct All>(size(rows)), own);
-            clear(all, own);
-            for (int64_t i = 0; i < segments(t); i++)
+            Found all = carve(found.data() + task * parts * size(rows), own);
+            for (int64_t i = 1; i < segments(t); i++)
                 merge(all, carve(found.data() + (task * parts + i) * size(rows), own), own);
             finish(t, first, end, all);
         });
