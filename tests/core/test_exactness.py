@@ -73,6 +73,24 @@ def test_logits_of_chunked_and_full_prefill(family: str, dtype: torch.dtype, len
         assert torch.equal(full, prefill_logits(model, dtype, prompt, cuts)), chunk
 
 
+@families
+@both
+@torch.inference_mode()
+def test_hidden_states_of_some_rows_are_those_of_all(family: str, dtype: torch.dtype) -> None:
+    model, prompt = tiny_model(family, dtype), torch.tensor(random_prompt(70))
+    pool = slotted_pool(model, dtype)
+    found = []
+    for rows in (None, [69], [], [3, 0, 68], list(range(70))):
+        place = pool.allocate(prompt.tolist())
+        assert place is not None
+        view = pool.batched_chunked_prefill_view([place.slot], [0], [70])
+        rows_N = None if rows is None else torch.tensor(rows, dtype=torch.int64)
+        hidden = model.forward(prompt, torch.arange(70), view, rows_N)
+        found.append(hidden)
+        assert torch.equal(hidden, found[0] if rows is None else found[0][rows])
+        pool.free(place.slot)
+
+
 @both
 @pytest.mark.parametrize("edge", [11, 12, 13])
 @pytest.mark.parametrize("chunk", [11, 12, 13, 127, 128, 129])

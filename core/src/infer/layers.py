@@ -244,13 +244,20 @@ class Attention:
     def _take(self, norms: HeadNorms) -> None:
         self._norms = norms
 
-    def __call__(self, x_TD: Tensor, rotary: Rotary, cache: KVCacheView) -> Tensor:
+    def __call__(self, x_TD: Tensor, rotary: Rotary, cache: KVCacheView, rows_N: Tensor | None = None) -> Tensor:
+        """[T, D], or [N, D] for ``rows_N``."""
         T, E = len(x_TD), self.spec.head_size
         q, k, v = torch.split_with_sizes(self._qkv(x_TD), self._qkv.sizes, dim=-1)
         q_THE, k_TKE, v_TKE = q.view(T, -1, E), k.view(T, -1, E), v.view(T, -1, E)
         if self._norms is not None:
             rotary = rotary._replace(norms=self._norms)
-        return self._out(cache.attend(self.layer, q_THE, k_TKE, v_TKE, rotary).flatten(1))
+        out_THE = cache.attend(self.layer, q_THE, k_TKE, v_TKE, rotary)
+        return self._out(select(out_THE, rows_N).flatten(1))
+
+
+def select(x: Tensor, rows_N: Tensor | None) -> Tensor:
+    """These rows; all for None."""
+    return x if rows_N is None else x[rows_N]
 
 
 class RopeParameters(BaseModel, extra="ignore"):

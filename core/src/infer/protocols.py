@@ -229,8 +229,13 @@ class ModelProtocol(Protocol):
     """One per layer, in the order of ``attend``'s layer index."""
     vocab_size: int
 
-    def forward(self, token_ids_T: Tensor, positions_T: Tensor, cache: KVCacheView) -> Tensor:
-        """Hidden states after the last norm, [T, D]."""
+    def forward(
+        self, token_ids_T: Tensor, positions_T: Tensor, cache: KVCacheView, rows_N: Tensor | None = None
+    ) -> Tensor:
+        """Hidden states after the last norm, [N, D], of the tokens that ``rows_N`` (int64) names; of all for None.
+
+        N may be 0. What the last layer does after attention need be done for these only.
+        """
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """[N, V] in the model's dtype."""

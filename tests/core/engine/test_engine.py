@@ -27,11 +27,17 @@ class Spoiled:
         self.nan_rows: list[int] = []
         self.force: int | None = None
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, cache: KVCacheView) -> torch.Tensor:
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        cache: KVCacheView,
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         self.passes.append(len(token_ids))
         if len(self.passes) - 1 == self.fail_at:
             raise RuntimeError("out of luck")
-        return self._model.forward(token_ids, positions, cache)
+        return self._model.forward(token_ids, positions, cache, rows)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self._model.logits(hidden)
@@ -283,7 +289,8 @@ def test_the_batch_has_no_padding_and_asks_for_logits_where_tokens_are_drawn(spo
     assert batch.lens == [5, 8, 1]
     assert batch.token_ids_T.shape == (14,)
     assert batch.positions_T.tolist() == [*range(5), *range(8), 0]
-    assert batch.sample_rows.tolist() == [4, 13]
+    assert batch.rows_N.tolist() == [4, 13]
+    assert batch.sample_rows.tolist() == [0, 1]
     assert len(batch.fed_rows) == 0
     assert [s.id for s in batch.sampled] == ["a", "c"]
 

@@ -27,11 +27,13 @@ class Batch:
     positions_T: Ints
     sampled: list[Sequence]
     """The sequences that get a token."""
+    rows_N: Ints
+    """The rows of T whose hidden states are wanted."""
     sample_rows: Ints
-    """The rows of T whose logits give it."""
+    """Which of these give it."""
     sample_slots: Ints
     scored: list[tuple[Sequence, int, int]]
-    """Prompt logprobs: (sequence, row, n): rows row .. row+n-1 predict the prompt's tokens from ``prompt_scored``+1."""
+    """Prompt logprobs: (sequence, i, n): of the wanted rows, i .. i+n-1 predict the tokens from ``prompt_scored``+1."""
 
     @property
     def decode_only(self) -> bool:
@@ -55,20 +57,23 @@ class Batch:
 def pack(works: Seq[Work]) -> Batch:
     """Lay the works' tokens end to end and note which rows need logits."""
     token_ids: list[int] = []
+    wanted: list[int] = []
     sampled, sample_rows, sample_slots, scored = [], [], [], []
     starts = [work.start for work in works]
     lens = [work.length for work in works]
     for work in works:
         sequence, row = work.sequence, len(token_ids)
         token_ids += sequence.tokens[work.start : work.end]
-        if work.samples:
-            sampled.append(sequence)
-            sample_rows.append(row + work.length - 1)
-            sample_slots.append(sequence.slot)
         if sequence.request.params.prompt_logprobs is not None:
             begin, end = max(work.start, sequence.prompt_scored), min(work.end, sequence.num_prompt - 1)
             if begin < end:
-                scored.append((sequence, row + begin - work.start, end - begin))
+                scored.append((sequence, len(wanted), end - begin))
+                wanted += range(row + begin - work.start, row + end - work.start)
+        if work.samples:
+            sampled.append(sequence)
+            sample_rows.append(len(wanted))
+            sample_slots.append(sequence.slot)
+            wanted.append(row + work.length - 1)
     lens_B = np.asarray(lens)
     ends_B = np.cumsum(lens_B)
     slots = [slot for work in works if (slot := work.sequence.slot) is not None]
@@ -84,6 +89,7 @@ def pack(works: Seq[Work]) -> Batch:
         fed_slots=np.asarray(slots)[np.searchsorted(ends_B, fed_rows, side="right")],
         positions_T=np.arange(len(token_ids)) - np.repeat(ends_B - lens_B - np.asarray(starts), lens_B),
         sampled=sampled,
+        rows_N=np.array(wanted, dtype=np.int64),
         sample_rows=np.array(sample_rows, dtype=np.int64),
         sample_slots=np.array(sample_slots, dtype=np.int64),
         scored=scored,

@@ -75,24 +75,24 @@ class Runner:
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Launched:
         """Forward, then logits at the rows that need them, then tokens; nothing waits for the device."""
-        hidden_TD = self._forward(batch)
+        hidden_ND = self._forward(batch)
         token_N = chosen = None
         if batch.sampled:
-            logits_NV = self._model.logits(hidden_TD[upload(batch.sample_rows, self._device)])
+            logits_NV = self._model.logits(hidden_ND[upload(batch.sample_rows, self._device)])
             rows = [Row(s.request.params, s.request.seed, len(s.tokens)) for s in batch.sampled]
             token_N = self._kernels.sample(logits_NV, draws(rows, self._device))
             known_N = token_N.clamp(min=0)
             self._last_token_S[upload(batch.sample_slots, self._device)] = known_N
             chosen = score(logits_NV, known_N, [s.request.params.logprobs for s in batch.sampled])
             token_N = download(token_N)
-        prompts = [part for s, r, n in batch.scored for part in self._score(s, hidden_TD[r : r + n])]
+        prompts = [part for s, r, n in batch.scored for part in self._score(s, hidden_ND[r : r + n])]
         return Launched(batch, token_N, chosen, prompts, mark(self._device))
 
     def _forward(self, batch: Batch) -> Tensor:
-        """Hidden states, [T, D], or a few more rows where a recorded pass is replayed."""
+        """Hidden states of the wanted rows, and of a few more where a recorded pass is replayed."""
         if not batch.decode_only:
             view = self._pool.batched_chunked_prefill_view(batch.slots, batch.starts, batch.lens)
-            return self._model.forward(*self._inputs(batch), view)
+            return self._model.forward(*self._inputs(batch), view, upload(batch.rows_N, self._device))
         if self._graphs is None:
             return self._model.forward(*self._inputs(batch), self._pool.decode_view(batch.slots))
         rows = self._graphs.rows(len(batch.slots))

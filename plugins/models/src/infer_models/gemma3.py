@@ -26,6 +26,7 @@ from infer.layers import (
     config_table,
     layer_windows,
     read_config,
+    select,
 )
 from infer.protocols import AttentionSpec, KVCacheView, ModelContext, Rotary
 
@@ -84,13 +85,19 @@ class Gemma3Layer:
         self.mlp_out_norm = norm("post_feedforward")
 
     def __call__(
-        self, x_TD: Tensor, residual_TD: Tensor | None, rotary: Rotary, cache: KVCacheView
+        self,
+        x_TD: Tensor,
+        residual_TD: Tensor | None,
+        rotary: Rotary,
+        cache: KVCacheView,
+        rows_N: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The residual stream is x + residual; the sum is left to the next norm, which fuses it."""
+        """The residual stream is x + residual; the sum is left to the next norm, which fuses it. ``rows_N`` drops the
+        other rows after attention."""
         x_TD, residual_TD = self.input_norm.add(x_TD, residual_TD)
-        x_TD = self.attention_out_norm(self.attention(x_TD, rotary, cache))
-        x_TD, residual_TD = self.mlp_norm.add(x_TD, residual_TD)
-        return self.mlp_out_norm(self.mlp(x_TD)), residual_TD
+        x_ND = self.attention_out_norm(self.attention(x_TD, rotary, cache, rows_N))
+        x_ND, residual_ND = self.mlp_norm.add(x_ND, select(residual_TD, rows_N))
+        return self.mlp_out_norm(self.mlp(x_ND)), residual_ND
 
 
 class Gemma3:
@@ -115,12 +122,16 @@ class Gemma3:
         self.head = Head(w, self.embedding, "lm_head", c.vocab_size, size, c.tie_word_embeddings)
         self.soft_cap = c.final_logit_softcapping
 
-    def forward(self, token_ids_T: Tensor, positions_T: Tensor, cache: KVCacheView) -> Tensor:
+    def forward(
+        self, token_ids_T: Tensor, positions_T: Tensor, cache: KVCacheView, rows_N: Tensor | None = None
+    ) -> Tensor:
         full, sliding = self.full_rotary(positions_T), self.sliding_rotary(positions_T)
         x_TD, residual_TD = self.embedding(token_ids_T), None
-        for layer in self.layers:
+        for layer in self.layers[:-1]:
             x_TD, residual_TD = layer(x_TD, residual_TD, sliding if layer.sliding else full, cache)
-        return self.norm.add(x_TD, residual_TD)[0]
+        last = self.layers[-1]
+        x_ND, residual_ND = last(x_TD, residual_TD, sliding if last.sliding else full, cache, rows_N)
+        return self.norm.add(x_ND, residual_ND)[0]
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         logits_NV = self.head(hidden_ND)

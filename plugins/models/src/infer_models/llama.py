@@ -19,6 +19,7 @@ from infer.layers import (
     RotaryEmbedding,
     Weights,
     read_config,
+    select,
 )
 from infer.protocols import AttentionSpec, KVCacheView, ModelContext, Rotary
 
@@ -71,13 +72,19 @@ class LlamaLayer:
         self.mlp = GatedMLP(w, f"{name}.mlp", size, c.intermediate_size, c.hidden_act, c.mlp_bias)
 
     def __call__(
-        self, x_TD: Tensor, residual_TD: Tensor | None, rotary: Rotary, cache: KVCacheView
+        self,
+        x_TD: Tensor,
+        residual_TD: Tensor | None,
+        rotary: Rotary,
+        cache: KVCacheView,
+        rows_N: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The residual stream is x + residual; the sum is left to the next norm, which fuses it."""
+        """The residual stream is x + residual; the sum is left to the next norm, which fuses it. ``rows_N`` drops the
+        other rows after attention."""
         x_TD, residual_TD = self.input_norm.add(x_TD, residual_TD)
-        x_TD = self.attention(x_TD, rotary, cache)
-        x_TD, residual_TD = self.mlp_norm.add(x_TD, residual_TD)
-        return self.mlp(x_TD), residual_TD
+        x_ND = self.attention(x_TD, rotary, cache, rows_N)
+        x_ND, residual_ND = self.mlp_norm.add(x_ND, select(residual_TD, rows_N))
+        return self.mlp(x_ND), residual_ND
 
 
 class Llama:
@@ -96,12 +103,15 @@ class Llama:
         self.norm = RMSNorm(w, "model.norm", c.hidden_size, c.rms_norm_eps)
         self.head = Head(w, self.embedding, "lm_head", c.vocab_size, c.hidden_size, c.tie_word_embeddings)
 
-    def forward(self, token_ids_T: Tensor, positions_T: Tensor, cache: KVCacheView) -> Tensor:
+    def forward(
+        self, token_ids_T: Tensor, positions_T: Tensor, cache: KVCacheView, rows_N: Tensor | None = None
+    ) -> Tensor:
         rotary = self.rotary(positions_T)
         x_TD, residual_TD = self.embedding(token_ids_T), None
-        for layer in self.layers:
+        for layer in self.layers[:-1]:
             x_TD, residual_TD = layer(x_TD, residual_TD, rotary, cache)
-        return self.norm.add(x_TD, residual_TD)[0]
+        x_ND, residual_ND = self.layers[-1](x_TD, residual_TD, rotary, cache, rows_N)
+        return self.norm.add(x_ND, residual_ND)[0]
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         return self.head(hidden_ND)
