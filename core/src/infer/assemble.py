@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from infer.checkpoint import Checkpoint
 from infer.engine.engine import Engine
 from infer.engine.exactness import self_check
-from infer.engine.graphs import DecodeGraphs, cuda_recorder
+from infer.engine.graphs import DecodeGraphs
 from infer.engine.loop import EngineLoop
 from infer.engine.runner import Runner
 from infer.errors import CheckpointError, InferError, SettingsError
@@ -209,21 +209,18 @@ def _graphs(
     device: torch.device,
 ) -> DecodeGraphs | None:
     asked = settings.engine.graphs
-    able = device.type == "cuda" and kernels.replayable
-    if asked == "on" and not able:
-        which = "kernels.backend does not support them" if device.type == "cuda" else "the model is on a CPU"
-        raise SettingsError(f'engine.graphs is "on", but {which}; use "auto" or "off".')
-    if asked == "off" or not able:
+    recorder = None if asked == "off" else kernels.recorder()
+    if recorder is None:
+        if asked == "on":
+            raise SettingsError(
+                'engine.graphs is "on", but these kernels cannot be recorded; use "auto", or another kernels.backend.'
+            )
         return None
-    began, before = time.perf_counter(), torch.cuda.mem_get_info(device)[0]
-    graphs = DecodeGraphs(model, pool, device, settings.engine.max_batch_size, cuda_recorder())
-    log.info(
-        "decode graphs for %d batch sizes up to %d: %.1f MiB, %.1f s",
-        len(graphs.sizes),
-        settings.engine.max_batch_size,
-        (before - torch.cuda.mem_get_info(device)[0]) / 2**20,
-        time.perf_counter() - began,
-    )
+    began = time.perf_counter()
+    graphs = DecodeGraphs(model, pool, device, settings.engine.max_batch_size, recorder)
+    if not recorder.cheap:
+        seconds = time.perf_counter() - began
+        log.info("decode passes of %d batch sizes recorded in %.1f s", len(graphs.sizes), seconds)
     return graphs
 
 

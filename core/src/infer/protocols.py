@@ -6,7 +6,7 @@ heads, E head size, V vocabulary, N sampled rows, P blocks per sequence.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -100,14 +100,24 @@ class Draws:
     """Some row has a top-k or top-p."""
 
 
+class RecorderProtocol(Protocol):
+    """Runs a pass, and records it on the way."""
+
+    cheap: bool
+    """Recording costs no more than running."""
+
+    def __call__(self, run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Tensor] | None]:
+        """What the pass yields, and a function that does it again to the same tensors; None where that cannot be."""
+
+
 @runtime_checkable
 class KernelsProtocol(Protocol):
     """The arithmetic. ``infer/kernels/reference.py`` is the meaning of every method; a provider subclasses it and
     replaces any subset. Every row of a result depends on that row of the input alone, bit for bit."""
 
-    replayable: bool
-    """Whether a pass may be recorded once and replayed: everything that differs between passes of one shape is read
-    from tensors, where the kernels run, and nothing waits."""
+    def recorder(self) -> RecorderProtocol | None:
+        """What records decode passes; None where they cannot be. Whatever differs between passes of one shape is then
+        read from tensors, where the kernels run, and nothing waits."""
 
     def pack(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> Any:
         """Turn a weight into what ``linear`` and ``embedding`` like best. The plain weight is not used afterwards."""

@@ -76,7 +76,7 @@ class EngineSettings(Section):
         True, description="Take a step's decodes and chunks through the model together, so that weights are read once."
     )
     graphs: Literal["auto", "on", "off"] = Field(
-        "auto", description="Record decode passes at start-up and replay them, on a GPU."
+        "auto", description="Record decode passes and replay them: auto does so where the kernels can."
     )
 
 

@@ -42,6 +42,8 @@ class Batch:
     def pad(self, rows: int) -> Batch:
         """A batch of decodes with its last row repeated, to ``rows`` in all: that writes the same once more to the same
         place, and nobody reads the result."""
+        if rows == len(self.token_ids_T):
+            return self
         more = (0, rows - len(self.token_ids_T))
         token_ids_T = np.pad(self.token_ids_T, more, mode="edge")
         fed_rows = np.flatnonzero(token_ids_T == PENDING)

@@ -96,9 +96,9 @@ class Runner:
         if self._graphs is None:
             return self._model.forward(*self._inputs(batch), self._pool.decode_view(batch.slots))
         rows = self._graphs.rows(len(batch.slots))
-        self._pool.decode_view(batch.slots, rows)
+        view = self._pool.decode_view(batch.slots, rows)
         self._inputs(batch.pad(rows), self._graphs.token_ids_T, self._graphs.positions_T)
-        return self._graphs.replay(rows)
+        return self._graphs.run(rows, view)
 
     def _inputs(
         self, batch: Batch, token_ids_out: Tensor | None = None, positions_out: Tensor | None = None

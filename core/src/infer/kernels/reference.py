@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infer.protocols import Activation, AttentionSpec, Draws, KernelsProtocol, Ragged, Rotary
+from infer.protocols import Activation, AttentionSpec, Draws, KernelsProtocol, Ragged, RecorderProtocol, Rotary
 
 SEGMENT = 128
 """Keys per reduction step of attention."""
@@ -57,7 +57,8 @@ class Tiles:
 class ReferenceKernels(KernelsProtocol):
     """Plain torch. Providers subclass it and replace what they do better."""
 
-    replayable = False
+    def recorder(self) -> RecorderProtocol | None:
+        return None
 
     def pack(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> Any:
         rows = 1

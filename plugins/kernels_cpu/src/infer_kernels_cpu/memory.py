@@ -25,13 +25,14 @@ class Buffers:
     """Where large results go. Freed memory of malloc's goes back to the system, which has to clear it before it gives
     it out again; that takes as long as many a kernel. What is freed here is kept, by size."""
 
-    def __init__(self) -> None:
+    def __init__(self, small: int = SMALL) -> None:
+        self._small = small
         self._free: dict[int, list[mmap.mmap]] = {}
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """As torch.empty."""
         nbytes = math.prod(shape) * dtype.itemsize
-        if nbytes < SMALL:
+        if nbytes < self._small or nbytes == 0:
             return torch.empty(shape, dtype=dtype)
         size = 1 << (nbytes - 1).bit_length()
         free = self._free.setdefault(size, [])

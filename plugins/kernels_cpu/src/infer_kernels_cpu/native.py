@@ -29,6 +29,9 @@ FUNCTIONS: dict[str, list[type]] = {
         *(_KIND, *_TENSOR, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _SIZE, _SIZE),
         *(_SIZE, _SIZE, _SIZE, _SIZE, _SIZE, _REAL, _REAL),
     ],
+    "record": [_POINTER],
+    "replay": [_POINTER, _SIZE, _SIZE],
+    "free_tape": [_POINTER],
     "sample": [_KIND, _POINTER, _SIZE, _SIZE, *[_POINTER] * 6],
 }
 
@@ -48,6 +51,8 @@ def load(level: str) -> ctypes.CDLL:
     for name, types in FUNCTIONS.items():
         function = getattr(library, f"infer_{name}")
         function.argtypes, function.restype = types, None
+    library.infer_tape.argtypes, library.infer_tape.restype = [], _POINTER
+    library.infer_tape_length.argtypes, library.infer_tape_length.restype = [_POINTER], c_int64
     library.infer_packed_words.argtypes = [_KIND, _SIZE, _SIZE, c_int]
     library.infer_packed_words.restype = c_int64
     # Part of torch's stable ABI (torch/csrc/stable/c/shim.h).

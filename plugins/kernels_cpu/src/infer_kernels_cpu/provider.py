@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,9 +11,10 @@ import torch
 from torch import Tensor
 
 from infer.kernels.reference import ReferenceKernels
-from infer.protocols import Activation, AttentionSpec, Draws, Ragged, Rotary
+from infer.protocols import Activation, AttentionSpec, Draws, Ragged, RecorderProtocol, Rotary
 from infer_kernels_cpu import native
 from infer_kernels_cpu.memory import Buffers, pages
+from infer_kernels_cpu.recording import Recorder
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
 """As the native code counts element types."""
@@ -37,8 +40,20 @@ class CpuKernels(ReferenceKernels):
 
     def __init__(self, level: str | None = None) -> None:
         self.level = level or native.levels()[-1]
-        self._native = native.load(self.level)
+        self.native = native.load(self.level)
         self._empty = Buffers().empty
+
+    @contextmanager
+    def results_in(self, memory: Buffers) -> Iterator[None]:
+        """Have results go there meanwhile."""
+        before, self._empty = self._empty, memory.empty
+        try:
+            yield
+        finally:
+            self._empty = before
+
+    def recorder(self) -> RecorderProtocol | None:
+        return Recorder(self)
 
     def pack(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> Packed:
         return self._pack(weight_NK, bias_N, gated=False)
@@ -49,8 +64,8 @@ class CpuKernels(ReferenceKernels):
     def _pack(self, weight_NK: Tensor, bias_N: Tensor | None, gated: bool) -> Packed:
         (N, K), kind = weight_NK.shape, KINDS[weight_NK.dtype]
         weight_NK = weight_NK.contiguous()
-        words = torch.frombuffer(pages(4 * self._native.infer_packed_words(kind, N, K, gated)), dtype=torch.int32)
-        self._native.infer_pack(kind, weight_NK.data_ptr(), N, K, gated, words.data_ptr())
+        words = torch.frombuffer(pages(4 * self.native.infer_packed_words(kind, N, K, gated)), dtype=torch.int32)
+        self.native.infer_pack(kind, weight_NK.data_ptr(), N, K, gated, words.data_ptr())
         return Packed(kind, words, N, K, gated, weight_NK.dtype, bias_N)
 
     def linear(self, x_TK: Tensor, packed: Any) -> Tensor:
@@ -65,7 +80,7 @@ class CpuKernels(ReferenceKernels):
             x_TK = x_TK.contiguous()
         out = self._empty(T, packed.N // 2 if packed.gated else packed.N, dtype=packed.dtype)
         bias = None if packed.bias_N is None else packed.bias_N.data_ptr()
-        self._native.infer_linear(
+        self.native.infer_linear(
             packed.kind,
             x_TK.data_ptr(),
             x_TK.stride(0),
@@ -82,9 +97,7 @@ class CpuKernels(ReferenceKernels):
     def embedding(self, token_ids_T: Tensor, packed: Any) -> Tensor:
         out = self._empty(len(token_ids_T), packed.K, dtype=packed.dtype)
         ids = token_ids_T.contiguous()
-        self._native.infer_rows(
-            packed.kind, packed.words.data_ptr(), packed.K, ids.data_ptr(), len(ids), out.data_ptr()
-        )
+        self.native.infer_rows(packed.kind, packed.words.data_ptr(), packed.K, ids.data_ptr(), len(ids), out.data_ptr())
         return out
 
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float, unit_offset: bool = False) -> Tensor:
@@ -107,7 +120,7 @@ class CpuKernels(ReferenceKernels):
     ) -> Tensor:
         """Of [T, D], or of [T, heads, D] with strides of its own."""
         out = self._empty(*x.shape, dtype=x.dtype)
-        self._native.infer_rms_norm(
+        self.native.infer_rms_norm(
             KINDS[x.dtype],
             x.data_ptr(),
             x.stride(0),
@@ -137,7 +150,7 @@ class CpuKernels(ReferenceKernels):
         T, H, E = q_THE.shape
         cos, sin, norms = rotary
         out_THE = self._empty(T, H, E, dtype=q_THE.dtype)
-        self._native.infer_rope_store_kv(
+        self.native.infer_rope_store_kv(
             KINDS[q_THE.dtype],
             q_THE.data_ptr(),
             q_THE.stride(0),
@@ -170,7 +183,7 @@ class CpuKernels(ReferenceKernels):
         T, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = self._empty(T, width, dtype=gate_up.dtype)
         kind, gate = KINDS[gate_up.dtype], GATES[activation]
-        self._native.infer_gated(kind, gate_up.data_ptr(), gate_up.stride(0), T, width, gate, out.data_ptr())
+        self.native.infer_gated(kind, gate_up.data_ptr(), gate_up.stride(0), T, width, gate, out.data_ptr())
         return out
 
     def extend_attention(
@@ -178,7 +191,7 @@ class CpuKernels(ReferenceKernels):
     ) -> Tensor:
         T, H, E = q_THE.shape
         out_THE = self._empty(T, H, E, dtype=q_THE.dtype)
-        self._native.infer_extend_attention(
+        self.native.infer_extend_attention(
             KINDS[q_THE.dtype],
             q_THE.data_ptr(),
             q_THE.stride(0),
@@ -205,7 +218,7 @@ class CpuKernels(ReferenceKernels):
         logits_NV = logits_NV.contiguous()
         rows, size = logits_NV.shape
         token_N = torch.empty(rows, dtype=torch.int64)
-        self._native.infer_sample(
+        self.native.infer_sample(
             KINDS[logits_NV.dtype],
             logits_NV.data_ptr(),
             rows,

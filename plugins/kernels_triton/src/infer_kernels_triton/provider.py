@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from infer.device import CudaRecorder
 from infer.kernels.reference import ReferenceKernels
-from infer.protocols import Activation, AttentionSpec, Draws, Ragged, Rotary
+from infer.protocols import Activation, AttentionSpec, Draws, Ragged, RecorderProtocol, Rotary
 from infer_kernels_triton import attention, elementwise, matmul, sampling
 from infer_kernels_triton.configs import config
 
@@ -23,14 +24,16 @@ class TritonKernels(ReferenceKernels):
     ``exact`` takes matrix products of our own instead of the vendor's, whose rows depend on how many there are.
     """
 
-    replayable = True
-
     def __init__(self, device: torch.device, exact: bool = True) -> None:
         self._exact = exact
+        self._device = device
         self._config = config(device)
         self._programs = INTERPRETED_PROGRAMS
         if device.type == "cuda":
             self._programs = WAVES * torch.cuda.get_device_properties(device).multi_processor_count
+
+    def recorder(self) -> RecorderProtocol | None:
+        return CudaRecorder() if self._device.type == "cuda" else None
 
     def linear(self, x_TK: Tensor, packed: Any) -> Tensor:
         if not self._exact:

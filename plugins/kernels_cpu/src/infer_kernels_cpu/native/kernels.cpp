@@ -1,4 +1,7 @@
 // What Python calls. One source, built once per level of instruction set; pointers and sizes were checked by the caller.
+#include <functional>
+#include <vector>
+
 #include "attention.hpp"
 #include "matmul.hpp"
 #include "rows.hpp"
@@ -22,11 +25,21 @@ void typed(int kind, F run) {
         run(Type<bf16>{});
 }
 
+using Tape = std::vector<std::function<void()>>;
+thread_local Tape* recording = nullptr;
+
+// Now, and again whenever the tape on which it is recorded is replayed.
+template <class F>
+void call(F run) {
+    run();
+    if (recording) recording->push_back(run);
+}
+
 }  // namespace
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
-#define TYPED(kind) typed(kind, [&](auto type) { using T = typename decltype(type)::type;
-#define END });
+#define TYPED(kind) call([=] { typed(kind, [&](auto type) { using T = typename decltype(type)::type;
+#define END }); });
 
 // The best level that this processor has: 0 portable, 1 AVX2 with FMA, 2 AVX-512, 3 AVX-512 with BF16.
 EXPORT int infer_level() {
@@ -111,4 +124,17 @@ EXPORT void infer_sample(int kind, const void* logits, int64_t rows, int64_t siz
                          const int64_t* top_k, const float* top_p, const float* min_p, const double* uniform,
                          int64_t* out) {
     TYPED(kind) sample(static_cast<const T*>(logits), rows, size, temperature, top_k, top_p, min_p, uniform, out); END
+}
+
+EXPORT void* infer_tape() { return new Tape; }
+
+EXPORT void infer_free_tape(void* tape) { delete static_cast<Tape*>(tape); }
+
+// This thread's calls from now on; null for none.
+EXPORT void infer_record(void* tape) { recording = static_cast<Tape*>(tape); }
+
+EXPORT int64_t infer_tape_length(void* tape) { return int64_t(static_cast<Tape*>(tape)->size()); }
+
+EXPORT void infer_replay(void* tape, int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) (*static_cast<Tape*>(tape))[i]();
 }
