@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from infer.device import upload
+from infer.device import upload, zeros
 from infer.protocols import AttentionSpec, CacheContext, KernelsProtocol, Ragged, Rotary
 
 Ints = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
@@ -27,8 +27,8 @@ class KVStorage:
         self.kernels: KernelsProtocol = context.kernels
         self.device = context.device
         shapes = [(num_blocks, block_size, spec.num_kv_heads, spec.head_size) for spec in self.layers]
-        self.k = [torch.zeros(s, dtype=context.dtype, device=context.device) for s in shapes]
-        self.v = [torch.zeros(s, dtype=context.dtype, device=context.device) for s in shapes]
+        self.k = [zeros(s, context.dtype, context.device) for s in shapes]
+        self.v = [zeros(s, context.dtype, context.device) for s in shapes]
 
     def view(
         self, table_BP: Ints, starts: Sequence[int], lens: Sequence[int], out: dict[str, Tensor] | None = None

@@ -1,4 +1,4 @@
-"""Memory on huge pages where the system has them, and used again where a pass asks for it over and over."""
+"""Memory that is used again, since a pass asks for the same over and over."""
 
 from __future__ import annotations
 
@@ -9,16 +9,10 @@ import weakref
 import torch
 from torch import Tensor
 
+from infer.device import pages
+
 SMALL = 1 << 18
 """Bytes below which torch's own allocator does as well."""
-
-
-def pages(nbytes: int) -> mmap.mmap:
-    """Fresh memory. With small pages, a part of the time in which a weight is read goes into finding them."""
-    memory = mmap.mmap(-1, nbytes)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
 
 
 class Buffers:

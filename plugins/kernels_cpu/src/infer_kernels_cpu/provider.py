@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from infer.device import pages
 from infer.kernels.reference import ReferenceKernels
 from infer.protocols import Activation, AttentionSpec, Draws, Ragged, RecorderProtocol, Rotary
 from infer_kernels_cpu import native
-from infer_kernels_cpu.memory import Buffers, pages
+from infer_kernels_cpu.memory import Buffers
 from infer_kernels_cpu.recording import Recorder
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
