@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -128,3 +130,9 @@ def test_settings_are_checked_as_everywhere() -> None:
         LLM("demo", engine={"max_batch_sizes": 2})
     with pytest.raises(SettingsError, match=r"engine.max_seq_len is 9999, but the checkpoint was made for 2048"):
         LLM("demo", engine={"max_seq_len": 9999})
+
+
+def test_a_program_may_end_without_closing_it() -> None:
+    program = 'from infer import LLM; print(LLM("demo", engine={"max_seq_len": 64}).generate("def")[0].finish_reason)'
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "length\n"), done.stderr

@@ -198,6 +198,19 @@ def test_sharded_checkpoints(case: str, tmp_path: Path) -> None:
     assert torch.equal(logits_of(whole), logits_of(shards))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("case", ["llama-untied-2", "qwen3-tied-2", "gemma3-untied-2"])
+def test_a_file_may_change_once_it_is_loaded(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, **CASES[case], dtype=dtype)
+    before, driver = Driver(folder, dtype).prefill(prompt(), [PROMPT]), Driver(folder, dtype)
+    file = folder / "model.safetensors"
+    size = file.stat().st_size
+    with file.open("r+b") as stream:  # in place: a mapping would see it
+        stream.seek(size // 8)
+        stream.write(bytes(size - size // 8))
+    assert torch.equal(driver.prefill(prompt(), [PROMPT]), before)
+
+
 def rename(change: Callable[[str], str]) -> Callable[[dict[str, Tensor]], None]:
     def apply(tensors: dict[str, Tensor]) -> None:
         renamed = {change(name): tensor for name, tensor in tensors.items()}

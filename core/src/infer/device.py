@@ -28,7 +28,7 @@ def upload(values: np.ndarray[Any, Any], device: torch.device, out: Tensor | Non
 def pages(nbytes: int) -> mmap.mmap:
     """Fresh memory of the host's: zeros that take no room before they are touched, on huge pages where the system has
     them. With small pages, a part of the time in which a weight is read goes into finding them."""
-    memory = mmap.mmap(-1, nbytes)
+    memory = mmap.mmap(-1, nbytes, access=mmap.ACCESS_COPY)  # memory shared with forks has small pages
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory

@@ -16,6 +16,7 @@ import torch
 from pydantic import BaseModel, Field, PositiveInt, ValidationError, model_validator
 from torch import Tensor
 
+from infer.device import zeros
 from infer.errors import CheckpointError
 from infer.protocols import Activation, AttentionSpec, HeadNorms, KVCacheView, ModelContext, Rotary
 
@@ -39,8 +40,8 @@ class Weights:
         self._finish: list[Callable[[], None]] = []
 
     def expect(self, name: str, shape: tuple[int, ...], take: Callable[[Tensor], None]) -> None:
-        """Declare that the checkpoint holds ``name``; ``take`` gets a copy of its own, in the model's dtype
-        and on its device."""
+        """Declare that the checkpoint holds ``name``. ``take`` gets it in the model's dtype and on its device, and
+        copies what it keeps: it may be a view of a file that is replaced tomorrow."""
         assert name not in self._slots, name
         self._slots[name] = _Slot(shape, take)
 
@@ -75,8 +76,7 @@ class Weights:
                     f"The tensor {name!r} is of type {str(tensor.dtype).removeprefix('torch.')}; infer loads "
                     "float32, float16 and bfloat16 weights, not quantised ones."
                 )
-            # A copy even where nothing changes: the tensor may be a view of a file that is replaced tomorrow.
-            tensor = tensor.to(device=device, dtype=dtype, copy=True)
+            tensor = tensor.to(device=device, dtype=dtype)
             lowest, highest = tensor.aminmax()  # both are NaN if any value is; many times faster than isfinite
             if not (math.isfinite(lowest) and math.isfinite(highest)):
                 raise CheckpointError(
@@ -121,7 +121,7 @@ class Linear:
         def take(kind: str, row: int, tensor: Tensor) -> None:
             nonlocal left
             if kind not in parts:
-                parts[kind] = tensor.new_empty(whole[kind])
+                parts[kind] = zeros(whole[kind], tensor.dtype, tensor.device)
             parts[kind][row : row + len(tensor)] = tensor
             left -= 1
             if left == 0:  # packed at once, so that no more than one layer is in memory twice
@@ -146,7 +146,7 @@ class RMSNorm:
         self.eps, self.unit_offset = eps, unit_offset
         self._kernels = weights.context.kernels
         self.weight_D: Tensor
-        weights.expect(f"{name}.weight", (size,), lambda t: setattr(self, "weight_D", t))
+        weights.expect(f"{name}.weight", (size,), lambda t: setattr(self, "weight_D", t.clone()))
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._kernels.rms_norm(x, self.weight_D, self.eps, self.unit_offset)

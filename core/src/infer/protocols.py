@@ -120,7 +120,7 @@ class KernelsProtocol(Protocol):
         read from tensors, where the kernels run, and nothing waits."""
 
     def pack(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> Any:
-        """Turn a weight into what ``linear`` and ``embedding`` like best. The plain weight is not used afterwards."""
+        """Turn a weight into what ``linear`` and ``embedding`` like best. What is kept of the plain one is copied."""
 
     def linear(self, x_TK: Tensor, packed: Any) -> Tensor: ...
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import threading
 import time
@@ -38,6 +39,7 @@ class EngineLoop:
         self._thread = threading.Thread(target=self._run, args=(make_engine, made), name="infer-engine", daemon=True)
         self._thread.start()
         self._engine = made.result()
+        atexit.register(self.close)  # a thread that outlives the interpreter aborts the process
 
     @property
     def healthy(self) -> bool:
@@ -91,6 +93,7 @@ class EngineLoop:
             self._stop = True
         self._engine.submit(None)
         self._thread.join()
+        atexit.unregister(self.close)
 
     def _run(self, make_engine: Callable[[Mailbox], Engine], made: Future[Engine]) -> None:
         try:

@@ -65,7 +65,7 @@ class ReferenceKernels(KernelsProtocol):
         if weight_NK.device.type == "cpu":
             n, k = weight_NK.shape
             rows = exact_rows(torch.nn.functional.linear, n, k, weight_NK.dtype, torch.get_num_threads())
-        return PackedLinear(weight_NK, bias_N, rows)
+        return PackedLinear(weight_NK.clone(), None if bias_N is None else bias_N.clone(), rows)
 
     def linear(self, x_TK: Tensor, packed: Any) -> Tensor:
         return _at_least(

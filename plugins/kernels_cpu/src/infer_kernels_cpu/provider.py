@@ -67,7 +67,7 @@ class CpuKernels(ReferenceKernels):
         weight_NK = weight_NK.contiguous()
         words = torch.frombuffer(pages(4 * self.native.infer_packed_words(kind, N, K, gated)), dtype=torch.int32)
         self.native.infer_pack(kind, weight_NK.data_ptr(), N, K, gated, words.data_ptr())
-        return Packed(kind, words, N, K, gated, weight_NK.dtype, bias_N)
+        return Packed(kind, words, N, K, gated, weight_NK.dtype, None if bias_N is None else bias_N.clone())
 
     def linear(self, x_TK: Tensor, packed: Any) -> Tensor:
         return self._linear(x_TK, packed, None)
