@@ -5,7 +5,7 @@ from infer.timeline import Arrival, Recorder, latencies, render
 
 
 def step(index: int, started: float, finished: float, *work: WorkRecord) -> StepRecord:
-    return StepRecord(index, started, finished, work, 1, 0, 1, 0, 0)
+    return StepRecord(index, started, finished, work, 1, sum(w.length for w in work), 0, 1, 0, 0)
 
 
 STEPS = [

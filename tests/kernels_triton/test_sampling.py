@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.attention import random
 
-from infer.engine.sampler import Row, draws
+from infer.engine.sampler import Drawing
 from infer.kernels.reference import ReferenceKernels
 from infer.protocols import Draws
-from infer.request import SamplingParams
+from infer.request import Request, SamplingParams
 from infer_kernels_triton.provider import TritonKernels
 
 REFERENCE = ReferenceKernels()
@@ -28,8 +28,8 @@ def kernels(device: str) -> TritonKernels:
 
 
 def ask(device: str, *params: dict[str, Any], seed: int = 0) -> Draws:
-    rows = [Row(SamplingParams(**p), seed + i, 5) for i, p in enumerate(params)]
-    return draws(rows, torch.device(device))
+    requests = [Request((1,), SamplingParams(**p), seed=seed + i) for i, p in enumerate(params)]
+    return Drawing(torch.device(device))(requests, [5] * len(requests))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])

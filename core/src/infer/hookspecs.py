@@ -7,7 +7,7 @@ the same way (``infer/builtin.py``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -75,8 +75,10 @@ class StepRecord:
     index: int
     started: float
     finished: float
-    work: tuple[WorkRecord, ...]
+    work: Sequence[WorkRecord]
     passes: int
+    computed_tokens: int
+    """Of all passes."""
     padded_tokens: int
     """Tokens these passes would have had if each row were padded to the longest of its pass."""
     running: int

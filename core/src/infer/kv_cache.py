@@ -3,6 +3,7 @@ give to whom."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import numpy as np
@@ -83,10 +84,10 @@ class BlockPool:
     def __init__(self, context: CacheContext, num_blocks: int, block_size: int, max_blocks: int) -> None:
         self.storage = KVStorage(context, num_blocks, block_size)
         self._table_SP: Ints = np.zeros((context.max_batch_size, max_blocks), dtype=np.int32)
-        self._capacity: dict[int, int] = {}
-        """Positions that an allocated slot has blocks for."""
-        self._lengths: dict[int, int] = {}
         size = context.max_batch_size
+        self._capacity = [-1] * size
+        """Positions that a slot has blocks for; -1 where it is not allocated."""
+        self._lengths = [-1] * size
         self._fixed = {
             "starts_B": torch.zeros(size, dtype=torch.int32, device=context.device),
             "offsets_B1": torch.zeros(size + 1, dtype=torch.int32, device=context.device),
@@ -96,7 +97,7 @@ class BlockPool:
         """Of the views that stay put."""
 
     def length(self, slot: int) -> int:
-        if slot not in self._lengths:
+        if self._lengths[slot] < 0:
             raise ValueError(f"slot {slot} is not allocated")
         return self._lengths[slot]
 
@@ -108,7 +109,7 @@ class BlockPool:
         return self.storage.view(self._table_SP[slots, :blocks], start_positions, chunk_lens)
 
     def decode_view(self, slots: Sequence[int], rows: int | None = None) -> ExtendView:
-        starts, lens = [self.length(slot) for slot in slots], [1] * len(slots)
+        starts, lens = [self._lengths[slot] for slot in slots], [1] * len(slots)
         if rows is None:
             return self.batched_chunked_prefill_view(slots, starts, lens)
         self._extend(slots, starts, lens)
@@ -120,13 +121,13 @@ class BlockPool:
         """Book the positions; the longest length after it."""
         if len(set(slots)) < len(slots):
             raise ValueError(f"slots {list(slots)} repeat; a step extends a slot once")
-        extends = list(zip(slots, starts, lens, strict=True))
-        longest = 0
-        for slot, start, length in extends:
-            if start != self.length(slot):
+        lengths, capacity = self._lengths, self._capacity
+        for slot, start, length in zip(slots, starts, lens, strict=True):
+            if start != lengths[slot] or start < 0:
                 raise ValueError(f"slot {slot} holds {self.length(slot)} positions; a chunk cannot start at {start}")
-            if length < 1 or start + length > self._capacity[slot]:
-                raise ValueError(f"slot {slot} has room for {self._capacity[slot]} positions, not for {start}+{length}")
-            longest = max(longest, start + length)
-        self._lengths.update({slot: start + length for slot, start, length in extends})
-        return longest
+            if length < 1 or start + length > capacity[slot]:
+                raise ValueError(f"slot {slot} has room for {capacity[slot]} positions, not for {start}+{length}")
+        ends: list[int] = list(map(operator.add, starts, lens))
+        for slot, end in zip(slots, ends, strict=True):
+            lengths[slot] = end
+        return max(ends)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -112,8 +112,7 @@ class Request:
         return cls(tuple(prompt_token_ids), params, id or new_request_id(), seed, cache_salt or "")
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
+class TokenLogprobs(NamedTuple):
     """The chosen token's log-probability (natural log, before temperature and filters) and the likeliest ones."""
 
     token_id: int
@@ -123,8 +122,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """News of one request. Exactly one of its events, the last, has a ``finish_reason``."""
 
     request_id: str

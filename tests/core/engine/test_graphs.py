@@ -23,7 +23,7 @@ from torch import Tensor
 
 from infer.engine.batch import Batch, pack
 from infer.engine.graphs import DecodeGraphs, batch_sizes
-from infer.engine.sequence import PENDING, Sequence, Work
+from infer.engine.sequence import PENDING, Sequence
 from infer.kernels.reference import ReferenceKernels
 from infer.protocols import AttentionSpec, Ragged, RecorderProtocol
 from infer.request import Request
@@ -113,7 +113,7 @@ def decodes(tokens: list[list[int]]) -> Batch:
     for slot, known in enumerate(tokens):
         sequence = Sequence(Request(tuple(known)), slot, 100)
         sequence.slot, sequence.num_computed, sequence.prefill_end = slot, len(known) - 1, len(known) - 1
-        works.append(Work(sequence, len(known) - 1, 1))
+        works.append(sequence.extend(1))
     return pack(works)
 
 

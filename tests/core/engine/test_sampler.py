@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests import support
 
-from infer.engine.sampler import Row, draws, score, uniform
-from infer.request import SamplingParams
+from infer.engine.sampler import Drawing, score, uniform, words
+from infer.request import Request, SamplingParams
 
 MASK = 2**64 - 1
 
@@ -28,12 +28,16 @@ def splitmix(x: int) -> int:
     return x ^ (x >> 31)
 
 
+Row = tuple[Request, int]
+
+
 def row(seed: int = 0, position: int = 0, **params: Any) -> Row:
-    return Row(SamplingParams(**params), seed, position)
+    return Request((1,), SamplingParams(**params), seed=seed), position
 
 
 def sample(logits_NV: torch.Tensor, rows: Sequence[Row]) -> list[int]:
-    tokens: list[int] = support.KERNELS.sample(logits_NV, draws(rows, torch.device("cpu"))).tolist()
+    draws = Drawing(torch.device("cpu"))([request for request, _ in rows], [position for _, position in rows])
+    tokens: list[int] = support.KERNELS.sample(logits_NV, draws).tolist()
     return tokens
 
 
@@ -57,11 +61,12 @@ def distribution(logits: np.ndarray[Any, Any], p: SamplingParams) -> np.ndarray[
 def test_uniform_is_splitmix64_of_seed_and_position() -> None:
     for seed, position in ((0, 0), (1, 0), (0, 1), (-5, 7), (2**63 - 1, 4096)):
         bits = splitmix((splitmix(seed & MASK) + position) & MASK)
-        assert uniform([seed], [position])[0] == (bits >> 11) / 2**53
+        assert uniform(words([seed]), words([position]))[0] == (bits >> 11) / 2**53
 
 
 def test_uniform_is_even_over_positions_and_over_seeds() -> None:
-    for values in (uniform([3] * 20_000, range(20_000)), uniform(range(20_000), [5] * 20_000)):
+    n = 20_000
+    for values in (uniform(words([3] * n), words(range(n))), uniform(words(range(n)), words([5] * n))):
         counts, _ = np.histogram(values, bins=20, range=(0, 1))
         assert ((counts - 1000) ** 2 / 1000).sum() < 50  # chi-square, 19 degrees of freedom: p = 1e-4
 
@@ -88,7 +93,7 @@ def test_tokens_follow_the_filtered_distribution(params: dict[str, Any]) -> None
     batch = torch.tensor(logits, dtype=torch.float32).expand(count, -1)
     tokens = sample(batch, [row(9, i, **params) for i in range(count)])
     cumulative = np.cumsum(p)
-    u = uniform([9] * count, range(count))
+    u = uniform(words([9] * count), words(range(count)))
     clear = np.abs(cumulative[:, None] - u).min(axis=0) > 1e-5
     assert clear.mean() > 0.99
     expected = np.searchsorted(cumulative, u, side="right")
@@ -166,3 +171,22 @@ def test_logprobs_ranks_and_likeliest_against_float64() -> None:
 def test_tied_logprobs_do_not_depend_on_what_others_ask() -> None:
     logits = torch.zeros(2, 1000)
     assert score(logits[:1], torch.tensor([0]), [2]).read()[0] == score(logits, torch.tensor([0, 0]), [2, 20]).read()[0]
+
+
+def test_drawing_follows_who_draws_and_where() -> None:
+    drawing = Drawing(torch.device("cpu"))
+    one, other, greedy = (row(i, temperature=t)[0] for i, t in enumerate((0.5, 2.0, 0)))
+    for requests, positions in (
+        ([one, other], [3, 4]),
+        ([one, other], [4, 5]),
+        ([other, one], [4, 5]),
+        ([other], [6]),
+        ([greedy, other], [6, 7]),
+        ([greedy], [9]),
+    ):
+        draws = drawing(requests, positions)
+        assert draws.temperature_N.tolist() == [request.params.temperature for request in requests]
+        assert draws.greedy == (requests == [greedy])
+        if not draws.greedy:
+            expected = uniform(words([request.seed for request in requests]), words(positions))
+            assert draws.uniform_N.tolist() == expected.tolist()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from infer.engine.text import Detokenizer, StopFinder, TextStream
+from infer.engine.text import Detokenizer, StopFinder, TextStream, TokenTexts
 
 
 @functools.cache
@@ -30,8 +31,34 @@ def tokenizer() -> Tokenizer:
     return made
 
 
-def pieces(prompt: list[int], ids: list[int]) -> list[str]:
-    stream = Detokenizer(tokenizer(), prompt)
+@functools.cache
+def with_byte_fallback(strip: bool) -> Tokenizer:
+    """Characters, and bytes for those that it does not know; Llama 2's decoder strips a text's first space."""
+    words = ["<eos>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abcdef()", "ab", "▁a"]
+    merges = [("a", "b"), ("▁", "a")]
+    made = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, merges, byte_fallback=True))
+    made.normalizer = normalizers.Replace(" ", "▁")
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    made.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if strip else steps)
+    made.add_special_tokens(["<eos>"])
+    return made
+
+
+TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
+    "byte-level": tokenizer,
+    "byte fallback": lambda: with_byte_fallback(False),
+    "stripping": lambda: with_byte_fallback(True),
+}
+every_kind = pytest.mark.parametrize("kind", TOKENIZERS)
+
+
+@functools.cache
+def texts_of(kind: str = "byte-level") -> TokenTexts:
+    return TokenTexts(TOKENIZERS[kind]())
+
+
+def pieces(prompt: list[int], ids: list[int], kind: str = "byte-level") -> list[str]:
+    stream = Detokenizer(texts_of(kind), prompt)
     found = [stream.push(i) for i in ids]
     assert not any(piece.endswith("\ufffd") for piece in found)
     return [*found, stream.flush()]
@@ -40,11 +67,41 @@ def pieces(prompt: list[int], ids: list[int]) -> list[str]:
 texts = st.text(st.sampled_from("ab \n(é中文😀👩‍👧\u0301字"), max_size=30)
 
 
+@every_kind
 @settings(max_examples=200, deadline=None)
 @given(texts, texts)
-def test_pieces_of_text_add_up_and_no_character_is_split(before: str, text: str) -> None:
-    prompt, ids = tokenizer().encode(before).ids, tokenizer().encode(text).ids
-    assert "".join(pieces(prompt, ids)) == text
+def test_pieces_of_text_add_up_and_no_character_is_split(kind: str, before: str, text: str) -> None:
+    encode = TOKENIZERS[kind]().encode
+    prompt, ids = encode(before).ids, encode(text).ids
+    found = "".join(pieces(prompt, ids, kind))
+    assert found == text if kind != "stripping" else found.lstrip(" ") == text.lstrip(" ")
+
+
+@every_kind
+@settings(max_examples=200, deadline=None)
+@given(texts, st.lists(st.booleans()))
+def test_tokens_alone_stand_for_what_they_are_in_company(kind: str, text: str, skip: list[bool]) -> None:
+    """A stream that may take tokens one by one yields what one does that decodes them in company."""
+    ids = TOKENIZERS[kind]().encode(text).ids
+    for at in range(min(len(skip), len(ids)), 0, -1):
+        if skip[at - 1]:
+            ids.insert(at, 0)  # a special token
+    in_company = TokenTexts(TOKENIZERS[kind]())
+    in_company._end_to_end = False
+    one, other = (Detokenizer(texts, []) for texts in (texts_of(kind), in_company))
+    assert [one.push(i) for i in ids] == [other.push(i) for i in ids]
+    assert one.flush() == other.flush()
+
+
+def test_which_decoders_join_texts_end_to_end() -> None:
+    ids = {kind: make().encode("ab").ids[0] for kind, make in TOKENIZERS.items()}
+    assert {kind: texts_of(kind).alone(i) for kind, i in ids.items()} == {
+        "byte-level": "a",
+        "byte fallback": "ab",
+        "stripping": None,
+    }
+    assert TokenTexts(Tokenizer(models.BPE({"a": 0}, []))).alone(0) is None, "no decoder puts spaces between tokens"
+    assert texts_of("byte fallback").alone(1 + 0xE2) is None, "part of a character"
 
 
 @settings(max_examples=300, deadline=None)
@@ -107,7 +164,7 @@ def test_only_what_may_begin_a_stop_is_held_back(stops: list[str], held: str | N
 
 def test_a_stop_that_only_the_flush_completes() -> None:
     ids = tokenizer().encode("a中").ids
-    stream = TextStream(tokenizer(), [], ["\ufffd"])
+    stream = TextStream(texts_of(), [], ["\ufffd"])
     shown = "".join(stream.push(i)[0] for i in ids[:-1])
     rest, stop = stream.flush()
     assert (shown + rest, stop) == ("a", "\ufffd")

@@ -93,9 +93,9 @@ class Runner:
             histories.append(history)
         self.computed += len(ids)
         tokens: list[int | None] = []
-        by_sequence = {work.sequence: history for work, history in zip(batch.work, histories, strict=True)}
-        for sequence, slot in zip(batch.sampled, batch.sample_slots.tolist(), strict=True):
-            self.last[slot] = answer(by_sequence[sequence])
+        by_slot = dict(zip(batch.slots, histories, strict=True))
+        for slot in batch.sample_slots.tolist():
+            self.last[slot] = answer(by_slot[slot])
             tokens.append(self.last[slot])
         if fault == "not finite" and tokens:
             tokens[0] = None

@@ -16,7 +16,7 @@ Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
 class Batch:
     """The ragged step. T tokens, B sequences."""
 
-    work: Seq[Work]
+    decode_only: bool
     slots: list[int]
     starts: list[int]
     lens: list[int]
@@ -34,10 +34,6 @@ class Batch:
     sample_slots: Ints
     scored: list[tuple[Sequence, int, int]]
     """Prompt logprobs: (sequence, i, n): of the wanted rows, i .. i+n-1 predict the tokens from ``prompt_scored``+1."""
-
-    @property
-    def decode_only(self) -> bool:
-        return all(work.sequence.decoding for work in self.work)
 
     def pad(self, rows: int) -> Batch:
         """A batch of decodes with its last row repeated, to ``rows`` in all: that writes the same once more to the same
@@ -61,28 +57,35 @@ def pack(works: Seq[Work]) -> Batch:
     token_ids: list[int] = []
     wanted: list[int] = []
     sampled, sample_rows, sample_slots, scored = [], [], [], []
-    starts = [work.start for work in works]
-    lens = [work.length for work in works]
-    for work in works:
-        sequence, row = work.sequence, len(token_ids)
-        token_ids += sequence.tokens[work.start : work.end]
-        if sequence.request.params.prompt_logprobs is not None:
-            begin, end = max(work.start, sequence.prompt_scored), min(work.end, sequence.num_prompt - 1)
-            if begin < end:
-                scored.append((sequence, len(wanted), end - begin))
-                wanted += range(row + begin - work.start, row + end - work.start)
-        if work.samples:
+    slots: list[int] = []
+    decode_only = True
+    for sequence, start, length, samples, decode in works:
+        row, slot = len(token_ids), sequence.slot
+        assert slot is not None, f"{sequence.id} does not run"
+        slots.append(slot)
+        if decode:
+            token_ids.append(sequence.tokens[start])
+        else:
+            decode_only = False
+            token_ids += sequence.tokens[start : start + length]
+            if sequence.request.params.prompt_logprobs is not None:
+                begin, end = max(start, sequence.prompt_scored), min(start + length, sequence.num_prompt - 1)
+                if begin < end:
+                    scored.append((sequence, len(wanted), end - begin))
+                    wanted += range(row + begin - start, row + end - start)
+        if samples:
             sampled.append(sequence)
             sample_rows.append(len(wanted))
-            sample_slots.append(sequence.slot)
-            wanted.append(row + work.length - 1)
+            sample_slots.append(slot)
+            wanted.append(row + length - 1)
+    starts = [work.start for work in works]
+    lens = [work.length for work in works]
     lens_B = np.asarray(lens)
     ends_B = np.cumsum(lens_B)
-    slots = [slot for work in works if (slot := work.sequence.slot) is not None]
     token_ids_T = np.array(token_ids)
     fed_rows = np.flatnonzero(token_ids_T == PENDING)
     return Batch(
-        work=works,
+        decode_only=decode_only,
         slots=slots,
         starts=starts,
         lens=lens,

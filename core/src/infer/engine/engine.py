@@ -8,14 +8,15 @@ import time
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import overload
 
 from tokenizers import Tokenizer
 
 from infer.engine.batch import pack
 from infer.engine.runner import Launched, Runner
 from infer.engine.sequence import PENDING, Sequence, Work
-from infer.engine.text import TextStream
+from infer.engine.text import TextStream, TokenTexts
 from infer.hookspecs import RequestRecord, StepRecord, WorkRecord
 from infer.protocols import CachePoolProtocol, SchedulerProtocol
 from infer.request import Event, FinishReason, Request, TokenLogprobs
@@ -39,6 +40,8 @@ class _Live:
 
     sequence: Sequence
     text: TextStream | None
+    stops: frozenset[int]
+    """Tokens that end it."""
     first_token: float | None = None
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
 
@@ -67,7 +70,7 @@ class Engine:
         self._runner = runner
         self._scheduler = scheduler
         self._pool = pool
-        self._tokenizer = tokenizer
+        self._texts = None if tokenizer is None else TokenTexts(tokenizer)
         self._eos_token_ids = eos_token_ids
         self._max_seq_len = max_seq_len
         self._lag = lag
@@ -95,12 +98,11 @@ class Engine:
         started = time.perf_counter()
         self._drain_inbox()
         passes = list(self._scheduler.schedule().passes())
-        records = tuple(_record(work) for works in passes for work in works)
         for works in passes:
             self._launch(works)
             self._settle(self._lag)
         if passes:
-            self._observe(started, passes, records)
+            self._observe(started, passes)
         else:
             self._settle(0)
 
@@ -126,9 +128,10 @@ class Engine:
             sequence = Sequence(message, self._arrivals, longest)
             self._arrivals += 1
             text = None
-            if self._tokenizer is not None:
-                text = TextStream(self._tokenizer, message.prompt_token_ids, params.stop)
-            self._live[message.id] = _Live(sequence, text)
+            if self._texts is not None:
+                text = TextStream(self._texts, message.prompt_token_ids, params.stop)
+            stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_token_ids)
+            self._live[message.id] = _Live(sequence, text, stops)
             self._scheduler.add(sequence)
         elif isinstance(message, Abort) and (live := self._live.get(message.request_id)):
             self._publish([self._end(live, "abort")])
@@ -140,8 +143,8 @@ class Engine:
         except Exception as error:
             self._fail(works, error)
             return
-        for work in works:
-            work.sequence.num_computed = work.end
+        for sequence, start, length, _, _ in works:
+            sequence.num_computed = start + length
         for sequence, _, n in launched.batch.scored:
             sequence.prompt_scored += n
         for sequence in launched.batch.sampled:
@@ -160,7 +163,7 @@ class Engine:
             sampled = zip(launched.batch.sampled, result.tokens, result.logprobs, strict=True)
             self._publish(
                 [
-                    self._take(live, token, logprobs)
+                    self._take(live, sequence, token, logprobs)
                     for sequence, token, logprobs in sampled
                     if (live := self._alive(sequence))
                 ]
@@ -171,34 +174,35 @@ class Engine:
         live = self._live.get(sequence.id)
         return live if live is not None and live.sequence is sequence else None
 
-    def _take(self, live: _Live, token: int | None, logprobs: TokenLogprobs | None) -> Event:
+    def _take(self, live: _Live, sequence: Sequence, token: int | None, logprobs: TokenLogprobs | None) -> Event:
         """Fill in a sequence's oldest pending token and see whether it is the last."""
-        sequence, params = live.sequence, live.sequence.request.params
         if token is None:
             return self._end(live, "error", error="The model's output is not finite (NaN or infinity).")
-        sequence.tokens[-sequence.pending] = token
-        sequence.pending -= 1
-        event = Event(
-            sequence.id,
-            (token,),
-            logprobs=(logprobs,) if logprobs else (),
-            prompt_logprobs=tuple(live.prompt_logprobs)
-            if live.first_token is None and params.prompt_logprobs is not None
-            else None,
-            num_cached=sequence.num_cached,
-        )
+        tokens, pending = sequence.tokens, sequence.pending
+        tokens[-pending] = token
+        sequence.pending = pending = pending - 1
+        scored = (logprobs,) if logprobs else ()
+        prompt_scored = None
         if live.first_token is None:
             live.first_token = time.perf_counter()
-        if token in params.stop_token_ids:
-            return self._end(live, "stop", event, stop_reason=token)
-        if token in self._eos_token_ids and not params.ignore_eos:
-            return self._end(live, "stop", event)
-        text, stop = live.text.push(token) if live.text else ("", None)
-        if stop is not None:
-            return self._end(live, "stop", event, text=text, stop_reason=stop)
-        if len(sequence.tokens) - sequence.pending >= sequence.max_len:
-            return self._end(live, "length", event, text=text)
-        return replace(event, text=text)
+            if sequence.request.params.prompt_logprobs is not None:
+                prompt_scored = tuple(live.prompt_logprobs)
+        reason: FinishReason | None = None
+        stop: int | str | None = None
+        text = ""
+        if token in live.stops:
+            reason = "stop"
+            if token in sequence.request.params.stop_token_ids:
+                stop = token
+        else:
+            if live.text is not None:
+                text, stop = live.text.push(token)
+            if stop is not None:
+                reason = "stop"
+            elif len(tokens) - pending >= sequence.max_len:
+                reason = "length"
+        event = Event(sequence.id, (token,), text, scored, prompt_scored, num_cached=sequence.num_cached)
+        return event if reason is None else self._end(live, reason, event, stop_reason=stop)
 
     def _end(
         self,
@@ -206,7 +210,6 @@ class Engine:
         reason: FinishReason,
         event: Event | None = None,
         *,
-        text: str = "",
         stop_reason: int | str | None = None,
         error: str | None = None,
     ) -> Event:
@@ -215,6 +218,7 @@ class Engine:
         num_known = len(sequence.tokens) - sequence.pending
         self._scheduler.finish(sequence)
         del self._live[sequence.id]
+        text = event.text if event else ""
         if live.text is not None and not isinstance(stop_reason, str):
             rest, stop = live.text.flush()
             text += rest
@@ -235,24 +239,26 @@ class Engine:
             ),
         )
         event = event or Event(sequence.id)
-        return replace(event, text=text, finish_reason=reason, stop_reason=stop_reason, error=error)
+        return event._replace(text=text, finish_reason=reason, stop_reason=stop_reason, error=error)
 
     def _fail(self, works: Seq[Work], error: Exception) -> None:
         log.error("a pass with %d requests failed", len(works), exc_info=error)
         text = f"The step failed: {type(error).__name__}: {error}"
         self._publish([self._end(self._live[w.sequence.id], "error", error=text) for w in works])
 
-    def _observe(self, started: float, passes: Seq[Seq[Work]], records: tuple[WorkRecord, ...]) -> None:
-        running = sum(live.sequence.slot is not None for live in self._live.values())
+    def _observe(self, started: float, passes: Seq[Seq[Work]]) -> None:
+        running = sum([live.sequence.slot is not None for live in self._live.values()])
+        lengths = [[work.length for work in works] for works in passes]
         self._notify(
             "infer_step_finished",
             StepRecord(
                 index=self._steps,
                 started=started,
                 finished=time.perf_counter(),
-                work=records,
+                work=Records([work for works in passes for work in works]),
                 passes=len(passes),
-                padded_tokens=sum(len(works) * max(work.length for work in works) for works in passes),
+                computed_tokens=sum(map(sum, lengths)),
+                padded_tokens=sum(len(row) * max(row) for row in lengths),
                 running=running,
                 waiting=len(self._live) - running,
                 free_tokens=self._pool.free_tokens(),
@@ -261,6 +267,21 @@ class Engine:
         self._steps += 1
 
 
-def _record(work: Work) -> WorkRecord:
-    kind = "decode" if work.sequence.decoding else "prefill"
-    return WorkRecord(work.sequence.id, kind, work.start, work.length, work.samples)
+class Records(Seq[WorkRecord]):
+    """Made when somebody looks."""
+
+    def __init__(self, works: list[Work]) -> None:
+        self._works = works
+
+    def __len__(self) -> int:
+        return len(self._works)
+
+    @overload
+    def __getitem__(self, index: int) -> WorkRecord: ...
+    @overload
+    def __getitem__(self, index: slice) -> Records: ...
+    def __getitem__(self, index: int | slice) -> WorkRecord | Records:
+        if isinstance(index, slice):
+            return Records(self._works[index])
+        sequence, start, length, samples, decode = self._works[index]
+        return WorkRecord(sequence.id, "decode" if decode else "prefill", start, length, samples)

@@ -124,7 +124,9 @@ class EngineLoop:
                 mailbox = self._open.get(event.request_id)
                 if mailbox is None:
                     continue  # its end was published before the engine stopped
-                letters.setdefault(mailbox, []).append(event)
+                if (mine := letters.get(mailbox)) is None:
+                    mine = letters[mailbox] = []
+                mine.append(event)
                 if event.finish_reason is not None:
                     del self._open[event.request_id]
             self._idle.notify_all()

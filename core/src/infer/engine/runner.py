@@ -12,7 +12,7 @@ from torch import Tensor
 from infer.device import download, mark, upload
 from infer.engine.batch import Batch
 from infer.engine.graphs import DecodeGraphs
-from infer.engine.sampler import Row, Scores, draws, score
+from infer.engine.sampler import Drawing, Scores, score
 from infer.engine.sequence import Sequence
 from infer.protocols import CachePoolProtocol, KernelsProtocol, ModelProtocol
 from infer.request import TokenLogprobs
@@ -69,6 +69,7 @@ class Runner:
         self._kernels = kernels
         self._device = device
         self._graphs = graphs
+        self._drawing = Drawing(device)
         self._last_token_S = torch.zeros(max_batch_size, dtype=torch.int64, device=device)
         """The token last drawn for each slot: what the next pass starts from, though the host may not know it yet."""
 
@@ -79,8 +80,8 @@ class Runner:
         token_N = chosen = None
         if batch.sampled:
             logits_NV = self._model.logits(hidden_ND[upload(batch.sample_rows, self._device)])
-            rows = [Row(s.request.params, s.request.seed, len(s.tokens)) for s in batch.sampled]
-            token_N = self._kernels.sample(logits_NV, draws(rows, self._device))
+            draws = self._drawing([s.request for s in batch.sampled], [len(s.tokens) for s in batch.sampled])
+            token_N = self._kernels.sample(logits_NV, draws)
             known_N = token_N.clamp(min=0)
             self._last_token_S[upload(batch.sample_slots, self._device)] = known_N
             chosen = score(logits_NV, known_N, [s.request.params.logprobs for s in batch.sampled])

@@ -6,8 +6,9 @@ Shapes: N sampled rows, V vocabulary.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -15,48 +16,59 @@ from torch import Tensor
 
 from infer.device import download, upload
 from infer.protocols import Draws
-from infer.request import SamplingParams, TokenLogprobs
+from infer.request import Request, SamplingParams, TokenLogprobs
+
+Words = np.ndarray[tuple[int], np.dtype[np.uint64]]
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """What one sampled row needs besides its logits."""
+class Drawing:
+    """The requests' parameters as tensors on ``device``. While the same requests draw, step after step, only the random
+    numbers are new."""
 
-    params: SamplingParams
-    seed: int
-    position: int
-    """Index in the sequence of the token to be drawn."""
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._requests: list[Request] = []
+        self._draws: Draws
+        self._seed_N: Words
+
+    def __call__(self, requests: list[Request], positions: Sequence[int]) -> Draws:
+        """``positions``: each token's index in its sequence."""
+        if len(requests) != len(self._requests) or any(map(operator.is_not, requests, self._requests)):
+            self._requests = requests
+            self._seed_N = words([request.seed for request in requests])
+            self._draws = self._columns([request.params for request in requests])
+        if self._draws.greedy:
+            return self._draws
+        return replace(self._draws, uniform_N=upload(uniform(self._seed_N, words(positions)), self._device))
+
+    def _columns(self, params: Sequence[SamplingParams]) -> Draws:
+        def column(values: list[float], dtype: type = np.float32) -> Tensor:
+            return upload(np.array(values, dtype=dtype), self._device)
+
+        return Draws(
+            temperature_N=column([p.temperature for p in params]),
+            top_k_N=column([max(p.top_k, 0) for p in params], np.int64),
+            top_p_N=column([p.top_p for p in params]),
+            min_p_N=column([p.min_p for p in params]),
+            uniform_N=column([0.0] * len(params), np.float64),
+            greedy=all(p.temperature == 0 for p in params),
+            ranked=any(p.temperature > 0 and (p.top_k > 0 or p.top_p < 1) for p in params),
+        )
 
 
-def draws(rows: Sequence[Row], device: torch.device) -> Draws:
-    """The rows' parameters as tensors on ``device``."""
-    params = [row.params for row in rows]
-    uniform_N = uniform([row.seed for row in rows], [row.position for row in rows])
-
-    def column(values: list[float], dtype: type = np.float32) -> Tensor:
-        return upload(np.array(values, dtype=dtype), device)
-
-    return Draws(
-        temperature_N=column([p.temperature for p in params]),
-        top_k_N=column([max(p.top_k, 0) for p in params], np.int64),
-        top_p_N=column([p.top_p for p in params]),
-        min_p_N=column([p.min_p for p in params]),
-        uniform_N=upload(uniform_N, device),
-        greedy=all(p.temperature == 0 for p in params),
-        ranked=any(p.temperature > 0 and (p.top_k > 0 or p.top_p < 1) for p in params),
-    )
+def words(values: Sequence[int]) -> Words:
+    """Modulo 2^64."""
+    return np.array([value & (2**64 - 1) for value in values], dtype=np.uint64)
 
 
-def uniform(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+def uniform(seed_N: Words, position_N: Words) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     """One number in [0, 1) per (seed, position): two rounds of SplitMix64 (Steele, Lea and Flood, 2014)."""
-    seed_N = np.array([s & (2**64 - 1) for s in seeds], dtype=np.uint64)
-    position_N = np.array(positions, dtype=np.uint64)
     with np.errstate(over="ignore"):
         bits_N = _mix(_mix(seed_N) + position_N)
     return (bits_N >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def _mix(x: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+def _mix(x: Words) -> Words:
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -88,7 +88,7 @@ class ContinuousScheduler:
                 if victim is sequence:
                     break
             else:
-                works.append(Work(sequence, sequence.num_computed, 1))
+                works.append(sequence.extend(1))
         return works
 
     def _admit(self, sequence: Sequence, step: _Step) -> bool:
@@ -170,5 +170,5 @@ class _Step:
         self._partial -= left_partial
         self._chunks -= 1
         self._tokens -= length
-        self.prefills.append(Work(sequence, sequence.num_computed, length))
+        self.prefills.append(sequence.extend(length))
         return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from infer.request import Request
 
@@ -21,6 +22,7 @@ class Sequence:
     """Arrival order; the youngest is preempted first."""
     max_len: int
     """Tokens, prompt included, at which it ends for want of room."""
+    id: str = field(init=False)
     tokens: list[int] = field(init=False)
     num_prompt: int = field(init=False)
     num_computed: int = 0
@@ -39,12 +41,9 @@ class Sequence:
     """Prompt positions whose logprobs have been computed. Set by the engine."""
 
     def __post_init__(self) -> None:
+        self.id = self.request.id
         self.tokens = list(self.request.prompt_token_ids)
         self.num_prompt = len(self.tokens)
-
-    @property
-    def id(self) -> str:
-        return self.request.id
 
     @property
     def decoding(self) -> bool:
@@ -55,23 +54,26 @@ class Sequence:
         """All its tokens are drawn, though perhaps not read back."""
         return len(self.tokens) >= self.max_len
 
+    def extend(self, length: int) -> Work:
+        """Its next piece of work."""
+        start = self.num_computed
+        return Work(self, start, length, start + length == len(self.tokens), start >= self.prefill_end)
 
-@dataclass(frozen=True, slots=True)
-class Work:
+
+class Work(NamedTuple):
     """Extend ``sequence`` by positions [start, start + length)."""
 
     sequence: Sequence
     start: int
     length: int
+    samples: bool
+    """It yields a token: what reaches the last known one does."""
+    decode: bool
+    """What the sequence had when it was admitted is behind it."""
 
     @property
     def end(self) -> int:
         return self.start + self.length
-
-    @property
-    def samples(self) -> bool:
-        """Only what reaches the last token yields the next one."""
-        return self.end == len(self.sequence.tokens)
 
 
 @dataclass(frozen=True, slots=True)

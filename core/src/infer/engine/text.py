@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Sequence
 
 from tokenizers import Tokenizer
@@ -9,6 +11,33 @@ from tokenizers import Tokenizer
 CONTEXT = 4
 """Prompt tokens decoded along with the first new one, for decoders that treat the start of a text differently."""
 INCOMPLETE = "\ufffd"
+MOST_BYTES = 4
+"""Of a character in UTF-8."""
+
+
+class TokenTexts:
+    """A tokenizer's decoder, and what it makes of single tokens where the text of many is theirs end to end."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
+        self._end_to_end = _steps(tokenizer) in (["ByteLevel"], ["Replace", "ByteFallback", "Fuse"])
+        self._alone: dict[int, str | None] = {}
+
+    def alone(self, token_id: int) -> str | None:
+        """What the token adds after whole characters; None where only decoding it in company can say."""
+        try:
+            return self._alone[token_id]
+        except KeyError:
+            text = self.decode([token_id])
+            found = self._alone[token_id] = text if self._end_to_end and INCOMPLETE not in text else None
+            return found
+
+
+def _steps(tokenizer: Tokenizer) -> list[str]:
+    if tokenizer.decoder is None:
+        return []
+    state = json.loads(tokenizer.decoder.__getstate__())
+    return [step["type"] for step in state.get("decoders", [state])]
 
 
 class Detokenizer:
@@ -18,33 +47,41 @@ class Detokenizer:
     that the decoder sees the new tokens in company.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
-        self._ids = list(prompt_token_ids[-CONTEXT:])
+    def __init__(self, texts: TokenTexts, prompt_token_ids: Sequence[int]) -> None:
+        self._decode = texts.decode
+        self._alone = texts.alone
+        # One bad byte makes some decoders replace its neighbours too: the part begins where a character does.
+        starts = range(CONTEXT, CONTEXT + MOST_BYTES)
+        parts = [list(prompt_token_ids[-n:]) for n in starts]
+        self._ids = next((ids for ids in parts if not self._decode(ids).startswith(INCOMPLETE)), parts[0])
         self._prefix, self._read = 0, len(self._ids)
         # A prompt may end inside a character; what completes it is new text.
-        self._shown = self._decode(0).rstrip(INCOMPLETE)
+        ends = (self._decode(self._ids[: len(self._ids) - n]) for n in range(MOST_BYTES))
+        found = next(((n, text) for n, text in enumerate(ends) if not text.endswith(INCOMPLETE)), (MOST_BYTES, ""))
+        self._whole, self._shown = found[0] == 0, found[1]
+        """Whether no character is incomplete; the text of what lies from ``_prefix`` to ``_read``."""
 
     def push(self, token_id: int) -> str:
         """The text that the token completes; empty while a character is incomplete."""
         self._ids.append(token_id)
-        text = self._decode(self._prefix)
-        if text.endswith(INCOMPLETE) or len(text) <= len(self._shown):
+        if self._whole and (alone := self._alone(token_id)) is not None:
+            self._prefix, self._read, self._shown = self._read, len(self._ids), alone
+            return alone
+        text = self._decode(self._ids[self._prefix :])
+        self._whole = not text.endswith(INCOMPLETE)
+        if not self._whole or len(text) <= len(self._shown):
             return ""
         new = text[len(self._shown) :]
         self._prefix, self._read = self._read, len(self._ids)
-        self._shown = self._decode(self._prefix)
+        self._shown = self._decode(self._ids[self._prefix :])
         return new
 
     def flush(self) -> str:
         """What is left when no more tokens come, replacement characters and all."""
-        text = self._decode(self._prefix)[len(self._shown) :]
-        self._prefix = self._read = len(self._ids)
-        self._shown = ""
-        return text
-
-    def _decode(self, start: int) -> str:
-        return self._tokenizer.decode(self._ids[start:], skip_special_tokens=True)
+        text = self._decode(self._ids[self._prefix :])
+        if not text.startswith(self._shown):  # replaced along with what came after it
+            return self._decode(self._ids[self._read :])
+        return text[len(self._shown) :]
 
 
 class StopFinder:
@@ -84,8 +121,8 @@ class StopFinder:
 class TextStream:
     """Detokenizer and stop strings of one request."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], stops: Sequence[str]) -> None:
-        self._detokenizer = Detokenizer(tokenizer, prompt_token_ids)
+    def __init__(self, texts: TokenTexts, prompt_token_ids: Sequence[int], stops: Sequence[str]) -> None:
+        self._detokenizer = Detokenizer(texts, prompt_token_ids)
         self._stops = StopFinder(stops)
 
     def push(self, token_id: int) -> tuple[str, str | None]:

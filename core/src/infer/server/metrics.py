@@ -35,7 +35,7 @@ class Metrics:
     @hookimpl
     def infer_step_finished(self, record: StepRecord) -> None:
         self._passes.inc(record.passes)
-        self._computed.inc(sum(work.length for work in record.work))
+        self._computed.inc(record.computed_tokens)
         self._padded.inc(record.padded_tokens)
 
     @hookimpl

@@ -74,7 +74,7 @@ class PagedPool(BlockPool):
 
     def free(self, slot: int) -> None:
         self.length(slot)
-        del self._lengths[slot], self._capacity[slot]
+        self._lengths[slot] = self._capacity[slot] = -1
         self.pages.free(slot)
         self._free_slots.append(slot)
 

@@ -39,7 +39,7 @@ class SlottedPool(BlockPool):
 
     def free(self, slot: int) -> None:
         self.length(slot)
-        del self._lengths[slot]
+        self._lengths[slot] = self._capacity[slot] = -1
         self._free.append(slot)
 
     def free_tokens(self) -> int:
