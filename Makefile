@@ -28,4 +28,5 @@ test: lint
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8
 
 bench: install
+	$(BIN)/python -m benchmarks.overhead
 	$(BIN)/infer bench --workload all --scale 0.25

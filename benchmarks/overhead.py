@@ -1,7 +1,8 @@
 """python -m benchmarks.overhead [--json FILE]
 
 What a decode step costs besides the model: the scheduler, the cache's books, the batch's arrays, sampling, text and
-events, on a model that computes nothing. See benchmarks/README.md.
+events, on a model that computes nothing; and the same with a
+product in between, after which the caches hold nothing of the engine. See benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -13,27 +14,33 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from benchmarks.steps import Steps, decode_gaps
 from torch import Tensor
 
 from infer import LLM, SamplingParams, hookimpl
 from infer.bench import machine
-from infer.hookspecs import ModelRegistration
+from infer.hookspecs import ModelRegistration, StepRecord
 from infer.protocols import AttentionSpec, KVCacheView, ModelContext
 
 LIMITS = {1: None, 64: 150, 256: 500}
 """Microseconds that a step of so many sequences may cost."""
-PROMPT, NEW, WARM_UP = 128, 200, 20
+PROMPT, NEW = 128, 100
+SIZE = 1024
+"""Of the product: some milliseconds."""
 VOCABULARY = 1024
 REPEAT = 5
 
 
 class Nothing:
-    """A ModelProtocol without a layer's work: the same tokens for everyone."""
+    """A ModelProtocol that computes nothing but a product, if there is a ``weight``: the same tokens for everyone."""
+
+    weight: Tensor | None = None
+    busy: ClassVar[list[float]] = []
+    """Seconds of each product."""
 
     def __init__(self, context: ModelContext) -> None:
         self.attention: Sequence[AttentionSpec] = [AttentionSpec(1, 1, 16, 1.0)]
@@ -47,6 +54,10 @@ class Nothing:
         return self._hidden[: len(token_ids_T if rows_N is None else rows_N)]
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
+        began = time.thread_time()
+        if Nothing.weight is not None:
+            torch.mm(Nothing.weight, Nothing.weight)
+        self.busy.append(time.thread_time() - began)
         return self._logits[: len(hidden_ND)]
 
     def expected(self) -> Mapping[str, tuple[int, ...]]:
@@ -59,6 +70,14 @@ class Nothing:
 class Plugin:
     INFER_PLUGIN_API = 1
 
+    def __init__(self) -> None:
+        self.at: list[tuple[int, float]] = []
+        """After each step: how many sequences it had, and the thread's time until then."""
+
+    @hookimpl
+    def infer_step_finished(self, record: StepRecord) -> None:
+        self.at.append((len(record.work) if record.work[0].kind == "decode" else 0, time.thread_time()))
+
     @hookimpl
     def infer_models(self) -> list[ModelRegistration]:
         def make(config: Mapping[str, Any], context: ModelContext, settings: Any) -> Nothing:
@@ -67,12 +86,14 @@ class Plugin:
         return [ModelRegistration("nothing", make, "computes nothing", architectures=("NothingForCausalLM",))]
 
 
-def microseconds(llm: LLM, steps: Steps, batch: int, params: SamplingParams) -> float:
-    """From one step to the next, the median."""
-    steps.records.clear()
+def microseconds(llm: LLM, plugin: Plugin, batch: int, params: SamplingParams) -> float:
+    """Of the engine's thread from one step of so many decodes to the next, the median; without the product."""
+    plugin.at.clear()
+    Nothing.busy.clear()
     llm.generate([[5 + i % 500] * PROMPT for i in range(batch)], params)
     time.sleep(0.05)  # the last step is told after its events
-    return 1e6 * statistics.median(decode_gaps(steps, batch)[WARM_UP:])
+    steps = zip(pairwise(plugin.at), Nothing.busy[-len(plugin.at) + 1 :], strict=True)
+    return 1e6 * statistics.median(b[1] - a[1] - product for (a, b), product in steps if a[0] == b[0] == batch)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,28 +101,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokenizer", default="plugins/demo/src/infer_demo/checkpoint/tokenizer.json")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
+    greedy = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
+    drawn = SamplingParams(temperature=1, top_p=0.9, seed=1, max_tokens=NEW, ignore_eos=True)
     kinds = {
-        "greedy": SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True),
-        "sampled": SamplingParams(temperature=1, top_p=0.9, seed=1, max_tokens=NEW, ignore_eos=True),
+        "greedy": (greedy, None),
+        "drawn": (drawn, None),
+        "after a product": (greedy, torch.rand(SIZE, SIZE)),
     }
     config = {"architectures": ["NothingForCausalLM"], "max_position_embeddings": 1024, "torch_dtype": "bfloat16"}
-    steps, found = Steps(), {}
+    plugin, found = Plugin(), {}
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         llm = LLM(
             folder,
-            plugins=[steps, Plugin()],
+            plugins=[plugin],
             model={"load_format": "dummy", "tokenizer": args.tokenizer},
             engine={"max_batch_size": max(LIMITS)},
         )
     with llm:
-        print(f"{'sequences':>9}" + "".join(f"{kind + ', us':>14}" for kind in kinds) + f"{'limit':>8}")
+        print("us per step" + "".join(f"{kind:>17}" for kind in kinds) + f"{'limit':>8}")
         for batch, limit in LIMITS.items():
-            for kind, params in kinds.items():
-                times = [microseconds(llm, steps, batch, params) for _ in range(REPEAT)]
-                found[f"{kind} {batch}"] = times
+            for kind, (params, Nothing.weight) in kinds.items():
+                found[f"{kind} {batch}"] = [microseconds(llm, plugin, batch, params) for _ in range(REPEAT)]
             medians = [statistics.median(found[f"{kind} {batch}"]) for kind in kinds]
-            print(f"{batch:9}" + "".join(f"{m:14.0f}" for m in medians) + f"{limit or '':>8}", flush=True)
+            print(f"{batch:11}" + "".join(f"{m:17.0f}" for m in medians) + f"{limit or '':>8}", flush=True)
     if args.json:
         args.json.write_text(json.dumps({"machine": machine(), "limits_us": LIMITS, "us_per_step": found}, indent=1))
     return 0

@@ -3,8 +3,8 @@ give to whom."""
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,17 +38,22 @@ class KVStorage:
 
         ``out`` has the tensors that the view is to use, by the names of ``Ragged``'s fields.
         """
-        lens_B = np.asarray(lens, dtype=np.int64)
-        starts_B = np.asarray(starts, dtype=np.int64)
-        offsets_B1 = np.concatenate(([0], np.cumsum(lens_B)))
-        sequence_T = np.repeat(np.arange(len(lens_B)), lens_B)
-        position_T = np.arange(offsets_B1[-1]) - np.repeat(offsets_B1[:-1] - starts_B, lens_B)
-        block_T = table_BP[sequence_T, position_T // self.block_size].astype(np.int64)
-        tensors = {
-            "starts_B": starts_B.astype(np.int32),
-            "offsets_B1": offsets_B1.astype(np.int32),
+        starts_B = np.array(starts, dtype=np.int32)
+        if len(lens) == sum(lens):
+            offsets_B1 = np.arange(len(lens) + 1, dtype=np.int32)
+            sequence_T, position_T = offsets_B1[:-1], starts_B
+        else:
+            lens_B = np.array(lens, dtype=np.int32)
+            offsets_B1 = np.zeros(len(lens) + 1, dtype=np.int32)
+            np.cumsum(lens_B, out=offsets_B1[1:])
+            sequence_T = np.repeat(np.arange(len(lens)), lens_B)
+            position_T = np.arange(offsets_B1[-1]) - np.repeat(offsets_B1[:-1] - starts_B, lens_B)
+        block_T, within_T = np.divmod(position_T, self.block_size)
+        tensors: dict[str, np.ndarray[Any, Any]] = {
+            "starts_B": starts_B,
+            "offsets_B1": offsets_B1,
             "block_table_BP": table_BP,
-            "flat_T": block_T * self.block_size + position_T % self.block_size,
+            "flat_T": table_BP[sequence_T, block_T].astype(np.int64) * self.block_size + within_T,
         }
         return ExtendView(
             self,
@@ -121,13 +126,15 @@ class BlockPool:
         """Book the positions; the longest length after it."""
         if len(set(slots)) < len(slots):
             raise ValueError(f"slots {list(slots)} repeat; a step extends a slot once")
-        lengths, capacity = self._lengths, self._capacity
+        lengths, capacity, longest = self._lengths, self._capacity, 0
         for slot, start, length in zip(slots, starts, lens, strict=True):
+            end = start + length
             if start != lengths[slot] or start < 0:
                 raise ValueError(f"slot {slot} holds {self.length(slot)} positions; a chunk cannot start at {start}")
-            if length < 1 or start + length > capacity[slot]:
+            if length < 1 or end > capacity[slot]:
                 raise ValueError(f"slot {slot} has room for {capacity[slot]} positions, not for {start}+{length}")
-        ends: list[int] = list(map(operator.add, starts, lens))
-        for slot, end in zip(slots, ends, strict=True):
-            lengths[slot] = end
-        return max(ends)
+            if end > longest:
+                longest = end
+        for slot, length in zip(slots, lens, strict=True):
+            lengths[slot] += length
+        return longest

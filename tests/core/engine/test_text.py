@@ -95,13 +95,13 @@ def test_tokens_alone_stand_for_what_they_are_in_company(kind: str, text: str, s
 
 def test_which_decoders_join_texts_end_to_end() -> None:
     ids = {kind: make().encode("ab").ids[0] for kind, make in TOKENIZERS.items()}
-    assert {kind: texts_of(kind).alone(i) for kind, i in ids.items()} == {
+    assert {kind: texts_of(kind).learn(i) for kind, i in ids.items()} == {
         "byte-level": "a",
         "byte fallback": "ab",
         "stripping": None,
     }
-    assert TokenTexts(Tokenizer(models.BPE({"a": 0}, []))).alone(0) is None, "no decoder puts spaces between tokens"
-    assert texts_of("byte fallback").alone(1 + 0xE2) is None, "part of a character"
+    assert TokenTexts(Tokenizer(models.BPE({"a": 0}, []))).learn(0) is None, "no decoder puts spaces between tokens"
+    assert texts_of("byte fallback").learn(1 + 0xE2) is None, "part of a character"
 
 
 @settings(max_examples=300, deadline=None)

@@ -201,7 +201,7 @@ class Engine:
                 reason = "stop"
             elif len(tokens) - pending >= sequence.max_len:
                 reason = "length"
-        event = Event(sequence.id, (token,), text, scored, prompt_scored, num_cached=sequence.num_cached)
+        event = Event(sequence.id, (token,), text, scored, prompt_scored, None, None, None, sequence.num_cached)
         return event if reason is None else self._end(live, reason, event, stop_reason=stop)
 
     def _end(

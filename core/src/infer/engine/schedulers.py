@@ -77,12 +77,14 @@ class ContinuousScheduler:
     def _decodes(self) -> list[Work]:
         """One token for everyone past prefill, making room by preempting the youngest."""
         works = []
+        grow = self._pool.grow
         for sequence in list(self.running):
-            if not sequence.decoding or sequence.complete:
+            slot = sequence.slot
+            if slot is None or not sequence.decoding or sequence.complete:
                 continue
             if sequence.num_computed == sequence.prefill_end:
                 self._commit(sequence)
-            while not self._pool.grow(self._slot(sequence), len(sequence.tokens)):
+            while not grow(slot, len(sequence.tokens)):
                 victim = self.running[-1]
                 self._preempt(victim)
                 if victim is sequence:

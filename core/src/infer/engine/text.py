@@ -21,16 +21,16 @@ class TokenTexts:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
         self._end_to_end = _steps(tokenizer) in (["ByteLevel"], ["Replace", "ByteFallback", "Fuse"])
-        self._alone: dict[int, str | None] = {}
+        self.known: dict[int, str] = {}
+        """What tokens add after whole characters, so far as it is known."""
 
-    def alone(self, token_id: int) -> str | None:
+    def learn(self, token_id: int) -> str | None:
         """What the token adds after whole characters; None where only decoding it in company can say."""
-        try:
-            return self._alone[token_id]
-        except KeyError:
-            text = self.decode([token_id])
-            found = self._alone[token_id] = text if self._end_to_end and INCOMPLETE not in text else None
-            return found
+        text = self.decode([token_id]) if self._end_to_end else INCOMPLETE
+        if INCOMPLETE in text:
+            return None
+        self.known[token_id] = text
+        return text
 
 
 def _steps(tokenizer: Tokenizer) -> list[str]:
@@ -49,7 +49,8 @@ class Detokenizer:
 
     def __init__(self, texts: TokenTexts, prompt_token_ids: Sequence[int]) -> None:
         self._decode = texts.decode
-        self._alone = texts.alone
+        self._known = texts.known
+        self._learn = texts.learn
         # One bad byte makes some decoders replace its neighbours too: the part begins where a character does.
         starts = range(CONTEXT, CONTEXT + MOST_BYTES)
         parts = [list(prompt_token_ids[-n:]) for n in starts]
@@ -64,9 +65,11 @@ class Detokenizer:
     def push(self, token_id: int) -> str:
         """The text that the token completes; empty while a character is incomplete."""
         self._ids.append(token_id)
-        if self._whole and (alone := self._alone(token_id)) is not None:
-            self._prefix, self._read, self._shown = self._read, len(self._ids), alone
-            return alone
+        if self._whole:
+            alone = self._known.get(token_id)
+            if alone is not None or (alone := self._learn(token_id)) is not None:
+                self._prefix, self._read, self._shown = self._read, len(self._ids), alone
+                return alone
         text = self._decode(self._ids[self._prefix :])
         self._whole = not text.endswith(INCOMPLETE)
         if not self._whole or len(text) <= len(self._shown):
@@ -123,11 +126,14 @@ class TextStream:
 
     def __init__(self, texts: TokenTexts, prompt_token_ids: Sequence[int], stops: Sequence[str]) -> None:
         self._detokenizer = Detokenizer(texts, prompt_token_ids)
+        self._detokenize = self._detokenizer.push
         self._stops = StopFinder(stops)
+        self._stoppable = bool(stops)
 
     def push(self, token_id: int) -> tuple[str, str | None]:
         """(text to show, the stop string that was met or None)."""
-        return self._stops.push(self._detokenizer.push(token_id))
+        text = self._detokenize(token_id)
+        return self._stops.push(text) if self._stoppable else (text, None)
 
     def flush(self) -> tuple[str, str | None]:
         """The same for what is left at the end."""

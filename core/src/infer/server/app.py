@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import time
@@ -27,6 +28,9 @@ def run(settings: Settings, plugins: Plugins) -> None:
     metrics = Metrics()
     plugins.manager.register(metrics)
     engine_loop, served = start(settings, plugins)
+    # What is loaded by now stays; looking through it again and again would hold up a step each time.
+    gc.collect()
+    gc.freeze()
     try:
         asyncio.run(serve(engine_loop, served, metrics, settings.server))
     finally:
