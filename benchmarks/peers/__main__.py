@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -18,37 +17,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.peers.engines import DRIVERS, PEERS, environment, installed
 from benchmarks.shapes import CONFIGS, Costs, write_weights
 
 from infer.bench import machine
 
-DRIVERS = Path(__file__).parent / "drivers"
-PEERS = {"infer": "infer_.py", "vllm": "vllm_.py", "llama.cpp": "llamacpp.py", "transformers": "transformers_.py"}
-ENVIRONMENTS = Path(".peers")
 CELLS = [(1, 128, 24), (4, 128, 24), (8, 128, 24), (16, 128, 24), (4, 512, 12), (1, 2048, 12), (4, 2048, 12)]
 """Sequences, prompt tokens of each, decode steps."""
 
 
-def python_of(peer: str, given: Mapping[str, str]) -> str | None:
-    """The interpreter that has the peer; None where there is none."""
-    if peer in given:
-        return given[peer]
-    if peer in ("infer", "transformers"):
-        return sys.executable
-    path = ENVIRONMENTS / peer / "bin" / "python"
-    return str(path) if path.exists() else None
-
-
 def play(peer: str, python: str, checkpoint: Path, cells: Sequence[tuple[int, int, int]]) -> dict[str, float]:
     """What one run of a driver measured: seconds by "ready", "prefill BxP" and "decode BxP"."""
-    command = [python, str(DRIVERS / PEERS[peer]), str(checkpoint), json.dumps(cells)]
-    environment = os.environ | {"PYTHONPATH": str(DRIVERS.parents[2])}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    command = [python, str(DRIVERS / PEERS[peer]), str(checkpoint), json.dumps([*cells, *cells])]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(peer))
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode:
         raise RuntimeError(f"{peer}: {' '.join(command)} failed:\n{done.stderr[-2000:]}")
     found = {"ready": float(lines[0]["ready_s"])}
-    for line in lines[2:]:  # the second warms up
+    for line in lines[-len(cells) :]:  # once through warms up
         cell = f"{line['batch']}x{line['prompt']}"
         found |= {f"prefill {cell}": line["prefill_s"], f"decode {cell}": line["decode_s"]}
     return found
@@ -111,13 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--checkpoint", type=Path, help="where the weights are, or are to be; default: made anew")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
-    given = dict(item.split("=", 1) for item in args.python)
-    pythons: dict[str, str] = {}
-    for peer in dict.fromkeys(["infer", *(args.peer or PEERS)]):
-        if python := python_of(peer, given):
-            pythons[peer] = python
-        else:
-            print(f"{peer}: not installed (no {ENVIRONMENTS / peer}, and no --python {peer}=...); left out")
+    pythons = installed(["infer", *(args.peer or PEERS)], args.python)
     with tempfile.TemporaryDirectory() as made:
         checkpoint = args.checkpoint or Path(made) / args.shape
         if not (checkpoint / "config.json").exists():

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks.peers import __main__ as peers
+from benchmarks.peers import engines, online
 from benchmarks.shapes import Costs, write_weights
 from tests.support import CONFIGS
 
@@ -16,7 +17,7 @@ CONFIG = {**CONFIGS["qwen3"], "model_type": "qwen3", "vocab_size": 8192}
 def test_engines_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(peers, "CELLS", [(1, 16, 4), (2, 8, 4)])
     monkeypatch.setattr(peers, "CONFIGS", {"tiny": CONFIG})
-    monkeypatch.setattr(peers, "ENVIRONMENTS", tmp_path / "nowhere")
+    monkeypatch.setattr(engines, "ENVIRONMENTS", tmp_path / "nowhere")
     monkeypatch.setattr(peers, "ceilings", lambda: {"bandwidth": 1e9, "flops": 1e12})
     checkpoint, out = write_weights(tmp_path / "tiny", CONFIG), tmp_path / "out.json"
     arguments = ["--shape", "tiny", "--repeat", "1", "--peer", "transformers", "--peer", "vllm"]
@@ -33,8 +34,22 @@ def test_engines_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert report["bounds"]["decode 2x8"] == Costs(CONFIG).decode_bytes([8, 8]) / 1e9
 
 
+def test_servers_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(online, "CONFIGS", {"tiny": CONFIG})
+    monkeypatch.setattr(engines, "ENVIRONMENTS", tmp_path / "nowhere")
+    checkpoint, out = write_weights(tmp_path / "tiny", CONFIG), tmp_path / "out.json"
+    arguments = ["--shape", "tiny", "--repeat", "2", "--scale", "0.05", "--max-seq-len", "128"]
+    arguments += ["--workload", "baseline", "--workload", "chunked_prefill", "--set", "engine.prefill_chunk_size=16"]
+    assert online.main([*arguments, "--checkpoint", str(checkpoint), "--json", str(out)]) == 0
+    assert "vllm: not installed" in capsys.readouterr().out
+    runs = json.loads(out.read_text())["runs"]
+    assert set(runs) == {"baseline", "chunked_prefill"}
+    for by_peer in runs.values():
+        assert [(run["errors"], run["output_tok_s"] > 0) for run in by_peer["infer"]] == [([], True)] * 2
+
+
 def test_a_driver_that_fails_is_told(tmp_path: Path) -> None:
-    python = peers.python_of("infer", {})
+    python = engines.python_of("infer", {})
     assert python is not None
     with pytest.raises(RuntimeError, match=r"infer: .*failed"):
         peers.play("infer", python, tmp_path / "missing", [(1, 4, 2)])

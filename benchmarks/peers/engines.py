@@ -1,0 +1,48 @@
+"""The engines that are compared, and where they are installed."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+DRIVERS = Path(__file__).parent / "drivers"
+PEERS = {"infer": "infer_.py", "vllm": "vllm_.py", "llama.cpp": "llamacpp.py", "transformers": "transformers_.py"}
+ENVIRONMENTS = Path(".peers")
+VARIABLES: Mapping[str, Mapping[str, str]] = {
+    "vllm": {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "4",
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",  # it leaves a core idle otherwise
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
+}
+"""With which a peer makes the best of the machine."""
+
+
+def python_of(peer: str, given: Mapping[str, str]) -> str | None:
+    """The interpreter that has the peer; None where there is none."""
+    if peer in given:
+        return given[peer]
+    if peer in ("infer", "transformers"):
+        return sys.executable
+    path = ENVIRONMENTS / peer / "bin" / "python"
+    return str(path) if path.exists() else None
+
+
+def installed(peers: list[str], given: list[str]) -> dict[str, str]:
+    """The interpreters of those that are there; the others are named. ``given`` are NAME=PATH."""
+    paths, found = dict(item.split("=", 1) for item in given), {}
+    for peer in dict.fromkeys(peers):
+        if python := python_of(peer, paths):
+            found[peer] = python
+        else:
+            print(f"{peer}: not installed (no {ENVIRONMENTS / peer}, and no --python {peer}=...); left out")
+    return found
+
+
+def environment(peer: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **VARIABLES.get(peer, {})}
