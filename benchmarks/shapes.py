@@ -135,7 +135,7 @@ def write(folder: Path, config: Mapping[str, Any], dtype: str = "bfloat16") -> P
     (folder / "config.json").write_text(json.dumps({**config, "torch_dtype": dtype}))
     vocabulary = {f"w{i}": i for i in range(config["vocab_size"])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
-    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder
 

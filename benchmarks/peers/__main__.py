@@ -12,57 +12,91 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks import plots
 from benchmarks.peers.engines import DRIVERS, PEERS, environment, installed
 from benchmarks.shapes import CONFIGS, Costs, write_weights
 
 from infer.bench import machine
+from infer.device import zeros
 
-CELLS = [(1, 128, 24), (4, 128, 24), (8, 128, 24), (16, 128, 24), (4, 512, 12), (1, 2048, 12), (4, 2048, 12)]
+Cell = tuple[int, int, int]
 """Sequences, prompt tokens of each, decode steps."""
+SHORT, LONG = 24, 12
+CELLS: list[Cell] = [(1, 128, SHORT), (4, 128, SHORT), (8, 128, SHORT), (16, 128, SHORT)]
+CELLS += [(4, 512, LONG), (1, 2048, LONG), (4, 2048, LONG)]
 
 
-def play(peer: str, python: str, checkpoint: Path, cells: Sequence[tuple[int, int, int]]) -> dict[str, float]:
-    """What one run of a driver measured: seconds by "ready", "prefill BxP" and "decode BxP"."""
-    command = [python, str(DRIVERS / PEERS[peer]), str(checkpoint), json.dumps([*cells, *cells])]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(peer))
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode:
-        raise RuntimeError(f"{peer}: {' '.join(command)} failed:\n{done.stderr[-2000:]}")
-    found = {"ready": float(lines[0]["ready_s"])}
-    for line in lines[-len(cells) :]:  # once through warms up
-        cell = f"{line['batch']}x{line['prompt']}"
-        found |= {f"prefill {cell}": line["prefill_s"], f"decode {cell}": line["decode_s"]}
-    return found
+class Peer:
+    """An engine in a process of its own, idle but for ``run``: so that engines take turns cell by cell, and what else
+    happens on the machine meets all of them."""
+
+    def __init__(self, name: str, python: str, checkpoint: Path, cells: Sequence[Cell]) -> None:
+        self._name = name
+        self._command = [python, str(DRIVERS / PEERS[name]), str(checkpoint), json.dumps(cells)]
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the process)
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(
+            self._command, stdin=pipe, stdout=pipe, stderr=self._log, text=True, env=environment(name)
+        )
+        self.ready_s = self._read()["ready_s"]
+
+    def run(self, cell: Cell) -> dict[str, float]:
+        """Seconds by "prefill BxP" and "decode BxP"."""
+        assert self._process.stdin is not None
+        print(json.dumps(cell), file=self._process.stdin, flush=True)
+        found, title = self._read(), f"{cell[0]}x{cell[1]}"
+        return {f"prefill {title}": found["prefill_s"], f"decode {title}": found["decode_s"]}
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+        self._log.close()
+
+    def _read(self) -> dict[str, float]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:  # engines print their own, too
+            if line.startswith("{"):
+                found: dict[str, float] = json.loads(line)
+                return found
+        self._process.wait()
+        self._log.seek(0)
+        why = self._log.read().decode()[-2000:]
+        raise RuntimeError(f"{self._name}: {' '.join(self._command)} failed:\n{why}")
 
 
-def ceilings() -> dict[str, float]:
+class Ceilings:
     """What this machine does at best: bytes read per second, bf16 operations per second."""
-    import time
 
-    def seconds(run: Any, repeat: int) -> float:
-        times = []
-        for _ in range(repeat):
-            begin = time.perf_counter()
-            run()
-            times.append(time.perf_counter() - begin)
-        return statistics.median(times)
+    def __init__(self) -> None:
+        self._values = zeros((1 << 28,), torch.float32, torch.device("cpu"))
+        self._values.fill_(1.0)
+        self._x, weight = (torch.randn(2048, 2048).bfloat16() for _ in range(2))
+        with torch.inference_mode():
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight)
 
-    values = torch.ones(1 << 28)
-    n = 2048
-    with torch.inference_mode():
-        x, weight = (torch.randn(n, n).bfloat16() for _ in range(2))
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight)
-        product = seconds(lambda: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], ""), 12)
-        read = seconds(values.sum, 12)
-    return {"bandwidth": values.nbytes / read, "flops": 2 * n**3 / product}
+    @torch.inference_mode()
+    def run(self) -> dict[str, float]:
+        product = _seconds(lambda: torch.ops.mkldnn._linear_pointwise(self._x, self._packed, None, "none", [], ""), 9)
+        return {"bandwidth": self._values.nbytes / _seconds(self._values.sum, 9), "flops": 2 * 2048**3 / product}
 
 
-def bounds(costs: Costs, best: Mapping[str, float], cells: Sequence[tuple[int, int, int]]) -> dict[str, float]:
+def _seconds(run: Any, repeat: int) -> float:
+    times = []
+    for _ in range(repeat):
+        begin = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
+def bounds(costs: Costs, best: Mapping[str, float], cells: Sequence[Cell]) -> dict[str, float]:
     """The least time each figure could take here."""
     found = {}
     for batch, prompt, _ in cells:
@@ -91,7 +125,7 @@ def table(medians: Mapping[str, Mapping[str, float]], least: Mapping[str, float]
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__)
     parser.add_argument("--shape", choices=list(CONFIGS), default="Qwen3-0.6B")
-    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--peer", action="append", choices=list(PEERS), help="may be repeated; default: all")
     parser.add_argument("--python", action="append", default=[], metavar="NAME=PATH", help="an interpreter that has it")
     parser.add_argument("--checkpoint", type=Path, help="where the weights are, or are to be; default: made anew")
@@ -102,19 +136,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         checkpoint = args.checkpoint or Path(made) / args.shape
         if not (checkpoint / "config.json").exists():
             write_weights(checkpoint, CONFIGS[args.shape])
-        best = ceilings()
-        least = bounds(Costs(CONFIGS[args.shape]), best, CELLS)
-        runs: dict[str, list[dict[str, float]]] = {peer: [] for peer in pythons}
-        for _ in range(args.repeat):
-            for peer, python in pythons.items():
-                runs[peer].append(play(peer, python, checkpoint, CELLS))
+        engines = {peer: Peer(peer, python, checkpoint, CELLS) for peer, python in pythons.items()}
+        ceilings, reached = Ceilings(), []
+        runs: dict[str, list[dict[str, float]]] = {peer: [] for peer in engines}
+        for turn in range(args.repeat + 1):  # the first warms up
+            reached.append(ceilings.run())
+            found: dict[str, dict[str, float]] = {peer: {} for peer in engines}
+            for cell in CELLS:
+                for peer, engine in engines.items():
+                    found[peer] |= engine.run(cell)
+            if turn:
+                for peer, figures in found.items():
+                    runs[peer].append(figures)
+        ready = {peer: engine.ready_s for peer, engine in engines.items()}
+        for engine in engines.values():
+            engine.close()
+    best = {name: statistics.median(one[name] for one in reached) for name in reached[0]}
+    least = bounds(Costs(CONFIGS[args.shape]), best, CELLS)
     medians = {p: {f: statistics.median(run[f] for run in each) for f in each[0]} for p, each in runs.items()}
     print(f"{args.shape}, medians of {args.repeat}: reads {best['bandwidth'] / 1e9:.1f} GB/s, ", end="")
     print(f"multiplies {best['flops'] / 1e9:.0f} GFLOP/s")
+    print("ready: " + ", ".join(f"{peer} {seconds:.1f} s" for peer, seconds in ready.items()))
     print("\n".join(table(medians, least)))
     if args.json:
-        report = {"machine": machine(), "shape": args.shape, "ceilings": best, "bounds": least, "runs": runs}
+        report = {"machine": machine(), "shape": args.shape, "ready_s": ready, "ceilings": reached, "bounds": least}
+        report["runs"] = runs
         args.json.write_text(json.dumps(report, indent=1))
+        plots.peers(report, medians, args.json.with_suffix(".svg"))
     return 0
 
 

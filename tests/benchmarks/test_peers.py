@@ -18,19 +18,22 @@ def test_engines_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setattr(peers, "CELLS", [(1, 16, 4), (2, 8, 4)])
     monkeypatch.setattr(peers, "CONFIGS", {"tiny": CONFIG})
     monkeypatch.setattr(engines, "ENVIRONMENTS", tmp_path / "nowhere")
-    monkeypatch.setattr(peers, "ceilings", lambda: {"bandwidth": 1e9, "flops": 1e12})
+    monkeypatch.setattr(peers.Ceilings, "__init__", lambda self: None)
+    monkeypatch.setattr(peers.Ceilings, "run", lambda self: {"bandwidth": 1e9, "flops": 1e12})
     checkpoint, out = write_weights(tmp_path / "tiny", CONFIG), tmp_path / "out.json"
-    arguments = ["--shape", "tiny", "--repeat", "1", "--peer", "transformers", "--peer", "vllm"]
+    arguments = ["--shape", "tiny", "--repeat", "2", "--peer", "transformers", "--peer", "vllm"]
     assert peers.main([*arguments, "--checkpoint", str(checkpoint), "--json", str(out)]) == 0
     printed = capsys.readouterr().out
     assert "vllm: not installed" in printed
     report = json.loads(out.read_text())
     assert set(report["runs"]) == {"infer", "transformers"}
-    figures = {"ready", "prefill 1x16", "decode 1x16", "prefill 2x8", "decode 2x8"}
+    figures = {"prefill 1x16", "decode 1x16", "prefill 2x8", "decode 2x8"}
+    assert all(seconds > 0 for seconds in report["ready_s"].values())
     for runs in report["runs"].values():
-        assert [set(run) for run in runs] == [figures]
+        assert [set(run) for run in runs] == [figures] * 2
         assert all(seconds > 0 for seconds in runs[0].values())
-    assert set(report["bounds"]) == figures - {"ready"}
+    assert set(report["bounds"]) == figures
+    assert "<svg" in out.with_suffix(".svg").read_text()
     assert report["bounds"]["decode 2x8"] == Costs(CONFIG).decode_bytes([8, 8]) / 1e9
 
 
@@ -52,14 +55,14 @@ def test_a_driver_that_fails_is_told(tmp_path: Path) -> None:
     python = engines.python_of("infer", {})
     assert python is not None
     with pytest.raises(RuntimeError, match=r"infer: .*failed"):
-        peers.play("infer", python, tmp_path / "missing", [(1, 4, 2)])
+        peers.Peer("infer", python, tmp_path / "missing", [(1, 4, 2)])
 
 
 def test_table() -> None:
     medians = {
-        "infer": {"decode 1x8": 0.010, "prefill 1x8": 0.5, "ready": 1.0},
-        "other": {"decode 1x8": 0.015, "prefill 1x8": 0.6, "ready": 50.0},
+        "infer": {"decode 1x8": 0.010, "prefill 1x8": 0.5},
+        "other": {"decode 1x8": 0.015, "prefill 1x8": 0.6},
     }
     lines = peers.table(medians, {"decode 1x8": 0.009})
     assert lines[1].split() == ["decode", "1x8", "10.0", "0.90", "15.0", "1.50x"]
-    assert lines[4].split() == ["decode,", "mean", "1.50x"]
+    assert lines[3].split() == ["decode,", "mean", "1.50x"]

@@ -1,4 +1,5 @@
-"""Times infer on a checkpoint: CHECKPOINT CELLS, where CELLS is JSON, [[batch, prompt tokens, decode steps], ...]."""
+"""Times infer on a checkpoint: CHECKPOINT CELLS, where CELLS is JSON,
+[[batch, prompt tokens, decode steps], ...]; then one of them a line on standard input."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ def main() -> None:
     with LLM(path, plugins=[steps], engine=engine | chunk, cache={"paged": {"prefix_caching": False}}) as llm:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         print(json.dumps({"ready_s": time.perf_counter() - began, "peak_bytes": peak}), flush=True)
-        for batch, prompt, count in cells:
+        for batch, prompt, count in map(json.loads, sys.stdin):
             steps.records.clear()
             prompts = [[draw.randrange(3, 8000) for _ in range(prompt)] for _ in range(batch)]
             params = SamplingParams(temperature=0, max_tokens=count + 2 * batch, ignore_eos=True)

@@ -1,5 +1,5 @@
 """Times llama.cpp on a checkpoint, which it gets as a GGUF file without a vocabulary: CHECKPOINT CELLS, where CELLS is
-JSON, [[batch, prompt tokens, decode steps], ...]."""
+JSON, [[batch, prompt tokens, decode steps], ...]; then one of them a line on standard input."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def run(model: Any, batch: int, prompt: int, count: int, vocab: int) -> dict[str
 
 
 def main() -> None:
-    folder, cells = Path(sys.argv[1]), json.loads(sys.argv[2])
+    folder = Path(sys.argv[1])
     file = folder / "model.gguf"
     if not file.exists():
         write_gguf(folder, file)
@@ -117,7 +117,7 @@ def main() -> None:
     llama_cpp.llama_backend_init()
     model = llama_cpp.llama_model_load_from_file(str(file).encode(), llama_cpp.llama_model_default_params())
     print(json.dumps({"ready_s": time.perf_counter() - began}), flush=True)
-    for batch, prompt, count in cells:
+    for batch, prompt, count in map(json.loads, sys.stdin):
         print(json.dumps(run(model, batch, prompt, count, vocab)), flush=True)
 
 

@@ -1,4 +1,5 @@
-"""Times transformers on a checkpoint: CHECKPOINT CELLS, where CELLS is JSON, [[batch, prompt tokens, steps], ...]."""
+"""Times transformers on a checkpoint: CHECKPOINT CELLS, where CELLS is JSON,
+[[batch, prompt tokens, decode steps], ...]; then one of them a line on standard input."""
 
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ from transformers import AutoModelForCausalLM
 
 @torch.inference_mode()
 def main() -> None:
-    path, cells = sys.argv[1], json.loads(sys.argv[2])
+    path = sys.argv[1]
     began = time.perf_counter()
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     model.train(False)
     print(json.dumps({"ready_s": time.perf_counter() - began}), flush=True)
-    for batch, prompt, count in cells:
+    for batch, prompt, count in map(json.loads, sys.stdin):
         ids = torch.randint(3, 8000, (batch, prompt))
         start = time.perf_counter()
         out = model(ids, use_cache=True, logits_to_keep=1)

@@ -1,4 +1,5 @@
-"""Times vLLM on a CPU: CHECKPOINT CELLS, where CELLS is JSON, [[batch, prompt tokens, decode steps], ...]."""
+"""Times vLLM on a CPU: CHECKPOINT CELLS, where CELLS is JSON,
+[[batch, prompt tokens, decode steps], ...]; then one of them a line on standard input."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def main() -> None:
     )
     print(json.dumps({"ready_s": time.perf_counter() - began}), flush=True)
     draw, engine, name = random.Random(0), llm.llm_engine, 0
-    for batch, prompt, count in cells:
+    for batch, prompt, count in map(json.loads, sys.stdin):
         params = SamplingParams(temperature=0, max_tokens=count + 2 * batch, ignore_eos=True, detokenize=False)
         start = time.perf_counter()
         for _ in range(batch):

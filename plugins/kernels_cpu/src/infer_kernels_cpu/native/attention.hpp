@@ -81,6 +81,7 @@ struct Attention {
     };
 
     int64_t group() const { return H / K; }
+    int64_t tile_rows() const { return std::max(TILE_ROWS, group()); }
     int64_t width() const { return steps_of<T>(E) * STEP<T>; }
     int64_t columns() const { return panels_of(E) * PANEL; }
     int64_t first_key(const Queries& t) const { return window ? std::max<int64_t>(0, t.position - window + 1) : 0; }
@@ -173,12 +174,13 @@ struct Attention {
         if (begin >= end) return;
         int64_t e_steps = steps_of<T>(E), k_steps = steps_of<T>(KEYS), rows = end - begin;
         auto* packed = scratch<uint32_t, struct PackedStep>(std::max(KEYS * e_steps, columns() * k_steps));
-        auto* scores = scratch<float, struct Scores>(TILE_ROWS * KEYS);
-        auto* weights = scratch<T, struct Weights>(TILE_ROWS * KEYS);
+        auto* scores = scratch<float, struct Scores>(tile_rows() * KEYS);
+        auto* weights = scratch<T, struct Weights>(tile_rows() * KEYS);
         bool more = next.count > 0;
         float units = scale * LOG2E;
         pack_keys(places, k + head * E, next, more ? k + then * E : nullptr, packed);
-        int64_t last[TILE_ROWS], seen[TILE_ROWS];  // of these keys: the last that a row sees, how many its band does
+        // Of these keys: the last that a row sees, how many its band does.
+        auto *last = scratch<int64_t, struct Last>(tile_rows()), *seen = scratch<int64_t, struct Seen>(tile_rows());
         for (int64_t r = 0; r < rows; r += G) std::fill_n(last + r, G, t.position + (begin + r) / G - key);
         for (int64_t r = 0; r < rows; r += BAND) {
             int64_t n = std::min(BAND, rows - r);
@@ -210,7 +212,8 @@ struct Attention {
     // the last key that a row sees, seen[row] how many of its scores are there. Row by row would be simpler, and wait
     // for every row's maximum and sum.
     void softmax(const int64_t* last, const int64_t* seen, int64_t rows, float* scores, T* weights, const Found& f) const {
-        float now[TILE_ROWS + LANES], decay[TILE_ROWS + LANES];
+        auto* now = scratch<float, struct Now>(tile_rows());
+        auto* decay = scratch<float, struct Decay>(tile_rows() + LANES);
         for (int64_t r = 0; r < rows; r++) {
             float* row = scores + r * KEYS;
             int64_t count = seen[r];

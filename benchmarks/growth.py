@@ -1,0 +1,121 @@
+"""python -m benchmarks.growth [--shape NAME] [--json FILE]
+
+How the cost of a step grows: decode against context and against batch, prefill against prompt, each with the fit that
+the arithmetic lets one expect. Writes a picture beside the JSON. See benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from benchmarks import plots
+from benchmarks.shapes import CONFIGS, write
+from benchmarks.steps import Steps, all_decode, decode_gaps
+
+from infer import LLM, SamplingParams
+from infer.bench import machine
+
+CONTEXTS = (128, 512, 1024, 2048, 3072, 4096)
+BATCHES = (1, 2, 4, 8, 12, 16, 24, 32)
+PROMPTS = (64, 128, 256, 512, 1024, 2048, 3072, 4096)
+SHORT = 64
+NEW, REPEAT = 12, 3
+
+
+class Bench:
+    """Times batches of prompts."""
+
+    def __init__(self, llm: LLM, steps: Steps) -> None:
+        self._llm, self._steps, self._draw = llm, steps, random.Random(0)
+
+    def run(self, batch: int, prompt: int) -> tuple[float, float]:
+        """Seconds of the prefill and of a decode step."""
+        self._steps.records.clear()
+        ids = [[self._draw.randrange(3, 8000) for _ in range(prompt)] for _ in range(batch)]
+        params = SamplingParams(temperature=0, max_tokens=NEW + 2 * batch, ignore_eos=True)
+        start = time.perf_counter()
+        self._llm.generate(ids, params)
+        time.sleep(0.05)  # the last step is told after its events
+        prefill = next(record.started for record in self._steps.records if all_decode(record, batch)) - start
+        return prefill, statistics.median(decode_gaps(self._steps, batch))
+
+    def median(self, batch: int, prompt: int) -> tuple[float, float]:
+        self.run(batch, prompt)  # what is new takes longer
+        prefill, decode = zip(*(self.run(batch, prompt) for _ in range(REPEAT)), strict=True)
+        return statistics.median(prefill), statistics.median(decode)
+
+
+def fit(
+    name: str, of: str, x: Sequence[int], seconds: Sequence[float], terms: Sequence[tuple[str, Callable[[Any], Any]]]
+) -> dict[str, Any]:
+    """Least squares of relative errors over the terms."""
+    n, y = np.array(x, dtype=float), np.array(seconds)
+    columns = np.stack([term(n) for _, term in terms], axis=1)
+    factors, *_ = np.linalg.lstsq(columns / y[:, None], np.ones_like(y), rcond=None)
+    fitted = columns @ factors
+    formula = " + ".join(f"{1e3 * f:.3g} ms{label}" for f, (label, _) in zip(factors, terms, strict=True))
+    return {
+        "name": name,
+        "of": of,
+        "x": list(x),
+        "seconds": list(seconds),
+        "fitted": fitted.tolist(),
+        "formula": formula,
+        "largest_error": float(np.abs(fitted / y - 1).max()),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.growth", description=__doc__)
+    parser.add_argument("--shape", choices=list(CONFIGS), default="Qwen3-0.6B")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(argv)
+    steps, longest = Steps(), max(CONTEXTS + PROMPTS) + NEW + 2
+    with tempfile.TemporaryDirectory() as folder:
+        llm = LLM(
+            str(write(Path(folder), CONFIGS[args.shape])),
+            plugins=[steps],
+            model={"load_format": "dummy"},
+            engine={"max_batch_size": max(BATCHES), "max_seq_len": longest, "prefill_chunk_size": longest},
+            cache={"paged": {"prefix_caching": False}},
+        )
+    with llm:
+        bench = Bench(llm, steps)
+        of_context = [bench.median(1, n)[1] for n in CONTEXTS]
+        of_batch = [bench.median(n, SHORT)[1] for n in BATCHES]
+        of_prompt = [bench.median(1, n)[0] for n in PROMPTS]
+
+    def one(n: Any) -> Any:
+        return np.ones_like(n)
+
+    def same(n: Any) -> Any:
+        return n
+
+    panels = [
+        fit("decode, one sequence", "context", CONTEXTS, of_context, [("", one), (" n", same)]),
+        fit(f"decode after {SHORT} tokens", "batch", BATCHES, of_batch, [("", one), (" n", same)]),
+        fit("prefill, one sequence", "prompt", PROMPTS, of_prompt, [("", one), (" n", same), (" n^2", np.square)]),
+    ]
+    for panel in panels:
+        print(f"{panel['name']} of {panel['of']} n: {panel['formula']} (within {100 * panel['largest_error']:.0f}%)")
+        for x, seconds, fitted in zip(panel["x"], panel["seconds"], panel["fitted"], strict=True):
+            print(f"{x:8}{1e3 * seconds:10.2f} ms{1e3 * fitted:10.2f} fitted")
+    if args.json:
+        report = {"machine": machine(), "shape": args.shape, "panels": panels}
+        args.json.write_text(json.dumps(report, indent=1))
+        plots.growth(report, args.json.with_suffix(".svg"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
