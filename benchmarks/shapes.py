@@ -123,10 +123,13 @@ class Costs:
         return 2 * (self.layer_weights + self.head_weights + kv * sum(map(self.seen, contexts)))
 
     def flops(self, start: int, length: int, logits: int = 1) -> int:
-        """Of extending a sequence of ``start`` positions by ``length``, with logits at so many of them."""
+        """Of extending a sequence of ``start`` positions by ``length``, with logits at so many of them: only these need
+        what comes after the last layer's attention."""
         per_seen: int = 4 * self.num_attention_heads * self.head_dim
         seen = sum(self.seen(start + i) for i in range(length))
-        return 2 * (self.layer_weights * length + self.head_weights * logits) + per_seen * seen
+        last = sum(n * k for name, (n, k) in self.linear_shapes.items() if name != "qkv")
+        weights = self.layer_weights * length - last * (length - logits) + self.head_weights * logits
+        return int(2 * weights + per_seen * seen)
 
 
 def write(folder: Path, config: Mapping[str, Any], dtype: str = "bfloat16") -> Path:

@@ -45,7 +45,10 @@ def test_costs_of_a_step() -> None:
     per_token = 16 * 2 * 8 * 64
     assert costs.decode_bytes([0]) == 2 * (weights + per_token)
     assert costs.decode_bytes([99, 9]) == 2 * (weights + 110 * per_token)
-    assert costs.flops(0, 2, 1) == 2 * (2 * costs.layer_weights + costs.head_weights) + 16 * 4 * 32 * 64 * (1 + 2)
+    attention = 16 * 4 * 32 * 64 * (1 + 2)
+    assert costs.flops(0, 2, 2) == 4 * (costs.layer_weights + costs.head_weights) + attention
+    left_out = 2048 * 2048 + 3 * 8192 * 2048
+    assert costs.flops(0, 2, 1) == 2 * (2 * costs.layer_weights - left_out + costs.head_weights) + attention
     gemma = Costs(CONFIGS["Gemma-3-1B"])
     assert gemma.seen(2000) == 22 * 512 + 4 * 2001
 
