@@ -12,7 +12,6 @@ import random
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,9 @@ from typing import Any
 import numpy as np
 from benchmarks import plots
 from benchmarks.shapes import CONFIGS, write
-from benchmarks.steps import Steps, all_decode, decode_gaps
+from benchmarks.steps import Steps, timed
 
-from infer import LLM, SamplingParams
+from infer import LLM
 from infer.bench import machine
 
 CONTEXTS = (128, 512, 1024, 2048, 3072, 4096)
@@ -30,29 +29,6 @@ BATCHES = (1, 2, 4, 8, 12, 16, 24, 32)
 PROMPTS = (64, 128, 256, 512, 1024, 2048, 3072, 4096)
 SHORT = 64
 NEW, REPEAT = 12, 3
-
-
-class Bench:
-    """Times batches of prompts."""
-
-    def __init__(self, llm: LLM, steps: Steps) -> None:
-        self._llm, self._steps, self._draw = llm, steps, random.Random(0)
-
-    def run(self, batch: int, prompt: int) -> tuple[float, float]:
-        """Seconds of the prefill and of a decode step."""
-        self._steps.records.clear()
-        ids = [[self._draw.randrange(3, 8000) for _ in range(prompt)] for _ in range(batch)]
-        params = SamplingParams(temperature=0, max_tokens=NEW + 2 * batch, ignore_eos=True)
-        start = time.perf_counter()
-        self._llm.generate(ids, params)
-        time.sleep(0.05)  # the last step is told after its events
-        prefill = next(record.started for record in self._steps.records if all_decode(record, batch)) - start
-        return prefill, statistics.median(decode_gaps(self._steps, batch))
-
-    def median(self, batch: int, prompt: int) -> tuple[float, float]:
-        self.run(batch, prompt)  # what is new takes longer
-        prefill, decode = zip(*(self.run(batch, prompt) for _ in range(REPEAT)), strict=True)
-        return statistics.median(prefill), statistics.median(decode)
 
 
 def fit(
@@ -90,10 +66,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             cache={"paged": {"prefix_caching": False}},
         )
     with llm:
-        bench = Bench(llm, steps)
-        of_context = [bench.median(1, n)[1] for n in CONTEXTS]
-        of_batch = [bench.median(n, SHORT)[1] for n in BATCHES]
-        of_prompt = [bench.median(1, n)[0] for n in PROMPTS]
+        draw = random.Random(0)
+
+        def median(batch: int, prompt: int) -> tuple[float, float]:
+            runs = [timed(llm, steps, draw, batch, prompt, NEW) for _ in range(REPEAT + 1)]
+            prefill, decode = zip(*runs[1:], strict=True)  # what is new takes longer
+            return statistics.median(prefill), statistics.median(decode)
+
+        of_context = [median(1, n)[1] for n in CONTEXTS]
+        of_batch = [median(n, SHORT)[1] for n in BATCHES]
+        of_prompt = [median(1, n)[0] for n in PROMPTS]
 
     def one(n: Any) -> Any:
         return np.ones_like(n)

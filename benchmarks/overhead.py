@@ -1,8 +1,8 @@
 """python -m benchmarks.overhead [--json FILE]
 
 What a decode step costs besides the model: the scheduler, the cache's books, the batch's arrays, sampling, text and
-events, on a model that computes nothing; and the same with a
-product in between, after which the caches hold nothing of the engine. See benchmarks/README.md.
+events, on a model that computes nothing; and the same with a product in between, after which the caches hold nothing of
+the engine. See benchmarks/README.md.
 """
 
 from __future__ import annotations

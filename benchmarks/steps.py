@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import random
+import statistics
+import time
 
-from infer import hookimpl
+from infer import LLM, SamplingParams, hookimpl
 from infer.hookspecs import StepRecord
 
 
@@ -30,3 +33,14 @@ def decode_gaps(steps: Steps, batch: int) -> list[float]:
     """Seconds from one step of ``batch`` decodes to the next."""
     pairs = itertools.pairwise(steps.records)
     return [b.finished - a.finished for a, b in pairs if all_decode(a, batch) and all_decode(b, batch)]
+
+
+def timed(llm: LLM, steps: Steps, draw: random.Random, batch: int, prompt: int, new: int) -> tuple[float, float]:
+    """Seconds until ``batch`` prompts of so many random tokens all decode, and of a decode step, the median."""
+    steps.records.clear()
+    ids = [[draw.randrange(3, 8000) for _ in range(prompt)] for _ in range(batch)]
+    start = time.perf_counter()
+    llm.generate(ids, SamplingParams(temperature=0, max_tokens=new + 2 * batch, ignore_eos=True))
+    time.sleep(0.05)  # the last step is told after its events
+    prefill = next(record.started for record in steps.records if all_decode(record, batch)) - start
+    return prefill, statistics.median(decode_gaps(steps, batch))

@@ -161,6 +161,14 @@ class Stepper:
         while self.engine.has_work():
             self.engine.step()
 
+    def run_six(self) -> Any:
+        """Batches of every size up to five; the answers."""
+        for index, length in enumerate([3, 130, 140, 15, 1, 30]):
+            prompt = random_prompt(length, seed=index)
+            self.submit(prompt, str(index), temperature=1.0, seed=index, max_tokens=6 + index, logprobs=5)
+        self.run()
+        return {id: [(e.token_ids, e.logprobs, e.finish_reason) for e in events] for id, events in self.events.items()}
+
     def tokens(self, id: str) -> list[int]:
         return [token for event in self.events[id] for token in event.token_ids]
 

@@ -1,7 +1,7 @@
 """python -m benchmarks.peers [--shape NAME] [--repeat N] [--peer NAME ...] [--python NAME=PATH ...] [--json FILE]
 
 infer, vLLM's CPU build, llama.cpp and transformers on one checkpoint: decode steps and prefill, each engine in an
-environment of its own and alone on the machine, in turns. See benchmarks/README.md.
+environment and a process of its own, idle while another has its turn. See benchmarks/README.md.
 """
 
 from __future__ import annotations

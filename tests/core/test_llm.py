@@ -8,22 +8,10 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from benchmarks.steps import Steps
 
 from infer import LLM, RequestError, SamplingParams, SettingsError
 from infer.engine.engine import Engine, Message
-from infer.hookspecs import StepRecord, hookimpl
-
-
-class Steps:
-    INFER_PLUGIN_API = 1
-
-    def __init__(self) -> None:
-        self.records: list[StepRecord] = []
-
-    @hookimpl
-    def infer_step_finished(self, record: StepRecord) -> None:
-        self.records.append(record)
-
 
 STEPS = Steps()
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from tests.attention import random
-from tests.support import CONFIGS, CPU, DTYPES, FAMILIES, build_model, make_engine, paged_pool, random_prompt
+from tests.support import CONFIGS, CPU, DTYPES, FAMILIES, build_model, make_engine, paged_pool
 from torch import Tensor
 
 from infer.engine.graphs import DecodeGraphs
@@ -141,18 +141,8 @@ def test_an_engine_answers_as_it_does_without(family: str, dtype: torch.dtype, k
         assert record is not None
         graphs = DecodeGraphs(model, pool, CPU, MAX_BATCH, record) if recorded else None
         stepper = make_engine(model, dtype, pool=pool, kernels=kernels, graphs=graphs, max_batch_size=MAX_BATCH)
-        for index, length in enumerate([3, 130, 140, 15, 1, 30]):
-            stepper.submit(
-                random_prompt(length, seed=index),
-                str(index),
-                temperature=1.0,
-                seed=index,
-                max_tokens=6 + index,
-                logprobs=5,
-            )
-        stepper.run()
+        answers.append(stepper.run_six())
         assert any(record.preemptions for record in stepper.finished)
-        answers.append({id: [(e.token_ids, e.logprobs) for e in events] for id, events in stepper.events.items()})
         if graphs is not None:
             assert set(graphs._replays) == set(range(1, MAX_BATCH + 1))
             assert all(graphs._replays.values())

@@ -6,13 +6,12 @@ from __future__ import annotations
 import json
 import random
 import resource
-import statistics
 import sys
 import time
 
-from benchmarks.steps import Steps, all_decode, decode_gaps
+from benchmarks.steps import Steps, timed
 
-from infer import LLM, SamplingParams
+from infer import LLM
 
 
 def main() -> None:
@@ -26,14 +25,7 @@ def main() -> None:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         print(json.dumps({"ready_s": time.perf_counter() - began, "peak_bytes": peak}), flush=True)
         for batch, prompt, count in map(json.loads, sys.stdin):
-            steps.records.clear()
-            prompts = [[draw.randrange(3, 8000) for _ in range(prompt)] for _ in range(batch)]
-            params = SamplingParams(temperature=0, max_tokens=count + 2 * batch, ignore_eos=True)
-            start = time.perf_counter()
-            llm.generate(prompts, params)
-            time.sleep(0.05)  # the last step is told after its events
-            prefill = next(record.started for record in steps.records if all_decode(record, batch)) - start
-            decode = statistics.median(decode_gaps(steps, batch))
+            prefill, decode = timed(llm, steps, draw, batch, prompt, count)
             report = {"batch": batch, "prompt": prompt, "prefill_s": prefill, "decode_s": decode}
             print(json.dumps(report), flush=True)
 

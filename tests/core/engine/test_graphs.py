@@ -16,7 +16,6 @@ from tests.support import (
     build_model,
     make_engine,
     paged_pool,
-    random_prompt,
     slotted_pool,
 )
 from torch import Tensor
@@ -80,19 +79,7 @@ def test_replayed_passes_answer_as_eager_ones(
         graphs = DecodeGraphs(model, pool, CPU, MAX_BATCH, recorder) if recorded else None
         assert pool.free_tokens() == room
         stepper = make_engine(model, dtype, pool=pool, lag=lag, graphs=graphs, max_batch_size=MAX_BATCH)
-        for index, length in enumerate([3, 130, 140, 15, 1, 30]):
-            stepper.submit(
-                random_prompt(length, seed=index),
-                str(index),
-                temperature=1.0,
-                seed=index,
-                max_tokens=6 + index,
-                logprobs=5,
-            )
-        stepper.run()
-        answers.append(
-            {id: [(e.token_ids, e.logprobs, e.finish_reason) for e in events] for id, events in stepper.events.items()}
-        )
+        answers.append(stepper.run_six())
     assert answers[0] == answers[1]
     if isinstance(recorder, Recorder):
         assert set(recorder.replayed) >= ({1} if recorder.cheap else {1, 2, 4, 5})
