@@ -1,12 +1,15 @@
-# make install | serve [PORT=8000] | test | lint | bench
+# make install | serve [PORT=8000] | test | test-clients | lint | bench
 VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?= python3
 PORT ?= 8000
+OPENAI_3 := 3.54.0
+JITER := 0.16.0
+OPENAI_NODE := 6.49.0
 PACKAGES := core $(wildcard plugins/*)
 STAMP := $(VENV)/.installed
 
-.PHONY: install serve test lint bench
+.PHONY: install serve test test-clients lint bench
 
 install: $(STAMP)
 
@@ -14,6 +17,9 @@ $(STAMP): Makefile constraints.txt requirements-dev.txt $(PACKAGES:%=%/pyproject
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt \
 		--requirement requirements-dev.txt $(PACKAGES:%=--editable %)
+	# What cannot be in one environment with the rest, or is no Python: for tests/clients.
+	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(VENV)/openai-3 openai==$(OPENAI_3) jiter==$(JITER)
+	if command -v npm > /dev/null; then npm install --silent --no-audit --no-fund --prefix $(VENV)/node openai@$(OPENAI_NODE); fi
 	touch $@
 
 serve: install
@@ -26,6 +32,14 @@ lint: install
 
 test: lint
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8
+
+test-clients: $(VENV)/clients/.installed
+	$(BIN)/python -m pytest tests/clients/heavy.py
+
+$(VENV)/clients/.installed: requirements-clients.txt $(STAMP)
+	test -x $(VENV)/clients/bin/python || $(PYTHON) -m venv $(VENV)/clients
+	$(VENV)/clients/bin/python -m pip install --quiet --constraint constraints.txt --requirement requirements-clients.txt
+	touch $@
 
 bench: install
 	$(BIN)/python -m benchmarks.overhead

@@ -147,9 +147,15 @@ class Stepper:
     steps: list[StepRecord] = field(default_factory=list)
     finished: list[RequestRecord] = field(default_factory=list)
 
-    def submit(self, prompt: list[int], id: str, salt: str = "", **params: Any) -> Request:
+    def submit(self, prompt: list[int], id: str, salt: str = "", priority: int = 0, **params: Any) -> Request:
         request = Request.make(
-            prompt, SamplingParams(**params), vocab_size=VOCAB, max_seq_len=MAX_SEQ_LEN, id=id, cache_salt=salt
+            prompt,
+            SamplingParams(**params),
+            vocab_size=VOCAB,
+            max_seq_len=MAX_SEQ_LEN,
+            id=id,
+            cache_salt=salt,
+            priority=priority,
         )
         self.engine.submit(request)
         return request

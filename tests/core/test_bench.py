@@ -66,7 +66,7 @@ def test_arithmetic_against_padded_arithmetic() -> None:
         "computed_tokens": 20,
         "useful_tokens": 20,
         "padded_tokens": 50,
-        "cached_prompt_tokens": 16,
+        "prefix_cache_hits": 16,
     }
     lines = table({"as set": summarise([], counters)}).splitlines()
     found = {line.rsplit(maxsplit=1)[0].strip(): line.split()[-1] for line in lines[1:]}

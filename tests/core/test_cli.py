@@ -88,3 +88,24 @@ def test_demo_shows_both_timelines(tmp_path: Path) -> None:
     assert "0:32" in done.stdout
     assert "0:150" in done.stdout
     assert "jitter" in done.stdout
+
+
+def test_chat_answers_line_by_line(tmp_path: Path) -> None:
+    args = ("chat", "--model.path", "demo", "--max-tokens", "12", "--seed", "3")
+    one = infer(*args, cwd=tmp_path, text="a loop\n", **ONE_THREAD)
+    assert one.returncode == 0, one.stderr
+    assert one.stdout.strip()
+    again = infer(*args, cwd=tmp_path, text="a loop\n\n/reset\na loop\n/exit\nnever read\n", **ONE_THREAD)
+    assert again.stdout == one.stdout * 2, "a reset forgets, and so the same comes again"
+    with_system = infer(*args, "--system", "class A:", cwd=tmp_path, text="a loop\n", **ONE_THREAD)
+    assert with_system.stdout != one.stdout
+
+
+def test_chat_needs_a_template(tmp_path: Path) -> None:
+    (tmp_path / "empty.jinja").write_text("{{ raise_exception('no thanks') }}")
+    (tmp_path / "broken.jinja").write_text("{% if %}")
+    args = ("chat", "--model.path", "demo")
+    done = infer(*args, "--model.chat_template", "empty.jinja", cwd=tmp_path, text="x\n", **ONE_THREAD)
+    assert (done.returncode, "no thanks" in done.stderr) == (2, True), done.stderr
+    done = infer(*args, "--model.chat_template", "broken.jinja", cwd=tmp_path, text="x\n", **ONE_THREAD)
+    assert (done.returncode, "not valid" in done.stderr) == (2, True), done.stderr

@@ -124,3 +124,9 @@ def test_a_program_may_end_without_closing_it() -> None:
     program = 'from infer import LLM; print(LLM("demo", engine={"max_seq_len": 64}).generate("def")[0].finish_reason)'
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "length\n"), done.stderr
+
+
+def test_chat_is_generate_of_what_the_template_makes(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=6, temperature=0)
+    answer = llm.chat([{"role": "user", "content": "a loop"}], params)
+    assert answer.text == llm.generate(llm.encode("# a loop\n"), params)[0].text

@@ -151,7 +151,7 @@ class Observer:
 def test_a_failing_observer_is_left_out_and_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
     good, bad = Observer(False), Observer(True)
     plugins = Plugins.discover([good, bad])
-    record = StepRecord(0, 0.0, 0.0, (), 1, 0, 0, 0, 0, 0)
+    record = StepRecord(0, 0.0, 0.0, (), 1, 0, 0, 0, 0, 0, 0, 0)
     for _ in range(3):
         plugins.notify("infer_step_finished", record)
     assert (good.seen, bad.seen) == (3, 1)

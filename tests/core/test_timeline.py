@@ -5,7 +5,7 @@ from infer.timeline import Arrival, Recorder, latencies, render
 
 
 def step(index: int, started: float, finished: float, *work: WorkRecord) -> StepRecord:
-    return StepRecord(index, started, finished, work, 1, sum(w.length for w in work), 0, 1, 0, 0)
+    return StepRecord(index, started, finished, work, 1, 0, 0, sum(w.length for w in work), 0, 1, 0, 0)
 
 
 STEPS = [
@@ -17,7 +17,7 @@ STEPS = [
 
 
 def record(name: str) -> RequestRecord:
-    return RequestRecord(name, 40, 3, 0, "length", 0.0, None, 0.04, 0)
+    return RequestRecord(name, 40, 3, 0, "length", 0.0, None, None, 0.04, 0)
 
 
 def test_a_line_per_step_and_a_column_per_request() -> None:

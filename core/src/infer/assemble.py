@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
 
+from infer.chat_template import ChatTemplate
 from infer.checkpoint import Checkpoint
 from infer.engine.engine import Engine
 from infer.engine.exactness import self_check
@@ -17,7 +20,9 @@ from infer.engine.graphs import DecodeGraphs
 from infer.engine.loop import EngineLoop
 from infer.engine.runner import Runner
 from infer.errors import CheckpointError, InferError, SettingsError
+from infer.grammar import Grammars
 from infer.plugins import Plugins
+from infer.progress import track
 from infer.protocols import (
     CacheContext,
     CachePoolProtocol,
@@ -26,6 +31,7 @@ from infer.protocols import (
     ModelProtocol,
     SchedulerContext,
 )
+from infer.request import Request, SamplingParams
 from infer.settings import Settings, plugin_settings
 
 log = logging.getLogger(__name__)
@@ -38,11 +44,27 @@ class Served:
     """What the clients' side needs to know of the model that is served."""
 
     name: str
-    tokenizer: Tokenizer | None
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    grammars: Grammars
     vocab_size: int
     max_seq_len: int
+    cache_tokens: int
+    """Positions of the cache's."""
     exact: bool
     """Whether the start-up check found answers independent of batch and chunking, bit for bit."""
+
+    def request(
+        self, prompt: str | Sequence[int], params: SamplingParams, *, special: bool = True, **more: Any
+    ) -> Request:
+        """Tokenise (with the special tokens that begin a text, unless not ``special``), compile and check. ``more`` as
+        for ``Request.make``. Takes a while for a long text or a new grammar. Raises RequestError."""
+        ids = self.tokenizer.encode(prompt, add_special_tokens=special).ids if isinstance(prompt, str) else prompt
+        outputs = params.structured_outputs
+        grammar = None if outputs is None else self.grammars.compile(outputs)
+        return Request.make(
+            tuple(ids), params, vocab_size=self.vocab_size, max_seq_len=self.max_seq_len, grammar=grammar, **more
+        )
 
 
 def start(settings: Settings, plugins: Plugins) -> tuple[EngineLoop, Served]:
@@ -102,8 +124,16 @@ def _load(settings: Settings, plugins: Plugins, publish: Callable[..., None]) ->
         str(exact).lower(),
         time.perf_counter() - began,
     )
-    name = settings.server.served_model_name or settings.model.path
-    return engine, Served(name, tokenizer, model.vocab_size, max_seq_len, exact)
+    return engine, Served(
+        name=settings.server.served_model_name or settings.model.path,
+        tokenizer=tokenizer,
+        template=_template(settings.model.chat_template, checkpoint),
+        grammars=Grammars(tokenizer, model.vocab_size, checkpoint.eos_token_ids),
+        vocab_size=model.vocab_size,
+        max_seq_len=max_seq_len,
+        cache_tokens=pool.free_tokens(),
+        exact=exact,
+    )
 
 
 def choose_device(name: str) -> torch.device:
@@ -157,10 +187,11 @@ def _model(settings: Settings, plugins: Plugins, checkpoint: Checkpoint, context
     family = plugins.family(checkpoint.architectures, settings.model.family)
     own = plugin_settings(settings, "model", family.registration.name)
     model: ModelProtocol = family.registration.factory(checkpoint.config, context, own)
+    shapes = model.expected()
     if settings.model.load_format == "dummy":
-        model.load(checkpoint.dummy_tensors(model.expected(), context.dtype))
+        model.load(track(checkpoint.dummy_tensors(shapes, context.dtype), "weights", len(shapes)))
     else:
-        model.load(checkpoint.tensors())
+        model.load(track(checkpoint.tensors(), "weights", len(shapes)))
     return model
 
 
@@ -230,3 +261,13 @@ def _tokenizer(path: str | None, checkpoint: Checkpoint) -> Tokenizer:
         return Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exceptions
         raise CheckpointError(f"The tokenizer {file} cannot be read: {error}.") from error
+
+
+def _template(path: str | None, checkpoint: Checkpoint) -> ChatTemplate | None:
+    source = checkpoint.chat_template
+    if path is not None:
+        try:
+            source = Path(path).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingsError(f"model.chat_template = {path!r} cannot be read: {error}.") from None
+    return None if source is None else ChatTemplate(source, checkpoint.special_tokens)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from prometheus_client.parser import text_string_to_metric_families
 
 from infer.errors import InferError, SettingsError
 
@@ -158,7 +159,7 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
         cells.append(["tokens computed", *(f"{c['computed_tokens']:.0f}" for c in counted)])
         cells.append(["computed/needed", *(f"{c['computed_tokens'] / c['useful_tokens']:.3f}" for c in counted)])
         cells.append(["padded/needed", *(f"{c['padded_tokens'] / c['useful_tokens']:.3f}" for c in counted)])
-        cells.append(["tokens cached", *(f"{c['cached_prompt_tokens']:.0f}" for c in counted)])
+        cells.append(["tokens cached", *(f"{c['prefix_cache_hits']:.0f}" for c in counted)])
     cells.append(["errors", *(str(len(r["errors"])) for r in rows.values())])
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     return "\n".join(
@@ -203,15 +204,15 @@ async def send(session: aiohttp.ClientSession, url: str, model: str, planned: Pl
     return sample
 
 
-COUNTERS = ("passes", "computed_tokens", "padded_tokens", "useful_tokens", "cached_prompt_tokens", "preemptions")
+COUNTERS = ("passes", "computed_tokens", "padded_tokens", "useful_tokens", "prefix_cache_hits", "num_preemptions")
 
 
 async def count(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
     """The server's counters; none where it is not infer."""
     async with session.get(f"{url}/metrics") as response:
         text = await response.text() if response.status == 200 else ""
-    found = dict(line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("infer_"))
-    return {name: float(found[key]) for name in COUNTERS if (key := f"infer_{name}_total") in found}
+    found = {sample.name: sample.value for family in text_string_to_metric_families(text) for sample in family.samples}
+    return {name: found[key] for name in COUNTERS if (key := f"infer_{name}_total") in found}
 
 
 async def play(

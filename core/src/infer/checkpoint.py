@@ -20,6 +20,7 @@ from torch import Tensor
 
 from infer.errors import CheckpointError
 
+TOKENIZER_CONFIG = "tokenizer_config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 OTHER_FORMATS = (".bin", ".pt", ".pth", ".gguf")
@@ -104,6 +105,37 @@ class Checkpoint:
                 raise self._bad("eos_token_id", value, "a token id or a list of them")
             found.update(ids)
         return frozenset(found)
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """The texts of special tokens by role, ``bos_token`` and so on, as tokenizer_config.json gives them."""
+        found = {}
+        for role, value in self._tokenizer_config.items():
+            if role.endswith("_token"):
+                text = value.get("content") if isinstance(value, dict) else value
+                if isinstance(text, str):
+                    found[role] = text
+        return found
+
+    @property
+    def chat_template(self) -> str | None:
+        """The Jinja source that makes messages a prompt, where the checkpoint has one."""
+        file = self.folder / "chat_template.jinja"
+        if file.is_file():
+            return _read(file)
+        value = self._tokenizer_config.get("chat_template")
+        if isinstance(value, list):  # several by name
+            named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
+            value = named.get("default")
+        if value is not None and not isinstance(value, str):
+            raise CheckpointError(
+                f"{self.folder / TOKENIZER_CONFIG}: chat_template is neither a text nor has a default."
+            )
+        return value
+
+    @property
+    def _tokenizer_config(self) -> dict[str, Any]:
+        return self._json(TOKENIZER_CONFIG) if (self.folder / TOKENIZER_CONFIG).exists() else {}
 
     @property
     def tokenizer_file(self) -> Path:
@@ -200,6 +232,13 @@ class Checkpoint:
         return value
 
 
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}.") from error
+
+
 def _is_id(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
@@ -233,7 +272,7 @@ def _download(path: str, bundled: Mapping[str, Path], revision: str | None) -> P
         folder = huggingface_hub.snapshot_download(
             path,
             revision=revision,
-            allow_patterns=["*.safetensors", "*.json"],
+            allow_patterns=["*.safetensors", "*.json", "*.jinja"],
             ignore_patterns=["*/*", "consolidated*"],
         )
     except errors.GatedRepoError as error:

@@ -1,4 +1,4 @@
-"""The command line: infer serve | generate | demo | bench | plugins | settings."""
+"""The command line: infer serve | generate | chat | demo | bench | plugins | settings."""
 
 from __future__ import annotations
 
@@ -16,6 +16,11 @@ from infer.plugins import HOOKS, Plugins
 from infer.request import SamplingParams
 from infer.settings import Loaded, describe, describe_schema, load_settings, schema, split_arguments
 
+PLAIN_PARAMS = (
+    *("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos", "min_tokens"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
+"""Sampling parameters that a command line can say."""
 CHOSEN_BY = {
     "cache": "cache.backend",
     "kernels": "kernels.backend",
@@ -60,11 +65,14 @@ def _parser() -> argparse.ArgumentParser:
     command("serve", "serve the model over HTTP")
     generate = command("generate", "answer prompts on the terminal")
     generate.add_argument("prompts", nargs="*", help="texts; none reads one from standard input")
-    for name, option in SamplingParams.model_fields.items():
-        if name not in ("logprobs", "prompt_logprobs", "stop_token_ids"):
-            flag = {"action": "store_true", "default": None} if name == "ignore_eos" else {}
-            many = {"action": "append"} if name == "stop" else {}
-            generate.add_argument(f"--{name.replace('_', '-')}", help=option.description, **flag, **many)  # type: ignore[arg-type]
+    chat = command("chat", "talk with the model on the terminal")
+    chat.add_argument("--system", metavar="TEXT", help="what the conversation begins with")
+    for sub in (generate, chat):
+        for name, option in SamplingParams.model_fields.items():
+            if name in PLAIN_PARAMS:
+                flag = {"action": "store_true", "default": None} if name == "ignore_eos" else {}
+                many = {"action": "append"} if name == "stop" else {}
+                sub.add_argument(f"--{name.replace('_', '-')}", help=option.description, **flag, **many)  # type: ignore[arg-type]
     timeline.add_arguments(command("demo", "print a timeline of steps, chunked prefill on and off side by side"))
     bench.add_arguments(command("bench", "measure the workloads over HTTP"))
     plugins = command("plugins", "list what is installed, what is chosen, and why")
@@ -94,6 +102,10 @@ def _run(args: argparse.Namespace, settings_argv: Sequence[str]) -> int:
             return 0
         case "generate":
             return _generate(args, loaded, plugins)
+        case "chat":
+            from infer import chat
+
+            return chat.main(loaded.settings, plugins, _params(args, {"max_tokens": None}), args.system)
         case "demo":
             return timeline.main(loaded.settings, plugins, args)
         case "bench":
@@ -105,18 +117,25 @@ def _run(args: argparse.Namespace, settings_argv: Sequence[str]) -> int:
             return _settings(args, loaded, plugins)
 
 
-def _generate(args: argparse.Namespace, loaded: Loaded, plugins: Plugins) -> int:
+def _params(args: argparse.Namespace, defaults: dict[str, object]) -> SamplingParams:
     from pydantic import ValidationError
 
-    from infer.llm import LLM
-
-    given = {name: v for name in SamplingParams.model_fields if (v := getattr(args, name, None)) is not None}
+    given = {name: v for name in PLAIN_PARAMS if (v := getattr(args, name, None)) is not None}
     try:
-        params = SamplingParams.model_validate({"max_tokens": 128} | given)
+        return SamplingParams.model_validate(defaults | given)
     except ValidationError as error:
         first = error.errors()[0]
+        what = first["msg"].removeprefix("Value error, ")
+        if not first["loc"]:
+            raise InferError(f"{what[:1].upper()}{what[1:]}.") from None
         flag = str(first["loc"][0]).replace("_", "-")
-        raise InferError(f"--{flag} {first['input']}: {first['msg']}.") from None
+        raise InferError(f"--{flag} {first['input']}: {what}.") from None
+
+
+def _generate(args: argparse.Namespace, loaded: Loaded, plugins: Plugins) -> int:
+    from infer.llm import LLM
+
+    params = _params(args, {"max_tokens": 128})
     prompts = args.prompts if args.prompts and args.prompts != ["-"] else [sys.stdin.read()]
     with LLM.from_settings(loaded.settings, plugins) as llm:
         if len(prompts) > 1:
@@ -192,10 +211,12 @@ def _settings(args: argparse.Namespace, loaded: Loaded, plugins: Plugins) -> int
     values = dict(describe(loaded.settings))
     if args.json:
         both = {key: {"value": value, "source": loaded.sources[key]} for key, value in values.items()}
-        print(json.dumps(both, indent=2))
+        print(json.dumps(both, indent=2, default=str))
         return 0
     descriptions = {key: text for key, text, _ in describe_schema(schema(plugins))}
-    rows = [(key, json.dumps(value), loaded.sources[key], descriptions[key]) for key, value in values.items()]
+    rows = [
+        (key, json.dumps(value, default=str), loaded.sources[key], descriptions[key]) for key, value in values.items()
+    ]
     print(_table([("key", "value", "source", "what it is"), *rows]))
     return 0
 

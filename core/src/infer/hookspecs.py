@@ -8,7 +8,7 @@ the same way (``infer/builtin.py``).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -77,6 +77,10 @@ class StepRecord:
     finished: float
     work: Sequence[WorkRecord]
     passes: int
+    decodes: int
+    """Sequences that decoded."""
+    chunks: int
+    """Sequences that were prefilled."""
     computed_tokens: int
     """Of all passes."""
     padded_tokens: int
@@ -96,9 +100,13 @@ class RequestRecord:
     num_cached: int
     finish_reason: str
     arrival: float
+    started: float | None
+    """When it first got into a pass."""
     first_token: float | None
     finished: float
     preemptions: int
+    trace: Mapping[str, str] = field(default_factory=dict)
+    """The client's headers that name its trace (W3C's ``traceparent`` and ``tracestate``)."""
 
 
 @hookspec

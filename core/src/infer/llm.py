@@ -12,6 +12,7 @@ from infer.assemble import start
 from infer.engine.loop import AsyncDoor
 from infer.errors import QueueFullError, RequestError
 from infer.plugins import Plugins
+from infer.progress import bar
 from infer.request import Event, FinishReason, Request, SamplingParams, TokenLogprobs
 from infer.settings import Settings, load_settings
 
@@ -108,20 +109,44 @@ class LLM:
         answers = {request.id: Completion(request.prompt_token_ids) for request in waiting}
         mailbox: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
         left, running = len(waiting), 0
-        while left:
-            try:
-                if waiting:
-                    accepted = self.loop.submit_all(waiting, mailbox.put)
-                    running += accepted
-                    del waiting[:accepted]
-            except QueueFullError:  # their turn comes when one of ours has ended
-                if not running:
-                    raise
-            for event in mailbox.get():
-                answers[event.request_id].add(event)
-                ended = event.finish_reason is not None
-                left, running = left - ended, running - ended
+        with bar("prompts", left) as done:
+            while left:
+                try:
+                    if waiting:
+                        accepted = self.loop.submit_all(waiting, mailbox.put)
+                        running += accepted
+                        del waiting[:accepted]
+                except QueueFullError:  # their turn comes when one of ours has ended
+                    if not running:
+                        raise
+                for event in mailbox.get():
+                    answers[event.request_id].add(event)
+                    if event.finish_reason is not None:
+                        left, running = left - 1, running - 1
+                        done()
         return list(answers.values())
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None) -> Completion:
+        """Answer a conversation. Raises RequestError."""
+        (answer,) = self.generate(self.encode(self.render(messages)), params)
+        return answer
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The prompt that the checkpoint's chat template makes. Raises RequestError."""
+        if self.served.template is None:
+            raise RequestError(
+                "This checkpoint has no chat template; give one with model.chat_template, or do without chat.",
+                param="messages",
+            )
+        try:
+            return self.served.template.render(messages)
+        except ValueError as error:
+            raise RequestError(f"{str(error)[:1].upper()}{str(error)[1:]}.", param="messages") from None
+
+    def encode(self, prompt: str) -> list[int]:
+        """Token ids of a text that brings its special tokens along, as chat templates do."""
+        ids: list[int] = self.served.tokenizer.encode(prompt, add_special_tokens=False).ids
+        return ids
 
     def submit(
         self,
@@ -156,17 +181,7 @@ class LLM:
         cache_salt: str | None = None,
     ) -> Request:
         """Tokenise and check. Raises RequestError."""
-        if isinstance(prompt, str):
-            assert self.served.tokenizer is not None
-            prompt = self.served.tokenizer.encode(prompt).ids
-        return Request.make(
-            tuple(prompt),
-            params or SamplingParams(),
-            vocab_size=self.served.vocab_size,
-            max_seq_len=self.served.max_seq_len,
-            id=id,
-            cache_salt=cache_salt,
-        )
+        return self.served.request(prompt, params or SamplingParams(), id=id, cache_salt=cache_salt)
 
     def close(self, drain_s: float = 0.0) -> None:
         """Give what runs ``drain_s`` seconds, abort the rest, and stop the engine."""

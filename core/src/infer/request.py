@@ -4,19 +4,48 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from infer.errors import RequestError
+
+if TYPE_CHECKING:
+    from infer.grammar import Grammar
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
+MAX_BIASES = 1024
+MAX_CHOICES = 1024
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 TokenId = Annotated[int, Field(ge=0, strict=True)]
+Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
+
+
+class StructuredOutputs(BaseModel):
+    """What an answer has to look like; exactly one of these."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+
+    json_schema: dict[str, Any] | bool | str | None = Field(
+        None, alias="json", description="A JSON schema that the answer, a JSON text, has to fit."
+    )
+    json_object: bool | None = Field(None, description="The answer is a JSON object, whatever is in it.")
+    regex: str | None = Field(None, min_length=1, description="A regular expression that the whole answer matches.")
+    choice: tuple[str, ...] | None = Field(
+        None, min_length=1, max_length=MAX_CHOICES, description="The answer is one of these texts."
+    )
+    grammar: str | None = Field(None, min_length=1, description="A grammar in Lark's notation, as llguidance reads it.")
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if sum(value not in (None, False) or (name == "json_schema" and value is False) for name, value in self) != 1:
+            raise ValueError("give exactly one of json, json_object, regex, choice and grammar")
+        return self
 
 
 class SamplingParams(BaseModel):
@@ -33,7 +62,24 @@ class SamplingParams(BaseModel):
     stop: tuple[str, ...] = Field((), description="Texts that end the answer; they are not part of it.")
     stop_token_ids: tuple[TokenId, ...] = Field((), max_length=64, description="Tokens that end the answer.")
     ignore_eos: bool = Field(False, description="Go on after the end-of-sequence token.")
+    min_tokens: int = Field(0, ge=0, description="No stop token before so many new tokens.")
+    presence_penalty: float = Field(
+        0.0, ge=-2, le=2, description="Taken off the logit of every token that the answer has already."
+    )
+    frequency_penalty: float = Field(
+        0.0, ge=-2, le=2, description="Taken off a token's logit for each time that the answer has it."
+    )
+    repetition_penalty: float = Field(
+        1.0, gt=0, le=100, description="Divides the logit (multiplies a negative one) of what prompt or answer have."
+    )
+    logit_bias: dict[TokenId, Bias] = Field(
+        {}, max_length=MAX_BIASES, description="Token id to what is added to its logit, -100 to 100."
+    )
+    structured_outputs: StructuredOutputs | None = Field(None, description="What the answer has to look like.")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="Likeliest tokens to report per token.")
+    logprob_token_ids: tuple[TokenId, ...] | None = Field(
+        None, min_length=1, max_length=256, description="Report these tokens instead of the likeliest."
+    )
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="The same for the prompt's tokens.")
 
     @field_validator("stop", mode="before")
@@ -54,6 +100,29 @@ class SamplingParams(BaseModel):
             raise ValueError(f"each stop string has 1 to {MAX_STOP_CHARS} characters")
         return value
 
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens = {self.min_tokens} is above max_tokens = {self.max_tokens}")
+        if self.logprob_token_ids is not None and self.logprobs is not None:
+            raise ValueError("logprobs and logprob_token_ids exclude each other")
+        if self.structured_outputs is not None and (self.ignore_eos or self.min_tokens):
+            name = "ignore_eos" if self.ignore_eos else "min_tokens"
+            raise ValueError(f"{name} cannot be held together with structured output, which says itself where to end")
+        return self
+
+    @property
+    def steered(self) -> bool:
+        """What it may draw next depends on what it has drawn, or on more than the model says."""
+        return bool(
+            self.min_tokens
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.repetition_penalty != 1
+            or self.logit_bias
+            or self.structured_outputs
+        )
+
 
 def new_request_id() -> str:
     return f"req-{secrets.token_hex(12)}"
@@ -70,6 +139,14 @@ class Request:
     """``params.seed``, or drawn once when the client gave none."""
     cache_salt: str = ""
     """Only requests of equal salt share what the cache holds."""
+    priority: int = 0
+    """The lower, the earlier it is admitted, and the later preempted."""
+    grammar: Grammar | None = None
+    """``params.structured_outputs``, compiled."""
+    grammar_after: int | None = None
+    """The token of the answer that the grammar waits for, if any: the end of reasoning."""
+    trace: Mapping[str, str] = field(default_factory=dict)
+    """Headers that name the client's trace, for observers."""
     arrival: float = field(default_factory=time.perf_counter)
 
     @classmethod
@@ -82,8 +159,13 @@ class Request:
         max_seq_len: int,
         id: str | None = None,
         cache_salt: str | None = None,
+        priority: int = 0,
+        grammar: Grammar | None = None,
+        grammar_after: int | None = None,
+        trace: Mapping[str, str] | None = None,
     ) -> Request:
         """Check the ids and the length against the model. Raises RequestError, whose text is fit for the client."""
+        assert (grammar is None) == (params.structured_outputs is None)
         n = len(prompt_token_ids)
         if n == 0:
             raise RequestError("The prompt is empty: give at least one token.", param="prompt")
@@ -102,18 +184,34 @@ class Request:
                 param="max_tokens",
                 code="context_length_exceeded",
             )
-        for name, ids in (("prompt", prompt_token_ids), ("stop_token_ids", params.stop_token_ids)):
+        for name, ids in (
+            ("prompt", prompt_token_ids),
+            ("stop_token_ids", params.stop_token_ids),
+            ("logit_bias", params.logit_bias),
+            ("logprob_token_ids", params.logprob_token_ids or ()),
+        ):
             if bad := next((i for i in ids if not 0 <= i < vocab_size), None):
                 raise RequestError(
                     f"{name} holds token id {bad}, but this model's ids are 0 to {vocab_size - 1}.",
                     param=name,
                 )
         seed = params.seed if params.seed is not None else secrets.randbits(63)
-        return cls(tuple(prompt_token_ids), params, id or new_request_id(), seed, cache_salt or "")
+        return cls(
+            tuple(prompt_token_ids),
+            params,
+            id or new_request_id(),
+            seed,
+            cache_salt or "",
+            priority,
+            grammar,
+            grammar_after,
+            trace or {},
+        )
 
 
 class TokenLogprobs(NamedTuple):
-    """The chosen token's log-probability (natural log, before temperature and filters) and the likeliest ones."""
+    """The chosen token's log-probability (natural log, before temperature, penalties and filters), and those of the
+    likeliest tokens, or of others that were asked for."""
 
     token_id: int
     logprob: float

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, create_model, field_validator
 
 from infer.errors import SettingsError
 from infer.plugins import KNOWN, Plugins
@@ -40,6 +40,15 @@ class ModelSettings(Section):
     path: str | None = Field(None, description="A folder, a hub id (org/name) or a bundled name (demo).")
     family: str = Field("auto", description="The model plugin; auto goes by the checkpoint's architecture.")
     tokenizer: str | None = Field(None, description="A tokenizer.json other than the checkpoint's.")
+    chat_template: str | None = Field(None, description="A file with a Jinja template other than the checkpoint's.")
+    tool_format: Literal["auto", "tags", "json", "python", "none"] = Field(
+        "auto",
+        description="How the model writes tool calls: <tool_call> tags (Qwen), bare JSON (Llama 3), Python (Gemma); "
+        "auto goes by the chat template.",
+    )
+    reasoning: Literal["auto", "think", "none"] = Field(
+        "auto", description="think: what is in <think> tags is reasoning; auto goes by the chat template."
+    )
     revision: str | None = Field(None, description="Branch, tag or commit of a hub id.")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         "auto", description="The weights' and the cache's type; auto takes the checkpoint's."
@@ -88,11 +97,31 @@ class KernelsSettings(Section):
 class ServerSettings(Section):
     host: str = Field("127.0.0.1", description="The address to bind.")
     port: int = Field(8000, ge=0, le=65535, description="The port to bind; 0 for any free one.")
+    api_keys: list[SecretStr] = Field(
+        [], description="Keys of which every request has to show one; separated by commas; none lets everyone in."
+    )
+    access_log: bool = Field(True, description="A line of JSON per request, to stderr.")
+    metrics_names: Literal["infer", "vllm"] = Field(
+        "infer", description="How names at /metrics begin: infer_, or vllm: for dashboards made for that."
+    )
+    max_choices: int = Field(256, ge=1, description="Answers that one request may ask for: its prompts times n.")
     served_model_name: str | None = Field(None, description="The model's name for clients; none for model.path.")
     max_body_bytes: int = Field(4 * 2**20, ge=1024, description="The largest request body.")
     body_timeout_s: float = Field(30.0, gt=0, description="Seconds for a request's body to arrive.")
     stall_timeout_s: float = Field(60.0, gt=0, description="Seconds until a client that does not read is dropped.")
     drain_timeout_s: float = Field(30.0, ge=0, description="Seconds that requests may finish in after SIGTERM.")
+
+    @field_validator("api_keys", mode="before")
+    @classmethod
+    def _keys(cls, value: object) -> object:
+        return [key.strip() for key in value.split(",")] if isinstance(value, str) else value or []
+
+    @field_validator("api_keys")
+    @classmethod
+    def _long(cls, value: list[SecretStr]) -> list[SecretStr]:
+        if any(not key.get_secret_value() for key in value):
+            raise ValueError("a key is empty")
+        return value
 
 
 class LogSettings(Section):

@@ -15,13 +15,16 @@ from tokenizers import Tokenizer
 
 from infer.engine.batch import pack
 from infer.engine.runner import Launched, Runner
-from infer.engine.sequence import PENDING, Sequence, Work
+from infer.engine.sequence import PENDING, Schedule, Sequence, Work
+from infer.engine.steering import Steering
 from infer.engine.text import TextStream, TokenTexts
 from infer.hookspecs import RequestRecord, StepRecord, WorkRecord
 from infer.protocols import CachePoolProtocol, SchedulerProtocol
 from infer.request import Event, FinishReason, Request, TokenLogprobs
 
 log = logging.getLogger(__name__)
+
+NOT_FINITE = "The model's output is not finite (NaN or infinity)."
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,7 @@ class Engine:
         self._live: dict[str, _Live] = {}
         self._steps = 0
         self._arrivals = 0
+        self._num_steered = 0
 
     def submit(self, message: Message) -> None:
         """Hand over requests or an abort; it counts from the next step. None only wakes ``wait``."""
@@ -97,12 +101,15 @@ class Engine:
         """One iteration: everyone who runs gets ahead by a token or a chunk."""
         started = time.perf_counter()
         self._drain_inbox()
-        passes = list(self._scheduler.schedule().passes())
+        if self._num_steered:
+            self._settle(0)  # what they may draw next depends on what they drew last
+        schedule = self._scheduler.schedule()
+        passes = list(schedule.passes())
         for works in passes:
             self._launch(works)
             self._settle(self._lag)
         if passes:
-            self._observe(started, passes)
+            self._observe(started, schedule, passes)
         else:
             self._settle(0)
 
@@ -131,6 +138,9 @@ class Engine:
             if self._texts is not None:
                 text = TextStream(self._texts, message.prompt_token_ids, params.stop)
             stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_token_ids)
+            if params.steered:
+                sequence.steering = Steering(message, stops)
+                self._num_steered += 1
             self._live[message.id] = _Live(sequence, text, stops)
             self._scheduler.add(sequence)
         elif isinstance(message, Abort) and (live := self._live.get(message.request_id)):
@@ -143,8 +153,10 @@ class Engine:
         except Exception as error:
             self._fail(works, error)
             return
-        for sequence, start, length, _, _ in works:
+        for sequence, start, length, _, decode in works:
             sequence.num_computed = start + length
+            if not decode and sequence.started is None:
+                sequence.started = time.perf_counter()
         for sequence, _, n in launched.batch.scored:
             sequence.prompt_scored += n
         for sequence in launched.batch.sampled:
@@ -177,7 +189,9 @@ class Engine:
     def _take(self, live: _Live, sequence: Sequence, token: int | None, logprobs: TokenLogprobs | None) -> Event:
         """Fill in a sequence's oldest pending token and see whether it is the last."""
         if token is None:
-            return self._end(live, "error", error="The model's output is not finite (NaN or infinity).")
+            fault = sequence.steering.fault if sequence.steering else None
+            error = f"The structured output gave up: {fault}" if fault else NOT_FINITE
+            return self._end(live, "error", error=error)
         tokens, pending = sequence.tokens, sequence.pending
         tokens[-pending] = token
         sequence.pending = pending = pending - 1
@@ -217,6 +231,7 @@ class Engine:
         sequence = live.sequence
         num_known = len(sequence.tokens) - sequence.pending
         self._scheduler.finish(sequence)
+        self._num_steered -= sequence.steering is not None
         del self._live[sequence.id]
         text = event.text if event else ""
         if live.text is not None and not isinstance(stop_reason, str):
@@ -233,9 +248,11 @@ class Engine:
                 num_cached=sequence.num_cached,
                 finish_reason=reason,
                 arrival=sequence.request.arrival,
+                started=sequence.started,
                 first_token=live.first_token,
                 finished=time.perf_counter(),
                 preemptions=sequence.preemptions,
+                trace=sequence.request.trace,
             ),
         )
         event = event or Event(sequence.id)
@@ -246,7 +263,7 @@ class Engine:
         text = f"The step failed: {type(error).__name__}: {error}"
         self._publish([self._end(self._live[w.sequence.id], "error", error=text) for w in works])
 
-    def _observe(self, started: float, passes: Seq[Seq[Work]]) -> None:
+    def _observe(self, started: float, schedule: Schedule, passes: Seq[Seq[Work]]) -> None:
         running = sum([live.sequence.slot is not None for live in self._live.values()])
         lengths = [[work.length for work in works] for works in passes]
         self._notify(
@@ -257,6 +274,8 @@ class Engine:
                 finished=time.perf_counter(),
                 work=Records([work for works in passes for work in works]),
                 passes=len(passes),
+                decodes=len(schedule.decodes),
+                chunks=len(schedule.prefills),
                 computed_tokens=sum(map(sum, lengths)),
                 padded_tokens=sum(len(row) * max(row) for row in lengths),
                 running=running,

@@ -145,21 +145,47 @@ class AsyncDoor:
         self._asyncio_loop = asyncio.get_running_loop()
         self._queues: dict[str, asyncio.Queue[Event]] = {}
 
-    async def stream(self, request: Request) -> AsyncGenerator[Event]:
-        """Submit at once and yield events to the last; leaving early aborts the request."""
+    async def stream(self, *requests: Request) -> AsyncGenerator[Event]:
+        """Submit at once as many as there is room for, and the others as the first ones end; yield the events of all, to
+        the last. Leaving early aborts what is under way. Raises QueueFullError where there is no room at all.
+
+        Requests that share the very prompt follow the first of them when that has its first token: by then a pool that
+        shares prefixes holds the prompt.
+        """
         queue: asyncio.Queue[Event] = asyncio.Queue()
-        self._engine_loop.submit(request, self._post)
-        self._queues[request.id] = queue
-        done = False
+        first: dict[int, str] = {}
+        followers: dict[str, list[Request]] = {}
+        waiting: list[Request] = []
+        running: set[str] = set()
+        for request in requests:
+            leader = first.setdefault(id(request.prompt_token_ids), request.id)
+            (waiting if leader == request.id else followers.setdefault(leader, [])).append(request)
         try:
-            while not done:
+            while waiting or running:
+                if waiting:
+                    try:
+                        accepted = self._engine_loop.submit_all(waiting, self._post)
+                    except QueueFullError:  # their turn comes when one of ours has ended
+                        if not running:
+                            raise
+                        accepted = 0
+                    running.update(request.id for request in waiting[:accepted])
+                    self._queues.update((request.id, queue) for request in waiting[:accepted])
+                    del waiting[:accepted]
                 event = await queue.get()
-                done = event.finish_reason is not None
+                waiting += followers.pop(event.request_id, ())
+                if event.finish_reason is not None:
+                    running.remove(event.request_id)
+                    del self._queues[event.request_id]
                 yield event
         finally:
-            del self._queues[request.id]
-            if not done:
-                self._engine_loop.abort(request.id)
+            for request_id in running:
+                del self._queues[request_id]
+                self._engine_loop.abort(request_id)
+
+    def abort(self, request_id: str) -> None:
+        """End a request within a step; its stream goes on to its last event."""
+        self._engine_loop.abort(request_id)
 
     def _post(self, events: list[Event]) -> None:
         """In the engine's thread: one wake-up of the event loop for all events of a pass."""

@@ -14,6 +14,7 @@ from infer.engine.batch import Batch
 from infer.engine.graphs import DecodeGraphs
 from infer.engine.sampler import Drawing, Scores, score
 from infer.engine.sequence import Sequence
+from infer.engine.steering import steer
 from infer.protocols import CachePoolProtocol, KernelsProtocol, ModelProtocol
 from infer.request import TokenLogprobs
 
@@ -81,10 +82,11 @@ class Runner:
         if batch.sampled:
             logits_NV = self._model.logits(hidden_ND[upload(batch.sample_rows, self._device)])
             draws = self._drawing([s.request for s in batch.sampled], [len(s.tokens) for s in batch.sampled])
-            token_N = self._kernels.sample(logits_NV, draws)
+            edits = [(row, s.steering.edit(s.tokens)) for row, s in enumerate(batch.sampled) if s.steering is not None]
+            token_N = self._kernels.sample(steer(logits_NV, edits) if edits else logits_NV, draws)
             known_N = token_N.clamp(min=0)
             self._last_token_S[upload(batch.sample_slots, self._device)] = known_N
-            chosen = score(logits_NV, known_N, [s.request.params.logprobs for s in batch.sampled])
+            chosen = score(logits_NV, known_N, self._drawing.wanted)
             token_N = download(token_N)
         prompts = [part for s, r, n in batch.scored for part in self._score(s, hidden_ND[r : r + n])]
         return Launched(batch, token_N, chosen, prompts, mark(self._device))

@@ -19,6 +19,8 @@ from infer.protocols import Draws
 from infer.request import Request, SamplingParams, TokenLogprobs
 
 Words = np.ndarray[tuple[int], np.dtype[np.uint64]]
+Wanted = int | tuple[int, ...] | None
+"""How many of the likeliest tokens, or which, or no log-probabilities at all."""
 
 
 class Drawing:
@@ -30,13 +32,17 @@ class Drawing:
         self._requests: list[Request] = []
         self._draws: Draws
         self._seed_N: Words
+        self.wanted: list[Wanted] = []
+        """Which log-probabilities the requests ask for."""
 
     def __call__(self, requests: list[Request], positions: Sequence[int]) -> Draws:
         """``positions``: each token's index in its sequence."""
         if len(requests) != len(self._requests) or any(map(operator.is_not, requests, self._requests)):
             self._requests = requests
             self._seed_N = words([request.seed for request in requests])
-            self._draws = self._columns([request.params for request in requests])
+            params = [request.params for request in requests]
+            self._draws = self._columns(params)
+            self.wanted = [p.logprobs if p.logprob_token_ids is None else p.logprob_token_ids for p in params]
         if self._draws.greedy:
             return self._draws
         return replace(self._draws, uniform_N=upload(uniform(self._seed_N, words(positions)), self._device))
@@ -93,19 +99,22 @@ class Scores:
         return result
 
 
-def score(logits_NV: Tensor, token_N: Tensor, counts: Sequence[int | None]) -> Scores:
-    """Log-probabilities of the given tokens and the ``counts[i]`` likeliest of each row, before temperature and
-    filters; none where ``counts`` says None."""
+def score(logits_NV: Tensor, token_N: Tensor, wanted: Sequence[Wanted]) -> Scores:
+    """Log-probabilities of the given tokens and of those that are wanted besides, before temperature and filters."""
     groups = []
-    for count in {c for c in counts if c is not None}:
+    for each in {w for w in wanted if w is not None}:
         # Rows of one count go together: which of two tied tokens is listed may depend on how many are asked for.
-        wanted = [i for i, c in enumerate(counts) if c == count]
-        rows_M = upload(np.array(wanted), logits_NV.device)
+        rows = [i for i, w in enumerate(wanted) if w == each]
+        rows_M = upload(np.array(rows), logits_NV.device)
         logprob_MV = torch.log_softmax(logits_NV[rows_M].float(), dim=-1)
         token_M = token_N[rows_M]
         chosen_M1 = logprob_MV.gather(1, token_M[:, None])
         rank_M = (logprob_MV > chosen_M1).sum(dim=-1) + 1
-        top = logprob_MV.topk(min(count, logprob_MV.shape[1]), dim=-1)
-        found = (token_M, chosen_M1[:, 0], rank_M, top.indices, top.values)
-        groups.append((wanted, *(download(tensor) for tensor in found)))
-    return Scores(len(counts), groups)  # type: ignore[arg-type]
+        if isinstance(each, tuple):
+            ids_MC = upload(np.array(each), logits_NV.device).expand(len(rows), -1)
+            values_MC = logprob_MV.gather(1, ids_MC)
+        else:
+            values_MC, ids_MC = logprob_MV.topk(min(each, logprob_MV.shape[1]), dim=-1)
+        found = (token_M, chosen_M1[:, 0], rank_M, ids_MC, values_MC)
+        groups.append((rows, *(download(tensor) for tensor in found)))
+    return Scores(len(wanted), groups)  # type: ignore[arg-type]

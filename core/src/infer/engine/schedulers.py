@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from infer.engine.sequence import Schedule, Sequence, Work
@@ -13,9 +14,12 @@ if TYPE_CHECKING:
     from infer.settings import EngineSettings
 
 
+BY_RANK = attrgetter("rank")
+
+
 class ContinuousScheduler:
     """Each step: a token for everyone who decodes, then chunks of prompts under way, then new prompts in arrival order,
-    all within ``max_tokens_per_step``.
+    all within ``max_tokens_per_step``. Where requests have priorities, these come before arrival.
 
     The cache must have room for one sequence of full length; then whoever runs alone can always go on, and every
     request ends.
@@ -30,13 +34,13 @@ class ContinuousScheduler:
         self._max_partial = settings.max_num_partial_prefills
         self._mixed = settings.mixed_batches
         self.running: list[Sequence] = []
-        """By arrival."""
+        """By rank."""
         self.waiting: deque[Sequence] = deque()
-        """By arrival; the preempted, being older than all that never ran, come first."""
+        """By rank; so the preempted come before all of their priority that never ran, being older."""
         self._by_id: dict[str, Sequence] = {}
 
     def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
+        insort(self.waiting, sequence, key=BY_RANK)
         self._by_id[sequence.id] = sequence
 
     def has_work(self) -> bool:
@@ -75,7 +79,7 @@ class ContinuousScheduler:
         return True
 
     def _decodes(self) -> list[Work]:
-        """One token for everyone past prefill, making room by preempting the youngest."""
+        """One token for everyone past prefill, making room by preempting the last in rank."""
         works = []
         grow = self._pool.grow
         for sequence in list(self.running):
@@ -111,14 +115,14 @@ class ContinuousScheduler:
         if sequence.preemptions == 0:
             sequence.num_cached = place.num_cached
         self.waiting.popleft()
-        insort(self.running, sequence, key=lambda s: s.order)
+        insort(self.running, sequence, key=BY_RANK)
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self._release(sequence)
         sequence.preemptions += 1
-        self.waiting.appendleft(sequence)
+        insort(self.waiting, sequence, key=BY_RANK)
 
     def _commit(self, sequence: Sequence) -> None:
         known = min(sequence.num_computed, len(sequence.tokens) - sequence.pending)

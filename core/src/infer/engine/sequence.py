@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from infer.request import Request
+
+if TYPE_CHECKING:
+    from infer.engine.steering import Steering
 
 PENDING = -1
 """Stands in ``Sequence.tokens`` for a token that the device has drawn, or will have by the time it is needed there, but
@@ -19,10 +22,14 @@ class Sequence:
 
     request: Request
     order: int
-    """Arrival order; the youngest is preempted first."""
+    """Arrival order."""
     max_len: int
     """Tokens, prompt included, at which it ends for want of room."""
+    steering: Steering | None = None
+    """What it does to its logits, if anything."""
     id: str = field(init=False)
+    rank: tuple[int, int] = field(init=False)
+    """The lowest is admitted first, the highest preempted first."""
     tokens: list[int] = field(init=False)
     num_prompt: int = field(init=False)
     num_computed: int = 0
@@ -39,11 +46,14 @@ class Sequence:
     """How many PENDING tokens ``tokens`` ends with. Set by the engine."""
     prompt_scored: int = 0
     """Prompt positions whose logprobs have been computed. Set by the engine."""
+    started: float | None = None
+    """When it first got into a pass, on ``time.perf_counter``. Set by the engine."""
 
     def __post_init__(self) -> None:
         self.id = self.request.id
         self.tokens = list(self.request.prompt_token_ids)
         self.num_prompt = len(self.tokens)
+        self.rank = (self.request.priority, self.order)
 
     @property
     def decoding(self) -> bool:

@@ -3,20 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import logging
 import signal
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
 
 from aiohttp import web
 
 from infer.assemble import Served, start
 from infer.engine.loop import AsyncDoor, EngineLoop
 from infer.plugins import Plugins
+from infer.server import answers
+from infer.server.access import access_log, authorize, log_to_stderr
+from infer.server.chat import Chat
 from infer.server.completions import Completions
-from infer.server.errors import errors
+from infer.server.decisions import Decisions
+from infer.server.errors import NotFoundError, Protocol, errors
 from infer.server.metrics import Metrics
-from infer.settings import ServerSettings, Settings
+from infer.server.openapi import Route, pages
+from infer.server.rendering import Renderer
+from infer.server.responses import Responses
+from infer.server.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DecisionsRequest,
+    DetokenizeRequest,
+    ResponsesRequest,
+    TokenizeRequest,
+)
+from infer.server.service import Service
+from infer.server.tokenization import Tokenization
+from infer.settings import Settings
 
 log = logging.getLogger(__name__)
 
@@ -32,68 +53,141 @@ def run(settings: Settings, plugins: Plugins) -> None:
     gc.collect()
     gc.freeze()
     try:
-        asyncio.run(serve(engine_loop, served, metrics, settings.server))
+        log_to_stderr()
+        asyncio.run(serve(engine_loop, served, metrics, settings))
     finally:
         engine_loop.close()
 
 
-async def serve(engine_loop: EngineLoop, served: Served, metrics: Metrics, settings: ServerSettings) -> None:
+async def serve(engine_loop: EngineLoop, served: Served, metrics: Metrics, settings: Settings) -> None:
     """Serve until a signal; then let the requests under way finish within ``drain_timeout_s``."""
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    async with listen(
+        make_app(engine_loop, served, metrics, settings), settings.server.host, settings.server.port
+    ) as url:
+        print(f"infer: ready on {url}", flush=True)
+        await stop.wait()
+        log.info("draining %d requests", engine_loop.num_open)
+        await asyncio.to_thread(engine_loop.close, settings.server.drain_timeout_s)
+
+
+@asynccontextmanager
+async def listen(app: web.Application, host: str, port: int) -> AsyncIterator[str]:
+    """Serve the app, to the end of the block. Gives the address."""
     runner = web.AppRunner(
-        make_app(engine_loop, served, metrics, settings),
+        app,
         handler_cancellation=True,  # a client that leaves ends its handler, and so its request
-        keepalive_timeout=KEEPALIVE_S,
-        access_log=None,
         shutdown_timeout=1.0,
     )
     await runner.setup()
-    site = web.TCPSite(runner, settings.host, settings.port)
+    loop = asyncio.get_running_loop()
     try:
-        await site.start()
-        host, port = runner.addresses[0][:2]
-        print(f"infer: ready on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
-        await stop.wait()
-        log.info("draining %d requests", engine_loop.num_open)
-        await site.stop()
-        await asyncio.to_thread(engine_loop.close, settings.drain_timeout_s)
+        assert runner.server is not None
+        how: dict[str, Any] = {"keepalive_timeout": KEEPALIVE_S, "access_log": None}
+        protocol = functools.partial(Protocol, runner.server, loop=loop, **how)
+        listening = await loop.create_server(protocol, host, port, reuse_address=True)
+        try:
+            address, bound = listening.sockets[0].getsockname()[:2]
+            yield f"http://{f'[{address}]' if ':' in address else address}:{bound}"
+        finally:
+            listening.close()  # not waited for: it would wait for clients that keep their connection
     finally:
         await runner.cleanup()
 
 
-def make_app(engine_loop: EngineLoop, served: Served, metrics: Metrics, settings: ServerSettings) -> web.Application:
+def make_app(engine_loop: EngineLoop, served: Served, metrics: Metrics, settings: Settings) -> web.Application:
     """The routes. Call it inside the event loop that will serve them."""
-    app = web.Application(middlewares=[errors], client_max_size=settings.max_body_bytes)
-    completions = Completions(served, AsyncDoor(engine_loop), settings.body_timeout_s, settings.stall_timeout_s)
-    created = int(time.time())
+    server = settings.server
+    renderer = None if served.template is None else Renderer(served.template)
+    service = Service(served, AsyncDoor(engine_loop), renderer, server)
+    chat = Chat(service, settings.model)
+    tokenization = Tokenization(service, chat)
+    decisions = Decisions(service).handle
+    metrics.watch(engine_loop, served, server.metrics_names, settings.engine.max_tokens_per_step)
+    entry: answers.Model = {
+        "id": served.name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "infer",
+        "max_model_len": served.max_seq_len,
+        "vocab_size": served.vocab_size,
+        "exact": served.exact,
+    }
 
     async def models(http: web.Request) -> web.Response:
-        entry = {
-            "id": served.name,
-            "object": "model",
-            "created": created,
-            "owned_by": "infer",
-            "max_model_len": served.max_seq_len,
-            "vocab_size": served.vocab_size,
-            "exact": served.exact,
-        }
         return web.json_response({"object": "list", "data": [entry]})
 
+    async def model(http: web.Request) -> web.Response:
+        name = http.match_info["model"]
+        if name != served.name:
+            raise NotFoundError(
+                f"The model {name!r} is not served here; this server has {served.name!r}.", code="model_not_found"
+            )
+        return web.json_response(entry)
+
     async def health(http: web.Request) -> web.Response:
-        """200 while the engine's thread lives."""
         alive = engine_loop.healthy
         return web.json_response({"status": "ok" if alive else "dead"}, status=200 if alive else 503)
 
     async def ready(http: web.Request) -> web.Response:
-        """200 while new requests are taken."""
         takes = engine_loop.accepting
         return web.json_response({"status": "ready" if takes else "draining"}, status=200 if takes else 503)
 
-    app.router.add_post("/v1/completions", completions.handle)
-    app.router.add_get("/v1/models", models)
-    app.router.add_get("/health", health)
-    app.router.add_get("/ready", ready)
-    app.router.add_get("/metrics", metrics.handle)
+    routes = [
+        Route(
+            "POST",
+            "/v1/chat/completions",
+            chat.handle,
+            "Go on with a conversation.",
+            answers.ChatCompletion,
+            ChatRequest,
+            answers.ChatChunk,
+        ),
+        Route(
+            "POST",
+            "/v1/completions",
+            Completions(service).handle,
+            "Continue texts.",
+            answers.Completion,
+            CompletionRequest,
+            answers.Completion,
+        ),
+        Route(
+            "POST",
+            "/v1/responses",
+            Responses(service, chat).handle,
+            "OpenAI's responses: text, and nothing is stored.",
+            answers.Response,
+            ResponsesRequest,
+            answers.ResponseEvent,
+        ),
+        Route(
+            "POST", "/v1/decisions", decisions, "Answer typed questions on a state.", answers.Decision, DecisionsRequest
+        ),
+        Route("POST", "/v1/systemone", decisions, "The same.", answers.Decision, DecisionsRequest),
+        Route("POST", "/tokenize", tokenization.tokenize, "Text to token ids.", answers.Tokenized, TokenizeRequest),
+        Route(
+            "POST", "/detokenize", tokenization.detokenize, "Token ids to text.", answers.Detokenized, DetokenizeRequest
+        ),
+        Route("GET", "/tokenizer_info", tokenization.info, "What the tokenizer is.", answers.TokenizerInfo),
+        Route("GET", "/v1/models", models, "The model that is served.", answers.Models),
+        Route("GET", "/v1/models/{model:.+}", model, "The model of this name.", answers.Model),
+        Route("GET", "/health", health, "200 while the engine lives.", answers.Status),
+        Route("GET", "/ready", ready, "200 while new requests are taken.", answers.Status),
+        Route("GET", "/metrics", metrics.handle, "Figures for Prometheus.", "text/plain"),
+    ]
+    # The outermost comes first: whatever goes wrong inside has a status by the time it is logged.
+    keys = [key.get_secret_value() for key in server.api_keys]
+    app = web.Application(
+        middlewares=[access_log(server.access_log), errors, authorize(keys)], client_max_size=server.max_body_bytes
+    )
+    for route in routes:
+        app.router.add_route(route.method, route.path, route.handler)
+    openapi, docs = pages(routes, served.name)
+    app.router.add_get("/openapi.json", openapi)
+    app.router.add_get("/docs", docs)
+    if renderer is not None:
+        app.on_cleanup.append(lambda app: renderer.close())
     return app

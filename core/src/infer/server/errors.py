@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import http
 import logging
 import secrets
 from typing import Any
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
+from aiohttp.web_request import BaseRequest
 
 from infer.errors import EngineDeadError, QueueFullError, RequestError
 
@@ -21,14 +23,17 @@ class NotFoundError(RequestError):
     """What the request names is not here."""
 
 
+class UnauthorizedError(RequestError):
+    """The request shows no key of this server's."""
+
+
 def error_body(message: str, type: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     return {"error": {"message": message, "type": type, "param": param, "code": code}}
 
 
 @web.middleware
 async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Give the request its id and turn whatever goes wrong into JSON with the right status."""
-    request[REQUEST_ID] = secrets.token_hex(12)
+    """Turn whatever goes wrong into JSON with the right status, and show the request's id."""
     try:
         response = await handler(request)
     except (ConnectionResetError, TimeoutError):
@@ -40,21 +45,26 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     return response
 
 
-def _response(http: web.Request, error: Exception) -> web.Response:
+def _response(request: web.Request, error: Exception) -> web.Response:
     headers: dict[str, str] = {}
     match error:
         case NotFoundError():
             status, kind = 404, "invalid_request_error"
+        case UnauthorizedError():
+            status, kind = 401, "authentication_error"
+            headers["WWW-Authenticate"] = "Bearer"
         case RequestError():
             status, kind = 400, "invalid_request_error"
         case QueueFullError() | EngineDeadError():
             status, kind = 503, "server_error"
             headers["Retry-After"] = str(RETRY_AFTER_S)
         case web.HTTPNotFound():
-            message = f"There is no {http.path} here."
+            message = f"There is no {request.path} here."
             return web.json_response(error_body(message, "invalid_request_error"), status=404)
         case web.HTTPMethodNotAllowed():
-            message = f"{http.method} is not allowed on {http.path}; use {' or '.join(sorted(error.allowed_methods))}."
+            message = (
+                f"{request.method} is not allowed on {request.path}; use {' or '.join(sorted(error.allowed_methods))}."
+            )
             return web.json_response(
                 error_body(message, "invalid_request_error"),
                 status=405,
@@ -67,7 +77,31 @@ def _response(http: web.Request, error: Exception) -> web.Response:
             message = error.text or error.reason
             return web.json_response(error_body(message, "invalid_request_error"), status=error.status)
         case _:
-            log.error("request %s failed", http[REQUEST_ID], exc_info=error)
+            log.error("request %s failed", request[REQUEST_ID], exc_info=error)
             status, kind = 500, "server_error"
     param, code = (error.param, error.code) if isinstance(error, RequestError) else (None, None)
     return web.json_response(error_body(str(error), kind, param=param, code=code), status=status, headers=headers)
+
+
+class Protocol(web.RequestHandler):
+    """Answers what is no HTTP, too, as everything else that goes wrong is answered."""
+
+    __slots__ = ()
+
+    def handle_error(
+        self,
+        request: BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        if status >= 500:
+            log.error("a request failed", exc_info=exc)
+        if request.writer.output_size > 0:
+            raise ConnectionError("the answer has begun; it cannot become another")
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        text = " ".join((message or http.HTTPStatus(status).phrase).split())[:500]
+        response = web.json_response(error_body(text, kind), status=status)
+        response.headers["X-Request-Id"] = secrets.token_hex(12)
+        response.force_close()
+        return response

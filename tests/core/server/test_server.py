@@ -3,71 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
-import aiohttp
 import pytest
-from aiohttp import web
-from aiohttp.test_utils import TestServer
 from prometheus_client.parser import text_string_to_metric_families
-
-from infer.assemble import start
-from infer.plugins import Plugins
-from infer.server.app import make_app
-from infer.server.metrics import Metrics
-from infer.settings import load_settings
-
-Body = dict[str, Any]
-
-
-class Running:
-    """A server and a client session."""
-
-    def __init__(self, session: aiohttp.ClientSession, url: str, engine_loop: Any) -> None:
-        self.session, self.url, self.engine_loop = session, url, engine_loop
-
-    async def post(self, body: object, path: str = "/v1/completions") -> tuple[int, Any, Any]:
-        data = body if isinstance(body, (bytes, str)) else json.dumps(body)
-        async with self.session.post(self.url + path, data=data) as response:
-            return response.status, await response.json(), response.headers
-
-    async def get(self, path: str) -> tuple[int, Any]:
-        async with self.session.get(self.url + path) as response:
-            return response.status, await response.json()
-
-    async def stream(self, body: Body) -> list[Any]:
-        """The data of each event; "[DONE]" as it is."""
-        async with self.session.post(self.url + "/v1/completions", json=body | {"stream": True}) as response:
-            assert response.status == 200
-            assert response.content_type == "text/event-stream"
-            text = (await response.read()).decode()
-        lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
-        return [line if line == "[DONE]" else json.loads(line) for line in lines]
-
-    async def idle(self) -> None:
-        """Until nothing is open; fails by the test's own timeout."""
-        async with asyncio.timeout(20):
-            while self.engine_loop.num_open:
-                await asyncio.sleep(0)
-
-
-@asynccontextmanager
-async def running(**sections: Any) -> AsyncIterator[Running]:
-    plugins = Plugins.discover()
-    overrides = {"model": {"path": "demo"}, "kernels": {"threads": 1}} | sections
-    settings = load_settings(plugins, env={}, overrides=overrides, read_file=False).settings
-    metrics = Metrics()
-    plugins.manager.register(metrics)
-    engine_loop, served = await asyncio.to_thread(start, settings, plugins)
-    try:
-        app: web.Application = make_app(engine_loop, served, metrics, settings.server)
-        async with TestServer(app, handler_cancellation=True) as server, aiohttp.ClientSession() as session:
-            yield Running(session, str(server.make_url("")).rstrip("/"), engine_loop)
-    finally:
-        engine_loop.close()
+from tests.serving import Body, running
 
 
 @pytest.fixture(scope="module")
@@ -150,11 +90,11 @@ async def test_metrics_count_what_was_computed_and_what_was_needed(small: Body) 
                     families = text_string_to_metric_families(await response.text())
                 found = {sample.name: sample.value for family in families for sample in family.samples}
         assert found["infer_prompt_tokens_total"] == 80
-        assert found["infer_cached_prompt_tokens_total"] == 32
+        assert found["infer_prefix_cache_hits_total"] == 32
         assert found["infer_generation_tokens_total"] == 10
         assert found["infer_computed_tokens_total"] == found["infer_useful_tokens_total"] == 40 + 4 + 8 + 4
         assert found["infer_passes_total"] == 3 + 4 + 1 + 4
-        assert found["infer_preemptions_total"] == 0
+        assert found["infer_num_preemptions_total"] == 0
 
 
 async def test_models_health_and_ready(small: Body) -> None:
@@ -174,19 +114,35 @@ BAD: list[tuple[Any, int, str | None, str]] = [
     (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", 400, None, "not valid JSON"),
     ({}, 400, "prompt", "missing"),
     ({"prompt": []}, 400, "prompt", "empty"),
-    ({"prompt": ["a", "b"]}, 400, "prompt", "one text or one list"),
+    ({"prompt": ["a", 5]}, 400, "prompt", "a text or a list"),
+    ({"prompt": ["a"] * 300}, 400, "prompt", "server.max_choices allows 256"),
     ({"prompt": [1, 10**9]}, 400, "prompt", "token id 1000000000"),
-    ({"prompt": [-1]}, 400, "prompt", "one text or one list"),
+    ({"prompt": [-1]}, 400, "prompt", "a text or a list"),
     ({"prompt": [5] * 600}, 400, "prompt", "This model's maximum context length is 512"),
     ({"prompt": [5] * 500, "max_tokens": 100}, 400, "max_tokens", "This model's maximum context length is 512"),
-    ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens", "greater than or equal to 1"),
+    ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens", "it goes with echo only"),
+    ({"prompt": "a", "max_tokens": -1}, 400, "max_tokens", "greater than or equal to 0"),
     ({"prompt": "a", "max_tokens": "7"}, 400, "max_tokens", "valid integer"),
     (b'{"prompt": "a", "temperature": NaN}', 400, "temperature", "temperature"),
     ({"prompt": "a", "temperature": -1}, 400, "temperature", "greater than or equal to 0"),
     ({"prompt": "a", "top_p": 0}, 400, "top_p", "greater than 0"),
     ({"prompt": "a", "temprature": 1}, 400, "temprature", "Did you mean 'temperature'?"),
-    ({"prompt": "a", "n": 2}, 400, "n", "not supported"),
-    ({"prompt": "a", "echo": True}, 400, "echo", "not supported"),
+    ({"prompt": "a", "n": 0}, 400, "n", "greater than or equal to 1"),
+    ({"prompt": "a", "n": 300}, 400, "n", "server.max_choices allows 256"),
+    ({"prompt": "a", "echo": True, "stream": True}, 400, "echo", "cannot be streamed"),
+    ({"prompt": "a", "best_of": 2}, 400, "best_of", "not supported"),
+    ({"prompt": "a", "logit_bias": {"5": 101}}, 400, "logit_bias.5", "less than or equal to 100"),
+    ({"prompt": "a", "logit_bias": {"x": 1}}, 400, "logit_bias.x", "valid integer"),
+    ({"prompt": "a", "logit_bias": {"999999": 1}}, 400, "logit_bias", "token id 999999"),
+    ({"prompt": "a", "logit_bias": {str(i): 1 for i in range(1025)}}, 400, "logit_bias", "at most 1024"),
+    ({"prompt": "a", "presence_penalty": 3}, 400, "presence_penalty", "less than or equal to 2"),
+    ({"prompt": "a", "repetition_penalty": 0}, 400, "repetition_penalty", "greater than 0"),
+    ({"prompt": "a", "min_tokens": 20}, 400, "min_tokens", "above max_tokens"),
+    ({"prompt": "a", "guided_regex": "a", "min_tokens": 2}, 400, "min_tokens", "structured output"),
+    ({"prompt": "a", "guided_regex": "("}, 400, "structured_outputs", "cannot be compiled"),
+    ({"prompt": "a", "guided_regex": "a", "guided_choice": ["b"]}, 400, "structured_outputs", "not several"),
+    ({"prompt": "a", "response_format": {"type": "json_schema"}}, 400, "response_format", "json_schema goes with"),
+    ({"prompt": "a", "response_format": {"type": "xml"}}, 400, "response_format.type", "not supported"),
     ({"prompt": "a", "suffix": "b"}, 400, "suffix", "not supported"),
     ({"prompt": "a", "logprobs": 21}, 400, "logprobs", "less than or equal to 20"),
     ({"prompt": "a", "stop": [""]}, 400, "stop", "1 to 256 characters"),
@@ -211,7 +167,7 @@ async def test_everything_a_client_can_get_wrong_gets_one_sentence_and_the_serve
             assert response.status == 405
             assert "POST" in (await response.json())["error"]["message"]
         assert (await server.post({"prompt": "x" * (5 << 20)}))[0] == 413
-        neutral: Body = {"n": 1, "best_of": 1, "echo": False, "suffix": None, "presence_penalty": 0, "logit_bias": {}}
+        neutral: Body = {"n": 1, "best_of": 1, "echo": False, "suffix": None, "logit_bias": {}, "temperature": None}
         assert (await server.post({"prompt": "a", "max_tokens": 1} | neutral))[0] == 200
 
 

@@ -1,0 +1,120 @@
+"""What requests do to their logits before a token is drawn: bias, penalties, grammar. It depends on the request and its
+own tokens alone, and is done in fp32, element by element, so it keeps answers exact."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from infer.device import upload
+from infer.grammar import Bits
+from infer.request import Request
+
+Floats = np.ndarray[tuple[int], np.dtype[np.float32]]
+Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+
+class Edit(NamedTuple):
+    """Of one row of logits. M tokens: (logit + bias), divided by repetition (multiplied where negative), - penalty."""
+
+    ids_M: Ints
+    bias_M: Floats
+    repetition_M: Floats
+    penalty_M: Floats
+    allowed: Bits | None
+    """As ``Matcher.allowed``; None where every token is."""
+
+
+class Steering:
+    """One request's. Penalties are OpenAI's for the answer's tokens (presence, frequency), and CTRL's (Keskar et al.,
+    2019) for those of prompt and answer (repetition)."""
+
+    def __init__(self, request: Request, stops: Collection[int]) -> None:
+        params = request.params
+        self._params = params
+        self._num_prompt = len(request.prompt_token_ids)
+        self._matcher = None if request.grammar is None else request.grammar.matcher()
+        self._grammar_after = request.grammar_after
+        self._num_seen = 0
+        self._row: dict[int, int] = {}
+        """Token id -> where it is in the arrays."""
+        self._stops = sorted(stops) if params.min_tokens else []
+        self._ids = np.zeros(0, np.int64)
+        self._bias = np.zeros(0, np.float32)
+        self._repetition = np.zeros(0, np.float32)
+        self._count = np.zeros(0, np.float32)
+        for token, bias in params.logit_bias.items():
+            row = self._place(token)
+            self._bias[row] = bias
+        for token in self._stops:
+            row = self._place(token)
+            self._bias[row] = -np.inf
+
+    def edit(self, tokens: Sequence[int]) -> Edit:
+        """What to do to the logits that follow ``tokens``, prompt and answer. They only ever grow."""
+        for i in range(self._num_seen, len(tokens)):
+            self._see(tokens[i], answer=i >= self._num_prompt)
+        self._num_seen = len(tokens)
+        if self._stops and len(tokens) - self._num_prompt >= self._params.min_tokens:
+            for token in self._stops:
+                self._bias[self._row[token]] = self._params.logit_bias.get(token, 0.0)
+            self._stops = []
+        m, count = len(self._row), self._count[: len(self._row)]
+        penalty = self._params.frequency_penalty * count + self._params.presence_penalty * (count > 0)
+        return Edit(
+            self._ids[:m],
+            self._bias[:m],
+            self._repetition[:m],
+            penalty.astype(np.float32),
+            None if self._matcher is None or self._grammar_after is not None else self._matcher.allowed(),
+        )
+
+    @property
+    def fault(self) -> str | None:
+        """Why its grammar allows nothing any more, if so."""
+        return None if self._matcher is None else self._matcher.fault
+
+    def _see(self, token: int, answer: bool) -> None:
+        if self._params.repetition_penalty != 1:
+            row = self._place(token)
+            self._repetition[row] = self._params.repetition_penalty
+        if answer and (self._params.presence_penalty or self._params.frequency_penalty):
+            row = self._place(token)
+            self._count[row] += 1
+        if answer and self._matcher is not None:
+            if self._grammar_after is None:
+                self._matcher.accept(token)
+            elif token == self._grammar_after:
+                self._grammar_after = None
+
+    def _place(self, token: int) -> int:
+        """The token's row; the arrays may be others afterwards."""
+        row = self._row.setdefault(token, len(self._row))
+        if row == len(self._ids):
+            more = max(64, row)
+            self._ids = np.pad(self._ids, (0, more))
+            self._bias = np.pad(self._bias, (0, more))
+            self._repetition = np.pad(self._repetition, (0, more), constant_values=1)
+            self._count = np.pad(self._count, (0, more))
+        self._ids[row] = token
+        return row
+
+
+def steer(logits_NV: Tensor, steerings: Sequence[tuple[int, Edit]]) -> Tensor:
+    """The logits, fp32, with some rows edited: (row, how)."""
+    device = logits_NV.device
+    edited_NV = logits_NV.to(torch.float32, copy=True)
+    for row, edit in steerings:
+        logits_V = edited_NV[row]
+        if len(edit.ids_M):
+            ids_M, bias_M, repetition_M, penalty_M = (upload(np.array(a), device) for a in edit[:4])
+            x_M = logits_V[ids_M] + bias_M
+            logits_V[ids_M] = torch.where(x_M > 0, x_M / repetition_M, x_M * repetition_M) - penalty_M
+        if edit.allowed is not None:
+            bits = np.unpackbits(edit.allowed.view(np.uint8), count=len(logits_V), bitorder="little")
+            logits_V.masked_fill_(upload(bits == 0, device), -torch.inf)
+    return edited_NV

@@ -1,0 +1,40 @@
+"""Bars on a terminal for what takes long; nothing where standard error is something else."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+@contextmanager
+def bar(what: str, total: int) -> Iterator[Callable[[], None]]:
+    """Gives a function to be called whenever one of ``total`` things is done."""
+    if not sys.stderr.isatty():
+        yield lambda: None
+        return
+    from rich.console import Console  # here, since a server that logs to a file does not need it
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda: progress.advance(task)
+
+
+def track(items: Iterable[T], what: str, total: int) -> Iterator[T]:
+    """The items, with a bar while they are taken."""
+    with bar(what, total) as done:
+        for item in items:
+            yield item
+            done()

@@ -1,0 +1,196 @@
+"""POST /v1/chat/completions, whole or streamed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from typing import Any
+
+from aiohttp import web
+
+from infer.errors import RequestError
+from infer.llm import Completion
+from infer.request import FinishReason, Request, StructuredOutputs, TokenLogprobs
+from infer.server.errors import REQUEST_ID
+from infer.server.schemas import ChatRequest, TokenizeRequest, checked
+from infer.server.service import Events, Json, Service
+from infer.server.tools import Calls, Part, ToolFormat, calls_schema, guess_tool_format, make_parser
+from infer.settings import ModelSettings
+
+
+class Chat:
+    """The handler and what it needs."""
+
+    def __init__(self, service: Service, settings: ModelSettings) -> None:
+        self._service = service
+        template = service.served.template.source if service.served.template else ""
+        self._tool_format: ToolFormat | None
+        match settings.tool_format:
+            case "auto":
+                self._tool_format = guess_tool_format(template)
+            case "none":
+                self._tool_format = None
+            case format:
+                self._tool_format = format
+        self._thinks = "</think>" in template if settings.reasoning == "auto" else settings.reasoning == "think"
+
+    async def handle(self, http: web.Request) -> web.StreamResponse:
+        asked = await self._service.read(http, ChatRequest)
+        tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or ()]
+        forced = asked.forced_tools
+        if asked.tool_choice == "none":
+            tools = []
+        elif tools and forced is None and self._tool_format is None:
+            raise RequestError(
+                "This model's chat template knows no tools; set model.tool_format, or ask with tool_choice.",
+                param="tools",
+            )
+        prompt = await self.prompt(asked, tools)
+        more: Json = {}
+        if forced is not None:
+            wanted = [tool.model_dump(exclude_none=True) for tool in forced]
+            one = asked.tool_choice != "required" or not asked.parallel_tool_calls
+            more["structured_outputs"] = StructuredOutputs(json_schema=calls_schema(wanted, 1 if one else None))
+        params = checked(lambda: asked.sampling(**more), ChatRequest)
+        # Where the prompt opens the reasoning, a form that is asked for is that of what follows it.
+        thinking = self._thinks and prompt.rfind("<think>") > prompt.rfind("</think>")
+        end = self._service.served.tokenizer.token_to_id("</think>") if thinking else None
+        formed = params.structured_outputs is not None and end is None
+        requests = await self._service.requests(
+            http, [prompt], params, asked, n=asked.n, prefix="chatcmpl", special=False, grammar_after=end
+        )
+        names = [tool["function"]["name"] for tool in tools]
+        make = functools.partial(
+            make_parser,
+            names,
+            self._tool_format if forced is None else "json",  # what a forced call is held to
+            parallel=asked.parallel_tool_calls,
+            thinks=self._thinks and not formed,
+            thinking=thinking,
+        )
+        id = f"chatcmpl-{http[REQUEST_ID]}"
+        if asked.stream:
+            frame = self._service.frame(id, "chat.completion.chunk")
+            return await self._service.stream(
+                http, requests, functools.partial(self._frames, frame, asked, requests, make)
+            )
+        answers, usage = await self._service.whole(http, requests)
+        choices = [self._choice(i, asked, answer, make()) for i, answer in enumerate(answers)]
+        frame = self._service.frame(id, "chat.completion")
+        return web.json_response(frame | {"choices": choices, "usage": usage})
+
+    async def prompt(self, asked: ChatRequest | TokenizeRequest, tools: Sequence[Json]) -> str:
+        """What the template makes of the messages. Raises RequestError."""
+        messages = [message.plain() for message in asked.messages or ()]
+        more = dict(asked.chat_template_kwargs or {})
+        if taken := {"messages", "tools", "add_generation_prompt"} & set(more):
+            raise RequestError(
+                f"chat_template_kwargs holds {sorted(taken)[0]!r}, which has a field of its own.",
+                param="chat_template_kwargs",
+            )
+        going_on = asked.continue_final_message
+        text = await self._service.render(
+            messages,
+            tools=list(tools) or None,
+            add_generation_prompt=asked.add_generation_prompt and not going_on,
+            **more,
+        )
+        if not going_on:
+            return text
+        last = messages[-1]["content"]
+        end = text.rfind(last.strip())
+        if not last.strip() or end < 0:
+            raise RequestError(
+                "continue_final_message needs a last message whose text the chat template shows.", param="messages"
+            )
+        return text[: end + len(last.strip())]
+
+    def _choice(self, index: int, asked: ChatRequest, answer: Completion, parser: Part) -> Json:
+        message: Json = {"role": "assistant", "content": None, "refusal": None}
+        calls: list[Json] = []
+        numbering = Calls()
+        for piece in [*parser.push(answer.text), *parser.flush()]:
+            delta = numbering.delta(piece)
+            for key in ("content", "reasoning_content"):
+                if key in delta:
+                    message[key] = (message.get(key) or "") + delta[key]
+            for call in delta.get("tool_calls", ()):
+                if "id" in call:
+                    calls.append({"id": call["id"], "type": call["type"], "function": call["function"]})
+                else:
+                    calls[-1]["function"]["arguments"] += call["function"]["arguments"]
+        if calls:
+            message["tool_calls"] = calls
+        elif message["content"] is None:
+            message["content"] = ""
+        choice = {
+            "index": index,
+            "message": message,
+            "logprobs": _listed(self.logprobs(answer.logprobs or ())) if asked.logprobs else None,
+            "finish_reason": _reason(answer.finish_reason, calls),
+            "stop_reason": answer.stop_reason,
+        }
+        if asked.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = self._service.prompt_logprobs(answer)
+        return choice
+
+    async def _frames(
+        self,
+        frame: Json,
+        asked: ChatRequest,
+        requests: Sequence[Request],
+        make: Callable[[], Part],
+        events: Events,
+        usage: Callable[[], Json],
+    ) -> AsyncGenerator[Json]:
+        options = asked.stream_options
+        with_usage, always = (options.include_usage, options.continuous_usage_stats) if options else (False, False)
+        if with_usage:
+            frame = frame | {"usage": None}
+        parsers = [make() for _ in requests]
+        numberings = [Calls() for _ in requests]
+        for i in range(len(requests)):
+            yield frame | {"choices": [_delta(i, {"role": "assistant", "content": ""})]}
+        async for i, event in events:
+            pieces = list(parsers[i].push(event.text))
+            if event.finish_reason is not None:
+                pieces += parsers[i].flush()
+            deltas = [numberings[i].delta(piece) for piece in pieces]
+            if not deltas and (event.logprobs or event.finish_reason or event.prompt_logprobs):
+                deltas = [{}]
+            for j, delta in enumerate(deltas):
+                choice = _delta(i, delta)
+                if j == 0 and event.logprobs:
+                    choice["logprobs"] = _listed(self.logprobs(event.logprobs))
+                if j == 0 and event.prompt_logprobs is not None:
+                    choice["prompt_logprobs"] = self._service.prompt_logprobs(event)
+                if j == len(deltas) - 1 and event.finish_reason is not None:
+                    choice["finish_reason"] = _reason(event.finish_reason, numberings[i].count)
+                    choice["stop_reason"] = event.stop_reason
+                yield frame | {"choices": [choice]} | ({"usage": usage()} if always else {})
+        if with_usage:
+            yield frame | {"choices": [], "usage": usage()}
+
+    def logprobs(self, entries: Iterable[TokenLogprobs]) -> list[Json]:
+        """With the bytes of every token, of which some are no characters by themselves."""
+        tokens = self._service.tokens
+
+        def one(token_id: int, logprob: float) -> Json:
+            return {"token": tokens.text(token_id), "logprob": logprob, "bytes": tokens.bytes(token_id)}
+
+        return [
+            one(entry.token_id, entry.logprob) | {"top_logprobs": [one(t, p) for t, p in entry.top]}
+            for entry in entries
+        ]
+
+
+def _listed(entries: list[Json]) -> Json:
+    return {"content": entries, "refusal": None}
+
+
+def _reason(reason: FinishReason | None, calls: object) -> str | None:
+    return "tool_calls" if calls and reason == "stop" else reason
+
+
+def _delta(index: int, delta: Json) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}

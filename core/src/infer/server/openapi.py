@@ -1,0 +1,142 @@
+"""GET /openapi.json and /docs, made from the models that validate."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+from pydantic import BaseModel, TypeAdapter
+from pydantic.json_schema import models_json_schema
+
+from infer.server import answers
+
+REF = "#/components/schemas/{model}"
+ERRORS = {
+    400: "Something in the request is wrong; the message names it.",
+    401: "No valid API key.",
+    404: "What the request names is not here.",
+    408: "The body did not arrive in time.",
+    413: "The body is too large.",
+    503: "No place is free, or the server is shutting down; see Retry-After.",
+    500: "The answer failed.",
+}
+
+
+@dataclass(frozen=True)
+class Route:
+    """An endpoint, as the router and as the document see it."""
+
+    method: str
+    path: str
+    handler: Handler
+    summary: str
+    answer: Any
+    """The shape of a 200's JSON; a media type where it is something else."""
+    body: type[BaseModel] | None = None
+    chunk: Any = None
+    """The shape of an event's data, where the answer may be streamed."""
+
+
+def document(routes: Sequence[Route], server_name: str) -> dict[str, Any]:
+    """OpenAPI 3.1."""
+    bodies = [(route.body, "validation") for route in routes if route.body is not None]
+    _, schemas = models_json_schema(bodies, ref_template=REF)  # type: ignore[arg-type]
+    found: dict[str, Any] = dict(schemas.get("$defs", {}))
+
+    def shape(kind: Any) -> dict[str, Any]:
+        schema = TypeAdapter(kind).json_schema(ref_template=REF.replace("{model}", "Answer.{model}"))
+        for name, definition in schema.pop("$defs", {}).items():
+            found[f"Answer.{name}"] = definition
+        found[f"Answer.{kind.__name__}"] = schema
+        return {"$ref": REF.replace("{model}", f"Answer.{kind.__name__}")}
+
+    error = {"application/json": {"schema": shape(answers.Error)}}
+    paths: dict[str, Any] = {}
+    for route in routes:
+        if isinstance(route.answer, str):
+            content: dict[str, Any] = {route.answer: {"schema": {"type": "string"}}}
+        else:
+            content = {"application/json": {"schema": shape(route.answer)}}
+        if route.chunk is not None:
+            data = {"type": "string", "contentMediaType": "application/json", "contentSchema": shape(route.chunk)}
+            event = {"type": "object", "properties": {"event": {"type": "string"}, "data": data}, "required": ["data"]}
+            content["text/event-stream"] = {"schema": event}
+        codes = ERRORS if route.body is not None else {code: ERRORS[code] for code in (401, 404, 500, 503)}
+        operation: dict[str, Any] = {
+            "summary": route.summary,
+            "operationId": f"{route.method.lower()}{route.path.replace('/', '_').replace('{', '').replace('}', '')}",
+            "responses": {"200": {"description": "The answer.", "content": content}}
+            | {str(code): {"description": text, "content": error} for code, text in codes.items()},
+        }
+        if route.path in ("/health", "/ready"):
+            operation["security"] = []
+            operation["responses"]["503"]["content"] = content
+        if route.body is not None:
+            schema = {"$ref": REF.replace("{model}", route.body.__name__)}
+            operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+        if "{" in route.path:
+            name = route.path.partition("{")[2].partition(":")[0].partition("}")[0]
+            operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]
+        path = route.path.replace(":.+}", "}")
+        paths.setdefault(path, {})[route.method.lower()] = operation
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": f"infer: {server_name}", "version": version("infer-core")},
+        "paths": paths,
+        "components": {
+            "schemas": found,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{"key": []}, {}],
+    }
+
+
+def pages(routes: Sequence[Route], server_name: str) -> tuple[Handler, Handler]:
+    """The handlers of /openapi.json and /docs."""
+    made = document(routes, server_name)
+    text, page = json.dumps(made), _page(made)
+
+    async def openapi(http: web.Request) -> web.Response:
+        return web.Response(text=text, content_type="application/json")
+
+    async def docs(http: web.Request) -> web.Response:
+        return web.Response(text=page, content_type="text/html")
+
+    return openapi, docs
+
+
+def _page(made: dict[str, Any]) -> str:
+    """One page that needs nothing from elsewhere."""
+    schemas = made["components"]["schemas"]
+    rows = []
+    for path, operations in made["paths"].items():
+        for method, operation in operations.items():
+            rows.append(
+                f"<h2><code>{method.upper()} {html.escape(path)}</code></h2><p>{html.escape(operation['summary'])}</p>"
+            )
+            if "requestBody" in operation:
+                name = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+                rows.append(_fields(schemas[name]))
+    title = html.escape(made["info"]["title"])
+    style = "body{font:16px/1.5 system-ui;max-width:60rem;margin:2rem auto;padding:0 1rem}td{padding:.2rem 1rem .2rem 0;vertical-align:top}"
+    return (
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title><style>{style}</style>"
+        f"<h1>{title}</h1><p>The same for programs: <a href=openapi.json>openapi.json</a></p>{''.join(rows)}</html>"
+    )
+
+
+def _fields(schema: dict[str, Any]) -> str:
+    rows = []
+    for name, field in schema.get("properties", {}).items():
+        needed = "required" if name in schema.get("required", ()) else json.dumps(field.get("default"))
+        rows.append(
+            f"<tr><td><code>{html.escape(name)}</code><td>{html.escape(field.get('description', ''))}"
+            f"<td><code>{html.escape(needed)}</code>"
+        )
+    return f"<table>{''.join(rows)}</table>"

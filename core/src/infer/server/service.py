@@ -1,0 +1,248 @@
+"""What all endpoints that ask the model something share: bodies in, requests to the engine, events back, answers out."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, Protocol, TypeVar
+
+from aiohttp import web
+from pydantic import BaseModel
+
+from infer.assemble import Served
+from infer.engine.loop import AsyncDoor
+from infer.errors import EngineDeadError, InferError, RequestError
+from infer.llm import Completion
+from infer.request import Event, Request, SamplingParams, TokenLogprobs
+from infer.server.errors import REQUEST_ID, NotFoundError, error_body
+from infer.server.rendering import Renderer
+from infer.server.schemas import parse
+from infer.server.tokens import Tokens
+from infer.settings import ServerSettings
+
+SHUTTING_DOWN = "The server is shutting down; send the request again."
+ENCODE = json.JSONEncoder(ensure_ascii=False).encode
+"""Made once: json.dumps would make an encoder for every token."""
+INLINE_CHARS = 4096
+"""Longer prompts are tokenised in a thread, so that other streams go on meanwhile."""
+CALLER = web.RequestKey("caller", dict[str, Any])
+"""What the access log tells of a request besides its line."""
+
+T = TypeVar("T", bound=BaseModel)
+Json = dict[str, Any]
+Events = AsyncGenerator[tuple[int, Event]]
+"""Each with the index of its request."""
+Frames = Callable[[Events, Callable[[], Json]], AsyncGenerator[Json]]
+"""Events, and the usage so far, to what is sent."""
+
+
+class Asked(Protocol):
+    """What requests to the engine are made of, besides prompts."""
+
+    @property
+    def cache_salt(self) -> str | None: ...
+    @property
+    def priority(self) -> int: ...
+
+
+class Tally:
+    """Tokens of several requests so far."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self._index = {request.id: i for i, request in enumerate(requests)}
+        # A prompt counts once, however many answers it gets.
+        shared = {id(request.prompt_token_ids): request for request in reversed(requests)}
+        self._prompt = sum(len(request.prompt_token_ids) for request in shared.values())
+        self._cached = {request.id: 0 for request in shared.values()}
+        self._generated = 0
+
+    def count(self, event: Event) -> int:
+        """Which of the requests it is of."""
+        self._generated += len(event.token_ids)
+        if event.request_id in self._cached:
+            self._cached[event.request_id] = event.num_cached
+        return self._index[event.request_id]
+
+    def usage(self) -> Json:
+        return {
+            "prompt_tokens": self._prompt,
+            "completion_tokens": self._generated,
+            "total_tokens": self._prompt + self._generated,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
+        }
+
+
+class Service:
+    """The model, as endpoints see it."""
+
+    def __init__(self, served: Served, door: AsyncDoor, renderer: Renderer | None, settings: ServerSettings) -> None:
+        self.served = served
+        self.tokens = Tokens(served.tokenizer)
+        self._door = door
+        self._renderer = renderer
+        self._settings = settings
+
+    async def read(self, http: web.Request, model: type[T]) -> T:
+        """The body, checked. Raises RequestError."""
+        try:
+            async with asyncio.timeout(self._settings.body_timeout_s):
+                body = await http.read()
+        except TimeoutError:
+            raise web.HTTPRequestTimeout(text="The request's body did not arrive in time.") from None
+        asked = parse(body, model)
+        name: str | None = getattr(asked, "model", None)
+        if name is not None and name != self.served.name:
+            raise NotFoundError(
+                f"The model {name!r} is not served here; this server has {self.served.name!r}.",
+                param="model",
+                code="model_not_found",
+            )
+        if user := getattr(asked, "user", None):
+            http[CALLER]["user"] = user
+        return asked
+
+    async def render(self, messages: Sequence[Mapping[str, Any]], **more: Any) -> str:
+        """The prompt that the chat template makes of messages. Raises RequestError."""
+        if self._renderer is None:
+            raise RequestError(
+                "This checkpoint has no chat template; give one with model.chat_template, or use /v1/completions.",
+                param="messages",
+            )
+        return await self._renderer(messages=messages, **more)
+
+    async def requests(
+        self,
+        http: web.Request,
+        prompts: Sequence[str | Sequence[int]],
+        params: SamplingParams,
+        asked: Asked,
+        *,
+        n: int = 1,
+        prefix: str = "cmpl",
+        special: bool = True,
+        grammar_after: int | None = None,
+    ) -> list[Request]:
+        """``n`` for each prompt, in order. Raises RequestError."""
+        if len(prompts) * n > self._settings.max_choices:
+            raise RequestError(
+                f"This asks for {len(prompts) * n} answers at once; server.max_choices allows "
+                f"{self._settings.max_choices}.",
+                param="n" if n > 1 else "prompt",
+            )
+        trace = {name: http.headers[name] for name in ("traceparent", "tracestate") if name in http.headers}
+        made: list[Request] = []
+        for prompt in prompts:
+            for i in range(n):
+                if i:
+                    prompt = made[-1].prompt_token_ids
+                each = params
+                if i and params.seed is not None:
+                    seed = params.seed + i
+                    each = params.model_copy(update={"seed": seed if seed < 2**63 else seed - 2**64})
+                make = functools.partial(
+                    self.served.request,
+                    prompt,
+                    each,
+                    special=special,
+                    id=f"{prefix}-{http[REQUEST_ID]}" + (f"-{len(made)}" if len(prompts) * n > 1 else ""),
+                    cache_salt=asked.cache_salt,
+                    priority=asked.priority,
+                    grammar_after=grammar_after,
+                    trace=trace,
+                )
+                long = params.structured_outputs is not None or len(prompt) > INLINE_CHARS
+                made.append(await asyncio.to_thread(make) if long else make())
+        return made
+
+    def run(self, requests: Sequence[Request]) -> AsyncGenerator[Event]:
+        return self._door.stream(*requests)
+
+    def abort(self, request: Request) -> None:
+        self._door.abort(request.id)
+
+    async def whole(self, http: web.Request, requests: Sequence[Request]) -> tuple[list[Completion], Json]:
+        """All answers, in the order of the requests, and the usage. The first failure ends the others and is raised."""
+        tally = Tally(requests)
+        answers = [Completion(request.prompt_token_ids) for request in requests]
+        async with aclosing(self.run(requests)) as events:
+            async for event in events:
+                raise_if_failed(event)
+                answers[tally.count(event)].add(event)
+        http[CALLER]["usage"] = tally.usage()
+        return answers, tally.usage()
+
+    async def stream(
+        self, http: web.Request, requests: Sequence[Request], frames: Frames, *, named: bool = False
+    ) -> web.StreamResponse:
+        """Answer with server-sent events: what ``frames`` makes of the events. With ``named``, each has its ``type`` for
+        a name, and no [DONE] ends them. A failure before the first event is an error status."""
+        tally = Tally(requests)
+        async with aclosing(self.run(requests)) as events:
+            # The first event decides between an answer and an error status; headers wait for it.
+            first = await anext(events)
+            raise_if_failed(first)
+            response = web.StreamResponse(headers={"Cache-Control": "no-cache", "X-Request-Id": http[REQUEST_ID]})
+            response.content_type = "text/event-stream"
+            await response.prepare(http)
+            async with aclosing(frames(_counted(first, events, tally), tally.usage)) as made:
+                try:
+                    async for frame in made:
+                        name = b"event: " + frame["type"].encode() + b"\n" if named else b""
+                        await self._write(http, response, name + b"data: " + ENCODE(frame).encode() + b"\n\n")
+                except InferError as error:
+                    body = error_body(str(error), "server_error")
+                    if named:
+                        body = {"type": "error", "sequence_number": 0, **body["error"]}
+                    await self._write(http, response, b"data: " + ENCODE(body).encode() + b"\n\n")
+        http[CALLER]["usage"] = tally.usage()
+        if not named:
+            await self._write(http, response, b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+    async def _write(self, http: web.Request, response: web.StreamResponse, data: bytes) -> None:
+        """A client that does not read for so long is taken to have left."""
+        if http.transport is not None and http.transport.get_write_buffer_size() == 0:
+            await response.write(data)  # nothing is there to wait for
+            return
+        try:
+            async with asyncio.timeout(self._settings.stall_timeout_s):
+                await response.write(data)
+        except TimeoutError:
+            raise ConnectionResetError("the client does not read") from None
+
+    def frame(self, id: str, kind: str) -> Json:
+        return {"id": id, "object": kind, "created": int(time.time()), "model": self.served.name}
+
+    def prompt_logprobs(self, answer: Completion | Event) -> list[Json | None] | None:
+        """Keyed by token id, as vLLM reports them."""
+        if answer.prompt_logprobs is None:
+            return None
+        return [None if entry is None else self._ranked(entry) for entry in answer.prompt_logprobs]
+
+    def _ranked(self, entry: TokenLogprobs) -> Json:
+        ranked = {t: (p, rank) for rank, (t, p) in enumerate(entry.top, 1)}
+        ranked.setdefault(entry.token_id, (entry.logprob, entry.rank))
+        return {
+            str(t): {"logprob": p, "rank": rank, "decoded_token": self.tokens.text(t)}
+            for t, (p, rank) in ranked.items()
+        }
+
+
+def raise_if_failed(event: Event) -> None:
+    if event.finish_reason == "error":
+        raise InferError(event.error)
+    if event.finish_reason == "abort":
+        raise EngineDeadError(SHUTTING_DOWN)
+
+
+async def _counted(first: Event, events: AsyncGenerator[Event], tally: Tally) -> Events:
+    event: Event | None = first
+    while event is not None:
+        raise_if_failed(event)
+        yield tally.count(event), event
+        event = await anext(events, None)

@@ -1,0 +1,19 @@
+"""One server for all clients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from tests.serving import Serving, chatty, serving
+
+KEY = "sesame"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """The demo model with a chat template, behind a key."""
+    model = chatty(tmp_path_factory.mktemp("server"))
+    keys = {"api_keys": ["other", KEY], "access_log": False}
+    with serving(model=model, engine={"max_seq_len": 1024}, server=keys) as made:
+        yield made

@@ -1,0 +1,84 @@
+// The official OpenAI client for Node against a running server: node openai_checks.mjs URL MODULE
+import assert from "node:assert/strict";
+import { pathToFileURL } from "node:url";
+
+const [url, module] = process.argv.slice(2);
+const { default: OpenAI } = await import(pathToFileURL(module).href);
+const client = new OpenAI({ baseURL: `${url}/v1`, apiKey: "sesame", maxRetries: 0 });
+const messages = [{ role: "user", content: "a loop" }];
+const call = '<tool_call>{"name": "get_weather", "arguments": {"city": "Rome"}}</tool_call>';
+const tools = [
+  {
+    type: "function",
+    function: {
+      name: "get_weather",
+      parameters: { type: "object", properties: { city: { enum: ["Rome", "Oslo"] } }, required: ["city"] },
+    },
+  },
+];
+
+const checks = {
+  async models() {
+    const models = [];
+    for await (const model of client.models.list()) models.push(model.id);
+    assert.deepEqual(models, ["demo"]);
+    assert.equal((await client.models.retrieve("demo")).id, "demo");
+  },
+  async completions() {
+    const asked = { model: "demo", prompt: "def f(", max_tokens: 12, seed: 4 };
+    const whole = await client.completions.create(asked);
+    let text = "";
+    for await (const chunk of await client.completions.create({ ...asked, stream: true })) text += chunk.choices[0].text;
+    assert.equal(text, whole.choices[0].text);
+    assert.equal(whole.usage.completion_tokens, 12);
+  },
+  async chat() {
+    const asked = { model: "demo", messages, max_tokens: 12, seed: 4 };
+    const whole = await client.chat.completions.create(asked);
+    const stream = client.chat.completions.stream(asked);
+    assert.equal(await stream.finalContent(), whole.choices[0].message.content);
+  },
+  async tools() {
+    const asked = { model: "demo", messages, tools, max_tokens: 80, structured_outputs: { choice: [call] } };
+    const whole = await client.chat.completions.create(asked);
+    assert.deepEqual(JSON.parse(whole.choices[0].message.tool_calls[0].function.arguments), { city: "Rome" });
+    const final = await client.chat.completions.stream(asked).finalChatCompletion();
+    assert.equal(final.choices[0].message.tool_calls[0].function.name, "get_weather");
+    assert.equal(final.choices[0].finish_reason, "tool_calls");
+    const forced = await client.chat.completions.create({ model: "demo", messages, tools, tool_choice: "required", max_tokens: 80 });
+    assert.ok(["Rome", "Oslo"].includes(JSON.parse(forced.choices[0].message.tool_calls[0].function.arguments).city));
+  },
+  async structured() {
+    const schema = { type: "object", properties: { ok: { type: "boolean" } }, required: ["ok"], additionalProperties: false };
+    const answer = await client.chat.completions.create({
+      model: "demo",
+      messages,
+      max_tokens: 60,
+      response_format: { type: "json_schema", json_schema: { name: "answer", schema } },
+    });
+    assert.equal(typeof JSON.parse(answer.choices[0].message.content).ok, "boolean");
+  },
+  async responses() {
+    const asked = { model: "demo", input: "a loop", max_output_tokens: 12, temperature: 0 };
+    const whole = await client.responses.create(asked);
+    let text = "";
+    for await (const event of await client.responses.create({ ...asked, stream: true })) {
+      if (event.type === "response.output_text.delta") text += event.delta;
+    }
+    assert.equal(text, whole.output_text);
+    assert.ok(text.length > 0);
+  },
+  async errors() {
+    const bad = client.chat.completions.create({ model: "demo", messages, temperature: -1 });
+    await assert.rejects(bad, (error) => error instanceof OpenAI.BadRequestError && error.param === "temperature");
+    const unknown = client.chat.completions.create({ model: "gpt-4", messages });
+    await assert.rejects(unknown, (error) => error instanceof OpenAI.NotFoundError && Boolean(error.requestID));
+    const stranger = new OpenAI({ baseURL: `${url}/v1`, apiKey: "wrong", maxRetries: 0 });
+    await assert.rejects(stranger.models.list(), OpenAI.AuthenticationError);
+  },
+};
+
+for (const [name, check] of Object.entries(checks)) {
+  await check();
+  console.log(`${name}: ok`);
+}

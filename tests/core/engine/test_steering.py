@@ -1,0 +1,179 @@
+"""Penalties, biases and minimum lengths against a computation of their own; and that they disturb nobody."""
+
+from __future__ import annotations
+
+import queue
+import re
+from typing import Any
+
+import pytest
+import torch
+from tests.support import VOCAB, make_engine, random_prompt, slotted_pool, tiny_model
+
+from infer import LLM, Event, SamplingParams
+from infer.engine.sampler import uniform, words
+from infer.kernels.reference import ReferenceKernels
+from infer.protocols import Draws
+from infer.request import StructuredOutputs
+
+PROMPT = random_prompt(9, seed=3)
+CASES: dict[str, dict[str, Any]] = {
+    "presence": {"presence_penalty": 1.5},
+    "frequency": {"frequency_penalty": 0.8},
+    "rewarded": {"frequency_penalty": -0.4, "presence_penalty": -0.3},
+    "repetition": {"repetition_penalty": 1.7},
+    "bias": {"logit_bias": {5: 4.5, 7: -100.0, 11: 3.0}},
+    "min_tokens": {"min_tokens": 6, "stop_token_ids": tuple(range(0, VOCAB, 2))},
+    "all": {
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.3,
+        "repetition_penalty": 1.2,
+        "logit_bias": {3: 2.0, 4: -3.0},
+        "min_tokens": 4,
+        "stop_token_ids": (3, 9, 50),
+    },
+}
+NEW = 12
+
+
+@torch.inference_mode()
+def logits_after(tokens: list[int]) -> list[float]:
+    """The model's own, of a pass over everything."""
+    model = tiny_model("llama")
+    pool = slotted_pool(model, torch.float32, 1)
+    place = pool.allocate(tokens)
+    assert place is not None
+    view = pool.batched_chunked_prefill_view([place.slot], [0], [len(tokens)])
+    hidden = model.forward(torch.tensor(tokens), torch.arange(len(tokens)), view)
+    row: list[float] = model.logits(hidden[-1:])[0].tolist()
+    return row
+
+
+def edited(logits: list[float], answer: list[int], params: dict[str, Any]) -> list[float]:
+    """OpenAI's formula for presence and frequency, CTRL's for repetition, token by token."""
+    result = []
+    stops = params.get("stop_token_ids", ()) if len(answer) < params.get("min_tokens", 0) else ()
+    for token, logit in enumerate(logits):
+        value = logit + params.get("logit_bias", {}).get(token, 0.0)
+        if token in answer or token in PROMPT:
+            penalty = params.get("repetition_penalty", 1.0)
+            value = value / penalty if value > 0 else value * penalty
+        count = answer.count(token)
+        value -= count * params.get("frequency_penalty", 0.0) + (count > 0) * params.get("presence_penalty", 0.0)
+        result.append(float("-inf") if token in stops else value)
+    return result
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("case", CASES)
+def test_greedy_tokens_follow_the_formulas(case: str, lag: int) -> None:
+    params = CASES[case]
+    engine = make_engine(tiny_model("llama"), torch.float32, lag=lag)
+    engine.submit(PROMPT, "a", temperature=0, max_tokens=NEW, **params)
+    engine.run()
+    answer: list[int] = []
+    while len(answer) < NEW:
+        values = edited(logits_after(PROMPT + answer), answer, params)
+        answer.append(max(range(VOCAB), key=values.__getitem__))
+        if answer[-1] in params.get("stop_token_ids", ()):
+            break
+    assert engine.tokens("a") == answer
+
+
+def test_drawn_tokens_are_drawn_from_what_the_formulas_leave() -> None:
+    params = CASES["all"]
+    engine = make_engine(tiny_model("llama"), torch.float32)
+    engine.submit(PROMPT, "a", temperature=1.3, top_k=20, seed=8, max_tokens=NEW, **params)
+    engine.run()
+    answer = engine.tokens("a")
+    for i, token in enumerate(answer):
+        values = torch.tensor([edited(logits_after(PROMPT + answer[:i]), answer[:i], params)])
+        draws = Draws(
+            temperature_N=torch.tensor([1.3]),
+            top_k_N=torch.tensor([20]),
+            top_p_N=torch.tensor([1.0]),
+            min_p_N=torch.tensor([0.0]),
+            uniform_N=torch.from_numpy(uniform(words([8]), words([len(PROMPT) + i]))),
+            greedy=False,
+            ranked=True,
+        )
+        assert ReferenceKernels().sample(values, draws).tolist() == [token], i
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("backend", ["slotted", "paged"])
+def test_steered_requests_and_others_do_not_disturb_each_other(dtype: torch.dtype, backend: str) -> None:
+    model = tiny_model("qwen3", dtype)
+    plans: list[dict[str, Any]] = [
+        {"temperature": 0.9, "seed": 1, "logprobs": 3},
+        {"temperature": 0.9, "seed": 2, "logprobs": 3, **CASES["all"]},
+        {"temperature": 0, "logprobs": 3, **CASES["repetition"]},
+        {"temperature": 1.5, "seed": 3, "top_p": 0.9, "logprobs": 3},
+    ]
+
+    def answers(together: bool) -> list[Any]:
+        found = []
+        engine = make_engine(model, dtype, backend=backend, prefill_chunk_size=5)
+        for i, plan in enumerate(plans):
+            engine.submit(random_prompt(10 + 7 * i, seed=i), str(i), max_tokens=14, **plan)
+            if not together:
+                engine.run()
+        engine.run()
+        for i in range(len(plans)):
+            found.append([(e.token_ids, e.logprobs, e.finish_reason) for e in engine.answer(str(i))])
+        return found
+
+    assert answers(together=True) == answers(together=False)
+
+
+def test_log_probabilities_are_those_of_the_model_whatever_is_done_to_them() -> None:
+    engine = make_engine(tiny_model("llama"), torch.float32)
+    engine.submit(PROMPT, "a", temperature=0, max_tokens=1, logprobs=5)
+    engine.submit(PROMPT, "b", temperature=0, max_tokens=1, logprobs=5, logit_bias={17: 100.0})
+    engine.run()
+    (plain,), (biased,) = engine.answer("a"), engine.answer("b")
+    assert biased.token_ids == (17,) != plain.token_ids
+    assert biased.logprobs[0].top == plain.logprobs[0].top
+
+
+def test_chosen_tokens_logprobs_are_reported_instead_of_the_likeliest() -> None:
+    engine = make_engine(tiny_model("llama"), torch.float32)
+    engine.submit(PROMPT, "a", temperature=0, max_tokens=2, logprob_token_ids=(90, 4, 5))
+    engine.submit(PROMPT, "b", temperature=0, max_tokens=2, logprobs=20)
+    engine.run()
+    expected = torch.log_softmax(torch.tensor(logits_after(PROMPT)), dim=0)
+    top = engine.answer("a")[0].logprobs[0].top
+    assert [token for token, _ in top] == [90, 4, 5]
+    assert torch.allclose(torch.tensor([p for _, p in top]), expected[[90, 4, 5]], atol=1e-5)
+
+
+def test_a_request_of_higher_priority_goes_first_and_is_preempted_last() -> None:
+    engine = make_engine(tiny_model("llama"), torch.float32, max_batch_size=1)
+    order = []
+    for id, priority in (("first", 0), ("late", 5), ("soon", -1), ("next", 0)):
+        engine.submit(PROMPT, id, max_tokens=2, priority=priority)
+    engine.run()
+    for record in engine.finished:
+        order.append(record.request_id)
+    assert order == ["soon", "first", "next", "late"]
+
+
+def test_a_grammar_may_wait_for_the_end_of_reasoning() -> None:
+    """The answer is free up to a token, and formed behind it."""
+    with LLM("demo", kernels={"threads": 1}, engine={"max_seq_len": 512}) as llm:
+        end = llm.served.tokenizer.encode("\n").ids[-1]
+        params = SamplingParams(max_tokens=400, seed=1, structured_outputs=StructuredOutputs(regex="[0-9]{3}x"))
+        request = llm.served.request("x = ", params, grammar_after=end)
+        mailbox: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
+        llm.loop.submit(request, mailbox.put)
+        tokens: list[int] = []
+        reason = None
+        while reason is None:
+            for event in mailbox.get():
+                tokens += event.token_ids
+                reason = event.finish_reason
+        decode = llm.served.tokenizer.decode
+        cut = tokens.index(end)
+        assert re.fullmatch("[0-9]{3}x", decode(tokens[cut + 1 :]))
+        assert cut > 0 and not re.match("[0-9]{3}x", decode(tokens[:cut]))
+        assert reason == "stop"

@@ -1,0 +1,369 @@
+"""Chat, tokens, decisions, keys, figures: what is no matter of completions alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from prometheus_client.parser import text_string_to_metric_families
+from tests import serving
+from tests.models.checkpoints import write_checkpoint
+from tests.serving import TEMPLATE, Body, running
+
+from infer.chat_template import ChatTemplate
+from infer.errors import RequestError
+from infer.server.rendering import Renderer
+
+ENGINE = {"max_batch_size": 4, "max_seq_len": 512}
+MESSAGES = [{"role": "user", "content": "a loop"}]
+
+
+@pytest.fixture
+def chatty(tmp_path: Path) -> dict[str, Any]:
+    """Settings of a server that can chat."""
+    return {"engine": ENGINE, "model": serving.chatty(tmp_path)}
+
+
+async def test_chat_is_the_completion_of_what_the_template_makes(chatty: dict[str, Any]) -> None:
+    async with running(**chatty) as server:
+        asked: Body = {"messages": MESSAGES, "max_tokens": 10, "seed": 3}
+        _, chat, _ = await server.post(asked, "/v1/chat/completions")
+        prompt = "# user: a loop\n# assistant: "
+        _, plain, _ = await server.post({"prompt": prompt, "max_tokens": 10, "seed": 3, "add_special_tokens": False})
+        assert chat["choices"][0]["message"]["content"] == plain["choices"][0]["text"]
+        assert chat["usage"] == plain["usage"]
+        _, tokens, _ = await server.post({"messages": MESSAGES}, "/tokenize")
+        _, back, _ = await server.post({"tokens": tokens["tokens"]}, "/detokenize")
+        assert back == {"prompt": prompt}
+        assert tokens["count"] == chat["usage"]["prompt_tokens"]
+        final = [*MESSAGES, {"role": "assistant", "content": "for i in"}]
+        more = {"continue_final_message": True, "max_tokens": 4, "temperature": 0}
+        _, going_on, _ = await server.post({"messages": final} | more, "/v1/chat/completions")
+        _, plain, _ = await server.post({"prompt": f"{prompt}for i in", "add_special_tokens": False, "max_tokens": 4, "temperature": 0})
+        assert going_on["choices"][0]["message"]["content"] == plain["choices"][0]["text"]
+
+
+BAD: list[tuple[Body, str | None, str]] = [
+    ({"messages": []}, "messages", "at least 1"),
+    ({"messages": [{"role": "robot", "content": "x"}]}, "messages", "Unknown role robot"),
+    ({"messages": [{"content": "x"}]}, "messages[0].role", "missing"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "messages[0].content[0].type",
+        "",
+    ),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", ""),
+    ({"messages": MESSAGES, "top_logprobs": 3}, "top_logprobs", "top_logprobs goes with"),
+    ({"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
+    ({"messages": MESSAGES, "max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "differ"),
+    ({"messages": MESSAGES, "tool_choice": "required"}, "tool_choice", "tools is empty"),
+    ({"messages": MESSAGES, "functions": []}, "functions", "not known"),
+    ({"messages": MESSAGES, "store": True}, "store", "not supported"),
+    ({"messages": MESSAGES, "modalities": ["audio"]}, "modalities[0]", "not supported"),
+    ({"messages": MESSAGES, "chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs", "a field of its own"),
+    (
+        {"messages": MESSAGES, "tools": [{"type": "function", "function": {"name": "no spaces"}}]},
+        "tools[0].function.name",
+        "",
+    ),
+    ({"messages": MESSAGES, "n": 1000}, "n", "server.max_choices"),
+]
+
+
+async def test_what_chat_refuses_it_names(chatty: dict[str, Any]) -> None:
+    async with running(**chatty) as server:
+        for body, param, message in BAD:
+            status, answer, _ = await server.post(body, "/v1/chat/completions")
+            assert status == 400, (body, answer)
+            assert answer["error"]["param"] == param, (body, answer)
+            assert message in answer["error"]["message"], (body, answer)
+
+
+async def test_without_a_template_there_is_no_chat(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "c", "llama")
+    async with running(engine=ENGINE, model={"path": str(folder), "dtype": "float32"}) as server:
+        for path, body in (("/v1/chat/completions", {"messages": MESSAGES}), ("/v1/responses", {"input": "x"})):
+            status, answer, _ = await server.post(body, path)
+            assert (status, answer["error"]["param"]) == (400, "messages")
+            assert "model.chat_template" in answer["error"]["message"]
+        body = {"state": "I need help.", "questions": {"urgent": QUESTIONS["urgent"]}}
+        status, answer, _ = await server.post(body, "/v1/decisions")
+        assert status == 200, ("which does without", answer)
+
+
+async def test_a_template_that_runs_away_is_stopped() -> None:
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
+    source = "{% if messages[0].content == 'run' %}" + endless + "{% elif messages[0].content == 'eat' %}"
+    source += (
+        "{{ 'x' * 10**10 }}{% elif messages[0].content == 'pry' %}{{ ''.__class__.__mro__ }}{% else %}fine{% endif %}"
+    )
+    renderer = Renderer(ChatTemplate(source, {}), timeout_s=1.0)
+
+    async def render(content: str) -> str:
+        return await renderer(messages=[{"role": "user", "content": content}])
+
+    try:
+        assert await render("x") == "fine"
+        for content, message in (("run", "took more than 1 s"), ("eat", "memory|Memory"), ("pry", "unsafe")):
+            with pytest.raises(RequestError, match=message):
+                await render(content)
+            assert await render("x") == "fine"
+        task = asyncio.create_task(render("run"))
+        await asyncio.sleep(0)
+        task.cancel()
+        assert await render("x") == "fine", "a client that leaves takes its call along, and no other"
+    finally:
+        await renderer.close()
+
+
+async def test_keys_open_every_route_but_health(chatty: dict[str, Any]) -> None:
+    async with running(server={"api_keys": "first, second", "access_log": False}, **chatty) as server:
+        for path in ("/health", "/ready"):
+            assert (await server.get(path))[0] == 200
+        for path in ("/v1/models", "/tokenizer_info", "/openapi.json", "/nothing"):
+            status, answer = await server.get(path)
+            assert (status, answer["error"]["type"]) == (401, "authentication_error"), path
+            for shown in ("Bearer ", "Bearer firs", "Bearer first2", "Basic first", "first"):
+                assert (await server.get(path, Authorization=shown))[0] == 401, shown
+        for key in ("first", "second"):
+            assert (await server.get("/v1/models", Authorization=f"Bearer {key}"))[0] == 200
+        assert (await server.post({"prompt": "x"}))[0] == 401
+
+
+async def test_the_access_log_is_json(chatty: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "infer.access"):
+        async with running(server={"access_log": True}, **chatty) as server:
+            body = {"messages": MESSAGES, "max_tokens": 3, "user": "u-1"}
+            _, answer, headers = await server.post(body, "/v1/chat/completions")
+            await server.post({"prompt": 5})
+    done, refused = [json.loads(record.message) for record in caplog.records if record.name == "infer.access"]
+    assert done["request_id"] == headers["X-Request-Id"]
+    assert (done["method"], done["path"], done["status"]) == ("POST", "/v1/chat/completions", 200)
+    assert (done["user"], done["usage"]) == ("u-1", answer["usage"])
+    assert refused["status"] == 400
+
+
+async def test_what_is_no_http_gets_json(chatty: dict[str, Any]) -> None:
+    async with running(**chatty) as server:
+        host, _, port = server.url.removeprefix("http://").partition(":")
+        for sent in (b"NONSENSE\r\n\r\n", b"GET / HTTP/1.1\r\nA: " + b"x" * 100_000 + b"\r\n\r\n"):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(sent)
+            head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 400") or head.startswith(b"HTTP/1.0 400")
+            assert b"X-Request-Id" in head
+            assert json.loads(body)["error"]["type"] == "invalid_request_error"
+            writer.close()
+
+
+async def test_lists_of_prompts_longer_than_the_queue(chatty: dict[str, Any]) -> None:
+    chatty["engine"] = ENGINE | {"max_batch_size": 2, "max_waiting_requests": 1}
+    async with running(**chatty) as server:
+        body: Body = {"prompt": [[i, i + 1] for i in range(1, 12)], "max_tokens": 3, "temperature": 0}
+        _, answer, _ = await server.post(body)
+        assert [c["index"] for c in answer["choices"]] == list(range(11))
+        texts = [(await server.post(body | {"prompt": p}))[1]["choices"][0]["text"] for p in body["prompt"]]
+        assert [c["text"] for c in answer["choices"]] == texts
+        *chunks, _ = await server.stream(body)
+        streamed = [""] * 11
+        for chunk in chunks:
+            streamed[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
+        assert streamed == texts
+        assert answer["usage"]["prompt_tokens"] == 22
+
+
+async def test_n_answers_of_one_prompt_are_those_of_its_seeds(chatty: dict[str, Any]) -> None:
+    async with running(**chatty) as server:
+        body = {"prompt": "def ", "max_tokens": 8, "n": 3, "seed": 2**63 - 2}
+        _, several, _ = await server.post(body)
+        texts = []
+        for seed in (2**63 - 2, 2**63 - 1, -(2**63)):
+            _, one, _ = await server.post(body | {"n": 1, "seed": seed})
+            texts.append(one["choices"][0]["text"])
+        assert [c["text"] for c in several["choices"]] == texts
+        assert len(set(texts)) == 3
+        assert several["usage"]["prompt_tokens"] == one["usage"]["prompt_tokens"]
+
+
+STATE = "The integration keeps failing, I was charged twice and I need help as soon as possible. " * 8
+QUESTIONS = {
+    "urgent": {"type": "noul", "instructions": "Is it urgent?", "criteria": {"true": "now", "false": "later"}},
+    "refund": {"type": "yes_no", "instructions": "Is a refund asked for?"},
+    "team": {
+        "type": "choice",
+        "instructions": "Which team?",
+        "criteria": {"billing": "money", "support": None, "other": None},
+    },
+    "anger": {"type": "score", "instructions": "How angry?", "criteria": ["calm", "annoyed", "angry"]},
+}
+
+
+async def test_decisions_repeat_bit_for_bit_and_share_the_state(chatty: dict[str, Any]) -> None:
+    async with running(**chatty) as server:
+        body = {"state": STATE, "questions": QUESTIONS}
+        status, first, _ = await server.post(body, "/v1/decisions")
+        assert status == 200, first
+        answers = first["answers"]
+        assert list(answers) == list(QUESTIONS)
+        assert 0 <= answers["urgent"]["noul"] <= 1
+        assert answers["refund"]["type"] == "yes_no"
+        team = answers["team"]
+        assert team["choice"] == max(team["probabilities"], key=team["probabilities"].get)
+        assert sum(team["probabilities"].values()) == pytest.approx(1)
+        assert 0 <= team["confidence"] <= 1
+        anger = answers["anger"]
+        assert anger["score"] == pytest.approx(sum(i * p for i, p in enumerate(anger["probabilities"])))
+        assert anger["legend"] == ["calm", "annoyed", "angry"]
+        async with server.session.get(server.url + "/metrics") as response:
+            families = list(text_string_to_metric_families(await response.text()))
+        found = {sample.name: sample.value for family in families for sample in family.samples}
+        state_tokens = (await server.post({"prompt": STATE}, "/tokenize"))[1]["count"]
+        assert found["infer_prefix_cache_hits_total"] >= 3 * (state_tokens - 32)
+        busy = asyncio.gather(*(server.post({"prompt": "def ", "max_tokens": 40, "seed": i}) for i in range(3)))
+        _, again, _ = await server.post(body, "/v1/systemone")
+        assert again["answers"] == answers
+        await busy
+        one = {"state": {"text": STATE}, "questions": {"urgent": QUESTIONS["urgent"]}}
+        assert (await server.post(one, "/v1/decisions"))[0] == 200
+        for bad, param in (
+            ({"state": "x", "questions": {}}, "questions"),
+            ({"state": "x", "questions": {"a": {"type": "maybe", "instructions": "?"}}}, "questions.a"),
+            ({"questions": QUESTIONS}, "state"),
+        ):
+            status, answer, _ = await server.post(bad, "/v1/decisions")
+            assert (status, answer["error"]["param"]) == (400, param), answer
+
+
+async def test_tokens_there_and_back(chatty: dict[str, Any]) -> None:
+    async with running(**chatty) as server:
+        _, tokens, _ = await server.post({"prompt": "def f():\n  ä€", "add_special_tokens": False, "return_token_strs": True}, "/tokenize")
+        assert tokens["count"] == len(tokens["tokens"]) == len(tokens["token_strs"])
+        assert tokens["max_model_len"] == 512
+        _, text, _ = await server.post({"tokens": tokens["tokens"]}, "/detokenize")
+        assert text["prompt"] == "def f():\n  ä€"
+        status, answer, _ = await server.post({"tokens": [10**6]}, "/detokenize")
+        assert (status, answer["error"]["param"]) == (400, "tokens")
+        status, answer, _ = await server.post({}, "/tokenize")
+        assert (status, answer["error"]["param"]) == (400, "prompt")
+        _, info = await server.get("/tokenizer_info")
+        assert info["chat_template"] == TEMPLATE
+        assert (await server.get("/v1/models/demo"))[1]["id"] == "demo"
+        assert (await server.get("/v1/models/gpt-4"))[0] == 404
+
+
+async def test_responses_refuse_what_needs_a_store(chatty: dict[str, Any]) -> None:
+    async with running(**chatty) as server:
+        for more in ({"store": True}, {"previous_response_id": "resp_1"}, {"background": True}, {"tools": [{}]}):
+            status, answer, _ = await server.post({"input": "x"} | more, "/v1/responses")
+            assert (status, answer["error"]["param"]) == (400, next(iter(more))), answer
+
+
+@pytest.mark.parametrize("names", ["infer", "vllm"])
+async def test_figures_move_as_they_should(names: str, chatty: dict[str, Any]) -> None:
+    prefix = {"infer": "infer_", "vllm": "vllm:"}[names]
+    chatty["engine"] = ENGINE | {"prefill_chunk_size": 16, "max_tokens_per_step": 20}
+
+    async def figures() -> dict[str, float]:
+        async with server.session.get(server.url + "/metrics") as response:
+            families = list(text_string_to_metric_families(await response.text()))
+        return {
+            sample.name.removeprefix(prefix)
+            + sample.labels.get("finished_reason", "")
+            + sample.labels.get("le", ""): sample.value
+            for family in families
+            for sample in family.samples
+        }
+
+    async with running(server={"metrics_names": names, "access_log": False}, **chatty) as server:
+        assert (await figures())["request_success_totallength"] == 0
+        for _ in range(2):
+            await server.post({"prompt": list(range(1, 41)), "max_tokens": 5, "ignore_eos": True})
+        async with asyncio.timeout(20):
+            while (found := await figures())["passes_total"] < 12:
+                await asyncio.sleep(0)
+        assert found["request_success_totallength"] == 2
+        assert found["prompt_tokens_total"] == found["prefix_cache_queries_total"] == 80
+        assert found["prefix_cache_hits_total"] == 32
+        assert found["generation_tokens_total"] == 10
+        assert found["time_to_first_token_seconds_count"] == found["e2e_request_latency_seconds_count"] == 2
+        assert found["inter_token_latency_seconds_count"] == 8
+        assert found["request_prompt_tokens_bucket32.0"] == 0
+        assert found["request_prompt_tokens_bucket64.0"] == 2
+        assert found["iteration_tokens_total_count"] == 12
+        assert found["iteration_tokens_total_sum"] == 40 + 4 + 8 + 4
+        assert found["step_chunks_bucket0.0"] == 8
+        assert found["step_budget_fill_count"] == 12
+        assert found["num_requests_running"] == found["num_requests_waiting"] == found["kv_cache_usage_perc"] == 0
+        body = {"prompt": "def ", "max_tokens": 400, "ignore_eos": True, "stream": True}
+        async with server.session.post(server.url + "/v1/completions", json=body) as response:
+            await response.content.readline()
+            busy = await figures()
+            assert busy["num_requests_running"] == 1
+            assert busy["kv_cache_usage_perc"] > 0
+            response.close()
+        await server.idle()
+        assert (await figures())["num_requests_running"] == 0
+
+
+async def test_the_document_knows_every_route(chatty: dict[str, Any]) -> None:
+    async with running(**chatty) as server:
+        _, made = await server.get("/openapi.json")
+        assert made["openapi"].startswith("3.1")
+        assert {"/v1/chat/completions", "/v1/models/{model}", "/metrics", "/v1/systemone"} <= set(made["paths"])
+        text = json.dumps(made)
+        for name in set(part.split('"')[0] for part in text.split('"#/components/schemas/')[1:]):
+            assert name in made["components"]["schemas"], name
+        async with server.session.get(server.url + "/docs") as response:
+            page = await response.text()
+        assert "/v1/chat/completions" in page
+        assert "presence_penalty" in page
+        assert "http" not in page.replace("https://", "http").partition("<body")[2], "it needs nothing from elsewhere"
+
+
+@torch.inference_mode()
+def reference(folder: Path, tokens: list[int]) -> torch.Tensor:
+    """What transformers says of each next token: log-probabilities [len(tokens), V], in float64."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    logits: torch.Tensor = model.eval()(torch.tensor([tokens])).logits[0]
+    return torch.log_softmax(logits.double(), dim=-1)
+
+
+async def test_log_probabilities_are_those_of_transformers(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "c", "qwen3", tied=False)
+    prompt = [5, 77, 130, 9, 201, 44]
+    async with running(engine=ENGINE, model={"path": str(folder), "dtype": "float32"}) as server:
+        body: Body = {"prompt": prompt, "max_tokens": 1, "temperature": 1.5, "ignore_eos": True}
+        _, echoed, _ = await server.post(body | {"echo": True, "logprobs": 4})
+        _, ranked, _ = await server.post(body | {"prompt_logprobs": 4})
+        _, chosen, _ = await server.post(body | {"logprob_token_ids": [3, 300]})
+    table = await asyncio.to_thread(reference, folder, prompt)
+    found = echoed["choices"][0]["logprobs"]
+    assert found["token_logprobs"][0] is None
+    assert found["top_logprobs"][0] is None
+    for i, token in enumerate(prompt[1:]):
+        best, ids = table[i].topk(4)
+        assert found["token_logprobs"][i + 1] == pytest.approx(table[i, token].item(), abs=1e-3)
+        entry = ranked["choices"][0]["prompt_logprobs"][i + 1]
+        assert [entry[str(id)]["logprob"] for id in ids.tolist()] == pytest.approx(best.tolist(), abs=1e-3)
+        assert [entry[str(id)]["rank"] for id in ids.tolist()] == [1, 2, 3, 4]
+        assert entry[str(token)]["rank"] == (table[i] > table[i, token]).sum() + 1
+    tops = chosen["choices"][0]["logprobs"]["top_logprobs"][0]
+    assert {round(value, 2) for value in tops.values()} >= {round(table[-1, id].item(), 2) for id in (3, 300)}
+
+
+async def test_a_seed_gives_the_same_alone_and_in_company(chatty: dict[str, Any]) -> None:
+    async with running(**chatty) as server:
+        bodies: list[Body] = [
+            {"prompt": "def " * (i + 1), "max_tokens": 12, "seed": i, "temperature": 0.5 + i / 4, "logprobs": 2}
+            | ({"presence_penalty": 1.0, "logit_bias": {"70": 2.0}} if i % 2 else {})
+            for i in range(8)
+        ]
+        together = await asyncio.gather(*(server.post(body) for body in bodies))
+        for body, (_, answer, _) in zip(bodies, together, strict=True):
+            assert (await server.post(body))[1]["choices"] == answer["choices"]

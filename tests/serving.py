@@ -1,0 +1,137 @@
+"""Servers on sockets: in the test's own event loop, or in a thread for clients that know nothing of asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from infer.assemble import start
+from infer.engine.loop import EngineLoop
+from infer.plugins import Plugins
+from infer.server.app import listen, make_app
+from infer.server.metrics import Metrics
+from infer.settings import load_settings
+
+Body = dict[str, Any]
+TEMPLATE = """\
+{%- if tools %}<|tools|>{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}Write <tool_call>{"name": ..., "arguments": ...}</tool_call> to call one.
+{% endif %}
+{%- for message in messages %}
+{%- if message.role not in ['system', 'user', 'assistant', 'tool', 'developer'] %}
+{{- raise_exception('Unknown role ' ~ message.role) }}
+{%- endif %}
+{%- if message.content is string and '</think>' in message.content %}
+{%- set text = message.content.split('</think>')[-1] %}
+{%- else %}{% set text = message.content %}{% endif %}
+{{- '# ' ~ message.role ~ ': ' ~ text }}
+{%- for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}
+{{- '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '# assistant: ' }}{% if enable_thinking %}<think>{% endif %}{% endif %}
+"""
+"""Small, but with the parts that Qwen3's has: tools, reasoning, an error for what it does not know."""
+
+
+class _Server:
+    """The demo model on one thread, unless ``sections`` of the settings say otherwise."""
+
+    def __init__(self, **sections: Any) -> None:
+        overrides = {"model": {"path": "demo"}, "kernels": {"threads": 1}, "server": {"access_log": False}} | sections
+        plugins = Plugins.discover()
+        self._settings = load_settings(plugins, env={}, overrides=overrides, read_file=False).settings
+        self._metrics = Metrics()
+        plugins.manager.register(self._metrics)
+        self.engine_loop, self._served = start(self._settings, plugins)
+
+    def app(self) -> web.Application:
+        return make_app(self.engine_loop, self._served, self._metrics, self._settings)
+
+
+class Running:
+    """A server and a client session."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, engine_loop: Any) -> None:
+        self.session, self.url, self.engine_loop = session, url, engine_loop
+
+    async def post(self, body: object, path: str = "/v1/completions") -> tuple[int, Any, Any]:
+        data = body if isinstance(body, (bytes, str)) else json.dumps(body)
+        async with self.session.post(self.url + path, data=data) as response:
+            return response.status, await response.json(), response.headers
+
+    async def get(self, path: str, **headers: str) -> tuple[int, Any]:
+        async with self.session.get(self.url + path, headers=headers) as response:
+            return response.status, await response.json()
+
+    async def stream(self, body: Body, path: str = "/v1/completions") -> list[Any]:
+        """The data of each event; "[DONE]" as it is."""
+        async with self.session.post(self.url + path, json=body | {"stream": True}) as response:
+            assert response.status == 200
+            assert response.content_type == "text/event-stream"
+            text = (await response.read()).decode()
+        lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+        return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+    async def idle(self) -> None:
+        """Until nothing is open; fails by the test's own timeout."""
+        async with asyncio.timeout(20):
+            while self.engine_loop.num_open:
+                await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def running(**sections: Any) -> AsyncIterator[Running]:
+    served = await asyncio.to_thread(_Server, **sections)
+    engine_loop = served.engine_loop
+    try:
+        async with listen(served.app(), "127.0.0.1", 0) as url, aiohttp.ClientSession() as session:
+            yield Running(session, url, engine_loop)
+    finally:
+        engine_loop.close()
+
+
+class Serving:
+    """Where it listens, and what is behind it."""
+
+    def __init__(self, url: str, engine_loop: EngineLoop) -> None:
+        self.url, self.engine_loop = url, engine_loop
+
+
+@contextmanager
+def serving(**sections: Any) -> Iterator[Serving]:
+    server = _Server(**sections)
+    loop = asyncio.new_event_loop()
+    stop = asyncio.Event()
+    began = threading.Event()
+    url = ""
+
+    async def serve() -> None:
+        nonlocal url
+        async with listen(server.app(), "127.0.0.1", 0) as url:
+            began.set()
+            await stop.wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),), daemon=True)
+    thread.start()
+    try:
+        assert began.wait(60), "the server did not start"
+        yield Serving(url, server.engine_loop)
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(30)
+        loop.close()
+        server.engine_loop.close()
+
+
+def chatty(folder: Path, **model: Any) -> Body:
+    """The section ``model`` of a server that can chat; the template is written to ``folder``."""
+    (folder / "template.jinja").write_text(TEMPLATE)
+    return {"path": "demo", "chat_template": str(folder / "template.jinja")} | model
