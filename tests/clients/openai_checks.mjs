@@ -12,7 +12,12 @@ const tools = [
     type: "function",
     function: {
       name: "get_weather",
-      parameters: { type: "object", properties: { city: { enum: ["Rome", "Oslo"] } }, required: ["city"] },
+      parameters: {
+        type: "object",
+        properties: { city: { enum: ["Rome", "Oslo"] } },
+        required: ["city"],
+        additionalProperties: false,
+      },
     },
   },
 ];
@@ -45,7 +50,7 @@ const checks = {
     const final = await client.chat.completions.stream(asked).finalChatCompletion();
     assert.equal(final.choices[0].message.tool_calls[0].function.name, "get_weather");
     assert.equal(final.choices[0].finish_reason, "tool_calls");
-    const forced = await client.chat.completions.create({ model: "demo", messages, tools, tool_choice: "required", max_tokens: 80 });
+    const forced = await client.chat.completions.create({ model: "demo", messages, tools, tool_choice: "required", max_tokens: 120, seed: 1 });
     assert.ok(["Rome", "Oslo"].includes(JSON.parse(forced.choices[0].message.tool_calls[0].function.arguments).city));
   },
   async structured() {
@@ -53,7 +58,8 @@ const checks = {
     const answer = await client.chat.completions.create({
       model: "demo",
       messages,
-      max_tokens: 60,
+      max_tokens: 120,
+      seed: 1,
       response_format: { type: "json_schema", json_schema: { name: "answer", schema } },
     });
     assert.equal(typeof JSON.parse(answer.choices[0].message.content).ok, "boolean");

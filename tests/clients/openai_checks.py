@@ -1,4 +1,4 @@
-# ruff: noqa: PT018
+# ruff: noqa: PT017, PT018
 """The official OpenAI client against a running server: ``python openai_checks.py URL``. Works with openai 2 and 3."""
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def chat(client: Any) -> None:
     assert b"".join(bytes(entry.bytes or ()) for entry in logprobs.content).decode(errors="replace") == texts[0]
     assert all(len(entry.top_logprobs) == 3 for entry in logprobs.content)
     streamed = ["", ""]
-    usage = None
+    usage: Any = None
     for chunk in client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
         usage = chunk.usage or usage
         for choice in chunk.choices:
@@ -79,7 +79,7 @@ def tools(client: Any) -> None:
     asked: Any = {"model": "demo", "messages": MESSAGES, "tools": [WEATHER], "max_tokens": 100, "seed": 1}
     for choice in ("required", {"type": "function", "function": {"name": "get_weather"}}):
         forced = client.chat.completions.create(**asked, tool_choice=choice, parallel_tool_calls=False)
-        (call,) = forced.choices[0].message.tool_calls or ()
+        (call,) = forced.choices[0].message.tool_calls or [None]
         assert forced.choices[0].finish_reason == "tool_calls"
         arguments = json.loads(call.function.arguments)
         assert arguments["city"] in ("Rome", "Oslo") and 1 <= arguments["days"] <= 9
@@ -88,7 +88,7 @@ def tools(client: Any) -> None:
         **asked, extra_body={"structured_outputs": {"choice": [f"Let me see. {CALL}"]}}
     )
     message = written.choices[0].message
-    (call,) = message.tool_calls or ()
+    (call,) = message.tool_calls or [None]
     assert message.content == "Let me see. " and call.function.name == "get_weather"
     assert written.choices[0].finish_reason == "tool_calls"
     name = arguments_text = content = ""

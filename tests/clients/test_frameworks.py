@@ -52,6 +52,7 @@ def test_langchain(server: Serving) -> None:
 def test_litellm(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # or importing it asks the internet
     import litellm
+    from litellm.exceptions import BadRequestError
 
     asked: dict[str, Any] = {
         "model": "openai/demo",
@@ -69,7 +70,7 @@ def test_litellm(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     called = litellm.completion(**asked, tools=tools, tool_choice="required").choices[0].message.tool_calls
     Weather.model_validate_json(called[0].function.arguments)
     Weather.model_validate_json(litellm.completion(**asked, response_format=Weather).choices[0].message.content)
-    with pytest.raises(litellm.BadRequestError):
+    with pytest.raises(BadRequestError):
         litellm.completion(**asked | {"temperature": -1.0})
 
 

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 from tests.clients.conftest import KEY
-from tests.serving import Serving
+from tests.serving import Serving, chatty, serving
 
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
 
 
+@pytest.fixture(scope="module")
+def brief(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """Answers without a limit are short, too."""
+    keys = {"api_keys": [KEY], "access_log": False}
+    with serving(model=chatty(tmp_path_factory.mktemp("server")), engine={"max_seq_len": 96}, server=keys) as made:
+        yield made
+
+
 @pytest.mark.parametrize("mode", ["positive", "negative"])
-def test_what_is_documented_is_what_happens(mode: str, server: Serving) -> None:
-    command = [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json", "--checks", CHECKS]
+def test_what_is_documented_is_what_happens(mode: str, brief: Serving) -> None:
+    command = [sys.executable, "-m", "schemathesis.cli", "run", f"{brief.url}/openapi.json", "--checks", CHECKS]
     command += ["--header", f"Authorization: Bearer {KEY}", "--mode", mode, "--max-examples", "40", "--seed", "1"]
     command += ["--phases", "examples,coverage,fuzzing", "--no-color", "--suppress-health-check", "all"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400)

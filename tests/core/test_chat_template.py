@@ -28,18 +28,23 @@ MESSAGES: list[dict[str, Any]] = [
 ]
 SOURCES = {
     "small": TEMPLATE,
-    "whitespace": "{% for m in messages %}\n    {% if loop.first %}\n  {{ bos_token }}\n    {% endif %}\n{{ m.role }}\n{% endfor %}\n",
+    "whitespace": "{% for m in messages %}\n    {% if loop.first %}\n  {{ bos_token }}\n    {% endif %}\n{{ m.role }}\n"
+    "{% endfor %}\n",
     "loopcontrols": "{% for m in messages %}{% if m.role == 'user' %}{% continue %}{% endif %}{{ m.role }}{% endfor %}",
-    "generation": "{% for m in messages %}{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}{% endfor %}",
+    "generation": "{% for m in messages %}{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}"
+    "{% endfor %}",
     "tojson": "{{ tools | tojson(indent=2) }}{{ messages | tojson }}{{ messages[0] | tojson(sort_keys=true) }}",
-    "namespace": "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}{{ custom }}",
+    "namespace": "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}"
+    "{{ ns.n }}{{ custom }}",
 }
 
 
 @pytest.mark.parametrize("name", SOURCES)
 @pytest.mark.parametrize("prompted", [True, False])
 def test_as_transformers_renders(name: str, prompted: bool) -> None:
-    reference = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer(), bos_token="<bos>", eos_token="<eos>")
+    reference = transformers.PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer(), bos_token="<bos>", eos_token="<eos>"
+    )
     how: dict[str, Any] = {"tools": TOOLS, "add_generation_prompt": prompted, "custom": "&", "enable_thinking": True}
     expected = reference.apply_chat_template(MESSAGES, chat_template=SOURCES[name], tokenize=False, **how)
     ours = ChatTemplate(SOURCES[name], {"bos_token": "<bos>", "eos_token": "<eos>"})

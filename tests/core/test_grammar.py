@@ -106,7 +106,8 @@ def test_choices_grammars_and_objects(llm: LLM) -> None:
     ):
         for seed in range(8):
             (answer,) = llm.generate("x", SamplingParams(max_tokens=200, seed=seed, structured_outputs=outputs))
-            assert answer.finish_reason == "stop" and fits(answer.text), answer.text
+            assert answer.finish_reason == "stop"
+            assert fits(answer.text), answer.text
     (answer,) = llm.generate("x", SamplingParams(max_tokens=5, structured_outputs={"json_object": True}))
     assert answer.text.startswith("{")
 

@@ -13,7 +13,7 @@ import json
 import resource
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension
@@ -77,7 +77,7 @@ class ChatTemplate:
 class _Generation(Extension):
     """``{% generation %}`` marks, for training, what the model has written; here it is only what is inside."""
 
-    tags: ClassVar = {"generation"}
+    tags = {"generation"}  # noqa: RUF012  (the base class has it so)
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)

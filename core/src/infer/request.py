@@ -70,7 +70,7 @@ class SamplingParams(BaseModel):
         0.0, ge=-2, le=2, description="Taken off a token's logit for each time that the answer has it."
     )
     repetition_penalty: float = Field(
-        1.0, gt=0, le=100, description="Divides the logit (multiplies a negative one) of what prompt or answer have."
+        1.0, ge=0.01, le=100, description="Divides the logit (multiplies a negative one) of what prompt or answer have."
     )
     logit_bias: dict[TokenId, Bias] = Field(
         {}, max_length=MAX_BIASES, description="Token id to what is added to its logit, -100 to 100."

@@ -45,7 +45,9 @@ async def test_chat_is_the_completion_of_what_the_template_makes(chatty: dict[st
         final = [*MESSAGES, {"role": "assistant", "content": "for i in"}]
         more = {"continue_final_message": True, "max_tokens": 4, "temperature": 0}
         _, going_on, _ = await server.post({"messages": final} | more, "/v1/chat/completions")
-        _, plain, _ = await server.post({"prompt": f"{prompt}for i in", "add_special_tokens": False, "max_tokens": 4, "temperature": 0})
+        _, plain, _ = await server.post(
+            {"prompt": f"{prompt}for i in", "add_special_tokens": False, "max_tokens": 4, "temperature": 0}
+        )
         assert going_on["choices"][0]["message"]["content"] == plain["choices"][0]["text"]
 
 
@@ -88,7 +90,11 @@ async def test_what_chat_refuses_it_names(chatty: dict[str, Any]) -> None:
 async def test_without_a_template_there_is_no_chat(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "c", "llama")
     async with running(engine=ENGINE, model={"path": str(folder), "dtype": "float32"}) as server:
-        for path, body in (("/v1/chat/completions", {"messages": MESSAGES}), ("/v1/responses", {"input": "x"})):
+        bodies: list[tuple[str, Body]] = [
+            ("/v1/chat/completions", {"messages": MESSAGES}),
+            ("/v1/responses", {"input": "x"}),
+        ]
+        for path, body in bodies:
             status, answer, _ = await server.post(body, path)
             assert (status, answer["error"]["param"]) == (400, "messages")
             assert "model.chat_template" in answer["error"]["message"]
@@ -98,7 +104,7 @@ async def test_without_a_template_there_is_no_chat(tmp_path: Path) -> None:
 
 
 async def test_a_template_that_runs_away_is_stopped() -> None:
-    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
+    endless = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
     source = "{% if messages[0].content == 'run' %}" + endless + "{% elif messages[0].content == 'eat' %}"
     source += (
         "{{ 'x' * 10**10 }}{% elif messages[0].content == 'pry' %}{{ ''.__class__.__mro__ }}{% else %}fine{% endif %}"
@@ -156,7 +162,7 @@ async def test_what_is_no_http_gets_json(chatty: dict[str, Any]) -> None:
             reader, writer = await asyncio.open_connection(host, int(port))
             writer.write(sent)
             head, _, body = (await reader.read()).partition(b"\r\n\r\n")
-            assert head.startswith(b"HTTP/1.1 400") or head.startswith(b"HTTP/1.0 400")
+            assert head.startswith((b"HTTP/1.1 400", b"HTTP/1.0 400"))
             assert b"X-Request-Id" in head
             assert json.loads(body)["error"]["type"] == "invalid_request_error"
             writer.close()
@@ -242,7 +248,9 @@ async def test_decisions_repeat_bit_for_bit_and_share_the_state(chatty: dict[str
 
 async def test_tokens_there_and_back(chatty: dict[str, Any]) -> None:
     async with running(**chatty) as server:
-        _, tokens, _ = await server.post({"prompt": "def f():\n  ä€", "add_special_tokens": False, "return_token_strs": True}, "/tokenize")
+        _, tokens, _ = await server.post(
+            {"prompt": "def f():\n  ä€", "add_special_tokens": False, "return_token_strs": True}, "/tokenize"
+        )
         assert tokens["count"] == len(tokens["tokens"]) == len(tokens["token_strs"])
         assert tokens["max_model_len"] == 512
         _, text, _ = await server.post({"tokens": tokens["tokens"]}, "/detokenize")
@@ -259,7 +267,13 @@ async def test_tokens_there_and_back(chatty: dict[str, Any]) -> None:
 
 async def test_responses_refuse_what_needs_a_store(chatty: dict[str, Any]) -> None:
     async with running(**chatty) as server:
-        for more in ({"store": True}, {"previous_response_id": "resp_1"}, {"background": True}, {"tools": [{}]}):
+        refused: list[Body] = [
+            {"store": True},
+            {"previous_response_id": "resp_1"},
+            {"background": True},
+            {"tools": [{}]},
+        ]
+        for more in refused:
             status, answer, _ = await server.post({"input": "x"} | more, "/v1/responses")
             assert (status, answer["error"]["param"]) == (400, next(iter(more))), answer
 
@@ -317,7 +331,7 @@ async def test_the_document_knows_every_route(chatty: dict[str, Any]) -> None:
         assert made["openapi"].startswith("3.1")
         assert {"/v1/chat/completions", "/v1/models/{model}", "/metrics", "/v1/systemone"} <= set(made["paths"])
         text = json.dumps(made)
-        for name in set(part.split('"')[0] for part in text.split('"#/components/schemas/')[1:]):
+        for name in {part.split('"')[0] for part in text.split('"#/components/schemas/')[1:]}:
             assert name in made["components"]["schemas"], name
         async with server.session.get(server.url + "/docs") as response:
             page = await response.text()
@@ -330,7 +344,7 @@ async def test_the_document_knows_every_route(chatty: dict[str, Any]) -> None:
 def reference(folder: Path, tokens: list[int]) -> torch.Tensor:
     """What transformers says of each next token: log-probabilities [len(tokens), V], in float64."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    logits: torch.Tensor = model.eval()(torch.tensor([tokens])).logits[0]
+    logits: torch.Tensor = model.train(False)(torch.tensor([tokens])).logits[0]
     return torch.log_softmax(logits.double(), dim=-1)
 
 

@@ -136,7 +136,7 @@ BAD: list[tuple[Any, int, str | None, str]] = [
     ({"prompt": "a", "logit_bias": {"999999": 1}}, 400, "logit_bias", "token id 999999"),
     ({"prompt": "a", "logit_bias": {str(i): 1 for i in range(1025)}}, 400, "logit_bias", "at most 1024"),
     ({"prompt": "a", "presence_penalty": 3}, 400, "presence_penalty", "less than or equal to 2"),
-    ({"prompt": "a", "repetition_penalty": 0}, 400, "repetition_penalty", "greater than 0"),
+    ({"prompt": "a", "repetition_penalty": 0}, 400, "repetition_penalty", "greater than or equal to 0.01"),
     ({"prompt": "a", "min_tokens": 20}, 400, "min_tokens", "above max_tokens"),
     ({"prompt": "a", "guided_regex": "a", "min_tokens": 2}, 400, "min_tokens", "structured output"),
     ({"prompt": "a", "guided_regex": "("}, 400, "structured_outputs", "cannot be compiled"),

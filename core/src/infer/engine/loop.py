@@ -146,8 +146,8 @@ class AsyncDoor:
         self._queues: dict[str, asyncio.Queue[Event]] = {}
 
     async def stream(self, *requests: Request) -> AsyncGenerator[Event]:
-        """Submit at once as many as there is room for, and the others as the first ones end; yield the events of all, to
-        the last. Leaving early aborts what is under way. Raises QueueFullError where there is no room at all.
+        """Submit at once as many as there is room for, and the others as the first ones end; yield the events of all,
+        to the last. Leaving early aborts what is under way. Raises QueueFullError where there is no room at all.
 
         Requests that share the very prompt follow the first of them when that has its first token: by then a pool that
         shares prefixes holds the prompt.

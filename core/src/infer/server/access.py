@@ -15,7 +15,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from infer.server.errors import REQUEST_ID, UnauthorizedError
-from infer.server.service import CALLER
+from infer.server.service import CALLER, Caller
 
 OPEN = ("/health", "/ready")
 """What answers without a key: the questions of load balancers."""
@@ -24,8 +24,8 @@ log = logging.getLogger("infer.access")
 
 
 def authorize(keys: Sequence[str]) -> Middleware:
-    """Every route but those in ``OPEN`` wants ``Authorization: Bearer KEY``. Keys are compared in constant time, by their
-    digests, so that not even a length shows."""
+    """Every route but those in ``OPEN`` wants ``Authorization: Bearer KEY``. Keys are compared in constant time, by
+    their digests, so that not even a length shows."""
     digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     @web.middleware
@@ -49,7 +49,7 @@ def access_log(enabled: bool) -> Middleware:
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         request[REQUEST_ID] = secrets.token_hex(12)
-        request[CALLER] = {}
+        request[CALLER] = Caller()
         began = time.perf_counter()
         status: int | None = None
         try:
@@ -66,7 +66,7 @@ def access_log(enabled: bool) -> Middleware:
                     "path": request.path,
                     "status": status,  # null: the client left before the end
                     "duration_ms": round((time.perf_counter() - began) * 1e3, 1),
-                    **request[CALLER],
+                    **vars(request[CALLER]),
                 }
                 log.info("%s", json.dumps(line))
 

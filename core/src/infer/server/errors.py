@@ -95,7 +95,9 @@ class Protocol(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        if status >= 500:
+        if isinstance(exc, ConnectionError):
+            log.debug("a client has left")
+        elif status >= 500:
             log.error("a request failed", exc_info=exc)
         if request.writer.output_size > 0:
             raise ConnectionError("the answer has begun; it cannot become another")

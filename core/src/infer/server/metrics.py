@@ -44,7 +44,7 @@ class Tally:
 
 
 class Metrics:
-    """An observer, a collector, and the handler of GET /metrics. Written by the engine's thread, read by others: a reader
+    """An observer, a collector, and the handler of GET /metrics. Written by the engine's thread, read by others: these
     may see a step half counted, and the whole of it the next time.
 
     Tokens are positions of the model's input, times are seconds. Names are those that vLLM has where it has the same.

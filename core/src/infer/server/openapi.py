@@ -64,7 +64,8 @@ def document(routes: Sequence[Route], server_name: str) -> dict[str, Any]:
         else:
             content = {"application/json": {"schema": shape(route.answer)}}
         if route.chunk is not None:
-            data = {"type": "string", "contentMediaType": "application/json", "contentSchema": shape(route.chunk)}
+            shape(route.chunk)
+            data = {"type": "string", "description": f"[DONE], an error, or {route.chunk.__name__} as JSON."}
             event = {"type": "object", "properties": {"event": {"type": "string"}, "data": data}, "required": ["data"]}
             content["text/event-stream"] = {"schema": event}
         codes = ERRORS if route.body is not None else {code: ERRORS[code] for code in (401, 404, 500, 503)}
@@ -124,7 +125,10 @@ def _page(made: dict[str, Any]) -> str:
                 name = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
                 rows.append(_fields(schemas[name]))
     title = html.escape(made["info"]["title"])
-    style = "body{font:16px/1.5 system-ui;max-width:60rem;margin:2rem auto;padding:0 1rem}td{padding:.2rem 1rem .2rem 0;vertical-align:top}"
+    style = (
+        "body{font:16px/1.5 system-ui;max-width:60rem;margin:2rem auto;padding:0 1rem}"
+        "td{padding:.2rem 1rem .2rem 0;vertical-align:top}"
+    )
     return (
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title><style>{style}</style>"
         f"<h1>{title}</h1><p>The same for programs: <a href=openapi.json>openapi.json</a></p>{''.join(rows)}</html>"

@@ -49,16 +49,17 @@ class Renderer:
             await self._kill()
 
     async def _ask(self, line: bytes) -> dict[str, Any]:
-        if self._process is None:
-            self._process = await asyncio.create_subprocess_exec(
+        process = self._process
+        if process is None:
+            process = self._process = await asyncio.create_subprocess_exec(
                 sys.executable, "-P", chat_template.__file__, stdin=PIPE, stdout=PIPE, limit=8 * MAX_CHARS
             )
-            assert self._process.stdin is not None
-            self._process.stdin.write(self._first)
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(line)
-        await self._process.stdin.drain()
-        answer = await self._process.stdout.readline()
+            line = self._first + line
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(line)
+        await process.stdin.drain()
+        answer = await process.stdout.readline()
         if not answer:
             await self._kill()
             return {"error": "the chat template ran out of memory, or ended its process in another way"}

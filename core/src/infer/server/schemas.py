@@ -214,7 +214,7 @@ class ChatRequest(Common):
     messages: tuple[Message, ...] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1, description="New tokens at most; null for as many as fit.")
     max_completion_tokens: int | None = Field(None, ge=1, description="The same.")
-    logprobs: bool = Field(False, description="Report each token's log-probability.")  # type: ignore[assignment]
+    logprobs: bool = Field(False, description="Report each token's log-probability.")
     top_logprobs: int | None = Field(
         None, ge=0, le=MAX_LOGPROBS, description="And those of so many of the likeliest tokens."
     )
@@ -413,7 +413,8 @@ T = TypeVar("T", bound=BaseModel)
 
 
 def parse(body: bytes, model: type[T]) -> T:
-    """A null means that a field is not given (of ``max_tokens``, that there is no limit). Raises RequestError that names the first field at fault."""
+    """A null means that a field is not given (of ``max_tokens``, that there is no limit). Raises RequestError that
+    names the first field at fault."""
     try:
         data = from_json(body)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What all endpoints that ask the model something share: bodies in, requests to the engine, events back, answers out."""
+"""What all endpoints that ask the model something share: bodies in, requests to the engine, events back, answers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from aiohttp import web
@@ -29,15 +30,23 @@ ENCODE = json.JSONEncoder(ensure_ascii=False).encode
 """Made once: json.dumps would make an encoder for every token."""
 INLINE_CHARS = 4096
 """Longer prompts are tokenised in a thread, so that other streams go on meanwhile."""
-CALLER = web.RequestKey("caller", dict[str, Any])
-"""What the access log tells of a request besides its line."""
-
 T = TypeVar("T", bound=BaseModel)
 Json = dict[str, Any]
 Events = AsyncGenerator[tuple[int, Event]]
 """Each with the index of its request."""
 Frames = Callable[[Events, Callable[[], Json]], AsyncGenerator[Json]]
 """Events, and the usage so far, to what is sent."""
+
+
+@dataclass
+class Caller:
+    """What the access log tells of a request besides its line."""
+
+    user: str | None = None
+    usage: Json | None = None
+
+
+CALLER = web.RequestKey("caller", Caller)
 
 
 class Asked(Protocol):
@@ -101,8 +110,7 @@ class Service:
                 param="model",
                 code="model_not_found",
             )
-        if user := getattr(asked, "user", None):
-            http[CALLER]["user"] = user
+        http[CALLER].user = getattr(asked, "user", None)
         return asked
 
     async def render(self, messages: Sequence[Mapping[str, Any]], **more: Any) -> str:
@@ -172,14 +180,14 @@ class Service:
             async for event in events:
                 raise_if_failed(event)
                 answers[tally.count(event)].add(event)
-        http[CALLER]["usage"] = tally.usage()
+        http[CALLER].usage = tally.usage()
         return answers, tally.usage()
 
     async def stream(
         self, http: web.Request, requests: Sequence[Request], frames: Frames, *, named: bool = False
     ) -> web.StreamResponse:
-        """Answer with server-sent events: what ``frames`` makes of the events. With ``named``, each has its ``type`` for
-        a name, and no [DONE] ends them. A failure before the first event is an error status."""
+        """Answer with server-sent events: what ``frames`` makes of the events. With ``named``, each has its ``type``
+        for a name, and no [DONE] ends them. A failure before the first event is an error status."""
         tally = Tally(requests)
         async with aclosing(self.run(requests)) as events:
             # The first event decides between an answer and an error status; headers wait for it.
@@ -198,7 +206,7 @@ class Service:
                     if named:
                         body = {"type": "error", "sequence_number": 0, **body["error"]}
                     await self._write(http, response, b"data: " + ENCODE(body).encode() + b"\n\n")
-        http[CALLER]["usage"] = tally.usage()
+        http[CALLER].usage = tally.usage()
         if not named:
             await self._write(http, response, b"data: [DONE]\n\n")
         await response.write_eof()

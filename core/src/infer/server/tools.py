@@ -54,7 +54,13 @@ class Between:
     follow a closing tag. ``within`` says that the text begins behind an opening tag."""
 
     def __init__(
-        self, tags: tuple[str, str], inside: Callable[[], Part], outside: Part, *, within: bool = False, trim: bool = False
+        self,
+        tags: tuple[str, str],
+        inside: Callable[[], Part],
+        outside: Part,
+        *,
+        within: bool = False,
+        trim: bool = False,
     ) -> None:
         self._tags = tags
         self._trim = trim
@@ -118,8 +124,8 @@ class Reasoning:
 
 
 class JsonCalls:
-    """Calls as JSON objects, one or several, in a list or not: ``{"name": ..., "arguments": ...}``. Arguments are passed on
-    as they come. What turns out to be something else is content."""
+    """Calls as JSON objects, one or several, in a list or not: ``{"name": ..., "arguments": ...}``. Arguments are
+    passed on as they come. What turns out to be something else is content."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = frozenset(names)
@@ -338,7 +344,7 @@ def calls_schema(tools: Sequence[dict[str, Any]], most: int | None) -> dict[str,
 
 
 class _Value:
-    """Finds where a JSON value ends that stands in an object: behind its last bracket or quote, or before what follows."""
+    """Finds where a JSON value in an object ends: behind its last bracket or quote, or before what follows."""
 
     def __init__(self, stop_at_comma: bool = True) -> None:
         """Without ``stop_at_comma`` only the object's own brace ends it."""
