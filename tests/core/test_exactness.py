@@ -149,6 +149,8 @@ REQUESTS: list[dict[str, Any]] = [
     {"prompt": 128, "temperature": 0},
     {"prompt": 131, "temperature": 2.0, "seed": 4, "min_p": 0.05},
     {"prompt": 260, "temperature": 0},
+    {"prompt": 20, "temperature": 1.1, "seed": 5, "presence_penalty": 0.7, "frequency_penalty": -0.2},
+    {"prompt": 37, "temperature": 0, "repetition_penalty": 1.6, "logit_bias": {4: 2.5, 9: -100.0}},
 ]
 
 

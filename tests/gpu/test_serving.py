@@ -45,7 +45,7 @@ class Finished:
 
 
 def traffic(vocab_size: int) -> list[tuple[list[int], SamplingParams]]:
-    """Prompts of 1 to 1200 tokens, some with a common beginning; greedy and drawn."""
+    """Prompts of 1 to 1200 tokens, some with a common beginning; greedy, drawn and steered."""
     draw = random.Random(5)
     shared = [draw.randrange(vocab_size) for _ in range(600)]
     found = []
@@ -62,6 +62,9 @@ def traffic(vocab_size: int) -> list[tuple[list[int], SamplingParams]]:
                     seed=i,
                     logprobs=2,
                     ignore_eos=True,
+                    presence_penalty=0.5 * (i % 4 == 1),
+                    repetition_penalty=1.2 if i % 5 == 0 else 1.0,
+                    logit_bias={7: 3.0} if i % 6 == 0 else {},
                 ),
             )
         )

@@ -168,3 +168,24 @@ def test_a_stop_that_only_the_flush_completes() -> None:
     shown = "".join(stream.push(i)[0] for i in ids[:-1])
     rest, stop = stream.flush()
     assert (shown + rest, stop) == ("a", "\ufffd")
+
+
+some_stops = st.lists(st.text(st.sampled_from("ab( :xé中"), min_size=1, max_size=3), max_size=3, unique=True)
+
+
+@settings(max_examples=1000, deadline=None)
+@given(st.lists(st.integers(1, 299), max_size=30), st.text(st.sampled_from("ab (x:é中😀"), max_size=12), some_stops)
+def test_what_is_streamed_is_what_the_whole_would_be(noise: list[int], text: str, stops: list[str]) -> None:
+    """Any bytes, characters of several tokens, and stops across all of it."""
+    ids = [*noise, *tokenizer().encode(text).ids]
+    stream = TextStream(texts_of(), [], stops)
+    shown, stop = "", None
+    for token in ids:
+        more, stop = stream.push(token)
+        shown += more
+        if stop is not None:
+            break
+    else:
+        more, stop = stream.flush()
+        shown += more
+    assert (shown, stop) == first_stop(tokenizer().decode(ids), stops)
