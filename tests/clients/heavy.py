@@ -14,7 +14,7 @@ from tests.serving import Serving, chatty, serving
 
 import infer_demo
 
-TOOLS = Path(sys.prefix) / "clients" / "bin"
+CLIENTS = Path(sys.prefix) / "clients"
 CHECKPOINT = str(Path(infer_demo.__file__).parent / "checkpoint")
 
 
@@ -24,12 +24,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
         yield made
 
 
-def run(tool: str, *arguments: str, cwd: Path) -> str:
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OPENAI_API_KEY": "unused"}
-    command = [str(TOOLS / tool), *arguments]
+def run(client: str, *arguments: str, cwd: Path) -> None:
+    environment = os.environ | {"OPENAI_API_KEY": "unused"}
+    command = [str(CLIENTS / client.replace("_", "-") / "bin" / client), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=cwd, env=environment)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-6000:]
-    return done.stdout
 
 
 def test_lm_eval(server: Serving, tmp_path: Path) -> None:
@@ -54,11 +53,13 @@ def test_lm_eval(server: Serving, tmp_path: Path) -> None:
 
 
 def test_guidellm(server: Serving, tmp_path: Path) -> None:
-    arguments = ["benchmark", "run", "--target", server.url, "--profile", "synchronous", "--max-requests", "4"]
-    arguments += ["--data", "prompt_tokens=32,output_tokens=16", "--processor", CHECKPOINT]
-    arguments += ["--output-dir", str(tmp_path), "--outputs", "json"]
+    arguments = ["run", "--backend", f"kind=openai_http,target={server.url},model=demo"]
+    arguments += ["--profile", "kind=synchronous", "--constraint", "kind=max_requests,count=4"]
+    arguments += ["--data", "kind=synthetic_text,prompt_tokens=32,output_tokens=16"]
+    arguments += ["--tokenizer", f"kind=huggingface_auto,model={CHECKPOINT}"]
+    arguments += ["--output", f"kind=json,path={tmp_path / 'report.json'}", "--disable-console-interactive"]
     run("guidellm", *arguments, cwd=tmp_path)
-    (result,) = tmp_path.rglob("benchmarks.json")
+    result = tmp_path / "report.json"
     (benchmark,) = json.loads(result.read_text())["benchmarks"]
     assert len(benchmark["requests"]["successful"]) == 4
     assert not benchmark["requests"]["errored"]
