@@ -83,7 +83,8 @@ class Runner:
             logits_NV = self._model.logits(hidden_ND[upload(batch.sample_rows, self._device)])
             draws = self._drawing([s.request for s in batch.sampled], [len(s.tokens) for s in batch.sampled])
             edits = [(row, s.steering.edit(s.tokens)) for row, s in enumerate(batch.sampled) if s.steering is not None]
-            token_N = self._kernels.sample(steer(logits_NV, edits) if edits else logits_NV, draws)
+            scored = any(wanted is not None for wanted in self._drawing.wanted)
+            token_N = self._kernels.sample(steer(logits_NV, edits, scored) if edits else logits_NV, draws)
             known_N = token_N.clamp(min=0)
             self._last_token_S[upload(batch.sample_slots, self._device)] = known_N
             chosen = score(logits_NV, known_N, self._drawing.wanted)
