@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -381,3 +382,71 @@ async def test_a_seed_gives_the_same_alone_and_in_company(chatty: dict[str, Any]
         together = await asyncio.gather(*(server.post(body) for body in bodies))
         for body, (_, answer, _) in zip(bodies, together, strict=True):
             assert (await server.post(body))[1]["choices"] == answer["choices"]
+
+
+async def test_answers_of_one_prompt_compute_it_once(chatty: dict[str, Any]) -> None:
+    async with running(**chatty) as server:
+        prompt = list(range(1, 101))
+        _, answer, _ = await server.post({"prompt": prompt, "max_tokens": 4, "n": 4, "seed": 1, "ignore_eos": True})
+        assert answer["usage"] == {
+            "prompt_tokens": 100,
+            "completion_tokens": 16,
+            "total_tokens": 116,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        }
+        async with server.session.get(server.url + "/metrics") as response:
+            families = list(text_string_to_metric_families(await response.text()))
+        found = {sample.name: sample.value for family in families for sample in family.samples}
+        assert found["infer_prefix_cache_hits_total"] == 3 * 96
+
+
+async def test_what_is_wrong_may_be_long_but_its_answer_is_not(chatty: dict[str, Any]) -> None:
+    async with running(**chatty) as server:
+        long = "x" * 100_000
+        bodies: list[Body] = [
+            {"prompt": "a", long: 1},
+            {"prompt": "a", "model": long},
+            {"prompt": "a", "logit_bias": {long: 1}},
+            {"prompt": "a", "guided_regex": "(" + long},
+            {"prompt": "a", "stop": [long]},
+        ]
+        for body in bodies:
+            status, answer, _ = await server.post(body)
+            assert status in (400, 404)
+            assert len(json.dumps(answer)) < 1500
+
+
+@pytest.mark.parametrize("stage", ["queued", "mid-chunk", "decoding", "last step"])
+async def test_a_client_that_leaves_frees_everything(stage: str, chatty: dict[str, Any]) -> None:
+    chatty["engine"] = {"max_batch_size": 1, "max_seq_len": 2000, "prefill_chunk_size": 16}
+    async with running(**chatty) as server:
+        pool = server.engine_loop._engine._pool
+        room = pool.free_tokens()
+        body: Body = {"prompt": [7] * 1500, "max_tokens": 400, "ignore_eos": True, "stream": True}
+        others = []
+        if stage == "queued":
+            others = [asyncio.create_task(server.post(body | {"stream": False, "max_tokens": 30}))]
+            await until(lambda: server.engine_loop.num_open == 1)
+        if stage == "last step":
+            body["max_tokens"] = 2
+        leaving = asyncio.create_task(server.session.post(server.url + "/v1/completions", json=body))
+        await until(lambda: server.engine_loop.num_open == len(others) + 1)
+        if stage in ("queued", "mid-chunk"):
+            if stage == "mid-chunk":
+                await until(lambda: pool.free_tokens() < room)
+            leaving.cancel()
+        else:
+            response = await leaving
+            await response.content.readline()
+            response.close()
+        await until(lambda: server.engine_loop.num_open == len(others))
+        for status, answer, _ in await asyncio.gather(*others):
+            assert (status, answer["usage"]["completion_tokens"]) == (200, 30)
+        await server.idle()
+        assert pool.free_tokens() == room
+
+
+async def until(reached: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not reached():
+            await asyncio.sleep(0)

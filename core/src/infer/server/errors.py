@@ -16,6 +16,8 @@ from infer.errors import EngineDeadError, QueueFullError, RequestError
 log = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1
+MAX_MESSAGE, MAX_PARAM = 1000, 100
+"""Characters."""
 REQUEST_ID = web.RequestKey("request_id", str)
 
 
@@ -28,7 +30,10 @@ class UnauthorizedError(RequestError):
 
 
 def error_body(message: str, type: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    return {"error": {"message": message, "type": type, "param": param, "code": code}}
+    """Cut to a length, since what a client gets wrong may be as long as it likes."""
+    if len(message) > MAX_MESSAGE:
+        message = message[:MAX_MESSAGE] + "..."
+    return {"error": {"message": message, "type": type, "param": param and param[:MAX_PARAM], "code": code}}
 
 
 @web.middleware
