@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -450,3 +451,34 @@ async def until(reached: Callable[[], bool]) -> None:
     async with asyncio.timeout(30):
         while not reached():
             await asyncio.sleep(0)
+
+
+async def test_any_bytes_are_the_same_streamed_and_whole(tmp_path: Path) -> None:
+    """A model that draws from all tokens alike writes characters of several tokens, and halves; stops cut anywhere."""
+    folder = write_checkpoint(tmp_path / "c", "llama")
+    async with running(engine=ENGINE, model={"path": str(folder), "dtype": "float32"}) as server:
+
+        async def both(seed: int) -> None:
+            body: Body = {"prompt": [5, 6], "max_tokens": 60, "temperature": 100.0, "seed": seed, "ignore_eos": True}
+            if seed % 2:
+                body["stop"] = ["\u00e9", "ab", "q", "\ufffd\ufffd\ufffd"][seed % 4 :]
+            _, whole, _ = await server.post(body)
+            *chunks, _ = await server.stream(body)
+            choices = [chunk["choices"][0] for chunk in chunks]
+            assert "".join(c["text"] for c in choices) == whole["choices"][0]["text"]
+            assert choices[-1]["finish_reason"] == whole["choices"][0]["finish_reason"]
+
+        for begin in range(0, 64, 8):
+            await asyncio.gather(*(both(seed) for seed in range(begin, begin + 8)))
+
+
+async def test_the_dashboard_asks_for_figures_that_are_there(chatty: dict[str, Any]) -> None:
+    dashboard = (Path(__file__).parents[3] / "docs" / "grafana.json").read_text()
+    asked = set(re.findall(r"infer_\w+", dashboard))
+    async with (
+        running(**chatty) as server,
+        server.session.get(server.url + "/metrics") as response,
+    ):
+        families = list(text_string_to_metric_families(await response.text()))
+    assert len(asked) > 15
+    assert asked <= {sample.name for family in families for sample in family.samples}

@@ -183,10 +183,6 @@ class AsyncDoor:
                 del self._queues[request_id]
                 self._engine_loop.abort(request_id)
 
-    def abort(self, request_id: str) -> None:
-        """End a request within a step; its stream goes on to its last event."""
-        self._engine_loop.abort(request_id)
-
     def _post(self, events: list[Event]) -> None:
         """In the engine's thread: one wake-up of the event loop for all events of a pass."""
         self._asyncio_loop.call_soon_threadsafe(self._deliver, events)

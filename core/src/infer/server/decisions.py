@@ -18,7 +18,7 @@ from infer.errors import RequestError
 from infer.request import Request, SamplingParams
 from infer.server.errors import REQUEST_ID
 from infer.server.schemas import ChoiceQuestion, DecisionsRequest, Question, ScoreQuestion
-from infer.server.service import Json, Service
+from infer.server.service import CALLER, Json, Service
 
 SYSTEM = (
     "Judge the state you are given. Answer the question with the label of the answer that fits best, and nothing else."
@@ -47,9 +47,10 @@ class Decisions:
         # The first puts the state into the cache, where the others find it.
         answers, tokens = [], 0
         for part in (requests[:1], requests[1:]):
-            found, usage = await self._service.whole(http, part)
+            found, used = await self._service.whole(http, part)
             answers += found
-            tokens += usage["prompt_tokens"]
+            tokens += used["prompt_tokens"]
+        http[CALLER].usage = usage = {"input_tokens": tokens, "output_tokens": 0, "total_tokens": tokens}
         decided = {}
         for (name, question), (_, ids), answer in zip(asked.questions.items(), made.values(), answers, strict=True):
             assert answer.logprobs is not None
@@ -60,7 +61,7 @@ class Decisions:
                 "object": "decision",
                 "model": self._service.served.name,
                 "answers": decided,
-                "usage": {"input_tokens": tokens, "output_tokens": 0, "total_tokens": tokens},
+                "usage": usage,
             }
         )
 

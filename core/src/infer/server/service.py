@@ -169,9 +169,6 @@ class Service:
     def run(self, requests: Sequence[Request]) -> AsyncGenerator[Event]:
         return self._door.stream(*requests)
 
-    def abort(self, request: Request) -> None:
-        self._door.abort(request.id)
-
     async def whole(self, http: web.Request, requests: Sequence[Request]) -> tuple[list[Completion], Json]:
         """All answers, in the order of the requests, and the usage. The first failure ends the others and is raised."""
         tally = Tally(requests)
