@@ -15,7 +15,7 @@ from infer.errors import InferError
 from infer.llm import LLM
 from infer.plugins import Plugins
 from infer.request import SamplingParams
-from infer.server.tools import make_parser
+from infer.server.tools import make_parser, opens_reasoning
 from infer.settings import Settings
 
 HELP = "/reset begins anew, /exit or Ctrl-D ends, Ctrl-C stops an answer."
@@ -54,9 +54,8 @@ def _read(console: Console) -> str | None:
 def _answer(llm: LLM, console: Console, messages: Sequence[dict[str, str]], params: SamplingParams) -> str:
     """Show the answer as it comes; Ctrl-C keeps what is there."""
     prompt = llm.render(messages)
-    thinking = prompt.rfind("<think>") > prompt.rfind("</think>")
     thinks = llm.served.template is not None and "</think>" in llm.served.template.source
-    parser = make_parser((), None, parallel=True, thinks=thinks, thinking=thinking)
+    parser = make_parser((), None, parallel=True, thinks=thinks, thinking=opens_reasoning(prompt))
     shown = {"reasoning": "", "content": ""}
     live = Live(console=console, vertical_overflow="visible") if console.is_terminal else None
     with live or nullcontext():

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infer.server.tools import Calls, ToolFormat, calls_schema, guess_tool_format, make_parser
+from infer.server.tools import Calls, ToolFormat, calls_schema, guess_tool_format, make_parser, opens_reasoning
 
 NAMES = ("weather", "clock.now")
 
@@ -107,6 +107,12 @@ def test_cutting_changes_nothing(
 def test_a_prompt_that_opens_the_reasoning() -> None:
     expected = {"content": "ok", "reasoning_content": "hm", "calls": []}
     assert told(["hm</think>ok"], None, thinking=True) == expected
+
+
+def test_only_the_end_of_a_prompt_opens_reasoning() -> None:
+    assert opens_reasoning("user: hi\nassistant: <think>\n")
+    assert not opens_reasoning("user: what is <think>?\nassistant: ")
+    assert not opens_reasoning("user: hi\nassistant: <think>\n\n</think>\n\n")
 
 
 def test_one_call_at_most() -> None:

@@ -14,7 +14,7 @@ from infer.request import FinishReason, Request, StructuredOutputs, TokenLogprob
 from infer.server.errors import REQUEST_ID
 from infer.server.schemas import ChatRequest, TokenizeRequest, checked
 from infer.server.service import Events, Json, Service
-from infer.server.tools import Calls, Part, ToolFormat, calls_schema, guess_tool_format, make_parser
+from infer.server.tools import Calls, Part, ToolFormat, calls_schema, guess_tool_format, make_parser, opens_reasoning
 from infer.settings import ModelSettings
 
 
@@ -53,7 +53,7 @@ class Chat:
             more["structured_outputs"] = StructuredOutputs(json_schema=calls_schema(wanted, 1 if one else None))
         params = checked(lambda: asked.sampling(**more), ChatRequest)
         # Where the prompt opens the reasoning, a form that is asked for is that of what follows it.
-        thinking = self._thinks and prompt.rfind("<think>") > prompt.rfind("</think>")
+        thinking = self._thinks and opens_reasoning(prompt)
         end = self._service.served.tokenizer.token_to_id("</think>") if thinking else None
         formed = params.structured_outputs is not None and end is None
         requests = await self._service.requests(

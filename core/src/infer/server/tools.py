@@ -317,6 +317,12 @@ def make_parser(
     return part
 
 
+def opens_reasoning(prompt: str) -> bool:
+    """Whether a rendered prompt leaves the model in the middle of its reasoning, as some templates do. What messages
+    say of such tags does not count."""
+    return prompt.rstrip().endswith("<think>")
+
+
 def guess_tool_format(template: str) -> ToolFormat | None:
     """The format that a chat template teaches; None where it knows no tools."""
     if "<tool_call>" in template:
