@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 
@@ -147,3 +149,15 @@ def test_an_engine_answers_as_it_does_without(family: str, dtype: torch.dtype, k
             assert set(graphs._replays) == set(range(1, MAX_BATCH + 1))
             assert all(graphs._replays.values())
     assert answers[0] == answers[1]
+
+
+def test_recording_does_not_import_torchs_compiler() -> None:
+    """It would take most of a second and a hundred megabytes, with the first answer."""
+    program = (
+        "import sys; from infer import LLM, SamplingParams\n"
+        "with LLM('demo', kernels={'backend': 'cpu', 'threads': 1}) as llm:\n"
+        "    print(len(llm.generate('def ', SamplingParams(max_tokens=4, ignore_eos=True))[0].token_ids))\n"
+        "print('torch._dynamo' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["4", "False"], done.stderr

@@ -57,6 +57,12 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._recorded = 0
         self._steps: list[Callable[[], object]] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing here is compiled, so nothing has to be kept from it: or torch imports its compiler with the first
+        pass, which takes most of a second and a hundred megabytes."""
+        return False
+
     def __enter__(self) -> Tape:
         self._native.infer_record(self._calls)
         super().__enter__()  # type: ignore[no-untyped-call]
