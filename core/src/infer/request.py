@@ -55,14 +55,14 @@ class SamplingParams(BaseModel):
 
     max_tokens: int | None = Field(16, ge=1, description="New tokens at most; null for as many as fit.")
     temperature: float = Field(1.0, ge=0, le=100, allow_inf_nan=False, description="0 takes the likeliest token.")
-    top_k: int = Field(0, ge=-1, description="Keep the k likeliest tokens; 0 or -1 keeps all.")
+    top_k: int = Field(0, ge=-1, lt=2**31, description="Keep the k likeliest tokens; 0 or -1 keeps all.")
     top_p: float = Field(1.0, gt=0, le=1, description="Keep the likeliest tokens that together reach this mass.")
     min_p: float = Field(0.0, ge=0, le=1, description="Drop tokens below this fraction of the likeliest one.")
     seed: int | None = Field(None, ge=-(2**63), lt=2**63, description="The same seed gives the same text.")
     stop: tuple[str, ...] = Field((), description="Texts that end the answer; they are not part of it.")
     stop_token_ids: tuple[TokenId, ...] = Field((), max_length=64, description="Tokens that end the answer.")
     ignore_eos: bool = Field(False, description="Go on after the end-of-sequence token.")
-    min_tokens: int = Field(0, ge=0, description="No stop token before so many new tokens.")
+    min_tokens: int = Field(0, ge=0, lt=2**31, description="No stop token before so many new tokens.")
     presence_penalty: float = Field(
         0.0, ge=-2, le=2, description="Taken off the logit of every token that the answer has already."
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import html
 import json
 from collections.abc import Sequence
@@ -99,15 +100,17 @@ def document(routes: Sequence[Route], server_name: str) -> dict[str, Any]:
 
 
 def pages(routes: Sequence[Route], server_name: str) -> tuple[Handler, Handler]:
-    """The handlers of /openapi.json and /docs."""
-    made = document(routes, server_name)
-    text, page = json.dumps(made), _page(made)
+    """The handlers of /openapi.json and /docs. Both are made when somebody asks, so that no start waits for them."""
+
+    @functools.cache
+    def made() -> dict[str, Any]:
+        return document(routes, server_name)
 
     async def openapi(http: web.Request) -> web.Response:
-        return web.Response(text=text, content_type="application/json")
+        return web.json_response(made())
 
     async def docs(http: web.Request) -> web.Response:
-        return web.Response(text=page, content_type="text/html")
+        return web.Response(text=_page(made()), content_type="text/html")
 
     return openapi, docs
 
