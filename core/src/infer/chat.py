@@ -15,7 +15,7 @@ from infer.errors import InferError
 from infer.llm import LLM
 from infer.plugins import Plugins
 from infer.request import SamplingParams
-from infer.server.tools import make_parser, opens_reasoning
+from infer.server.tools import make_parser, opens_reasoning, reasons
 from infer.settings import Settings
 
 HELP = "/reset begins anew, /exit or Ctrl-D ends, Ctrl-C stops an answer."
@@ -27,6 +27,7 @@ def main(settings: Settings, plugins: Plugins, params: SamplingParams, system: s
     with LLM.from_settings(settings, plugins) as llm:
         if console.is_terminal:
             console.print(Text(f"{llm.served.name}. {HELP}", style="dim"))
+        thinks = llm.served.template is not None and reasons(settings.model.reasoning, llm.served.template.source)
         beginning = [] if system is None else [{"role": "system", "content": system}]
         messages = list(beginning)
         while (line := _read(console)) is not None:
@@ -39,7 +40,7 @@ def main(settings: Settings, plugins: Plugins, params: SamplingParams, system: s
                     messages = list(beginning)
                     continue
             messages.append({"role": "user", "content": line})
-            answer = _answer(llm, console, messages, params)
+            answer = _answer(llm, console, messages, params, thinks)
             messages.append({"role": "assistant", "content": answer})
     return 0
 
@@ -51,10 +52,11 @@ def _read(console: Console) -> str | None:
         return None
 
 
-def _answer(llm: LLM, console: Console, messages: Sequence[dict[str, str]], params: SamplingParams) -> str:
+def _answer(
+    llm: LLM, console: Console, messages: Sequence[dict[str, str]], params: SamplingParams, thinks: bool
+) -> str:
     """Show the answer as it comes; Ctrl-C keeps what is there."""
     prompt = llm.render(messages)
-    thinks = llm.served.template is not None and "</think>" in llm.served.template.source
     parser = make_parser((), None, parallel=True, thinks=thinks, thinking=opens_reasoning(prompt))
     shown = {"reasoning": "", "content": ""}
     live = Live(console=console, vertical_overflow="visible") if console.is_terminal else None

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infer.server.tools import Calls, ToolFormat, calls_schema, guess_tool_format, make_parser, opens_reasoning
+from infer.server.tools import Calls, ToolFormat, calls_schema, guess_tool_format, make_parser, opens_reasoning, reasons
 
 NAMES = ("weather", "clock.now")
 
@@ -113,6 +113,12 @@ def test_only_the_end_of_a_prompt_opens_reasoning() -> None:
     assert opens_reasoning("user: hi\nassistant: <think>\n")
     assert not opens_reasoning("user: what is <think>?\nassistant: ")
     assert not opens_reasoning("user: hi\nassistant: <think>\n\n</think>\n\n")
+
+
+def test_the_setting_decides_whether_a_model_reasons() -> None:
+    with_tags, without = "... </think> ...", "{{ messages }}"
+    assert [reasons("auto", with_tags), reasons("auto", without)] == [True, False]
+    assert [reasons("none", with_tags), reasons("think", without)] == [False, True]
 
 
 def test_one_call_at_most() -> None:

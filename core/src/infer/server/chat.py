@@ -12,9 +12,18 @@ from infer.errors import RequestError
 from infer.llm import Completion
 from infer.request import FinishReason, Request, StructuredOutputs, TokenLogprobs
 from infer.server.errors import REQUEST_ID
-from infer.server.schemas import ChatRequest, TokenizeRequest, checked
+from infer.server.schemas import ChatRequest, StreamOptions, TokenizeRequest, checked
 from infer.server.service import Events, Json, Service
-from infer.server.tools import Calls, Part, ToolFormat, calls_schema, guess_tool_format, make_parser, opens_reasoning
+from infer.server.tools import (
+    Calls,
+    Part,
+    ToolFormat,
+    calls_schema,
+    guess_tool_format,
+    make_parser,
+    opens_reasoning,
+    reasons,
+)
 from infer.settings import ModelSettings
 
 
@@ -32,7 +41,7 @@ class Chat:
                 self._tool_format = None
             case format:
                 self._tool_format = format
-        self._thinks = "</think>" in template if settings.reasoning == "auto" else settings.reasoning == "think"
+        self._thinks = reasons(settings.reasoning, template)
 
     async def handle(self, http: web.Request) -> web.StreamResponse:
         asked = await self._service.read(http, ChatRequest)
@@ -143,9 +152,8 @@ class Chat:
         events: Events,
         usage: Callable[[], Json],
     ) -> AsyncGenerator[Json]:
-        options = asked.stream_options
-        with_usage, always = (options.include_usage, options.continuous_usage_stats) if options else (False, False)
-        if with_usage:
+        options = asked.stream_options or StreamOptions()
+        if options.include_usage:
             frame = frame | {"usage": None}
         parsers = [make() for _ in requests]
         numberings = [Calls() for _ in requests]
@@ -167,8 +175,8 @@ class Chat:
                 if j == len(deltas) - 1 and event.finish_reason is not None:
                     choice["finish_reason"] = _reason(event.finish_reason, numberings[i].count)
                     choice["stop_reason"] = event.stop_reason
-                yield frame | {"choices": [choice]} | ({"usage": usage()} if always else {})
-        if with_usage:
+                yield frame | {"choices": [choice]} | ({"usage": usage()} if options.continuous_usage_stats else {})
+        if options.include_usage:
             yield frame | {"choices": [], "usage": usage()}
 
     def logprobs(self, entries: Iterable[TokenLogprobs]) -> list[Json]:

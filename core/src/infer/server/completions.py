@@ -9,7 +9,7 @@ from typing import Any
 from aiohttp import web
 
 from infer.request import Request, TokenLogprobs
-from infer.server.schemas import CompletionRequest, checked
+from infer.server.schemas import CompletionRequest, StreamOptions, checked
 from infer.server.service import Events, Json, Service
 
 
@@ -56,9 +56,8 @@ class Completions:
     async def _frames(
         self, frame: Json, asked: CompletionRequest, events: Events, usage: Callable[[], Json]
     ) -> AsyncGenerator[Json]:
-        options = asked.stream_options
-        with_usage, always = (options.include_usage, options.continuous_usage_stats) if options else (False, False)
-        if with_usage:
+        options = asked.stream_options or StreamOptions()
+        if options.include_usage:
             frame = frame | {"usage": None}
         offsets: dict[int, int] = {}
         async for i, event in events:
@@ -71,8 +70,8 @@ class Completions:
             if event.prompt_logprobs is not None:
                 choice["prompt_logprobs"] = self._service.prompt_logprobs(event)
             offsets[i] = offsets.get(i, 0) + len(event.text)
-            yield frame | {"choices": [choice]} | ({"usage": usage()} if always else {})
-        if with_usage:
+            yield frame | {"choices": [choice]} | ({"usage": usage()} if options.continuous_usage_stats else {})
+        if options.include_usage:
             yield frame | {"choices": [], "usage": usage()}
 
     def _echoed(self, request: Request, prompt: str | Sequence[int]) -> str:

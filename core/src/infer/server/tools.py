@@ -317,6 +317,11 @@ def make_parser(
     return part
 
 
+def reasons(setting: Literal["auto", "think", "none"], template: str) -> bool:
+    """Whether the model writes its reasoning in <think> tags: as ``model.reasoning`` says, or its chat template."""
+    return "</think>" in template if setting == "auto" else setting == "think"
+
+
 def opens_reasoning(prompt: str) -> bool:
     """Whether a rendered prompt leaves the model in the middle of its reasoning, as some templates do. What messages
     say of such tags does not count."""
