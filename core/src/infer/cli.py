@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 from infer import bench, timeline
-from infer.errors import InferError
+from infer.errors import InferError, capital
 from infer.plugins import HOOKS, Plugins
 from infer.request import SamplingParams
 from infer.settings import Loaded, describe, describe_schema, load_settings, schema, split_arguments
@@ -68,11 +68,11 @@ def _parser() -> argparse.ArgumentParser:
     chat = command("chat", "talk with the model on the terminal")
     chat.add_argument("--system", metavar="TEXT", help="what the conversation begins with")
     for sub in (generate, chat):
-        for name, option in SamplingParams.model_fields.items():
-            if name in PLAIN_PARAMS:
-                flag = {"action": "store_true", "default": None} if name == "ignore_eos" else {}
-                many = {"action": "append"} if name == "stop" else {}
-                sub.add_argument(f"--{name.replace('_', '-')}", help=option.description, **flag, **many)  # type: ignore[arg-type]
+        for name in PLAIN_PARAMS:
+            flag = {"action": "store_true", "default": None} if name == "ignore_eos" else {}
+            many = {"action": "append"} if name == "stop" else {}
+            text = SamplingParams.model_fields[name].description
+            sub.add_argument(f"--{name.replace('_', '-')}", help=text, **flag, **many)  # type: ignore[arg-type]
     timeline.add_arguments(command("demo", "print a timeline of steps, chunked prefill on and off side by side"))
     bench.add_arguments(command("bench", "measure the workloads over HTTP"))
     plugins = command("plugins", "list what is installed, what is chosen, and why")
@@ -127,7 +127,7 @@ def _params(args: argparse.Namespace, defaults: dict[str, object]) -> SamplingPa
         first = error.errors()[0]
         what = first["msg"].removeprefix("Value error, ")
         if not first["loc"]:
-            raise InferError(f"{what[:1].upper()}{what[1:]}.") from None
+            raise InferError(f"{capital(what)}.") from None
         flag = str(first["loc"][0]).replace("_", "-")
         raise InferError(f"--{flag} {first['input']}: {what}.") from None
 

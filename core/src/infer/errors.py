@@ -35,3 +35,8 @@ class QueueFullError(InferError):
 
 class EngineDeadError(InferError):
     """The engine has stopped and takes no more requests."""
+
+
+def capital(text: str) -> str:
+    """A library's complaint as the beginning of a sentence."""
+    return text[:1].upper() + text[1:]

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from infer.assemble import start
 from infer.engine.loop import AsyncDoor
-from infer.errors import QueueFullError, RequestError
+from infer.errors import QueueFullError, RequestError, capital
 from infer.plugins import Plugins
 from infer.progress import bar
 from infer.request import Event, FinishReason, Request, SamplingParams, TokenLogprobs
@@ -141,7 +141,7 @@ class LLM:
         try:
             return self.served.template.render(messages)
         except ValueError as error:
-            raise RequestError(f"{str(error)[:1].upper()}{str(error)[1:]}.", param="messages") from None
+            raise RequestError(f"{capital(str(error))}.", param="messages") from None
 
     def encode(self, prompt: str) -> list[int]:
         """Token ids of a text that brings its special tokens along, as chat templates do."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from infer import chat_template
 from infer.chat_template import MAX_CHARS, ChatTemplate
-from infer.errors import RequestError
+from infer.errors import RequestError, capital
 
 TIMEOUT_S = 5.0
 
@@ -40,8 +40,7 @@ class Renderer:
                 await self._kill()
                 raise
         if "error" in answer:
-            text = str(answer["error"])
-            raise RequestError(f"{text[:1].upper()}{text[1:500]}", param="messages")
+            raise RequestError(capital(str(answer["error"])[:500]), param="messages")
         return str(answer["text"])
 
     async def close(self) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import from_json, to_json
 
-from infer.errors import RequestError
+from infer.errors import RequestError, capital
 from infer.request import MAX_CHOICES, MAX_LOGPROBS, SamplingParams, StructuredOutputs, TokenId
 
 MAX_TOOLS = 128
@@ -497,7 +497,7 @@ def _said(what: str, model: type[BaseModel]) -> RequestError:
     """A sentence about several fields is put down to the first that it names."""
     words = re.findall(r"\w+", what)
     named = next((word for word in words if word in model.model_fields), None)
-    text = what if words[0] in model.model_fields else what[:1].upper() + what[1:]
+    text = what if words[0] in model.model_fields else capital(what)
     return RequestError(f"{text}.", param=named)
 
 
