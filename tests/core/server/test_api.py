@@ -274,10 +274,17 @@ async def test_responses_refuse_what_needs_a_store(chatty: dict[str, Any]) -> No
             {"previous_response_id": "resp_1"},
             {"background": True},
             {"tools": [{}]},
+            {"stream_options.include_usage": True},
         ]
         for more in refused:
-            status, answer, _ = await server.post({"input": "x"} | more, "/v1/responses")
-            assert (status, answer["error"]["param"]) == (400, next(iter(more))), answer
+            ((param, value),) = more.items()
+            outer, _, inner = param.partition(".")
+            body = {"input": "x", "stream": True, outer: {inner: value} if inner else value}
+            status, answer, _ = await server.post(body, "/v1/responses")
+            assert (status, answer["error"]["param"]) == (400, param), answer
+        said = {"input": "x", "max_output_tokens": 1, "parallel_tool_calls": False, "tool_choice": "none"}
+        _, answer, _ = await server.post(said, "/v1/responses")
+        assert (answer["parallel_tool_calls"], answer["tool_choice"]) == (False, "none")
 
 
 @pytest.mark.parametrize("names", ["infer", "vllm"])
@@ -319,8 +326,9 @@ async def test_figures_move_as_they_should(names: str, chatty: dict[str, Any]) -
         body = {"prompt": "def ", "max_tokens": 400, "ignore_eos": True, "stream": True}
         async with server.session.post(server.url + "/v1/completions", json=body) as response:
             await response.content.readline()
-            busy = await figures()
-            assert busy["num_requests_running"] == 1
+            async with asyncio.timeout(20):
+                while (busy := await figures())["num_requests_running"] != 1:
+                    await asyncio.sleep(0)  # a step is told of just after its tokens
             assert busy["kv_cache_usage_perc"] > 0
             response.close()
         await server.idle()

@@ -298,6 +298,10 @@ class InputMessage(Body):
     content: str | tuple[TextPart, ...]
 
 
+class NoObfuscation(Body):
+    include_obfuscation: Literal[False] = False
+
+
 class ResponsesRequest(Body):
     """The body of POST /v1/responses. Nothing is stored: a conversation goes along as ``input``."""
 
@@ -310,7 +314,7 @@ class ResponsesRequest(Body):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     text: TextOptions = TextOptions()
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: NoObfuscation | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     priority: int = Field(0, ge=-(2**31), lt=2**31)
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
@@ -440,24 +444,13 @@ def checked(make: Callable[[], R], model: type[BaseModel]) -> R:
         raise _said(str(error), model) from None
 
 
-UNION_TAGS = (
-    "str",
-    "int",
-    "float",
-    "bool",
-    "none",
-    "tuple[",
-    "dict[",
-    "list[",
-    "literal[",
-    "function-",
-    "constrained-",
-)
+PLAIN_TAGS = ("str", "int", "float", "bool", "none", "[key]")
+LONG_TAGS = ("tuple[", "dict[", "list[", "literal[", "function-", "constrained-")
 
 
 def _is_tag(part: int | str) -> bool:
     """Whether a step of a location says which of several forms pydantic tried."""
-    return isinstance(part, str) and (part.startswith(UNION_TAGS) or part[:1].isupper() or part == "[key]")
+    return isinstance(part, str) and (part in PLAIN_TAGS or part.startswith(LONG_TAGS) or part[:1].isupper())
 
 
 def _explain(error: ValidationError, model: type[BaseModel]) -> RequestError:
