@@ -1,4 +1,4 @@
-# make install | serve [PORT=8000] | test | test-clients | lint | bench
+# make install | serve [PORT=8000] | test | test-all | test-clients | lint | bench
 VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?= python3
@@ -10,7 +10,7 @@ CLIENTS := aiperf==0.13.0 guidellm==0.8.1 lm-eval[api]==0.4.13
 PACKAGES := core $(wildcard plugins/*)
 STAMP := $(VENV)/.installed
 
-.PHONY: install serve test test-clients lint bench
+.PHONY: install serve test test-all test-clients lint bench
 
 install: $(STAMP)
 
@@ -31,8 +31,13 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8
+
 test: lint
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8
+	$(PYTEST) -m 'not slow'
+
+test-all: lint
+	$(PYTEST)
 
 test-clients: $(VENV)/clients/.installed
 	$(BIN)/python -m pytest tests/clients/heavy.py
