@@ -12,6 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from infer.cli import _parser
+from infer.plugins import Plugins
+from infer.settings import load_settings
+
 ONE_THREAD = {"INFER_KERNELS__THREADS": "1"}
 
 
@@ -42,6 +46,7 @@ def test_generate_prints_text(tmp_path: Path) -> None:
         (["generate", "x", "--temperature", "-1", "--model.path", "demo"], "--temperature -1"),
         (["plugins", "--cache.backend", "nope"], "cache.backend is 'nope'"),
         (["bench", "--scale", "0"], "--scale"),
+        (["serve", "demo", "--port", "x"], "server.port = 'x'"),
     ],
 )
 def test_what_the_user_can_mend_is_one_sentence_and_exit_code_2(args: list[str], sentence: str, tmp_path: Path) -> None:
@@ -50,6 +55,27 @@ def test_what_the_user_can_mend_is_one_sentence_and_exit_code_2(args: list[str],
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("infer: ")]
     assert sentence in line
     assert "Traceback" not in done.stderr
+
+
+def test_plain_names_are_settings(tmp_path: Path) -> None:
+    args = _parser().parse_args(
+        ["serve", "demo", "--port", "0", "--host", "::1", "--api-key", "a,b", "--max-model-len", "64"]
+    )
+    loaded = load_settings(Plugins.discover(), argv=args.plain_settings, env={}, read_file=False).settings
+    assert (loaded.model.path, loaded.server.port, loaded.server.host) == ("demo", 0, "::1")
+    assert [key.get_secret_value() for key in loaded.server.api_keys] == ["a", "b"]
+    assert loaded.engine.max_seq_len == 64
+    done = infer("generate", "--model", "demo", "--max-model-len", "8", "--max-tokens", "5", "def ", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    twice = infer("serve", "demo", "--model", "demo", cwd=tmp_path)
+    assert (twice.returncode, "model.path is given twice" in twice.stderr) == (2, True)
+
+
+def test_help_imports_no_torch() -> None:
+    """It takes a second, and whoever asks for help waits for it."""
+    code = "import sys; from infer.cli import _parser; _parser().format_help(); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
 
 
 def test_plugins_and_settings_as_json(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def _load(settings: Settings, plugins: Plugins, publish: Callable[..., None]) ->
     if settings.kernels.threads is not None:
         torch.set_num_threads(settings.kernels.threads)
     if settings.model.path is None:
-        raise SettingsError('model.path is not set: give a folder, a hub id or a bundled name, e.g. "demo".')
+        raise SettingsError("model.path is not set: give a folder, a hub id or a bundled name, e.g. --model demo.")
     device = choose_device(settings.model.device)
     checkpoint = Checkpoint.locate(settings.model.path, bundled=plugins.checkpoints, revision=settings.model.revision)
     dtype = _dtype(settings.model.dtype, checkpoint, device)

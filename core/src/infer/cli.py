@@ -7,20 +7,30 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
+from typing import Any
 
 from infer import bench, timeline
 from infer.errors import InferError, capital
 from infer.plugins import HOOKS, Plugins
 from infer.request import SamplingParams
-from infer.settings import Loaded, describe, describe_schema, load_settings, schema, split_arguments
+from infer.settings import Loaded, Settings, describe, describe_schema, load_settings, schema, split_arguments
 
 PLAIN_PARAMS = (
     *("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos", "min_tokens"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 )
 """Sampling parameters that a command line can say."""
+NAMED = {"MODEL": "model.path"}
+LOADING = {"--model": "model.path", "--max-model-len": "engine.max_seq_len"}
+SERVING = {
+    "--host": "server.host",
+    "--port": "server.port",
+    "--api-key": "server.api_keys",
+    "--served-model-name": "server.served_model_name",
+}
+"""Plain names of the settings that everyone types; other servers have the same."""
 CHOSEN_BY = {
     "cache": "cache.backend",
     "kernels": "kernels.backend",
@@ -34,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     settings_argv, rest = split_arguments(sys.argv[1:] if argv is None else argv)
     args = parser.parse_args(rest)
+    settings_argv += getattr(args, "plain_settings", ())
     try:
         return _run(args, settings_argv)
     except InferError as error:
@@ -45,6 +56,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever read the output has left; keep the interpreter from complaining when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+class _Plain(argparse.Action):
+    """A flag or an argument that is a setting's other name."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        key = str(self.const)
+        given: list[str] = namespace.__dict__.setdefault("plain_settings", [])
+        if any(word.startswith(f"--{key}=") for word in given):
+            parser.error(f"{key} is given twice; the second is {values!r}.")
+        given.append(f"--{key}={values}")
+
+
+def _plain(sub: argparse.ArgumentParser, flags: Mapping[str, str]) -> None:
+    sections = {name: field.annotation for name, field in Settings.model_fields.items()}
+    for flag, key in flags.items():
+        section, name = key.split(".")
+        text = sections[section].model_fields[name].description  # type: ignore[union-attr]
+        names: dict[str, Any] = {} if flag.startswith("--") else {"nargs": "?"}
+        sub.add_argument(flag, action=_Plain, const=key, default=argparse.SUPPRESS, help=f"{key}: {text}", **names)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -62,19 +95,26 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("--settings", metavar="FILE", help="settings file (default: INFER_SETTINGS, ./settings.toml)")
         return sub
 
-    command("serve", "serve the model over HTTP")
+    serve = command("serve", "serve the model over HTTP")
+    _plain(serve, NAMED | LOADING | SERVING)
     generate = command("generate", "answer prompts on the terminal")
     generate.add_argument("prompts", nargs="*", help="texts; none reads one from standard input")
     chat = command("chat", "talk with the model on the terminal")
     chat.add_argument("--system", metavar="TEXT", help="what the conversation begins with")
+    _plain(chat, NAMED | LOADING)
+    _plain(generate, LOADING)
     for sub in (generate, chat):
         for name in PLAIN_PARAMS:
             flag = {"action": "store_true", "default": None} if name == "ignore_eos" else {}
             many = {"action": "append"} if name == "stop" else {}
             text = SamplingParams.model_fields[name].description
             sub.add_argument(f"--{name.replace('_', '-')}", help=text, **flag, **many)  # type: ignore[arg-type]
-    timeline.add_arguments(command("demo", "print a timeline of steps, chunked prefill on and off side by side"))
-    bench.add_arguments(command("bench", "measure the workloads over HTTP"))
+    demo = command("demo", "print a timeline of steps, chunked prefill on and off side by side")
+    timeline.add_arguments(demo)
+    measure = command("bench", "measure the workloads over HTTP")
+    bench.add_arguments(measure)
+    for sub in (demo, measure):
+        _plain(sub, LOADING)
     plugins = command("plugins", "list what is installed, what is chosen, and why")
     plugins.add_argument("--json", action="store_true")
     settings = command("settings", "show each setting's value and source")

@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
-import torch
 from pydantic import BaseModel
-from torch import Tensor
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from infer.engine.sequence import Schedule
     from infer.engine.sequence import Sequence as EngineSequence
 
