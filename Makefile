@@ -1,4 +1,4 @@
-# make install | serve [PORT=8000] | test | test-all | test-clients | lint | bench
+# make install | serve [PORT=8000] | test | test-all | test-clients | lint | bench | dist
 VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?= python3
@@ -7,10 +7,10 @@ OPENAI_3 := 3.54.0
 JITER := 0.16.0
 OPENAI_NODE := 6.49.0
 CLIENTS := aiperf==0.13.0 guidellm==0.8.1 lm-eval[api]==0.4.13
-PACKAGES := core $(wildcard plugins/*)
+PACKAGES := core bundle $(wildcard plugins/*)
 STAMP := $(VENV)/.installed
 
-.PHONY: install serve test test-all test-clients lint bench
+.PHONY: install serve test test-all test-clients lint bench dist
 
 install: $(STAMP)
 
@@ -53,3 +53,7 @@ $(VENV)/clients/.installed: Makefile $(STAMP)
 bench: install
 	$(BIN)/python -m benchmarks.overhead
 	$(BIN)/infer bench --workload all --scale 0.25
+
+dist: install
+	rm -rf dist
+	for package in $(PACKAGES); do (cd $$package && $(CURDIR)/$(BIN)/python -m hatchling build -d $(CURDIR)/dist) || exit 1; done

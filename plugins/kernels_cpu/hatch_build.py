@@ -27,6 +27,8 @@ if platform.machine() in ("x86_64", "AMD64"):
 
 class Native(BuildHookInterface[Any]):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        for stale in PACKAGE.glob("*.so"):  # of other sources, or of another machine
+            stale.unlink()
         compiler = shutil.which(os.environ.get("CXX", "c++"))
         if compiler is None:
             self.app.display_warning("no C++ compiler: infer-kernels-cpu is built without its kernels")
@@ -38,7 +40,6 @@ class Native(BuildHookInterface[Any]):
             if done.returncode:
                 print(done.stderr, file=sys.stderr)
                 self.app.display_warning(f"{' '.join(command)} failed: infer-kernels-cpu is built without {level}")
-                library.unlink(missing_ok=True)
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
         build_data["artifacts"] += ["*.so"]
