@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -233,10 +234,31 @@ def test_max_positions(folder: Path) -> None:
     assert locate(folder).max_positions == 32
     write_json(folder / "config.json", {})
     assert locate(folder).max_positions == sys.maxsize
-    bad: list[Any] = [0, -1, 1.5, "many", True]
+    bad: list[Any] = [0, 1, -1, 1.5, "many", True]
     for value in bad:
         write_json(folder / "config.json", {"max_position_embeddings": value})
-        assert "a positive integer" in refused(lambda: locate(folder).max_positions)
+        assert "an integer of at least 2" in refused(lambda: locate(folder).max_positions)
+
+
+@pytest.mark.parametrize("value", [0, -1, 10**9, 1.5, "many"])
+def test_layers_beyond_reason_cost_no_memory(value: object, folder: Path) -> None:
+    for config in ({"num_hidden_layers": value}, {"text_config": {"num_hidden_layers": value}}):
+        write_json(folder / "config.json", config)
+        assert f"num_hidden_layers is {value!r}" in refused(lambda: locate(folder))
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "chat_template.jinja", SINGLE])
+def test_a_pipe_is_not_waited_for(name: str, folder: Path) -> None:
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    if name == "chat_template.jinja":
+        assert locate(folder).chat_template is None
+    else:
+        assert "not a regular file" in refused(lambda: (load(folder), locate(folder).eos_token_ids))
+
+
+def test_the_demo_is_a_package(folder: Path) -> None:
+    assert "pip install infer-demo" in refused(lambda: locate("demo"))
 
 
 def test_architectures(folder: Path) -> None:

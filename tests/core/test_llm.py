@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
-from infer import LLM, RequestError, SamplingParams, SettingsError
+from infer import LLM, CheckpointError, RequestError, SamplingParams, SettingsError
 from infer.engine.engine import Engine, Message
+from infer.plugins import Plugins
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +35,23 @@ def test_the_documented_example(llm: LLM) -> None:
     assert all(len(entry.top) == 5 for entry in out[0].logprobs)
     assert llm.served.tokenizer is not None
     assert out[0].text == llm.served.tokenizer.decode(out[0].token_ids)
+
+
+def test_the_tokenizer_of_another_model(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(Plugins.discover().checkpoints["demo"], tmp_path / "demo"))
+    config = json.loads((folder / "config.json").read_text())
+    write = (folder / "config.json").write_text
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<image>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    with LLM(str(folder)) as llm:  # an added token may lie beyond the model's vocabulary
+        assert llm.served.tokenizer.get_vocab_size() > llm.served.vocab_size
+    write(json.dumps(config | {"vocab_size": 512}))
+    with pytest.raises(CheckpointError, match="token ids up to 4095, but the model's end at 511"):
+        LLM(str(folder), model={"load_format": "dummy"})
+    write(json.dumps(config | {"vocab_size": 8192, "eos_token_id": 5000}))
+    with pytest.raises(CheckpointError, match="token 5000 ends an answer"):
+        LLM(str(folder), model={"load_format": "dummy"})
 
 
 def test_more_prompts_than_places_and_each_its_own_params(llm: LLM) -> None:

@@ -94,7 +94,7 @@ def _load(settings: Settings, plugins: Plugins, publish: Callable[..., None]) ->
     kernels = _kernels(settings, plugins, device)
     model = _model(settings, plugins, checkpoint, ModelContext(kernels, dtype, device, max_seq_len))
     pool = _pool(settings, plugins, model, kernels, dtype, device, max_seq_len)
-    tokenizer = _tokenizer(settings.model.tokenizer, checkpoint)
+    tokenizer = _tokenizer(settings.model.tokenizer, checkpoint, model.vocab_size)
     exact = self_check(
         model, pool, max_batch_size=settings.engine.max_batch_size, max_seq_len=max_seq_len, device=device
     )
@@ -255,12 +255,26 @@ def _graphs(
     return graphs
 
 
-def _tokenizer(path: str | None, checkpoint: Checkpoint) -> Tokenizer:
+def _tokenizer(path: str | None, checkpoint: Checkpoint, vocab_size: int) -> Tokenizer:
     file = checkpoint.tokenizer_file if path is None else path
     try:
-        return Tokenizer.from_file(str(file))
+        tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exceptions
         raise CheckpointError(f"The tokenizer {file} cannot be read: {error}.") from error
+    # Added tokens may lie beyond the model's vocabulary: Gemma 3's text models have one for images, without a row.
+    own = tokenizer.get_vocab(with_added_tokens=False).values()
+    if own and max(own) >= vocab_size:
+        raise CheckpointError(
+            f"The tokenizer {file} has token ids up to {max(own)}, but the model's end at {vocab_size - 1}: it belongs "
+            "to another model."
+        )
+    for id in sorted(checkpoint.eos_token_ids):
+        if tokenizer.id_to_token(id) is None:
+            raise CheckpointError(
+                f"{checkpoint.folder} says that token {id} ends an answer (eos_token_id), but the tokenizer {file} has "
+                "no such token: it belongs to another model."
+            )
+    return tokenizer
 
 
 def _template(path: str | None, checkpoint: Checkpoint) -> ChatTemplate | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import stat
 import sys
 import zlib
 from collections.abc import Iterator, Mapping
@@ -19,11 +20,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from infer.errors import CheckpointError
+from infer.plugins import KNOWN
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 OTHER_FORMATS = (".bin", ".pt", ".pth", ".gguf")
+MAX_LAYERS = 10_000
+"""More is a damaged file: the deepest published models have some hundred, and each layer costs memory before a single
+weight is read."""
 DUMMY_STD = 0.02
 DUMMY_PERIOD = 1_048_573
 """Values drawn once and repeated through all dummy weights: a prime, so that rows of a matrix differ."""
@@ -42,6 +47,9 @@ class Checkpoint:
         self.config: dict[str, Any] = self._json("config.json")
         text = self.config.get("text_config")
         self._text: dict[str, Any] = text if isinstance(text, dict) else {}
+        layers = self._field("num_hidden_layers")
+        if layers is not None and not (_is_id(layers) and 0 < layers <= MAX_LAYERS):
+            raise self._bad("num_hidden_layers", layers, f"an integer from 1 to {MAX_LAYERS}")
         if self._field("quantization_config") is not None:
             raise CheckpointError(
                 f"{folder / 'config.json'} has a quantization_config; infer loads float32, float16 and "
@@ -87,8 +95,8 @@ class Checkpoint:
         value = self._field("max_position_embeddings")
         if value is None:
             return sys.maxsize
-        if not _is_id(value) or value == 0:
-            raise self._bad("max_position_embeddings", value, "a positive integer")
+        if not _is_id(value) or value < 2:
+            raise self._bad("max_position_embeddings", value, "an integer of at least 2: a prompt and an answer")
         assert isinstance(value, int)
         return value
 
@@ -220,7 +228,7 @@ class Checkpoint:
     def _json(self, name: str) -> dict[str, Any]:
         file = self.folder / name
         try:
-            value = json.loads(file.read_bytes())
+            value = json.loads(_regular(file).read_bytes())
         except FileNotFoundError:
             raise CheckpointError(f"{self.folder} has no {name}, so it is not a checkpoint.") from None
         except OSError as error:
@@ -232,9 +240,18 @@ class Checkpoint:
         return value
 
 
+def _regular(file: Path) -> Path:
+    """The file, unless reading it might never end: a pipe waits for somebody who writes. (A directory is refused by
+    whoever opens it.) Raises FileNotFoundError."""
+    mode = file.stat().st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise CheckpointError(f"{file} is not a regular file.")
+    return file
+
+
 def _read(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return _regular(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}.") from error
 
@@ -245,7 +262,7 @@ def _is_id(value: object) -> bool:
 
 def _open(file: Path) -> Any:
     try:
-        return safe_open(file, framework="pt")
+        return safe_open(_regular(file), framework="pt")
     except FileNotFoundError:
         raise CheckpointError(f"{file} is missing, though {INDEX} lists it.") from None
     except OSError as error:
@@ -261,6 +278,10 @@ def _download(path: str, bundled: Mapping[str, Path], revision: str | None) -> P
     """The folder of a hub id in the hub's cache, fetched if need be."""
     names = f" ({', '.join(sorted(bundled))})" if bundled else ""
     tried = f"{path!r} is neither a folder nor a bundled name{names}"
+    if package := KNOWN.get(f"checkpoint.{path}"):
+        raise CheckpointError(
+            f"{path!r} is the checkpoint of {package}, which is not installed: pip install {package}."
+        )
     if not _HUB_ID.fullmatch(path):
         raise CheckpointError(f"{tried}, and it cannot be a hub id, which reads org/name.")
     import huggingface_hub  # here, since it takes long to import and a local folder does not need it
