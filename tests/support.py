@@ -123,14 +123,22 @@ class Recorder:
         self.cheap = cheap
         self.replayed: list[int] = []
 
-    def __call__(self, run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Tensor] | None]:
+    def __call__(self, run: Callable[[], Tensor]) -> tuple[Tensor, Replay]:
         out = run()
+        return out, Replay(self, run, out)
 
-        def replay() -> Tensor:
-            self.replayed.append(len(out))
-            return out.copy_(run())
 
-        return out, replay
+@dataclass
+class Replay:
+    """Any two are the same, if they belong to one recorder."""
+
+    recorder: Recorder
+    run: Callable[[], Tensor] = field(compare=False)
+    out: Tensor = field(compare=False)
+
+    def __call__(self) -> Tensor:
+        self.recorder.replayed.append(len(self.out))
+        return self.out.copy_(self.run())
 
 
 @dataclass

@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.attention import random
-from tests.support import CONFIGS, CPU, DTYPES, FAMILIES, build_model, make_engine, paged_pool
+from tests.support import (
+    CONFIGS,
+    CPU,
+    DTYPES,
+    FAMILIES,
+    MAX_SEQ_LEN,
+    build_model,
+    make_engine,
+    paged_pool,
+    random_prompt,
+)
 from torch import Tensor
 
 from infer.engine.graphs import DecodeGraphs
+from infer.kernels.reference import ReferenceKernels
+from infer.kv_cache import ExtendView
+from infer.protocols import Activation, AttentionSpec, CacheContext, Ragged, Rotary
+from infer_cache_paged import PagedPool, PagedSettings
 from infer_kernels_cpu.memory import Buffers
 from infer_kernels_cpu.provider import CpuKernels
 
@@ -31,9 +48,10 @@ def replayed(kernels: CpuKernels, run: Callable[[], Tensor], change: Callable[[]
     assert record is not None
     first, replay = record(run)
     assert torch.equal(first, run())
-    assert replay is not None
+    assert not isinstance(replay, str)
     change()
     again = replay()
+    assert isinstance(again, Tensor)
     assert again.data_ptr() == first.data_ptr()
     return again, run()
 
@@ -70,21 +88,105 @@ def test_memory_of_a_pass_is_used_again_within_it_only(kernels: CpuKernels) -> N
     expected = first.clone()
     second, replay_second = record(run)
     assert first.data_ptr() != second.data_ptr()
-    assert replay_first is not None
-    assert replay_second is not None
+    assert not isinstance(replay_first, str)
+    assert not isinstance(replay_second, str)
     for replay in (replay_first, replay_second, replay_first):
         kernels.linear(random(3, 64, seed=7), packed)
-        assert torch.equal(replay(), expected)
+        again = replay()
+        assert isinstance(again, Tensor)
+        assert torch.equal(again, expected)
+
+
+def _decide(x: Tensor) -> Tensor:
+    return x * 2 if x.sum() > 0 else x
+
+
+MASK = torch.tensor([True, False, True])
+READS: dict[str, Callable[[Tensor], Tensor]] = {
+    "Tensor.tolist": lambda x: x * x[0].tolist()[0],
+    "Tensor.numpy": lambda x: x + float(x.numpy().max()),
+    "Tensor.__array__": lambda x: x + float(np.asarray(x).max()),
+    "Tensor.item": lambda x: x * x.sum().item(),
+    "Tensor.__bool__": _decide,
+    "Tensor.__repr__": lambda x: x * len(str(x)),
+    "Tensor.__format__": lambda x: x * len(f"{x.sum()}"),
+    "Tensor.__float__": lambda x: x * float(x.sum()),
+    "aten.item": lambda x: x[: x.argmax()],
+    "Tensor.__contains__": lambda x: x * (0.5 in x),
+    "aten.equal": lambda x: x * torch.equal(x, -x),
+    "aten.nonzero": lambda x: x[(x > 0).nonzero()[:, 0]],
+    "aten.argwhere": lambda x: x[torch.argwhere(x > 0)[:, 0]],
+    "aten.where": lambda x: x[torch.where(x > 0)[0]],
+    "aten.index.Tensor": lambda x: x[MASK],
+    "aten.masked_select": lambda x: x.masked_select(x > 0),
+    "aten.repeat_interleave.Tensor": lambda x: x[torch.repeat_interleave(MASK.long())],
+    "aten._unique2": lambda x: x[torch.unique(MASK.long())],
+    "aten.bincount": lambda x: x * torch.bincount(MASK.long()).sum(),
+    "aten.narrow.Tensor": lambda x: x.narrow(0, MASK.sum() - 1, 1),
+    "makes a tensor": lambda x: x * torch.tensor([2.0] * 8)[: x.shape[-1]],
+}
+
+
+@pytest.mark.parametrize("read", READS)
+@torch.inference_mode()
+def test_a_pass_in_which_values_decide_is_refused(kernels: CpuKernels, read: str) -> None:
+    x, record = random(3, 8), kernels.recorder()
+    assert record is not None
+    out, why = record(lambda: READS[read](x))
+    assert torch.equal(out, READS[read](x))
+    assert isinstance(why, str)
+    assert why.startswith(f"{__name__}.{'_decide' if read == 'Tensor.__bool__' else '<lambda>'} ")
+    assert read in why
 
 
 @torch.inference_mode()
-def test_a_pass_that_reads_a_value_is_refused(kernels: CpuKernels, caplog: pytest.LogCaptureFixture) -> None:
+def test_integer_indices_and_constants_are_no_reason_to_refuse(kernels: CpuKernels) -> None:
+    x, rows, table = random(3, 8), torch.tensor([2, 0, 2]), random(5, 8, seed=1)
+
+    def run() -> Tensor:
+        y = x[rows] * torch.tensor(0.5) + table[rows, :]
+        y[rows > 0] = 1.0
+        y[:, 3] = 2.0
+        return torch.where(x > 0, y, table.index_select(0, rows)).index_add(0, rows, x)
+
+    found, expected = replayed(kernels, run, lambda: (x.copy_(random(3, 8, seed=5)), rows.copy_(rows.flip(0) // 2)))
+    assert torch.equal(found, expected)
+
+
+@torch.inference_mode()
+def test_a_shape_that_changes_is_not_broadcast(kernels: CpuKernels) -> None:
+    """An operation that torch does not mark: nobody could know before."""
+    widths = iter([1, 1, 3])
+    library = torch.library.Library("infer_test", "FRAGMENT")
+    library.define("some_rows(Tensor x) -> Tensor")
+    library.impl("some_rows", lambda x: x[: next(widths)] * 2, "CPU")
     x, record = random(3, 8), kernels.recorder()
     assert record is not None
-    out, replay = record(lambda: x * 2 if x.sum().item() > 0 else x)
-    assert replay is None
-    assert torch.equal(out, x * 2 if x.sum() > 0 else x)
-    assert "decode passes are not replayed: the model calls aten.item" in caplog.text
+    _, replay = record(lambda: torch.ops.infer_test.some_rows(x))
+    assert not isinstance(replay, str)
+    assert isinstance(replay(), Tensor)
+    assert replay() == "infer_test.some_rows.default yields [3, 8] where it yielded [1, 8]"
+
+
+@torch.inference_mode()
+def test_recordings_are_equal_if_they_do_the_same_with_the_same_numbers(kernels: CpuKernels) -> None:
+    x, packed = random(3, 8), kernels.pack(random(8, 8, seed=1))
+    record = kernels.recorder()
+    assert record is not None
+
+    def recorded(number: float, column: int, times: int) -> object:
+        def run() -> Tensor:
+            y = x[:, column:] * number + torch.tensor(number)
+            for _ in range(times):
+                kernels.linear(x, packed)
+            return y
+
+        return record(run)[1]
+
+    first = recorded(0.5, 1, 2)
+    assert first == recorded(0.5, 1, 2)
+    for other in ((0.25, 1, 2), (0.5, 2, 2), (0.5, 1, 3)):
+        assert first != recorded(*other)
 
 
 @torch.inference_mode()
@@ -124,7 +226,7 @@ def test_other_threads_are_not_recorded(kernels: CpuKernels) -> None:
     record = kernels.recorder()
     assert record is not None
     _, replay = record(run)
-    assert replay is not None
+    assert not isinstance(replay, str)
     other_out.zero_()
     replay()
     assert not other_out.any()
@@ -143,12 +245,106 @@ def test_an_engine_answers_as_it_does_without(family: str, dtype: torch.dtype, k
         assert record is not None
         graphs = DecodeGraphs(model, pool, CPU, MAX_BATCH, record) if recorded else None
         stepper = make_engine(model, dtype, pool=pool, kernels=kernels, graphs=graphs, max_batch_size=MAX_BATCH)
-        answers.append(stepper.run_six())
+        for index, length in enumerate([3, 130, 140, 15, 1, 30, 60]):
+            prompt = random_prompt(length, seed=index)
+            tokens = 12 + 8 * index
+            stepper.submit(prompt, str(index), temperature=1.0, seed=index, max_tokens=tokens, logprobs=5)
+        stepper.run()
+        answers.append({id: [(e.token_ids, e.logprobs) for e in events] for id, events in stepper.events.items()})
         assert any(record.preemptions for record in stepper.finished)
         if graphs is not None:
-            assert set(graphs._replays) == set(range(1, MAX_BATCH + 1))
-            assert all(graphs._replays.values())
+            assert set(graphs.recordings) == set(range(1, MAX_BATCH + 1))
+            tried = [recording and recording.tried for recording in graphs.recordings.values()]
+            assert tried == [True] * MAX_BATCH
     assert answers[0] == answers[1]
+
+
+class HostAttention(CpuKernels):
+    def extend_attention(
+        self, q_THE: Tensor, k_cache: Tensor, v_cache: Tensor, ragged: Ragged, spec: AttentionSpec
+    ) -> Tensor:
+        return ReferenceKernels.extend_attention(self, q_THE, k_cache, v_cache, ragged, spec)
+
+
+class Buckets(CpuKernels):
+    """The same from step to step, until the longest sequence enters the next bucket."""
+
+    def extend_attention(
+        self, q_THE: Tensor, k_cache: Tensor, v_cache: Tensor, ragged: Ragged, spec: AttentionSpec
+    ) -> Tensor:
+        out_THE = super().extend_attention(q_THE, k_cache, v_cache, ragged, spec)
+        return out_THE * (1 + max(ragged.starts) // 16)
+
+
+class Unheard(CpuKernels):
+    """A kernel that no tape hears of."""
+
+    def gated_linear(self, x_TK: Tensor, packed: Any, activation: Activation) -> Tensor:
+        found = super().gated_linear(x_TK, packed, activation)
+        out = torch.empty_like(found)
+        ctypes.memmove(out.data_ptr(), found.data_ptr(), found.nbytes)
+        return out
+
+
+class Wandering(PagedPool):
+    """Its views are made anew each time."""
+
+    def decode_view(self, slots: Sequence[int], rows: int | None = None) -> ExtendView:
+        return super().decode_view(slots)
+
+
+class HostPool(PagedPool):
+    """Its views know on the host where they write."""
+
+    def decode_view(self, slots: Sequence[int], rows: int | None = None) -> ExtendView:
+        places = [self._lengths[slot] for slot in slots]
+        view = super().decode_view(slots, rows)
+        attend = view.attend
+
+        def late(layer: int, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, rotary: Rotary | None = None) -> Tensor:
+            out_THE = attend(layer, q_THE, k_TKE, v_TKE, rotary)
+            for row, place in enumerate(places):
+                out_THE[row] += self.storage.k[layer].flatten(0, 1)[place % 7].sum()
+            return out_THE
+
+        view.attend = late  # type: ignore[method-assign]
+        return view
+
+
+MISFITS: dict[str, tuple[type[CpuKernels], type[PagedPool], str]] = {
+    "attention in torch": (HostAttention, PagedPool, "extend_attention reads Ragged.starts"),
+    "buckets of positions": (Buckets, PagedPool, f"{__name__}.Buckets.extend_attention reads Ragged.starts"),
+    "a kernel unheard": (Unheard, PagedPool, "gave other bits"),
+    "views that move": (CpuKernels, Wandering, "views of Wandering do not stay where they are (view.ragged."),
+    "places on the host": (CpuKernels, HostPool, "a pass does not do the same for every token, position and"),
+}
+
+
+@pytest.mark.parametrize("misfit", MISFITS)
+def test_what_a_replay_cannot_follow_is_run(misfit: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The same answers as without recordings, and one line in the log."""
+    provider, pool_class, says = MISFITS[misfit]
+    kernels = provider()
+    model = build_model(CONFIGS["llama"], torch.float32, kernels)
+    answers = []
+    for recorded in (False, True):
+        context = CacheContext(model.attention, MAX_BATCH, MAX_SEQ_LEN, torch.float32, CPU, kernels)
+        pool = pool_class(context, PagedSettings.model_validate({"num_blocks": 30}))
+        record = kernels.recorder()
+        assert record is not None
+        graphs = DecodeGraphs(model, pool, CPU, MAX_BATCH, record) if recorded else None
+        stepper = make_engine(model, torch.float32, pool=pool, kernels=kernels, graphs=graphs, max_batch_size=MAX_BATCH)
+        for turn in range(2):
+            for index, length in enumerate([3, 40, 10, 15, 1]):
+                id, prompt = f"{turn} {index}", random_prompt(length, seed=index)
+                stepper.submit(prompt, id, temperature=1.0, seed=index, max_tokens=24, logprobs=5)
+            stepper.run()
+        answers.append({id: [(e.token_ids, e.logprobs) for e in events] for id, events in stepper.events.items()})
+    assert answers[0] == answers[1]
+    assert graphs is not None
+    assert not any(graphs.recordings.values())
+    assert len([r for r in caplog.records if "run, not replayed" in r.message]) == 1
+    assert says in caplog.text
 
 
 def test_recording_does_not_import_torchs_compiler() -> None:

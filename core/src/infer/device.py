@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -58,6 +59,17 @@ def mark(device: torch.device) -> Callable[[], None]:
     return event.synchronize
 
 
+def caller() -> str:
+    """The innermost function, by module and name, that is neither torch's nor of the module that asks."""
+    frame = sys._getframe(1)
+    passed = {"torch", str(frame.f_globals["__name__"])}
+    while frame.f_back is not None and not passed.isdisjoint(
+        ((name := str(frame.f_globals.get("__name__"))), name.partition(".")[0])
+    ):
+        frame = frame.f_back
+    return f"{frame.f_globals.get('__name__')}.{frame.f_code.co_qualname}"
+
+
 class CudaRecorder:
     """A RecorderProtocol. CUDA graphs that share one pool of memory, since they never run at a time."""
 
@@ -66,7 +78,7 @@ class CudaRecorder:
     def __init__(self) -> None:
         self._memory = torch.cuda.graph_pool_handle()
 
-    def __call__(self, run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Tensor] | None]:
+    def __call__(self, run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Tensor | str] | str]:
         run()  # whatever is compiled or allocated the first time may not be part of a graph
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()

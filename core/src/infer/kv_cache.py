@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from infer.device import upload, zeros
+from infer.device import caller, upload, zeros
 from infer.protocols import AttentionSpec, CacheContext, KernelsProtocol, Ragged, Rotary
 
 Ints = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
@@ -57,13 +57,24 @@ class KVStorage:
         }
         return ExtendView(
             self,
-            Ragged(
+            (Ragged if out is None else FixedRagged)(
                 starts=tuple(starts),
                 lens=tuple(lens),
                 offsets=tuple(offsets_B1.tolist()),
                 **{name: upload(array, self.device, out[name] if out else None) for name, array in tensors.items()},
             ),
         )
+
+
+class FixedRagged(Ragged):
+    """Of a view on tensors that stay put. ``read`` says who asked for ``starts``, which do not."""
+
+    read: str | None = None
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "starts":
+            object.__setattr__(self, "read", f"{caller()} reads Ragged.starts")
+        return super().__getattribute__(name)
 
 
 class ExtendView:

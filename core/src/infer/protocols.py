@@ -46,6 +46,7 @@ class Ragged:
     """
 
     starts: tuple[int, ...]
+    """A pass that asks for them is not recorded: a replay would have those of the first pass for ever."""
     lens: tuple[int, ...]
     offsets: tuple[int, ...]
     starts_B: Tensor
@@ -107,8 +108,12 @@ class RecorderProtocol(Protocol):
     cheap: bool
     """Recording costs no more than running."""
 
-    def __call__(self, run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Tensor] | None]:
-        """What the pass yields, and a function that does it again to the same tensors; None where that cannot be."""
+    def __call__(self, run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Tensor | str] | str]:
+        """What the pass yields, and a function that does it again to the same tensors; or why there is none, as who
+        did what. The function returns such words too, where it turns out that the pass has to be run.
+
+        Two functions of a cheap recorder's are equal if they do the same with the same numbers.
+        """
 
 
 @runtime_checkable

@@ -13,6 +13,7 @@ from tests.support import (
     DTYPES,
     FAMILIES,
     Recorder,
+    Replay,
     build_model,
     make_engine,
     paged_pool,
@@ -50,8 +51,8 @@ class Unable:
 
     cheap = True
 
-    def __call__(self, run: Callable[[], Tensor]) -> tuple[Tensor, None]:
-        return run(), None
+    def __call__(self, run: Callable[[], Tensor]) -> tuple[Tensor, str]:
+        return run(), "nobody can"
 
 
 RECORDERS: Mapping[str, Callable[[], RecorderProtocol]] = {
@@ -83,6 +84,43 @@ def test_replayed_passes_answer_as_eager_ones(
     assert answers[0] == answers[1]
     if isinstance(recorder, Recorder):
         assert set(recorder.replayed) >= ({1} if recorder.cheap else {1, 2, 4, 5})
+
+
+@pytest.mark.parametrize("cheap", [False, True], ids=["dear", "cheap"])
+def test_a_provider_that_reads_positions_on_the_host_is_not_replayed(
+    cheap: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = build_model(CONFIGS["llama"], torch.float32, ReferenceKernels())
+    pool, recorder = slotted_pool(model, torch.float32, MAX_BATCH), Recorder(cheap)
+    room = pool.free_tokens()
+    eager = make_engine(model, torch.float32, max_batch_size=MAX_BATCH).run_six()
+    graphs = DecodeGraphs(model, pool, CPU, MAX_BATCH, recorder)
+    assert pool.free_tokens() == room
+    assert make_engine(model, torch.float32, pool=pool, graphs=graphs, max_batch_size=MAX_BATCH).run_six() == eager
+    assert not recorder.replayed
+    says = (
+        "decode passes of Llama are run, not replayed: infer.kernels.reference.ReferenceKernels.extend_attention reads"
+    )
+    assert caplog.text.count(says) == 1
+
+
+class Forgetful(Recorder):
+    """Yields what it yielded the first time."""
+
+    def __call__(self, run: Callable[[], Tensor]) -> tuple[Tensor, Replay]:
+        out = run()
+        return out, Replay(self, out.clone, out)
+
+
+def test_a_recording_at_the_start_is_compared_with_a_pass(caplog: pytest.LogCaptureFixture) -> None:
+    """Of another token, position and slot."""
+    model = build_model(CONFIGS["llama"], torch.float32, TensorsOnly())
+    pool, recorder = slotted_pool(model, torch.float32, MAX_BATCH), Forgetful()
+    pool.storage.kernels = TensorsOnly()
+    graphs = DecodeGraphs(model, pool, CPU, MAX_BATCH, recorder)
+    assert recorder.replayed == [MAX_BATCH]
+    assert not graphs.recordings
+    assert "decode passes of Llama are run, not replayed: a replay of 5 rows gave other bits" in caplog.text
 
 
 def test_sizes_reach_the_largest_batch_and_waste_little() -> None:

@@ -2,17 +2,64 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from infer.protocols import CachePoolProtocol, KVCacheView, ModelProtocol, RecorderProtocol
 
+log = logging.getLogger(__name__)
+
+Known = tuple[Sequence[int] | np.ndarray[tuple[int], np.dtype[np.int64]], ...]
+"""Each row's token (or PENDING), position and slot."""
+
+
+@dataclass
+class Recording:
+    """A pass of one size, and how far its replay may be trusted: as far as it was compared.
+
+    Whatever a model, a provider or a view takes from the host stays in a recording. So a row whose token, position
+    or slot is another than when it was recorded is not replayed before a second recording, of a pass where it was
+    another, has been found equal to the first; and no replay is used before one has given the bits of a pass that was
+    run.
+    """
+
+    replay: Callable[[], Tensor | str]
+    view: KVCacheView
+    """Kept, since a replay reads what it holds."""
+    known: np.ndarray[tuple[int, int], np.dtype[np.int64]]
+    """[3, rows]: what the host knew of the rows."""
+    varied: np.ndarray[tuple[int, int], np.dtype[np.bool_]] = field(init=False)
+    """Where another value has been found to make no other recording."""
+    settled: bool = False
+    """That is so everywhere."""
+    tried: bool = False
+    """A replay has been compared with the pass."""
+
+    def __post_init__(self) -> None:
+        self.varied = np.zeros(self.known.shape, dtype=np.bool_)
+
+    def trusts(self, known: Known) -> bool:
+        """Whether all that is known of the rows is as it was, or may be another. If not, it may be from now on."""
+        new = (self.known != known) & ~self.varied
+        if not new.any():
+            return True
+        self.varied |= new
+        self.settled = bool(self.varied.all())
+        return False
+
 
 class DecodeGraphs:
     """The model's forward pass over decodes. Where recording costs no more than running, each number of rows is
-    recorded when it is first met; elsewhere a few are at the start, and a batch takes the next larger one."""
+    recorded when it is first met; elsewhere a few are at the start, and a batch takes the next larger one.
+
+    What cannot be recorded, and what does not replay the bits of a pass that is run, is run; the log says why.
+    """
 
     def __init__(
         self,
@@ -25,31 +72,140 @@ class DecodeGraphs:
         self.sizes: Sequence[int] = range(1, max_batch_size + 1) if record.cheap else batch_sizes(max_batch_size)
         self.token_ids_T = torch.zeros(max_batch_size, dtype=torch.int64, device=device)
         self.positions_T = torch.zeros(max_batch_size, dtype=torch.int64, device=device)
+        self.recordings: dict[int, Recording | None] = {}
+        """None for a size that cannot be recorded."""
         self._model = model
+        self._pool = pool
         self._record = record
-        self._replays: dict[int, Callable[[], Tensor] | None] = {}
+        self._given_up = False
+        self._said: set[str] = set()
         if not record.cheap:
             for rows in reversed(self.sizes):  # the largest first: the others find room in what it leaves
-                place = pool.allocate([0], reuse=False)
-                assert place is not None, "the pool is empty before the first request"
-                with torch.inference_mode():
-                    self.run(rows, pool.decode_view([place.slot], rows))
-                pool.free(place.slot)
+                self._capture(rows)
 
     def rows(self, num: int) -> int:
         """The recorded size that ``num`` sequences take."""
         return next(rows for rows in self.sizes if rows >= num)
 
-    def run(self, rows: int, view: KVCacheView) -> Tensor:
+    def run(self, rows: int, view: KVCacheView, known: Known) -> Tensor:
         """Hidden states, [rows, D], of what ``token_ids_T``, ``positions_T`` and the pool's latest ``decode_view`` of
-        so many rows say. The next run writes over them."""
-        if replay := self._replays.get(rows):
-            return replay()
-        token_ids_T, positions_T = self.token_ids_T[:rows], self.positions_T[:rows]
-        if rows in self._replays:
-            return self._model.forward(token_ids_T, positions_T, view)
-        hidden_TD, self._replays[rows] = self._record(lambda: self._model.forward(token_ids_T, positions_T, view))
+        so many rows say. The next run writes over them. ``known``: the same as the host knows it, and the slots."""
+        recording = self.recordings.get(rows)
+        if recording is None:
+            if self._given_up or rows in self.recordings:
+                return self._run(rows, view)
+            hidden_TD, replay = self._record(lambda: self._run(rows, view))
+            why = read_on_host(view) or replay
+            self.recordings[rows] = None if isinstance(why, str) else Recording(why, view, np.array(known))
+            if isinstance(why, str):
+                self._say(why)
+            return hidden_TD
+        found: Tensor | str
+        if name := moved(recording.view, view):
+            found = f"the views of {type(self._pool).__name__} do not stay where they are ({name})"
+        elif self._record.cheap and not recording.settled and not recording.trusts(known):
+            return self._record_again(recording, rows, view)
+        elif not recording.tried:
+            return self._compare(recording, rows, view)
+        else:
+            found = recording.replay()
+        if isinstance(found, Tensor):
+            return found
+        self._give_up(found)
+        return self._run(rows, view)
+
+    def _run(self, rows: int, view: KVCacheView) -> Tensor:
+        return self._model.forward(self.token_ids_T[:rows], self.positions_T[:rows], view)
+
+    def _record_again(self, recording: Recording, rows: int, view: KVCacheView) -> Tensor:
+        hidden_TD, again = self._record(lambda: self._run(rows, view))
+        if isinstance(again, str):
+            self._give_up(again)
+        elif again != recording.replay or read_on_host(view):
+            self._give_up("a pass does not do the same for every token, position and slot")
         return hidden_TD
+
+    def _compare(self, recording: Recording, rows: int, view: KVCacheView) -> Tensor:
+        """The pass; before it, lest it finds done what it should do, the replay."""
+        recording.tried = True
+        found = recording.replay()
+        if isinstance(found, Tensor):
+            found = found.clone()
+        hidden_TD = self._run(rows, view)
+        if isinstance(found, str):
+            self._give_up(found)
+        elif not same_bits(found, hidden_TD):
+            self._give_up(f"a replay of {rows} rows gave other bits")
+        return hidden_TD
+
+    def _capture(self, rows: int) -> None:
+        """Record, and compare with another token, position and slot: the pool is empty, so nothing can be harmed."""
+        if self._given_up:
+            return
+        places = [place for _ in self.sizes[:2] if (place := self._pool.allocate([0, 0], reuse=False)) is not None]
+        assert places, "the pool is empty before the first request"
+        first, last = places[0].slot, places[-1].slot
+        with torch.inference_mode():
+            self.token_ids_T.fill_(0)
+            self.positions_T.fill_(0)
+            self.run(rows, self._pool.decode_view([first], rows), ())
+            if recording := self.recordings[rows]:
+                if last != first:
+                    self._pool.decode_view([last])
+                self.token_ids_T.fill_(self._model.vocab_size - 1)
+                self.positions_T.fill_(1)
+                self.run(rows, self._pool.decode_view([last], rows), ())
+                assert self._given_up or recording.tried
+        for place in places:
+            self._pool.free(place.slot)
+
+    def _give_up(self, why: str) -> None:
+        """Neither replay nor record any more."""
+        self._given_up = True
+        self.recordings.clear()
+        self._say(why)
+
+    def _say(self, why: str) -> None:
+        if why not in self._said:
+            self._said.add(why)
+            log.warning("decode passes of %s are run, not replayed: %s", type(self._model).__name__, why)
+
+
+def read_on_host(view: KVCacheView) -> str | None:
+    """Who read, of a view of ``KVStorage``'s, what differs between passes and is not on the device."""
+    found: str | None = getattr(getattr(view, "ragged", None), "read", None)
+    return found
+
+
+def moved(old: object, new: object, name: str = "view") -> str | None:
+    """The first tensor among the attributes of ``new``, and among theirs, that is elsewhere than in ``old``."""
+    if old is new:
+        return None
+    if isinstance(new, Tensor):
+        same = isinstance(old, Tensor) and new.data_ptr() == old.data_ptr()
+        return None if same and _layout(old) == _layout(new) else name
+    before, after = _parts(old), _parts(new)
+    for key, value in after.items():
+        if found := moved(before.get(key), value, f"{name}.{key}"):
+            return found
+    return None
+
+
+def _layout(x: Any) -> tuple[Any, ...]:
+    return x.shape, x.stride(), x.dtype
+
+
+def _parts(x: object) -> dict[Any, Any]:
+    """An object's attributes, or what a container holds besides numbers."""
+    if isinstance(x, (list, tuple)):
+        return {} if not x or isinstance(x[0], int) else dict(enumerate(x))
+    return x if isinstance(x, dict) else getattr(x, "__dict__", {})
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Unlike torch.equal, of NaN too."""
+    kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    return a.dtype == b.dtype and torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
 
 
 def batch_sizes(largest: int) -> list[int]:

@@ -101,8 +101,9 @@ class Runner:
             return self._model.forward(*self._inputs(batch), self._pool.decode_view(batch.slots))
         rows = self._graphs.rows(len(batch.slots))
         view = self._pool.decode_view(batch.slots, rows)
-        self._inputs(batch.pad(rows), self._graphs.token_ids_T, self._graphs.positions_T)
-        return self._graphs.run(rows, view)
+        padded = batch.pad(rows)
+        self._inputs(padded, self._graphs.token_ids_T, self._graphs.positions_T)
+        return self._graphs.run(rows, view, (padded.token_ids_T, padded.positions_T, batch.slots))
 
     def _inputs(
         self, batch: Batch, token_ids_out: Tensor | None = None, positions_out: Tensor | None = None
