@@ -157,7 +157,7 @@ def test_integer_indices_and_constants_are_no_reason_to_refuse(kernels: CpuKerne
 def test_a_shape_that_changes_is_not_broadcast(kernels: CpuKernels) -> None:
     """An operation that torch does not mark: nobody could know before."""
     widths = iter([1, 1, 3])
-    library = torch.library.Library("infer_test", "FRAGMENT")
+    library: Any = torch.library.Library("infer_test", "FRAGMENT")  # type: ignore[no-untyped-call]
     library.define("some_rows(Tensor x) -> Tensor")
     library.impl("some_rows", lambda x: x[: next(widths)] * 2, "CPU")
     x, record = random(3, 8), kernels.recorder()

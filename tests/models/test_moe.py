@@ -1,0 +1,204 @@
+"""Mixtures of experts as anybody would write them first: a loop over experts, masks, host lists. Their decode passes
+cannot be recorded, are not, and the answers are those of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tests.models.checkpoints import tokenizer
+from torch import Tensor
+
+from infer import LLM, SamplingParams, hookimpl
+from infer.hookspecs import ModelRegistration
+from infer.layers import (
+    Attention,
+    Embedding,
+    GatedMLP,
+    Head,
+    Linear,
+    RMSNorm,
+    RopeParameters,
+    RotaryEmbedding,
+    Weights,
+    select,
+)
+from infer.protocols import AttentionSpec, KVCacheView, ModelContext
+
+Experts = list[Callable[[Tensor], Tensor]]
+VOCAB, LAYERS, EXPERTS, TOP = 320, 2, 6, 2
+
+
+def by_mask(x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor, experts: Experts) -> Tensor:
+    out_TD = torch.zeros_like(x_TD)
+    for index, expert in enumerate(experts):
+        chosen_Tk = expert_Tk == index
+        rows_T = chosen_Tk.any(-1)
+        if rows_T.any():
+            weight = (weight_Tk * chosen_Tk).sum(-1)[rows_T]
+            out_TD[rows_T] += expert(x_TD[rows_T]) * weight[:, None]
+    return out_TD
+
+
+def by_index_add(x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor, experts: Experts) -> Tensor:
+    out_TD = torch.zeros_like(x_TD)
+    for index, expert in enumerate(experts):
+        row, place = torch.where(expert_Tk == index)
+        out_TD.index_add_(0, row, expert(x_TD[row]) * weight_Tk[row, place, None])
+    return out_TD
+
+
+def by_list(x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor, experts: Experts) -> Tensor:
+    rows = []
+    for t, chosen in enumerate(expert_Tk.tolist()):
+        parts = [experts[e](x_TD[t : t + 1])[0] * weight_Tk[t, j] for j, e in enumerate(chosen)]
+        rows.append(sum(parts[1:], parts[0]))
+    return torch.stack(rows) if rows else x_TD
+
+
+Route = Callable[[Tensor, Tensor, Tensor, Experts], Tensor]
+ROUTES: dict[str, tuple[Route, str]] = {
+    "mask": (by_mask, "by_mask calls Tensor.__bool__"),
+    "index_add": (by_index_add, "by_index_add calls aten.where"),
+    "list": (by_list, "by_list calls Tensor.tolist"),
+}
+
+
+class Moe:
+    """Both families: Mixtral's router is normalised over the chosen, and so is this Qwen3-MoE's."""
+
+    def __init__(self, config: Mapping[str, Any], context: ModelContext, route: Route) -> None:
+        w = self.weights = Weights(context)
+        mixtral = config["model_type"] == "mixtral"
+        size, heads, eps = config["hidden_size"], config["num_attention_heads"], config["rms_norm_eps"]
+        head_size = config["head_dim"] or size // heads
+        spec = AttentionSpec(heads, config["num_key_value_heads"], head_size, head_size**-0.5)
+        self.vocab_size: int = config["vocab_size"]
+        self.attention: Sequence[AttentionSpec] = [spec] * LAYERS
+        self.route = route
+        self.embedding = Embedding(w, "model.embed_tokens", self.vocab_size, size)
+        self.rotary = RotaryEmbedding(context, RopeParameters.read(config), head_size)
+        self.layers = []
+        for i in range(LAYERS):
+            name = f"model.layers.{i}"
+            moe = f"{name}.{'block_sparse_moe' if mixtral else 'mlp'}"
+            experts: Experts = []
+            for e in range(EXPERTS):
+                if mixtral:
+                    parts = [f"{moe}.experts.{e}.w1", f"{moe}.experts.{e}.w3"]
+                    up = Linear(w, parts, size, [config["intermediate_size"]] * 2, activation="silu")
+                    down = Linear(w, f"{moe}.experts.{e}.w2", config["intermediate_size"], size)
+                    experts.append(lambda x, up=up, down=down: down(up(x)))  # type: ignore[misc]
+                else:
+                    experts.append(GatedMLP(w, f"{moe}.experts.{e}", size, config["moe_intermediate_size"], "silu"))
+            self.layers.append(
+                (
+                    RMSNorm(w, f"{name}.input_layernorm", size, eps),
+                    Attention(w, f"{name}.self_attn", i, size, spec, qk_norm_eps=None if mixtral else eps),
+                    RMSNorm(w, f"{name}.post_attention_layernorm", size, eps),
+                    Linear(w, f"{moe}.gate", size, EXPERTS),
+                    experts,
+                )
+            )
+        self.norm = RMSNorm(w, "model.norm", size, eps)
+        self.head = Head(w, self.embedding, "lm_head", self.vocab_size, size, tied=False)
+
+    def forward(
+        self, token_ids_T: Tensor, positions_T: Tensor, cache: KVCacheView, rows_N: Tensor | None = None
+    ) -> Tensor:
+        rotary, x_TD = self.rotary(positions_T), self.embedding(token_ids_T)
+        for input_norm, attention, norm, gate, experts in self.layers:
+            x_TD = x_TD + attention(input_norm(x_TD), rotary, cache)
+            normed_TD = norm(x_TD)
+            weight_Tk, expert_Tk = torch.softmax(gate(normed_TD), -1, dtype=torch.float32).topk(TOP, -1)
+            weight_Tk = weight_Tk / weight_Tk.sum(-1, keepdim=True)
+            x_TD = x_TD + self.route(normed_TD, weight_Tk, expert_Tk, experts)
+        return self.norm(select(x_TD, rows_N))
+
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        return self.head(hidden_ND)
+
+    def expected(self) -> Mapping[str, tuple[int, ...]]:
+        return self.weights.shapes()
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        self.weights.load(tensors)
+
+
+class Plugin:
+    INFER_PLUGIN_API = 1
+
+    def __init__(self, route: Route) -> None:
+        self.route = route
+
+    @hookimpl
+    def infer_models(self) -> list[ModelRegistration]:
+        return [
+            ModelRegistration(
+                "moe",
+                lambda config, context, settings: Moe(config, context, self.route),
+                "mixtures of experts",
+                architectures=("MixtralForCausalLM", "Qwen3MoeForCausalLM"),
+            )
+        ]
+
+
+def checkpoint(folder: Path, family: str) -> Any:
+    """Written to ``folder``; the model."""
+    fields: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 48,
+        "intermediate_size": 72,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "num_experts_per_tok": TOP,
+        "eos_token_id": 0,
+        "bos_token_id": 1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+        "attn_implementation": "eager",
+    }
+    made: Any
+    if family == "mixtral":
+        made = transformers.MixtralForCausalLM(transformers.MixtralConfig(num_local_experts=EXPERTS, **fields))
+    else:
+        fields |= {"num_experts": EXPERTS, "moe_intermediate_size": 24, "head_dim": 16, "norm_topk_prob": True}
+        made = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**fields))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.ndim > 1:
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.copy_(noise * (1.2 / parameter.shape[-1] ** 0.5))
+    made.save_pretrained(folder)
+    tokenizer().save(str(folder / "tokenizer.json"))
+    return made.eval()
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_naive_experts_answer_as_transformers(
+    family: str, route: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    reference, (function, says) = checkpoint(tmp_path, family), ROUTES[route]
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(VOCAB, (n,), generator=generator).tolist() for n in (3, 20, 9, 40, 1, 5, 30, 2)]
+    params = SamplingParams(temperature=0, max_tokens=16, logprobs=0, ignore_eos=True)
+    kernels, engine = {"backend": "cpu", "threads": 1}, {"graphs": "on", "max_batch_size": 5}
+    with LLM(str(tmp_path), plugins=[Plugin(function)], kernels=kernels, engine=engine) as llm:
+        assert llm.served.exact
+        found = llm.generate(prompts, params)
+    assert caplog.text.count(f"{__name__}.{says}") == 1
+    for prompt, answer in zip(prompts, found, strict=True):
+        with torch.inference_mode():
+            logits = reference(torch.tensor([prompt + list(answer.token_ids)])).logits[0, len(prompt) - 1 : -1]
+        expected = torch.log_softmax(logits, -1)
+        assert expected.argmax(-1).tolist() == list(answer.token_ids)
+        assert answer.logprobs is not None
+        logprobs = torch.tensor([each.logprob for each in answer.logprobs])
+        torch.testing.assert_close(logprobs, expected.amax(-1), atol=1e-4, rtol=1e-4)
