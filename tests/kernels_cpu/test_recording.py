@@ -315,7 +315,7 @@ MISFITS: dict[str, tuple[type[CpuKernels], type[PagedPool], str]] = {
     "attention in torch": (HostAttention, PagedPool, "extend_attention reads Ragged.starts"),
     "buckets of positions": (Buckets, PagedPool, f"{__name__}.Buckets.extend_attention reads Ragged.starts"),
     "a kernel unheard": (Unheard, PagedPool, "gave other bits"),
-    "views that move": (CpuKernels, Wandering, "views of Wandering do not stay where they are (view.ragged."),
+    "views that move": (CpuKernels, Wandering, "views of Wandering do not stay where they are (ragged."),
     "places on the host": (CpuKernels, HostPool, "a pass does not do the same for every token, position and"),
 }
 

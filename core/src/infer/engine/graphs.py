@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,43 +14,54 @@ from infer.protocols import CachePoolProtocol, KVCacheView, ModelProtocol, Recor
 
 log = logging.getLogger(__name__)
 
-Known = tuple[Sequence[int] | np.ndarray[tuple[int], np.dtype[np.int64]], ...]
+Known = Sequence["list[int] | np.ndarray[tuple[int], np.dtype[np.int64]]"]
 """Each row's token (or PENDING), position and slot."""
+Path = tuple[str | int, ...]
 
 
-@dataclass
 class Recording:
     """A pass of one size, and how far its replay may be trusted: as far as it was compared.
 
-    Whatever a model, a provider or a view takes from the host stays in a recording. So a row whose token, position
-    or slot is another than when it was recorded is not replayed before a second recording, of a pass where it was
-    another, has been found equal to the first; and no replay is used before one has given the bits of a pass that was
-    run.
+    Whatever a model, a provider or a view takes from the host stays in a recording. So a row whose token, position or
+    slot is another than when it was recorded is not replayed before a second recording, of a pass where it was another,
+    has been found equal to the first; and no replay is used before one has given the bits of a pass that was run.
     """
 
-    replay: Callable[[], Tensor | str]
-    view: KVCacheView
-    """Kept, since a replay reads what it holds."""
-    known: np.ndarray[tuple[int, int], np.dtype[np.int64]]
-    """[3, rows]: what the host knew of the rows."""
-    varied: np.ndarray[tuple[int, int], np.dtype[np.bool_]] = field(init=False)
-    """Where another value has been found to make no other recording."""
-    settled: bool = False
-    """That is so everywhere."""
-    tried: bool = False
-    """A replay has been compared with the pass."""
+    def __init__(self, replay: Callable[[], Tensor | str], view: KVCacheView, known: Known) -> None:
+        self.replay = replay
+        self.tried = False
+        """A replay has been compared with the pass."""
+        self._view = view
+        """Kept, since a replay reads what it holds."""
+        self._places: list[tuple[Path, int, torch.Size]] | None = None
+        """Where the tensors are that every view has anew."""
+        self._known = {kind: list(_numbers(values)) for kind, values in enumerate(known)}
+        """Of what has not been another in every row."""
+        self._varied: dict[int, set[int]] = {kind: set() for kind in self._known}
+        """The rows in which it has, without making another recording."""
 
-    def __post_init__(self) -> None:
-        self.varied = np.zeros(self.known.shape, dtype=np.bool_)
+    def moved(self, view: KVCacheView) -> str | None:
+        """The first of the view's tensors that is elsewhere than in the recorded view, or of another shape."""
+        if self._places is None:
+            found = ((path, _at(self._view, path)) for path in _fresh(self._view, view))
+            self._places = [(path, x.data_ptr(), x.shape) for path, x in found if isinstance(x, Tensor)]
+        for path, address, shape in self._places:
+            x = _at(view, path)
+            if x.data_ptr() != address or x.shape != shape:
+                return ".".join(map(str, path))
+        return None
 
     def trusts(self, known: Known) -> bool:
         """Whether all that is known of the rows is as it was, or may be another. If not, it may be from now on."""
-        new = (self.known != known) & ~self.varied
-        if not new.any():
-            return True
-        self.varied |= new
-        self.settled = bool(self.varied.all())
-        return False
+        new = False
+        for kind, before in list(self._known.items()):
+            now, varied = _numbers(known[kind]), self._varied[kind]
+            if now != before and (rows := {i for i, value in enumerate(now) if value != before[i]} - varied):
+                new = True
+                varied |= rows
+                if len(varied) == len(before):
+                    del self._known[kind]
+        return not new
 
 
 class DecodeGraphs:
@@ -96,14 +106,14 @@ class DecodeGraphs:
                 return self._run(rows, view)
             hidden_TD, replay = self._record(lambda: self._run(rows, view))
             why = read_on_host(view) or replay
-            self.recordings[rows] = None if isinstance(why, str) else Recording(why, view, np.array(known))
+            self.recordings[rows] = None if isinstance(why, str) else Recording(why, view, known)
             if isinstance(why, str):
                 self._say(why)
             return hidden_TD
         found: Tensor | str
-        if name := moved(recording.view, view):
+        if name := recording.moved(view):
             found = f"the views of {type(self._pool).__name__} do not stay where they are ({name})"
-        elif self._record.cheap and not recording.settled and not recording.trusts(known):
+        elif not recording.trusts(known):
             return self._record_again(recording, rows, view)
         elif not recording.tried:
             return self._compare(recording, rows, view)
@@ -177,29 +187,32 @@ def read_on_host(view: KVCacheView) -> str | None:
     return found
 
 
-def moved(old: object, new: object, name: str = "view") -> str | None:
-    """The first tensor among the attributes of ``new``, and among theirs, that is elsewhere than in ``old``."""
+def _numbers(values: list[int] | np.ndarray[tuple[int], np.dtype[np.int64]]) -> list[int]:
+    return values if isinstance(values, list) else values.tolist()
+
+
+def _fresh(old: object, new: object, path: Path = ()) -> Iterator[Path]:
+    """Where among the attributes of ``new``, and among theirs, there are tensors that ``old`` does not have."""
     if old is new:
-        return None
+        return
     if isinstance(new, Tensor):
-        same = isinstance(old, Tensor) and new.data_ptr() == old.data_ptr()
-        return None if same and _layout(old) == _layout(new) else name
-    before, after = _parts(old), _parts(new)
-    for key, value in after.items():
-        if found := moved(before.get(key), value, f"{name}.{key}"):
-            return found
-    return None
+        yield path
+    elif isinstance(new, (list, tuple)):
+        if not (new and isinstance(new[0], int)):
+            for i, value in enumerate(new):
+                yield from _fresh(_at(old, (i,)), value, (*path, i))
+    else:
+        for name, value in getattr(new, "__dict__", {}).items():
+            yield from _fresh(_at(old, (name,)), value, (*path, name))
 
 
-def _layout(x: Any) -> tuple[Any, ...]:
-    return x.shape, x.stride(), x.dtype
-
-
-def _parts(x: object) -> dict[Any, Any]:
-    """An object's attributes, or what a container holds besides numbers."""
-    if isinstance(x, (list, tuple)):
-        return {} if not x or isinstance(x[0], int) else dict(enumerate(x))
-    return x if isinstance(x, dict) else getattr(x, "__dict__", {})
+def _at(x: Any, path: Path) -> Any:
+    for key in path:
+        try:
+            x = getattr(x, key) if isinstance(key, str) else x[key]
+        except (AttributeError, LookupError, TypeError):
+            return None
+    return x
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
