@@ -95,10 +95,12 @@ def _load(settings: Settings, plugins: Plugins, publish: Callable[..., None]) ->
     model = _model(settings, plugins, checkpoint, ModelContext(kernels, dtype, device, max_seq_len))
     pool = _pool(settings, plugins, model, kernels, dtype, device, max_seq_len)
     tokenizer = _tokenizer(settings.model.tokenizer, checkpoint, model.vocab_size)
-    exact = self_check(
-        model, pool, max_batch_size=settings.engine.max_batch_size, max_seq_len=max_seq_len, device=device
-    )
     graphs = _graphs(settings, model, pool, kernels, device)
+    size = settings.engine.max_batch_size
+    faults = self_check(model, pool, kernels, graphs, max_batch_size=size, max_seq_len=max_seq_len, device=device)
+    exact = not faults
+    for fault in faults:
+        log.warning("not exact: %s", fault)
     scheduler_name = settings.engine.batching_mode
     scheduler = plugins.get("scheduler", scheduler_name, "engine.batching_mode").registration.factory(
         SchedulerContext(pool, settings.engine), plugin_settings(settings, "scheduler", scheduler_name)

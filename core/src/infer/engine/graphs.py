@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from infer.device import same_bits
 from infer.protocols import CachePoolProtocol, KVCacheView, ModelProtocol, RecorderProtocol
 
 log = logging.getLogger(__name__)
@@ -213,12 +214,6 @@ def _at(x: Any, path: Path) -> Any:
         except (AttributeError, LookupError, TypeError):
             return None
     return x
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Unlike torch.equal, of NaN too."""
-    kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-    return a.dtype == b.dtype and torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
 
 
 def batch_sizes(largest: int) -> list[int]:

@@ -1,0 +1,269 @@
+"""The check at start-up: what is broken in one way only, and only there, is found and named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from tests.support import CONFIGS, CPU, DTYPES, random_tensors
+from torch import Tensor
+
+from infer import LLM
+from infer.engine.exactness import self_check
+from infer.engine.graphs import DecodeGraphs
+from infer.hookspecs import KernelsRegistration, hookimpl
+from infer.protocols import (
+    AttentionSpec,
+    CacheContext,
+    Draws,
+    KVCacheView,
+    ModelContext,
+    ModelProtocol,
+    Ragged,
+    Rotary,
+)
+from infer_cache_paged import PagedPool, PagedSettings
+from infer_kernels_cpu.memory import Buffers
+from infer_kernels_cpu.provider import CpuKernels
+from infer_models import infer_models
+
+MAX_BATCH, MAX_SEQ_LEN = 20, 1200
+
+
+def nudged(x: Tensor) -> Tensor:
+    """By about an ulp."""
+    return x * (1 + (2**-7 if x.dtype == torch.bfloat16 else 2**-20))
+
+
+class Broken(CpuKernels):
+    """Where ``when`` says so of a call's number of rows."""
+
+    def __init__(self, when: Callable[[int], bool]) -> None:
+        super().__init__()
+        self.when = when
+
+    def nudge(self, rows: int, x: Tensor) -> Tensor:
+        return nudged(x) if self.when(rows) else x
+
+
+class Linear(Broken):
+    def linear(self, x_TK: Tensor, packed: Any) -> Tensor:
+        return self.nudge(len(x_TK), super().linear(x_TK, packed))
+
+
+class Gated(Broken):
+    def gated_linear(self, x_TK: Tensor, packed: Any, activation: Any) -> Tensor:
+        return self.nudge(len(x_TK), super().gated_linear(x_TK, packed, activation))
+
+
+class Norm(Broken):
+    def add_rms_norm(
+        self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, unit_offset: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        out_TD, residual_TD = super().add_rms_norm(x_TD, residual_TD, weight_D, eps, unit_offset)
+        return out_TD, self.nudge(len(x_TD), residual_TD)
+
+
+class Rope(Broken):
+    def rope_store_kv(
+        self,
+        q_THE: Tensor,
+        k_TKE: Tensor,
+        v_TKE: Tensor,
+        rotary: Rotary,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        flat_T: Tensor,
+    ) -> Tensor:
+        v_TKE = self.nudge(len(v_TKE), v_TKE)
+        return super().rope_store_kv(q_THE, k_TKE, v_TKE, rotary, k_cache, v_cache, flat_T)
+
+
+class Company(Broken):
+    """Of the sequences that are decoded."""
+
+    def extend_attention(
+        self, q_THE: Tensor, k_cache: Tensor, v_cache: Tensor, ragged: Ragged, spec: AttentionSpec
+    ) -> Tensor:
+        out_THE = super().extend_attention(q_THE, k_cache, v_cache, ragged, spec)
+        return self.nudge(len(out_THE), out_THE) if len(out_THE) == len(ragged.lens) else out_THE
+
+
+class Positions(Broken):
+    """Of the position of a row that is decoded."""
+
+    def extend_attention(
+        self, q_THE: Tensor, k_cache: Tensor, v_cache: Tensor, ragged: Ragged, spec: AttentionSpec
+    ) -> Tensor:
+        out_THE = super().extend_attention(q_THE, k_cache, v_cache, ragged, spec)
+        if len(out_THE) == len(ragged.lens):
+            rows = [self.when(start) for start in ragged.starts_B.tolist()]
+            out_THE[rows] = nudged(out_THE[rows])
+        return out_THE
+
+
+class Sample(Broken):
+    def sample(self, logits_NV: Tensor, draws: Draws) -> Tensor:
+        return super().sample(self.nudge(len(logits_NV), logits_NV.float()), draws)
+
+
+class Recorded(CpuKernels):
+    """While a pass is recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recording = False
+
+    @contextmanager
+    def results_in(self, memory: Buffers) -> Iterator[None]:
+        self.recording = True
+        with super().results_in(memory):
+            yield
+        self.recording = False
+
+    def gated_linear(self, x_TK: Tensor, packed: Any, activation: Any) -> Tensor:
+        out = super().gated_linear(x_TK, packed, activation)
+        return nudged(out) if self.recording else out
+
+
+def tried(
+    kernels: CpuKernels, dtype: torch.dtype, wrap: type[Mixing] | None = None, recorded: bool = True
+) -> list[str]:
+    (family,) = [r for r in infer_models() if "LlamaForCausalLM" in r.architectures]
+    config = {**CONFIGS["llama"], "max_position_embeddings": MAX_SEQ_LEN}
+    model = family.factory(config, ModelContext(kernels, dtype, CPU, MAX_SEQ_LEN), family.settings())
+    model.load(random_tensors(model.expected()))
+    if wrap is not None:
+        model = wrap(model)
+    context = CacheContext(model.attention, MAX_BATCH, MAX_SEQ_LEN, dtype, CPU, kernels)
+    pool = PagedPool(context, PagedSettings.model_validate({"num_blocks": 600}))
+    record = kernels.recorder()
+    assert record is not None
+    graphs = DecodeGraphs(model, pool, CPU, MAX_BATCH, record) if recorded else None
+    room, own = pool.free_tokens(), dict(vars(kernels))
+    found = self_check(model, pool, kernels, graphs, max_batch_size=MAX_BATCH, max_seq_len=MAX_SEQ_LEN, device=CPU)
+    assert pool.free_tokens() == room
+    assert vars(kernels).keys() == own.keys()
+    return found
+
+
+BROKEN: dict[str, tuple[Callable[[], CpuKernels], str]] = {
+    "linear beyond 76 rows": (lambda: Linear(lambda n: n > 76), "Linear.linear of [32] to [128] varies at 1, 2, "),
+    "linear beyond 512 rows": (lambda: Linear(lambda n: n > 512), "Linear.linear of [64] to [32] varies at 1, 2, "),
+    "linear at 5 and 6 rows": (
+        lambda: Linear(lambda n: n in (5, 6)),
+        "Linear.linear of [32] to [128] varies at 5, 6 rows",
+    ),
+    "linear at 9 to 16 rows": (
+        lambda: Linear(lambda n: 9 <= n <= 16),
+        "Linear.linear of [32] to [128] varies at 9, 10, 11, 12, 13, 14, 15, 16 rows",
+    ),
+    "linear at 1 row": (lambda: Linear(lambda n: n == 1), "Linear.linear of [32] to [128] varies at 1 row"),
+    "gated at 33 rows": (lambda: Gated(lambda n: n == 33), "Gated.gated_linear of [32] to [56] varies at 33 rows"),
+    "norms at 200 rows": (lambda: Norm(lambda n: n == 200), "Norm.add_rms_norm of [32] to [32] varies at 200 rows"),
+    "stores of more than 100 rows": (lambda: Rope(lambda n: n > 100), "Rope's attention of layer 0 varies in"),
+    "decodes of more than 6": (
+        lambda: Company(lambda n: n > 6),
+        "Company's attention of layer 0 varies in a decode of 9",
+    ),
+    "decodes of more than 17": (lambda: Company(lambda n: n > 17), "varies in a decode of 20 sequences"),
+    "decodes of 3": (lambda: Company(lambda n: n == 3), "Company's attention of layer 0 varies in a decode of 3"),
+    "past position 128": (lambda: Positions(lambda p: 128 <= p < 400), "sequences, at positions 1"),
+    "past position 512": (lambda: Positions(lambda p: 512 <= p < 900), "sequences, at positions 5"),
+    "past position 1024": (lambda: Positions(lambda p: p >= 1024), "sequences, at positions 10"),
+    "draws of more than 4": (lambda: Sample(lambda n: n > 4), "Sample.sample varies at 5, 6, 9, 12, 16, 17 rows"),
+    "draws of 3": (lambda: Sample(lambda n: n == 3), "Sample.sample varies at 3 rows"),
+    "recorded passes": (Recorded, "Llama.forward varies in a decode of 1 sequence, recorded or replayed"),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_provider_that_varies_in_one_place(broken: str, dtype: torch.dtype) -> None:
+    make, says = BROKEN[broken]
+    found = tried(make(), dtype)
+    assert any(says in fault for fault in found), found
+
+
+class Mixing:
+    """A model, else as the one that it has, whose rows know of each other."""
+
+    def __init__(self, model: ModelProtocol) -> None:
+        self.model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def mixes(self, rows: int) -> bool:
+        return rows > 76
+
+    def forward(
+        self, token_ids_T: Tensor, positions_T: Tensor, cache: KVCacheView, rows_N: Tensor | None = None
+    ) -> Tensor:
+        hidden_ND = self.model.forward(token_ids_T, positions_T, cache, rows_N)
+        return nudged(hidden_ND) if self.mixes(len(token_ids_T)) else hidden_ND
+
+
+class MixingFew(Mixing):
+    def mixes(self, rows: int) -> bool:
+        return rows == 3
+
+
+class MixingMany(Mixing):
+    def mixes(self, rows: int) -> bool:
+        return 9 <= rows <= 16
+
+
+class MixingLogits(Mixing):
+    def mixes(self, rows: int) -> bool:
+        return False
+
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        logits_NV = self.model.logits(hidden_ND)
+        return nudged(logits_NV) if len(logits_NV) in (5, 6) else logits_NV
+
+
+@pytest.mark.parametrize(
+    ("wrap", "says"),
+    [
+        (Mixing, "Mixing.forward varies in a pass of"),
+        (MixingFew, "MixingFew.forward varies in a decode of 3 sequences"),
+        (MixingMany, "MixingMany.forward varies in a decode of 16 sequences"),
+        (MixingLogits, "MixingLogits.logits varies at 5 rows"),
+    ],
+)
+def test_a_model_that_mixes_rows(wrap: type[Mixing], says: str) -> None:
+    found = tried(CpuKernels(), torch.float32, wrap)
+    assert any(says in fault for fault in found), found
+
+
+@pytest.mark.parametrize("recorded", [False, True], ids=["eager", "recorded"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+def test_what_is_exact_passes(dtype: torch.dtype, recorded: bool) -> None:
+    assert tried(CpuKernels(), dtype, recorded=recorded) == []
+
+
+@pytest.mark.parametrize("max_seq_len", [2, 3, 9, 40])
+@pytest.mark.parametrize("max_batch_size", [1, 3])
+def test_the_smallest_engines_are_tried(max_seq_len: int, max_batch_size: int) -> None:
+    engine = {"max_seq_len": max_seq_len, "max_batch_size": max_batch_size}
+    with LLM("demo", kernels={"backend": "cpu", "threads": 1}, engine=engine) as llm:
+        assert llm.served.exact
+
+
+class Plugin:
+    INFER_PLUGIN_API = 1
+
+    @hookimpl
+    def infer_kernels(self) -> list[KernelsRegistration]:
+        return [KernelsRegistration("broken", lambda device, settings: Linear(lambda n: n == 6), "broken")]
+
+
+def test_what_varies_is_named_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with LLM("demo", plugins=[Plugin()], kernels={"backend": "broken", "threads": 1}) as llm:
+        assert not llm.served.exact
+    assert "not exact: Linear.linear of [256] to " in caplog.text
+    assert "varies at 6 rows" in caplog.text
