@@ -174,18 +174,18 @@ def test_recordings_are_equal_if_they_do_the_same_with_the_same_numbers(kernels:
     record = kernels.recorder()
     assert record is not None
 
-    def recorded(number: float, column: int, times: int) -> object:
+    def recorded(number: float, constant: float, column: int, times: int) -> object:
         def run() -> Tensor:
-            y = x[:, column:] * number + torch.tensor(number)
+            y = x[:, column:] * number + torch.tensor(constant)
             for _ in range(times):
                 kernels.linear(x, packed)
             return y
 
         return record(run)[1]
 
-    first = recorded(0.5, 1, 2)
-    assert first == recorded(0.5, 1, 2)
-    for other in ((0.25, 1, 2), (0.5, 2, 2), (0.5, 1, 3)):
+    first = recorded(0.5, 3.0, 1, 2)
+    assert first == recorded(0.5, 3.0, 1, 2)
+    for other in ((0.25, 3.0, 1, 2), (0.5, 2.0, 1, 2), (0.5, 3.0, 2, 2), (0.5, 3.0, 1, 3)):
         assert first != recorded(*other)
 
 
