@@ -5,20 +5,40 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
-from infer import PLUGIN_API, PluginError, hookimpl
-from infer.hookspecs import StepRecord
+from infer import LLM, PLUGIN_API, PluginError, SamplingParams, SettingsError, cli, hookimpl
+from infer.engine.schedulers import ContinuousScheduler
+from infer.engine.sequence import Schedule
+from infer.hookspecs import (
+    ModelRegistration,
+    Registration,
+    RequestRecord,
+    SchedulerRegistration,
+    StepRecord,
+)
 from infer.plugins import Plugins
+from infer.protocols import CacheFactory, ObserverFactory
+from infer.settings import load_settings
 
 SOUND = """
+from pydantic import BaseModel
 from infer import hookimpl
 from infer.hookspecs import Registration
 INFER_PLUGIN_API = {api}
+
+class Size(BaseModel):
+    size: int = 1
+
+class Token(BaseModel):
+    token: str
 
 @hookimpl
 def infer_cache_pools():
@@ -92,17 +112,43 @@ def test_duplicate_names_both_distributions_and_the_setting(install: Install) ->
         (SOUND.replace("INFER_PLUGIN_API = {api}", ""), r"states no INFER_PLUGIN_API"),
         (SOUND.replace("{api}", "99"), rf"was made for API 99, but this infer-core speaks {PLUGIN_API}"),
         (
+            SOUND.replace("{api}", "'1'"),
+            rf"INFER_PLUGIN_API is '1', not a number; write INFER_PLUGIN_API = {PLUGIN_API}",
+        ),
+        (
             SOUND.replace("infer_cache_pools", "infer_cache_pool"),
             r"'infer_cache_pool'.*mean 'infer_cache_pools'",
         ),
+        ("import sys; sys.exit(3)", r"its import failed: SystemExit: 3 \(broken_one.py:1\)"),
+        (SOUND.replace("@hookimpl", ""), r"its infer_cache_pools is not marked as a hook: put @hookimpl"),
+        (SOUND.replace("pools()", "pools(context)"), r"takes context, but is called as infer_cache_pools\(\)"),
+        (
+            SOUND + "@hookimpl\ndef infer_step_finished():\n    pass",
+            r"its infer_step_finished takes nothing, but is called as infer_step_finished\(record\)",
+        ),
+        (SOUND.replace("return [", "yield ["), r"its infer_cache_pools is async or a generator"),
+        (SOUND.replace("[Reg", "(Reg").replace("})]", "}))"), r"returned a Registration, not a list of Registrations"),
+        (SOUND.replace("infer_cache_pools", "infer_models"), r"lists a Registration, not a ModelRegistration"),
+        (SOUND.replace("{name}", "my-pool"), r"offers the name 'my-pool'; a name has lower-case letters, digits"),
+        (SOUND.replace("priority={priority}", "priority='10'"), r"offers 'mine', but its priority is '10'"),
+        (SOUND.replace("priority={priority}", "settings=dict"), r"its settings is the type dict, not a class that ext"),
+        (
+            SOUND.replace('"{name}"', "'mro'").replace("priority={priority}", "settings=Size"),
+            r"its settings cannot be a table of that name, which is infer's own",
+        ),
+        (
+            SOUND.replace("priority={priority}", "settings=Token"),
+            r"its settings have no value without.*token Field requ",
+        ),
+        (SOUND + "INFER_PLUGIN_ENV = ['INFER_CACHE__TOKEN']", r"INFER_PLUGIN_ENV has 'INFER_CACHE__TOKEN'"),
     ],
-    ids=["import", "no version", "wrong version", "misspelt hook"],
 )
 def test_a_broken_plugin_is_reported_and_takes_nobody_down(install: Install, source: str, reason: str) -> None:
     install("broken-one", source)
     plugins = Plugins.discover()
     (broken,) = plugins.broken
     assert broken.distribution == "broken-one"
+    assert "\n" not in broken.reason
     assert plugins.get("cache", "slotted", "cache.backend")
     with pytest.raises(PluginError, match=rf"broken-one is broken: .*{reason}"):
         plugins.get("cache", "mine", "cache.backend")
@@ -161,3 +207,187 @@ def test_a_failing_observer_is_left_out_and_others_go_on(caplog: pytest.LogCaptu
 def test_an_object_given_by_hand_is_checked_too() -> None:
     with pytest.raises(PluginError, match="states no INFER_PLUGIN_API"):
         Plugins.discover([SimpleNamespace()])
+
+
+def test_two_that_bring_one_checkpoint_are_in_nobody_elses_way(install: Install, tmp_path: Path) -> None:
+    source = """
+from infer import hookimpl
+INFER_PLUGIN_API = {api}
+@hookimpl
+def infer_checkpoints():
+    return {{"mine": "/nowhere"}}
+"""
+    install("first-one", source)
+    install("second-one", source)
+    plugins = Plugins.discover()
+    plugins.check_bundled("demo")
+    with pytest.raises(PluginError, match="first-one and second-one both bring a checkpoint 'mine'"):
+        plugins.check_bundled("mine")
+
+
+def test_a_variable_of_a_plugins_own_is_no_setting(install: Install) -> None:
+    env = {"INFER_MINE_TOKEN": "secret"}
+    with pytest.raises(SettingsError, match="from INFER_MINE_TOKEN"):
+        load_settings(Plugins.discover(), env=env, read_file=False)
+    install("with-token", SOUND + "INFER_PLUGIN_ENV = ['INFER_MINE_TOKEN']\n")
+    plugins = Plugins.discover()
+    assert load_settings(plugins, env=env, read_file=False)
+    with pytest.raises(SettingsError, match="from INFER_MINE_TOKENS"):
+        load_settings(plugins, env=env | {"INFER_MINE_TOKENS": "x"}, read_file=False)
+
+
+def test_a_table_of_a_broken_plugin_leads_to_the_reason(install: Install) -> None:
+    install("broken-one", "raise RuntimeError('no luck')")
+    with pytest.raises(SettingsError, match=r"cache.mine.size.*broken-one is broken: its import failed.*no luck"):
+        load_settings(Plugins.discover(), argv=["--cache.mine.size", "3"], env={}, read_file=False)
+
+
+def test_infer_plugins_chooses_as_serve_does(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--kernels.backend", "triton", "--model.device", "cpu"]
+    assert cli.main(["plugins", *argv]) == 2
+    listed = capsys.readouterr()
+    assert "kernels.backend 'triton' runs on cuda, but the model is on cpu" in listed.err
+    (row,) = [line for line in listed.out.splitlines() if line.startswith("kernels") and " triton " in line]
+    assert " no " in row
+    with pytest.raises(SettingsError, match="runs on cuda, but the model is on cpu"):
+        LLM("demo", kernels={"backend": "triton"}, model={"device": "cpu"})
+
+
+class Making:
+    """A plugin whose factories are given."""
+
+    INFER_PLUGIN_API = PLUGIN_API
+
+    def __init__(self, factory: Callable[..., object]) -> None:
+        self.factory: Any = factory
+
+    @hookimpl
+    def infer_cache_pools(self) -> list[Registration[CacheFactory]]:
+        return [Registration("mine", self.factory, "a test's")]
+
+    @hookimpl
+    def infer_models(self) -> list[ModelRegistration]:
+        return [ModelRegistration("mine", self.factory, "a test's")]
+
+    @hookimpl
+    def infer_kernels(self) -> list[Registration[Any]]:
+        return [Registration("mine", self.factory, "a test's")]
+
+    @hookimpl
+    def infer_schedulers(self) -> list[SchedulerRegistration]:
+        return [SchedulerRegistration("mine", self.factory, "a test's")]
+
+
+def wrong(*given: object) -> object:
+    raise KeyError("hidden_size")
+
+
+@pytest.mark.parametrize(
+    ("sections", "lacks"),
+    [
+        ({"cache": {"backend": "mine"}}, r"allocate, .* of CachePoolProtocol"),
+        ({"model": {"family": "mine"}}, r"attention, expected, .* of ModelProtocol"),
+        ({"kernels": {"backend": "mine"}}, r"add_rms_norm, .* of KernelsProtocol"),
+        ({"engine": {"batching_mode": "mine"}}, r"abort, add, .* of SchedulerProtocol"),
+    ],
+    ids=["cache", "model", "kernels", "scheduler"],
+)
+def test_a_factory_that_fails_is_named_with_what_lacks(sections: dict[str, Any], lacks: str) -> None:
+    whose = r"The \w+ plugin 'mine' of Making cannot be"
+    for factory, why in (
+        (wrong, r"made: KeyError: 'hidden_size' \(test_plugins.py:\d+\)\.$"),
+        (lambda *given: None, r"made: its factory returned None\.$"),
+        (lambda *given: sys.exit(3), r"made: SystemExit: 3"),
+        (lambda *given: object(), rf"used: its factory made one of type object, which lacks {lacks}\.$"),
+    ):
+        with pytest.raises(PluginError, match=f"{whose} {why}"):
+            LLM("demo", plugins=[Making(factory)], **sections)
+
+
+class Watch(BaseModel):
+    prefix: str = "a"
+
+
+class Watching:
+    """A plugin that offers observers."""
+
+    INFER_PLUGIN_API = PLUGIN_API
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    @hookimpl
+    def infer_observers(self) -> list[Registration[ObserverFactory]]:
+        plugin = self
+
+        class Observer:
+            def __init__(self, settings: Watch) -> None:
+                self.prefix = settings.prefix
+
+            def infer_request_finished(self, record: RequestRecord) -> None:
+                plugin.told.append(f"{self.prefix} {record.num_generated}")
+
+            def close(self) -> None:
+                plugin.told.append("closed")
+                raise ValueError("too late")
+
+        class Blind:
+            async def infer_step_finished(self, record: StepRecord) -> None: ...
+
+        made: Any = Observer
+        blind: Any = lambda settings: Blind()  # noqa: E731
+        fails: Any = wrong
+        return [
+            Registration("watch", made, "a test's", Watch),
+            Registration("fails", fails, "fails"),
+            Registration("blind", blind, "sees nothing"),
+        ]
+
+
+def test_an_observer_has_settings_and_is_closed_once(caplog: pytest.LogCaptureFixture) -> None:
+    plugin = Watching()
+    with LLM("demo", plugins=[plugin], observers={"watch": {"prefix": "b"}}, kernels={"threads": 1}) as llm:
+        llm.generate("def ", SamplingParams(max_tokens=3, ignore_eos=True))
+        llm.close()
+    assert plugin.told == ["b 3", "closed"]
+    for why in (
+        r"'fails' of Watching cannot be made: KeyError: 'hidden_size'",
+        r"'blind' of Watching cannot be used: its infer_step_finished is async",
+        r"'watch' of Watching failed when it was closed: ValueError: too late",
+    ):
+        assert why in caplog.text
+
+
+def test_observers_are_closed_where_no_engine_comes_to_be() -> None:
+    plugin = Watching()
+    with pytest.raises(SettingsError):
+        LLM("demo", plugins=[plugin], engine={"max_seq_len": 10**9})
+    assert plugin.told == ["closed"]
+
+
+def test_infer_plugins_lists_observers() -> None:
+    assert {o.name for o in Plugins.discover().offers["observer"]} == {"otel"}
+
+
+class Hasty:
+    """Schedulers that no engine should believe."""
+
+    INFER_PLUGIN_API = PLUGIN_API
+
+    @hookimpl
+    def infer_schedulers(self) -> list[SchedulerRegistration]:
+        factory: Any = lambda context, settings: Twice(context.pool, context.engine)  # noqa: E731
+        return [SchedulerRegistration("hasty", factory, "plans everything twice")]
+
+
+class Twice(ContinuousScheduler):
+    def schedule(self) -> Schedule:
+        plan = super().schedule()
+        return replace(plan, prefills=plan.prefills * 2)
+
+
+def test_the_engine_asks_a_plugins_plan_before_it_follows_it(caplog: pytest.LogCaptureFixture) -> None:
+    with LLM("demo", plugins=[Hasty()], engine={"batching_mode": "hasty"}, kernels={"threads": 1}) as llm:
+        (answer,) = llm.generate("def ", SamplingParams(max_tokens=3))
+    assert answer.finish_reason == "error"
+    assert "The scheduler plugin 'hasty' of Hasty planned" in str(answer.error)

@@ -10,12 +10,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel, ValidationError
 
 from infer import SettingsError, hookimpl
-from infer.hookspecs import Registration
+from infer.hookspecs import Registration, SchedulerRegistration
 from infer.plugins import Plugins
 from infer.protocols import CacheFactory
-from infer.settings import Loaded, Section, describe, describe_schema, load_settings, plugin_settings, schema
+from infer.settings import (
+    CacheSettings,
+    EngineSettings,
+    Loaded,
+    ModelSettings,
+    Section,
+    Settings,
+    compose,
+    describe,
+    describe_schema,
+    load_settings,
+    plugin_settings,
+    schema,
+)
 
 ROOT = Path(__file__).parents[2]
 PLUGINS = Plugins.discover()
@@ -134,6 +148,8 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     bad.write_text("[engine\n")
     with pytest.raises(SettingsError, match=r"bad.toml cannot be read: .*line 1"):
         load(file=str(bad))
+    with pytest.raises(SettingsError, match=r"is no file"):
+        load(file=str(tmp_path))
     bad.write_text("engine = 3\n")
     with pytest.raises(SettingsError, match="engine = 3"):
         load(file=str(bad))
@@ -143,6 +159,93 @@ def test_static_turns_chunking_off_unless_it_was_asked_for() -> None:
     loaded = load("--engine.batching_mode", "static", read_file=False)
     assert not loaded.settings.engine.use_chunked_prefill
     assert loaded.sources["engine.use_chunked_prefill"] == "default for static"
+
+
+class Inner(BaseModel):
+    depth: int = 1
+
+
+class LooseSettings(BaseModel):
+    """As who has not read that unknown keys are to be forbidden writes it."""
+
+    size: int = 1
+    inner: Inner = Inner()
+
+
+class LoosePlugin:
+    INFER_PLUGIN_API = 1
+
+    @hookimpl
+    def infer_cache_pools(self) -> list[Registration[CacheFactory]]:
+        return [Registration("loose", lambda context, settings: None, "test", LooseSettings)]  # type: ignore[arg-type]
+
+    @hookimpl
+    def infer_schedulers(self) -> list[SchedulerRegistration]:
+        return [SchedulerRegistration("whole", lambda context, settings: None, "test", chunks=False)]  # type: ignore[arg-type]
+
+
+def test_core_forbids_unknown_keys_for_plugins() -> None:
+    plugins = Plugins.discover([LoosePlugin()])
+    settings = load("--cache.loose.size", "3", "--cache.loose.inner.depth", "2", plugins=plugins).settings
+    own = plugin_settings(settings, "cache", "loose")
+    assert isinstance(own, LooseSettings)
+    assert (own.size, own.inner.depth) == (3, 2)
+    for key in ("cache.loose.sise", "cache.loose.inner.dept"):
+        with pytest.raises(SettingsError, match=rf"{key} \(from --{key}\) is not a setting. Did you mean 'cache.loose"):
+            load(f"--{key}", "3", plugins=plugins)
+
+
+def test_a_scheduler_says_itself_whether_it_chunks() -> None:
+    plugins = Plugins.discover([LoosePlugin()])
+    loaded = load("--engine.batching_mode", "whole", plugins=plugins, read_file=False)
+    assert not loaded.settings.engine.use_chunked_prefill
+    assert loaded.sources["engine.use_chunked_prefill"] == "default for whole"
+    with pytest.raises(SettingsError, match=r'use_chunked_prefill = true cannot work with .*batching_mode = "whole"'):
+        load("--engine.batching_mode", "whole", "--engine.use_chunked_prefill", "true", plugins=plugins)
+    argv = ["--engine.batching_mode", "whole", "--engine.prefill_chunk_size", "64"]
+    with pytest.raises(SettingsError, match=r"= 64 \(from --engine.prefill_chunk_size\) has no effect while"):
+        load(*argv, plugins=plugins, read_file=False)
+
+
+DIRECT: list[tuple[dict[str, Any], str]] = [
+    ({"engine": {"max_tokens_per_step": 8}}, "is below engine.max_batch_size = 16"),
+    ({"engine": {"use_chunked_prefill": False, "prefill_chunk_size": 64}}, "prefill_chunk_size = 64 has no effect"),
+    ({"engine": {"use_chunked_prefill": False, "max_tokens_per_step": 64}}, "needs engine.max_seq_len set"),
+    ({"model": {"dtype": "float16", "device": "cpu"}}, "is slow with"),
+    ({"engin": {}}, "Extra inputs are not permitted"),
+    ({"Engine": {}}, "Extra inputs are not permitted"),
+]
+
+
+@pytest.mark.parametrize(("sections", "message"), DIRECT, ids=lambda v: str(v))
+def test_settings_built_directly_are_checked_too(sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        Settings(**sections)
+
+
+def test_settings_built_directly_read_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INFER_ENGINE__MAX_BATCH_SIZE", "3")
+    monkeypatch.setenv("ENGINE", '{"max_batch_size": 4}')
+    assert Settings() == Settings(engine=EngineSettings(max_batch_size=16))
+
+
+def test_settings_built_directly_meet_what_is_installed() -> None:
+    """The plain class does not know of plugins; whoever makes an engine asks them."""
+    static = Settings(engine=EngineSettings(batching_mode="static"), model=ModelSettings(path="demo"))
+    assert not compose(static, PLUGINS).engine.use_chunked_prefill
+    chunked = Settings(engine=EngineSettings(batching_mode="static", use_chunked_prefill=True))
+    with pytest.raises(SettingsError, match="cannot work with"):
+        compose(chunked, PLUGINS)
+    composed = compose(Settings(cache=CacheSettings(backend="paged")), PLUGINS)
+    assert plugin_settings(composed, "cache", "paged").model_dump()["block_size"] == 16
+    assert compose(composed, PLUGINS) is composed
+
+
+def test_a_value_in_one_place_is_no_table_in_another(tmp_path: Path) -> None:
+    file = tmp_path / "s.toml"
+    file.write_text("engine = 3\n")
+    with pytest.raises(SettingsError, match=r"engine.max_batch_size \(from --engine.*'engine' is a value, not a table"):
+        load("--engine.max_batch_size", "3", file=str(file))
 
 
 def test_none_is_said_alike_everywhere(tmp_path: Path) -> None:

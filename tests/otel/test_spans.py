@@ -10,8 +10,9 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-import infer_otel
 from infer.hookspecs import RequestRecord
+from infer.plugins import Plugins
+from infer.settings import load_settings
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 RECORD = RequestRecord(
@@ -29,15 +30,21 @@ RECORD = RequestRecord(
 )
 
 
+Collected = tuple[str, list[Span], list[str]]
+
+
 @pytest.fixture
-def received(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Span]]:
-    """What has come in; filled when the exporter sends."""
+def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collected]:
+    """Its address, the spans that have come in, and the services that they name."""
     spans: list[Span] = []
+    services: list[str] = []
 
     class Collector(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             sent = ExportTraceServiceRequest.FromString(self.rfile.read(int(self.headers["Content-Length"])))
             spans.extend(s for r in sent.resource_spans for scope in r.scope_spans for s in scope.spans)
+            for resource in sent.resource_spans:
+                services.extend(a.value.string_value for a in resource.resource.attributes if a.key == "service.name")
             self.send_response(200)
             self.end_headers()
 
@@ -46,30 +53,44 @@ def received(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Span]]:
 
     server = http.server.HTTPServer(("127.0.0.1", 0), Collector)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "none")
-    infer_otel._tracer.cache_clear()
-    yield spans
-    infer_otel._tracer.cache_clear()
+    for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_SERVICE_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    yield f"http://127.0.0.1:{server.server_port}", spans, services
     server.shutdown()
+    server.server_close()
 
 
-def test_a_request_is_a_span_of_its_clients_trace(received: list[Span]) -> None:
-    infer_otel.infer_request_finished(RECORD)
-    tracer = infer_otel._tracer()
-    assert tracer is not None
-    tracer.span_processor.force_flush()  # type: ignore[attr-defined]
-    (span,) = received
+def observe(*argv: str) -> None:
+    """A request finishes, and the engine closes."""
+    plugins = Plugins.discover()
+    close = plugins.observe(load_settings(plugins, argv=argv, env={}, read_file=False).settings)
+    plugins.notify("infer_request_finished", RECORD)
+    close()
+    plugins.notify("infer_request_finished", RECORD)
+
+
+def test_a_request_is_a_span_of_its_clients_trace(collector: Collected) -> None:
+    url, spans, services = collector
+    observe("--observers.otel.endpoint", url, "--observers.otel.service_name", "mine")
+    (span,) = spans
     assert span.trace_id.hex() == TRACE
     assert span.end_time_unix_nano - span.start_time_unix_nano == 2_000_000_000
     found = {a.key: a.value.int_value or a.value.double_value for a in span.attributes}
     assert found["gen_ai.usage.input_tokens"] == 7
     assert found["gen_ai.latency.time_in_queue"] == 0.5
     assert found["gen_ai.latency.time_to_first_token"] == 1.0
+    assert services == ["mine"]
 
 
-def test_without_an_endpoint_nothing_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
-    infer_otel._tracer.cache_clear()
-    infer_otel.infer_request_finished(RECORD)
-    assert infer_otel._tracer() is None
+def test_the_standard_variables_say_it_too(collector: Collected, monkeypatch: pytest.MonkeyPatch) -> None:
+    url, spans, services = collector
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
+    observe()
+    assert (len(spans), services) == (1, ["infer"])
+
+
+def test_without_an_endpoint_nothing_is_sent(collector: Collected) -> None:
+    _, spans, _ = collector
+    observe()
+    assert not spans

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from infer.chat_template import ChatTemplate
 from infer.checkpoint import Checkpoint
+from infer.engine.checked import CheckedScheduler
 from infer.engine.engine import Engine
 from infer.engine.exactness import self_check
 from infer.engine.graphs import DecodeGraphs
@@ -30,9 +31,10 @@ from infer.protocols import (
     ModelContext,
     ModelProtocol,
     SchedulerContext,
+    SchedulerProtocol,
 )
 from infer.request import Request, SamplingParams
-from infer.settings import Settings, plugin_settings
+from infer.settings import Settings, compose, plugin_settings
 
 log = logging.getLogger(__name__)
 
@@ -77,8 +79,14 @@ def start(settings: Settings, plugins: Plugins) -> tuple[EngineLoop, Served]:
         engine, served = _load(settings, plugins, publish)
         return engine
 
-    loop = EngineLoop(make_engine, settings.engine.max_batch_size + settings.engine.max_waiting_requests)
-    return loop, served
+    settings = compose(settings, plugins)
+    close_observers = plugins.observe(settings)
+    try:
+        max_open = settings.engine.max_batch_size + settings.engine.max_waiting_requests
+        return EngineLoop(make_engine, max_open, close_observers), served
+    except BaseException:
+        close_observers()
+        raise
 
 
 def _load(settings: Settings, plugins: Plugins, publish: Callable[..., None]) -> tuple[Engine, Served]:
@@ -88,6 +96,7 @@ def _load(settings: Settings, plugins: Plugins, publish: Callable[..., None]) ->
     if settings.model.path is None:
         raise SettingsError("model.path is not set: give a folder, a hub id or a bundled name, e.g. --model demo.")
     device = choose_device(settings.model.device)
+    plugins.check_bundled(settings.model.path)
     checkpoint = Checkpoint.locate(settings.model.path, bundled=plugins.checkpoints, revision=settings.model.revision)
     dtype = _dtype(settings.model.dtype, checkpoint, device)
     max_seq_len = _max_seq_len(settings.engine.max_seq_len, checkpoint)
@@ -101,10 +110,7 @@ def _load(settings: Settings, plugins: Plugins, publish: Callable[..., None]) ->
     exact = not faults
     for fault in faults:
         log.warning("not exact: %s", fault)
-    scheduler_name = settings.engine.batching_mode
-    scheduler = plugins.get("scheduler", scheduler_name, "engine.batching_mode").registration.factory(
-        SchedulerContext(pool, settings.engine), plugin_settings(settings, "scheduler", scheduler_name)
-    )
+    scheduler = _scheduler(settings, plugins, pool, device)
 
     engine = Engine(
         Runner(model, pool, kernels, device, settings.engine.max_batch_size, graphs),
@@ -169,26 +175,25 @@ def _max_seq_len(asked: int | None, checkpoint: Checkpoint) -> int:
 
 
 def _kernels(settings: Settings, plugins: Plugins, device: torch.device) -> KernelsProtocol:
-    name = settings.kernels.backend
-    if name == "auto":
-        offer = plugins.auto("kernels", "kernels.backend", device_type=device.type)
-    else:
-        offer = plugins.get("kernels", name, "kernels.backend")
-        devices: tuple[str, ...] = getattr(offer.registration, "devices", ())
-        if devices and device.type not in devices:
-            raise SettingsError(
-                f"kernels.backend {name!r} runs on {' and '.join(devices)}, but the model is on {device.type}; "
-                "choose another or set model.device."
-            )
-    own = plugin_settings(settings, "kernels", offer.registration.name)
-    kernels: KernelsProtocol = offer.registration.factory(device, own)
+    offer = plugins.choose("kernels", settings, device.type)
+    kernels: KernelsProtocol = offer.make(KernelsProtocol, device, plugin_settings(settings, "kernels", offer.name))
     return kernels
+
+
+def _scheduler(
+    settings: Settings, plugins: Plugins, pool: CachePoolProtocol, device: torch.device
+) -> SchedulerProtocol:
+    offer = plugins.choose("scheduler", settings, device.type)
+    own = plugin_settings(settings, "scheduler", offer.name)
+    made: SchedulerProtocol = offer.make(SchedulerProtocol, SchedulerContext(pool, settings.engine), own)
+    # Core's own are tested, and what they plan would take longer to check than to plan.
+    return CheckedScheduler(made, offer.whose, thorough=offer.distribution != "infer-core")
 
 
 def _model(settings: Settings, plugins: Plugins, checkpoint: Checkpoint, context: ModelContext) -> ModelProtocol:
     family = plugins.family(checkpoint.architectures, settings.model.family)
-    own = plugin_settings(settings, "model", family.registration.name)
-    model: ModelProtocol = family.registration.factory(checkpoint.config, context, own)
+    own = plugin_settings(settings, "model", family.name)
+    model: ModelProtocol = family.make(ModelProtocol, checkpoint.config, context, own)
     shapes = model.expected()
     if settings.model.load_format == "dummy":
         model.load(track(checkpoint.dummy_tensors(shapes, context.dtype), "weights", len(shapes)))
@@ -206,14 +211,11 @@ def _pool(
     device: torch.device,
     max_seq_len: int,
 ) -> CachePoolProtocol:
-    name = settings.cache.backend
-    offer = plugins.auto("cache", "cache.backend") if name == "auto" else plugins.get("cache", name, "cache.backend")
+    offer = plugins.choose("cache", settings, device.type)
     context = CacheContext(model.attention, settings.engine.max_batch_size, max_seq_len, dtype, device, kernels)
     try:
-        pool: CachePoolProtocol = offer.registration.factory(
-            context, plugin_settings(settings, "cache", offer.registration.name)
-        )
-    except (MemoryError, RuntimeError) as error:
+        pool: CachePoolProtocol = offer.make(CachePoolProtocol, context, plugin_settings(settings, "cache", offer.name))
+    except (MemoryError, RuntimeError, OSError) as error:
         raise InferError(
             f"The cache for engine.max_batch_size {settings.engine.max_batch_size} and {max_seq_len} positions does "
             f"not fit into memory ({error}); lower engine.max_batch_size or engine.max_seq_len."
@@ -226,7 +228,7 @@ def _pool(
     per_token = sum(2 * s.num_kv_heads * s.head_size for s in model.attention) * dtype.itemsize
     log.info(
         "cache %s: %d positions of %d bytes = %.1f MiB",
-        offer.registration.name,
+        offer.name,
         pool.free_tokens(),
         per_token,
         pool.free_tokens() * per_token / 2**20,

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 from infer.engine.schedulers import ContinuousScheduler, StaticScheduler
-from infer.hookspecs import KernelsRegistration, Registration, hookimpl
+from infer.hookspecs import KernelsRegistration, SchedulerRegistration, hookimpl
 from infer.kernels.reference import ReferenceKernels
-from infer.protocols import SchedulerFactory
 
 INFER_PLUGIN_API = 1
 
 
 @hookimpl
-def infer_schedulers() -> list[Registration[SchedulerFactory]]:
+def infer_schedulers() -> list[SchedulerRegistration]:
     return [
-        Registration(
+        SchedulerRegistration(
             "continuous",
             lambda context, settings: ContinuousScheduler(context.pool, context.engine),
             "iteration-level batching with chunked prefill and a token budget",
         ),
-        Registration(
+        SchedulerRegistration(
             "static",
             lambda context, settings: StaticScheduler(context.pool, context.engine),
             "holds a batch until all its members finish; for comparison",
+            chunks=False,
         ),
     ]
 

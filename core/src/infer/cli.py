@@ -13,7 +13,7 @@ from typing import Any
 
 from infer import bench, timeline
 from infer.errors import InferError, capital
-from infer.plugins import HOOKS, Plugins
+from infer.plugins import CHOSEN_BY, Plugins
 from infer.request import SamplingParams
 from infer.settings import Loaded, Settings, describe, describe_schema, load_settings, schema, split_arguments
 
@@ -31,12 +31,6 @@ SERVING = {
     "--served-model-name": "server.served_model_name",
 }
 """Plain names of the settings that everyone types; other servers have the same."""
-CHOSEN_BY = {
-    "cache": "cache.backend",
-    "kernels": "kernels.backend",
-    "scheduler": "engine.batching_mode",
-    "model": "model.family",
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -198,30 +192,34 @@ def _plugins(args: argparse.Namespace, loaded: Loaded, plugins: Plugins) -> int:
 
     rows: list[dict[str, str]] = []
     failed = None
-    for slot in HOOKS:
-        setting = CHOSEN_BY[slot]
-        section, key = setting.split(".")
-        asked = getattr(getattr(loaded.settings, section), key)
-        chosen = None
-        why = f"{setting} = {asked} (from {loaded.sources[setting]})"
-        try:
+    for slot, offers in plugins.offers.items():
+        chosen, why, all_of_them = None, "", ""
+        if slot == "observer":
+            all_of_them = "yes"
+        else:
+            setting = CHOSEN_BY[slot]
+            section, key = setting.split(".")
+            asked = getattr(getattr(loaded.settings, section), key)
+            why = f"{setting} = {asked} (from {loaded.sources[setting]})"
             if slot == "model" and asked == "auto":
-                why = "by the checkpoint's architecture"
+                all_of_them, why = "when met", "by the checkpoint's architecture"
             else:
-                device = choose_device(loaded.settings.model.device).type
-                chosen = plugins.auto(slot, setting, device) if asked == "auto" else plugins.get(slot, asked, setting)
-        except InferError as error:
-            failed = error
-        for offer in plugins.offers[slot]:
-            by_architecture = slot == "model" and asked == "auto"
+                try:
+                    device = choose_device(loaded.settings.model.device).type
+                    chosen = plugins.choose(slot, loaded.settings, device)
+                except InferError as error:
+                    failed = error
+        for offer in offers:
+            unavailable = offer.registration.unavailable
+            taken = offer is chosen or (all_of_them and not unavailable)
             rows.append(
                 {
                     "slot": slot,
                     "name": offer.name,
                     "distribution": offer.distribution,
                     "version": offer.version,
-                    "chosen": "when met" if by_architecture else ("yes" if offer is chosen else "no"),
-                    "why": why if by_architecture or offer is chosen else offer.registration.unavailable or "",
+                    "chosen": (all_of_them or "yes") if taken else "no",
+                    "why": why if taken else unavailable or "",
                     "description": offer.registration.description,
                 }
             )

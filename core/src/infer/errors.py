@@ -3,6 +3,12 @@ out, and is fit to be shown to whoever caused it."""
 
 from __future__ import annotations
 
+import traceback
+from pathlib import Path
+
+MAX_TEXT = 300
+"""Characters of a foreign exception's text that we repeat."""
+
 
 class InferError(Exception):
     """Base of all; the command line prints its text and exits with 2."""
@@ -40,3 +46,18 @@ class EngineDeadError(InferError):
 def capital(text: str) -> str:
     """A library's complaint as the beginning of a sentence."""
     return text[:1].upper() + text[1:]
+
+
+def say(error: BaseException) -> str:
+    """A foreign exception in one line: its kind, what it says, and the file and line, not ours, that raised it."""
+    try:
+        text = " ".join(str(error).split())
+    except Exception:  # its own text may be at fault
+        text = ""
+    if len(text) > MAX_TEXT:
+        text = f"{text[:MAX_TEXT]}…"
+    places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    ours = str(Path(__file__).parent)
+    places = [(file, line) for file, line in places if "importlib" not in file and not file.startswith(ours)]
+    where = f" ({Path(places[-1][0]).name}:{places[-1][1]})" if places else ""
+    return f"{type(error).__name__}{': ' if text else ''}{text}{where}"

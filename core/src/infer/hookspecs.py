@@ -15,7 +15,14 @@ from typing import Generic, TypeVar
 import pluggy
 from pydantic import BaseModel
 
-from infer.protocols import CacheFactory, KernelsFactory, ModelFactory, NoSettings, SchedulerFactory
+from infer.protocols import (
+    CacheFactory,
+    KernelsFactory,
+    ModelFactory,
+    NoSettings,
+    ObserverFactory,
+    SchedulerFactory,
+)
 
 hookspec = pluggy.HookspecMarker("infer")
 hookimpl = pluggy.HookimplMarker("infer")
@@ -28,12 +35,13 @@ class Registration(Generic[F]):
     """One thing that a plugin offers for a slot."""
 
     name: str
-    """What a user writes in settings.toml; letters, digits and underscores."""
+    """What a user writes in settings.toml: lower-case letters, digits and single underscores between them."""
     factory: F
     description: str
     """One line for ``infer plugins``."""
     settings: type[BaseModel] = NoSettings
-    """Validates the plugin's own table in settings.toml, e.g. ``[cache.paged]``. Give it ``extra="forbid"``."""
+    """Validates the plugin's own table in settings.toml, e.g. ``[cache.paged]``. Every field has a default. Unknown
+    keys are errors, whatever its ``extra`` says."""
     priority: int = 0
     """Where a setting says ``auto``, the highest wins; a tie is an error that asks for a choice."""
     unavailable: str | None = None
@@ -45,6 +53,15 @@ class ModelRegistration(Registration[ModelFactory]):
     """A model family, found by the ``architectures`` of a checkpoint's config.json."""
 
     architectures: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class SchedulerRegistration(Registration[SchedulerFactory]):
+    """A scheduler, and whether it can prefill a prompt in chunks."""
+
+    chunks: bool = True
+    """False for one that prefills whole prompts: ``engine.use_chunked_prefill`` is then off, and asking for it is an
+    error."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +137,7 @@ def infer_models() -> list[ModelRegistration]:  # type: ignore[empty-body]
 
 
 @hookspec
-def infer_schedulers() -> list[Registration[SchedulerFactory]]:  # type: ignore[empty-body]
+def infer_schedulers() -> list[SchedulerRegistration]:  # type: ignore[empty-body]
     """Schedulers, chosen by ``engine.batching_mode``."""
 
 
@@ -130,13 +147,18 @@ def infer_kernels() -> list[KernelsRegistration]:  # type: ignore[empty-body]
 
 
 @hookspec
+def infer_observers() -> list[Registration[ObserverFactory]]:  # type: ignore[empty-body]
+    """Observers with settings, ``[observers.NAME]``, or with something to close. Each is made once per engine."""
+
+
+@hookspec
 def infer_checkpoints() -> Mapping[str, Path]:  # type: ignore[empty-body]
     """Bundled checkpoints: names that ``model.path`` may give instead of a folder or a hub id."""
 
 
 @hookspec
 def infer_step_finished(record: StepRecord) -> None:
-    """Called in the engine's thread after every step; be quick. An exception is logged once and disables the hook."""
+    """Called in the engine's thread after every step; be quick. One that raises is logged and not called again."""
 
 
 @hookspec

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -13,32 +14,23 @@ from typing import Any, Self
 
 import pluggy
 
-from infer import hookspecs
-from infer.errors import PluginError
-from infer.hookspecs import Registration
-from infer.protocols import PLUGIN_API
+from infer import hookspecs, inspection
+from infer.errors import InferError, PluginError, SettingsError, say
+from infer.hookspecs import KernelsRegistration, ModelRegistration, Registration, SchedulerRegistration, hookimpl
+from infer.inspection import HOOKS, RECORDS
+from infer.protocols import ObserverProtocol
+from infer.settings import KNOWN, Settings, plugin_settings
 
 log = logging.getLogger(__name__)
 
 GROUP = "infer"
-HOOKS: Mapping[str, str] = {
-    "cache": "infer_cache_pools",
-    "model": "infer_models",
-    "scheduler": "infer_schedulers",
-    "kernels": "infer_kernels",
+CHOSEN_BY: Mapping[str, str] = {
+    "cache": "cache.backend",
+    "kernels": "kernels.backend",
+    "scheduler": "engine.batching_mode",
+    "model": "model.family",
 }
-"""Slot -> the hook that fills it."""
-KNOWN: Mapping[str, str] = {
-    "cache.slotted": "infer-cache-slotted",
-    "cache.paged": "infer-cache-paged",
-    "kernels.triton": "infer-kernels-triton",
-    "kernels.cpu": "infer-kernels-cpu",
-    "model.llama": "infer-models",
-    "model.qwen3": "infer-models",
-    "model.gemma3": "infer-models",
-    "checkpoint.demo": "infer-demo",
-}
-"""What our own distributions offer, for the advice in errors."""
+"""Slot -> the setting that names its plugin. Of observers all are taken."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +45,29 @@ class Offer:
     @property
     def name(self) -> str:
         return self.registration.name
+
+    @property
+    def whose(self) -> str:
+        """As a sentence names it."""
+        return f"The {self.slot} plugin {self.name!r} of {self.distribution}"
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The device types that it is bound to; none for all."""
+        return self.registration.devices if isinstance(self.registration, KernelsRegistration) else ()
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        return self.registration.architectures if isinstance(self.registration, ModelRegistration) else ()
+
+    @property
+    def chunks(self) -> bool:
+        """Whether it can prefill in chunks."""
+        return not isinstance(self.registration, SchedulerRegistration) or self.registration.chunks
+
+    def make(self, contract: type, *given: Any) -> Any:
+        """What its factory makes, checked against the contract. Raises PluginError."""
+        return inspection.make(self.whose, contract, self.registration.factory, *given)
 
 
 @dataclass(frozen=True)
@@ -71,6 +86,8 @@ class Plugins:
     manager: pluggy.PluginManager
     offers: dict[str, list[Offer]] = field(default_factory=lambda: {slot: [] for slot in HOOKS})
     broken: list[Broken] = field(default_factory=list)
+    environment: frozenset[str] = frozenset()
+    """INFER_* variables that plugins read themselves."""
     _checkpoints: list[tuple[str, Path, str]] = field(default_factory=list)
 
     @classmethod
@@ -84,59 +101,64 @@ class Plugins:
         plugins = cls(manager)
         # pluggy's own loader silently skips the second of two distributions with one entry-point name.
         for entry in entry_points(group=GROUP) if installed is None else installed:
-            distribution, version = (entry.dist.name, entry.dist.version) if entry.dist else ("unknown", "")
+            distribution, version = _whence(entry)
             try:
-                plugins._add(entry.load(), distribution, version)
+                with inspection.blame("its import failed"):
+                    plugin = entry.load()
+                plugins._add(plugin, distribution, version)
             except PluginError as error:
                 plugins.broken.append(Broken(distribution, version, str(error)))
-            except Exception as error:  # a plugin's import may raise anything; it is told where it matters
-                plugins.broken.append(
-                    Broken(distribution, version, f"its import failed: {type(error).__name__}: {error}")
-                )
         for plugin in extra:
             name = plugin.__name__ if isinstance(plugin, ModuleType) else type(plugin).__name__
-            plugins._add(plugin, name, "in process")
+            try:
+                plugins._add(plugin, name, "in process")
+            except PluginError as error:
+                raise PluginError(f"The plugin {name} is broken: {error}") from error
         for b in plugins.broken:
             log.warning("the plugin of %s %s is left out: %s", b.distribution, b.version, b.reason)
         return plugins
 
     def _add(self, plugin: object, distribution: str, version: str) -> None:
-        written_for = getattr(plugin, "INFER_PLUGIN_API", None)
-        if written_for != PLUGIN_API:
-            states = "states no INFER_PLUGIN_API" if written_for is None else f"was made for API {written_for}"
-            raise PluginError(
-                f"{distribution} {states}, but this infer-core speaks {PLUGIN_API}; install a release for it."
-            )
-        label = f"{distribution} {version}"
-        while self.manager.has_plugin(label):  # one distribution may bring several entry points
-            label += "+"
-        self.manager.register(plugin, label)
+        """Take a plugin, or raise a PluginError that says what is wrong with it, and nothing of it stays."""
         try:
-            self._check_hooks(plugin, distribution)
-            filled = {slot: self._call(plugin, hook, []) for slot, hook in HOOKS.items()}
-            checkpoints = self._call(plugin, "infer_checkpoints", {})
-        except Exception:
-            self.manager.unregister(plugin)
+            inspection.check_api(plugin)
+            self.environment |= inspection.environment(plugin)
+            hooks = inspection.hooks(plugin)
+            offers: list[Offer] = []
+            found: dict[str, Path] = {}
+            for attribute, hook, function in hooks:
+                if hook in RECORDS:
+                    continue
+                with inspection.blame(f"its {attribute}() failed"):
+                    returned = function()
+                if hook == "infer_checkpoints":
+                    found |= inspection.checkpoints(returned)
+                for slot in (slot for slot, fills in HOOKS.items() if fills == hook):
+                    offers += [
+                        Offer(slot, r, distribution, version) for r in inspection.registrations(slot, hook, returned)
+                    ]
+            label = f"{distribution} {version}"
+            while self.manager.has_plugin(label):  # one distribution may bring several entry points
+                label += "+"
+            # pluggy gets the hooks alone: it compares plugins with each other, and asks for all they have.
+            self._register(label, {attribute: function for attribute, _, function in hooks})
+        except (PluginError, KeyboardInterrupt):
             raise
-        for slot, registrations in filled.items():
-            self.offers[slot] += [Offer(slot, r, distribution, version) for r in registrations]
-        self._checkpoints += [(name, path, distribution) for name, path in checkpoints.items()]
+        except BaseException as error:  # an object may raise wherever it is touched
+            raise PluginError(f"it cannot be inspected: {say(error)}.") from error
+        for offer in offers:
+            self.offers[offer.slot].append(offer)
+        self._checkpoints += [(name, path, distribution) for name, path in found.items()]
 
-    def _check_hooks(self, plugin: object, distribution: str) -> None:
+    def _register(self, label: str, functions: Mapping[str, Callable[..., object]]) -> ModuleType:
+        module = ModuleType(label)
+        vars(module).update(functions)
         try:
-            self.manager.check_pending()
-        except pluggy.PluginValidationError:
-            known = [name for name in vars(hookspecs) if name.startswith("infer_")]
-            marked = [c.name for c in self.manager.get_hookcallers(plugin) or ()]
-            unknown = next(name for name in marked if name not in known)
-            close = difflib.get_close_matches(unknown, known, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else f"; the hooks are {', '.join(known)}."
-            raise PluginError(f"{distribution} implements the hook {unknown!r}, which does not exist{hint}") from None
-
-    @staticmethod
-    def _call(plugin: object, hook: str, default: Any) -> Any:
-        function = getattr(plugin, hook, None)
-        return function() if function is not None and hasattr(function, f"{GROUP}_impl") else default
+            self.manager.register(module, label)
+        except Exception:
+            self.manager.unregister(module)
+            raise
+        return module
 
     def get(self, slot: str, name: str, setting: str) -> Offer:
         """The one offer of that name. Raises PluginError; an explicit choice never falls back."""
@@ -145,7 +167,7 @@ class Plugins:
             names = sorted({offer.name for offer in self.offers[slot]})
             raise PluginError(
                 f"{setting} is {name!r}, but no such plugin is installed; {_installed(names)}{_pip(slot, name)}"
-                f"{self._culprits()}"
+                f"{self.culprits()}"
             )
         offer = self._only(found, setting)
         if offer.registration.unavailable:
@@ -153,13 +175,24 @@ class Plugins:
             raise PluginError(f"{setting} is {name!r}, but {why}.")
         return offer
 
+    def choose(self, slot: str, settings: Settings, device_type: str) -> Offer:
+        """What the settings choose for a slot on a device. Raises PluginError or SettingsError."""
+        setting = CHOSEN_BY[slot]
+        section, key = setting.split(".")
+        name = getattr(getattr(settings, section), key)
+        if name == "auto":
+            return self.auto(slot, setting, device_type)
+        offer = self.get(slot, name, setting)
+        if offer.devices and device_type not in offer.devices:
+            raise SettingsError(
+                f"{setting} {name!r} runs on {' and '.join(offer.devices)}, but the model is on {device_type}; "
+                "choose another or set model.device."
+            )
+        return offer
+
     def auto(self, slot: str, setting: str, device_type: str | None = None) -> Offer:
         """The installed offer of highest priority that runs on the device; says in the log which and why."""
-        able = [
-            offer
-            for offer in self.offers[slot]
-            if device_type is None or not (d := getattr(offer.registration, "devices", ())) or device_type in d
-        ]
+        able = [o for o in self.offers[slot] if device_type is None or not o.devices or device_type in o.devices]
         for offer in able:
             if offer.registration.unavailable:
                 log.warning(
@@ -171,7 +204,7 @@ class Plugins:
             wanted = sorted(d for key, d in KNOWN.items() if key.startswith(f"{slot}."))
             raise PluginError(
                 f'{setting} is "auto", but nothing suitable is installed; try: pip install {wanted[0]}.'
-                f"{self._culprits()}"
+                f"{self.culprits()}"
             )
         best = max(offer.registration.priority for offer in able)
         top = [offer for offer in able if offer.registration.priority == best]
@@ -194,13 +227,13 @@ class Plugins:
         setting = "model.family"
         if name != "auto":
             return self.get("model", name, setting)
-        found = [o for o in self.offers["model"] if set(architectures) & set(o.registration.architectures)]  # type: ignore[attr-defined]
+        found = [o for o in self.offers["model"] if set(architectures) & set(o.architectures)]
         if not found:
-            known = sorted(a for o in self.offers["model"] for a in o.registration.architectures)  # type: ignore[attr-defined]
+            known = sorted(a for o in self.offers["model"] for a in o.architectures)
             raise PluginError(
                 f"The checkpoint's architecture is {' or '.join(architectures) or 'not stated'}, which no installed "
                 f"plugin knows; {_installed(known)} pip install infer-models brings Llama, Qwen3 and Gemma 3."
-                f"{self._culprits()}"
+                f"{self.culprits()}"
             )
         if len({offer.name for offer in found}) > 1:
             names = " and ".join(f"{o.name!r} ({o.distribution})" for o in found)
@@ -209,15 +242,30 @@ class Plugins:
 
     @property
     def checkpoints(self) -> dict[str, Path]:
-        """Bundled checkpoints by name. Raises PluginError when two distributions bring one name."""
-        owners: dict[str, str] = {}
-        for name, _, distribution in self._checkpoints:
-            if name in owners:
-                raise PluginError(
-                    f"{owners[name]} and {distribution} both bring a checkpoint {name!r}; uninstall one of them."
-                )
-            owners[name] = distribution
+        """Bundled checkpoints by name."""
         return {name: path for name, path, _ in self._checkpoints}
+
+    def check_bundled(self, name: str) -> None:
+        """Raises PluginError where two distributions bring a checkpoint of that name."""
+        owners = sorted(distribution for found, _, distribution in self._checkpoints if found == name)
+        if len(owners) > 1:
+            raise PluginError(f"{' and '.join(owners)} both bring a checkpoint {name!r}; uninstall one of them.")
+
+    def observe(self, settings: Settings) -> Callable[[], None]:
+        """Make the installed observers. One that cannot be made is left out, and the log says why. What comes back ends
+        them: it closes each once."""
+        made = ExitStack()
+        for offer in self.offers["observer"]:
+            try:
+                self.get("observer", offer.name, f"observers.{offer.name}")
+                observer = offer.make(ObserverProtocol, plugin_settings(settings, "observer", offer.name))
+                module = self._register(f"{offer.whose} {id(observer)}", _records(offer, observer))
+            except InferError as error:
+                log.warning("the observer %s of %s is left out: %s", offer.name, offer.distribution, error)
+                continue
+            made.callback(_close, offer, observer)
+            made.callback(self.manager.unregister, module)
+        return made.close
 
     def notify(self, hook: str, record: object) -> None:
         """Tell every observer. One that raises is logged, and not asked again."""
@@ -226,7 +274,7 @@ class Plugins:
             call: Callable[..., object] = implementation.function
             try:
                 call(record)
-            except Exception:
+            except (Exception, SystemExit):
                 log.exception("the observer %s failed in %s and is left out", implementation.plugin_name, hook)
                 caller._remove_plugin(implementation.plugin)
 
@@ -238,8 +286,50 @@ class Plugins:
             )
         return found[0]
 
-    def _culprits(self) -> str:
+    def culprits(self) -> str:
+        """What may explain that something is missing."""
         return "".join(f" The plugin of {b.distribution} is broken: {b.reason}" for b in self.broken)
+
+
+def _whence(entry: EntryPoint) -> tuple[str, str]:
+    """(distribution, version), as far as its metadata can be read."""
+    try:
+        return (str(entry.dist.name), str(entry.dist.version)) if entry.dist else ("unknown", "")
+    except Exception:  # a half-removed distribution has no metadata, and none of the errors that it gives is documented
+        return f"of the entry point {entry.name}", ""
+
+
+def _records(offer: Offer, observer: object) -> dict[str, Callable[..., object]]:
+    """The hooks that an observer wants to be called by."""
+
+    def forward(call: Callable[..., object]) -> Callable[..., object]:
+        def told(record: object) -> object:
+            return call(record)
+
+        return hookimpl(told)
+
+    found = {}
+    for hook in RECORDS:
+        if (call := getattr(observer, hook, None)) is not None:
+            try:
+                inspection.check_function(hook, hook, call, {})
+            except PluginError as error:
+                raise PluginError(f"{offer.whose} cannot be used: {error}") from None
+            found[hook] = forward(call)
+    if not found:
+        raise PluginError(
+            f"{offer.whose} cannot be used: its factory made one of type {type(observer).__name__}, which has "
+            f"neither {RECORDS[0]} nor {RECORDS[1]}."
+        )
+    return found
+
+
+def _close(offer: Offer, observer: object) -> None:
+    try:
+        if callable(close := getattr(observer, "close", None)):
+            close()
+    except (Exception, SystemExit) as error:
+        log.warning("%s failed when it was closed: %s", offer.whose, say(error))
 
 
 def _installed(names: Sequence[str]) -> str:

@@ -280,6 +280,11 @@ class SchedulerProtocol(Protocol):
     def has_work(self) -> bool: ...
 
 
+class ObserverProtocol(Protocol):
+    """Watches the engine. It has ``infer_step_finished``, ``infer_request_finished`` or both, called in the engine's
+    thread as the hooks of these names are, and perhaps ``close``, called once when the engine has ended."""
+
+
 @dataclass(frozen=True)
 class CacheContext:
     """What a cache pool is made from."""
@@ -324,6 +329,10 @@ class SchedulerFactory(Protocol):
 
 class KernelsFactory(Protocol):
     def __call__(self, device: torch.device, settings: Any) -> KernelsProtocol: ...
+
+
+class ObserverFactory(Protocol):
+    def __call__(self, settings: Any) -> ObserverProtocol: ...
 
 
 class NoSettings(BaseModel, extra="forbid"):

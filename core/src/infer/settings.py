@@ -2,7 +2,7 @@
 
 The sections below are core's. A plugin's own table, ``[cache.paged]`` say, is validated by the plugin's own model:
 the whole schema is composed from what is installed, so that unknown keys and the JSON schema come out right by
-themselves.
+themselves. Rules between keys are validators of the models, so they hold however a model is built.
 """
 
 from __future__ import annotations
@@ -10,16 +10,30 @@ from __future__ import annotations
 import difflib
 import os
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, cast
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, create_model, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    create_model,
+    field_validator,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
-from infer.errors import SettingsError
-from infer.plugins import KNOWN, Plugins
+from infer.errors import SettingsError, say
 from infer.protocols import NoSettings
+
+if TYPE_CHECKING:
+    from infer.plugins import Plugins
 
 DEFAULT_FILE = "settings.toml"
 ENV_PREFIX = "INFER_"
@@ -29,7 +43,20 @@ SECTION_OF_SLOT: Mapping[str, str] = {
     "kernels": "kernels",
     "scheduler": "engine",
     "model": "model",
+    "observer": "observers",
 }
+KNOWN: Mapping[str, str] = {
+    "cache.slotted": "infer-cache-slotted",
+    "cache.paged": "infer-cache-paged",
+    "kernels.triton": "infer-kernels-triton",
+    "kernels.cpu": "infer-kernels-cpu",
+    "model.llama": "infer-models",
+    "model.qwen3": "infer-models",
+    "model.gemma3": "infer-models",
+    "observer.otel": "infer-otel",
+    "checkpoint.demo": "infer-demo",
+}
+"""What our own distributions offer, for the advice in errors."""
 
 
 class Section(BaseModel):
@@ -58,12 +85,21 @@ class ModelSettings(Section):
         "auto", description="dummy makes up weights from config.json, for measuring shapes."
     )
 
+    @model_validator(mode="after")
+    def _float16(self) -> Self:
+        if self.dtype == "float16" and self.device == "cpu":
+            raise _rule('model.dtype = "float16" is slow with model.device = "cpu"; use "bfloat16" or "float32".')
+        return self
+
 
 class CacheSettings(Section):
     backend: str = Field("auto", description="The cache plugin; auto takes the installed one of highest priority.")
 
 
 class EngineSettings(Section):
+    whole_prompts: ClassVar[frozenset[str]] = frozenset()
+    """Schedulers that do not prefill in chunks, by their registrations; ``schema`` fills it in."""
+
     max_batch_size: int = Field(16, ge=1, le=65536, description="Requests that run at a time.")
     max_waiting_requests: int = Field(
         256, ge=0, description="Requests that may wait besides; the next one is answered 503."
@@ -87,6 +123,55 @@ class EngineSettings(Section):
     graphs: Literal["auto", "on", "off"] = Field(
         "auto", description="Record decode passes and replay them: auto does so where the kernels can."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _chunks_by_default(cls, values: Any) -> Any:
+        """Chunking is on by default, and impossible with some schedulers: only asking for it is an error."""
+        if (
+            isinstance(values, dict)
+            and "use_chunked_prefill" not in values
+            and values.get("batching_mode") in cls.whole_prompts
+        ):
+            return values | {"use_chunked_prefill": False}
+        return values
+
+    @model_validator(mode="after")
+    def _rules(self) -> Self:
+        """Combinations that cannot work, and options that would have no effect."""
+        whole = self.batching_mode in self.whole_prompts
+        if whole and self.use_chunked_prefill:
+            raise _rule(
+                f'engine.use_chunked_prefill = true cannot work with engine.batching_mode = "{self.batching_mode}", '
+                'which prefills whole prompts; turn chunking off or choose "continuous".'
+            )
+        if not self.use_chunked_prefill:
+            why = f"engine.use_chunked_prefill is false{f' ({self.batching_mode} batching)' if whole else ''}"
+            names = ["prefill_chunk_size", "max_num_partial_prefills"]
+            if whole:  # elsewhere a whole prompt counts as one chunk
+                names.append("max_prefill_chunks_per_step")
+            for name in names:
+                if name in self.model_fields_set and (value := getattr(self, name)) is not None:
+                    raise _rule(
+                        f"engine.{name} = {value} has no effect while {why}; leave it out or turn chunking on.",
+                        of=f"engine.{name} = {value}",
+                    )
+        if self.max_tokens_per_step is not None:
+            if self.max_tokens_per_step < self.max_batch_size:
+                raise _rule(
+                    f"engine.max_tokens_per_step = {self.max_tokens_per_step} is below engine.max_batch_size = "
+                    f"{self.max_batch_size}: everyone who decodes needs a token in each step; raise one or lower the "
+                    "other."
+                )
+            if not self.use_chunked_prefill and (
+                self.max_seq_len is None or self.max_tokens_per_step < self.max_seq_len
+            ):
+                raise _rule(
+                    f"engine.max_tokens_per_step = {self.max_tokens_per_step} with engine.use_chunked_prefill = false "
+                    f"needs engine.max_seq_len set and no larger (it is {self.max_seq_len}): a longer prompt could "
+                    "never run."
+                )
+        return self
 
 
 class KernelsSettings(Section):
@@ -128,13 +213,49 @@ class LogSettings(Section):
     level: Literal["debug", "info", "warning", "error"] = Field("info", description="What is logged, to stderr.")
 
 
-class Settings(Section):
+class ObserversSettings(Section):
+    """Of observer plugins; nothing of core's own."""
+
+
+class Settings(BaseSettings):
+    """All sections. Built directly, it has what it is given and defaults; ``load_settings`` gives it ``sources``."""
+
+    model_config = SettingsConfigDict(frozen=True, extra="forbid", protected_namespaces=(), case_sensitive=True)
+    sources: ClassVar[Sequence[Said]] = ()
+    """The first wins."""
+
     model: ModelSettings = ModelSettings()
     cache: CacheSettings = CacheSettings()
     engine: EngineSettings = EngineSettings()
     kernels: KernelsSettings = KernelsSettings()
     server: ServerSettings = ServerSettings()
+    observers: ObserversSettings = ObserversSettings()
     log: LogSettings = LogSettings()
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return init_settings, *cls.sources
+
+
+class Said(PydanticBaseSettingsSource):
+    """What one place says: values by dotted key, each with the words by which it was said there."""
+
+    def __init__(self, settings_cls: type[Settings], said: Iterable[tuple[str, Any, str]]) -> None:
+        super().__init__(settings_cls)
+        self.said = {key: (value, origin) for key, value, origin in said}
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        return self().get(field_name), field_name, False
+
+    def __call__(self) -> dict[str, Any]:
+        return _nest(self.said)
 
 
 @dataclass(frozen=True)
@@ -149,25 +270,27 @@ def schema(plugins: Plugins) -> type[Settings]:
     sections: dict[str, Any] = {}
     for name, field in Settings.model_fields.items():
         base: Any = field.annotation
-        tables: dict[str, Any] = {}
-        for slot, section in SECTION_OF_SLOT.items():
-            for offer in plugins.offers[slot]:
-                own = offer.registration.settings
-                if section != name or not own.model_fields:
-                    continue
-                if offer.name in base.model_fields:
-                    raise SettingsError(
-                        f"{offer.distribution} offers {offer.name!r} for the slot {slot}, but {section}.{offer.name} "
-                        "is a setting of infer's own; the plugin must be renamed."
-                    )
-                tables[offer.name] = (
-                    own,
-                    Field(default_factory=own, description=offer.registration.description),
-                )
-        if tables:
-            base = create_model(base.__name__, __base__=base, **tables)
-        sections[name] = (base, base())
+        tables: dict[str, Any] = {
+            offer.name: (
+                offer.registration.settings,
+                Field(default_factory=offer.registration.settings, description=offer.registration.description),
+            )
+            for slot, at in SECTION_OF_SLOT.items()
+            for offer in plugins.offers[slot]
+            if at == name and offer.registration.settings.model_fields
+        }
+        section = cast(Any, create_model(base.__name__, __base__=base, **tables))
+        if name == "engine":
+            section.whole_prompts = frozenset(offer.name for offer in plugins.offers["scheduler"] if not offer.chunks)
+        sections[name] = (section, section())
     return create_model("Settings", __base__=Settings, **sections)
+
+
+def compose(settings: Settings, plugins: Plugins) -> Settings:
+    """Settings that were built without asking what is installed, checked against it. Raises SettingsError."""
+    if type(settings) is not Settings:
+        return settings
+    return _build(schema(plugins), settings.model_dump(exclude_unset=True), {}, plugins)
 
 
 def plugin_settings(settings: Settings, slot: str, name: str) -> BaseModel:
@@ -190,30 +313,31 @@ def load_settings(
     The file is ``--settings``, or INFER_SETTINGS, or ./settings.toml if there is one. Raises SettingsError.
     """
     env = os.environ if env is None else env
-    values: dict[str, Any] = {}
-    sources: dict[str, str] = {}
-    if read_file:
-        _read_file(file or env.get(ENV_FILE), values, sources)
-    for variable, text in env.items():
-        if variable.startswith(ENV_PREFIX) and variable != ENV_FILE:
-            key = variable.removeprefix(ENV_PREFIX).lower().replace("__", ".")
-            _put(values, sources, key, _none(text), variable)
-    for key, text in _arguments(argv):
-        _put(values, sources, key, _none(text), f"--{key}")
-    for key, value in _leaves(overrides or {}):
-        _put(values, sources, key, value, "argument")
     model = schema(plugins)
-    engine = values.get("engine")
-    static = isinstance(engine, dict) and engine.get("batching_mode") == "static"
-    if static and "engine.use_chunked_prefill" not in sources:
-        # Chunking is on by default and impossible here; only asking for it is an error.
-        _put(values, sources, "engine.use_chunked_prefill", False, "default for static")
+    model.sources = (
+        Said(model, ((key, value, "argument") for key, value in _leaves(overrides or {}))),
+        Said(model, _arguments(argv)),
+        Said(model, _variables(env, plugins.environment)),
+        Said(model, _file(model, file or env.get(ENV_FILE)) if read_file else ()),
+    )
+    said = {key: value for source in reversed(model.sources) for key, value in source.said.items()}
+    _nest(said)  # what one place calls a table may be a value elsewhere
+    origins = {key: origin for key, (_, origin) in said.items()}
+    settings = _build(model, {}, origins, plugins)
+    mode = settings.engine.batching_mode
+    defaults = {"engine.use_chunked_prefill": f"default for {mode}"} if mode in settings.engine.whole_prompts else {}
+    return Loaded(
+        settings, {key: _origin(key, origins) or defaults.get(key, "default") for key, _ in describe(settings)}
+    )
+
+
+def _build(model: type[Settings], values: dict[str, Any], origins: Mapping[str, str], plugins: Plugins) -> Settings:
     try:
-        settings = model.model_validate(values)
+        return model(**values)
     except ValidationError as error:
-        raise _explain(error, model, sources) from None
-    _check_rules(settings, sources)
-    return Loaded(settings, {key: sources.get(key, "default") for key, _ in describe(settings)})
+        raise _explain(error, model, origins, plugins) from None
+    except (Exception, SystemExit) as error:  # out of a plugin's own validators
+        raise SettingsError(f"The settings cannot be checked: {say(error)}.") from error
 
 
 def describe(settings: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -250,19 +374,28 @@ def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return settings, rest + words
 
 
-def _read_file(named: str | None, values: dict[str, Any], sources: dict[str, str]) -> None:
+def _file(model: type[Settings], named: str | None) -> Iterator[tuple[str, Any, str]]:
     path = Path(named or DEFAULT_FILE)
     if not path.exists():
         if named:
             raise SettingsError(f"The settings file {named} does not exist.")
         return
+    if not path.is_file():
+        raise SettingsError(f"The settings file {path} is no file.")
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        content = TomlConfigSettingsSource(model, path).toml_data
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         raise SettingsError(f"The settings file {path} cannot be read: {error}.") from None
     for key, value in _leaves(content):
         # TOML has no null; "none" says it there as on the command line.
-        _put(values, sources, key, _none(value) if isinstance(value, str) else value, str(path))
+        yield key, _none(value) if isinstance(value, str) else value, str(path)
+
+
+def _variables(env: Mapping[str, str], foreign: frozenset[str]) -> Iterator[tuple[str, Any, str]]:
+    """``INFER_A__B=value``; ``foreign`` ones are read by plugins themselves."""
+    for variable, text in env.items():
+        if variable.startswith(ENV_PREFIX) and variable != ENV_FILE and variable not in foreign:
+            yield variable.removeprefix(ENV_PREFIX).lower().replace("__", "."), _none(text), variable
 
 
 def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -273,17 +406,25 @@ def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield f"{prefix}{name}", value
 
 
-def _put(values: dict[str, Any], sources: dict[str, str], key: str, value: Any, source: str) -> None:
-    *tables, name = key.split(".")
-    for table in tables:
-        values = values.setdefault(table, {})
-        if not isinstance(values, dict):
-            raise SettingsError(f"{key} (from {source}): {table!r} is a value, not a table.")
-    values[name] = value
-    sources[key] = source
+def _nest(said: Mapping[str, tuple[Any, str]]) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for key, (value, origin) in said.items():
+        *tables, name = key.split(".")
+        at = nested
+        for table in tables:
+            at = at.setdefault(table, {})
+            if not isinstance(at, dict):
+                raise SettingsError(f"{key} (from {origin}): {table!r} is a value, not a table.")
+        at[name] = value
+    return nested
 
 
-def _arguments(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _origin(key: str, origins: Mapping[str, str]) -> str:
+    """Where a key's value, or a part of it, came from; empty where nobody gave one."""
+    return origins.get(key) or next((o for k, o in origins.items() if k.startswith(f"{key}.")), "")
+
+
+def _arguments(argv: Sequence[str]) -> Iterator[tuple[str, Any, str]]:
     """``--a.b value`` and ``--a.b=value``."""
     rest = list(argv)
     while rest:
@@ -295,60 +436,41 @@ def _arguments(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
             if not rest:
                 raise SettingsError(f"--{key} needs a value: --{key} value.")
             value = rest.pop(0)
-        yield key.replace("-", "_"), value
+        key = key.replace("-", "_")
+        yield key, _none(value), f"--{key}"
 
 
 def _none(text: str) -> str | None:
     return None if text.lower() in ("none", "null", "") else text
 
 
-def _explain(error: ValidationError, model: type[Settings], sources: Mapping[str, str]) -> SettingsError:
+def _rule(text: str, of: str = "") -> PydanticCustomError:
+    """A broken rule. ``of`` is the part of the text after which the value's source is to be named."""
+    return PydanticCustomError("rule", "{text}", {"text": text, "of": of})
+
+
+def _explain(
+    error: ValidationError, model: type[Settings], origins: Mapping[str, str], plugins: Plugins
+) -> SettingsError:
     first = error.errors(include_url=False)[0]
+    if first["type"] == "rule":
+        text, of = first["ctx"]["text"], first["ctx"]["of"]
+        source = _origin(of.partition(" ")[0], origins)
+        return SettingsError(text.replace(of, f"{of} (from {source})", 1) if of and source else text)
     path = [str(part) for part in first["loc"]]
     key = ".".join(path)
-    source = sources.get(key) or next((s for k, s in sources.items() if k.startswith(f"{key}.")), "")
+    source = _origin(key, origins)
     origin = f" (from {source})" if source else ""
     if first["type"] != "extra_forbidden":
         return SettingsError(f"{key} = {first['input']!r}{origin}: {first['msg']}.")
-    section = next((slot for slot, name in SECTION_OF_SLOT.items() if name == path[0]), None)
-    package = KNOWN.get(f"{section}.{path[1]}") if section and len(path) > 1 else None
+    slot = next((slot for slot, name in SECTION_OF_SLOT.items() if name == path[0]), None)
+    package = KNOWN.get(f"{slot}.{path[1]}") if slot and len(path) > 1 else None
     if package:
-        return SettingsError(f"{key}{origin}: the plugin {path[1]!r} is not installed: pip install {package}.")
+        return SettingsError(
+            f"{key}{origin}: the plugin {path[1]!r} is not installed: pip install {package}.{plugins.culprits()}"
+        )
     known = [name for name, _, _ in describe_schema(model)]
     known += sorted({".".join(k.split(".")[:n]) for k in known for n in range(1, k.count(".") + 1)})
     close = difflib.get_close_matches(key, known, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else " `infer settings` lists all."
-    return SettingsError(f"{key}{origin} is not a setting.{hint}")
-
-
-def _check_rules(settings: Settings, sources: Mapping[str, str]) -> None:
-    """Combinations that cannot work, and options that would have no effect."""
-    e = settings.engine
-    if e.batching_mode == "static" and e.use_chunked_prefill:
-        raise SettingsError(
-            'engine.use_chunked_prefill = true cannot work with engine.batching_mode = "static", which prefills whole '
-            'prompts; turn chunking off or choose "continuous".'
-        )
-    if not e.use_chunked_prefill:
-        why = f"engine.use_chunked_prefill is false{' (static batching)' if e.batching_mode == 'static' else ''}"
-        for name in ("prefill_chunk_size", "max_prefill_chunks_per_step", "max_num_partial_prefills"):
-            if f"engine.{name}" in sources and getattr(e, name) is not None:
-                if name == "max_prefill_chunks_per_step" and e.batching_mode != "static":
-                    continue  # a whole prompt counts as one chunk
-                raise SettingsError(
-                    f"engine.{name} = {getattr(e, name)} (from {sources[f'engine.{name}']}) has no effect while {why}; "
-                    "leave it out or turn chunking on."
-                )
-    if e.max_tokens_per_step is not None:
-        if e.max_tokens_per_step < e.max_batch_size:
-            raise SettingsError(
-                f"engine.max_tokens_per_step = {e.max_tokens_per_step} is below engine.max_batch_size = "
-                f"{e.max_batch_size}: everyone who decodes needs a token in each step; raise one or lower the other."
-            )
-        if not e.use_chunked_prefill and (e.max_seq_len is None or e.max_tokens_per_step < e.max_seq_len):
-            raise SettingsError(
-                f"engine.max_tokens_per_step = {e.max_tokens_per_step} with engine.use_chunked_prefill = false needs "
-                f"engine.max_seq_len set and no larger (it is {e.max_seq_len}): a longer prompt could never run."
-            )
-    if settings.model.dtype == "float16" and settings.model.device == "cpu":
-        raise SettingsError('model.dtype = "float16" is slow with model.device = "cpu"; use "bfloat16" or "float32".')
+    return SettingsError(f"{key}{origin} is not a setting.{hint}{plugins.culprits()}")

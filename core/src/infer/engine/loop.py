@@ -24,11 +24,15 @@ class EngineLoop:
     """Makes an engine and runs it in a thread of its own. All methods may be called from any thread.
 
     At most ``max_batch_size`` + ``max_waiting_requests`` requests are here at a time. Every request that ``submit``
-    accepted gets exactly one event with a finish_reason, whatever happens.
+    accepted gets exactly one event with a finish_reason, whatever happens. ``ended`` is called once, in the engine's
+    thread, when the engine has run its last step.
     """
 
-    def __init__(self, make_engine: Callable[[Mailbox], Engine], max_open: int) -> None:
+    def __init__(
+        self, make_engine: Callable[[Mailbox], Engine], max_open: int, ended: Callable[[], None] = lambda: None
+    ) -> None:
         self._max_open = max_open
+        self._ended = ended
         self._open: dict[str, Mailbox] = {}
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
@@ -116,6 +120,8 @@ class EngineLoop:
                 ids = list(self._open)
             text = f"The engine has stopped: {error!r}. Restart the server."
             self._publish([Event(id, finish_reason="error", error=text) for id in ids])
+        finally:
+            self._ended()
 
     def _publish(self, events: list[Event]) -> None:
         with self._idle:

@@ -1,20 +1,21 @@
-"""A span per finished request, by OTLP over HTTP to where the standard OTEL_* variables point."""
+"""A span per finished request, by OTLP over HTTP."""
 
 from __future__ import annotations
 
 import os
 import time
-from functools import cache
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import SERVICE_NAME, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.trace import SpanKind, Status, StatusCode, Tracer
+from opentelemetry.trace import SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from pydantic import BaseModel, Field
 
 from infer import hookimpl
-from infer.hookspecs import RequestRecord
+from infer.hookspecs import Registration, RequestRecord
+from infer.protocols import ObserverFactory
 
 INFER_PLUGIN_API = 1
 
@@ -22,46 +23,74 @@ _EPOCH_NS = time.time_ns() - time.perf_counter_ns()
 """When ``time.perf_counter`` was zero."""
 
 
+class OtelSettings(BaseModel, extra="forbid"):
+    endpoint: str | None = Field(
+        None,
+        description="where spans go, e.g. http://localhost:4318; none: what OTEL_EXPORTER_OTLP_ENDPOINT says",
+    )
+    service_name: str | None = Field(None, description="the service's name; none: OTEL_SERVICE_NAME's, or infer")
+
+
+class Spans:
+    """Spans go out in a thread of the SDK's own, in batches; ``close`` sends what is left."""
+
+    def __init__(self, settings: OtelSettings) -> None:
+        resource = {}
+        if settings.service_name is not None or "OTEL_SERVICE_NAME" not in os.environ:
+            resource[SERVICE_NAME] = settings.service_name or "infer"
+        exporter = OTLPSpanExporter(endpoint=settings.endpoint and f"{settings.endpoint.rstrip('/')}/v1/traces")
+        self._provider = TracerProvider(resource=Resource.create(resource), shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer = self._provider.get_tracer("infer")
+
+    def infer_request_finished(self, record: RequestRecord) -> None:
+        span = self._tracer.start_span(
+            "llm_request",
+            context=TraceContextTextMapPropagator().extract(record.trace),
+            kind=SpanKind.SERVER,
+            start_time=_ns(record.arrival),
+        )
+        span.set_attributes(
+            {
+                "gen_ai.request.id": record.request_id,
+                "gen_ai.usage.input_tokens": record.num_prompt,
+                "gen_ai.usage.output_tokens": record.num_generated,
+                "gen_ai.usage.cached_tokens": record.num_cached,
+                "gen_ai.response.finish_reasons": [record.finish_reason],
+                "gen_ai.latency.e2e": record.finished - record.arrival,
+            }
+        )
+        if record.started is not None:
+            span.set_attribute("gen_ai.latency.time_in_queue", record.started - record.arrival)
+        if record.first_token is not None:
+            span.set_attribute("gen_ai.latency.time_to_first_token", record.first_token - record.arrival)
+            span.add_event("first token", timestamp=_ns(record.first_token))
+        if record.finish_reason == "error":
+            span.set_status(Status(StatusCode.ERROR))
+        span.end(_ns(record.finished))
+
+    def close(self) -> None:
+        self._provider.shutdown()
+
+
+class Nowhere:
+    """Where nobody has said where spans go."""
+
+    def infer_request_finished(self, record: RequestRecord) -> None:
+        pass
+
+
+def _make(settings: OtelSettings) -> Spans | Nowhere:
+    said = [
+        settings.endpoint,
+        *map(os.environ.get, ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")),
+    ]
+    return Spans(settings) if any(said) else Nowhere()
+
+
 @hookimpl
-def infer_request_finished(record: RequestRecord) -> None:
-    tracer = _tracer()
-    if tracer is None:
-        return
-    span = tracer.start_span(
-        "llm_request",
-        context=TraceContextTextMapPropagator().extract(record.trace),
-        kind=SpanKind.SERVER,
-        start_time=_ns(record.arrival),
-    )
-    span.set_attributes(
-        {
-            "gen_ai.request.id": record.request_id,
-            "gen_ai.usage.input_tokens": record.num_prompt,
-            "gen_ai.usage.output_tokens": record.num_generated,
-            "gen_ai.usage.cached_tokens": record.num_cached,
-            "gen_ai.response.finish_reasons": [record.finish_reason],
-            "gen_ai.latency.e2e": record.finished - record.arrival,
-        }
-    )
-    if record.started is not None:
-        span.set_attribute("gen_ai.latency.time_in_queue", record.started - record.arrival)
-    if record.first_token is not None:
-        span.set_attribute("gen_ai.latency.time_to_first_token", record.first_token - record.arrival)
-        span.add_event("first token", timestamp=_ns(record.first_token))
-    if record.finish_reason == "error":
-        span.set_status(Status(StatusCode.ERROR))
-    span.end(_ns(record.finished))
-
-
-@cache
-def _tracer() -> Tracer | None:
-    """None where no endpoint is named. Spans go out in a thread of the SDK's own, in batches."""
-    if not (os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")):
-        return None
-    resource = Resource.create({} if "OTEL_SERVICE_NAME" in os.environ else {SERVICE_NAME: "infer"})
-    provider = TracerProvider(resource=resource)
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-    return provider.get_tracer("infer")
+def infer_observers() -> list[Registration[ObserverFactory]]:
+    return [Registration("otel", _make, "an OpenTelemetry span per request", OtelSettings)]
 
 
 def _ns(seconds: float) -> int:

@@ -1,0 +1,108 @@
+"""What a scheduler plans, checked before the engine believes it."""
+
+from __future__ import annotations
+
+import time
+
+from infer.engine.sequence import Schedule, Sequence, Work
+from infer.errors import PluginError, say
+from infer.protocols import SchedulerProtocol
+
+PATIENCE_S = 10.0
+"""How long a scheduler that has work may plan nothing before it is taken to be stuck."""
+PAUSE_S = 0.001
+"""Between two attempts of one that plans nothing, so that waiting does not keep a core busy."""
+
+
+class CheckedScheduler:
+    """A scheduler whose faults are a PluginError that names it.
+
+    That it plans something at all is always checked, which costs next to nothing; each piece of its work only if
+    ``thorough``, which takes as long as a scheduler of our own needs to plan.
+    """
+
+    def __init__(
+        self, scheduler: SchedulerProtocol, whose: str, *, thorough: bool, patience_s: float = PATIENCE_S
+    ) -> None:
+        self._scheduler = scheduler
+        self._whose = whose
+        self._thorough = thorough
+        self._patience_s = patience_s
+        self._idle_since: float | None = None
+        """When it began to plan nothing although it has work and nobody came or went."""
+        self._here: dict[str, Sequence] = {}
+
+    def add(self, sequence: Sequence) -> None:
+        self._idle_since = None
+        self._here[sequence.id] = sequence
+        self._scheduler.add(sequence)
+
+    def finish(self, sequence: Sequence) -> None:
+        self._idle_since = None
+        self._here.pop(sequence.id, None)
+        self._scheduler.finish(sequence)
+
+    def abort(self, request_id: str) -> Sequence | None:
+        self._idle_since = None
+        self._here.pop(request_id, None)
+        return self._scheduler.abort(request_id)
+
+    def has_work(self) -> bool:
+        return self._scheduler.has_work()
+
+    def schedule(self) -> Schedule:
+        try:
+            schedule = self._scheduler.schedule()
+        except PluginError:
+            raise
+        except Exception as error:
+            raise PluginError(f"{self._whose} failed: {say(error)}.") from error
+        if self._thorough:
+            self._check(schedule)
+        if schedule.decodes or schedule.prefills:
+            self._idle_since = None
+        else:
+            self._wait()
+        return schedule
+
+    def _wait(self) -> None:
+        """The engine reads what is under way when nothing is planned: from the second time on nothing is."""
+        if not self._scheduler.has_work():
+            return
+        now = time.monotonic()
+        if self._idle_since is None:
+            self._idle_since = now
+        elif now - self._idle_since >= self._patience_s:
+            raise PluginError(
+                f"{self._whose} has planned nothing for {self._patience_s:g} s, though {len(self._here)} requests "
+                "wait and nothing is under way: it is stuck, or the cache pool has no room for a single request."
+            )
+        else:
+            time.sleep(PAUSE_S)
+
+    def _check(self, schedule: Schedule) -> None:
+        if not isinstance(schedule, Schedule):
+            raise PluginError(f"{self._whose} planned a {type(schedule).__name__}, not a Schedule.")
+        seen: set[str] = set()
+        for name, works in (("decodes", schedule.decodes), ("prefills", schedule.prefills)):
+            for work in works:
+                if not isinstance(work, Work):
+                    raise PluginError(f"{self._whose} planned a {type(work).__name__} in {name}, not a Work.")
+                sequence = work.sequence
+                at = f"{self._whose} planned {sequence.id} from {work.start} on for {work.length}"
+                if sequence.id in seen:
+                    raise PluginError(f"{at}, though it is in the same step already.")
+                seen.add(sequence.id)
+                if self._here.get(sequence.id) is not sequence:
+                    raise PluginError(f"{at}, though it has ended.")
+                if sequence.slot is None:
+                    raise PluginError(f"{at}, though it has no slot.")
+                if not 1 <= work.length <= len(sequence.tokens) - sequence.num_computed:
+                    left = len(sequence.tokens) - sequence.num_computed
+                    raise PluginError(f"{at}, though {left} of its tokens are left to compute.")
+                if work != sequence.extend(work.length):
+                    raise PluginError(f"{at}, which is not what its extend({work.length}) gives.")
+                if work.decode != (name == "decodes") or (work.decode and work.length != 1):
+                    raise PluginError(
+                        f"{at} in {name}; decodes are of length 1, after prefill_end, and prefills before."
+                    )

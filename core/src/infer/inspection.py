@@ -1,0 +1,317 @@
+"""What a plugin brings, checked before anybody relies on it: its hooks, its registrations and what its factories make.
+
+Whatever is wrong with a plugin is a PluginError whose text goes on after "The plugin of NAME is broken: ".
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+import os
+import re
+import reprlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+from pydantic import BaseModel, create_model
+from typing_extensions import get_protocol_members
+
+from infer import hookspecs
+from infer.errors import InferError, PluginError, say
+from infer.hookspecs import (
+    KernelsRegistration,
+    ModelRegistration,
+    Registration,
+    SchedulerRegistration,
+)
+from infer.protocols import PLUGIN_API
+from infer.settings import ENV_FILE, ENV_PREFIX, SECTION_OF_SLOT, Section, Settings, describe
+
+HOOKS: Mapping[str, str] = {
+    "cache": "infer_cache_pools",
+    "model": "infer_models",
+    "scheduler": "infer_schedulers",
+    "kernels": "infer_kernels",
+    "observer": "infer_observers",
+}
+"""Slot -> the hook that fills it."""
+RECORDS = ("infer_step_finished", "infer_request_finished")
+"""The hooks that are told of what the engine does."""
+KINDS: Mapping[str, type[Registration[Any]]] = {
+    "model": ModelRegistration,
+    "scheduler": SchedulerRegistration,
+    "kernels": KernelsRegistration,
+}
+"""Slots whose registrations say more."""
+SPECS = {name: spec for name, spec in vars(hookspecs).items() if name.startswith("infer_")}
+NAME = re.compile(r"[a-z0-9]+(_[a-z0-9]+)*")
+RESERVED = ("auto", "none", "null")
+
+Hook = tuple[str, str, Callable[..., Any]]
+"""(the attribute, the hook that it implements, the function)"""
+
+
+@contextmanager
+def blame(what: str) -> Iterator[None]:
+    """Turn whatever a plugin's code raises, ``sys.exit`` included, into a PluginError that begins with ``what``."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise PluginError(f"{what}: {say(error)}.") from error
+
+
+def check_api(plugin: object) -> None:
+    with blame("its INFER_PLUGIN_API cannot be read"):
+        written_for = getattr(plugin, "INFER_PLUGIN_API", None)
+    if written_for is None:
+        raise PluginError(
+            f"it states no INFER_PLUGIN_API, but this infer-core speaks {PLUGIN_API}; install a release for it."
+        )
+    if type(written_for) is not int:
+        raise PluginError(
+            f"its INFER_PLUGIN_API is {_show(written_for)}, not a number; write INFER_PLUGIN_API = {PLUGIN_API}."
+        )
+    if written_for != PLUGIN_API:
+        raise PluginError(
+            f"it was made for API {written_for}, but this infer-core speaks {PLUGIN_API}; install a release for it."
+        )
+
+
+def environment(plugin: object) -> frozenset[str]:
+    """The INFER_* variables that a plugin reads itself, by its INFER_PLUGIN_ENV."""
+    with blame("its INFER_PLUGIN_ENV cannot be read"):
+        names = getattr(plugin, "INFER_PLUGIN_ENV", ())
+    if not isinstance(names, (list, tuple, set, frozenset)):
+        raise PluginError(f"its INFER_PLUGIN_ENV is {_show(names)}, not a list of names.")
+    for name in names:
+        if not isinstance(name, str) or not name.startswith(ENV_PREFIX) or "__" in name or name == ENV_FILE:
+            raise PluginError(
+                f"its INFER_PLUGIN_ENV has {_show(name)}; a variable of its own begins with {ENV_PREFIX}, is not "
+                f"{ENV_FILE} and has no double underscore, by which settings are told."
+            )
+    return frozenset(names)
+
+
+def hooks(plugin: object) -> list[Hook]:
+    """The hooks that a plugin implements, whatever it calls its functions."""
+    with blame("its attributes cannot be listed"):
+        attributes = [str(name) for name in dir(plugin)]
+    found = []
+    for attribute in attributes:
+        ours = attribute.startswith("infer_")
+        try:
+            function = getattr(plugin, attribute)
+            marks = getattr(function, "infer_impl", None)
+        except Exception as error:
+            if ours:
+                raise PluginError(f"its {attribute} cannot be read: {say(error)}.") from error
+            continue
+        if isinstance(function, ModuleType) or function is SPECS.get(attribute):
+            continue  # a module may well be called infer_models, and an import of all of hookspecs brings the specs
+        if isinstance(marks, dict):
+            hook = marks.get("specname") or attribute
+            if hook not in SPECS and marks.get("optionalhook"):
+                continue
+            check_function(attribute, hook, function, marks)
+            found.append((attribute, hook, function))
+        elif attribute in SPECS or (ours and _own_function(function, plugin)):
+            raise PluginError(
+                f"its {attribute} is not marked as a hook: put @hookimpl (from infer) above it; names that begin with "
+                "infer_ are for hooks."
+            )
+    if not found:
+        raise PluginError(f"it implements no hook; the hooks are {', '.join(SPECS)}, marked with @hookimpl.")
+    return found
+
+
+def _own_function(function: object, plugin: object) -> bool:
+    """A function that was written in the plugin, not imported by it."""
+    if not inspect.isroutine(function):
+        return False
+    return not isinstance(plugin, ModuleType) or getattr(function, "__module__", None) == plugin.__name__
+
+
+def check_function(attribute: str, hook: str, function: Callable[..., Any], marks: Mapping[str, Any]) -> None:
+    """Whether it can be called as the hook is."""
+    if hook not in SPECS:
+        close = difflib.get_close_matches(hook, SPECS, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else f"; the hooks are {', '.join(SPECS)}."
+        raise PluginError(f"it implements the hook {hook!r}, which does not exist{hint}")
+    if not inspect.isroutine(function):
+        raise PluginError(f"its {attribute} is marked as a hook, but is {_show(function)}, not a function.")
+    if marks.get("wrapper") or marks.get("hookwrapper"):
+        raise PluginError(f"its {attribute} wraps other plugins' hooks, which infer does not support.")
+    if (
+        inspect.iscoroutinefunction(function)
+        or inspect.isgeneratorfunction(function)
+        or inspect.isasyncgenfunction(function)
+    ):
+        raise PluginError(f"its {attribute} is async or a generator; hooks are plain functions that return.")
+    wanted = list(inspect.signature(SPECS[hook]).parameters)
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # native code does not always tell
+        return
+    empty, positional = inspect.Parameter.empty, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    needed = [p.name for p in signature.parameters.values() if p.kind is positional and p.default is empty]
+    try:
+        signature.bind(*wanted)
+        fits = set(needed) <= set(wanted)
+    except TypeError:
+        fits = False
+    if not fits:
+        takes = f"takes {', '.join(signature.parameters)}" if signature.parameters else "takes nothing"
+        raise PluginError(f"its {attribute} {takes}, but is called as {hook}({', '.join(wanted)}).")
+
+
+def registrations(slot: str, hook: str, returned: object) -> list[Registration[Any]]:
+    """What a hook returned, each a sound registration of its slot's kind."""
+    kind = KINDS.get(slot, Registration)
+    if not isinstance(returned, (list, tuple)):
+        raise PluginError(f"its {hook}() returned {_show(returned)}, not a list of {kind.__name__}s.")
+    with blame(f"what its {hook}() returned cannot be read"):
+        items = list(returned)
+    found = [_registration(slot, f"its {hook}()", kind, item) for item in items]
+    names = [registration.name for registration in found]
+    for name in names:
+        if names.count(name) > 1:
+            raise PluginError(f"its {hook}() offers the name {name!r} twice.")
+    return found
+
+
+def _registration(slot: str, at: str, kind: type[Registration[Any]], value: object) -> Registration[Any]:
+    """A copy of core's own class, so that what was checked stays so."""
+    if not isinstance(value, Registration) or (slot == "model" and not isinstance(value, ModelRegistration)):
+        raise PluginError(f"{at} lists {_show(value)}, not a {kind.__name__}.")
+    with blame(f"a registration of {at} cannot be read"):
+        given = {f.name: getattr(value, f.name) for f in fields(kind) if hasattr(value, f.name)}
+    name = given["name"]
+    if not isinstance(name, str) or not NAME.fullmatch(name) or name in RESERVED:
+        raise PluginError(
+            f"{at} offers the name {_show(name)}; a name has lower-case letters, digits and single underscores "
+            f"between them, and is not {', '.join(RESERVED[:-1])} or {RESERVED[-1]}."
+        )
+    at = f"{at} offers {name!r}, but its"
+    if not callable(given["factory"]):
+        raise PluginError(f"{at} factory is {_show(given['factory'])}, which cannot be called.")
+    text = given["description"]
+    if not isinstance(text, str) or not text.isprintable():
+        raise PluginError(f"{at} description is {_show(text)}, not one line of text.")
+    if type(given["priority"]) is not int:
+        raise PluginError(f"{at} priority is {_show(given['priority'])}, not a whole number.")
+    why = given["unavailable"]
+    if why is not None and not (isinstance(why, str) and why and why.isprintable()):
+        raise PluginError(f"{at} unavailable is {_show(why)}, neither None nor one line that says why.")
+    for field in {"architectures", "devices"} & given.keys():
+        several = given[field]
+        if not isinstance(several, (list, tuple)) or not all(isinstance(one, str) for one in several):
+            raise PluginError(f"{at} {field} is {_show(several)}, not a tuple of strings.")
+        given[field] = tuple(several)
+    if type(given.get("chunks", True)) is not bool:
+        raise PluginError(f"{at} chunks is {_show(given['chunks'])}, neither True nor False.")
+    given["settings"] = _settings(given["settings"], at)
+    if given["settings"].model_fields and _taken(slot, name):
+        raise PluginError(f"{at} settings cannot be a table of that name, which is infer's own; rename it.")
+    return kind(**given)
+
+
+def _taken(slot: str, name: str) -> bool:
+    """Whether a section has that name for something else."""
+    section: Any = Settings.model_fields[SECTION_OF_SLOT[slot]].annotation
+    return name in section.model_fields or hasattr(Section, name)
+
+
+def _settings(model: object, at: str) -> type[BaseModel]:
+    """The model of a plugin's own table, with unknown keys forbidden: every command validates and describes it."""
+    if not (isinstance(model, type) and issubclass(model, BaseModel)):
+        raise PluginError(f"{at} settings is {_show(model)}, not a class that extends pydantic's BaseModel.")
+    with blame(f"{at} settings have no value without the user's"):
+        model()
+    with blame(f"{at} settings cannot be described"):
+        strict = _strict(model)
+        strict.model_json_schema()
+        json.dumps(dict(describe(strict())), default=str)
+    return strict
+
+
+def _strict(model: type[BaseModel]) -> type[BaseModel]:
+    nested = {
+        name: (strict, field)
+        for name, field in model.model_fields.items()
+        if isinstance(inner := field.annotation, type)
+        and issubclass(inner, BaseModel)
+        and (strict := _strict(inner)) is not inner
+    }
+    if model.model_config.get("extra") == "forbid" and not nested:
+        return model
+    strict = cast("type[BaseModel]", type(model.__name__, (model,), {"model_config": {"extra": "forbid"}}))
+    return create_model(model.__name__, __base__=strict, **cast(Any, nested))
+
+
+def checkpoints(returned: object) -> dict[str, Path]:
+    """Of ``infer_checkpoints``."""
+    if not isinstance(returned, Mapping):
+        raise PluginError(f"its infer_checkpoints() returned {_show(returned)}, not names with their folders.")
+    with blame("what its infer_checkpoints() returned cannot be read"):
+        items = list(returned.items())
+    for name, folder in items:
+        if not isinstance(name, str) or not name or not isinstance(folder, (str, os.PathLike)):
+            raise PluginError(
+                f"its infer_checkpoints() has {_show(name)}: {_show(folder)}, where a name and a folder are wanted."
+            )
+    with blame("a folder of its infer_checkpoints() cannot be read"):
+        return {name: Path(folder) for name, folder in items}
+
+
+def make(whose: str, contract: type, factory: Callable[..., Any], *given: Any) -> Any:
+    """What a factory makes, with all that the contract asks for. Raises PluginError; errors of infer's own, a
+    SettingsError say, and a lack of memory speak for themselves."""
+    try:
+        made = factory(*given)
+    except (InferError, MemoryError):
+        raise
+    except (Exception, SystemExit) as error:
+        if short_of_memory(error):
+            raise
+        raise PluginError(f"{whose} cannot be made: {say(error)}.") from error
+    if made is None:
+        raise PluginError(f"{whose} cannot be made: its factory returned None.")
+    lacking = sorted(name for name in get_protocol_members(contract) if not _has(made, name, contract))
+    if lacking:
+        raise PluginError(
+            f"{whose} cannot be used: its factory made one of type {type(made).__name__}, which lacks "
+            f"{', '.join(lacking)} of {contract.__name__}."
+        )
+    return made
+
+
+def short_of_memory(error: BaseException) -> bool:
+    """torch says so with a RuntimeError."""
+    return isinstance(error, MemoryError) or (
+        isinstance(error, (RuntimeError, OSError))
+        and any(words in str(error) for words in ("out of memory", "allocate memory"))
+    )
+
+
+def _has(made: object, name: str, contract: type) -> bool:
+    try:
+        value = getattr(made, name)
+    except Exception:  # a property may raise anything; what it would give is not there
+        return False
+    return callable(value) or not callable(getattr(contract, name, None))
+
+
+def _show(value: object) -> str:
+    """A foreign value in a sentence."""
+    if inspect.isroutine(value) or isinstance(value, (type, ModuleType)):
+        return f"the {type(value).__name__} {getattr(value, '__name__', '')}".rstrip()
+    if type(value) in (type(None), bool, int, float, str, bytes):
+        return reprlib.repr(value)
+    return f"a {type(value).__name__}"

@@ -1,0 +1,102 @@
+"""A scheduler's plans, good and bad, as the engine sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tests.support import MAX_SEQ_LEN, VOCAB, make_engine, paged_pool, random_prompt, slotted_pool, tiny_model
+
+from infer import PluginError
+from infer.engine.checked import CheckedScheduler
+from infer.engine.schedulers import ContinuousScheduler
+from infer.engine.sequence import Schedule, Sequence
+from infer.request import Request, SamplingParams
+from infer.settings import EngineSettings
+
+
+class Bad(ContinuousScheduler):
+    """Plans as core does, and then something of its own with it."""
+
+    spoil: Callable[[Schedule], Any] = staticmethod(lambda plan: plan)
+
+    def schedule(self) -> Schedule:
+        spoilt: Schedule = self.spoil(super().schedule())
+        return spoilt
+
+
+def checked(spoil: Callable[[Schedule], Any], thorough: bool = True) -> CheckedScheduler:
+    model = tiny_model("llama")
+    bad = Bad(slotted_pool(model, torch.float32), EngineSettings(max_batch_size=4, prefill_chunk_size=8))
+    bad.spoil = spoil
+    return CheckedScheduler(bad, "The scheduler plugin 'bad' of somebody", thorough=thorough, patience_s=0.0)
+
+
+def sequence(id: str, length: int = 12) -> Sequence:
+    prompt = random_prompt(length)
+    request = Request.make(prompt, SamplingParams(), vocab_size=VOCAB, max_seq_len=MAX_SEQ_LEN, id=id)
+    return Sequence(request, 0, 64)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda plan: None, "planned a NoneType, not a Schedule"),
+        (lambda plan: replace(plan, prefills=[3]), "planned a int in prefills, not a Work"),
+        (
+            lambda plan: Schedule([], plan.prefills * 2),
+            "planned a from 0 on for 8, though it is in the same step already",
+        ),
+        (lambda plan: Schedule(plan.prefills, []), "in decodes; decodes are of length 1"),
+        (lambda plan: Schedule([], [sequence("b").extend(3)]), "planned b .* though it has ended"),
+        (lambda plan: Schedule([], [plan.prefills[0]._replace(length=13)]), "though 12 of its tokens are left"),
+        (lambda plan: Schedule([], [plan.prefills[0]._replace(start=3)]), r"not what its extend\(8\) gives"),
+        (lambda plan: 1 / 0, r"failed: ZeroDivisionError: division by zero \(test_checked.py:\d+\)"),
+    ],
+)
+def test_a_bad_plan_is_one_sentence_that_names_the_scheduler(spoil: Callable[[Schedule], Any], why: str) -> None:
+    scheduler = checked(spoil)
+    scheduler.add(sequence("a"))
+    with pytest.raises(PluginError, match=rf"^The scheduler plugin 'bad' of somebody .*{why}"):
+        scheduler.schedule()
+
+
+def test_a_sequence_without_a_slot_is_not_run() -> None:
+    scheduler = checked(lambda plan: Schedule([], [waiting.extend(8)]))
+    waiting = sequence("w")
+    scheduler.add(waiting)
+    scheduler._scheduler.waiting.clear()  # type: ignore[attr-defined]
+    with pytest.raises(PluginError, match="though it has no slot"):
+        scheduler.schedule()
+
+
+@pytest.mark.parametrize("thorough", [True, False], ids=["a plugin's", "core's"])
+def test_planning_nothing_for_ever_ends(thorough: bool) -> None:
+    scheduler = checked(lambda plan: Schedule([], []), thorough)
+    assert not scheduler.schedule().prefills, "without work that is right"
+    assert not scheduler.schedule().prefills
+    scheduler.add(sequence("a"))
+    scheduler.schedule()
+    scheduler.add(sequence("b"))  # somebody came: what is planned now may differ
+    scheduler.schedule()
+    with pytest.raises(PluginError, match="'bad' of somebody has planned nothing for 0 s, though 2 requests wait"):
+        scheduler.schedule()
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_sound_plans_pass(lag: int) -> None:
+    """Mixed lengths, preemption, aborts: what core plans is never refused."""
+    model = tiny_model("llama")
+    plain, watched = (
+        make_engine(
+            model, torch.float32, pool=paged_pool(model, torch.float32, num_blocks=20), lag=lag, prefill_chunk_size=16
+        )
+        for _ in range(2)
+    )
+    inner = watched.engine._scheduler
+    watched.engine._scheduler = CheckedScheduler(inner, "core's", thorough=True)
+    assert plain.run_six() == watched.run_six()
+    assert sum(record.preemptions for record in watched.finished) > 0
