@@ -304,6 +304,22 @@ def test_a_factory_that_fails_is_named_with_what_lacks(sections: dict[str, Any],
             LLM("demo", plugins=[Making(factory)], **sections)
 
 
+class Unloadable:
+    """All that a model has, but it does not know its tensors."""
+
+    attention = ()
+    vocab_size = 9
+    forward = logits = load = expected = wrong
+
+
+def test_a_model_that_cannot_be_loaded_is_named_too() -> None:
+    plugin = Making(lambda config, context, settings: Unloadable())
+    with pytest.raises(
+        PluginError, match=r"The model plugin 'mine' of Making cannot be loaded: KeyError: 'hidden_size'"
+    ):
+        LLM("demo", plugins=[plugin], model={"family": "mine"})
+
+
 class Watch(BaseModel):
     prefix: str = "a"
 

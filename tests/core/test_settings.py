@@ -225,7 +225,7 @@ def test_settings_built_directly_are_checked_too(sections: dict[str, Any], messa
 
 def test_settings_built_directly_read_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INFER_ENGINE__MAX_BATCH_SIZE", "3")
-    monkeypatch.setenv("ENGINE", '{"max_batch_size": 4}')
+    monkeypatch.setenv("engine", '{"max_batch_size": 4}')
     assert Settings() == Settings(engine=EngineSettings(max_batch_size=16))
 
 

@@ -22,6 +22,7 @@ from infer.engine.loop import EngineLoop
 from infer.engine.runner import Runner
 from infer.errors import CheckpointError, InferError, SettingsError
 from infer.grammar import Grammars
+from infer.inspection import named
 from infer.plugins import Plugins
 from infer.progress import track
 from infer.protocols import (
@@ -194,11 +195,11 @@ def _model(settings: Settings, plugins: Plugins, checkpoint: Checkpoint, context
     family = plugins.family(checkpoint.architectures, settings.model.family)
     own = plugin_settings(settings, "model", family.name)
     model: ModelProtocol = family.make(ModelProtocol, checkpoint.config, context, own)
-    shapes = model.expected()
-    if settings.model.load_format == "dummy":
-        model.load(track(checkpoint.dummy_tensors(shapes, context.dtype), "weights", len(shapes)))
-    else:
-        model.load(track(checkpoint.tensors(), "weights", len(shapes)))
+    with named(f"{family.whose} cannot be loaded"):
+        shapes = model.expected()
+        dummy = settings.model.load_format == "dummy"
+        tensors = checkpoint.dummy_tensors(shapes, context.dtype) if dummy else checkpoint.tensors()
+        model.load(track(tensors, "weights", len(shapes)))
     return model
 
 

@@ -270,17 +270,24 @@ def checkpoints(returned: object) -> dict[str, Path]:
         return {name: Path(folder) for name, folder in items}
 
 
-def make(whose: str, contract: type, factory: Callable[..., Any], *given: Any) -> Any:
-    """What a factory makes, with all that the contract asks for. Raises PluginError; errors of infer's own, a
-    SettingsError say, and a lack of memory speak for themselves."""
+@contextmanager
+def named(what: str) -> Iterator[None]:
+    """As ``blame``, for what a chosen plugin does while the engine is made: errors of infer's own, a SettingsError say,
+    and a lack of memory speak for themselves."""
     try:
-        made = factory(*given)
-    except (InferError, MemoryError):
+        yield
+    except InferError:
         raise
     except (Exception, SystemExit) as error:
         if short_of_memory(error):
             raise
-        raise PluginError(f"{whose} cannot be made: {say(error)}.") from error
+        raise PluginError(f"{what}: {say(error)}.") from error
+
+
+def make(whose: str, contract: type, factory: Callable[..., Any], *given: Any) -> Any:
+    """What a factory makes, with all that the contract asks for. Raises PluginError."""
+    with named(f"{whose} cannot be made"):
+        made = factory(*given)
     if made is None:
         raise PluginError(f"{whose} cannot be made: its factory returned None.")
     lacking = sorted(name for name in get_protocol_members(contract) if not _has(made, name, contract))

@@ -74,8 +74,9 @@ class CheckedScheduler:
             self._idle_since = now
         elif now - self._idle_since >= self._patience_s:
             raise PluginError(
-                f"{self._whose} has planned nothing for {self._patience_s:g} s, though {len(self._here)} requests "
-                "wait and nothing is under way: it is stuck, or the cache pool has no room for a single request."
+                f"{self._whose} has planned nothing for {self._patience_s:g} s, though it has work (requests: "
+                f"{len(self._here)}) and nothing is under way: it is stuck, or the cache pool has no room for a single "
+                "request."
             )
         else:
             time.sleep(PAUSE_S)
