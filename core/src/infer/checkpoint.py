@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from infer.errors import CheckpointError
-from infer.plugins import KNOWN
+from infer.settings import KNOWN
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
