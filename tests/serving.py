@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -12,7 +13,9 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
+from safetensors.torch import load_file, save_file
 
+import infer_demo
 from infer.assemble import start
 from infer.engine.loop import EngineLoop
 from infer.plugins import Plugins
@@ -135,3 +138,24 @@ def chatty(folder: Path, **model: Any) -> Body:
     """The section ``model`` of a server that can chat; the template is written to ``folder``."""
     (folder / "template.jinja").write_text(TEMPLATE)
     return {"path": "demo", "chat_template": str(folder / "template.jinja")} | model
+
+
+def thinker(folder: Path) -> Body:
+    """The section ``model`` of one whose demo ends its reasoning: a token for ``</think>`` is as likely as a closing
+    parenthesis, and a bit more. ``{"enable_thinking": true}`` makes the template open it."""
+    source = Path(infer_demo.__file__).parent / "checkpoint"
+    for name in ("config.json", "tokenizer_config.json"):
+        shutil.copy(source / name, folder)
+    tokenizer = json.loads((source / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    last = max(vocabulary, key=vocabulary.get)
+    end = vocabulary.pop(last)
+    assert "".join(tokenizer["model"]["merges"].pop()) == last
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    tokenizer["added_tokens"].append({"id": end, "content": "</think>"} | flags)
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    weights = load_file(source / "model.safetensors")
+    rows = weights["model.embed_tokens.weight"]
+    rows[end] = rows[vocabulary[")"]] * 1.02
+    save_file(weights, folder / "model.safetensors")
+    return chatty(folder, path=str(folder))

@@ -77,6 +77,27 @@ BAD: list[tuple[Body, str | None, str]] = [
         "",
     ),
     ({"messages": MESSAGES, "n": 1000}, "n", "server.max_choices"),
+    ({"messages": [{"role": "user", "content": "x " * 5000}]}, "messages", "maximum context length"),
+    ({"messages": MESSAGES, "max_completion_tokens": 9999}, "max_completion_tokens", "max_completion_tokens asks for"),
+    (
+        {
+            "messages": MESSAGES,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "thing"}}},
+        },
+        "response_format",
+        "compile",
+    ),
+    ({"messages": MESSAGES, "guided_regex": "("}, "guided_regex", "compile"),
+    ({"messages": MESSAGES, "structured_outputs": {"regex": "("}}, "structured_outputs", "compile"),
+    (
+        {
+            "messages": MESSAGES,
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "thing"}}}],
+            "tool_choice": "required",
+        },
+        "tools",
+        "compile",
+    ),
 ]
 
 
@@ -89,6 +110,30 @@ async def test_what_chat_refuses_it_names(chatty: dict[str, Any]) -> None:
             assert message in answer["error"]["message"], (body, answer)
 
 
+async def test_other_endpoints_name_their_own_fields(chatty: dict[str, Any]) -> None:
+    """Whatever the engine and the template call what is wrong."""
+    long = "x " * 5000
+    schema = {"format": {"type": "json_schema", "name": "s", "schema": {"type": "thing"}}}
+    question = {"type": "predicate", "instructions": "It is."}
+    bad: list[tuple[str, Body, str, str]] = [
+        ("/v1/completions", {"prompt": long}, "prompt", "maximum context length"),
+        ("/v1/completions", {"prompt": "x", "guided_grammar": "start: ("}, "guided_grammar", "compile"),
+        ("/v1/responses", {"input": long}, "input", "maximum context length"),
+        ("/v1/responses", {"input": "x", "max_output_tokens": 9999}, "max_output_tokens", "Lower max_output_tokens"),
+        ("/v1/responses", {"input": "x", "text": schema}, "text.format", "compile"),
+        ("/v1/responses", {"input": []}, "input", "at least 1"),
+        ("/v1/decisions", {"input": long, "questions": [question]}, "input", "maximum context length"),
+        ("/v1/systemone", {"state": long, "questions": {"u": QUESTIONS["urgent"]}}, "state", "maximum context length"),
+        ("/v1/systemone", {"input": "x", "questions": []}, "state", "missing"),
+        ("/tokenize", {"messages": []}, "messages", "at least 1"),
+    ]
+    async with running(**chatty) as server:
+        for path, body, param, message in bad:
+            status, answer, _ = await server.post(body, path)
+            assert (status, answer["error"]["param"]) == (400, param), answer
+            assert message in answer["error"]["message"], answer
+
+
 async def test_without_a_template_there_is_no_chat(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "c", "llama")
     async with running(engine=ENGINE, model={"path": str(folder), "dtype": "float32"}) as server:
@@ -98,7 +143,7 @@ async def test_without_a_template_there_is_no_chat(tmp_path: Path) -> None:
         ]
         for path, body in bodies:
             status, answer, _ = await server.post(body, path)
-            assert (status, answer["error"]["param"]) == (400, "messages")
+            assert (status, answer["error"]["param"]) == (400, next(iter(body)))
             assert "model.chat_template" in answer["error"]["message"]
         body = {"state": "I need help.", "questions": {"urgent": QUESTIONS["urgent"]}}
         status, answer, _ = await server.post(body, "/v1/decisions")
@@ -226,8 +271,9 @@ async def test_decisions_repeat_bit_for_bit_and_share_the_state(chatty: dict[str
         assert sum(team["probabilities"].values()) == pytest.approx(1)
         assert 0 <= team["confidence"] <= 1
         anger = answers["anger"]
-        assert anger["score"] == pytest.approx(sum(i * p for i, p in enumerate(anger["probabilities"])))
-        assert anger["legend"] == ["calm", "annoyed", "angry"]
+        assert anger["score"] == pytest.approx(sum(int(i) * p for i, p in anger["probabilities"].items()))
+        assert anger["legend"] == {"0": "calm", "1": "annoyed", "2": "angry"}
+        assert list(anger["probabilities"]) == list(anger["legend"])
         async with server.session.get(server.url + "/metrics") as response:
             families = list(text_string_to_metric_families(await response.text()))
         found = {sample.name: sample.value for family in families for sample in family.samples}
@@ -241,11 +287,82 @@ async def test_decisions_repeat_bit_for_bit_and_share_the_state(chatty: dict[str
         assert (await server.post(one, "/v1/decisions"))[0] == 200
         for bad, param in (
             ({"state": "x", "questions": {}}, "questions"),
-            ({"state": "x", "questions": {"a": {"type": "maybe", "instructions": "?"}}}, "questions.a"),
-            ({"questions": QUESTIONS}, "state"),
+            ({"state": "x", "questions": {"a": {"type": "maybe", "instructions": "?"}}}, "questions.a.type"),
+            ({"questions": QUESTIONS}, "input"),
         ):
             status, answer, _ = await server.post(bad, "/v1/decisions")
             assert (status, answer["error"]["param"]) == (400, param), answer
+
+
+async def test_decisions_as_openai_asks_them(chatty: dict[str, Any]) -> None:
+    """The same figures as System One's: two ways to say one thing."""
+    async with running(**chatty) as server:
+        asked = [
+            {"type": "choice", "name": "team", "instructions": "Which team?"}
+            | {"choices": [{"value": "billing", "description": "money"}, {"value": "support"}, {"value": "other"}]},
+            {"type": "score", "instructions": [{"type": "input_text", "text": "How angry?"}]}
+            | {"levels": [{"label": "calm"}, {"label": "annoyed"}, {"label": "angry"}]},
+            {"type": "predicate", "name": "refund", "instructions": "A refund is asked for."},
+            {"type": "choice", "instructions": "Is it?", "choices": [{"value": True}, {"value": "true"}]},
+        ]
+        status, found, _ = await server.post({"input": STATE, "questions": asked}, "/v1/decisions")
+        assert status == 200, found
+        _, same, _ = await server.post({"state": STATE, "questions": QUESTIONS}, "/v1/systemone")
+        team, anger, refund, truth = found["answers"]
+        other = same["answers"]["team"]
+        assert (team["choice"], team["confidence"], team["name"]) == (other["choice"], other["confidence"], "team")
+        assert {each["value"]: each["probability"] for each in team["probabilities"]} == other["probabilities"]
+        other = same["answers"]["anger"]
+        assert (anger["score"], anger["confidence"], anger["name"]) == (other["score"], other["confidence"], None)
+        assert [(str(each["value"]), each["label"]) for each in anger["probabilities"]] == list(other["legend"].items())
+        assert [each["probability"] for each in anger["probabilities"]] == list(other["probabilities"].values())
+        assert 0 < refund["probability"] < 1
+        assert refund["name"] == "refund"
+        assert [each["value"] for each in truth["probabilities"]] == [True, "true"]
+        usage = found["usage"]
+        assert usage["input_tokens"] == usage["total_tokens"] > 0
+        assert usage["input_tokens_details"]["cached_tokens"] > 0
+
+
+async def test_decisions_judge_a_conversation(chatty: dict[str, Any]) -> None:
+    """What it says arrives in the prompt: as the text that it makes does."""
+    items = [
+        {"role": "system", "content": "Help."},
+        {
+            "role": "user",
+            "content": [{"type": "input_text", "text": "It "}, {"type": "input_json", "data": {"a": None}}],
+        },
+        {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "ok"},
+        {
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "Done."}, {"type": "refusal", "refusal": "!"}],
+        },
+    ]
+    said = 'system: Help.\nuser: It {"a": null}\nassistant calls look: {}\ntool: ok\nassistant: Done.!'
+    questions = [{"type": "predicate", "instructions": "It is done."}]
+    async with running(**chatty) as server:
+        _, one, _ = await server.post({"input": items, "questions": questions}, "/v1/decisions")
+        _, other, _ = await server.post({"input": said, "questions": questions}, "/v1/decisions")
+    assert one["answers"] == other["answers"]
+    assert one["usage"]["input_tokens"] == other["usage"]["input_tokens"]
+
+
+async def test_more_choices_than_letters(chatty: dict[str, Any]) -> None:
+    chatty["engine"] = ENGINE | {"max_seq_len": 2048}
+    questions = [
+        {"type": "choice", "instructions": "?", "choices": [{"value": str(i)} for i in range(count)]}
+        for count in (26, 60, 255)
+    ]
+    async with running(**chatty) as server:
+        status, found, _ = await server.post({"input": "x", "questions": questions[:2]}, "/v1/decisions")
+        assert status == 200, found
+        for answer, count in zip(found["answers"], (26, 60), strict=True):
+            assert sum(each["probability"] for each in answer["probabilities"]) == pytest.approx(1)
+            assert len({each["probability"] for each in answer["probabilities"]}) > count / 2, "each has its own token"
+        status, found, _ = await server.post({"input": "x", "questions": questions[2:]}, "/v1/decisions")
+        assert (status, found["error"]["param"]) == (400, "questions")
+        assert "255 choices" in found["error"]["message"]
 
 
 async def test_tokens_there_and_back(chatty: dict[str, Any]) -> None:

@@ -142,7 +142,7 @@ BAD: list[tuple[Any, int, str | None, str]] = [
     ({"prompt": "a", "repetition_penalty": 0}, 400, "repetition_penalty", "greater than or equal to 0.01"),
     ({"prompt": "a", "min_tokens": 20}, 400, "min_tokens", "above max_tokens"),
     ({"prompt": "a", "guided_regex": "a", "min_tokens": 2}, 400, "min_tokens", "structured output"),
-    ({"prompt": "a", "guided_regex": "("}, 400, "structured_outputs", "cannot be compiled"),
+    ({"prompt": "a", "guided_regex": "("}, 400, "guided_regex", "cannot be compiled"),
     ({"prompt": "a", "guided_regex": "a", "guided_choice": ["b"]}, 400, "structured_outputs", "not several"),
     ({"prompt": "a", "response_format": {"type": "json_schema"}}, 400, "response_format", "json_schema goes with"),
     ({"prompt": "a", "response_format": {"type": "xml"}}, 400, "response_format.type", "not supported"),

@@ -170,6 +170,19 @@ class OutputMessage(TypedDict):
     content: list[OutputText]
 
 
+class ReasoningText(TypedDict):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class OutputReasoning(TypedDict):
+    id: str
+    type: Literal["reasoning"]
+    summary: list[Any]
+    status: Literal["in_progress", "completed", "incomplete"]
+    content: list[ReasoningText]
+
+
 class ReasoningTokens(TypedDict):
     reasoning_tokens: int
 
@@ -198,7 +211,7 @@ class Response(TypedDict):
     max_output_tokens: int | None
     metadata: dict[str, str]
     model: str
-    output: list[OutputMessage]
+    output: list[OutputReasoning | OutputMessage]
     parallel_tool_calls: bool
     previous_response_id: None
     store: bool
@@ -206,6 +219,7 @@ class Response(TypedDict):
     text: dict[str, Any]
     tool_choice: str
     tools: list[Any]
+    top_logprobs: int
     top_p: float
     truncation: str
     usage: ResponseUsage | None
@@ -251,24 +265,76 @@ class Choice(TypedDict):
 
 
 class Score(TypedDict):
+    """Both maps are keyed by the level's number."""
+
     type: Literal["score"]
     score: float
-    probabilities: list[float]
-    legend: list[str]
+    probabilities: dict[str, float]
+    legend: dict[str, str]
     confidence: float
 
 
-class DecisionUsage(TypedDict):
+class SystemOneUsage(TypedDict):
     input_tokens: int
     output_tokens: int
     total_tokens: int
+
+
+class SystemOne(TypedDict):
+    id: str
+    object: Literal["decision"]
+    model: str
+    answers: dict[str, YesNo | Choice | Score]
+    usage: SystemOneUsage
+
+
+class PredicateAnswer(TypedDict):
+    type: Literal["predicate"]
+    name: str | None
+    probability: float
+
+
+class OptionProbability(TypedDict):
+    value: str | bool
+    probability: float
+
+
+class ChoiceAnswer(TypedDict):
+    type: Literal["choice"]
+    name: str | None
+    choice: str | bool
+    probabilities: list[OptionProbability]
+    confidence: float
+
+
+class LevelProbability(TypedDict):
+    value: int
+    label: str
+    probability: float
+
+
+class ScoreAnswer(TypedDict):
+    type: Literal["score"]
+    name: str | None
+    score: float
+    probabilities: list[LevelProbability]
+    confidence: float
+
+
+class CachedAndWrittenTokens(CachedTokens):
+    cache_write_tokens: int
+
+
+class DecisionUsage(SystemOneUsage):
+    input_tokens_details: CachedAndWrittenTokens
+    output_tokens_details: ReasoningTokens
 
 
 class Decision(TypedDict):
     id: str
     object: Literal["decision"]
     model: str
-    answers: dict[str, YesNo | Choice | Score]
+    answers: list[PredicateAnswer | ChoiceAnswer | ScoreAnswer]
     usage: DecisionUsage
 
 

@@ -33,6 +33,7 @@ from infer.server.schemas import (
     DecisionsRequest,
     DetokenizeRequest,
     ResponsesRequest,
+    SystemOneRequest,
     TokenizeRequest,
 )
 from infer.server.service import Service
@@ -104,7 +105,7 @@ def make_app(engine_loop: EngineLoop, served: Served, metrics: Metrics, settings
     service = Service(served, AsyncDoor(engine_loop), renderer, server)
     chat = Chat(service, settings.model)
     tokenization = Tokenization(service, chat)
-    decisions = Decisions(service).handle
+    decisions = Decisions(service)
     metrics.watch(engine_loop, served, server.metrics_names, settings.engine.max_tokens_per_step)
     entry: answers.Model = {
         "id": served.name,
@@ -158,15 +159,27 @@ def make_app(engine_loop: EngineLoop, served: Served, metrics: Metrics, settings
             "POST",
             "/v1/responses",
             Responses(service, chat).handle,
-            "OpenAI's responses: text, and nothing is stored.",
+            "OpenAI's responses: reasoning and text, and nothing is stored.",
             answers.Response,
             ResponsesRequest,
             answers.ResponseEvent,
         ),
         Route(
-            "POST", "/v1/decisions", decisions, "Answer typed questions on a state.", answers.Decision, DecisionsRequest
+            "POST",
+            "/v1/decisions",
+            decisions.handle,
+            "Answer typed questions on an input, as OpenAI asks them.",
+            answers.Decision,
+            DecisionsRequest,
         ),
-        Route("POST", "/v1/systemone", decisions, "The same.", answers.Decision, DecisionsRequest),
+        Route(
+            "POST",
+            "/v1/systemone",
+            functools.partial(decisions.handle, model=SystemOneRequest),
+            "Answer typed questions on a state, as TypeSafe's System One asks them.",
+            answers.SystemOne,
+            SystemOneRequest,
+        ),
         Route("POST", "/tokenize", tokenization.tokenize, "Text to token ids.", answers.Tokenized, TokenizeRequest),
         Route(
             "POST", "/detokenize", tokenization.detokenize, "Token ids to text.", answers.Detokenized, DetokenizeRequest

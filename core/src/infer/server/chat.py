@@ -10,7 +10,7 @@ from aiohttp import web
 
 from infer.errors import RequestError
 from infer.llm import Completion
-from infer.request import FinishReason, Request, StructuredOutputs, TokenLogprobs
+from infer.request import FinishReason, Request, SamplingParams, StructuredOutputs, TokenLogprobs
 from infer.server.errors import REQUEST_ID
 from infer.server.schemas import ChatRequest, StreamOptions, TokenizeRequest, checked
 from infer.server.service import Events, Json, Service
@@ -61,10 +61,7 @@ class Chat:
             one = asked.tool_choice != "required" or not asked.parallel_tool_calls
             more["structured_outputs"] = StructuredOutputs(json_schema=calls_schema(wanted, 1 if one else None))
         params = checked(lambda: asked.sampling(**more), ChatRequest)
-        # Where the prompt opens the reasoning, a form that is asked for is that of what follows it.
-        thinking = self._thinks and opens_reasoning(prompt)
-        end = self._service.served.tokenizer.token_to_id("</think>") if thinking else None
-        formed = params.structured_outputs is not None and end is None
+        thinks, thinking, end = self.reasoning(prompt, params)
         requests = await self._service.requests(
             http, [prompt], params, asked, n=asked.n, prefix="chatcmpl", special=False, grammar_after=end
         )
@@ -74,7 +71,7 @@ class Chat:
             names,
             self._tool_format if forced is None else "json",  # what a forced call is held to
             parallel=asked.parallel_tool_calls,
-            thinks=self._thinks and not formed,
+            thinks=thinks,
             thinking=thinking,
         )
         id = f"chatcmpl-{http[REQUEST_ID]}"
@@ -178,6 +175,14 @@ class Chat:
                 yield frame | {"choices": [choice]} | ({"usage": usage()} if options.continuous_usage_stats else {})
         if options.include_usage:
             yield frame | {"choices": [], "usage": usage()}
+
+    def reasoning(self, prompt: str, params: SamplingParams) -> tuple[bool, bool, int | None]:
+        """Whether an answer may hold reasoning, whether the prompt opens it, and the token that a form waits for: where
+        the prompt opens the reasoning, the form that is asked for is that of what follows it."""
+        thinking = self._thinks and opens_reasoning(prompt)
+        end = self._service.served.tokenizer.token_to_id("</think>") if thinking else None
+        formed = params.structured_outputs is not None and end is None
+        return self._thinks and not formed, thinking, end
 
     def logprobs(self, entries: Iterable[TokenLogprobs]) -> list[Json]:
         """With the bytes of every token, of which some are no characters by themselves."""

@@ -1,29 +1,56 @@
 """POST /v1/decisions and /v1/systemone: typed questions on a state, answered by how likely the model finds each label.
 
-The shapes are those of TypeSafe's System One API. Nothing is generated: a question is a prompt whose next token is the
-label of an answer. All questions begin with the state, so a pool that shares prefixes holds it once.
+The shapes are those of OpenAI's decisions and of TypeSafe's System One. Nothing is generated: a question is a prompt
+whose next token is the label of an answer. All questions begin with the state, so a pool that shares prefixes holds it
+once.
 """
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import json
 import math
-from collections.abc import Mapping, Sequence
-from string import ascii_uppercase
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
+from string import ascii_lowercase, ascii_uppercase
+from typing import Any, NamedTuple
 
 from aiohttp import web
 
 from infer.errors import RequestError
 from infer.request import Request, SamplingParams
 from infer.server.errors import REQUEST_ID
-from infer.server.schemas import ChoiceQuestion, DecisionsRequest, Question, ScoreQuestion
+from infer.server.schemas import (
+    ChoiceQuestion,
+    Choices,
+    DecisionsRequest,
+    Levels,
+    Message,
+    Predicate,
+    Questions,
+    ScoreQuestion,
+    SystemOneRequest,
+    YesNoQuestion,
+    conversation,
+    shown,
+)
 from infer.server.service import CALLER, Json, Service
 
+Question = YesNoQuestion | ChoiceQuestion | ScoreQuestion | Predicate | Choices | Levels
 SYSTEM = (
     "Judge the state you are given. Answer the question with the label of the answer that fits best, and nothing else."
 )
 TAIL_CHARS = 32
+LETTERS = [*ascii_uppercase, *ascii_lowercase, *map("".join, product(ascii_uppercase, repeat=2))]
+
+
+class Asked(NamedTuple):
+    """A question, as the model is asked it: with a label for each answer, and what it means."""
+
+    text: str
+    labels: tuple[str, ...]
+    meanings: Sequence[str | None]
 
 
 class Decisions:
@@ -31,45 +58,86 @@ class Decisions:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._letters = functools.cache(self._letters_of_one_token)
+        self._label_ids = functools.lru_cache(256)(self._label_ids_after)
 
-    async def handle(self, http: web.Request) -> web.Response:
-        asked = await self._service.read(http, DecisionsRequest)
-        state = asked.state if isinstance(asked.state, str) else json.dumps(asked.state, ensure_ascii=False, indent=1)
-        made: dict[str, tuple[Request, list[int]]] = {}
-        for name, question in asked.questions.items():
-            prompt, special = await self._prompt(state, question)
-            ids = self._label_ids(prompt, _labels(question))
-            params = SamplingParams(max_tokens=1, temperature=0, logprob_token_ids=tuple(ids))
+    async def handle(self, http: web.Request, model: type[Questions] = Questions) -> web.Response:
+        """``model`` is the body's, where the route takes one only."""
+        asked = await self._service.read(http, model)
+        match asked:
+            case SystemOneRequest():
+                state = asked.state
+                state = state if isinstance(state, str) else json.dumps(state, ensure_ascii=False, indent=1)
+                questions: list[Question] = list(asked.questions.values())
+            case DecisionsRequest():
+                said = asked.input
+                state = said if isinstance(said, str) else _transcript(conversation(said))
+                questions = list(asked.questions)
+            case _:
+                raise AssertionError(type(asked))
+        made: list[tuple[Request, tuple[int, ...]]] = []
+        for question in questions:
+            put = await asyncio.to_thread(self._put, question)
+            prompt, special = await self._prompt(state, put)
+            ids = await asyncio.to_thread(self._label_ids, prompt[-TAIL_CHARS:], put.labels)
+            params = SamplingParams(max_tokens=1, temperature=0, logprob_token_ids=ids)
             prefix = f"decision-{len(made)}"
             (request,) = await self._service.requests(http, [prompt], params, asked, prefix=prefix, special=special)
-            made[name] = request, ids
-        requests = [request for request, _ in made.values()]
+            made.append((request, ids))
+        requests = [request for request, _ in made]
         # The first puts the state into the cache, where the others find it.
-        answers, tokens = [], 0
+        answers, tokens, cached = [], 0, 0
         for part in (requests[:1], requests[1:]):
             found, used = await self._service.whole(http, part)
             answers += found
             tokens += used["prompt_tokens"]
-        http[CALLER].usage = usage = {"input_tokens": tokens, "output_tokens": 0, "total_tokens": tokens}
-        decided = {}
-        for (name, question), (_, ids), answer in zip(asked.questions.items(), made.values(), answers, strict=True):
+            cached += used["prompt_tokens_details"]["cached_tokens"]
+        usage: Json = {"input_tokens": tokens, "output_tokens": 0, "total_tokens": tokens}
+        http[CALLER].usage = usage
+        decided = []
+        for question, (_, ids), answer in zip(questions, made, answers, strict=True):
             assert answer.logprobs is not None
-            decided[name] = _answer(question, _normalized(dict(answer.logprobs[0].top), ids))
-        return web.json_response(
-            {
-                "id": f"decision-{http[REQUEST_ID]}",
-                "object": "decision",
-                "model": self._service.served.name,
-                "answers": decided,
-                "usage": usage,
-            }
-        )
+            decided.append(_answer(question, _normalized(dict(answer.logprobs[0].top), ids)))
+        frame: Json = {"id": f"decision-{http[REQUEST_ID]}", "object": "decision", "model": self._service.served.name}
+        if isinstance(asked, SystemOneRequest):
+            return web.json_response(
+                frame | {"answers": dict(zip(asked.questions, decided, strict=True)), "usage": usage}
+            )
+        more = {
+            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": 0},
+        }
+        return web.json_response(frame | {"answers": decided, "usage": usage | more})
 
-    async def _prompt(self, state: str, question: Question) -> tuple[str, bool]:
+    def _put(self, question: Question) -> Asked:
+        """Raises RequestError."""
+        match question:
+            case YesNoQuestion():
+                criteria = question.criteria
+                meanings: Sequence[str | None] = [criteria.true, criteria.false] if criteria else [None, None]
+                return Asked(f"Question: {question.instructions}", ("yes", "no"), meanings)
+            case Predicate():
+                text = f"Statement: {shown(question.instructions)}\nIs it true?"
+                return Asked(text, ("yes", "no"), [None, None])
+            case ChoiceQuestion():
+                meanings = [_meaning(*option) for option in question.criteria.items()]
+                return Asked(f"Question: {question.instructions}", self._letters(len(meanings)), meanings)
+            case Choices():
+                meanings = [_meaning(_word(option.value), option.description) for option in question.choices]
+                return Asked(f"Question: {shown(question.instructions)}", self._letters(len(meanings)), meanings)
+            case ScoreQuestion():
+                labels = tuple(map(str, range(len(question.criteria))))
+                return Asked(f"Question: {question.instructions}", labels, question.criteria)
+            case Levels():
+                meanings = [_meaning(level.label, level.description) for level in question.levels]
+                labels = tuple(map(str, range(len(meanings))))
+                return Asked(f"Question: {shown(question.instructions)}", labels, meanings)
+
+    async def _prompt(self, state: str, asked: Asked) -> tuple[str, bool]:
         """And whether special tokens are still to be added."""
-        text = f"State:\n{state}\n\nQuestion: {question.instructions}\nAnswers:\n" + "".join(
+        text = f"State:\n{state}\n\n{asked.text}\nAnswers:\n" + "".join(
             f"{label}: {meaning}\n" if meaning else f"{label}\n"
-            for label, meaning in zip(_labels(question), _meanings(question), strict=True)
+            for label, meaning in zip(asked.labels, asked.meanings, strict=True)
         )
         if self._service.served.template is None:
             return f"{SYSTEM}\n\n{text}Label:\n", True
@@ -78,10 +146,23 @@ class Decisions:
             messages, tools=None, add_generation_prompt=True, enable_thinking=False
         ), False
 
-    def _label_ids(self, prompt: str, labels: Sequence[str]) -> list[int]:
-        """The token that each label begins with where the prompt ends."""
+    def _letters_of_one_token(self, count: int) -> tuple[str, ...]:
+        """So many labels that the tokenizer writes as one token each, and no two alike. Raises RequestError."""
+        found: dict[int, str] = {}
+        for letters in LETTERS:
+            ids = self._service.served.tokenizer.encode(letters, add_special_tokens=False).ids
+            if len(ids) == 1 or len(letters) == 1:
+                found.setdefault(ids[-1], letters)
+            if len(found) == count:
+                return tuple(found.values())
+        raise RequestError(
+            f"A question has {count} choices, but this model's tokenizer has labels for {len(found)} only.",
+            param="questions",
+        )
+
+    def _label_ids_after(self, tail: str, labels: tuple[str, ...]) -> tuple[int, ...]:
+        """The token that each label begins with behind a text. Raises RequestError."""
         encode = self._service.served.tokenizer.encode
-        tail = prompt[-TAIL_CHARS:]
         before = encode(tail, add_special_tokens=False).ids
         ids = []
         for label in labels:
@@ -90,26 +171,27 @@ class Decisions:
             ids.append(after[len(before)] if goes_on else encode(label, add_special_tokens=False).ids[0])
         if len(set(ids)) < len(ids):
             raise RequestError("This model's tokenizer begins several of the labels with one token.", param="questions")
-        return ids
+        return tuple(ids)
 
 
-def _labels(question: Question) -> list[str]:
-    match question:
-        case ChoiceQuestion():
-            return list(ascii_uppercase[: len(question.criteria)])
-        case ScoreQuestion():
-            return [str(level) for level in range(len(question.criteria))]
-    return ["yes", "no"]
+def _word(value: str | bool) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
-def _meanings(question: Question) -> list[str | None]:
-    match question:
-        case ChoiceQuestion():
-            return [f"{name}: {meaning}" if meaning else name for name, meaning in question.criteria.items()]
-        case ScoreQuestion():
-            return list(question.criteria)
-    criteria = question.criteria
-    return [criteria.true, criteria.false] if criteria else [None, None]
+def _meaning(name: str, description: str | None) -> str:
+    return f"{name}: {description}" if description else name
+
+
+def _transcript(messages: Iterable[Message]) -> str:
+    """A conversation as a text to judge."""
+    lines = []
+    for message in messages:
+        if text := message.text():
+            lines.append(f"{message.role}: {text}")
+        lines += [
+            f"{message.role} calls {call.function.name}: {call.function.arguments}" for call in message.tool_calls or ()
+        ]
+    return "\n".join(lines)
 
 
 def _normalized(logprobs: Mapping[int, float], ids: Sequence[int]) -> list[float]:
@@ -120,18 +202,34 @@ def _normalized(logprobs: Mapping[int, float], ids: Sequence[int]) -> list[float
 
 
 def _answer(question: Question, probabilities: Sequence[float]) -> Json:
-    answer: dict[str, Any]
+    best = max(range(len(probabilities)), key=lambda i: probabilities[i])
+    score = sum(level * p for level, p in enumerate(probabilities))
+    answer: dict[str, Any] = {"type": question.type, "confidence": _confidence(probabilities)}
     match question:
+        case YesNoQuestion():
+            return {"type": question.type, "noul": probabilities[0]}
+        case Predicate():
+            return {"type": question.type, "name": question.name, "probability": probabilities[0]}
         case ChoiceQuestion():
             names = list(question.criteria)
-            best = max(range(len(names)), key=lambda i: probabilities[i])
-            answer = {"choice": names[best], "probabilities": dict(zip(names, probabilities, strict=True))}
+            return answer | {"choice": names[best], "probabilities": dict(zip(names, probabilities, strict=True))}
         case ScoreQuestion():
-            score = sum(level * p for level, p in enumerate(probabilities))
-            answer = {"score": score, "probabilities": list(probabilities), "legend": list(question.criteria)}
-        case _:
-            return {"type": question.type, "noul": probabilities[0]}
-    return {"type": question.type, **answer, "confidence": _confidence(probabilities)}
+            levels = [str(level) for level in range(len(probabilities))]
+            return answer | {
+                "score": score,
+                "probabilities": dict(zip(levels, probabilities, strict=True)),
+                "legend": dict(zip(levels, question.criteria, strict=True)),
+            }
+        case Choices():
+            values = [option.value for option in question.choices]
+            each = [{"value": value, "probability": p} for value, p in zip(values, probabilities, strict=True)]
+            return answer | {"name": question.name, "choice": values[best], "probabilities": each}
+        case Levels():
+            each = [
+                {"value": value, "label": level.label, "probability": p}
+                for value, (level, p) in enumerate(zip(question.levels, probabilities, strict=True))
+            ]
+            return answer | {"name": question.name, "score": score, "probabilities": each}
 
 
 def _confidence(probabilities: Sequence[float]) -> float:

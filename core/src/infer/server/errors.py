@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http
 import logging
+import re
 import secrets
 from typing import Any
 
@@ -12,6 +13,7 @@ from aiohttp.typedefs import Handler
 from aiohttp.web_request import BaseRequest
 
 from infer.errors import EngineDeadError, QueueFullError, RequestError
+from infer.server.schemas import Body
 
 log = logging.getLogger(__name__)
 
@@ -19,6 +21,8 @@ RETRY_AFTER_S = 1
 MAX_MESSAGE, MAX_PARAM = 1000, 100
 """Characters."""
 REQUEST_ID = web.RequestKey("request_id", str)
+ASKED = web.RequestKey("asked", Body)
+"""The body, once it is read: it knows how it calls what an error is about."""
 
 
 class NotFoundError(RequestError):
@@ -84,8 +88,15 @@ def _response(request: web.Request, error: Exception) -> web.Response:
         case _:
             log.error("request %s failed", request[REQUEST_ID], exc_info=error)
             status, kind = 500, "server_error"
-    param, code = (error.param, error.code) if isinstance(error, RequestError) else (None, None)
-    return web.json_response(error_body(str(error), kind, param=param, code=code), status=status, headers=headers)
+    message, param, code = str(error), None, None
+    if isinstance(error, RequestError):
+        param, code = error.param, error.code
+        if param is not None and (asked := request.get(ASKED)) is not None:
+            said = asked.said(param)
+            if "_" in param:  # else it may be a plain word of the sentence
+                message = re.sub(rf"\b{re.escape(param)}\b", said, message)
+            param = said
+    return web.json_response(error_body(message, kind, param=param, code=code), status=status, headers=headers)
 
 
 class Protocol(web.RequestHandler):

@@ -1,19 +1,23 @@
-"""POST /v1/responses: text, whole or as typed events. Nothing is stored."""
+"""POST /v1/responses: reasoning and text, whole or as typed events. Nothing is stored."""
 
 from __future__ import annotations
 
 import functools
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import Any
 
 from aiohttp import web
 
-from infer.request import FinishReason
+from infer.request import Event, FinishReason
 from infer.server.chat import Chat
 from infer.server.errors import REQUEST_ID
 from infer.server.schemas import ResponsesRequest, checked
 from infer.server.service import Events, Json, Service
+from infer.server.tokens import Tokens
+from infer.server.tools import Part, Piece, make_parser
+
+TAGS = b"<think>", b"</think>"
 
 
 class Responses:
@@ -26,16 +30,21 @@ class Responses:
     async def handle(self, http: web.Request) -> web.StreamResponse:
         asked = await self._service.read(http, ResponsesRequest)
         params = checked(asked.sampling, ResponsesRequest)
-        prompt = await self._service.render(asked.messages(), tools=None, add_generation_prompt=True)
-        requests = await self._service.requests(http, [prompt], params, asked, prefix="resp", special=False)
-        response = self._response(http, asked)
+        prompt = await self._chat.prompt(asked.conversation(), ())
+        thinks, thinking, end = self._chat.reasoning(prompt, params)
+        requests = await self._service.requests(
+            http, [prompt], params, asked, prefix="resp", special=False, grammar_after=end
+        )
+        parser = make_parser((), None, parallel=True, thinks=thinks, thinking=thinking)
+        thoughts = _Thoughts(self._service.tokens, thinking) if thinks else None
+        output = _Output(self._response(http, asked), parser, thoughts, self._chat if asked.wants_logprobs else None)
         if asked.stream:
-            return await self._service.stream(
-                http, requests, functools.partial(self._frames, response, asked), named=True
-            )
+            return await self._service.stream(http, requests, functools.partial(_frames, output), named=True)
         (answer,), usage = await self._service.whole(http, requests)
-        content = _content(answer.text, self._chat.logprobs(answer.logprobs or ()) if asked.top_logprobs else [])
-        return web.json_response(_ended(response, content, answer.finish_reason, usage))
+        logprobs = tuple(answer.logprobs or ())
+        list(output.push(Event(requests[0].id, tuple(answer.token_ids), answer.text, logprobs)))
+        *_, ended = output.end(answer.finish_reason, usage)
+        return web.json_response(ended["response"])
 
     def _response(self, http: web.Request, asked: ResponsesRequest) -> Json:
         return {
@@ -58,67 +67,152 @@ class Responses:
             "text": {"format": asked.text.format.model_dump(by_alias=True, exclude_none=True)},
             "tool_choice": asked.tool_choice or "auto",
             "tools": [],
+            "top_logprobs": asked.top_logprobs or 0,
             "top_p": asked.top_p,
             "truncation": "disabled",
             "usage": None,
             "user": asked.user,
         }
 
-    async def _frames(
-        self, response: Json, asked: ResponsesRequest, events: Events, usage: Callable[[], Json]
-    ) -> AsyncGenerator[Json]:
-        number = 0
 
-        def event(type: str, **more: Any) -> Json:
-            nonlocal number
-            number += 1
-            return {"type": f"response.{type}", "sequence_number": number - 1, **more}
-
-        place = {"item_id": _item_id(response), "output_index": 0, "content_index": 0}
-        text, logprobs = "", []
-        reason: FinishReason | None = None
-        yield event("created", response=response)
-        yield event("in_progress", response=response)
-        yield event("output_item.added", output_index=0, item=_item(response, [], "in_progress"))
-        yield event("content_part.added", **place, part=_content("", []))
-        async for _, news in events:
-            entries = self._chat.logprobs(news.logprobs) if asked.top_logprobs else []
-            logprobs += entries
-            text += news.text
-            reason = news.finish_reason
-            if news.text or entries:
-                yield event("output_text.delta", **place, delta=news.text, logprobs=entries)
-        yield event("output_text.done", **place, text=text, logprobs=logprobs)
-        yield event("content_part.done", **place, part=_content(text, logprobs))
-        ended = _ended(response, _content(text, logprobs), reason, usage())
-        yield event("output_item.done", output_index=0, item=ended["output"][0])
-        yield event(str(ended["status"]), response=ended)
+async def _frames(output: _Output, events: Events, usage: Callable[[], Json]) -> AsyncGenerator[Json]:
+    for frame in output.begin():
+        yield frame
+    reason: FinishReason | None = None
+    async for _, news in events:
+        reason = news.finish_reason
+        for frame in output.push(news):
+            yield frame
+    for frame in output.end(reason, usage()):
+        yield frame
 
 
-def _content(text: str, logprobs: list[Json]) -> Json:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+class _Thoughts:
+    """Which tokens of an answer are reasoning, its tags included, however the tokens cut the tags. ``within`` says that
+    the answer begins behind an opening tag."""
+
+    def __init__(self, tokens: Tokens, within: bool) -> None:
+        self.count = 0
+        """Tokens of reasoning so far."""
+        self._tokens = tokens
+        self._within = within
+        self._tail = b""
+
+    def push(self, token_id: int) -> bool:
+        """Whether the answer's next token is one."""
+        begun_within = self._within
+        self._tail += bytes(self._tokens.bytes(token_id))
+        while (tag := TAGS[self._within]) in self._tail:
+            self._within, self._tail = not self._within, self._tail.partition(tag)[2]
+        self._tail = self._tail[1 - len(tag) :]
+        thought = begun_within or self._within
+        self.count += thought
+        return thought
 
 
-def _item_id(response: Json) -> str:
-    return str(response["id"]).replace("resp_", "msg_", 1)
+class _Output:
+    """An answer's items as they come about, and the events that tell of them. ``chat`` makes the entries of
+    log-probabilities, if these are asked for."""
 
+    def __init__(self, response: Json, parser: Part, thoughts: _Thoughts | None, chat: Chat | None) -> None:
+        self._response = response
+        self._parser = parser
+        self._thoughts = thoughts
+        self._chat = chat
+        self._number = 0
+        self._done: list[Json] = []
+        self._item: Json | None = None
+        self._text = ""
+        self._logprobs: list[Json] = []
+        self._untold: list[Json] = []
+        """Of the answer's tokens, the entries that no delta has carried yet."""
 
-def _item(response: Json, content: list[Json], status: str) -> Json:
-    return {"id": _item_id(response), "type": "message", "role": "assistant", "status": status, "content": content}
+    def begin(self) -> Iterator[Json]:
+        yield self._event("created", response=self._response)
+        yield self._event("in_progress", response=self._response)
 
+    def push(self, news: Event) -> Iterator[Json]:
+        thought = [self._thoughts is not None and self._thoughts.push(id) for id in news.token_ids]
+        if self._chat is not None:
+            entries = self._chat.logprobs(news.logprobs)
+            self._untold += [entry for entry, hidden in zip(entries, thought, strict=True) if not hidden]
+        yield from self._tell(self._parser.push(news.text))
 
-def _ended(response: Json, content: Json, reason: FinishReason | None, usage: Json) -> Json:
-    whole = reason == "stop"
-    status = "completed" if whole else "incomplete"
-    return response | {
-        "status": status,
-        "incomplete_details": None if whole else {"reason": "max_output_tokens"},
-        "output": [_item(response, [content], status)],
-        "usage": {
-            "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": usage["prompt_tokens_details"],
-            "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": usage["total_tokens"],
-        },
-    }
+    def end(self, reason: FinishReason | None, usage: Json) -> Iterator[Json]:
+        yield from self._tell(self._parser.flush())
+        whole = reason == "stop"
+        status = "completed" if whole else "incomplete"
+        if self._untold or (self._item is None and not self._done):
+            yield from self._tell([Piece("content", "")])
+        yield from self._close(status)
+        self._response = self._response | {
+            "status": status,
+            "incomplete_details": None if whole else {"reason": "max_output_tokens"},
+            "output": self._done,
+            "usage": {
+                "input_tokens": usage["prompt_tokens"],
+                "input_tokens_details": usage["prompt_tokens_details"],
+                "output_tokens": usage["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": self._thoughts.count if self._thoughts else 0},
+                "total_tokens": usage["total_tokens"],
+            },
+        }
+        yield self._event(status, response=self._response)
+
+    def _event(self, type: str, **more: Any) -> Json:
+        self._number += 1
+        return {"type": f"response.{type}", "sequence_number": self._number - 1, **more}
+
+    @property
+    def _place(self) -> Json:
+        assert self._item is not None
+        return {"item_id": self._item["id"], "output_index": len(self._done), "content_index": 0}
+
+    def _tell(self, pieces: Sequence[Piece] | Iterator[Piece]) -> Iterator[Json]:
+        for kind, text in pieces:
+            type = "reasoning" if kind == "reasoning" else "message"
+            if self._item is not None and self._item["type"] != type:
+                yield from self._close("completed")
+            if self._item is None:
+                yield from self._open(type)
+            self._text += text
+            if type == "reasoning":
+                yield self._event("reasoning_text.delta", **self._place, delta=text)
+                continue
+            entries, self._untold = self._untold, []
+            self._logprobs += entries
+            if text or entries:
+                yield self._event("output_text.delta", **self._place, delta=text, logprobs=entries)
+
+    def _open(self, type: str) -> Iterator[Json]:
+        short = "rs" if type == "reasoning" else "msg"
+        index = f"_{len(self._done)}" if any(item["type"] == type for item in self._done) else ""
+        self._item = {
+            "id": str(self._response["id"]).replace("resp", short, 1) + index,
+            "type": type,
+            **({"summary": []} if type == "reasoning" else {"role": "assistant"}),
+            "status": "in_progress",
+            "content": [],
+        }
+        self._text, self._logprobs = "", []
+        yield self._event("output_item.added", output_index=len(self._done), item=self._item)
+        yield self._event("content_part.added", **self._place, part=self._part())
+
+    def _close(self, status: str) -> Iterator[Json]:
+        if self._item is None:
+            return
+        if self._item["type"] == "reasoning":
+            yield self._event("reasoning_text.done", **self._place, text=self._text)
+        else:
+            yield self._event("output_text.done", **self._place, text=self._text, logprobs=self._logprobs)
+        yield self._event("content_part.done", **self._place, part=self._part())
+        item = self._item | {"status": status, "content": [self._part()]}
+        yield self._event("output_item.done", output_index=len(self._done), item=item)
+        self._done.append(item)
+        self._item = None
+
+    def _part(self) -> Json:
+        assert self._item is not None
+        if self._item["type"] == "reasoning":
+            return {"type": "reasoning_text", "text": self._text}
+        return {"type": "output_text", "text": self._text, "annotations": [], "logprobs": self._logprobs}

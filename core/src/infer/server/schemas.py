@@ -3,24 +3,60 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import re
-from collections.abc import Callable
-from typing import Annotated, Any, Literal, Self, TypeVar
+import reprlib
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from types import NoneType
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import from_json, to_json
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails, from_json, to_json
 
 from infer.errors import RequestError, capital
 from infer.request import MAX_CHOICES, MAX_LOGPROBS, SamplingParams, StructuredOutputs, TokenId
 
 MAX_TOOLS = 128
+MAX_QUESTIONS = 400
+MAX_OPTIONS = 255
+MAX_LEVELS = 10
+MAX_COMPLAINTS = 64
+"""Of so many, the one that a client is told is chosen."""
+MAX_VALUE = 80
+"""Characters of a wrong value that a client is shown."""
+GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
+"""Older names for what ``structured_outputs`` says."""
 Text = Annotated[str, Field(min_length=1)]
 TokenIds = tuple[TokenId, ...]
 
 
 class Body(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    NAMES: ClassVar[Mapping[str, str]] = {}
+    """What the engine and the template call a field, and what it is called here."""
+
+    @classmethod
+    def form(cls, data: Mapping[str, Any]) -> type[Self]:
+        """The model to check ``data`` by, where a route takes several."""
+        return cls
+
+    def said(self, param: str) -> str:
+        """The field that says what is ``param`` to the engine and to the template."""
+        return self.NAMES.get(re.split(r"[.\[]", param)[0], param)
 
 
 class StreamOptions(Body):
@@ -56,10 +92,8 @@ class ResponseFormat(Body):
         return None
 
 
-class Common(SamplingParams):
+class Common(SamplingParams, Body):
     """What every endpoint that generates takes."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     model: str | None = Field(None, description="The served model's name, or nothing.")
     n: int = Field(1, ge=1, description="Answers per prompt; the i-th is drawn with seed + i.")
@@ -86,21 +120,20 @@ class Common(SamplingParams):
 
     def outputs(self) -> StructuredOutputs | None:
         """What the answer has to look like, in whichever way that was said. Raises ValueError."""
-        guided = {
-            "json": self.guided_json,
-            "regex": self.guided_regex,
-            "choice": self.guided_choice,
-            "grammar": self.guided_grammar,
-        }
+        guided = {kind: getattr(self, name) for name, kind in GUIDED.items()}
         said = [
             self.structured_outputs,
             self.response_format.outputs() if self.response_format else None,
-            *(StructuredOutputs.model_validate({key: value}) for key, value in guided.items() if value is not None),
+            *(StructuredOutputs.model_validate({kind: value}) for kind, value in guided.items() if value is not None),
         ]
         given = [outputs for outputs in said if outputs is not None]
         if len(given) > 1:
             raise ValueError("give one of structured_outputs, response_format and guided_*, not several")
         return given[0] if given else None
+
+    def said(self, param: str) -> str:
+        ways = [name for name in (param, "response_format", *GUIDED) if getattr(self, name, None) is not None]
+        return ways[0] if param == "structured_outputs" and len(ways) == 1 else super().said(param)
 
     def sampling(self, **more: Any) -> SamplingParams:
         """The sampling parameters alone, with what was set explicitly still marked so; ``more`` goes over them."""
@@ -135,9 +168,29 @@ class CompletionRequest(Common):
         return list(prompt)
 
 
+def _within_depth(text: str) -> str:
+    try:
+        from_json(text)
+    except ValueError as error:
+        if "recursion limit" in str(error):
+            raise ValueError("this JSON is nested too deeply") from None
+    return text
+
+
+Arguments = Annotated[str, AfterValidator(_within_depth)]
+"""JSON, or what a model wrote in its place."""
+Kept = Any
+"""What clients keep beside what they were answered, and send back; it says nothing that other fields do not."""
+
+
 class FunctionCall(Body):
     name: Text
-    arguments: str
+    arguments: Arguments
+    parsed_arguments: Kept = None
+
+    def plain(self) -> dict[str, Any]:
+        """As templates expect it: arguments are an object where they are JSON."""
+        return {"name": self.name, "arguments": _arguments(self.arguments)}
 
 
 class ToolCall(Body):
@@ -147,44 +200,82 @@ class ToolCall(Body):
     index: int | None = None
 
 
-class TextPart(Body):
+class _Part(Body):
+    cache_control: Kept = Field(None, description="A hint to caches elsewhere; here equal prefixes are shared anyway.")
+    prompt_cache_breakpoint: Kept = Field(None, description="The same.")
+
+
+class TextPart(_Part):
     type: Literal["text", "input_text", "output_text"]
     text: str
-    annotations: tuple[()] | None = None
-    logprobs: tuple[()] | None = None
+    annotations: Kept = None
+    logprobs: Kept = None
+    parsed: Kept = None
+
+    def shown(self) -> str:
+        return self.text
+
+
+class RefusalPart(_Part):
+    type: Literal["refusal"]
+    refusal: str
+
+    def shown(self) -> str:
+        return self.refusal
+
+
+class JsonPart(_Part):
+    type: Literal["input_json"]
+    data: dict[str, Any] | tuple[dict[str, Any], ...]
+
+    def shown(self) -> str:
+        return json.dumps(self.data, ensure_ascii=False)
+
+
+Part = Annotated[TextPart | RefusalPart | JsonPart, Field(discriminator="type")]
+Content = str | tuple[Part, ...]
+
+
+def shown(content: Content | None) -> str:
+    """The text of a content's parts."""
+    return content if isinstance(content, str) else "".join(part.shown() for part in content or ())
 
 
 class Message(Body):
     role: Text
-    content: str | tuple[TextPart, ...] | None = None
+    content: Content | None = None
     name: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = Field(None, description="As reasoning_content.")
     tool_calls: tuple[ToolCall, ...] | None = None
     tool_call_id: str | None = None
-    refusal: None = None
+    function_call: FunctionCall | None = Field(None, description="A call as the API had it before tools.")
+    refusal: str | None = Field(None, description="The text of a message that has no content.")
+    parsed: Kept = None
+    annotations: Kept = None
+    cache_control: Kept = None
     audio: None = None
-    function_call: None = None
-    annotations: tuple[()] | None = None
 
     def plain(self) -> dict[str, Any]:
         """As templates expect it: content is a text, arguments are objects."""
         found: dict[str, Any] = {"role": self.role, "content": self.text()}
-        for name in ("name", "reasoning_content", "tool_call_id"):
-            if (value := getattr(self, name)) is not None:
+        reasoning = self.reasoning if self.reasoning_content is None else self.reasoning_content
+        for name, value in (
+            ("name", self.name),
+            ("reasoning_content", reasoning),
+            ("tool_call_id", self.tool_call_id),
+        ):
+            if value is not None:
                 found[name] = value
-        if self.tool_calls:
-            found["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
-                }
-                for call in self.tool_calls
-            ]
+        calls = [(call.id, call.function) for call in self.tool_calls or ()]
+        if self.function_call is not None:
+            calls.append((self.function_call.name, self.function_call))
+        if calls:
+            found["tool_calls"] = [{"id": id, "type": "function", "function": call.plain()} for id, call in calls]
         return found
 
     def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
+        return self.refusal or "" if self.content is None else shown(self.content)
 
 
 class Function(Body):
@@ -210,6 +301,8 @@ class NamedTool(Body):
 
 class ChatRequest(Common):
     """The body of POST /v1/chat/completions."""
+
+    NAMES = {"prompt": "messages"}
 
     messages: tuple[Message, ...] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1, description="New tokens at most; null for as many as fit.")
@@ -263,6 +356,11 @@ class ChatRequest(Common):
             return tuple(t for t in self.tools or () if t.function.name == self.tool_choice.function.name)
         return None
 
+    def said(self, param: str) -> str:
+        if param == "structured_outputs" and self.forced_tools is not None:
+            return "tools"
+        return "max_completion_tokens" if param == "max_tokens" and self.max_tokens is None else super().said(param)
+
     def sampling(self, **more: Any) -> SamplingParams:
         tokens = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
         count = (self.top_logprobs or 0) if self.logprobs else None
@@ -290,12 +388,115 @@ class TextOptions(Body):
     verbosity: None = None
 
 
-class InputMessage(Body):
-    type: Literal["message"] = "message"
+class _Item(Body):
     id: str | None = None
     status: str | None = None
+
+
+class InputMessage(_Item):
+    type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | tuple[TextPart, ...]
+    content: Content
+    phase: str | None = Field(None, description="What an answer's part was; the template does not see it.")
+
+
+class ReasoningText(Body):
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+class ReasoningItem(_Item):
+    """What a model thought before the message or the calls that follow."""
+
+    type: Literal["reasoning"]
+    summary: tuple[ReasoningText, ...] = ()
+    content: tuple[ReasoningText, ...] | None = None
+    encrypted_content: None = None
+
+
+class CallItem(_Item):
+    type: Literal["function_call"]
+    call_id: Text
+    name: Text
+    arguments: Arguments
+    parsed_arguments: Kept = None
+    namespace: str | None = None
+
+
+class CustomCallItem(_Item):
+    type: Literal["custom_tool_call"]
+    call_id: Text
+    name: Text
+    input: str
+    namespace: str | None = None
+
+
+class CallOutputItem(_Item):
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: Text
+    output: Content
+
+
+def _typed(value: Any) -> Any:
+    """A value's ``type``, where several models have one."""
+    return value.get("type", "message") if isinstance(value, dict) else getattr(value, "type", None)
+
+
+Item = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[CustomCallItem, Tag("custom_tool_call")]
+    | Annotated[CallOutputItem, Tag("function_call_output")]
+    | Annotated[CallOutputItem, Tag("custom_tool_call_output")],
+    Discriminator(_typed),
+]
+
+
+def _all_called(items: str | tuple[Item, ...]) -> str | tuple[Item, ...]:
+    """What a tool put out belongs to a call before it."""
+    called: set[str] = set()
+    for item in items if not isinstance(items, str) else ():
+        if isinstance(item, (CallItem, CustomCallItem)):
+            called.add(item.call_id)
+        elif isinstance(item, CallOutputItem) and item.call_id not in called:
+            raise ValueError(f"the output for call_id {item.call_id!r} has no call before it")
+    return items
+
+
+Input = Annotated[str | Annotated[tuple[Item, ...], Field(min_length=1)], AfterValidator(_all_called)]
+
+
+def conversation(items: Input) -> tuple[Message, ...]:
+    """The messages that items stand for; reasoning and calls are parts of the assistant's message that they go with."""
+    if isinstance(items, str):
+        return (Message(role="user", content=items),)
+    found: list[dict[str, Any]] = []
+    for item in items:
+        if isinstance(item, CallOutputItem):
+            found.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
+            continue
+        if isinstance(item, InputMessage) and item.role != "assistant":
+            role = "system" if item.role == "developer" else item.role
+            found.append({"role": role, "content": item.content})
+            continue
+        goes_on = bool(found) and found[-1]["role"] == "assistant"
+        if isinstance(item, (InputMessage, ReasoningItem)):  # these come before what else a message holds
+            goes_on = goes_on and not {"content", "tool_calls"} & set(found[-1])
+        if not goes_on:
+            found.append({"role": "assistant"})
+        answer = found[-1]
+        match item:
+            case InputMessage():
+                answer["content"] = item.content
+            case ReasoningItem():
+                text = "".join(part.text for part in item.content or item.summary)
+                answer["reasoning_content"] = answer.get("reasoning_content", "") + text
+            case _:
+                arguments = item.arguments if isinstance(item, CallItem) else item.input
+                call = ToolCall(id=item.call_id, function=FunctionCall(name=item.name, arguments=arguments))
+                answer["tool_calls"] = (*answer.get("tool_calls", ()), call)
+    return tuple(Message(**({} if "tool_calls" in message else {"content": ""}) | message) for message in found)
 
 
 class NoObfuscation(Body):
@@ -305,8 +506,15 @@ class NoObfuscation(Body):
 class ResponsesRequest(Body):
     """The body of POST /v1/responses. Nothing is stored: a conversation goes along as ``input``."""
 
+    NAMES = {
+        "prompt": "input",
+        "messages": "input",
+        "max_tokens": "max_output_tokens",
+        "structured_outputs": "text.format",
+    }
+
     model: str | None = Field(None, description="The served model's name, or nothing.")
-    input: str | tuple[InputMessage, ...]
+    input: Input
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     temperature: float = Field(1.0, ge=0, le=100, allow_inf_nan=False)
@@ -321,22 +529,24 @@ class ResponsesRequest(Body):
     user: str | None = Field(None, max_length=512)
     store: Literal[False] | None = None
     background: Literal[False] | None = None
-    include: tuple[()] | None = None
+    include: tuple[Literal["message.output_text.logprobs"], ...] | None = None
     metadata: dict[str, str] | None = Field(None, max_length=16, description="Comes back with the response.")
     parallel_tool_calls: bool | None = None
     tools: tuple[()] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     truncation: Literal["disabled"] | None = None
     service_tier: Literal["auto", "default"] | None = None
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="For the template, enable_thinking say.")
 
-    def messages(self) -> list[dict[str, Any]]:
-        found = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
-        if isinstance(self.input, str):
-            return [*found, {"role": "user", "content": self.input}]
-        for item in self.input:
-            role = "system" if item.role == "developer" else item.role
-            found.append({"role": role, "content": Message(role=role, content=item.content).text()})
-        return found
+    def conversation(self) -> TokenizeRequest:
+        """What goes through the chat template."""
+        begin = () if self.instructions is None else (Message(role="system", content=self.instructions),)
+        messages = (*begin, *conversation(self.input))
+        return TokenizeRequest(messages=messages, chat_template_kwargs=self.chat_template_kwargs)
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return bool(self.top_logprobs or self.include)
 
     def sampling(self) -> SamplingParams:
         return SamplingParams(
@@ -344,7 +554,7 @@ class ResponsesRequest(Body):
             temperature=self.temperature,
             top_p=self.top_p,
             seed=self.seed,
-            logprobs=self.top_logprobs,
+            logprobs=(self.top_logprobs or 0) if self.wants_logprobs else None,
             structured_outputs=self.text.format.outputs(),
         )
 
@@ -390,98 +600,282 @@ class YesNoQuestion(Body):
 class ChoiceQuestion(Body):
     type: Literal["choice"]
     instructions: Text
-    criteria: dict[Text, str | None] = Field(min_length=2, max_length=26, description="Each option and its meaning.")
+    criteria: dict[Text, str | None] = Field(
+        min_length=2, max_length=MAX_OPTIONS, description="Each option and its meaning."
+    )
 
 
 class ScoreQuestion(Body):
     type: Literal["score"]
     instructions: Text
-    criteria: tuple[Text, ...] = Field(min_length=2, max_length=10, description="The levels, from 0 on.")
+    criteria: tuple[Text, ...] = Field(min_length=2, max_length=MAX_LEVELS, description="The levels, from 0 on.")
 
 
-Question = Annotated[YesNoQuestion | ChoiceQuestion | ScoreQuestion, Field(discriminator="type")]
-
-
-class DecisionsRequest(Body):
-    """The body of POST /v1/decisions and /v1/systemone."""
+class Questions(Body):
+    """What both APIs of decisions have in common."""
 
     model: str | None = Field(None, description="The served model's name, or nothing.")
-    state: str | dict[str, Any] | list[Any] = Field(description="What the questions are about.")
-    questions: dict[Text, Question] = Field(min_length=1, max_length=256)
     priority: int = Field(0, ge=-(2**31), lt=2**31)
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
     user: str | None = Field(None, max_length=512)
 
+    @classmethod
+    def form(cls, data: Mapping[str, Any]) -> type[Any]:
+        if cls is not Questions:
+            return cls
+        return SystemOneRequest if "state" in data else DecisionsRequest
 
-T = TypeVar("T", bound=BaseModel)
+
+class SystemOneRequest(Questions):
+    """The body of POST /v1/systemone: TypeSafe's System One."""
+
+    NAMES = {"prompt": "state", "messages": "state"}
+
+    state: str | dict[str, Any] | list[Any] = Field(description="What the questions are about.")
+    questions: dict[Text, Annotated[YesNoQuestion | ChoiceQuestion | ScoreQuestion, Field(discriminator="type")]] = (
+        Field(min_length=1, max_length=MAX_QUESTIONS)
+    )
+
+
+Asking = str | Annotated[tuple[Annotated[TextPart | JsonPart, Field(discriminator="type")], ...], Field(min_length=1)]
+
+
+class _Named(Body):
+    name: str | None = Field(None, description="Comes back with the answer.")
+    instructions: Asking
+
+
+class Predicate(_Named):
+    type: Literal["predicate"]
+
+
+class Option(Body):
+    value: bool | Text
+    description: str | None = None
+
+
+def _distinct(options: tuple[Option, ...]) -> tuple[Option, ...]:
+    values = [(type(option.value), option.value) for option in options]
+    if twice := next((value for i, (_, value) in enumerate(values) if values[i] in values[:i]), None):
+        raise ValueError(f"it holds {twice!r} twice")
+    return options
+
+
+class Choices(_Named):
+    type: Literal["choice"]
+    choices: Annotated[tuple[Option, ...], AfterValidator(_distinct)] = Field(min_length=2, max_length=MAX_OPTIONS)
+
+
+class Level(Body):
+    label: Text
+    description: str | None = None
+
+
+class Levels(_Named):
+    type: Literal["score"]
+    levels: tuple[Level, ...] = Field(min_length=2, max_length=MAX_LEVELS, description="From 0 on.")
+
+
+class CacheOptions(Body):
+    """Hints, since equal prefixes are shared for as long as there is room."""
+
+    mode: Literal["implicit", "explicit"] | None = None
+    ttl: Literal["30m"] | None = None
+
+
+class DecisionsRequest(Questions):
+    """The body of POST /v1/decisions, as OpenAI has it; one with a ``state`` is taken as /v1/systemone takes it."""
+
+    NAMES = {"prompt": "input", "messages": "input"}
+
+    input: Input = Field(description="What the questions are about.")
+    questions: tuple[Annotated[Predicate | Choices | Levels, Field(discriminator="type")], ...] = Field(
+        min_length=1, max_length=MAX_QUESTIONS
+    )
+    cache_salt: str | None = Field(
+        None,
+        alias="prompt_cache_key",
+        min_length=1,
+        max_length=256,
+        description="Share cached prefixes only with requests of the same key.",
+    )
+    prompt_cache_options: CacheOptions | None = None
+    user: str | None = Field(
+        None, alias="safety_identifier", max_length=512, description="The caller's own mark, for the access log."
+    )
+
+
+T = TypeVar("T", bound=Body)
 
 
 def parse(body: bytes, model: type[T]) -> T:
-    """A null means that a field is not given (of ``max_tokens``, that there is no limit). Raises RequestError that
-    names the first field at fault."""
+    """A null means that a field is not given (of ``max_tokens`` in completions, that there is no limit). Raises
+    RequestError that names the first field at fault."""
     try:
         data = from_json(body)
     except ValueError as error:
         raise RequestError(f"The body is not valid JSON: {error}.") from None
     if not isinstance(data, dict):
         raise RequestError("The body must be a JSON object.")
-    given = {key: value for key, value in data.items() if value is not None or key == "max_tokens"}
-    if len(given) < len(data):
-        body = to_json(given, inf_nan_mode="constants")
-    return checked(lambda: model.model_validate_json(body, strict=True), model)
+    model = model.form(data)
+    if b"null" in body:
+        data = _given(data, (model,))
+        body = to_json(data, inf_nan_mode="constants")
+    return checked(lambda: model.model_validate_json(body, strict=True), model, data)
 
 
 R = TypeVar("R")
+Arms = tuple[Any, ...]
+"""The types of which a value may have any."""
 
 
-def checked(make: Callable[[], R], model: type[BaseModel]) -> R:
-    """What ``make`` makes of a request's values; its complaints as a RequestError."""
+def checked(make: Callable[[], R], model: type[BaseModel], data: object = None) -> R:
+    """What ``make`` makes of a request's values, of ``data`` if they come straight from it; its complaints as a
+    RequestError."""
     try:
         return make()
     except ValidationError as error:
-        raise _explain(error, model) from None
+        raise _explain(error, model, data) from None
     except ValueError as error:
         raise _said(str(error), model) from None
 
 
-PLAIN_TAGS = ("str", "int", "float", "bool", "none", "[key]")
-LONG_TAGS = ("tuple[", "dict[", "list[", "literal[", "function-", "constrained-")
+def _arms(annotation: Any) -> Arms:
+    origin = typing.get_origin(annotation)
+    if origin is Annotated:
+        return _arms(typing.get_args(annotation)[0])
+    if origin in (typing.Union, types.UnionType):
+        return tuple(arm for each in typing.get_args(annotation) for arm in _arms(each))
+    return (annotation,)
 
 
-def _is_tag(part: int | str) -> bool:
-    """Whether a step of a location says which of several forms pydantic tried."""
-    return isinstance(part, str) and (part in PLAIN_TAGS or part.startswith(LONG_TAGS) or part[:1].isupper())
+@functools.cache
+def _fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    return {field.alias or name: field for name, field in model.model_fields.items()}
 
 
-def _explain(error: ValidationError, model: type[BaseModel]) -> RequestError:
-    found = error.errors(include_url=False, include_context=False)
-    first = found[0]
-    if first["loc"] and _is_tag(first["loc"][-1]):
+def _models(arms: Arms) -> list[type[BaseModel]]:
+    return [arm for arm in arms if isinstance(arm, type) and issubclass(arm, BaseModel)]
+
+
+def _types(model: type[BaseModel]) -> Arms:
+    field = _fields(model).get("type")
+    return typing.get_args(field.annotation) if field is not None else ()
+
+
+def _held(arms: Arms, *kinds: Any) -> list[Any]:
+    """What the containers of some kinds among the arms hold; of a dict, its values."""
+    held = [typing.get_args(arm) for arm in arms if typing.get_origin(arm) in kinds]
+    return [types[-1] if dict in kinds else types[0] for types in held if types]
+
+
+def _under(arms: Arms, step: int | str) -> Arms:
+    """The types of what is found one step into a value of these types."""
+    if isinstance(step, int):
+        found = _held(arms, tuple, list)
+    else:
+        found = [_fields(model)[step].annotation for model in _models(arms) if step in _fields(model)]
+        found += _held(arms, dict)
+    return tuple(each for annotation in found for each in _arms(annotation))
+
+
+def _given(value: Any, arms: Arms) -> Any:
+    """A value without the nulls of its fields. What is no model's stays as it is: a schema's nulls say something."""
+    if isinstance(value, list):
+        inner = _under(arms, 0)
+        return [_given(each, inner) for each in value] if inner else value
+    if isinstance(value, dict):
+        models = _models(arms)
+        meant = [model for model in models if _typed(value) in _types(model)] or models
+        fields = {key: field for model in meant for key, field in _fields(model).items()}
+        arms = (*meant, *(arm for arm in arms if arm not in models))
+        return {
+            key: _given(each, _under(arms, key))
+            for key, each in value.items()
+            if each is not None or not meant or _means_null(fields.get(key))
+        }
+    return value
+
+
+def _means_null(field: FieldInfo | None) -> bool:
+    return field is not None and field.default is not None and NoneType in _arms(field.annotation)
+
+
+Path = tuple[int | str, ...]
+
+
+def _paths(loc: Path, value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Where a complaint's location may be in the data, and what is there. Locations hold steps into the data and names
+    of the forms that were tried, and nothing tells one from the other but the data."""
+    if not loc:
+        yield path, value
+        return
+    part, rest = loc[0], loc[1:]
+    if isinstance(part, int):
+        if isinstance(value, list) and part < len(value):
+            yield from _paths(rest, value[part], (*path, part))
+    else:
+        if isinstance(value, dict) and part in value:
+            yield from _paths(rest, value[part], (*path, part))
+        yield from _paths(rest, value, path)
+
+
+def _path(complaint: ErrorDetails, data: object) -> Path:
+    """Which field a complaint is about."""
+    loc, missing = complaint["loc"], complaint["type"] == "missing"
+    if data is None:
+        return loc[:1]
+    found = list(_paths(loc[:-1] if missing else loc, data)) or [((), None)]
+    path = next((path for path, value in found if value == complaint["input"]), found[0][0])
+    if complaint["type"].startswith("union_tag") and isinstance(complaint["input"], dict):
+        return (*path, "type")
+    return (*path, loc[-1]) if missing else path
+
+
+def _shown(path: Path) -> str:
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).removeprefix(".")
+
+
+_brief = reprlib.Repr()
+_brief.maxstring = _brief.maxother = _brief.maxlong = MAX_VALUE
+
+
+def _explain(error: ValidationError, model: type[BaseModel], data: object) -> RequestError:
+    found = error.errors(include_url=False)
+    first, path = found[0], _path(found[0], data)
+    if len(path) < len(first["loc"]):
         # Of the forms that were tried, the one that came furthest is what was meant.
-        stem = first["loc"][:-1]
-        first = max((e for e in found if e["loc"][: len(stem)] == stem), key=lambda e: len(e["loc"]))
-    path = ""
-    for part in first["loc"]:
-        if isinstance(part, int):
-            path += f"[{part}]"
-        elif not _is_tag(part):
-            path += f".{part}" if path else part
-    field = path or None
-    value = repr(first["input"])
-    value = value if len(value) <= 80 else value[:77] + "..."
+        tried = [(each, _path(each, data)) for each in found[:MAX_COMPLAINTS]]
+        same = [(each, its) for each, its in tried if its[: len(path)] == path]
+        first, path = max(same, key=lambda one: (len(one[1]), not one[0]["type"].endswith("_type")))
+    field = _shown(path) or None
+    value = _brief.repr(first["input"])
+    value = value if len(value) <= MAX_VALUE else value[: MAX_VALUE - 3] + "..."
     what = first["msg"].removeprefix("Value error, ")
     match first["type"]:
-        case "missing":
-            return RequestError(f"The field {field!r} is missing.", param=field)
+        case "missing" | "union_tag_not_found":
+            if isinstance(first["input"], dict):
+                return RequestError(f"The field {field!r} is missing.", param=field)
+            what = "Input should be an object"
         case "extra_forbidden":
-            close = difflib.get_close_matches(field or "", model.model_fields, n=1)
+            arms: Arms = (model,)
+            for step in path[:-1]:
+                arms = _under(arms, step)
+            known = [name for each in _models(arms) for name in _fields(each)]
+            close = difflib.get_close_matches(str(path[-1]).lower()[:100], known, n=1) if path else []
             hint = f" Did you mean {close[0]!r}?" if close else ""
             return RequestError(f"The field {field!r} is not known.{hint}", param=field)
         case "literal_error":
             return RequestError(
                 f"{field} = {value} is not supported; {what.removeprefix('Input should be ')} is.", param=field
             )
-    if field is not None and (field == "prompt" or field.startswith("prompt[")):
+        case "union_tag_invalid":
+            context = first["ctx"]
+            return RequestError(
+                f"{field} = {_brief.repr(context['tag'])} is not supported; one of {context['expected_tags']} is.",
+                param=field,
+            )
+    if path[:1] == ("prompt",):
         return RequestError("prompt must be a text or a list of token ids, or a list of these.", param="prompt")
     return _said(what, model) if field is None else RequestError(f"{field} = {value}: {what}.", param=field)
 
@@ -496,6 +890,6 @@ def _said(what: str, model: type[BaseModel]) -> RequestError:
 
 def _arguments(text: str) -> Any:
     try:
-        return json.loads(text)
+        return from_json(text) if text.strip() else {}
     except ValueError:
         return text

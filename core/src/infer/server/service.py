@@ -9,19 +9,18 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 from aiohttp import web
-from pydantic import BaseModel
 
 from infer.assemble import Served
 from infer.engine.loop import AsyncDoor
 from infer.errors import EngineDeadError, InferError, RequestError
 from infer.llm import Completion
 from infer.request import Event, Request, SamplingParams, TokenLogprobs
-from infer.server.errors import REQUEST_ID, NotFoundError, error_body
+from infer.server.errors import ASKED, REQUEST_ID, NotFoundError, error_body
 from infer.server.rendering import Renderer
-from infer.server.schemas import parse
+from infer.server.schemas import Body, parse
 from infer.server.tokens import Tokens
 from infer.settings import ServerSettings
 
@@ -30,7 +29,7 @@ ENCODE = json.JSONEncoder(ensure_ascii=False).encode
 """Made once: json.dumps would make an encoder for every token."""
 INLINE_CHARS = 4096
 """Longer prompts are tokenised in a thread, so that other streams go on meanwhile."""
-T = TypeVar("T", bound=BaseModel)
+T = TypeVar("T", bound=Body)
 Json = dict[str, Any]
 Events = AsyncGenerator[tuple[int, Event]]
 """Each with the index of its request."""
@@ -103,6 +102,7 @@ class Service:
         except TimeoutError:
             raise web.HTTPRequestTimeout(text="The request's body did not arrive in time.") from None
         asked = parse(body, model)
+        http[ASKED] = cast(Body, asked)
         name: str | None = getattr(asked, "model", None)
         if name is not None and name != self.served.name:
             raise NotFoundError(

@@ -1,0 +1,151 @@
+"""POST /v1/responses where the model reasons."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.serving import Body, Running, running, thinker
+
+from infer.server.responses import _Thoughts
+
+ASKED: Body = {
+    "input": "a loop",
+    "max_output_tokens": 24,
+    "temperature": 0,
+    "chat_template_kwargs": {"enable_thinking": True},
+}
+SCHEMA = {"type": "json_schema", "name": "x", "schema": {"enum": ["yes", "no"]}}
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[Running]:
+    async with running(model=thinker(tmp_path), engine={"max_seq_len": 256}) as made:
+        yield made
+
+
+async def ask(server: Running, **more: Any) -> Any:
+    status, answer, _ = await server.post(ASKED | more, "/v1/responses")
+    assert status == 200, answer
+    return answer
+
+
+async def stream(server: Running, **more: Any) -> list[Any]:
+    async with server.session.post(server.url + "/v1/responses", json=ASKED | more | {"stream": True}) as response:
+        assert response.status == 200
+        text = (await response.read()).decode()
+    return [json.loads(block.partition("data: ")[2]) for block in text.split("\n\n") if block]
+
+
+async def test_reasoning_is_an_item_of_its_own_and_its_tokens_are_counted(server: Running) -> None:
+    answer = await ask(server)
+    reasoning, message = answer["output"]
+    assert (reasoning["type"], reasoning["status"], message["type"]) == ("reasoning", "completed", "message")
+    (thought,), (said,) = reasoning["content"], message["content"]
+    assert thought["type"] == "reasoning_text"
+    assert thought["text"]
+    assert "think>" not in thought["text"] + said["text"][:8]
+    _, prompt, _ = await server.post(
+        {"messages": [{"role": "user", "content": "a loop"}], "chat_template_kwargs": {"enable_thinking": True}},
+        "/tokenize",
+    )
+    plain = {"prompt": prompt["tokens"], "max_tokens": 24, "temperature": 0, "logprobs": 0}
+    _, raw, _ = await server.post(plain)
+    tokens = raw["choices"][0]["logprobs"]["tokens"]
+    count = tokens.index("</think>") + 1
+    assert thought["text"] == "".join(tokens[: count - 1]).strip()
+    assert answer["usage"]["output_tokens_details"] == {"reasoning_tokens": count}
+    assert said["text"] == "".join(tokens[count:]).lstrip()
+
+
+async def test_a_schema_waits_for_the_end_of_reasoning(server: Running) -> None:
+    free, answer = await ask(server), await ask(server, text={"format": SCHEMA})
+    assert answer["output"][0]["content"] == free["output"][0]["content"], "what is thought is as without a schema"
+    assert json.loads(answer["output"][1]["content"][0]["text"]) in ("yes", "no")
+    assert answer["status"] == "completed"
+
+
+@pytest.mark.parametrize("more", [{}, {"text": {"format": SCHEMA}}, {"max_output_tokens": 3}])
+async def test_what_is_streamed_is_what_comes_whole(server: Running, more: Body) -> None:
+    more = {"include": ["message.output_text.logprobs"], "top_logprobs": 2} | more
+    whole, events = await ask(server, **more), await stream(server, **more)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    ended = events[-1]["response"]
+    strip = ("id", "created_at", "output")
+    assert {k: v for k, v in ended.items() if k not in strip} == {k: v for k, v in whole.items() if k not in strip}
+    contents = [(item["type"], item["status"], item["content"]) for item in whole["output"]]
+    assert [(item["type"], item["status"], item["content"]) for item in ended["output"]] == contents
+    items: list[Any] = []
+    for event in events:  # as a client puts them together
+        match event["type"].removeprefix("response."):
+            case "output_item.added":
+                assert event["output_index"] == len(items)
+                items.append(event["item"])
+            case "content_part.added":
+                items[event["output_index"]]["content"].append(event["part"])
+            case "reasoning_text.delta" | "output_text.delta":
+                item = items[event["output_index"]]
+                assert item["id"] == event["item_id"]
+                part = item["content"][event["content_index"]]
+                part["text"] += event["delta"]
+                if item["type"] == "message":
+                    part["logprobs"] += event["logprobs"]
+            case "output_item.done":
+                items[event["output_index"]]["status"] = event["item"]["status"]
+    assert items == ended["output"]
+    assert len({item["id"] for item in items}) == len(items)
+    if more.get("max_output_tokens") == 3:
+        assert [item["type"] for item in items] == ["reasoning"]
+        assert items[0]["status"] == "incomplete"
+        assert ended["usage"]["output_tokens_details"]["reasoning_tokens"] == 3
+
+
+async def test_log_probabilities_are_those_of_the_text(server: Running) -> None:
+    answer = await ask(server, include=["message.output_text.logprobs"])
+    (part,) = answer["output"][1]["content"]
+    assert part["text"] == "".join(entry["token"] for entry in part["logprobs"]).lstrip()
+    details = answer["usage"]["output_tokens_details"]
+    assert len(part["logprobs"]) == answer["usage"]["output_tokens"] - details["reasoning_tokens"]
+    assert all(entry["top_logprobs"] == [] for entry in part["logprobs"])
+    answer = await ask(server, include=["message.output_text.logprobs"], top_logprobs=3)
+    assert {len(entry["top_logprobs"]) for entry in answer["output"][1]["content"][0]["logprobs"]} == {3}
+    assert (await ask(server))["output"][1]["content"][0]["logprobs"] == []
+
+
+async def test_what_was_thought_can_be_sent_back(server: Running) -> None:
+    first = await ask(server)
+    after = [{"role": "user", "content": "a loop"}, *first["output"], {"role": "user", "content": "another"}]
+    second = await ask(server, input=after)
+    text = first["output"][1]["content"][0]["text"]
+    said = [after[0], {"role": "assistant", "content": text}, after[-1]]
+    _, prompt, _ = await server.post({"messages": said, "chat_template_kwargs": {"enable_thinking": True}}, "/tokenize")
+    assert second["usage"]["input_tokens"] == prompt["count"]
+
+
+class Pieces:
+    """Tokens by their texts."""
+
+    def __init__(self, *texts: str) -> None:
+        self._texts = texts
+
+    def bytes(self, token_id: int) -> list[int]:
+        return list(self._texts[token_id].encode())
+
+
+@pytest.mark.parametrize(
+    ("within", "texts", "thought"),
+    [
+        (True, ["a", "</think>", "b"], [1, 1, 0]),
+        (True, ["a</thi", "nk", "> b", "c"], [1, 1, 1, 0]),
+        (False, ["\n", "<think>", "a", "</think>", "b"], [0, 1, 1, 1, 0]),
+        (False, ["a", "b</think>"], [0, 0]),
+        (True, ["é", "</", "x", "</think", ">", "</think>"], [1, 1, 1, 1, 1, 0]),
+    ],
+)
+def test_tokens_of_reasoning_however_they_cut_its_tags(within: bool, texts: list[str], thought: list[int]) -> None:
+    thoughts = _Thoughts(Pieces(*texts), within)  # type: ignore[arg-type]
+    assert [thoughts.push(i) for i in range(len(texts))] == list(map(bool, thought))
+    assert thoughts.count == sum(thought)

@@ -1,0 +1,410 @@
+"""What bodies are taken, and what is said of those that are not."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infer.errors import RequestError
+from infer.server.schemas import (
+    Body,
+    ChatRequest,
+    CompletionRequest,
+    DecisionsRequest,
+    DetokenizeRequest,
+    Questions,
+    ResponsesRequest,
+    SystemOneRequest,
+    TokenizeRequest,
+    conversation,
+    parse,
+)
+
+USER = {"role": "user", "content": "x"}
+SCHEMA = {"type": "object", "properties": {"a": {"enum": [None, 1], "default": None}}}
+CALL = {
+    "id": "c",
+    "type": "function",
+    "index": 0,
+    "function": {"name": "f", "arguments": '{"a": 1}', "parsed_arguments": {"a": 1}},
+}
+ANSWERED = {
+    "role": "assistant",
+    "content": [
+        {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}},
+        {"type": "refusal", "refusal": "b"},
+    ],
+    "tool_calls": [CALL],
+    "reasoning_content": "r",
+    "annotations": [{"type": "url_citation"}],
+    "refusal": None,
+    "parsed": {"a": 1},
+}
+SAMPLING = {
+    "model": "demo",
+    "n": 1,
+    "stream": True,
+    "stream_options": {"include_usage": True, "continuous_usage_stats": False, "include_obfuscation": False},
+    "temperature": 0.5,
+    "top_k": 3,
+    "seed": 4,
+    "stop": ["a", "b"],
+    "stop_token_ids": [1],
+    "logit_bias": {"3": 1.5},
+    "user": "u",
+}
+ASKED: list[tuple[type[Body], dict[str, Any]]] = [
+    (
+        ChatRequest,
+        SAMPLING
+        | {
+            "messages": [USER, ANSWERED, {"role": "tool", "tool_call_id": "c", "content": "y", "name": "f"}],
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": SCHEMA, "strict": True}}],
+            "tool_choice": {"type": "function", "function": {"name": "f"}},
+            "logprobs": True,
+            "top_logprobs": 2,
+            "chat_template_kwargs": {"a": None},
+        },
+    ),
+    (
+        ChatRequest,
+        {
+            "messages": [USER],
+            "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}},
+        },
+    ),
+    (CompletionRequest, SAMPLING | {"prompt": [[1, 2], "b"], "structured_outputs": {"json": SCHEMA}}),
+    (CompletionRequest, {"prompt": [1, 2], "guided_choice": ["a"], "max_tokens": 3}),
+    (
+        ResponsesRequest,
+        {
+            "input": [
+                {"role": "developer", "content": "be brief"},
+                USER | {"type": "message", "id": "m", "status": "completed"},
+                {
+                    "type": "reasoning",
+                    "id": "r",
+                    "status": "completed",
+                    "summary": [{"type": "summary_text", "text": "s"}],
+                    "content": [{"type": "reasoning_text", "text": "t"}],
+                },
+                {
+                    "type": "message",
+                    "role": "assistant",
+                    "content": [
+                        {"type": "output_text", "text": "a", "logprobs": [{}], "annotations": [], "parsed": {}}
+                    ],
+                },
+                {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "id": "fc"},
+                {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "o"}]},
+                {"type": "custom_tool_call", "call_id": "d", "name": "g", "input": "free text"},
+                {"type": "custom_tool_call_output", "call_id": "d", "output": "p"},
+            ],
+            "text": {"format": {"type": "json_schema", "name": "s", "schema": SCHEMA}},
+            "include": ["message.output_text.logprobs"],
+            "metadata": {"a": "b"},
+            "stream_options": {"include_obfuscation": False},
+        },
+    ),
+    (
+        SystemOneRequest,
+        {
+            "state": {"a": [None]},
+            "questions": {
+                "u": {"type": "noul", "instructions": "?", "criteria": {"true": "y", "false": "n"}},
+                "t": {"type": "choice", "instructions": "?", "criteria": {"a": "b", "c": None}},
+                "s": {"type": "score", "instructions": "?", "criteria": ["a", "b"]},
+            },
+        },
+    ),
+    (
+        DecisionsRequest,
+        {
+            "input": [USER, {"role": "user", "content": [{"type": "input_json", "data": {"a": None}}]}],
+            "questions": [
+                {"type": "predicate", "name": "p", "instructions": [{"type": "input_text", "text": "true?"}]},
+                {
+                    "type": "choice",
+                    "instructions": "?",
+                    "choices": [{"value": True}, {"value": "true", "description": "d"}],
+                },
+                {"type": "score", "instructions": "?", "levels": [{"label": "a", "description": "b"}, {"label": "c"}]},
+            ],
+            "prompt_cache_key": "k",
+            "prompt_cache_options": {"mode": "implicit", "ttl": "30m"},
+            "safety_identifier": "u",
+        },
+    ),
+    (TokenizeRequest, {"messages": [USER], "add_special_tokens": True}),
+    (DetokenizeRequest, {"tokens": [1, 2]}),
+]
+FREE = {
+    "schema",
+    "parameters",
+    "chat_template_kwargs",
+    "json",
+    "parsed",
+    "parsed_arguments",
+    "state",
+    "data",
+    "logprobs",
+}
+FREE |= {"annotations", "cache_control"}
+"""What below holds is the client's own."""
+MAPS = FREE | {"metadata", "logit_bias", "criteria", "questions"}
+"""And these have keys, not fields."""
+
+
+def places(value: Any, path: tuple[int | str, ...] = ()) -> list[tuple[int | str, ...]]:
+    """Of every value in a body that a schema says something about."""
+    found = [path] if path else []
+    if isinstance(value, dict) and (not path or path[-1] not in FREE):
+        found += [place for key, each in value.items() for place in places(each, (*path, key))]
+    if isinstance(value, list):
+        found += [place for i, each in enumerate(value) for place in places(each, (*path, i))]
+    return found
+
+
+PLACES = [(i, path) for i, (_, body) in enumerate(ASKED) for path in places(body)]
+
+
+def at(body: Any, path: Sequence[int | str]) -> Any:
+    for step in path:
+        body = body[str(step) if isinstance(body, dict) else step]
+    return body
+
+
+def put(body: Any, path: tuple[int | str, ...], value: Any) -> Any:
+    if not path:
+        return value
+    if isinstance(body, list):
+        return [put(each, path[1:], value) if i == path[0] else each for i, each in enumerate(body)]
+    return body | {path[0]: put(body.get(path[0]), path[1:], value)}
+
+
+def shown(path: Sequence[int | str]) -> str:
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).removeprefix(".")
+
+
+def refusal(model: type[Body], body: Any) -> RequestError | None:
+    try:
+        parse(json.dumps(body).encode(), model)
+    except RequestError as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize(("model", "body"), ASKED)
+def test_all_of_it_is_taken(model: type[Body], body: dict[str, Any]) -> None:
+    assert refusal(model, body) is None
+
+
+WRONG: Any = st.one_of(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4),
+    st.sampled_from([2**70, "str", {"str": 1}, {"NamedTool": {}}, {"type": "message"}, {"type": 3}, [[]], [None]]),
+    st.recursive(
+        st.none() | st.booleans() | st.text(max_size=2),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+        max_leaves=6,
+    ),
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(place=st.sampled_from(PLACES), value=WRONG, sibling=st.booleans())
+def test_a_refusal_names_a_field_on_the_way_to_what_is_wrong(
+    place: tuple[int, tuple[int | str, ...]], value: Any, sibling: bool
+) -> None:
+    """One value at a time is another, or gets an unknown neighbour. Where that is refused, the field named is there, or
+    missing from where it is said to be, and it is what was changed, something in it, beside it or around it."""
+    index, path = place
+    model, body = ASKED[index]
+    holder = at(body, path[:-1])
+    if sibling:
+        if isinstance(holder, list) or (path[-2:-1] and path[-2] in MAPS):
+            return
+        path = (*path[:-1], "Unknown")
+    sent = put(body, path, value)
+    error = refusal(model, sent)
+    if error is None:
+        return
+    assert error.param, str(error)
+    assert len(str(error)) < 600
+    if sibling and "is not known" in str(error):
+        assert error.param == shown(path)
+    named: list[int | str] = [int(step) if step.isdigit() else step for step in re.findall(r"[^.\[\]]+", error.param)]
+    around = list(path[:-1])
+    if "missing" in str(error):
+        assert at(sent, named[:-1]).get(named[-1]) is None
+    elif len(named) > 1:
+        at(sent, named)
+    else:
+        assert named[0] in {**sent, **model.model_fields}
+    assert len(named) == 1 or shown(named[: len(around)]) == shown(around[: len(named)])
+
+
+@pytest.mark.parametrize(
+    ("model", "body", "param", "message"),
+    [
+        (ChatRequest, {"messages": [USER], "Temperature": 0}, "Temperature", "Did you mean 'temperature'?"),
+        (
+            ChatRequest,
+            {"messages": [USER], "tools": [{"type": "function", "function": {"name": "f", "Strict": True}}]},
+            "tools[0].function.Strict",
+            "Did you mean 'strict'?",
+        ),
+        (
+            ChatRequest,
+            {"messages": [USER | {"content": [{"type": "image_url"}]}]},
+            "messages[0].content[0].type",
+            "'text'",
+        ),
+        (ChatRequest, {"messages": [USER | {"content": [{"text": "x"}]}]}, "messages[0].content[0].type", "missing"),
+        (ChatRequest, {"messages": [USER | {"content": [5]}]}, "messages[0].content[0]", "object"),
+        (ChatRequest, {"messages": [USER | {"content": {"str": 5}}]}, "messages[0].content", "valid string"),
+        (ChatRequest, {"messages": [USER | {"role": None}]}, "messages[0].role", "missing"),
+        (ChatRequest, {"messages": [USER], "logit_bias": {"x": 1}}, "logit_bias.x", "integer"),
+        (ResponsesRequest, {"input": [{"role": "usr", "content": ""}]}, "input[0].role", "'developer'"),
+        (ResponsesRequest, {"input": [{"type": "image_generation_call"}]}, "input[0].type", "'reasoning'"),
+        (
+            ResponsesRequest,
+            {"input": [{"type": "function_call_output", "call_id": "c", "output": ""}]},
+            "input",
+            "call_id 'c' has no call",
+        ),
+        (
+            Questions,
+            {"state": "", "questions": {"a": {"type": "choice", "instructions": 5}}},
+            "questions.a.instructions",
+            "string",
+        ),
+        (
+            Questions,
+            {"state": "", "questions": {"choice": {"type": "choice", "choice": 1, "criteria": {"a": "", "b": ""}}}},
+            "questions.choice.instructions",
+            "missing",
+        ),
+        (Questions, {"input": "", "questions": [{"type": "noul"}]}, "questions[0].type", "'predicate'"),
+        (
+            Questions,
+            {"input": "", "questions": [{"type": "choice", "instructions": "", "choices": [{"value": "a"}] * 2}]},
+            "questions[0].choices",
+            "'a' twice",
+        ),
+    ],
+)
+def test_a_refusal_names_the_field(model: type[Body], body: dict[str, Any], param: str, message: str) -> None:
+    error = refusal(model, body)
+    assert error is not None
+    assert error.param == param, str(error)
+    assert message in str(error)
+
+
+@pytest.mark.parametrize("index", range(len(ASKED)))
+def test_a_null_counts_as_not_given_wherever_a_field_may_be_left_out(index: int) -> None:
+    """Of each optional field at each depth: the request is the one without it."""
+    model, body = ASKED[index]
+
+    def without(value: Any, path: tuple[int | str, ...]) -> Any:
+        if len(path) == 1:
+            return {key: each for key, each in value.items() if key != path[0]}
+        return put(value, path[:1], without(value[path[0]], path[1:]))
+
+    tried = 0
+    for path in places(body):
+        if isinstance(path[-1], int) or (path[-2:-1] and path[-2] in MAPS) or any(step in FREE for step in path[:-1]):
+            continue
+        try:
+            expected = parse(json.dumps(without(body, path)).encode(), model)
+        except RequestError:
+            continue
+        if path == ("max_tokens",):  # which means another thing
+            continue
+        found = parse(json.dumps(put(body, path, None)).encode(), model)
+        assert found == expected, path
+        assert found.model_fields_set == expected.model_fields_set, path
+        tried += 1
+    assert tried or model is DetokenizeRequest, "or nothing was tried"
+
+
+def test_nulls_say_something_in_schemas_and_of_max_tokens() -> None:
+    chat = parse(json.dumps(ASKED[0][1]).encode(), ChatRequest)
+    assert chat.tools is not None
+    assert chat.tools[0].function.parameters == SCHEMA
+    assert chat.chat_template_kwargs == {"a": None}
+    assert parse(b'{"prompt": "x"}', CompletionRequest).max_tokens == 16
+    assert parse(b'{"prompt": "x", "max_tokens": null, "temperature": null}', CompletionRequest).max_tokens is None
+    one = parse(json.dumps(ASKED[5][1]).encode(), Questions)
+    assert isinstance(one, SystemOneRequest)
+    assert one.state == {"a": [None]}
+    assert one.questions["t"].criteria == {"a": "b", "c": None}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {
+            "messages": [
+                {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "DEEP"}}]}
+            ]
+        },
+        {"messages": [{"role": "assistant", "function_call": {"name": "f", "arguments": "DEEP"}}]},
+        {"messages": [USER], "chat_template_kwargs": {"a": "BARE"}},
+        {"messages": [USER], "tools": [{"type": "function", "function": {"name": "f", "parameters": {"a": "BARE"}}}]},
+    ],
+)
+def test_brackets_without_end_are_refused(body: dict[str, Any]) -> None:
+    deep = "[" * 100_000 + "]" * 100_000
+    sent = json.dumps(body).replace("DEEP", deep).replace('"BARE"', deep)
+    with pytest.raises(RequestError, match=r"nested too deeply|recursion limit") as caught:
+        parse(sent.encode(), ChatRequest)
+    assert len(str(caught.value)) < 500
+    if "DEEP" in json.dumps(body):
+        assert str(caught.value.param).endswith("function.arguments") or "function_call.arguments" in str(
+            caught.value.param
+        )
+
+
+def test_arguments_that_are_no_json_stay_as_they_are() -> None:
+    def arguments(text: str) -> Any:
+        call = {"id": "c", "function": {"name": "f", "arguments": text}}
+        asked = parse(json.dumps({"messages": [{"role": "assistant", "tool_calls": [call]}]}).encode(), ChatRequest)
+        return asked.messages[0].plain()["tool_calls"][0]["function"]["arguments"]
+
+    assert arguments('{"a": [1, null, "é"]}') == {"a": [1, None, "é"]}
+    assert arguments('{"a": ') == '{"a": '
+    assert arguments("") == {}
+
+
+def test_items_are_messages() -> None:
+    asked = parse(json.dumps(ASKED[4][1]).encode(), ResponsesRequest)
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}}
+    custom = {"id": "d", "type": "function", "function": {"name": "g", "arguments": "free text"}}
+    assert [message.plain() for message in conversation(asked.input)] == [
+        {"role": "system", "content": "be brief"},
+        USER,
+        {"role": "assistant", "content": "a", "reasoning_content": "t", "tool_calls": [call]},
+        {"role": "tool", "content": "o", "tool_call_id": "c"},
+        {"role": "assistant", "content": "", "tool_calls": [custom]},
+        {"role": "tool", "content": "p", "tool_call_id": "d"},
+    ]
+
+
+def test_what_a_message_says_is_heard_wherever_it_says_it() -> None:
+    def plain(**message: Any) -> dict[str, Any]:
+        body = {"messages": [{"role": "assistant"} | message]}
+        return parse(json.dumps(body).encode(), ChatRequest).messages[0].plain()
+
+    assert plain(content=None, refusal="No.")["content"] == "No."
+    assert plain(**ANSWERED)["content"] == "ab"
+    assert plain(content="x", reasoning="r")["reasoning_content"] == "r"
+    assert plain(function_call={"name": "f", "arguments": "{}"})["tool_calls"][0]["function"] == {
+        "name": "f",
+        "arguments": {},
+    }
