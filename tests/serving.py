@@ -142,7 +142,8 @@ def chatty(folder: Path, **model: Any) -> Body:
 
 def thinker(folder: Path) -> Body:
     """The section ``model`` of one whose demo ends its reasoning: a token for ``</think>`` is as likely as a closing
-    parenthesis, and a bit more. ``{"enable_thinking": true}`` makes the template open it."""
+    parenthesis, and a bit more. ``{"enable_thinking": true}`` makes the template open it, which shows what messages say
+    of theirs, too."""
     source = Path(infer_demo.__file__).parent / "checkpoint"
     for name in ("config.json", "tokenizer_config.json"):
         shutil.copy(source / name, folder)
@@ -158,4 +159,10 @@ def thinker(folder: Path) -> Body:
     rows = weights["model.embed_tokens.weight"]
     rows[end] = rows[vocabulary[")"]] * 1.02
     save_file(weights, folder / "model.safetensors")
-    return chatty(folder, path=str(folder))
+    made = chatty(folder, path=str(folder))
+    line = "{{- '# ' ~ message.role ~ ': ' ~ text }}"
+    thought = "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"
+    assert line in TEMPLATE
+    shown = "{{- '# ' ~ message.role ~ ': ' }}" + thought + "{{ text }}"
+    (folder / "template.jinja").write_text(TEMPLATE.replace(line, shown))
+    return made

@@ -1,10 +1,12 @@
-// The official OpenAI client for Node against a running server: node openai_checks.mjs URL MODULE
+// The official OpenAI client for Node against running servers: node openai_checks.mjs URL MODULE THINKER, the last being
+// one whose model reasons.
 import assert from "node:assert/strict";
 import { pathToFileURL } from "node:url";
 
-const [url, module] = process.argv.slice(2);
+const [url, module, thinker] = process.argv.slice(2);
 const { default: OpenAI } = await import(pathToFileURL(module).href);
 const client = new OpenAI({ baseURL: `${url}/v1`, apiKey: "sesame", maxRetries: 0 });
+const reasoner = new OpenAI({ baseURL: `${thinker}/v1`, apiKey: "sesame", maxRetries: 0 });
 const messages = [{ role: "user", content: "a loop" }];
 const call = '<tool_call>{"name": "get_weather", "arguments": {"city": "Rome"}}</tool_call>';
 const tools = [
@@ -81,6 +83,56 @@ const checks = {
     await assert.rejects(unknown, (error) => error instanceof OpenAI.NotFoundError && Boolean(error.requestID));
     const stranger = new OpenAI({ baseURL: `${url}/v1`, apiKey: "wrong", maxRetries: 0 });
     await assert.rejects(stranger.models.list(), OpenAI.AuthenticationError);
+  },
+  // Whatever comes can be sent again, and the model reads all of it.
+  async chatThereAndBack() {
+    const asked = { model: "demo", messages, max_tokens: 60, temperature: 0, chat_template_kwargs: { enable_thinking: true } };
+    const format = { type: "json_schema", json_schema: { name: "opinion", schema: { enum: ["good", "bad"] } } };
+    const forced = { model: "demo", messages, tools, tool_choice: "required", parallel_tool_calls: false, max_tokens: 120, seed: 1 };
+    const made = [
+      (await reasoner.chat.completions.create(asked)).choices[0].message,
+      (await reasoner.chat.completions.parse({ ...asked, response_format: format })).choices[0].message,
+      await reasoner.chat.completions.stream(asked).finalMessage(),
+      await reasoner.chat.completions.stream({ ...asked, response_format: format }).finalMessage(),
+      (await reasoner.chat.completions.create(forced)).choices[0].message,
+      (await reasoner.chat.completions.parse({ ...forced, tools: [{ ...tools[0], function: { ...tools[0].function, strict: true } }] }))
+        .choices[0].message,
+      await reasoner.chat.completions.stream(forced).finalMessage(),
+    ];
+    for (const message of made) {
+      const called = (message.tool_calls ?? []).map((one) => ({ role: "tool", tool_call_id: one.id, content: "Sunny." }));
+      const history = [messages[0], message, ...called, messages[0]];
+      const answer = await reasoner.chat.completions.create({ model: "demo", messages: history, max_tokens: 1, prompt_logprobs: 0 });
+      const prompt = answer.choices[0].prompt_logprobs.slice(1).map((entry) => Object.values(entry)[0].decoded_token).join("");
+      const expected = [message.content, message.reasoning_content && `<think>${message.reasoning_content}</think>`];
+      for (const one of message.tool_calls ?? []) expected.push(one.function.name, ...Object.values(JSON.parse(one.function.arguments)));
+      assert.ok(expected.filter(Boolean).length >= 2);
+      for (const text of expected.filter(Boolean)) assert.ok(prompt.includes(text), `${text} is not in ${prompt}`);
+    }
+  },
+  async responsesThereAndBack() {
+    const asked = { model: "demo", input: "a loop", max_output_tokens: 60, temperature: 0, chat_template_kwargs: { enable_thinking: true } };
+    asked.include = ["message.output_text.logprobs"];
+    const text = { format: { type: "json_schema", name: "opinion", schema: { enum: ["good", "bad"] } } };
+    const made = [
+      await reasoner.responses.create(asked),
+      await reasoner.responses.create({ ...asked, max_output_tokens: 3 }),
+      await reasoner.responses.parse({ ...asked, text }),
+      await reasoner.responses.stream({ ...asked, text }).finalResponse(),
+    ];
+    for (const response of made) {
+      const [thought, said] = response.output;
+      assert.equal(thought.type, "reasoning");
+      const message = { role: "assistant", content: said?.content[0].text ?? "", reasoning_content: thought.content[0].text };
+      const plain = await fetch(`${thinker}/tokenize`, {
+        method: "POST",
+        headers: { "Content-Type": "application/json", Authorization: "Bearer sesame" },
+        body: JSON.stringify({ messages: [messages[0], message, messages[0]] }),
+      });
+      const input = [messages[0], ...response.output, messages[0]];
+      const again = await reasoner.responses.create({ model: "demo", input, max_output_tokens: 1 });
+      assert.equal(again.usage.input_tokens, (await plain.json()).count);
+    }
   },
 };
 

@@ -1,15 +1,18 @@
 # ruff: noqa: PT017, PT018
-"""The official OpenAI client against a running server: ``python openai_checks.py URL``. Works with openai 2 and 3."""
+"""The official OpenAI client against running servers: ``python openai_checks.py URL THINKER``. The second one's model
+reasons. Works with openai 2 and 3."""
 
 from __future__ import annotations
 
 import json
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import openai
+from pydantic import BaseModel, ConfigDict
 
-URL = sys.argv[1] if len(sys.argv) > 1 else ""
+URL, THINKER = sys.argv[1:] if len(sys.argv) > 2 else ("", "")
 WEATHER: Any = {
     "type": "function",
     "function": {
@@ -177,10 +180,158 @@ def errors(client: Any) -> None:
         raise AssertionError("a wrong key was let in")
 
 
+class Opinion(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    verdict: Literal["good", "bad"]
+
+
+class GetWeather(BaseModel):
+    """The weather of a place."""
+
+    model_config = ConfigDict(extra="forbid")
+    city: Literal["Rome", "Oslo"]
+
+
+USER: Any = {"role": "user", "content": "a loop"}
+THINK = {"chat_template_kwargs": {"enable_thinking": True}}
+FORMS: tuple[Callable[[Any], Any], ...] = (
+    lambda made: made,
+    lambda made: made.model_dump(),
+    lambda made: made.model_dump(exclude_none=True),
+    lambda made: made.to_dict(),
+    lambda made: json.loads(made.model_dump_json()),
+)
+"""How people put into a history what they were answered."""
+
+
+def prompt_of(client: Any, messages: list[Any]) -> str:
+    """What the chat template makes of a conversation that goes on, as the model reads it."""
+    asked: Any = {"model": "demo", "messages": messages, "max_tokens": 1}
+    answer = client.chat.completions.create(**asked, extra_body={"prompt_logprobs": 0})
+    entries = answer.choices[0].prompt_logprobs[1:]
+    return "".join(next(iter(entry.values()))["decoded_token"] for entry in entries)
+
+
+def chat_there_and_back(client: Any) -> None:
+    """Whatever comes can be sent again, and the model reads all of it."""
+    asked: Any = {"model": "demo", "messages": [USER], "max_tokens": 60, "temperature": 0}
+    many: Any = asked | {"extra_body": THINK}
+    tools: Any = asked | {"tools": [openai.pydantic_function_tool(GetWeather)], "tool_choice": "required"}
+    tools |= {"parallel_tool_calls": False}
+    messages = {
+        "create": client.chat.completions.create(**many).choices[0].message,
+        "logprobs": client.chat.completions.create(**many, logprobs=True).choices[0].message,
+        "parse": client.chat.completions.parse(**many, response_format=Opinion).choices[0].message,
+        "calls": client.chat.completions.create(**tools).choices[0].message,
+        "parsed calls": client.chat.completions.parse(**tools).choices[0].message,
+    }
+    assert isinstance(messages["parse"].parsed, Opinion)
+    assert isinstance(messages["parsed calls"].tool_calls[0].function.parsed_arguments, GetWeather)
+    for name, more in {"stream": many, "parse": many | {"response_format": Opinion}, "calls": tools}.items():
+        with client.chat.completions.stream(**more) as stream:
+            stream.until_done()
+            # The final completion is only there where no length has cut it.
+            whole = stream.current_completion_snapshot if name == "stream" else stream.get_final_completion()
+            messages[f"streamed {name}"] = whole.choices[0].message
+    joined: Any = {}
+    for chunk in client.chat.completions.create(**many, stream=True):
+        for key, value in chunk.choices[0].delta.model_dump(exclude_none=True).items():
+            joined[key] = value if key == "role" else joined.get(key, "") + value
+    assert joined["reasoning_content"] and joined["content"]
+    assert "<think>" + joined["reasoning_content"] in prompt_of(client, [USER, joined, USER])
+    for name, message in messages.items():
+        expected = [message.content or ""]
+        if "calls" not in name:
+            expected.append(f"<think>{message.reasoning_content}</think>")
+        history: list[Any] = []
+        for call in message.tool_calls or ():
+            expected.append(f'"name": "{call.function.name}"')
+            expected += list(json.loads(call.function.arguments).values())
+            history.append({"role": "tool", "tool_call_id": call.id, "content": "Sunny."})
+        assert len([text for text in expected if text]) == 2, (name, expected)
+        for form in FORMS:
+            prompt = prompt_of(client, [USER, form(message), *history, USER])
+            for text in expected:
+                assert text in prompt, (name, text, prompt)
+
+
+def responses_there_and_back(client: Any) -> None:
+    """The same of responses: reasoning, text, what was parsed of it, log-probabilities."""
+    asked: Any = {"model": "demo", "input": "a loop", "max_output_tokens": 60, "temperature": 0, "extra_body": THINK}
+    asked |= {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    short: Any = asked | {"max_output_tokens": 3}
+    found = [
+        client.responses.create(**asked),
+        client.responses.create(**short),
+        client.responses.create(**asked | {"extra_body": {}}),
+        client.responses.parse(**asked, text_format=Opinion),
+        list(client.responses.create(**asked, stream=True))[-1].response,
+        list(client.responses.create(**short, stream=True))[-1].response,
+    ]
+    with client.responses.stream(**asked, text_format=Opinion) as stream:
+        found.append(stream.get_final_response())
+    assert [[item.type for item in response.output] for response in found] == [
+        ["reasoning", "message"],
+        ["reasoning"],
+        ["message"],
+        ["reasoning", "message"],
+        ["reasoning", "message"],
+        ["reasoning"],
+        ["reasoning", "message"],
+    ]
+    assert isinstance(found[3].output_parsed, Opinion) and isinstance(found[-1].output_parsed, Opinion)
+    assert found[0].usage.output_tokens_details.reasoning_tokens > 3
+    assert found[0].output[1].content[0].logprobs[0].top_logprobs[1].token
+    for response in found:
+        thought = "".join(item.content[0].text for item in response.output if item.type == "reasoning")
+        message = {"role": "assistant", "content": response.output_text}
+        message |= {"reasoning_content": thought} if thought else {}
+        expected = len(
+            client.with_options(base_url=THINKER).post(
+                "/tokenize", cast_to=object, body={"messages": [USER, message, USER]}
+            )["tokens"]
+        )
+        for form in FORMS:
+            history = [USER, *map(form, response.output), USER]
+            again = client.responses.create(model="demo", input=history, max_output_tokens=1)
+            assert again.usage.input_tokens == expected, (message, history)
+
+
+def decisions(client: Any) -> None:
+    """Of openai 3 only."""
+    if not hasattr(client, "decisions"):
+        return
+    found = client.decisions.create(
+        model="demo",
+        input=[{"role": "user", "content": [{"type": "input_text", "text": "I was charged twice!"}]}],
+        questions=[
+            {"type": "predicate", "name": "angry", "instructions": "The writer is angry."},
+            {"type": "choice", "instructions": "Who?", "choices": [{"value": "billing"}, {"value": True}]},
+            {
+                "type": "score",
+                "instructions": "How?",
+                "levels": [{"label": "calm", "description": "well"}, {"label": "hot"}],
+            },
+        ],
+        prompt_cache_key="mine",
+        prompt_cache_options={"mode": "implicit", "ttl": "30m"},
+        safety_identifier="me",
+    )
+    angry, who, how = found.answers
+    assert (angry.type, angry.name) == ("predicate", "angry") and 0 < angry.probability < 1
+    assert who.choice in ("billing", True) and [type(each.value) for each in who.probabilities] == [str, bool]
+    assert [(each.value, each.label) for each in how.probabilities] == [(0, "calm"), (1, "hot")]
+    assert abs(how.score - how.probabilities[1].probability) < 1e-9 and 0 <= how.confidence <= 1
+    assert found.usage.input_tokens == found.usage.total_tokens > found.usage.input_tokens_details.cached_tokens
+
+
 def main() -> None:
-    client = openai.OpenAI(base_url=f"{URL}/v1", api_key="sesame", max_retries=0)
-    for check in (models, completions, chat, tools, reasoning, structured, responses, errors):
+    client, thinker = (openai.OpenAI(base_url=f"{url}/v1", api_key="sesame", max_retries=0) for url in (URL, THINKER))
+    for check in (models, completions, chat, tools, reasoning, structured, responses, decisions, errors):
         check(client)
+        print(f"{check.__name__}: ok", flush=True)
+    for check in (chat_there_and_back, responses_there_and_back):
+        check(thinker)
         print(f"{check.__name__}: ok", flush=True)
 
 

@@ -23,16 +23,16 @@ def run(*command: str, **environment: str) -> str:
 
 
 @pytest.mark.parametrize("version", [2, 3])
-def test_openai_for_python(version: int, server: Serving) -> None:
+def test_openai_for_python(version: int, server: Serving, reasoner: Serving) -> None:
     beside = str(BESIDE / "openai-3") if version == 3 else ""
     asked = "import openai; print(openai.__version__)"
     assert run(sys.executable, "-c", asked, PYTHONPATH=beside).startswith(f"{version}.")
-    told = run(sys.executable, str(HERE / "openai_checks.py"), server.url, PYTHONPATH=beside)
-    assert told.count(": ok") == 8
+    told = run(sys.executable, str(HERE / "openai_checks.py"), server.url, reasoner.url, PYTHONPATH=beside)
+    assert told.count(": ok") == 11
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
-def test_openai_for_node(server: Serving) -> None:
+def test_openai_for_node(server: Serving, reasoner: Serving) -> None:
     module = BESIDE / "node" / "node_modules" / "openai" / "index.mjs"
-    told = run("node", str(HERE / "openai_checks.mjs"), server.url, str(module))
-    assert told.count(": ok") == 7
+    told = run("node", str(HERE / "openai_checks.mjs"), server.url, str(module), reasoner.url)
+    assert told.count(": ok") == 9

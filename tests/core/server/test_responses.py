@@ -119,8 +119,8 @@ async def test_what_was_thought_can_be_sent_back(server: Running) -> None:
     first = await ask(server)
     after = [{"role": "user", "content": "a loop"}, *first["output"], {"role": "user", "content": "another"}]
     second = await ask(server, input=after)
-    text = first["output"][1]["content"][0]["text"]
-    said = [after[0], {"role": "assistant", "content": text}, after[-1]]
+    reasoning, message = (item["content"][0]["text"] for item in first["output"])
+    said = [after[0], {"role": "assistant", "content": message, "reasoning_content": reasoning}, after[-1]]
     _, prompt, _ = await server.post({"messages": said, "chat_template_kwargs": {"enable_thinking": True}}, "/tokenize")
     assert second["usage"]["input_tokens"] == prompt["count"]
 

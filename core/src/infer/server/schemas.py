@@ -40,7 +40,10 @@ MAX_VALUE = 80
 GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 """Older names for what ``structured_outputs`` says."""
 Text = Annotated[str, Field(min_length=1)]
-TokenIds = tuple[TokenId, ...]
+Item = TypeVar("Item")
+Many = Annotated[tuple[Item, ...], Field(fail_fast=True)]
+"""As long as a client likes: what is wrong with one item is said of the first."""
+TokenIds = Many[TokenId]
 
 
 class Body(BaseModel):
@@ -102,7 +105,7 @@ class Common(SamplingParams, Body):
     response_format: ResponseFormat | None = Field(None, description="What the answer has to look like.")
     guided_json: dict[str, Any] | str | None = Field(None, description="As structured_outputs.json.")
     guided_regex: Text | None = Field(None, description="As structured_outputs.regex.")
-    guided_choice: tuple[str, ...] | None = Field(
+    guided_choice: Many[str] | None = Field(
         None, min_length=1, max_length=MAX_CHOICES, description="As structured_outputs.choice."
     )
     guided_grammar: Text | None = Field(None, description="As structured_outputs.grammar.")
@@ -145,7 +148,9 @@ class Common(SamplingParams, Body):
 class CompletionRequest(Common):
     """The body of POST /v1/completions."""
 
-    prompt: str | TokenIds | tuple[str | TokenIds, ...] = Field(description="Text or token ids, or a list of these.")
+    prompt: str | TokenIds | Many[str | TokenIds] = Field(
+        union_mode="left_to_right", description="Text or token ids, or a list of these."
+    )
     max_tokens: int | None = Field(16, ge=0, description="New tokens at most; 0 only with echo; null: all that fit.")
     echo: bool = Field(False, description="Begin the answer with the prompt; with logprobs, with the prompt's too.")
     add_special_tokens: bool = Field(True, description="Begin a text as the tokenizer does, with a BOS token say.")
@@ -226,14 +231,14 @@ class RefusalPart(_Part):
 
 class JsonPart(_Part):
     type: Literal["input_json"]
-    data: dict[str, Any] | tuple[dict[str, Any], ...]
+    data: dict[str, Any] | Many[dict[str, Any]]
 
     def shown(self) -> str:
         return json.dumps(self.data, ensure_ascii=False)
 
 
 Part = Annotated[TextPart | RefusalPart | JsonPart, Field(discriminator="type")]
-Content = str | tuple[Part, ...]
+Content = str | Many[Part]
 
 
 def shown(content: Content | None) -> str:
@@ -247,7 +252,7 @@ class Message(Body):
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = Field(None, description="As reasoning_content.")
-    tool_calls: tuple[ToolCall, ...] | None = None
+    tool_calls: Many[ToolCall] | None = None
     tool_call_id: str | None = None
     function_call: FunctionCall | None = Field(None, description="A call as the API had it before tools.")
     refusal: str | None = Field(None, description="The text of a message that has no content.")
@@ -304,14 +309,14 @@ class ChatRequest(Common):
 
     NAMES = {"prompt": "messages"}
 
-    messages: tuple[Message, ...] = Field(min_length=1)
+    messages: Many[Message] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1, description="New tokens at most; null for as many as fit.")
     max_completion_tokens: int | None = Field(None, ge=1, description="The same.")
     logprobs: bool = Field(False, description="Report each token's log-probability.")
     top_logprobs: int | None = Field(
         None, ge=0, le=MAX_LOGPROBS, description="And those of so many of the likeliest tokens."
     )
-    tools: tuple[Tool, ...] | None = Field(None, max_length=MAX_TOOLS)
+    tools: Many[Tool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool = Field(True, description="false: one call at most.")
     add_generation_prompt: bool = True
@@ -322,7 +327,7 @@ class ChatRequest(Common):
     echo: Literal[False] | None = None
     store: Literal[False] | None = None
     metadata: dict[str, str] | None = Field(None, max_length=0)
-    modalities: tuple[Literal["text"], ...] | None = None
+    modalities: Many[Literal["text"]] | None = None
     service_tier: Literal["auto", "default"] | None = None
 
     @model_validator(mode="after")
@@ -348,7 +353,7 @@ class ChatRequest(Common):
         return self
 
     @property
-    def forced_tools(self) -> tuple[Tool, ...] | None:
+    def forced_tools(self) -> Many[Tool] | None:
         """Of which tools one has to be called; None where none has to."""
         if self.tool_choice == "required":
             return self.tools or ()
@@ -409,8 +414,8 @@ class ReasoningItem(_Item):
     """What a model thought before the message or the calls that follow."""
 
     type: Literal["reasoning"]
-    summary: tuple[ReasoningText, ...] = ()
-    content: tuple[ReasoningText, ...] | None = None
+    summary: Many[ReasoningText] = ()
+    content: Many[ReasoningText] | None = None
     encrypted_content: None = None
 
 
@@ -442,7 +447,7 @@ def _typed(value: Any) -> Any:
     return value.get("type", "message") if isinstance(value, dict) else getattr(value, "type", None)
 
 
-Item = Annotated[
+InputItem = Annotated[
     Annotated[InputMessage, Tag("message")]
     | Annotated[ReasoningItem, Tag("reasoning")]
     | Annotated[CallItem, Tag("function_call")]
@@ -453,7 +458,7 @@ Item = Annotated[
 ]
 
 
-def _all_called(items: str | tuple[Item, ...]) -> str | tuple[Item, ...]:
+def _all_called(items: str | Many[InputItem]) -> str | Many[InputItem]:
     """What a tool put out belongs to a call before it."""
     called: set[str] = set()
     for item in items if not isinstance(items, str) else ():
@@ -464,10 +469,10 @@ def _all_called(items: str | tuple[Item, ...]) -> str | tuple[Item, ...]:
     return items
 
 
-Input = Annotated[str | Annotated[tuple[Item, ...], Field(min_length=1)], AfterValidator(_all_called)]
+Input = Annotated[str | Annotated[Many[InputItem], Field(min_length=1)], AfterValidator(_all_called)]
 
 
-def conversation(items: Input) -> tuple[Message, ...]:
+def conversation(items: Input) -> Many[Message]:
     """The messages that items stand for; reasoning and calls are parts of the assistant's message that they go with."""
     if isinstance(items, str):
         return (Message(role="user", content=items),)
@@ -529,7 +534,7 @@ class ResponsesRequest(Body):
     user: str | None = Field(None, max_length=512)
     store: Literal[False] | None = None
     background: Literal[False] | None = None
-    include: tuple[Literal["message.output_text.logprobs"], ...] | None = None
+    include: Many[Literal["message.output_text.logprobs"]] | None = None
     metadata: dict[str, str] | None = Field(None, max_length=16, description="Comes back with the response.")
     parallel_tool_calls: bool | None = None
     tools: tuple[()] | None = None
@@ -564,8 +569,8 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: tuple[Message, ...] | None = Field(None, min_length=1)
-    tools: tuple[Tool, ...] | None = Field(None, max_length=MAX_TOOLS)
+    messages: Many[Message] | None = Field(None, min_length=1)
+    tools: Many[Tool] | None = Field(None, max_length=MAX_TOOLS)
     add_special_tokens: bool | None = Field(None, description="Default: true for a prompt, false for messages.")
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -608,7 +613,7 @@ class ChoiceQuestion(Body):
 class ScoreQuestion(Body):
     type: Literal["score"]
     instructions: Text
-    criteria: tuple[Text, ...] = Field(min_length=2, max_length=MAX_LEVELS, description="The levels, from 0 on.")
+    criteria: Many[Text] = Field(min_length=2, max_length=MAX_LEVELS, description="The levels, from 0 on.")
 
 
 class Questions(Body):
@@ -637,7 +642,7 @@ class SystemOneRequest(Questions):
     )
 
 
-Asking = str | Annotated[tuple[Annotated[TextPart | JsonPart, Field(discriminator="type")], ...], Field(min_length=1)]
+Asking = str | Annotated[Many[Annotated[TextPart | JsonPart, Field(discriminator="type")]], Field(min_length=1)]
 
 
 class _Named(Body):
@@ -654,7 +659,7 @@ class Option(Body):
     description: str | None = None
 
 
-def _distinct(options: tuple[Option, ...]) -> tuple[Option, ...]:
+def _distinct(options: Many[Option]) -> Many[Option]:
     values = [(type(option.value), option.value) for option in options]
     if twice := next((value for i, (_, value) in enumerate(values) if values[i] in values[:i]), None):
         raise ValueError(f"it holds {twice!r} twice")
@@ -663,7 +668,7 @@ def _distinct(options: tuple[Option, ...]) -> tuple[Option, ...]:
 
 class Choices(_Named):
     type: Literal["choice"]
-    choices: Annotated[tuple[Option, ...], AfterValidator(_distinct)] = Field(min_length=2, max_length=MAX_OPTIONS)
+    choices: Annotated[Many[Option], AfterValidator(_distinct)] = Field(min_length=2, max_length=MAX_OPTIONS)
 
 
 class Level(Body):
@@ -673,7 +678,7 @@ class Level(Body):
 
 class Levels(_Named):
     type: Literal["score"]
-    levels: tuple[Level, ...] = Field(min_length=2, max_length=MAX_LEVELS, description="From 0 on.")
+    levels: Many[Level] = Field(min_length=2, max_length=MAX_LEVELS, description="From 0 on.")
 
 
 class CacheOptions(Body):
@@ -689,7 +694,7 @@ class DecisionsRequest(Questions):
     NAMES = {"prompt": "input", "messages": "input"}
 
     input: Input = Field(description="What the questions are about.")
-    questions: tuple[Annotated[Predicate | Choices | Levels, Field(discriminator="type")], ...] = Field(
+    questions: Many[Annotated[Predicate | Choices | Levels, Field(discriminator="type")]] = Field(
         min_length=1, max_length=MAX_QUESTIONS
     )
     cache_salt: str | None = Field(
