@@ -458,7 +458,7 @@ InputItem = Annotated[
 ]
 
 
-def _all_called(items: str | Many[InputItem]) -> str | Many[InputItem]:
+def _all_called(items: str | tuple[InputItem, ...]) -> str | tuple[InputItem, ...]:
     """What a tool put out belongs to a call before it."""
     called: set[str] = set()
     for item in items if not isinstance(items, str) else ():
@@ -472,7 +472,7 @@ def _all_called(items: str | Many[InputItem]) -> str | Many[InputItem]:
 Input = Annotated[str | Annotated[Many[InputItem], Field(min_length=1)], AfterValidator(_all_called)]
 
 
-def conversation(items: Input) -> Many[Message]:
+def conversation(items: Input) -> tuple[Message, ...]:
     """The messages that items stand for; reasoning and calls are parts of the assistant's message that they go with."""
     if isinstance(items, str):
         return (Message(role="user", content=items),)
@@ -659,16 +659,18 @@ class Option(Body):
     description: str | None = None
 
 
-def _distinct(options: Many[Option]) -> Many[Option]:
-    values = [(type(option.value), option.value) for option in options]
-    if twice := next((value for i, (_, value) in enumerate(values) if values[i] in values[:i]), None):
-        raise ValueError(f"it holds {twice!r} twice")
+def _distinct(options: tuple[Option, ...]) -> tuple[Option, ...]:
+    seen = set()
+    for option in options:
+        if (key := (type(option.value), option.value)) in seen:
+            raise ValueError(f"it holds {option.value!r} twice")
+        seen.add(key)
     return options
 
 
 class Choices(_Named):
     type: Literal["choice"]
-    choices: Annotated[Many[Option], AfterValidator(_distinct)] = Field(min_length=2, max_length=MAX_OPTIONS)
+    choices: Annotated[Many[Option], Field(min_length=2, max_length=MAX_OPTIONS), AfterValidator(_distinct)]
 
 
 class Level(Body):
