@@ -15,13 +15,14 @@ from tokenizers import Tokenizer
 from infer.chat_template import ChatTemplate
 from infer.checkpoint import Checkpoint
 from infer.engine.checked import CheckedScheduler
+from infer.encoding import Encoder, TooLongError
 from infer.engine.engine import Engine
 from infer.engine.exactness import self_check
 from infer.engine.graphs import DecodeGraphs
 from infer.engine.loop import EngineLoop
 from infer.engine.runner import Runner
 from infer.errors import CheckpointError, InferError, SettingsError
-from infer.grammar import Grammars
+from infer.grammar import Grammar, Grammars
 from infer.inspection import named
 from infer.plugins import Plugins
 from infer.progress import track
@@ -34,7 +35,7 @@ from infer.protocols import (
     SchedulerContext,
     SchedulerProtocol,
 )
-from infer.request import Request, SamplingParams
+from infer.request import Request, SamplingParams, too_long
 from infer.settings import Settings, compose, plugin_settings
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ class Served:
 
     name: str
     tokenizer: Tokenizer
+    encoder: Encoder
     template: ChatTemplate | None
     grammars: Grammars
     vocab_size: int
@@ -57,14 +59,28 @@ class Served:
     exact: bool
     """Whether the start-up check found answers independent of batch and chunking, bit for bit."""
 
+    def encode(self, text: str, *, special: bool) -> list[int]:
+        """Token ids of a text that fits the model. Raises RequestError."""
+        try:
+            return self.encoder(text, special=special, most=self.max_seq_len - 1)
+        except TooLongError as error:
+            raise too_long(error.count, self.max_seq_len) from None
+
     def request(
-        self, prompt: str | Sequence[int], params: SamplingParams, *, special: bool = True, **more: Any
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        *,
+        special: bool = True,
+        grammar: Grammar | None = None,
+        **more: Any,
     ) -> Request:
-        """Tokenise (with the special tokens that begin a text, unless not ``special``), compile and check. ``more`` as
-        for ``Request.make``. Takes a while for a long text or a new grammar. Raises RequestError."""
-        ids = self.tokenizer.encode(prompt, add_special_tokens=special).ids if isinstance(prompt, str) else prompt
-        outputs = params.structured_outputs
-        grammar = None if outputs is None else self.grammars.compile(outputs)
+        """Tokenise (with the special tokens that begin a text, unless not ``special``), compile (unless ``grammar`` is
+        given) and check. ``more`` as for ``Request.make``. Takes a while for a long text or a new grammar. Raises
+        RequestError."""
+        ids = self.encode(prompt, special=special) if isinstance(prompt, str) else prompt
+        if grammar is None and params.structured_outputs is not None:
+            grammar = self.grammars.compile(params.structured_outputs)
         return Request.make(
             tuple(ids), params, vocab_size=self.vocab_size, max_seq_len=self.max_seq_len, grammar=grammar, **more
         )
@@ -136,6 +152,7 @@ def _load(settings: Settings, plugins: Plugins, publish: Callable[..., None]) ->
     return engine, Served(
         name=settings.server.served_model_name or settings.model.path,
         tokenizer=tokenizer,
+        encoder=Encoder(tokenizer),
         template=_template(settings.model.chat_template, checkpoint),
         grammars=Grammars(tokenizer, model.vocab_size, checkpoint.eos_token_ids),
         vocab_size=model.vocab_size,

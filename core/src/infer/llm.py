@@ -144,9 +144,8 @@ class LLM:
             raise RequestError(f"{capital(str(error))}.", param="messages") from None
 
     def encode(self, prompt: str) -> list[int]:
-        """Token ids of a text that brings its special tokens along, as chat templates do."""
-        ids: list[int] = self.served.tokenizer.encode(prompt, add_special_tokens=False).ids
-        return ids
+        """Token ids of a text that brings its special tokens along, as chat templates do. Raises RequestError."""
+        return self.served.encode(prompt, special=False)
 
     def submit(
         self,

@@ -128,6 +128,16 @@ def new_request_id() -> str:
     return f"req-{secrets.token_hex(12)}"
 
 
+def too_long(count: int | str, max_seq_len: int) -> RequestError:
+    """What is said of a prompt of so many tokens."""
+    return RequestError(
+        f"This model's maximum context length is {max_seq_len} tokens, and one of them is needed for the answer, but the "
+        f"prompt has {count} tokens. Shorten the prompt or raise engine.max_seq_len.",
+        param="prompt",
+        code="context_length_exceeded",
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One prompt and how to continue it. Made by the client's side, never changed."""
@@ -170,12 +180,7 @@ class Request:
         if n == 0:
             raise RequestError("The prompt is empty: give at least one token.", param="prompt")
         if n >= max_seq_len:
-            raise RequestError(
-                f"This model's maximum context length is {max_seq_len} tokens, and one of them is needed for the "
-                f"answer, but the prompt has {n} tokens. Shorten the prompt or raise engine.max_seq_len.",
-                param="prompt",
-                code="context_length_exceeded",
-            )
+            raise too_long(n, max_seq_len)
         asked = params.max_tokens if "max_tokens" in params.model_fields_set else None
         if asked is not None and n + asked > max_seq_len:
             raise RequestError(

@@ -14,7 +14,8 @@ from infer.engine.batch import Batch
 from infer.engine.graphs import DecodeGraphs
 from infer.engine.sampler import Drawing, Scores, score
 from infer.engine.sequence import Sequence
-from infer.engine.steering import steer
+from infer.engine.steering import edits, steer
+from infer.grammar import Masks
 from infer.protocols import CachePoolProtocol, KernelsProtocol, ModelProtocol
 from infer.request import TokenLogprobs
 
@@ -71,6 +72,7 @@ class Runner:
         self._device = device
         self._graphs = graphs
         self._drawing = Drawing(device)
+        self._masks = Masks()
         self._last_token_S = torch.zeros(max_batch_size, dtype=torch.int64, device=device)
         """The token last drawn for each slot: what the next pass starts from, though the host may not know it yet."""
 
@@ -82,9 +84,10 @@ class Runner:
         if batch.sampled:
             logits_NV = self._model.logits(hidden_ND[upload(batch.sample_rows, self._device)])
             draws = self._drawing([s.request for s in batch.sampled], [len(s.tokens) for s in batch.sampled])
-            edits = [(row, s.steering.edit(s.tokens)) for row, s in enumerate(batch.sampled) if s.steering is not None]
+            steered = [(row, s.steering, s.tokens) for row, s in enumerate(batch.sampled) if s.steering is not None]
             scored = any(wanted is not None for wanted in self._drawing.wanted)
-            token_N = self._kernels.sample(steer(logits_NV, edits, scored) if edits else logits_NV, draws)
+            edited_NV = steer(logits_NV, edits(steered, self._masks), scored) if steered else logits_NV
+            token_N = self._kernels.sample(edited_NV, draws)
             known_N = token_N.clamp(min=0)
             self._last_token_S[upload(batch.sample_slots, self._device)] = known_N
             chosen = score(logits_NV, known_N, self._drawing.wanted)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from infer.device import upload
-from infer.grammar import Bits
+from infer.grammar import Bits, Masks, Matcher
 from infer.request import Request
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float32]]
@@ -28,6 +28,14 @@ class Edit(NamedTuple):
     penalty_M: Floats
     allowed: Bits | None
     """As ``Matcher.allowed``; None where every token is."""
+
+
+def edits(rows: Sequence[tuple[int, Steering, Sequence[int]]], masks: Masks) -> list[tuple[int, Edit]]:
+    """Of rows of logits that follow prompts and answers."""
+    matchers = [steering.see(tokens) for _, steering, tokens in rows]
+    if formed := [matcher for matcher in matchers if matcher is not None]:
+        masks.compute(formed)
+    return [(row, steering.edit(matcher)) for (row, steering, _), matcher in zip(rows, matchers, strict=True)]
 
 
 class Steering:
@@ -55,12 +63,17 @@ class Steering:
             row = self._place(token)
             self._bias[row] = -np.inf
 
-    def edit(self, tokens: Sequence[int]) -> Edit:
-        """What to do to the logits that follow ``tokens``, prompt and answer. They only ever grow."""
+    def see(self, tokens: Sequence[int]) -> Matcher | None:
+        """Take in ``tokens``, prompt and answer, which only ever grow. What has to say now which may come next, if
+        any."""
         for i in range(self._num_seen, len(tokens)):
             self._see(tokens[i], answer=i >= self._num_prompt)
         self._num_seen = len(tokens)
-        if self._stops and len(tokens) - self._num_prompt >= self._params.min_tokens:
+        return None if self._grammar_after is not None else self._matcher
+
+    def edit(self, matcher: Matcher | None) -> Edit:
+        """What to do to the logits that follow what it has seen."""
+        if self._stops and self._num_seen - self._num_prompt >= self._params.min_tokens:
             for token in self._stops:
                 self._bias[self._row[token]] = self._params.logit_bias.get(token, 0.0)
             self._stops = []
@@ -71,7 +84,7 @@ class Steering:
             self._bias[:m],
             self._repetition[:m],
             penalty.astype(np.float32),
-            None if self._matcher is None or self._grammar_after is not None else self._matcher.allowed(),
+            None if matcher is None else matcher.allowed,
         )
 
     @property

@@ -201,6 +201,5 @@ def make_app(engine_loop: EngineLoop, served: Served, metrics: Metrics, settings
     openapi, docs = pages(routes, served.name)
     app.router.add_get("/openapi.json", openapi)
     app.router.add_get("/docs", docs)
-    if renderer is not None:
-        app.on_cleanup.append(lambda app: renderer.close())
+    app.on_cleanup.append(lambda app: service.close())
     return app

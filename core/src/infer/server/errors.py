@@ -29,6 +29,10 @@ class NotFoundError(RequestError):
     """What the request names is not here."""
 
 
+class UnreadableError(RequestError):
+    """The body is not what the headers say; what else comes on the connection cannot be told from it."""
+
+
 class UnauthorizedError(RequestError):
     """The request shows no key of this server's."""
 
@@ -96,7 +100,10 @@ def _response(request: web.Request, error: Exception) -> web.Response:
             if "_" in param:  # else it may be a plain word of the sentence
                 message = re.sub(rf"\b{re.escape(param)}\b", said, message)
             param = said
-    return web.json_response(error_body(message, kind, param=param, code=code), status=status, headers=headers)
+    response = web.json_response(error_body(message, kind, param=param, code=code), status=status, headers=headers)
+    if isinstance(error, UnreadableError):
+        response.force_close()
+    return response
 
 
 class Protocol(web.RequestHandler):

@@ -39,6 +39,8 @@ MAX_VALUE = 80
 """Characters of a wrong value that a client is shown."""
 GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 """Older names for what ``structured_outputs`` says."""
+MAX_VALUES = 50_000
+"""Values in a body, besides whole numbers in lists: what endpoints do with them stays short."""
 Text = Annotated[str, Field(min_length=1)]
 Item = TypeVar("Item")
 Many = Annotated[tuple[Item, ...], Field(fail_fast=True)]
@@ -724,11 +726,32 @@ def parse(body: bytes, model: type[T]) -> T:
         raise RequestError(f"The body is not valid JSON: {error}.") from None
     if not isinstance(data, dict):
         raise RequestError("The body must be a JSON object.")
+    _check_size(data)
     model = model.form(data)
     if b"null" in body:
         data = _given(data, (model,))
         body = to_json(data, inf_nan_mode="constants")
     return checked(lambda: model.model_validate_json(body, strict=True), model, data)
+
+
+def _check_size(data: object) -> None:
+    """Raises RequestError."""
+    left = MAX_VALUES
+    unseen = [data]
+    while unseen:
+        value = unseen.pop()
+        if isinstance(value, dict):
+            parts = list(value.values())
+        elif isinstance(value, list):
+            parts = [part for part in value if type(part) is not int]
+        else:
+            continue
+        left -= len(parts)
+        if left < 0:
+            raise RequestError(
+                f"The body holds more than {MAX_VALUES} values besides token ids; send less, in several requests say."
+            )
+        unseen += parts
 
 
 R = TypeVar("R")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -12,15 +11,18 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from infer.assemble import Served
 from infer.engine.loop import AsyncDoor
 from infer.errors import EngineDeadError, InferError, RequestError
 from infer.llm import Completion
 from infer.request import Event, Request, SamplingParams, TokenLogprobs
-from infer.server.errors import ASKED, REQUEST_ID, NotFoundError, error_body
+from infer.server.compiling import Compiler
+from infer.server.errors import ASKED, REQUEST_ID, NotFoundError, UnreadableError, error_body
+from infer.server.reading import Reader
 from infer.server.rendering import Renderer
-from infer.server.schemas import Body, parse
+from infer.server.schemas import Body
 from infer.server.tokens import Tokens
 from infer.settings import ServerSettings
 
@@ -28,7 +30,7 @@ SHUTTING_DOWN = "The server is shutting down; send the request again."
 ENCODE = json.JSONEncoder(ensure_ascii=False).encode
 """Made once: json.dumps would make an encoder for every token."""
 INLINE_CHARS = 4096
-"""Longer prompts are tokenised in a thread, so that other streams go on meanwhile."""
+"""Longer prompts, all of a request's together, are tokenised in a thread, so that other streams go on meanwhile."""
 T = TypeVar("T", bound=Body)
 Json = dict[str, Any]
 Events = AsyncGenerator[tuple[int, Event]]
@@ -92,7 +94,16 @@ class Service:
         self.tokens = Tokens(served.tokenizer)
         self._door = door
         self._renderer = renderer
+        self._reader = Reader()
+        self._compile = Compiler(served.grammars)
         self._settings = settings
+
+    async def close(self) -> None:
+        """End the processes that it has."""
+        await self._reader.close()
+        await self._compile.close()
+        if self._renderer is not None:
+            await self._renderer.close()
 
     async def read(self, http: web.Request, model: type[T]) -> T:
         """The body, checked. Raises RequestError."""
@@ -101,7 +112,13 @@ class Service:
                 body = await http.read()
         except TimeoutError:
             raise web.HTTPRequestTimeout(text="The request's body did not arrive in time.") from None
-        asked = parse(body, model)
+        except (HttpProcessingError, web.RequestPayloadError) as error:
+            encoding = http.headers.get("Content-Encoding")
+            said = f"its Content-Encoding is {encoding!r}" if encoding else "what was sent of it is not complete"
+            http.content.feed_eof()  # or aiohttp would read on, and meet the same again
+            why = " ".join(getattr(error, "message", "").split())
+            raise UnreadableError(f"The body cannot be read: {said}{why and f' ({why})'}.") from None
+        asked = await self._reader(body, model)
         http[ASKED] = cast(Body, asked)
         name: str | None = getattr(asked, "model", None)
         if name is not None and name != self.served.name:
@@ -142,29 +159,31 @@ class Service:
                 param="n" if n > 1 else "prompt",
             )
         trace = {name: http.headers[name] for name in ("traceparent", "tracestate") if name in http.headers}
-        made: list[Request] = []
-        for prompt in prompts:
-            for i in range(n):
-                if i:
-                    prompt = made[-1].prompt_token_ids
-                each = params
-                if i and params.seed is not None:
-                    seed = params.seed + i
-                    each = params.model_copy(update={"seed": seed if seed < 2**63 else seed - 2**64})
-                make = functools.partial(
-                    self.served.request,
-                    prompt,
-                    each,
-                    special=special,
-                    id=f"{prefix}-{http[REQUEST_ID]}" + (f"-{len(made)}" if len(prompts) * n > 1 else ""),
-                    cache_salt=asked.cache_salt,
-                    priority=asked.priority,
-                    grammar_after=grammar_after,
-                    trace=trace,
-                )
-                long = params.structured_outputs is not None or len(prompt) > INLINE_CHARS
-                made.append(await asyncio.to_thread(make) if long else make())
-        return made
+        grammar = await self._compile(params.structured_outputs)
+
+        def make() -> list[Request]:
+            made: list[Request] = []
+            for prompt in prompts:
+                for i in range(n):
+                    each = params
+                    if i and params.seed is not None:
+                        seed = params.seed + i
+                        each = params.model_copy(update={"seed": seed if seed < 2**63 else seed - 2**64})
+                    request = self.served.request(
+                        made[-1].prompt_token_ids if i else prompt,
+                        each,
+                        special=special,
+                        id=f"{prefix}-{http[REQUEST_ID]}" + (f"-{len(made)}" if len(prompts) * n > 1 else ""),
+                        cache_salt=asked.cache_salt,
+                        priority=asked.priority,
+                        grammar=grammar,
+                        grammar_after=grammar_after,
+                        trace=trace,
+                    )
+                    made.append(request)
+            return made
+
+        return make() if sum(map(len, prompts)) * n <= INLINE_CHARS else await asyncio.to_thread(make)
 
     def run(self, requests: Sequence[Request]) -> AsyncGenerator[Event]:
         return self._door.stream(*requests)

@@ -6,10 +6,14 @@ import asyncio
 
 from aiohttp import web
 
+from infer.encoding import TooLongError
 from infer.errors import RequestError
 from infer.server.chat import Chat
 from infer.server.schemas import DetokenizeRequest, TokenizeRequest
-from infer.server.service import INLINE_CHARS, Service
+from infer.server.service import INLINE_CHARS, Json, Service
+
+MAX_TOKENS = 1 << 18
+"""Of an answer, or as many as the model takes: more would hold up others while they are written down."""
 
 
 class Tokenization:
@@ -26,15 +30,19 @@ class Tokenization:
             tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or ()]
             text, special = await self._chat.prompt(asked, tools), bool(special)
         served = self._service.served
+        most = max(served.max_seq_len, MAX_TOKENS)
 
-        def encode() -> list[int]:
-            ids: list[int] = served.tokenizer.encode(text, add_special_tokens=special is not False).ids
-            return ids
+        def tokens() -> Json:
+            ids = served.encoder(text, special=special is not False, most=most)
+            strings = [served.tokenizer.id_to_token(id) for id in ids] if asked.return_token_strs else None
+            return {"count": len(ids), "max_model_len": served.max_seq_len, "tokens": ids, "token_strs": strings}
 
-        ids = encode() if len(text) <= INLINE_CHARS else await asyncio.to_thread(encode)
-        answer = {"count": len(ids), "max_model_len": served.max_seq_len, "tokens": ids, "token_strs": None}
-        if asked.return_token_strs:
-            answer["token_strs"] = [served.tokenizer.id_to_token(id) for id in ids]
+        try:
+            answer = tokens() if len(text) <= INLINE_CHARS else await asyncio.to_thread(tokens)
+        except TooLongError as error:
+            raise RequestError(
+                f"The text has {error.count} tokens; /tokenize takes {most} at most. Send it in parts.", param="prompt"
+            ) from None
         return web.json_response(answer)
 
     async def detokenize(self, http: web.Request) -> web.Response:
@@ -44,7 +52,14 @@ class Tokenization:
             raise RequestError(
                 f"tokens holds token id {bad}, but this model's ids are 0 to {served.vocab_size - 1}.", param="tokens"
             )
-        text = await asyncio.to_thread(served.tokenizer.decode, list(asked.tokens), skip_special_tokens=False)
+        most = max(served.max_seq_len, MAX_TOKENS)
+        if len(asked.tokens) > most:
+            raise RequestError(
+                f"tokens holds {len(asked.tokens)} ids; /detokenize takes {most} at most. Send them in parts.",
+                param="tokens",
+            )
+        # decode holds the interpreter for as long as it takes.
+        (text,) = await asyncio.to_thread(served.tokenizer.decode_batch, [asked.tokens], skip_special_tokens=False)
         return web.json_response({"prompt": text})
 
     async def info(self, http: web.Request) -> web.Response:

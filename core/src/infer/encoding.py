@@ -1,0 +1,87 @@
+"""Texts to token ids, with a bound on the work: what cannot fit is refused before it is encoded where that is sure, and
+before its ids are made everywhere else."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tokenizers import Tokenizer
+from tokenizers.pre_tokenizers import ByteLevel
+
+from infer.errors import RequestError
+
+
+class TooLongError(RequestError):
+    """The text has more tokens than it may."""
+
+    def __init__(self, least: int, *, sure: bool) -> None:
+        self.count = str(least) if sure else f"at least {least}"
+        super().__init__(f"The text has {self.count} tokens, which is too many.", param="prompt")
+
+
+class Encoder:
+    """Encodes texts; the interpreter goes on meanwhile."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._longest = _longest(tokenizer)
+
+    def __call__(self, text: str, *, special: bool, most: int) -> list[int]:
+        """Token ids, with the special tokens that begin a text if ``special``. Raises TooLongError where there are more
+        than ``most``."""
+        least = -(-len(text) // self._longest) if self._longest else 0
+        if least > most:
+            raise TooLongError(least, sure=False)
+        # encode holds the interpreter for as long as it takes, and asking for the ids for 20 ns each.
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
+        if len(encoding) > most:
+            raise TooLongError(len(encoding), sure=True)
+        ids: list[int] = encoding.ids
+        return ids
+
+
+def _longest(tokenizer: Tokenizer) -> int:
+    """Characters of a text that a token can stand for at most; 0 where it may be any number."""
+    vocabulary = tokenizer.get_vocab()
+    if "ByteLevel" in [step["type"] for step in _steps(tokenizer.pre_tokenizer)]:
+        letters = ByteLevel.alphabet()
+    else:
+        letters = [f"<0x{byte:02X}>" for byte in range(256)] if getattr(tokenizer.model, "byte_fallback", 0) else [""]
+    if (
+        type(tokenizer.model).__name__ != "BPE"
+        or not vocabulary.keys() >= set(letters)  # what is unknown is dropped, or one token however long
+        or tokenizer.truncation is not None
+        or any(added.lstrip or added.rstrip for added in tokenizer.get_added_tokens_decoder().values())
+        or not all(map(_keeps, _steps(tokenizer.pre_tokenizer)))
+    ):
+        return 0
+    shrinks = 1
+    for step in _steps(tokenizer.normalizer):
+        if step["type"] == "NFC":
+            shrinks *= 4  # characters that compose into one, at most
+        elif step["type"] != "Prepend" and not _replaces_a_character(step):
+            return 0
+    return shrinks * max(map(len, vocabulary))
+
+
+def _steps(part: Any) -> list[dict[str, Any]]:
+    """A normalizer or a pre-tokenizer, or those that it is a sequence of."""
+    if part is None:
+        return []
+    state: dict[str, Any] = json.loads(part.__getstate__())
+    steps: list[dict[str, Any]] = state.get("normalizers") or state.get("pretokenizers") or [state]
+    return steps
+
+
+def _keeps(step: dict[str, Any]) -> bool:
+    """Whether a pre-tokenizer leaves every character in."""
+    if step["type"] in ("Split", "Punctuation"):
+        return step.get("behavior") != "Removed"
+    return step["type"] in ("ByteLevel", "Digits", "Metaspace")
+
+
+def _replaces_a_character(step: dict[str, Any]) -> bool:
+    """By one or more others."""
+    pattern = step.get("pattern", {}).get("String", "")
+    return step["type"] == "Replace" and len(pattern) == 1 and bool(step["content"])

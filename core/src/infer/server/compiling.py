@@ -1,0 +1,57 @@
+"""Grammars from strangers: each new one is compiled in a process first, where it ends if it takes too much."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+from infer.errors import QueueFullError
+from infer.grammar import Grammar, Grammars
+from infer.request import StructuredOutputs
+from infer.server.child import Child, ChildError
+
+SECONDS = 5.0
+MEMORY = 1 << 29
+MAX_WAITING = 32
+"""Grammars that wait to be compiled, one after the other."""
+
+
+class Compiler:
+    """``Grammars.compile`` with a limit on time and memory, one new grammar at a time. Use it in one event loop."""
+
+    def __init__(self, grammars: Grammars) -> None:
+        self._grammars = grammars
+        grammars.tokenizer  # noqa: B018  (made now: it would hold up every stream)
+        self._child = Child(
+            Grammars.__module__, lambda: json.dumps(grammars.vocabulary).encode(), seconds=SECONDS, memory=MEMORY
+        )
+        self._lock = asyncio.Lock()
+        self._waiting = 0
+
+    async def __call__(self, outputs: StructuredOutputs | None) -> Grammar | None:
+        """Raises RequestError or QueueFullError."""
+        if outputs is None:
+            return None
+        source = self._grammars.source(outputs)
+        if found := self._grammars.known(source):
+            return found
+        if self._waiting == MAX_WAITING:
+            raise QueueFullError(f"{MAX_WAITING} forms of structured output wait to be compiled. Try again later.")
+        self._waiting += 1
+        try:
+            async with self._lock:
+                return self._grammars.known(source) or await self._make(source)
+        finally:
+            self._waiting -= 1
+
+    async def _make(self, source: str) -> Grammar:
+        try:
+            tried = json.loads(await self._child.ask(source.encode()))
+        except ChildError as error:
+            raise self._grammars.refuse(source, f"{error}; give a simpler one") from None
+        if tried["fault"] is not None:
+            raise self._grammars.refuse(source, tried["fault"])
+        return await asyncio.to_thread(self._grammars.make, source, tried["num_bytes"])
+
+    async def close(self) -> None:
+        await self._child.close()

@@ -1,0 +1,280 @@
+"""What a stranger may send: nothing of it holds up the others, and each gets one sentence."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests import serving
+from tests.serving import Body, Running, running
+
+from infer import grammar
+from infer.errors import RequestError
+from infer.server import child, compiling, reading, schemas
+from infer.server.child import Child, ChildError
+
+ENGINE = {"max_batch_size": 4, "max_seq_len": 512}
+SIZE = 1_000_000
+EXPONENTIAL: Body = {"allOf": [{"type": "string", "pattern": f".*a.{{{i}}}b.*"} for i in range(40)]}
+AMBIGUOUS = 'start: s\ns: s s | s s s | s s s s | "a" | "b" | "c"'
+
+
+def many(item: bytes) -> bytes:
+    return item * (SIZE // len(item))
+
+
+MESSAGE = b'{"role":"user","content":"a"}'
+TOOL = b'{"type":"function","function":{"name":"a"}}'
+CHAT = b'{"messages":[' + MESSAGE + b"]"
+BODIES: list[tuple[str, bytes, str]] = [
+    ("completions", b'{"prompt":[' + many(b"1.5,") + b"1]}", "more than 50000 values"),
+    ("completions", b'{"prompt":[' + b"1.5," * 40_000 + b"1]}", "a text or a list of token ids"),
+    ("completions", b'{"prompt":[' + b"[1.5]," * 20_000 + b"[]]}", "a text or a list of token ids"),
+    ("completions", b'{"prompt":[' + many(b'"a",') + b'"a"]}', "more than 50000 values"),
+    ("completions", b'{"prompt":[' + b'"a",' * 40_000 + b'"a"]}', "server.max_choices allows 256"),
+    ("completions", b'{"prompt":[' + many(b"1,") + b"1]}", "maximum context length is 512"),
+    ("completions", b'{"prompt":"' + b"a" * SIZE + b'"}', "maximum context length is 512"),
+    ("completions", b'{"prompt":' + b"[" * SIZE, "not valid JSON"),
+    ("completions", many(b'{"a":'), "not valid JSON"),
+    (
+        "completions",
+        b'{"prompt":"a","logit_bias":{' + b",".join(b'"%d":1' % i for i in range(40_000)) + b"}}",
+        "at most 1024",
+    ),
+    ("completions", b'{"prompt":"a","stop":[' + b'"a",' * 40_000 + b'"a"]}', "at most 16"),
+    (
+        "completions",
+        b'{"prompt":"a",' + b",".join(b'"x%d":1' % i for i in range(40_000)) + b"}",
+        "'x0' is not known",
+    ),
+    ("chat/completions", b'{"messages":[' + b",".join([MESSAGE] * 16_000) + b"]}", "maximum context length is 512"),
+    ("chat/completions", CHAT + b',"tools":[' + b",".join([TOOL] * 10_000) + b"]}", "at most 128"),
+    ("chat/completions", CHAT + b',"chat_template_kwargs":{"a":[' + many(b"[],") + b"1]}}", "more than 50000 values"),
+]
+
+
+@pytest.fixture
+def chatty(tmp_path: Path) -> Body:
+    return {"engine": ENGINE, "model": serving.chatty(tmp_path)}
+
+
+@asynccontextmanager
+async def ticking() -> AsyncIterator[list[float]]:
+    """The longest that the event loop's thread has computed without a turn for others, in seconds."""
+    longest = [0.0]
+
+    async def tick() -> None:
+        last = time.thread_time()
+        while True:
+            await asyncio.sleep(0)
+            now = time.thread_time()
+            longest[0], last = max(longest[0], now - last), now
+
+    task = asyncio.create_task(tick())
+    try:
+        yield longest
+    finally:
+        task.cancel()
+
+
+async def test_no_body_holds_up_the_loop(chatty: Body, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[int] = []
+    parse = schemas.parse
+
+    def counted(body: bytes, model: Any) -> Any:
+        parsed.append(len(body))
+        return parse(body, model)
+
+    monkeypatch.setattr(schemas, "parse", counted)
+    async with running(**chatty) as server:
+        for path, body, message in BODIES:
+            async with ticking() as longest:
+                status, answer, _ = await server.post(body, f"/v1/{path}")
+            assert status == 400, (body[:60], answer)
+            assert message in answer["error"]["message"], (body[:60], answer)
+            assert longest[0] < 0.5, (body[:60], longest)
+        for path in ("/tokenize", "/detokenize"):
+            text = {"prompt": "def f(x): " * 80_000} if path == "/tokenize" else {"tokens": [70] * 300_000}
+            status, answer, _ = await server.post(text, path)
+            assert status == 400
+            assert f"{path} takes 262144 at most" in answer["error"]["message"]
+        assert (await server.post({"prompt": "x", "max_tokens": 1}))[0] == 200
+    assert max(parsed) <= reading.INLINE_BYTES
+
+
+async def test_a_large_body_asks_for_what_a_small_one_does(chatty: Body) -> None:
+    async with running(**chatty) as server:
+        body: Body = {"prompt": ["def ", [70, 71]], "max_tokens": 8, "seed": 1, "user": "u", "stop": ["q"]}
+        _, small, _ = await server.post(body)
+        _, large, _ = await server.post(json.dumps(body) + " " * reading.INLINE_BYTES)
+        assert large["choices"] == small["choices"]
+        for wrong, param in (({"max_tokens": -1}, "max_tokens"), ({"model": "x"}, "model")):
+            status, answer, _ = await server.post(json.dumps(body | wrong) + " " * reading.INLINE_BYTES)
+            assert (status // 100, answer["error"]["param"]) == (4, param)
+
+
+def test_the_first_fault_ends_the_check() -> None:
+    with pytest.raises(RequestError, match="not enough") as raised:
+        count = 0
+
+        def seen(value: object) -> object:
+            nonlocal count
+            count += 1
+            return value
+
+        class Faulty(schemas.Body):
+            messages: schemas.Many[schemas.Message]
+
+        body = {"messages": [{"role": 5}] * 1000}
+        try:
+            Faulty.model_validate_json(json.dumps(body), strict=True)
+        except ValueError as error:
+            raise RequestError("not enough") from error
+    assert raised.value.__cause__.error_count() <= 2  # type: ignore[union-attr]
+
+
+@pytest.fixture
+def workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module for child processes that does what its messages say."""
+    (tmp_path / "mischief.py").write_text(
+        "import os, time\n"
+        "def worker(first):\n"
+        "    def answer(message):\n"
+        "        if message == b'eat': return len(bytearray(1 << 31)) * b'x'\n"
+        "        if message == b'hang': time.sleep(1000)\n"
+        "        if message == b'fail': raise KeyError('fail')\n"
+        "        return first + message + str(os.getpid()).encode()\n"
+        "    return answer\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+@pytest.mark.usefixtures("workers")
+async def test_a_process_that_runs_away_ends_and_is_made_anew() -> None:
+    worker = Child("mischief", lambda: b"first:", seconds=1.0, memory=1 << 28)
+    try:
+        first = await worker.ask(b"a")
+        assert first.startswith(b"first:a")
+        assert await worker.ask(b"a") == first, "the same process"
+        with pytest.raises(ChildError, match="too long"):
+            await worker.ask(b"hang")
+        with pytest.raises(ChildError, match="too much memory"):
+            await worker.ask(b"eat")
+        with pytest.raises(RuntimeError, match="status 1"):
+            await worker.ask(b"fail")
+        leaving = asyncio.create_task(worker.ask(b"hang"))
+        waiting = asyncio.create_task(worker.ask(b"b"))
+        while worker._process is None:
+            await asyncio.sleep(0)
+        process = worker._process
+        leaving.cancel()
+        assert (await waiting).startswith(b"first:b")
+        assert process.returncode is not None, "who leaves takes the work along"
+        assert worker._process is not None
+        worker._process.kill()
+        await worker._process.wait()
+        assert (await worker.ask(b"c")).startswith(b"first:c")
+    finally:
+        await worker.close()
+
+
+async def test_a_grammar_that_compiles_for_ever_is_refused_and_remembered(
+    chatty: Body, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "SECONDS", 1.0)
+    asked: list[bytes] = []
+    ask = Child.ask
+
+    async def counted(self: Child, message: bytes) -> bytes:
+        asked.append(message)
+        return await ask(self, message)
+
+    monkeypatch.setattr(Child, "ask", counted)
+    async with running(**chatty) as server:
+        body: Body = {"prompt": "a", "max_tokens": 5}
+        hostile = [
+            asyncio.create_task(server.post(body | {"structured_outputs": {"json": EXPONENTIAL | {"title": str(i)}}}))
+            for i in range(2)
+        ]
+        for seed in range(8):
+            assert (await server.post(body | {"seed": seed}))[0] == 200
+        honest = await server.post(body | {"guided_regex": "[ab]{2}", "seed": 1})
+        assert len(honest[2]) and honest[0] == 200
+        for status, answer, _ in await asyncio.gather(*hostile):
+            assert (status, answer["error"]["param"]) == (400, "structured_outputs")
+            assert "takes too" in answer["error"]["message"]
+        before = len(asked)
+        for again in ({"structured_outputs": {"json": EXPONENTIAL | {"title": "0"}}}, {"guided_regex": "[ab]{2}"}):
+            status, _, _ = await server.post(body | again)
+            assert status == (200 if "guided_regex" in again else 400)
+        assert len(asked) == before == 3
+
+
+async def test_as_many_grammars_wait_as_may(chatty: Body, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "MAX_WAITING", 2)
+    async with running(**chatty) as server:
+        bodies = [{"prompt": "a", "max_tokens": 2, "guided_regex": f"a{{{i}}}"} for i in range(1, 9)]
+        statuses = [status for status, _, _ in await asyncio.gather(*map(server.post, bodies))]
+        assert set(statuses) == {200, 503}
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"guided_regex": r"[^\s\S]"},
+        {"guided_grammar": "start: A\nA: /a/ & /b/"},
+        {"guided_grammar": 'start: "x" A\nA: /a.*/ & /b/'},
+        {"guided_grammar": 'start: "a" start'},
+        {"guided_json": {"enum": []}},
+    ],
+)
+async def test_a_grammar_that_nothing_fits_is_the_clients_fault(chatty: Body, form: Body) -> None:
+    async with running(**chatty) as server:
+        status, answer, _ = await server.post({"prompt": "a"} | form)
+        assert (status, answer["error"]["param"]) == (400, "structured_outputs"), answer
+
+
+async def test_masks_that_take_too_long_end_only_their_own_request(
+    chatty: Body, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar, "first_fault", lambda matcher: None)
+    async with running(**chatty) as server:
+        other: Body = {"prompt": "def ", "max_tokens": 60, "seed": 3, "guided_regex": r"[\w ]{40,}"}
+        _, alone, _ = await server.post(other)
+        slow: Body = {"prompt": "a", "max_tokens": 500, "guided_grammar": AMBIGUOUS, "temperature": 0}
+        hostile = asyncio.create_task(server.post(slow))
+        _, beside, _ = await server.post(other)
+        status, answer, _ = await hostile
+        assert status == 500
+        assert "took more than 25 ms" in answer["error"]["message"]
+        assert beside["choices"] == alone["choices"]
+        status, answer, _ = await server.post(slow)
+        assert (status, answer["error"]["param"]) == (400, "structured_outputs"), "it is known by now"
+        assert (await server.post(other))[1]["choices"] == alone["choices"]
+
+
+async def test_a_body_that_is_not_its_encoding_is_the_clients_fault(chatty: Body) -> None:
+    async with running(**chatty) as server:
+
+        async def post(data: bytes, encoding: str) -> tuple[int, Any]:
+            headers = {"Content-Encoding": encoding, "Content-Type": "application/json"}
+            url = server.url + "/v1/completions"
+            async with server.session.post(url, data=data, headers=headers) as response:
+                return response.status, await response.json()
+
+        good = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
+        assert (await post(gzip.compress(good), "gzip"))[0] == 200
+        for data, encoding in ((good, "gzip"), (good, "deflate"), (gzip.compress(good)[:-9] + b"garbage", "gzip")):
+            status, answer = await post(data, encoding)
+            assert status == 400, answer
+            assert "Content-Encoding" in answer["error"]["message"]
+        bomb = gzip.compress(b'{"prompt": "' + b"a" * (64 << 20) + b'"}')
+        status, answer = await post(bomb, "gzip")
+        assert status == 413, "what counts is the size of what comes out"
