@@ -19,7 +19,7 @@ import infer_demo
 from infer.assemble import start
 from infer.engine.loop import EngineLoop
 from infer.plugins import Plugins
-from infer.server.app import listen, make_app
+from infer.server.app import bind, listen, make_app
 from infer.server.metrics import Metrics
 from infer.settings import load_settings
 
@@ -95,7 +95,7 @@ async def running(**sections: Any) -> AsyncIterator[Running]:
     served = await asyncio.to_thread(_Server, **sections)
     engine_loop = served.engine_loop
     try:
-        async with listen(served.app(), "127.0.0.1", 0) as url, aiohttp.ClientSession() as session:
+        async with listen(served.app(), bind("127.0.0.1", 0)) as url, aiohttp.ClientSession() as session:
             yield Running(session, url, engine_loop)
     finally:
         engine_loop.close()
@@ -118,7 +118,7 @@ def serving(**sections: Any) -> Iterator[Serving]:
 
     async def serve() -> None:
         nonlocal url
-        async with listen(server.app(), "127.0.0.1", 0) as url:
+        async with listen(server.app(), bind("127.0.0.1", 0)) as url:
             began.set()
             await stop.wait()
 

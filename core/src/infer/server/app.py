@@ -6,9 +6,12 @@ import asyncio
 import functools
 import gc
 import logging
+import os
 import signal
+import socket
+import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -16,6 +19,7 @@ from aiohttp import web
 
 from infer.assemble import Served, start
 from infer.engine.loop import AsyncDoor, EngineLoop
+from infer.errors import SettingsError
 from infer.plugins import Plugins
 from infer.server import answers
 from infer.server.access import access_log, authorize, log_to_stderr
@@ -43,39 +47,81 @@ from infer.settings import Settings
 log = logging.getLogger(__name__)
 
 KEEPALIVE_S = 15.0
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def run(settings: Settings, plugins: Plugins) -> None:
-    """Load the model, serve until SIGINT or SIGTERM, drain, stop."""
+    """Load the model, serve until SIGINT or SIGTERM, drain, stop. Raises InferError."""
+    for number in SIGNALS:
+        signal.signal(number, lambda number, frame: _leave(number))
+    sockets = bind(settings.server.host, settings.server.port)
     metrics = Metrics()
     plugins.manager.register(metrics)
     engine_loop, served = start(settings, plugins)
-    # What is loaded by now stays; looking through it again and again would hold up a step each time.
-    gc.collect()
-    gc.freeze()
     try:
         log_to_stderr()
-        asyncio.run(serve(engine_loop, served, metrics, settings))
+        asyncio.run(serve(engine_loop, served, metrics, settings, sockets))
     finally:
         engine_loop.close()
 
 
-async def serve(engine_loop: EngineLoop, served: Served, metrics: Metrics, settings: Settings) -> None:
-    """Serve until a signal; then let the requests under way finish within ``drain_timeout_s``."""
+def _leave(number: int) -> None:
+    """End at once, whatever native code is under way: before there is anything to finish, or when told twice."""
+    print(f"infer: stopped by {signal.Signals(number).name}", file=sys.stderr, flush=True)
+    os._exit(128 + number)
+
+
+async def serve(
+    engine_loop: EngineLoop, served: Served, metrics: Metrics, settings: Settings, sockets: Sequence[socket.socket]
+) -> None:
+    """Serve until a signal; then let the requests under way finish within ``drain_timeout_s``. A second signal ends the
+    process."""
     stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    async with listen(
-        make_app(engine_loop, served, metrics, settings), settings.server.host, settings.server.port
-    ) as url:
+    loop = asyncio.get_running_loop()
+
+    def signalled(number: int) -> None:
+        if stop.is_set():
+            _leave(number)
+        stop.set()
+
+    for number in SIGNALS:
+        loop.add_signal_handler(number, signalled, number)
+    app = make_app(engine_loop, served, metrics, settings)
+    # What is loaded by now stays; looking through it again and again would hold up a step each time.
+    gc.collect()
+    gc.freeze()
+    async with listen(app, sockets) as url:
         print(f"infer: ready on {url}", flush=True)
         await stop.wait()
         log.info("draining %d requests", engine_loop.num_open)
         await asyncio.to_thread(engine_loop.close, settings.server.drain_timeout_s)
 
 
+def bind(host: str, port: int) -> list[socket.socket]:
+    """A socket for every address of the host. Raises SettingsError."""
+    try:
+        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise SettingsError(f"server.host = {host!r} is no address of this machine: {error}.") from None
+    sockets: list[socket.socket] = []
+    try:
+        for family, kind, protocol, _, address in dict.fromkeys(found):
+            sockets.append(bound := socket.socket(family, kind, protocol))
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            # With port 0, all addresses share the one that the first got.
+            bound.bind((address[0], sockets[0].getsockname()[1] or port, *address[2:]))
+    except OSError as error:
+        for bound in sockets:
+            bound.close()
+        what = f"server.port = {port} cannot be listened on at {host}: {error.strerror}"
+        raise SettingsError(f"{what}; stop what uses it, or give another port (0 for any free one).") from None
+    return sockets
+
+
 @asynccontextmanager
-async def listen(app: web.Application, host: str, port: int) -> AsyncIterator[str]:
+async def listen(app: web.Application, sockets: Sequence[socket.socket]) -> AsyncIterator[str]:
     """Serve the app, to the end of the block. Gives the address."""
     runner = web.AppRunner(
         app,
@@ -88,12 +134,13 @@ async def listen(app: web.Application, host: str, port: int) -> AsyncIterator[st
         assert runner.server is not None
         how: dict[str, Any] = {"keepalive_timeout": KEEPALIVE_S, "access_log": None}
         protocol = functools.partial(Protocol, runner.server, loop=loop, **how)
-        listening = await loop.create_server(protocol, host, port, reuse_address=True)
+        listening = [await loop.create_server(protocol, sock=bound) for bound in sockets]
         try:
-            address, bound = listening.sockets[0].getsockname()[:2]
-            yield f"http://{f'[{address}]' if ':' in address else address}:{bound}"
+            address, port = sockets[0].getsockname()[:2]
+            yield f"http://{f'[{address}]' if ':' in address else address}:{port}"
         finally:
-            listening.close()  # not waited for: it would wait for clients that keep their connection
+            for server in listening:
+                server.close()  # not waited for: it would wait for clients that keep their connection
     finally:
         await runner.cleanup()
 

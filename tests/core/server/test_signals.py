@@ -1,0 +1,134 @@
+"""``infer serve`` as a process: how it begins, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from infer.errors import SettingsError
+from infer.server.app import bind
+
+INFER = (sys.executable, "-c", "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+         "from infer.cli import main; sys.exit(main())")  # fmt: skip
+EXPONENTIAL = {"allOf": [{"type": "string", "pattern": f".*a.{{{i}}}b.*"} for i in range(40)]}
+
+
+@contextmanager
+def process(folder: Path, *argv: str) -> Iterator[subprocess.Popen[str]]:
+    command = [*INFER, "serve", "--model.path", "demo", "--kernels.threads", "1", "--server.port", "0", *argv]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("INFER_")}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder, env=environment
+    ) as started:
+        try:
+            yield started
+        finally:
+            started.kill()
+
+
+def ready(started: subprocess.Popen[str]) -> tuple[str, int]:
+    assert started.stdout is not None
+    line = started.stdout.readline()
+    assert line.startswith("infer: ready on http://"), line
+    host, _, port = line.strip().removeprefix("infer: ready on http://").rpartition(":")
+    return host, int(port)
+
+
+def post(address: tuple[str, int], body: object) -> socket.socket:
+    """Send a request; the answer is for who wants it."""
+    data = json.dumps(body).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: {address[0]}:{address[1]}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    )
+    client = socket.create_connection(address, timeout=60)
+    client.sendall(head.encode() + data)
+    return client
+
+
+def test_a_signal_ends_the_process_whatever_is_compiled(tmp_path: Path) -> None:
+    with process(tmp_path, "--server.drain_timeout_s", "60") as started:
+        address = ready(started)
+        body = {"prompt": "a", "max_tokens": 3, "structured_outputs": {"json": EXPONENTIAL}}
+        clients = [post(address, body) for _ in range(8)]
+        url = f"http://{address[0]}:{address[1]}/health"
+        with urllib.request.urlopen(url, timeout=30) as answer:
+            assert answer.status == 200
+        started.send_signal(signal.SIGTERM)
+        assert started.wait(20) == 0
+        for client in clients:
+            client.close()
+
+
+def test_requests_finish_after_a_signal_and_a_second_one_ends_them(tmp_path: Path) -> None:
+    body = {"prompt": "def ", "max_tokens": 300, "ignore_eos": True, "stream": True}
+    with process(tmp_path) as started:
+        with post(ready(started), body) as client:
+            data = client.recv(1 << 16)
+            started.send_signal(signal.SIGTERM)
+            while part := client.recv(1 << 16):
+                data += part
+                if b"[DONE]" in data:
+                    break
+            assert data.count(b"data: {") == 300
+        assert started.wait(20) == 0
+    with process(tmp_path, "--server.drain_timeout_s", "1000") as started:
+        body["max_tokens"] = 1900
+        with post(ready(started), body | {"n": 16}) as client:
+            client.recv(100)
+            started.send_signal(signal.SIGTERM)
+            assert started.stderr is not None
+            while "draining" not in (line := started.stderr.readline()):
+                assert line
+            started.send_signal(signal.SIGINT)
+            assert started.wait(20) == 128 + signal.SIGINT
+        assert "stopped by SIGINT" in started.stderr.read()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_loading_is_no_traceback(number: signal.Signals, tmp_path: Path) -> None:
+    script = (
+        "import infer.server.app as app, sys, time\n"
+        "from infer.cli import main\n"
+        "def start(settings, plugins):\n"
+        "    print('loading', flush=True)\n"
+        "    time.sleep(1000)\n"
+        "app.start = start\n"
+        "sys.exit(main(['serve', '--model.path', 'demo', '--server.port', '0']))\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path
+    ) as started:
+        assert started.stdout is not None
+        assert started.stderr is not None
+        assert started.stdout.readline() == "loading\n"
+        started.send_signal(number)
+        assert started.wait(20) == 128 + number
+        assert started.stderr.read() == f"infer: stopped by {number.name}\n"
+
+
+def test_a_port_in_use_is_said_before_anything_is_loaded(tmp_path: Path) -> None:
+    (taken,) = bind("127.0.0.1", 0)
+    with taken:
+        taken.listen()
+        port = taken.getsockname()[1]
+        began = time.monotonic()
+        with process(tmp_path, "--server.port", str(port), "--model.path", "/nowhere") as started:
+            assert started.wait(60) == 2, time.monotonic() - began
+            assert started.stderr is not None
+            said = started.stderr.read()
+        assert said.startswith(f"infer: server.port = {port} cannot be listened on at 127.0.0.1: Address already in use")
+        assert "Traceback" not in said
+    with pytest.raises(SettingsError, match=r"server.host = 'no\.such\.host\.invalid' is no address"):
+        bind("no.such.host.invalid", 0)
