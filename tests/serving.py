@@ -67,7 +67,8 @@ class Running:
 
     async def post(self, body: object, path: str = "/v1/completions") -> tuple[int, Any, Any]:
         data = body if isinstance(body, (bytes, str)) else json.dumps(body)
-        async with self.session.post(self.url + path, data=data) as response:
+        headers = {"Content-Type": "application/json"}
+        async with self.session.post(self.url + path, data=data, headers=headers) as response:
             return response.status, await response.json(), response.headers
 
     async def get(self, path: str, **headers: str) -> tuple[int, Any]:

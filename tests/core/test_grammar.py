@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import random
 import re
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
 import pytest
 
-from infer import LLM, RequestError, SamplingParams
+from infer import LLM, RequestError, SamplingParams, grammar
+from infer.grammar import MASK_SECONDS, Grammar, Grammars, Masks, Matcher
 from infer.request import StructuredOutputs
 
 SCHEMAS = 500
@@ -143,3 +145,66 @@ def test_it_takes_one_form_at_a_time() -> None:
     for more in ({"ignore_eos": True}, {"min_tokens": 3}):
         with pytest.raises(ValueError, match=next(iter(more))):
             SamplingParams(structured_outputs=StructuredOutputs(regex="a"), **more)
+
+
+class Spinning(Matcher):
+    """Computes until it is let go, as a mask of a very ambiguous grammar does."""
+
+    def __init__(self, grammar: Grammar) -> None:
+        super().__init__(grammar)
+        self.let_go = False
+
+    def compute(self) -> None:
+        while not self.let_go:
+            pass
+
+
+def test_a_mask_that_takes_too_long_is_left_behind_and_no_other(llm: LLM) -> None:
+    grammars = llm.served.grammars
+    fine, slow = (grammars.compile(StructuredOutputs(regex=regex)) for regex in ("[ab]{3}", "[cd]{4}"))
+    masks = Masks()
+    first, spinning, last = fine.matcher(), Spinning(slow), fine.matcher()
+    try:
+        masks.compute([first, spinning, last])
+        assert first.fault is None
+        assert last.fault is None
+        assert (first.allowed == last.allowed).all()
+        assert first.allowed.any()
+        assert spinning.fault is not None
+        assert "took more than 25 ms" in spinning.fault
+        assert not spinning.allowed.any()
+        spinning.accept(5)
+        masks.compute([spinning, last])
+        with pytest.raises(RequestError, match="took more than 25 ms"):
+            grammars.compile(StructuredOutputs(regex="[cd]{4}"))
+        assert grammars.compile(StructuredOutputs(regex="[ab]{3}")) is fine
+    finally:
+        spinning.let_go = True
+
+
+def test_waiting_is_not_computing(llm: LLM) -> None:
+    """On a busy machine a mask may take long without having had its turn."""
+
+    class Waiting(Matcher):
+        def compute(self) -> None:
+            time.sleep(4 * MASK_SECONDS)
+            super().compute()
+
+    matcher = Waiting(llm.served.grammars.compile(StructuredOutputs(regex="[ab]{3}")))
+    Masks().compute([matcher])
+    assert matcher.fault is None
+    assert matcher.allowed.any()
+
+
+def test_grammars_that_are_remembered_stay_within_their_memory(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars = Grammars(llm.served.tokenizer, llm.served.vocab_size, [0])
+    sources = [grammars.source(StructuredOutputs(regex=f"a{{{i}}}")) for i in range(1, 5)]
+    for source in sources[:3]:
+        grammars.make(source, grammar.KEPT_BYTES // 3)
+    assert all(grammars.known(source) for source in sources[:3])
+    grammars.known(sources[0])
+    grammars.make(sources[3], grammar.KEPT_BYTES // 3)
+    assert [grammars.known(source) is not None for source in sources] == [True, False, True, True]
+    monkeypatch.setattr(grammar, "MAX_CHARS", 50)
+    with pytest.raises(RequestError, match="50 are allowed"):
+        grammars.source(StructuredOutputs(regex="a" * 100))

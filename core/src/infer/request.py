@@ -131,8 +131,8 @@ def new_request_id() -> str:
 def too_long(count: int | str, max_seq_len: int) -> RequestError:
     """What is said of a prompt of so many tokens."""
     return RequestError(
-        f"This model's maximum context length is {max_seq_len} tokens, and one of them is needed for the answer, but the "
-        f"prompt has {count} tokens. Shorten the prompt or raise engine.max_seq_len.",
+        f"This model's maximum context length is {max_seq_len} tokens, and one of them is needed for the answer, but "
+        f"the prompt has {count} tokens. Shorten the prompt or raise engine.max_seq_len.",
         param="prompt",
         code="context_length_exceeded",
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -185,6 +186,11 @@ class ServerSettings(Section):
     api_keys: list[SecretStr] = Field(
         [], description="Keys of which every request has to show one; separated by commas; none lets everyone in."
     )
+    cors_origins: list[str] = Field(
+        [],
+        description="Origins (https://example.org) whose pages a browser lets read answers, separated by commas; * is "
+        "any; none for no other.",
+    )
     access_log: bool = Field(True, description="A line of JSON per request, to stderr.")
     metrics_names: Literal["infer", "vllm"] = Field(
         "infer", description="How names at /metrics begin: infer_, or vllm: for dashboards made for that."
@@ -196,10 +202,18 @@ class ServerSettings(Section):
     stall_timeout_s: float = Field(60.0, gt=0, description="Seconds until a client that does not read is dropped.")
     drain_timeout_s: float = Field(30.0, ge=0, description="Seconds that requests may finish in after SIGTERM.")
 
-    @field_validator("api_keys", mode="before")
+    @field_validator("api_keys", "cors_origins", mode="before")
     @classmethod
-    def _keys(cls, value: object) -> object:
-        return [key.strip() for key in value.split(",")] if isinstance(value, str) else value or []
+    def _listed(cls, value: object) -> object:
+        return [part.strip() for part in value.split(",")] if isinstance(value, str) else value or []
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _origins(cls, value: list[str]) -> list[str]:
+        bad = [v for v in value if not re.fullmatch(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+", v)]
+        if bad:
+            raise ValueError(f"{bad[0]!r} is no origin; one is like https://example.org or http://localhost:3000, or *")
+        return value
 
     @field_validator("api_keys")
     @classmethod

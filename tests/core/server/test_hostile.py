@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from tests import serving
-from tests.serving import Body, Running, running
+from tests.serving import Body, running
 
 from infer import grammar
-from infer.errors import RequestError
-from infer.server import child, compiling, reading, schemas
+from infer.server import compiling, reading, schemas
 from infer.server.child import Child, ChildError
 
 ENGINE = {"max_batch_size": 4, "max_seq_len": 512}
@@ -121,23 +121,16 @@ async def test_a_large_body_asks_for_what_a_small_one_does(chatty: Body) -> None
 
 
 def test_the_first_fault_ends_the_check() -> None:
-    with pytest.raises(RequestError, match="not enough") as raised:
-        count = 0
+    class Listing(schemas.Body):
+        messages: schemas.Many[schemas.Message]
 
-        def seen(value: object) -> object:
-            nonlocal count
-            count += 1
-            return value
-
-        class Faulty(schemas.Body):
-            messages: schemas.Many[schemas.Message]
-
-        body = {"messages": [{"role": 5}] * 1000}
-        try:
-            Faulty.model_validate_json(json.dumps(body), strict=True)
-        except ValueError as error:
-            raise RequestError("not enough") from error
-    assert raised.value.__cause__.error_count() <= 2  # type: ignore[union-attr]
+    with pytest.raises(ValidationError) as raised:
+        Listing.model_validate_json(json.dumps({"messages": [{"role": 5}] * 1000}), strict=True)
+    assert raised.value.error_count() == 1
+    body = {"prompt": [1.5] * 1000}
+    with pytest.raises(ValidationError) as raised:
+        schemas.CompletionRequest.model_validate_json(json.dumps(body), strict=True)
+    assert raised.value.error_count() < 10
 
 
 @pytest.fixture
@@ -206,7 +199,7 @@ async def test_a_grammar_that_compiles_for_ever_is_refused_and_remembered(
         for seed in range(8):
             assert (await server.post(body | {"seed": seed}))[0] == 200
         honest = await server.post(body | {"guided_regex": "[ab]{2}", "seed": 1})
-        assert len(honest[2]) and honest[0] == 200
+        assert honest[0] == 200
         for status, answer, _ in await asyncio.gather(*hostile):
             assert (status, answer["error"]["param"]) == (400, "structured_outputs")
             assert "takes too" in answer["error"]["message"]

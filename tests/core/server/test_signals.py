@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -123,12 +122,13 @@ def test_a_port_in_use_is_said_before_anything_is_loaded(tmp_path: Path) -> None
     with taken:
         taken.listen()
         port = taken.getsockname()[1]
-        began = time.monotonic()
         with process(tmp_path, "--server.port", str(port), "--model.path", "/nowhere") as started:
-            assert started.wait(60) == 2, time.monotonic() - began
+            assert started.wait(60) == 2
             assert started.stderr is not None
             said = started.stderr.read()
-        assert said.startswith(f"infer: server.port = {port} cannot be listened on at 127.0.0.1: Address already in use")
+        assert said.startswith(
+            f"infer: server.port = {port} cannot be listened on at 127.0.0.1: Address already in use"
+        )
         assert "Traceback" not in said
     with pytest.raises(SettingsError, match=r"server.host = 'no\.such\.host\.invalid' is no address"):
         bind("no.such.host.invalid", 0)

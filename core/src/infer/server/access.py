@@ -6,15 +6,18 @@ import hashlib
 import hmac
 import json
 import logging
+import re
 import secrets
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from ipaddress import ip_address
+from urllib.parse import urlsplit
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from infer.server.errors import REQUEST_ID, UnauthorizedError
+from infer.server.errors import REQUEST_ID, ForbiddenError, MediaTypeError, UnauthorizedError
 from infer.server.service import CALLER, Caller
 
 OPEN = ("/health", "/ready")
@@ -30,7 +33,7 @@ def authorize(keys: Sequence[str]) -> Middleware:
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if digests and request.path not in OPEN:
+        if request.path not in OPEN:
             scheme, _, shown = request.headers.get("Authorization", "").partition(" ")
             digest = hashlib.sha256(shown.strip().encode(errors="surrogateescape")).digest()
             known = [hmac.compare_digest(digest, each) for each in digests]
@@ -41,6 +44,84 @@ def authorize(keys: Sequence[str]) -> Middleware:
         return await handler(request)
 
     return middleware
+
+
+def guard(host: str) -> Middleware:
+    """For a server without keys, which any page in a browser next to it could ask otherwise. Pages of foreign origins
+    may send everything but JSON unasked, so a body has to say that it is JSON. And where only this machine can connect,
+    the name that was asked for has to be this machine's: a foreign one that leads here is a trick (DNS rebinding)."""
+    local = _loopback(host)
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        named = request.headers.get("Host")
+        if local and named is not None:
+            name = _name(named)
+            if name != host.lower() and not _loopback(name):
+                raise ForbiddenError(
+                    f"This server has no keys and answers only to names of its own machine, which {named!r} is not: "
+                    "ask for localhost, or set server.api_keys."
+                )
+        if request.method == "POST" and not re.fullmatch(r"application/(.+\+)?json", request.content_type):
+            given = request.headers.get("Content-Type", "none")
+            raise MediaTypeError(
+                f"The Content-Type is {given!r}, but bodies are JSON here: send Content-Type: application/json "
+                "(curl has --json for -d)."
+            )
+        return await handler(request)
+
+    return middleware
+
+
+def _name(host: str) -> str:
+    """A Host header's, without the port."""
+    try:
+        return (urlsplit(f"//{host}").hostname or "").rstrip(".")
+    except ValueError:
+        return ""
+
+
+def _loopback(name: str) -> bool:
+    try:
+        return ip_address(name).is_loopback
+    except ValueError:
+        return name == "localhost" or name.endswith(".localhost")
+
+
+def preflight(origins: Sequence[str]) -> Middleware:
+    """Answers browsers that ask whether a page of one of the origins ("*" is any) may ask something. The answer's other
+    half is ``allow_origin``."""
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        asked = request.headers.get("Access-Control-Request-Method")
+        if request.method != "OPTIONS" or asked is None or not _allowed(request, origins):
+            return await handler(request)
+        headers = {
+            "Access-Control-Allow-Methods": "GET, POST",
+            "Access-Control-Allow-Headers": request.headers.get("Access-Control-Request-Headers", ""),
+            "Access-Control-Max-Age": "600",
+        }
+        return web.Response(status=204, headers=headers)
+
+    return middleware
+
+
+def allow_origin(origins: Sequence[str]) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
+    """Lets pages of these origins read answers, errors and streams included."""
+
+    async def prepare(request: web.Request, response: web.StreamResponse) -> None:
+        response.headers["Vary"] = "Origin"
+        if _allowed(request, origins):
+            response.headers["Access-Control-Allow-Origin"] = request.headers["Origin"]
+            response.headers["Access-Control-Expose-Headers"] = "X-Request-Id, Retry-After"
+
+    return prepare
+
+
+def _allowed(request: web.Request, origins: Sequence[str]) -> bool:
+    origin = request.headers.get("Origin")
+    return origin is not None and ("*" in origins or origin in origins)
 
 
 def access_log(enabled: bool) -> Middleware:

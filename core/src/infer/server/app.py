@@ -22,7 +22,7 @@ from infer.engine.loop import AsyncDoor, EngineLoop
 from infer.errors import SettingsError
 from infer.plugins import Plugins
 from infer.server import answers
-from infer.server.access import access_log, authorize, log_to_stderr
+from infer.server.access import access_log, allow_origin, authorize, guard, log_to_stderr, preflight
 from infer.server.chat import Chat
 from infer.server.completions import Completions
 from infer.server.decisions import Decisions
@@ -115,9 +115,15 @@ def bind(host: str, port: int) -> list[socket.socket]:
     except OSError as error:
         for bound in sockets:
             bound.close()
-        what = f"server.port = {port} cannot be listened on at {host}: {error.strerror}"
-        raise SettingsError(f"{what}; stop what uses it, or give another port (0 for any free one).") from None
+        raise _taken(host, port, error) from None
     return sockets
+
+
+def _taken(host: str, port: int, error: OSError) -> SettingsError:
+    return SettingsError(
+        f"server.port = {port} cannot be listened on at {host}: {error.strerror}; stop what uses it, or give another "
+        "port (0 for any free one)."
+    )
 
 
 @asynccontextmanager
@@ -134,7 +140,11 @@ async def listen(app: web.Application, sockets: Sequence[socket.socket]) -> Asyn
         assert runner.server is not None
         how: dict[str, Any] = {"keepalive_timeout": KEEPALIVE_S, "access_log": None}
         protocol = functools.partial(Protocol, runner.server, loop=loop, **how)
-        listening = [await loop.create_server(protocol, sock=bound) for bound in sockets]
+        try:
+            listening = [await loop.create_server(protocol, sock=bound) for bound in sockets]
+        except OSError as error:  # another has bound it as well, and was faster
+            host, port = sockets[0].getsockname()[:2]
+            raise _taken(host, port, error) from None
         try:
             address, port = sockets[0].getsockname()[:2]
             yield f"http://{f'[{address}]' if ':' in address else address}:{port}"
@@ -241,8 +251,16 @@ def make_app(engine_loop: EngineLoop, served: Served, metrics: Metrics, settings
     # The outermost comes first: whatever goes wrong inside has a status by the time it is logged.
     keys = [key.get_secret_value() for key in server.api_keys]
     app = web.Application(
-        middlewares=[access_log(server.access_log), errors, authorize(keys)], client_max_size=server.max_body_bytes
+        middlewares=[
+            access_log(server.access_log),
+            errors,
+            *((preflight(server.cors_origins),) if server.cors_origins else ()),
+            authorize(keys) if keys else guard(server.host),
+        ],
+        client_max_size=server.max_body_bytes,
     )
+    if server.cors_origins:
+        app.on_response_prepare.append(allow_origin(server.cors_origins))
     for route in routes:
         app.router.add_route(route.method, route.path, route.handler)
     openapi, docs = pages(routes, served.name)

@@ -33,6 +33,14 @@ class UnreadableError(RequestError):
     """The body is not what the headers say; what else comes on the connection cannot be told from it."""
 
 
+class ForbiddenError(RequestError):
+    """Whoever asked may not, whatever is asked."""
+
+
+class MediaTypeError(RequestError):
+    """The body is not JSON, as its headers say."""
+
+
 class UnauthorizedError(RequestError):
     """The request shows no key of this server's."""
 
@@ -63,6 +71,10 @@ def _response(request: web.Request, error: Exception) -> web.Response:
     match error:
         case NotFoundError():
             status, kind = 404, "invalid_request_error"
+        case ForbiddenError():
+            status, kind = 403, "permission_error"
+        case MediaTypeError():
+            status, kind = 415, "invalid_request_error"
         case UnauthorizedError():
             status, kind = 401, "authentication_error"
             headers["WWW-Authenticate"] = "Bearer"
