@@ -14,8 +14,8 @@ from tokenizers import Tokenizer
 
 from infer.chat_template import ChatTemplate
 from infer.checkpoint import Checkpoint
-from infer.engine.checked import CheckedScheduler
 from infer.encoding import Encoder, TooLongError
+from infer.engine.checked import CheckedScheduler
 from infer.engine.engine import Engine
 from infer.engine.exactness import self_check
 from infer.engine.graphs import DecodeGraphs

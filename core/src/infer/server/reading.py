@@ -7,8 +7,6 @@ import pickle
 from collections.abc import Callable
 from typing import TypeVar
 
-from pydantic import BaseModel
-
 from infer.errors import RequestError
 from infer.server import schemas
 from infer.server.child import Child, ChildError
@@ -17,7 +15,7 @@ INLINE_BYTES = 1 << 14
 """Smaller bodies take a few milliseconds at most, whatever is in them."""
 SECONDS = 5.0
 MEMORY = 1 << 30
-T = TypeVar("T", bound=BaseModel)
+T = TypeVar("T", bound=schemas.Body)
 
 
 class Reader:
