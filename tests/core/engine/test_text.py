@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from infer.engine.text import Detokenizer, StopFinder, TextStream, TokenTexts
+from infer.engine.text import StopFinder, TextStream, TokenTexts
 
 
 @functools.cache
@@ -44,10 +44,19 @@ def with_byte_fallback(strip: bool) -> Tokenizer:
     return made
 
 
+@functools.cache
+def in_company() -> Tokenizer:
+    """The same in an order that nobody uses, so that single tokens say nothing of many."""
+    made = Tokenizer.from_str(with_byte_fallback(False).to_str())
+    made.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), decoders.Replace("▁", " ")])
+    return made
+
+
 TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
     "byte-level": tokenizer,
     "byte fallback": lambda: with_byte_fallback(False),
     "stripping": lambda: with_byte_fallback(True),
+    "in company": in_company,
 }
 every_kind = pytest.mark.parametrize("kind", TOKENIZERS)
 
@@ -58,67 +67,148 @@ def texts_of(kind: str = "byte-level") -> TokenTexts:
 
 
 def pieces(prompt: list[int], ids: list[int], kind: str = "byte-level") -> list[str]:
-    stream = Detokenizer(texts_of(kind), prompt)
+    stream = texts_of(kind).follow(prompt)
     found = [stream.push(i) for i in ids]
-    assert not any(piece.endswith("\ufffd") for piece in found)
     return [*found, stream.flush()]
+
+
+def clean(kind: str, ids: list[int]) -> str:
+    """The whole decode of as many of the first tokens as are whole characters."""
+    decode = TOKENIZERS[kind]().decode
+    ends = (decode(ids[:n]) for n in range(len(ids), -1, -1))
+    return next(text for text in ends if "\ufffd" not in text)
 
 
 texts = st.text(st.sampled_from("ab \n(é中文😀👩‍👧\u0301字"), max_size=30)
 
 
 @every_kind
-@settings(max_examples=200, deadline=None)
-@given(texts, texts)
-def test_pieces_of_text_add_up_and_no_character_is_split(kind: str, before: str, text: str) -> None:
-    encode = TOKENIZERS[kind]().encode
-    prompt, ids = encode(before).ids, encode(text).ids
-    found = "".join(pieces(prompt, ids, kind))
-    assert found == text if kind != "stripping" else found.lstrip(" ") == text.lstrip(" ")
+@settings(max_examples=300, deadline=None)
+@example("a中", 2, [])
+@example("中文字字", 11, [])
+@example(" a b", 0, [])
+@given(texts, st.integers(0, 60), st.lists(st.integers(0, 60), max_size=3))
+def test_a_stream_is_the_whole_decode_wherever_the_prompt_ends(
+    kind: str, text: str, cut: int, specials: list[int]
+) -> None:
+    """Characters are never split, and a token begins where its character does in the text of the stream."""
+    ids = TOKENIZERS[kind]().encode(text).ids
+    for at in specials:
+        ids.insert(min(at, len(ids)), 0)
+    cut = min(cut, len(ids))
+    whole, before = TOKENIZERS[kind]().decode(ids), clean(kind, ids[:cut])
+    stream = texts_of(kind).follow(ids[:cut])
+    found = ""
+    for i in range(cut, len(ids)):
+        found += stream.push(ids[i])
+        assert "\ufffd" not in found
+        assert stream.begins == len(clean(kind, ids[:i])) - len(before)
+        assert stream.length == len(found)
+    assert stream.flush() == ""
+    assert before + found == whole
+
+
+def runs(ids: list[int]) -> list[list[int]]:
+    """Tokens of the tokenizers with byte fallback, bytes that follow upon each other together."""
+    found: list[list[int]] = []
+    for i in filter(None, ids):
+        if found and 1 <= i <= 256 and 1 <= found[-1][0] <= 256:
+            found[-1].append(i)
+        else:
+            found.append([i])
+    return found
+
+
+def first_fault(run: list[int]) -> int:
+    """How many bytes of a run are whole characters."""
+    data = bytes(i - 1 for i in run)
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        return error.start
+    return len(data)
+
+
+BYTES = [*(1 + byte for byte in "a中é😀\ufffd".encode()), 0x81, 0xC1, 0xF9]
+
+
+@pytest.mark.parametrize("kind", ["byte fallback", "stripping", "in company"])
+@settings(max_examples=500, deadline=None)
+@given(st.lists(st.sampled_from([0, 257, 258, *BYTES]), max_size=24))
+def test_bytes_that_are_no_text_are_replaced_as_the_whole_decode_does(kind: str, ids: list[int]) -> None:
+    """Of a run that is no UTF-8 it replaces every byte; what the stream has shown of it by then stays."""
+    found, expected, whole = "".join(pieces([], ids, kind)), "", True
+    for run in runs(ids):
+        if run[0] <= 256:
+            data = bytes(i - 1 for i in run)
+            good = first_fault(run)
+            expected += data[:good].decode() + "\ufffd" * (len(data) - good)
+            whole = whole and good in (0, len(data))
+        else:
+            expected += " a"[run[0] - 257]
+    if whole:
+        assert found == TOKENIZERS[kind]().decode(ids)
+    if kind != "in company":
+        assert found == (expected.removeprefix(" ") if kind == "stripping" else expected)
+
+
+@settings(max_examples=500, deadline=None)
+@example([1 + 0xE4, 1 + 0xB8, 1 + 0xE4])
+@given(st.lists(st.integers(0, 299), max_size=40))
+def test_any_byte_level_tokens_are_the_whole_decode_and_begin_where_their_first_byte_is(ids: list[int]) -> None:
+    made = tokenizer()
+    stream = texts_of().follow([])
+    found = ""
+    for i, token in enumerate(ids):
+        found += stream.push(token)
+        if token and (piece := made.id_to_token(token)):
+            byte = made.token_to_id(piece[0])
+            assert byte is not None
+            assert stream.begins == len(made.decode([*ids[:i], byte])) - 1
+    assert found + stream.flush() == made.decode(ids)
 
 
 @every_kind
-@settings(max_examples=200, deadline=None)
-@given(texts, st.lists(st.booleans()))
-def test_tokens_alone_stand_for_what_they_are_in_company(kind: str, text: str, skip: list[bool]) -> None:
-    """A stream that may take tokens one by one yields what one does that decodes them in company."""
-    ids = TOKENIZERS[kind]().encode(text).ids
-    for at in range(min(len(skip), len(ids)), 0, -1):
-        if skip[at - 1]:
-            ids.insert(at, 0)  # a special token
-    in_company = TokenTexts(TOKENIZERS[kind]())
-    in_company._end_to_end = False
-    one, other = (Detokenizer(texts, []) for texts in (texts_of(kind), in_company))
-    assert [one.push(i) for i in ids] == [other.push(i) for i in ids]
-    assert one.flush() == other.flush()
+def test_a_long_run_of_invalid_bytes_takes_no_longer_per_token(kind: str) -> None:
+    texts = TokenTexts(TOKENIZERS[kind]())
+    decode, decoded = texts.decode, 0
+
+    def count(ids: list[int]) -> str:
+        nonlocal decoded
+        decoded += len(ids)
+        return decode(ids)
+
+    texts.decode = count  # type: ignore[assignment]
+    (bad,) = [i for i in range(300) if TOKENIZERS[kind]().id_to_token(i) in ("<0x80>", "\u0122")]
+    (end,) = TOKENIZERS[kind]().encode("a").ids
+    ids = [*[bad] * 2000, end]
+    stream = texts.follow([])
+    assert "".join(map(stream.push, ids)) + stream.flush() == decode(ids)
+    assert decoded < 30 * len(ids)
 
 
 def test_which_decoders_join_texts_end_to_end() -> None:
-    ids = {kind: make().encode("ab").ids[0] for kind, make in TOKENIZERS.items()}
-    assert {kind: texts_of(kind).learn(i) for kind, i in ids.items()} == {
-        "byte-level": "a",
-        "byte fallback": "ab",
-        "stripping": None,
-    }
-    assert TokenTexts(Tokenizer(models.BPE({"a": 0}, []))).learn(0) is None, "no decoder puts spaces between tokens"
-    assert texts_of("byte fallback").learn(1 + 0xE2) is None, "part of a character"
+    ends = {kind: texts_of(kind).end_to_end for kind in TOKENIZERS}
+    assert ends == {"byte-level": True, "byte fallback": True, "stripping": True, "in company": False}
+    assert not TokenTexts(Tokenizer(models.BPE({"a": 0}, []))).end_to_end, "no decoder puts spaces between tokens"
+    assert texts_of("byte fallback").learn(1 + 0xE2) == b"\xe2", "part of a character"
+    assert texts_of("stripping").learn(with_byte_fallback(True).encode(" a").ids[0]) == " a"
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.lists(st.integers(1, 299), max_size=40))
-def test_pieces_of_any_tokens_add_up_to_the_whole(ids: list[int]) -> None:
-    """Random bytes are no UTF-8; the stream shows the replacement characters that the whole has."""
-    assert "".join(pieces([], ids)) == tokenizer().decode(ids)
+def test_tokens_that_were_added_and_ids_that_the_tokenizer_lacks() -> None:
+    """A decoder takes an added token's characters for bytes where all of them might be."""
+    made = Tokenizer.from_str(tokenizer().to_str())
+    made.add_tokens(["<call>", "é", "é x"])
+    ids = [*made.encode("fox").ids, *range(300, 303), 999, *made.encode("fox").ids]
+    stream = TokenTexts(made).follow([])
+    assert "".join(map(stream.push, ids)) == made.decode(ids)
 
 
-def test_a_prompt_that_ends_inside_a_character() -> None:
-    ids = tokenizer().encode("é").ids
-    assert len(ids) == 2
-    assert "".join(pieces([*tokenizer().encode("ab").ids, ids[0]], [ids[1]])) == "é"
-
-
-def test_special_tokens_are_not_shown() -> None:
-    assert "".join(pieces([], [*tokenizer().encode("fox").ids, 0])) == "fox"
+def test_special_tokens_are_not_shown_unless_asked_for() -> None:
+    ids = [*tokenizer().encode("fox").ids, 0]
+    assert "".join(pieces([], ids)) == "fox"
+    stream = TokenTexts(tokenizer(), skip_special_tokens=False).follow([])
+    assert "".join(map(stream.push, ids)) == "fox<eos>"
 
 
 def first_stop(text: str, stops: list[str]) -> tuple[str, str | None]:
@@ -160,6 +250,17 @@ def test_only_what_may_begin_a_stop_is_held_back(stops: list[str], held: str | N
         assert (shown, stop) == ("abx", "y")
     else:
         assert (shown, stop) == ("ab", None)
+
+
+def test_nothing_is_held_that_cannot_begin_a_stop_any_more() -> None:
+    assert StopFinder(["xyz"]).push("abxq") == ("abxq", None)
+    finder = StopFinder(["xyz"])
+    assert [finder.push(text) for text in ("abxy", "q", "xy", "z")] == [
+        ("ab", None),
+        ("xyq", None),
+        ("", None),
+        ("", "xyz"),
+    ]
 
 
 def test_a_stop_that_only_the_flush_completes() -> None:

@@ -4,44 +4,184 @@ from __future__ import annotations
 
 import functools
 import json
+import re
+from codecs import utf_8_decode
 from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
 
 from tokenizers import Tokenizer
 
 CONTEXT = 4
 """Prompt tokens decoded along with the first new one, for decoders that treat the start of a text differently."""
+RECENT = 64
+"""Prompt tokens among which these are looked for: special ones, which are not shown, are no company."""
 INCOMPLETE = "\ufffd"
 MOST_BYTES = 4
 """Of a character in UTF-8."""
+FALLBACK_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+"""A token that stands for one byte where the vocabulary lacks a character."""
+
+
+def _byte_characters() -> dict[str, int]:
+    """The characters by which byte-level tokenizers (GPT-2, 2019) write bytes: printable ones stand for themselves, the
+    others for characters from U+0100 on, in order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+BYTE_OF = _byte_characters()
 
 
 class TokenTexts:
-    """A tokenizer's decoder, and what it makes of single tokens where the text of many is theirs end to end."""
+    """A tokenizer's decoder, and what single tokens stand for where the text of many is theirs end to end."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
-        self._end_to_end = _steps(tokenizer) in (["ByteLevel"], ["Replace", "ByteFallback", "Fuse"])
-        self.known: dict[int, str] = {}
-        """What tokens add after whole characters, so far as it is known."""
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+        self.decode = functools.partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
+        self.known: dict[int, str | bytes] = {}
+        """What tokens stand for, so far as it is known: text, or bytes that may be part of a character."""
+        self._token = tokenizer.id_to_token
+        added = tokenizer.get_added_tokens_decoder().items()
+        self.skipped = frozenset(i for i, token in added if token.special and skip_special_tokens)
+        match _steps(tokenizer):
+            case [{"type": "ByteLevel"}]:
+                self.end_to_end, self.falls_back, self.stripped = True, False, ""
+            case [
+                {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)},
+                {"type": "ByteFallback"},
+                {"type": "Fuse"},
+                *rest,
+            ] if (stripped := _stripped(rest)) is not None:
+                self.end_to_end, self.falls_back, self.stripped = True, True, stripped
+                self._old, self._new = old, new
+            case _:
+                self.end_to_end = False
 
-    def learn(self, token_id: int) -> str | None:
-        """What the token adds after whole characters; None where only decoding it in company can say."""
-        text = self.decode([token_id]) if self._end_to_end else INCOMPLETE
-        if INCOMPLETE in text:
-            return None
-        self.known[token_id] = text
-        return text
+    def learn(self, token_id: int) -> str | bytes:
+        """What the token stands for, of a tokenizer whose texts join end to end."""
+        token = None if token_id in self.skipped else self._token(token_id)
+        found: str | bytes
+        if not token:
+            found = ""
+        elif self.falls_back:
+            byte = FALLBACK_BYTE.fullmatch(token)
+            found = bytes.fromhex(byte[1]) if byte else token.replace(self._old, self._new)
+        else:
+            known = [BYTE_OF[c] for c in token if c in BYTE_OF]
+            found = bytes(known) if len(known) == len(token) else token.encode()
+            with suppress(UnicodeDecodeError):  # characters begin or end in it
+                found = found.decode()
+        self.known[token_id] = found
+        return found
+
+    def follow(self, prompt_token_ids: Sequence[int]) -> Detokenizer | CompanyDetokenizer:
+        """For the text of what comes after a prompt."""
+        return (Detokenizer if self.end_to_end else CompanyDetokenizer)(self, prompt_token_ids)
 
 
-def _steps(tokenizer: Tokenizer) -> list[str]:
+def _steps(tokenizer: Tokenizer) -> list[dict[str, Any]]:
     if tokenizer.decoder is None:
         return []
     state = json.loads(tokenizer.decoder.__getstate__())
-    return [step["type"] for step in state.get("decoders", [state])]
+    steps: list[dict[str, Any]] = state.get("decoders", [state])
+    return steps
+
+
+def _stripped(steps: list[dict[str, Any]]) -> str | None:
+    """What these last steps take off a text's beginning; None where they do anything else."""
+    match steps:
+        case []:
+            return ""
+        case [{"type": "Strip", "content": str(content), "start": 1, "stop": 0}]:
+            return content
+    return None
 
 
 class Detokenizer:
-    """Text of a growing list of tokens.
+    """Text of a growing list of tokens that stand for text or bytes of their own, in constant time per token.
+
+    It adds up to what the tokenizer makes of the whole, but in one case: the tokenizers library gives up all characters
+    of a run of fallback bytes that is no UTF-8. Those that were complete before the fault have been shown by then.
+    """
+
+    def __init__(self, texts: TokenTexts, prompt_token_ids: Sequence[int]) -> None:
+        self._known = texts.known
+        self._learn = texts.learn
+        self._falls_back = texts.falls_back
+        self._spoiled = False
+        """The run of fallback bytes is no UTF-8."""
+        self._strip = texts.stripped
+        if self._strip and any(self._piece(token_id) for token_id in prompt_token_ids):
+            self._strip = ""
+        self.length = 0
+        """Characters so far."""
+        self.begins = 0
+        """Where the last token's text begins; of one that goes on with a character, where that does."""
+        tail = b""  # a prompt may end inside a character; what completes it is new text
+        for token_id in reversed(prompt_token_ids):
+            piece = self._piece(token_id)
+            if len(tail) >= MOST_BYTES - 1 or (piece and isinstance(piece, str)):
+                break
+            tail = (piece or b"") + tail
+        self._pending = tail[utf_8_decode(tail, "replace", False)[1] :]
+        """The bytes of a character that is not complete."""
+        self._open = bool(self._pending or self._strip)
+        """Text that comes now is not shown as it is."""
+
+    def push(self, token_id: int) -> str:
+        """The text that the token completes; empty while a character is incomplete."""
+        piece = self._known.get(token_id)
+        if piece is None:
+            piece = self._learn(token_id)
+        self.begins = length = self.length
+        if self._open or isinstance(piece, bytes):
+            piece = (self._fall_back if self._falls_back else self._complete)(piece) if piece else ""
+        self.length = length + len(piece)
+        return piece
+
+    def flush(self) -> str:
+        """What is left when no more tokens come: replacement characters."""
+        return INCOMPLETE * (len(self._pending) if self._falls_back else bool(self._pending))
+
+    def _piece(self, token_id: int) -> str | bytes:
+        piece = self._known.get(token_id)
+        return self._learn(token_id) if piece is None else piece
+
+    def _complete(self, piece: str | bytes) -> str:
+        """Of byte-level tokens: what is no UTF-8 becomes replacement characters, as soon as that is certain."""
+        data = self._pending + (piece.encode() if isinstance(piece, str) else piece)
+        self.begins += len(utf_8_decode(data[: len(self._pending) + 1], "replace", True)[0]) - 1
+        text, read = utf_8_decode(data, "replace", False)
+        self._pending = data[read:]
+        self._open = bool(self._pending)
+        return text
+
+    def _fall_back(self, piece: str | bytes) -> str:
+        """Of single bytes and text. A run of bytes that is no UTF-8 becomes one replacement character for each."""
+        data = self._pending
+        if isinstance(piece, str):
+            text = INCOMPLETE * len(data) + piece
+            self.begins += len(data)
+            self._pending, self._spoiled = b"", False
+        elif self._spoiled:
+            text = INCOMPLETE
+        else:
+            try:
+                text, read = utf_8_decode(data + piece, "strict", False)
+                self._pending = (data + piece)[read:]
+            except UnicodeDecodeError:
+                text = INCOMPLETE * len(data + piece)
+                self.begins += len(data)
+                self._pending, self._spoiled = b"", True
+        if text:
+            text, self._strip = text.removeprefix(self._strip), ""
+        self._open = bool(self._pending or self._spoiled or self._strip)
+        return text
+
+
+class CompanyDetokenizer:
+    """The same for decoders whose tokens read differently in company.
 
     Keeps two offsets: what lies before ``_read`` is shown, and decoding starts at ``_prefix``, a little earlier, so
     that the decoder sees the new tokens in company.
@@ -49,42 +189,43 @@ class Detokenizer:
 
     def __init__(self, texts: TokenTexts, prompt_token_ids: Sequence[int]) -> None:
         self._decode = texts.decode
-        self._known = texts.known
-        self._learn = texts.learn
-        # One bad byte makes some decoders replace its neighbours too: the part begins where a character does.
-        starts = range(CONTEXT, CONTEXT + MOST_BYTES)
-        parts = [list(prompt_token_ids[-n:]) for n in starts]
-        self._ids = next((ids for ids in parts if not self._decode(ids).startswith(INCOMPLETE)), parts[0])
-        self._prefix, self._read = 0, len(self._ids)
-        # A prompt may end inside a character; what completes it is new text.
-        ends = (self._decode(self._ids[: len(self._ids) - n]) for n in range(MOST_BYTES))
-        found = next(((n, text) for n, text in enumerate(ends) if not text.endswith(INCOMPLETE)), (MOST_BYTES, ""))
-        self._whole, self._shown = found[0] == 0, found[1]
-        """Whether no character is incomplete; the text of what lies from ``_prefix`` to ``_read``."""
+        self._skipped = texts.skipped
+        # One bad byte makes some decoders replace its neighbours too: the part begins where a character does. A prompt
+        # may also end inside a character; what completes it is new text.
+        last = [i for i in prompt_token_ids[-RECENT:] if i not in texts.skipped]
+        parts = [last[-n:] for n in range(CONTEXT, CONTEXT + MOST_BYTES)]
+        ends = [(ids, max(0, len(ids) - n)) for n in range(MOST_BYTES) for ids in parts]
+        whole = ((ids, read) for ids, read in ends if INCOMPLETE not in self._decode(ids[:read]))
+        self._ids, self._read = next(whole, ends[0])
+        self._prefix = 0
+        self._shown = self._decode(self._ids[: self._read])
+        """The text of what lies from ``_prefix`` to ``_read``."""
+        self.length = self.begins = 0
 
     def push(self, token_id: int) -> str:
-        """The text that the token completes; empty while a character is incomplete."""
+        self.begins = self.length
+        if token_id in self._skipped:
+            return ""
         self._ids.append(token_id)
-        if self._whole:
-            alone = self._known.get(token_id)
-            if alone is not None or (alone := self._learn(token_id)) is not None:
-                self._prefix, self._read, self._shown = self._read, len(self._ids), alone
-                return alone
+        if self._read < len(self._ids) - 2 * MOST_BYTES and self._incomplete(self._ids[-2 * MOST_BYTES :]):
+            return ""  # nothing valid yet after what is long invalid: all of it is not decoded again for every token
         text = self._decode(self._ids[self._prefix :])
-        self._whole = not text.endswith(INCOMPLETE)
-        if not self._whole or len(text) <= len(self._shown):
+        if text.endswith(INCOMPLETE) or len(text) <= len(self._shown):
             return ""
         new = text[len(self._shown) :]
         self._prefix, self._read = self._read, len(self._ids)
         self._shown = self._decode(self._ids[self._prefix :])
+        self.length += len(new)
         return new
 
     def flush(self) -> str:
-        """What is left when no more tokens come, replacement characters and all."""
         text = self._decode(self._ids[self._prefix :])
         if not text.startswith(self._shown):  # replaced along with what came after it
             return self._decode(self._ids[self._read :])
         return text[len(self._shown) :]
+
+    def _incomplete(self, token_ids: Sequence[int]) -> bool:
+        return self._decode(token_ids).endswith(INCOMPLETE)
 
 
 class StopFinder:
@@ -125,7 +266,7 @@ class TextStream:
     """Detokenizer and stop strings of one request."""
 
     def __init__(self, texts: TokenTexts, prompt_token_ids: Sequence[int], stops: Sequence[str]) -> None:
-        self._detokenizer = Detokenizer(texts, prompt_token_ids)
+        self._detokenizer = texts.follow(prompt_token_ids)
         self._detokenize = self._detokenizer.push
         self._stops = StopFinder(stops)
         self._stoppable = bool(stops)

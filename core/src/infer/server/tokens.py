@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-import re
 
 from tokenizers import Tokenizer
 
-_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+from infer.engine.text import BYTE_OF, FALLBACK_BYTE
 
 
 class Tokens:
@@ -29,18 +28,7 @@ class Tokens:
         piece = self._tokenizer.id_to_token(token_id) or ""
         if token_id not in self._added:
             if self._byte_level:
-                return [_BYTE_OF[character] for character in piece if character in _BYTE_OF]
-            if found := _BYTE.fullmatch(piece):
+                return [BYTE_OF[character] for character in piece if character in BYTE_OF]
+            if found := FALLBACK_BYTE.fullmatch(piece):
                 return [int(found[1], 16)]
         return list(self.text(token_id).encode())
-
-
-def _byte_characters() -> dict[str, int]:
-    """The characters by which byte-level tokenizers (GPT-2, 2019) write bytes: printable ones stand for themselves, the
-    others for characters from U+0100 on, in order."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTE_OF = _byte_characters()
