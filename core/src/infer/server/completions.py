@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from aiohttp import web
 
+from infer.engine.text import CompanyDetokenizer, Detokenizer, TokenTexts
 from infer.request import Request, TokenLogprobs
 from infer.server.schemas import CompletionRequest, StreamOptions, checked
-from infer.server.service import Events, Json, Service
+from infer.server.service import CALLER, Events, Json, Service
 
 
 class Completions:
@@ -30,66 +32,96 @@ class Completions:
         )
         frame = self._service.frame(requests[0].id.removesuffix("-0"), "text_completion")
         if asked.stream:
-            frames = functools.partial(self._frames, frame, asked)
+            frames = functools.partial(self._frames, frame, asked, requests)
             return await self._service.stream(http, requests, frames)
         answers, usage = await self._service.whole(http, requests)
+        if asked.max_tokens == 0:  # the token that the engine made is nobody's
+            usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
+            http[CALLER].usage = usage
+            for answer in answers:
+                answer.text, answer.token_ids, answer.logprobs = "", [], None
+                answer.finish_reason, answer.stop_reason = "length", None
         choices = []
         for i, (request, answer) in enumerate(zip(requests, answers, strict=True)):
-            entries: list[TokenLogprobs | None] = list(answer.logprobs or ())
-            text = answer.text
-            if asked.max_tokens == 0:
-                entries, text = [], ""
-            choice = _choice(i, text, answer.finish_reason, answer.stop_reason)
+            choice = _choice(i, answer.text, answer.finish_reason, answer.stop_reason)
+            if asked.echo and i % asked.n == 0:  # the same for all answers of a prompt
+                echoed, places = await self._echoed(request, asked, asked.prompts[i // asked.n])
             if asked.echo:
-                echoed = self._echoed(request, asked.prompts[i // asked.n])
-                choice["text"] = echoed + text
-                entries = (answer.prompt_logprobs or []) + entries
-            if asked.logprobs is not None or asked.logprob_token_ids is not None:
-                tokens = list(request.prompt_token_ids) if asked.echo else []
-                tokens += [entry.token_id for entry in answer.logprobs or ()]
-                choice["logprobs"] = self._logprobs(tokens, entries, 0)
+                choice["text"] = echoed + answer.text
+            if scored(asked):
+                tokens, entries = answer.token_ids, list[TokenLogprobs | None](answer.logprobs or ())
+                detokenizer = self._service.texts.follow(request.prompt_token_ids)
+                begins = [begin(detokenizer, token) for token in tokens]
+                if asked.echo:
+                    begins = [len(echoed) + place for place in begins]
+                    if answer.prompt_logprobs is not None:
+                        entries = answer.prompt_logprobs + entries
+                        tokens, begins = [*request.prompt_token_ids, *tokens], places + begins
+                choice["logprobs"] = self._logprobs(tokens, entries, begins)
             if asked.prompt_logprobs is not None:
                 choice["prompt_logprobs"] = self._service.prompt_logprobs(answer)
             choices.append(choice)
         return web.json_response(frame | {"choices": choices, "usage": usage})
 
     async def _frames(
-        self, frame: Json, asked: CompletionRequest, events: Events, usage: Callable[[], Json]
+        self,
+        frame: Json,
+        asked: CompletionRequest,
+        requests: Sequence[Request],
+        events: Events,
+        usage: Callable[[], Json],
     ) -> AsyncGenerator[Json]:
         options = asked.stream_options or StreamOptions()
         if options.include_usage:
             frame = frame | {"usage": None}
-        offsets: dict[int, int] = {}
+        follow = self._service.texts.follow
+        detokenizers = [follow(request.prompt_token_ids) for request in requests] if scored(asked) else []
         async for i, event in events:
             if not (event.text or event.logprobs or event.finish_reason or event.prompt_logprobs):
                 continue
             choice = _choice(i, event.text, event.finish_reason, event.stop_reason)
             if event.logprobs:
-                tokens = [entry.token_id for entry in event.logprobs]
-                choice["logprobs"] = self._logprobs(tokens, event.logprobs, offsets.get(i, 0))
+                begins = [begin(detokenizers[i], token) for token in event.token_ids]
+                choice["logprobs"] = self._logprobs(event.token_ids, event.logprobs, begins)
             if event.prompt_logprobs is not None:
                 choice["prompt_logprobs"] = self._service.prompt_logprobs(event)
-            offsets[i] = offsets.get(i, 0) + len(event.text)
             yield frame | {"choices": [choice]} | ({"usage": usage()} if options.continuous_usage_stats else {})
         if options.include_usage:
             yield frame | {"choices": [], "usage": usage()}
 
-    def _echoed(self, request: Request, prompt: str | Sequence[int]) -> str:
-        if isinstance(prompt, str):
-            return prompt
-        text: str = self._service.served.tokenizer.decode(list(request.prompt_token_ids), skip_special_tokens=False)
-        return text
+    async def _echoed(
+        self, request: Request, asked: CompletionRequest, prompt: str | Sequence[int]
+    ) -> tuple[str, list[int]]:
+        """The prompt's text, and where in it each token begins. Special tokens are part of a prompt of token ids; of a
+        text they are where it has them, and what the tokenizer adds to it begins where the next token does."""
+        if isinstance(prompt, str) and not scored(asked):
+            return prompt, []
+        tokenizer, ids = self._service.served.tokenizer, request.prompt_token_ids
+        detokenizer = TokenTexts(tokenizer, skip_special_tokens=False).follow(())
+        pieces, begins = [], []
+        for token in ids:
+            pieces.append(detokenizer.push(token))
+            begins.append(detokenizer.begins)
+        if not isinstance(prompt, str):
+            return "".join(pieces) + (detokenizer.flush() if asked.max_tokens == 0 else ""), begins
+        added = tokenizer.encode("", add_special_tokens=asked.add_special_tokens).ids
+        first = next((i for i, (one, other) in enumerate(zip(ids, added, strict=False)) if one != other), len(added))
+        shift = "".join(pieces).find(prompt, begins[first] if first < len(ids) else 0)
+        if shift < 0:  # it was normalised; what then stands for what is known by the tokenizer alone
+            (encoding,) = await asyncio.to_thread(
+                tokenizer.encode_batch, [prompt], add_special_tokens=asked.add_special_tokens
+            )
+            begins, shift = [begin for begin, _ in encoding.offsets], 0
+        return prompt, [min(max(place - shift, 0), len(prompt)) for place in begins]
 
-    def _logprobs(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None], offset: int) -> Json:
-        """In the legacy shape. The first token of a prompt has an entry of None."""
+    def _logprobs(
+        self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None], begins: Sequence[int]
+    ) -> Json:
+        """In the legacy shape. The first token of a prompt has an entry of None. A token's text begins at ``begins``;
+        what goes on with a character, or is held back by a stop string, where it would be shown."""
         text = self._service.tokens.text
-        tokens = [text(token) for token in token_ids[: len(entries)]]
-        offsets = []
-        for token in tokens:
-            offsets.append(offset)
-            offset += len(token)
         return {
-            "tokens": tokens,
+            "tokens": [text(token) for token in token_ids],
             "token_logprobs": [None if entry is None else entry.logprob for entry in entries],
             # Tokens that read alike share a key; the likeliest has it.
             "top_logprobs": [
@@ -98,8 +130,19 @@ class Completions:
                 else {text(entry.token_id): entry.logprob} | {text(t): p for t, p in reversed(entry.top)}
                 for entry in entries
             ],
-            "text_offset": offsets,
+            "text_offset": list(begins),
         }
+
+
+def scored(asked: CompletionRequest) -> bool:
+    """Whether it asks for log-probabilities of tokens."""
+    return asked.logprobs is not None or asked.logprob_token_ids is not None
+
+
+def begin(detokenizer: Detokenizer | CompanyDetokenizer, token_id: int) -> int:
+    """Where the text of the next token begins, in characters."""
+    detokenizer.push(token_id)
+    return detokenizer.begins
 
 
 def _choice(index: int, text: str, finish_reason: str | None, stop_reason: int | str | None) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from infer.assemble import Served
 from infer.engine.loop import AsyncDoor
+from infer.engine.text import TokenTexts
 from infer.errors import EngineDeadError, InferError, RequestError
 from infer.llm import Completion
 from infer.request import Event, Request, SamplingParams, TokenLogprobs
@@ -92,6 +93,7 @@ class Service:
     def __init__(self, served: Served, door: AsyncDoor, renderer: Renderer | None, settings: ServerSettings) -> None:
         self.served = served
         self.tokens = Tokens(served.tokenizer)
+        self.texts = TokenTexts(served.tokenizer)
         self._door = door
         self._renderer = renderer
         self._reader = Reader()
