@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import sys
@@ -434,3 +435,29 @@ def test_dummy_tensors_depend_on_name_and_shape_alone(folder: Path) -> None:
     assert not torch.equal(first["x.weight"], first["y.weight"])
     alone = dict(locate(folder).dummy_tensors({"e": SHAPES["e"]}, torch.float32))
     assert torch.equal(alone["e"], first["e"])
+
+
+GENERATION = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0, "repetition_penalty": 1.05}
+
+
+def test_sampling_values_are_those_of_generation_config(folder: Path) -> None:
+    assert locate(folder).sampling == {}
+    file = folder / "generation_config.json"
+    write_json(file, GENERATION | {"do_sample": True, "eos_token_id": 2, "max_length": 20, "typical_p": 0.5})
+    assert locate(folder).sampling == GENERATION
+    write_json(file, GENERATION | {"top_k": None, "do_sample": False})
+    assert locate(folder).sampling == {k: v for k, v in GENERATION.items() if k != "top_k"} | {"temperature": 0}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("temperature", "hot"), ("temperature", math.nan), ("top_p", 1.5), ("top_k", 0.5), ("min_p", True)),
+        *(("do_sample", 0), ("do_sample", "no"), ("repetition_penalty", 0)),
+    ],
+)
+def test_a_bad_sampling_value_is_refused_with_the_way_out(key: str, value: object, folder: Path) -> None:
+    write_json(folder / "generation_config.json", {key: value})
+    text = refused(lambda: locate(folder).sampling)
+    assert f"generation_config.json: {key} is {value!r}" in text
+    assert 'model.generation_config = "none"' in text

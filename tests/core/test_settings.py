@@ -248,6 +248,14 @@ def test_a_value_in_one_place_is_no_table_in_another(tmp_path: Path) -> None:
         load("--engine.max_batch_size", "3", file=str(file))
 
 
+@pytest.mark.parametrize("key", ["tool_format", "reasoning", "generation_config"])
+def test_none_is_a_choice_where_it_is_one(key: str, tmp_path: Path) -> None:
+    file = tmp_path / "s.toml"
+    file.write_text(f'[model]\n{key} = "none"\n')
+    assert getattr(load(file=str(file)).settings.model, key) == "none"
+    assert getattr(load(f"--model.{key}", "none").settings.model, key) == "none"
+
+
 def test_none_is_said_alike_everywhere(tmp_path: Path) -> None:
     file = tmp_path / "s.toml"
     file.write_text('[engine]\nmax_seq_len = "none"\n')

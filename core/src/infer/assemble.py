@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,8 @@ class Served:
     max_seq_len: int
     cache_tokens: int
     """Positions of the cache's."""
+    sampling: Mapping[str, Any]
+    """The sampling parameters of those who do not say: the checkpoint's, unless they are not wanted."""
     exact: bool
     """Whether the start-up check found answers independent of batch and chunking, bit for bit."""
 
@@ -65,6 +67,12 @@ class Served:
             return self.encoder(text, special=special, most=self.max_seq_len - 1)
         except TooLongError as error:
             raise too_long(error.count, self.max_seq_len) from None
+
+    def defaulted(self, params: SamplingParams | None = None) -> SamplingParams:
+        """``params`` with the model's own values where they do not say."""
+        params = params or SamplingParams()
+        silent = {name: value for name, value in self.sampling.items() if name not in params.model_fields_set}
+        return params.model_copy(update=silent) if silent else params
 
     def request(
         self,
@@ -116,6 +124,7 @@ def _load(settings: Settings, plugins: Plugins, publish: Callable[..., None]) ->
     plugins.check_bundled(settings.model.path)
     checkpoint = Checkpoint.locate(settings.model.path, bundled=plugins.checkpoints, revision=settings.model.revision)
     dtype = _dtype(settings.model.dtype, checkpoint, device)
+    sampling = checkpoint.sampling if settings.model.generation_config == "auto" else {}
     max_seq_len = _max_seq_len(settings.engine.max_seq_len, checkpoint)
     kernels = _kernels(settings, plugins, device)
     model = _model(settings, plugins, checkpoint, ModelContext(kernels, dtype, device, max_seq_len))
@@ -158,6 +167,7 @@ def _load(settings: Settings, plugins: Plugins, publish: Callable[..., None]) ->
         vocab_size=model.vocab_size,
         max_seq_len=max_seq_len,
         cache_tokens=pool.free_tokens(),
+        sampling=sampling,
         exact=exact,
     )
 

@@ -28,6 +28,7 @@ def main(settings: Settings, plugins: Plugins, params: SamplingParams, system: s
         if console.is_terminal:
             console.print(Text(f"{llm.served.name}. {HELP}", style="dim"))
         thinks = llm.served.template is not None and reasons(settings.model.reasoning, llm.served.template.source)
+        params = llm.served.defaulted(params)
         beginning = [] if system is None else [{"role": "system", "content": system}]
         messages = list(beginning)
         while (line := _read(console)) is not None:

@@ -16,13 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from infer.errors import CheckpointError
+from infer.request import SamplingParams
 from infer.settings import KNOWN
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
+GENERATION_CONFIG = "generation_config.json"
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""What generation_config.json may say of how to sample; the same names as in SamplingParams."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 OTHER_FORMATS = (".bin", ".pt", ".pth", ".gguf")
@@ -103,9 +108,7 @@ class Checkpoint:
     @property
     def eos_token_ids(self) -> frozenset[int]:
         """Every token that config.json or generation_config.json says ends an answer."""
-        configs = [self.config, self._text]
-        if (self.folder / "generation_config.json").exists():
-            configs.append(self._json("generation_config.json"))
+        configs = [self.config, self._text, self._generation_config]
         found: set[int] = set()
         for value in (config.get("eos_token_id") for config in configs):
             ids = [] if value is None else value if isinstance(value, list) else [value]
@@ -113,6 +116,25 @@ class Checkpoint:
                 raise self._bad("eos_token_id", value, "a token id or a list of them")
             found.update(ids)
         return frozenset(found)
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The sampling parameters that generation_config.json gives, by name; ``do_sample: false`` is temperature 0."""
+        config = self._generation_config
+        found = {name: config[name] for name in SAMPLING if config.get(name) is not None}
+        file = self.folder / GENERATION_CONFIG
+        way_out = 'mend the file, or do without its values by model.generation_config = "none"'
+        draws = config.get("do_sample")
+        if not isinstance(draws, bool | None):
+            raise CheckpointError(f"{file}: do_sample is {draws!r}; it has to be true or false: {way_out}.")
+        try:
+            SamplingParams.model_validate(found, strict=True)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise CheckpointError(
+                f"{file}: {first['loc'][0]} is {first['input']!r}: {first['msg']}; {way_out}."
+            ) from None
+        return found | ({"temperature": 0.0} if draws is False else {})
 
     @property
     def special_tokens(self) -> dict[str, str]:
@@ -144,6 +166,10 @@ class Checkpoint:
     @property
     def _tokenizer_config(self) -> dict[str, Any]:
         return self._json(TOKENIZER_CONFIG) if (self.folder / TOKENIZER_CONFIG).exists() else {}
+
+    @property
+    def _generation_config(self) -> dict[str, Any]:
+        return self._json(GENERATION_CONFIG) if (self.folder / GENERATION_CONFIG).exists() else {}
 
     @property
     def tokenizer_file(self) -> Path:

@@ -172,6 +172,7 @@ def _generate(args: argparse.Namespace, loaded: Loaded, plugins: Plugins) -> int
     params = _params(args, {"max_tokens": 128})
     prompts = args.prompts if args.prompts and args.prompts != ["-"] else [sys.stdin.read()]
     with LLM.from_settings(loaded.settings, plugins) as llm:
+        params = llm.served.defaulted(params)
         if len(prompts) > 1:
             answers = llm.generate(prompts, params)
             for prompt, answer in zip(prompts, answers, strict=True):

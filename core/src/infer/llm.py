@@ -99,10 +99,11 @@ class LLM:
         prompts: Prompt | Sequence[Any],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
-        """Answer all prompts, in their order. Raises RequestError for a prompt that cannot be served, before any is
-        begun; a failure on the way is told by ``finish_reason`` "error" and ``error``."""
+        """Answer all prompts, in their order; without ``params``, by the sampling values of the checkpoint. Raises
+        RequestError for a prompt that cannot be served, before any is begun; a failure on the way is told by
+        ``finish_reason`` "error" and ``error``."""
         many: Sequence[Any] = [prompts] if _is_one(prompts) else prompts
-        each = [params or SamplingParams()] * len(many) if not isinstance(params, Sequence) else list(params)
+        each = [params or self.served.defaulted()] * len(many) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(many):
             raise RequestError(f"{len(many)} prompts came with {len(each)} SamplingParams.", param="params")
         waiting = [self.request(prompt, p) for prompt, p in zip(many, each, strict=True)]
@@ -180,7 +181,7 @@ class LLM:
         cache_salt: str | None = None,
     ) -> Request:
         """Tokenise and check. Raises RequestError."""
-        return self.served.request(prompt, params or SamplingParams(), id=id, cache_salt=cache_salt)
+        return self.served.request(prompt, params or self.served.defaulted(), id=id, cache_salt=cache_salt)
 
     def close(self, drain_s: float = 0.0) -> None:
         """Give what runs ``drain_s`` seconds, abort the rest, and stop the engine."""

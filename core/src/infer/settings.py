@@ -77,6 +77,11 @@ class ModelSettings(Section):
     reasoning: Literal["auto", "think", "none"] = Field(
         "auto", description="think: what is in <think> tags is reasoning; auto goes by the chat template."
     )
+    generation_config: Literal["auto", "none"] = Field(
+        "auto",
+        description="auto: what the checkpoint's generation_config.json says of sampling (temperature, top_k, top_p, "
+        "min_p, repetition_penalty, do_sample) holds for requests that do not say; none: it does not.",
+    )
     revision: str | None = Field(None, description="Branch, tag or commit of a hub id.")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         "auto", description="The weights' and the cache's type; auto takes the checkpoint's."
@@ -91,6 +96,12 @@ class ModelSettings(Section):
         if self.dtype == "float16" and self.device == "cpu":
             raise _rule('model.dtype = "float16" is slow with model.device = "cpu"; use "bfloat16" or "float32".')
         return self
+
+    @field_validator("tool_format", "reasoning", "generation_config", mode="before")
+    @classmethod
+    def _named_none(cls, value: object) -> object:
+        """Here ``none`` is a choice like others, though it says "no value" wherever else it is written."""
+        return "none" if value is None else value
 
 
 class CacheSettings(Section):

@@ -346,6 +346,7 @@ class Model(TypedDict):
     max_model_len: int
     vocab_size: int
     exact: bool
+    default_sampling_params: dict[str, float]
 
 
 class Models(TypedDict):

@@ -172,6 +172,7 @@ def make_app(engine_loop: EngineLoop, served: Served, metrics: Metrics, settings
         "max_model_len": served.max_seq_len,
         "vocab_size": served.vocab_size,
         "exact": served.exact,
+        "default_sampling_params": dict(served.sampling),
     }
 
     async def models(http: web.Request) -> web.Response:

@@ -60,7 +60,7 @@ class Chat:
             wanted = [tool.model_dump(exclude_none=True) for tool in forced]
             one = asked.tool_choice != "required" or not asked.parallel_tool_calls
             more["structured_outputs"] = StructuredOutputs(json_schema=calls_schema(wanted, 1 if one else None))
-        params = checked(lambda: asked.sampling(**more), ChatRequest)
+        params = self._service.served.defaulted(checked(lambda: asked.sampling(**more), ChatRequest))
         thinks, thinking, end = self.reasoning(prompt, params)
         requests = await self._service.requests(
             http, [prompt], params, asked, n=asked.n, prefix="chatcmpl", special=False, grammar_after=end

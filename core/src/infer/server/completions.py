@@ -26,7 +26,7 @@ class Completions:
         more: Json = {"max_tokens": 1} if asked.max_tokens == 0 else {}
         if asked.echo and asked.logprobs is not None:
             more["prompt_logprobs"] = asked.logprobs
-        params = checked(lambda: asked.sampling(**more), CompletionRequest)
+        params = self._service.served.defaulted(checked(lambda: asked.sampling(**more), CompletionRequest))
         requests = await self._service.requests(
             http, asked.prompts, params, asked, n=asked.n, special=asked.add_special_tokens
         )

@@ -9,7 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
-from infer.request import Event, FinishReason
+from infer.request import Event, FinishReason, SamplingParams
 from infer.server.chat import Chat
 from infer.server.errors import REQUEST_ID
 from infer.server.schemas import ResponsesRequest, checked
@@ -29,7 +29,7 @@ class Responses:
 
     async def handle(self, http: web.Request) -> web.StreamResponse:
         asked = await self._service.read(http, ResponsesRequest)
-        params = checked(asked.sampling, ResponsesRequest)
+        params = self._service.served.defaulted(checked(asked.sampling, ResponsesRequest))
         prompt = await self._chat.prompt(asked.conversation(), ())
         thinks, thinking, end = self._chat.reasoning(prompt, params)
         requests = await self._service.requests(
@@ -37,7 +37,9 @@ class Responses:
         )
         parser = make_parser((), None, parallel=True, thinks=thinks, thinking=thinking)
         thoughts = _Thoughts(self._service.tokens, thinking) if thinks else None
-        output = _Output(self._response(http, asked), parser, thoughts, self._chat if asked.wants_logprobs else None)
+        output = _Output(
+            self._response(http, asked, params), parser, thoughts, self._chat if asked.wants_logprobs else None
+        )
         if asked.stream:
             return await self._service.stream(http, requests, functools.partial(_frames, output), named=True)
         (answer,), usage = await self._service.whole(http, requests)
@@ -46,7 +48,7 @@ class Responses:
         *_, ended = output.end(answer.finish_reason, usage)
         return web.json_response(ended["response"])
 
-    def _response(self, http: web.Request, asked: ResponsesRequest) -> Json:
+    def _response(self, http: web.Request, asked: ResponsesRequest, params: SamplingParams) -> Json:
         return {
             "id": f"resp_{http[REQUEST_ID]}",
             "object": "response",
@@ -63,12 +65,12 @@ class Responses:
             "parallel_tool_calls": asked.parallel_tool_calls is not False,
             "previous_response_id": None,
             "store": False,
-            "temperature": asked.temperature,
+            "temperature": params.temperature,
             "text": {"format": asked.text.format.model_dump(by_alias=True, exclude_none=True)},
             "tool_choice": asked.tool_choice or "auto",
             "tools": [],
             "top_logprobs": asked.top_logprobs or 0,
-            "top_p": asked.top_p,
+            "top_p": params.top_p,
             "truncation": "disabled",
             "usage": None,
             "user": asked.user,

@@ -556,13 +556,14 @@ class ResponsesRequest(Body):
         return bool(self.top_logprobs or self.include)
 
     def sampling(self) -> SamplingParams:
+        """With what was set explicitly still marked so."""
+        said = {name: getattr(self, name) for name in ("temperature", "top_p") if name in self.model_fields_set}
         return SamplingParams(
             max_tokens=self.max_output_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
             seed=self.seed,
             logprobs=(self.top_logprobs or 0) if self.wants_logprobs else None,
             structured_outputs=self.text.format.outputs(),
+            **said,
         )
 
 
