@@ -32,7 +32,11 @@ from infer.protocols import AttentionSpec, KVCacheView, ModelContext, Rotary
 
 
 class Gemma3Config(BaseModel, extra="ignore"):
-    """The fields of config.json that change the arithmetic. Google's files leave out what has its default."""
+    """The fields of config.json that change the arithmetic. Google's files leave out what has its default.
+
+    ``attn_logit_softcapping`` is none of them: Gemma 2 capped attention scores, and transformers reads the field of a
+    Gemma 3 without using it.
+    """
 
     vocab_size: PositiveInt = 262_208
     hidden_size: PositiveInt = 2304
@@ -49,7 +53,6 @@ class Gemma3Config(BaseModel, extra="ignore"):
     sliding_window: PositiveInt | None = 4096
     sliding_window_pattern: PositiveInt = 6
     layer_types: list[LayerType] | None = None
-    attn_logit_softcapping: PositiveNumber | None = None
     final_logit_softcapping: PositiveNumber | None = None
     use_bidirectional_attention: Literal[False] | None = None
 
@@ -59,7 +62,7 @@ class Gemma3Config(BaseModel, extra="ignore"):
         windows = layer_windows(self.layer_types or types, self.sliding_window, count)
         heads = (self.num_attention_heads, self.num_key_value_heads, self.head_dim)
         scale = self.query_pre_attn_scalar**-0.5
-        return [AttentionSpec(*heads, scale, window, self.attn_logit_softcapping) for window in windows]
+        return [AttentionSpec(*heads, scale, window) for window in windows]
 
 
 class Gemma3Layer:
