@@ -11,7 +11,7 @@ import pytest
 from tests.models.checkpoints import write_checkpoint
 from tests.serving import Body, chatty, running
 
-from infer import LLM, CheckpointError, SamplingParams
+from infer import LLM, CheckpointError, SamplingParams, SettingsError
 from infer.cli import main
 
 ENGINE = {"max_batch_size": 4, "max_seq_len": 256}
@@ -105,3 +105,72 @@ def test_do_sample_false_is_greedy_on_the_command_line(
     with pytest.raises(CheckpointError, match="top_p is 7"):
         LLM(str(folder), engine=ENGINE)
     LLM(str(folder), engine=ENGINE, kernels=KERNELS, model={"generation_config": "none"}).close()
+
+
+FEWER = "fewer than the checkpoint may allow:"
+KV_BYTES = 4 * 2 * 2 * 12 * 4
+"""Per position: layers, K and V, heads, their size, float32."""
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_checkpoint(tmp_path_factory.mktemp("long") / "c", "llama", max_position_embeddings=20_000))
+
+
+def started(path: str, caplog: pytest.LogCaptureFixture, **sections: Any) -> tuple[int, int, str]:
+    """(positions of a sequence, positions of the cache, what the log says of the former first)."""
+    caplog.clear()
+    with caplog.at_level("INFO"), LLM(path, kernels=KERNELS, **sections) as llm:
+        lines = [message for message in caplog.messages if message.startswith("engine.max_seq_len: ")]
+        assert f" {llm.served.max_seq_len} positions" in lines[-1]
+        return llm.served.max_seq_len, llm.served.cache_tokens, lines[0].removeprefix("engine.max_seq_len: ")
+
+
+def test_a_sequence_may_be_as_long_as_the_checkpoint_allows_and_the_cache_holds(
+    long: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = started(long, caplog)
+    assert found == (20_000, 16 * 4096, "20000 positions, all that the checkpoint was made for")
+    assert started(long, caplog, engine={"max_batch_size": 2})[:2] == (20_000, 20_000), "one of full length"
+    with LLM(long, engine={"max_seq_len": 6000}, kernels=KERNELS) as llm:
+        assert (llm.served.max_seq_len, llm.served.cache_tokens) == (6000, 16 * 6000), "as asked for"
+    few = started(long, caplog, cache={"paged": {"num_blocks": 300}})
+    assert few == (4800, 4800, f"4800 positions, {FEWER} memory holds no more")
+    slotted = started(long, caplog, cache={"backend": "slotted"}, engine={"max_batch_size": 2})
+    assert slotted[:2] == (4096, 8192)
+    assert slotted[2].startswith(f"4096 positions, {FEWER} cache.backend slotted reserves")
+    monkeypatch.setattr("infer_cache_paged._free_memory", lambda device: 2 * 5000 * KV_BYTES + 10**5)
+    held, room, line = started(long, caplog)
+    assert held <= room
+    assert 4500 < held < 5000
+    assert "memory holds no more" in line
+    with pytest.raises(SettingsError, match=r"enlarge the cache or lower engine.max_seq_len"):
+        LLM(long, engine={"max_seq_len": 20_000}, kernels=KERNELS)
+
+
+def test_a_checkpoint_that_does_not_say_how_long_and_a_cache_smaller_than_a_short_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_checkpoint(tmp_path / "c", "llama")
+    assert started(str(folder), caplog)[:2] == (512, 16 * 512)
+    assert started(str(folder), caplog, cache={"paged": {"num_blocks": 10}})[:2] == (160, 160)
+    assert "engine.max_seq_len: 160 positions, since the cache has no more" in caplog.messages
+    config = json.loads((folder / "config.json").read_text())
+    del config["max_position_embeddings"]
+    (folder / "config.json").write_text(json.dumps(config))
+    held, _, line = started(str(folder), caplog)
+    assert held == 4096
+    assert "config.json does not say" in line
+
+
+def test_a_long_sequence_fills_its_cache_to_the_last_position(long: str) -> None:
+    prompt = [2 + i % 300 for i in range(4780)]
+    found = []
+    engines: list[dict[str, int]] = [{}, {"max_seq_len": 4800}]
+    for engine in engines:
+        with LLM(long, engine=engine, cache={"paged": {"num_blocks": 300}}, kernels=KERNELS) as llm:
+            params = SamplingParams(max_tokens=None, temperature=0, ignore_eos=True)
+            (answer,) = llm.generate([prompt], params)
+            assert (len(answer.token_ids), answer.finish_reason) == (20, "length")
+            found.append(answer.token_ids)
+    assert found[0] == found[1]

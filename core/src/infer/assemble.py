@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +26,7 @@ from infer.engine.runner import Runner
 from infer.errors import CheckpointError, InferError, SettingsError
 from infer.grammar import Grammar, Grammars
 from infer.inspection import named
-from infer.plugins import Plugins
+from infer.plugins import Offer, Plugins
 from infer.progress import track
 from infer.protocols import (
     CacheContext,
@@ -41,6 +43,8 @@ from infer.settings import Settings, compose, plugin_settings
 log = logging.getLogger(__name__)
 
 DEFAULT_MAX_SEQ_LEN = 4096
+"""Positions of a sequence where neither settings nor checkpoint nor cache say, and those that every sequence of a batch
+has room for where more were not asked for."""
 
 
 @dataclass(frozen=True)
@@ -125,10 +129,14 @@ def _load(settings: Settings, plugins: Plugins, publish: Callable[..., None]) ->
     checkpoint = Checkpoint.locate(settings.model.path, bundled=plugins.checkpoints, revision=settings.model.revision)
     dtype = _dtype(settings.model.dtype, checkpoint, device)
     sampling = checkpoint.sampling if settings.model.generation_config == "auto" else {}
-    max_seq_len = _max_seq_len(settings.engine.max_seq_len, checkpoint)
     kernels = _kernels(settings, plugins, device)
+    cache = plugins.choose("cache", settings, device.type)
+    max_seq_len = _max_seq_len(settings, plugins, checkpoint, ModelContext(kernels, dtype, device, 2), cache)
     model = _model(settings, plugins, checkpoint, ModelContext(kernels, dtype, device, max_seq_len))
-    pool = _pool(settings, plugins, model, kernels, dtype, device, max_seq_len)
+    pool = _pool(settings, cache, model, kernels, dtype, device, max_seq_len)
+    if settings.engine.max_seq_len is None and pool.free_tokens() < max_seq_len:
+        max_seq_len = pool.free_tokens()
+        log.info("engine.max_seq_len: %d positions, since the cache has no more", max_seq_len)
     tokenizer = _tokenizer(settings.model.tokenizer, checkpoint, model.vocab_size)
     graphs = _graphs(settings, model, pool, kernels, device)
     size = settings.engine.max_batch_size
@@ -191,15 +199,35 @@ def _dtype(name: str, checkpoint: Checkpoint, device: torch.device) -> torch.dty
     return dtype
 
 
-def _max_seq_len(asked: int | None, checkpoint: Checkpoint) -> int:
-    if asked is None:
-        return min(DEFAULT_MAX_SEQ_LEN, checkpoint.max_positions)
-    if asked > checkpoint.max_positions:
-        raise SettingsError(
-            f"engine.max_seq_len is {asked}, but the checkpoint was made for {checkpoint.max_positions} positions; "
-            "lower it or leave it out."
-        )
-    return asked
+def _max_seq_len(
+    settings: Settings, plugins: Plugins, checkpoint: Checkpoint, context: ModelContext, cache: Offer
+) -> int:
+    """``engine.max_seq_len``, or what the checkpoint was made for so far as the cache can hold it. ``context`` is for a
+    model of which only the shapes are looked at."""
+    asked, own = settings.engine.max_seq_len, checkpoint.max_positions
+    if asked is not None:
+        if asked > own:
+            raise SettingsError(
+                f"engine.max_seq_len is {asked}, but the checkpoint was made for {own} positions; lower it or leave it "
+                "out."
+            )
+        return asked
+    held, why = DEFAULT_MAX_SEQ_LEN, f"cache.backend {cache.name} reserves them for every request"
+    if own == sys.maxsize:
+        own, why = DEFAULT_MAX_SEQ_LEN, "config.json does not say how many there are"
+    elif own > DEFAULT_MAX_SEQ_LEN and (longest := getattr(cache.registration, "longest", None)) is not None:
+        model = _model(settings, plugins, checkpoint, context, load=False)
+        batch, dtype, device = settings.engine.max_batch_size, context.dtype, context.device
+        with named(f"{cache.whose} cannot say how long a sequence may be"):
+            weights = sum(map(math.prod, model.expected().values())) * dtype.itemsize
+            pool = CacheContext(model.attention, batch, own, dtype, device, context.kernels)
+            held, why = longest(pool, plugin_settings(settings, "cache", cache.name), weights), "memory holds no more"
+    found = max(2, min(held, own))
+    if found < checkpoint.max_positions:
+        log.info("engine.max_seq_len: %d positions, fewer than the checkpoint may allow: %s", found, why)
+    else:
+        log.info("engine.max_seq_len: %d positions, all that the checkpoint was made for", found)
+    return found
 
 
 def _kernels(settings: Settings, plugins: Plugins, device: torch.device) -> KernelsProtocol:
@@ -218,10 +246,14 @@ def _scheduler(
     return CheckedScheduler(made, offer.whose, thorough=offer.distribution != "infer-core")
 
 
-def _model(settings: Settings, plugins: Plugins, checkpoint: Checkpoint, context: ModelContext) -> ModelProtocol:
+def _model(
+    settings: Settings, plugins: Plugins, checkpoint: Checkpoint, context: ModelContext, *, load: bool = True
+) -> ModelProtocol:
     family = plugins.family(checkpoint.architectures, settings.model.family)
     own = plugin_settings(settings, "model", family.name)
     model: ModelProtocol = family.make(ModelProtocol, checkpoint.config, context, own)
+    if not load:
+        return model
     with named(f"{family.whose} cannot be loaded"):
         shapes = model.expected()
         dummy = settings.model.load_format == "dummy"
@@ -232,15 +264,18 @@ def _model(settings: Settings, plugins: Plugins, checkpoint: Checkpoint, context
 
 def _pool(
     settings: Settings,
-    plugins: Plugins,
+    offer: Offer,
     model: ModelProtocol,
     kernels: KernelsProtocol,
     dtype: torch.dtype,
     device: torch.device,
     max_seq_len: int,
 ) -> CachePoolProtocol:
-    offer = plugins.choose("cache", settings, device.type)
-    context = CacheContext(model.attention, settings.engine.max_batch_size, max_seq_len, dtype, device, kernels)
+    batch, enough = settings.engine.max_batch_size, None
+    if settings.engine.max_seq_len is None and max_seq_len > DEFAULT_MAX_SEQ_LEN:
+        # Long sequences are for who needs them: without being asked for, they cost no more memory than shorter ones.
+        enough = max(batch * DEFAULT_MAX_SEQ_LEN, max_seq_len)
+    context = CacheContext(model.attention, batch, max_seq_len, dtype, device, kernels, enough)
     try:
         pool: CachePoolProtocol = offer.make(CachePoolProtocol, context, plugin_settings(settings, "cache", offer.name))
     except (MemoryError, RuntimeError, OSError) as error:
@@ -248,7 +283,7 @@ def _pool(
             f"The cache for engine.max_batch_size {settings.engine.max_batch_size} and {max_seq_len} positions does "
             f"not fit into memory ({error}); lower engine.max_batch_size or engine.max_seq_len."
         ) from error
-    if pool.free_tokens() < max_seq_len:
+    if pool.free_tokens() < (2 if settings.engine.max_seq_len is None else max_seq_len):
         raise SettingsError(
             f"The cache has room for {pool.free_tokens()} positions, but one sequence may need engine.max_seq_len = "
             f"{max_seq_len}; enlarge the cache or lower engine.max_seq_len."

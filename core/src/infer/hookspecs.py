@@ -7,15 +7,16 @@ the same way (``infer/builtin.py``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import pluggy
 from pydantic import BaseModel
 
 from infer.protocols import (
+    CacheContext,
     CacheFactory,
     KernelsFactory,
     ModelFactory,
@@ -46,6 +47,15 @@ class Registration(Generic[F]):
     """Where a setting says ``auto``, the highest wins; a tie is an error that asks for a choice."""
     unavailable: str | None = None
     """Why it cannot be used here, if so: ``auto`` passes it over and says why, and naming it is an error."""
+
+
+@dataclass(frozen=True)
+class CacheRegistration(Registration[CacheFactory]):
+    """A cache pool that says how long a sequence may become in it."""
+
+    longest: Callable[[CacheContext, Any, int], int] | None = None
+    """Given a context, the pool's settings and how many bytes the weights will yet take: the positions that memory
+    holds for one sequence. Without it, sequences have 4096 positions at most unless ``engine.max_seq_len`` is set."""
 
 
 @dataclass(frozen=True)

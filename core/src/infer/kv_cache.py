@@ -61,9 +61,16 @@ class KVStorage:
                 starts=tuple(starts),
                 lens=tuple(lens),
                 offsets=tuple(offsets_B1.tolist()),
-                **{name: upload(array, self.device, out[name] if out else None) for name, array in tensors.items()},
+                **{name: self._place(array, out[name] if out else None) for name, array in tensors.items()},
             ),
         )
+
+    def _place(self, array: np.ndarray[Any, Any], out: Tensor | None) -> Tensor:
+        """Of rows that are shorter than those of ``out``, the beginnings."""
+        if out is None or array.ndim == 1:
+            return upload(array, self.device, out)
+        upload(array, self.device, out[:, : array.shape[1]])
+        return out[: len(array)]
 
 
 class FixedRagged(Ragged):
@@ -128,9 +135,9 @@ class BlockPool:
         starts, lens = [self._lengths[slot] for slot in slots], [1] * len(slots)
         if rows is None:
             return self.batched_chunked_prefill_view(slots, starts, lens)
-        self._extend(slots, starts, lens)
+        blocks = -(-self._extend(slots, starts, lens) // self.storage.block_size)
         more = rows - len(slots)
-        table_BP = self._table_SP[[*slots, *[slots[-1]] * more]]
+        table_BP = self._table_SP[[*slots, *[slots[-1]] * more], :blocks]
         return self.storage.view(table_BP, starts + [starts[-1]] * more, [1] * rows, self._fixed)
 
     def _extend(self, slots: Sequence[int], starts: Sequence[int], lens: Sequence[int]) -> int:

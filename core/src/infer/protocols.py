@@ -295,6 +295,8 @@ class CacheContext:
     dtype: torch.dtype
     device: torch.device
     kernels: KernelsProtocol
+    num_tokens: int | None = None
+    """Positions that are wanted in all; None: as many as ``max_batch_size`` sequences of ``max_seq_len`` have."""
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,7 @@ class EngineSettings(Section):
     max_seq_len: int | None = Field(
         None,
         ge=2,
-        description="Tokens of a prompt and its answer; none for the smaller of 4096 and the checkpoint's.",
+        description="Tokens of a prompt and its answer; none for the checkpoint's, so far as the cache holds them.",
     )
     batching_mode: str = Field("continuous", description="The scheduler plugin: continuous, static or another.")
     use_chunked_prefill: bool = Field(True, description="Prefill long prompts in chunks, alongside decode.")

@@ -194,9 +194,12 @@ async def test_a_body_that_does_not_come_is_answered_408(random: Body) -> None:
     async with asyncio.timeout(60), running(engine=ENGINE, model=random, server=server_settings) as server:
         host, _, port = server.url.removeprefix("http://").partition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n\r\n{")
-        assert (await reader.readline()).startswith(b"HTTP/1.1 408")
-        writer.close()
+        try:
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n\r\n{")
+            async with asyncio.timeout(20):
+                assert (await reader.readline()).startswith(b"HTTP/1.1 408")
+        finally:
+            writer.close()
 
 
 async def test_a_client_that_does_not_read_is_dropped(random: Body, monkeypatch: pytest.MonkeyPatch) -> None:

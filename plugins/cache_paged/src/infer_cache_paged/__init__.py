@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field, PositiveInt
 
 from infer import hookimpl
 from infer.errors import SettingsError
-from infer.hookspecs import Registration
+from infer.hookspecs import CacheRegistration, Registration
 from infer.kv_cache import BlockPool
 from infer.protocols import Allocation, CacheContext, CacheFactory
 from infer_cache_paged.pages import Pages
@@ -32,7 +32,8 @@ class PagedSettings(BaseModel, extra="forbid"):
         gt=0,
         le=1,
         description="of the memory that is free once the weights are loaded; none: at most 0.5 on a CPU and 0.9 on a "
-        "GPU, and no more than max_batch_size sequences of full length need",
+        "GPU, and no more than max_batch_size sequences of full length need (of 4096 positions, and one of full "
+        "length, where engine.max_seq_len is not set)",
     )
     prefix_caching: bool = Field(True, description="let requests share the K/V of a common beginning")
 
@@ -87,10 +88,23 @@ class PagedPool(BlockPool):
         self._capacity[slot] = len(pages) * self.pages.block_size
 
 
+def longest(context: CacheContext, settings: PagedSettings, yet_to_take: int) -> int:
+    """Positions of all pages, which one sequence may have to itself."""
+    if settings.num_blocks is not None:
+        return settings.num_blocks * settings.block_size
+    fraction = settings.memory_fraction or FRACTION[context.device.type]
+    free = max(0, _free_memory(context.device) - yet_to_take)
+    return int(fraction * free) // _page_bytes(context, settings) * settings.block_size
+
+
+def _page_bytes(context: CacheContext, settings: PagedSettings) -> int:
+    per_token = sum(2 * s.num_kv_heads * s.head_size for s in context.layers) * context.dtype.itemsize
+    return settings.block_size * per_token
+
+
 def _num_blocks(context: CacheContext, settings: PagedSettings) -> int:
     """How many pages to make; the arithmetic goes to the log."""
-    per_token = sum(2 * s.num_kv_heads * s.head_size for s in context.layers) * context.dtype.itemsize
-    size = settings.block_size * per_token
+    size = _page_bytes(context, settings)
     if settings.num_blocks is not None:
         if settings.memory_fraction is not None:
             raise SettingsError(
@@ -102,18 +116,19 @@ def _num_blocks(context: CacheContext, settings: PagedSettings) -> int:
     fraction = settings.memory_fraction or FRACTION[context.device.type]
     free = _free_memory(context.device)
     fitting = int(fraction * free) // size
-    wanted = context.max_batch_size * -(-context.max_seq_len // settings.block_size)
+    if context.num_tokens is None:
+        wanted = context.max_batch_size * -(-context.max_seq_len // settings.block_size)
+    else:
+        wanted = -(-context.num_tokens // settings.block_size)
     chosen = fitting if settings.memory_fraction is not None else min(fitting, wanted)
     log.info(
-        "paged cache: %d pages of %d positions (%.2f of %.2f GiB free / %d bytes = %d; %d sequences of %d need %d)",
+        "paged cache: %d pages of %d positions (%.2f of %.2f GiB free / %d bytes = %d; wanted are %d)",
         chosen,
         settings.block_size,
         fraction,
         free / 2**30,
         size,
         fitting,
-        context.max_batch_size,
-        context.max_seq_len,
         wanted,
     )
     return chosen
@@ -133,11 +148,12 @@ def _free_memory(device: torch.device) -> int:
 @hookimpl
 def infer_cache_pools() -> list[Registration[CacheFactory]]:
     return [
-        Registration(
+        CacheRegistration(
             "paged",
             PagedPool,
             "pages on demand, prefixes shared",
             PagedSettings,
             priority=10,
+            longest=longest,
         )
     ]
