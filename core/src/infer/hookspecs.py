@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import pluggy
 from pydantic import BaseModel
@@ -95,6 +95,19 @@ class WorkRecord:
     """Whether it got a token."""
 
 
+class Totals(NamedTuple):
+    """Tokens of all requests since the start."""
+
+    prompt: int = 0
+    """Of prompts: counted with the first token of the answer, or with the end where none came."""
+    cached: int = 0
+    """Those of them that the cache already held."""
+    generated: int = 0
+
+
+NO_TOKENS = Totals()
+
+
 @dataclass(frozen=True, slots=True)
 class StepRecord:
     """One finished engine step. Times are seconds on ``time.perf_counter``."""
@@ -115,6 +128,7 @@ class StepRecord:
     running: int
     waiting: int
     free_tokens: int
+    totals: Totals = NO_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +148,9 @@ class RequestRecord:
     preemptions: int
     trace: Mapping[str, str] = field(default_factory=dict)
     """The client's headers that name its trace (W3C's ``traceparent`` and ``tracestate``)."""
+    free_tokens: int = 0
+    """Positions that could be allocated once it had gone."""
+    totals: Totals = NO_TOKENS
 
 
 @hookspec

@@ -104,6 +104,30 @@ def test_stop_token_is_named(spoiled: Make) -> None:
     assert (stepper.events["a"][-1].finish_reason, stepper.events["a"][-1].stop_reason) == ("stop", 7)
 
 
+def test_records_count_tokens_in_every_step_and_room_at_every_end(spoiled: Make) -> None:
+    """What has been told of by then, whoever has ended; nothing is taken any more once all have."""
+    _, stepper = spoiled(max_batch_size=2, prefill_chunk_size=16)
+    prompts = {"a": random_prompt(40), "b": random_prompt(40), "c": random_prompt(9), "never": random_prompt(5)}
+    for id, prompt in prompts.items():
+        stepper.submit(prompt, id, temperature=0, max_tokens=200 if id == "a" else 6)
+    while stepper.engine.has_work():
+        told = len(stepper.steps)
+        stepper.engine.step()
+        if len(stepper.steps) > told:
+            totals = stepper.steps[-1].totals
+            assert totals.generated == sum(len(e.token_ids) for events in stepper.events.values() for e in events)
+            begun = [id for id, events in stepper.events.items() if events]
+            assert totals.prompt == sum(len(prompts[id]) for id in begun)
+            if len(stepper.steps) in (4, 14):
+                stepper.abort("never" if len(stepper.steps) == 4 else "a")
+    last = stepper.finished[-1]
+    assert last.totals.generated == sum(record.num_generated for record in stepper.finished)
+    assert last.totals.prompt == sum(record.num_prompt for record in stepper.finished) == 94
+    assert last.totals.cached == sum(record.num_cached for record in stepper.finished)
+    assert last.free_tokens == stepper.room
+    assert_clean(stepper)
+
+
 def test_length_by_max_tokens_and_by_max_seq_len(spoiled: Make) -> None:
     _, stepper = spoiled()
     stepper.submit([1, 2], "short", temperature=0, max_tokens=3)

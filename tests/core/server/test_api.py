@@ -447,9 +447,15 @@ async def test_figures_move_as_they_should(names: str, chatty: dict[str, Any]) -
                 while (busy := await figures())["num_requests_running"] != 1:
                     await asyncio.sleep(0)  # a step is told of just after its tokens
             assert busy["kv_cache_usage_perc"] > 0
+            tokens = (await server.post({"prompt": "def "}, "/tokenize"))[1]["count"]
+            assert busy["prompt_tokens_total"] == 80 + tokens, "counted though it has not ended"
+            assert 10 < busy["generation_tokens_total"] < 10 + 400
+            assert busy["request_success_totallength"] == 2
             response.close()
         await server.idle()
-        assert (await figures())["num_requests_running"] == 0
+        ended = await figures()
+        assert ended["num_requests_running"] == ended["kv_cache_usage_perc"] == 0
+        assert ended["request_success_totalabort"] == 1
 
 
 async def test_the_document_knows_every_route(chatty: dict[str, Any]) -> None:

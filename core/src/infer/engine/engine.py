@@ -18,7 +18,7 @@ from infer.engine.runner import Launched, Runner
 from infer.engine.sequence import PENDING, Schedule, Sequence, Work
 from infer.engine.steering import Steering
 from infer.engine.text import TextStream, TokenTexts
-from infer.hookspecs import RequestRecord, StepRecord, WorkRecord
+from infer.hookspecs import RequestRecord, StepRecord, Totals, WorkRecord
 from infer.protocols import CachePoolProtocol, SchedulerProtocol
 from infer.request import Event, FinishReason, Request, TokenLogprobs
 
@@ -85,6 +85,7 @@ class Engine:
         self._steps = 0
         self._arrivals = 0
         self._num_steered = 0
+        self._num_prompt = self._num_cached = self._num_generated = 0
 
     def submit(self, message: Message) -> None:
         """Hand over requests or an abort; it counts from the next step. None only wakes ``wait``."""
@@ -195,10 +196,12 @@ class Engine:
         tokens, pending = sequence.tokens, sequence.pending
         tokens[-pending] = token
         sequence.pending = pending = pending - 1
+        self._num_generated += 1
         scored = (logprobs,) if logprobs else ()
         prompt_scored = None
         if live.first_token is None:
             live.first_token = time.perf_counter()
+            self._count_prompt(sequence)
             if sequence.request.params.prompt_logprobs is not None:
                 prompt_scored = tuple(live.prompt_logprobs)
         reason: FinishReason | None = None
@@ -239,6 +242,8 @@ class Engine:
             text += rest
             if stop is not None:
                 reason, stop_reason = "stop", stop
+        if live.first_token is None:
+            self._count_prompt(sequence)
         self._notify(
             "infer_request_finished",
             RequestRecord(
@@ -253,10 +258,19 @@ class Engine:
                 finished=time.perf_counter(),
                 preemptions=sequence.preemptions,
                 trace=sequence.request.trace,
+                free_tokens=self._pool.free_tokens(),
+                totals=self._totals(),
             ),
         )
         event = event or Event(sequence.id)
         return event._replace(text=text, finish_reason=reason, stop_reason=stop_reason, error=error)
+
+    def _count_prompt(self, sequence: Sequence) -> None:
+        self._num_prompt += sequence.num_prompt
+        self._num_cached += sequence.num_cached
+
+    def _totals(self) -> Totals:
+        return Totals(self._num_prompt, self._num_cached, self._num_generated)
 
     def _fail(self, works: Seq[Work], error: Exception) -> None:
         log.error("a pass with %d requests failed", len(works), exc_info=error)
@@ -281,6 +295,7 @@ class Engine:
                 running=running,
                 waiting=len(self._live) - running,
                 free_tokens=self._pool.free_tokens(),
+                totals=self._totals(),
             ),
         )
         self._steps += 1

@@ -12,7 +12,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from infer.assemble import Served
 from infer.engine.loop import EngineLoop
-from infer.hookspecs import RequestRecord, StepRecord, hookimpl
+from infer.hookspecs import RequestRecord, StepRecord, Totals, hookimpl
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
 LONG_SECONDS = (*SECONDS[6:], 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)
@@ -57,7 +57,8 @@ class Metrics:
         self._engine_loop: EngineLoop | None = None
         self._prefix, self._model, self._cache_tokens, self._budget = "infer_", "", 0, 0
         self._passes = self._computed = self._padded = self._useful = 0
-        self._prompt = self._cached = self._generated = self._preemptions = 0
+        self._preemptions = 0
+        self._totals = Totals()
         self._running = self._waiting = self._used_tokens = 0
         self._finished = dict.fromkeys(REASONS, 0)
         self._last_step: float | None = None
@@ -88,6 +89,7 @@ class Metrics:
         self._padded += record.padded_tokens
         self._running, self._waiting = record.running, record.waiting
         self._used_tokens = self._cache_tokens - record.free_tokens
+        self._totals = record.totals
         self._step_tokens.observe(record.computed_tokens)
         self._step_seconds.observe(record.finished - record.started)
         self._step_chunks.observe(record.chunks)
@@ -100,9 +102,8 @@ class Metrics:
 
     @hookimpl
     def infer_request_finished(self, record: RequestRecord) -> None:
-        self._prompt += record.num_prompt
-        self._cached += record.num_cached
-        self._generated += record.num_generated
+        self._used_tokens = self._cache_tokens - record.free_tokens
+        self._totals = record.totals
         self._preemptions += record.preemptions
         self._finished[record.finish_reason] += 1
         self._prompt_tokens.observe(record.num_prompt)
@@ -129,10 +130,10 @@ class Metrics:
                 "Tokens that finished requests needed: not cached ones, none computed twice or in vain.",
                 self._useful,
             ),
-            ("prompt_tokens", "Prompt tokens of finished requests.", self._prompt),
-            ("prefix_cache_queries", "The same: tokens that were looked up in the cache.", self._prompt),
-            ("prefix_cache_hits", "Those of them that the cache already held.", self._cached),
-            ("generation_tokens", "Tokens generated for finished requests.", self._generated),
+            ("prompt_tokens", "Prompt tokens, counted with the first token of the answer.", self._totals.prompt),
+            ("prefix_cache_queries", "The same: tokens that were looked up in the cache.", self._totals.prompt),
+            ("prefix_cache_hits", "Those of them that the cache already held.", self._totals.cached),
+            ("generation_tokens", "Tokens generated, counted in every step.", self._totals.generated),
             ("num_preemptions", "How often a running request lost its room.", self._preemptions),
         )
         for name, text, value in counters:
