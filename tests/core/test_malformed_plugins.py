@@ -22,7 +22,8 @@ from unittest.mock import ANY, Mock
 from pydantic import BaseModel, Field, RootModel
 from infer import hookimpl
 from infer.hookspecs import *
-from infer.hookspecs import ModelRegistration, KernelsRegistration, SchedulerRegistration, Registration
+from infer.hookspecs import CacheRegistration, KernelsRegistration, Registration
+from infer.hookspecs import ModelRegistration, SchedulerRegistration
 class Odd(BaseException): ...
 class Mute(Exception):
     def __str__(self): raise ValueError("mute")
@@ -46,7 +47,7 @@ class Uncallable(BaseModel):
 make = lambda *given: None
 """
 HOOKS = {
-    "infer_cache_pools": "Registration",
+    "infer_cache_pools": "CacheRegistration",
     "infer_models": "ModelRegistration",
     "infer_schedulers": "SchedulerRegistration",
     "infer_kernels": "KernelsRegistration",
@@ -103,6 +104,7 @@ MORE_FIELDS: dict[str, dict[str, tuple[str, ...]]] = {
     "ModelRegistration": {"architectures": ("'LlamaForCausalLM'", "[1]", "None")},
     "KernelsRegistration": {"devices": ("'cpu'", "[1]", "None", "3")},
     "SchedulerRegistration": {"chunks": ("None", "1", "'no'")},
+    "CacheRegistration": {"longest": ("1", "'no'", "[print]")},
 }
 DEFS = {
     "unmarked": "def {hook}(): return []",

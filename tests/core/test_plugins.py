@@ -127,7 +127,10 @@ def test_duplicate_names_both_distributions_and_the_setting(install: Install) ->
             r"its infer_step_finished takes nothing, but is called as infer_step_finished\(record\)",
         ),
         (SOUND.replace("return [", "yield ["), r"its infer_cache_pools is async or a generator"),
-        (SOUND.replace("[Reg", "(Reg").replace("})]", "}))"), r"returned a Registration, not a list of Registrations"),
+        (
+            SOUND.replace("[Reg", "(Reg").replace("})]", "}))"),
+            r"a Registration, not a list of CacheRegistrations",
+        ),
         (SOUND.replace("infer_cache_pools", "infer_models"), r"lists a Registration, not a ModelRegistration"),
         (SOUND.replace("{name}", "my-pool"), r"offers the name 'my-pool'; a name has lower-case letters, digits"),
         (SOUND.replace("priority={priority}", "priority='10'"), r"offers 'mine', but its priority is '10'"),

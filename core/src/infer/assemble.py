@@ -215,13 +215,16 @@ def _max_seq_len(
     held, why = DEFAULT_MAX_SEQ_LEN, f"cache.backend {cache.name} reserves them for every request"
     if own == sys.maxsize:
         own, why = DEFAULT_MAX_SEQ_LEN, "config.json does not say how many there are"
-    elif own > DEFAULT_MAX_SEQ_LEN and (longest := getattr(cache.registration, "longest", None)) is not None:
+    elif own > DEFAULT_MAX_SEQ_LEN and cache.longest is not None:
         model = _model(settings, plugins, checkpoint, context, load=False)
         batch, dtype, device = settings.engine.max_batch_size, context.dtype, context.device
         with named(f"{cache.whose} cannot say how long a sequence may be"):
             weights = sum(map(math.prod, model.expected().values())) * dtype.itemsize
             pool = CacheContext(model.attention, batch, own, dtype, device, context.kernels)
-            held, why = longest(pool, plugin_settings(settings, "cache", cache.name), weights), "memory holds no more"
+            held, why = (
+                cache.longest(pool, plugin_settings(settings, "cache", cache.name), weights),
+                "memory holds no more",
+            )
     found = max(2, min(held, own))
     if found < checkpoint.max_positions:
         log.info("engine.max_seq_len: %d positions, fewer than the checkpoint may allow: %s", found, why)

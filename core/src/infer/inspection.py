@@ -24,6 +24,7 @@ from typing_extensions import get_protocol_members
 from infer import hookspecs
 from infer.errors import InferError, PluginError, say
 from infer.hookspecs import (
+    CacheRegistration,
     KernelsRegistration,
     ModelRegistration,
     Registration,
@@ -43,6 +44,7 @@ HOOKS: Mapping[str, str] = {
 RECORDS = ("infer_step_finished", "infer_request_finished")
 """The hooks that are told of what the engine does."""
 KINDS: Mapping[str, type[Registration[Any]]] = {
+    "cache": CacheRegistration,
     "model": ModelRegistration,
     "scheduler": SchedulerRegistration,
     "kernels": KernelsRegistration,
@@ -216,6 +218,8 @@ def _registration(slot: str, at: str, kind: type[Registration[Any]], value: obje
         given[field] = tuple(several)
     if type(given.get("chunks", True)) is not bool:
         raise PluginError(f"{at} chunks is {_show(given['chunks'])}, neither True nor False.")
+    if given.get("longest") is not None and not callable(given["longest"]):
+        raise PluginError(f"{at} longest is {_show(given['longest'])}, which cannot be called.")
     given["settings"] = _settings(given["settings"], at)
     if given["settings"].model_fields and _taken(slot, name):
         raise PluginError(f"{at} settings cannot be a table of that name, which is infer's own; rename it.")

@@ -16,9 +16,16 @@ import pluggy
 
 from infer import hookspecs, inspection
 from infer.errors import InferError, PluginError, SettingsError, say
-from infer.hookspecs import KernelsRegistration, ModelRegistration, Registration, SchedulerRegistration, hookimpl
+from infer.hookspecs import (
+    CacheRegistration,
+    KernelsRegistration,
+    ModelRegistration,
+    Registration,
+    SchedulerRegistration,
+    hookimpl,
+)
 from infer.inspection import HOOKS, RECORDS
-from infer.protocols import ObserverProtocol
+from infer.protocols import CacheContext, ObserverProtocol
 from infer.settings import KNOWN, Settings, plugin_settings
 
 log = logging.getLogger(__name__)
@@ -64,6 +71,11 @@ class Offer:
     def chunks(self) -> bool:
         """Whether it can prefill in chunks."""
         return not isinstance(self.registration, SchedulerRegistration) or self.registration.chunks
+
+    @property
+    def longest(self) -> Callable[[CacheContext, Any, int], int] | None:
+        """Of a cache, what tells how many positions one sequence may have."""
+        return self.registration.longest if isinstance(self.registration, CacheRegistration) else None
 
     def make(self, contract: type, *given: Any) -> Any:
         """What its factory makes, checked against the contract. Raises PluginError."""
