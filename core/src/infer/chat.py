@@ -58,7 +58,7 @@ def _answer(
 ) -> str:
     """Show the answer as it comes; Ctrl-C keeps what is there."""
     prompt = llm.render(messages)
-    parser = make_parser((), None, parallel=True, thinks=thinks, thinking=opens_reasoning(prompt))
+    parser = make_parser({}, None, thinks=thinks, thinking=opens_reasoning(prompt))
     shown = {"reasoning": "", "content": ""}
     live = Live(console=console, vertical_overflow="visible") if console.is_terminal else None
     with live or nullcontext():

@@ -140,7 +140,7 @@ class LLM:
                 param="messages",
             )
         try:
-            return self.served.template.render(messages)
+            return self.served.template.prompt(messages)
         except ValueError as error:
             raise RequestError(f"{capital(str(error))}.", param="messages") from None
 

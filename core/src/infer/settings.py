@@ -32,6 +32,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from infer.errors import SettingsError, say
 from infer.protocols import NoSettings
+from infer.server.tool_formats import FormatName
 
 if TYPE_CHECKING:
     from infer.plugins import Plugins
@@ -69,10 +70,10 @@ class ModelSettings(Section):
     family: str = Field("auto", description="The model plugin; auto goes by the checkpoint's architecture.")
     tokenizer: str | None = Field(None, description="A tokenizer.json other than the checkpoint's.")
     chat_template: str | None = Field(None, description="A file with a Jinja template other than the checkpoint's.")
-    tool_format: Literal["auto", "tags", "json", "python", "none"] = Field(
+    tool_format: Literal["auto", FormatName, "none"] = Field(
         "auto",
-        description="How the model writes tool calls: <tool_call> tags (Qwen), bare JSON (Llama 3), Python (Gemma); "
-        "auto goes by the chat template.",
+        description="How the model writes tool calls: JSON in tags (Qwen), xml (Qwen3-Coder), mistral, bare json "
+        "(Llama 3), python (Llama 4); auto takes what the chat template itself writes.",
     )
     reasoning: Literal["auto", "think", "none"] = Field(
         "auto", description="think: what is in <think> tags is reasoning; auto goes by the chat template."

@@ -55,7 +55,7 @@ async def test_chat_is_the_completion_of_what_the_template_makes(chatty: dict[st
 
 BAD: list[tuple[Body, str | None, str]] = [
     ({"messages": []}, "messages", "at least 1"),
-    ({"messages": [{"role": "robot", "content": "x"}]}, "messages", "Unknown role robot"),
+    ({"messages": [{"role": "usr", "content": "x"}]}, "messages[0].role", "'usr' is not supported"),
     ({"messages": [{"content": "x"}]}, "messages[0].role", "missing"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
@@ -71,6 +71,7 @@ BAD: list[tuple[Body, str | None, str]] = [
     ({"messages": MESSAGES, "store": True}, "store", "not supported"),
     ({"messages": MESSAGES, "modalities": ["audio"]}, "modalities[0]", "not supported"),
     ({"messages": MESSAGES, "chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs", "a field of its own"),
+    ({"messages": MESSAGES, "chat_template_kwargs": {"self": 1}}, "chat_template_kwargs", "holds 'self'"),
     (
         {"messages": MESSAGES, "tools": [{"type": "function", "function": {"name": "no spaces"}}]},
         "tools[0].function.name",

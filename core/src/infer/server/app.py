@@ -268,4 +268,5 @@ def make_app(engine_loop: EngineLoop, served: Served, metrics: Metrics, settings
     app.router.add_get("/openapi.json", openapi)
     app.router.add_get("/docs", docs)
     app.on_cleanup.append(lambda app: service.close())
+    app.on_startup.append(lambda app: chat.prepare())
     return app

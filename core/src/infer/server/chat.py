@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from aiohttp import web
 
+from infer.chat_template import PROBE_ARGUMENTS, PROBE_TOOL
 from infer.errors import RequestError
 from infer.llm import Completion
 from infer.request import FinishReason, Request, SamplingParams, StructuredOutputs, TokenLogprobs
 from infer.server.errors import REQUEST_ID
 from infer.server.schemas import ChatRequest, StreamOptions, TokenizeRequest, checked
 from infer.server.service import Events, Json, Service
-from infer.server.tools import (
-    Calls,
-    Part,
-    ToolFormat,
-    calls_schema,
-    guess_tool_format,
-    make_parser,
-    opens_reasoning,
-    reasons,
-)
+from infer.server.tool_formats import FormatName, recognise
+from infer.server.tool_formats.reader import Part
+from infer.server.tools import Calls, calls_schema, make_parser, opens_reasoning, reasons
 from infer.settings import ModelSettings
+
+log = logging.getLogger(__name__)
+
+OWN_FIELDS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
+RESERVED = ("self", "loop", "caller", "varargs", "kwargs")
+"""Names that mean something else in a Jinja template."""
 
 
 class Chat:
@@ -32,16 +33,36 @@ class Chat:
 
     def __init__(self, service: Service, settings: ModelSettings) -> None:
         self._service = service
-        template = service.served.template.source if service.served.template else ""
-        self._tool_format: ToolFormat | None
-        match settings.tool_format:
-            case "auto":
-                self._tool_format = guess_tool_format(template)
-            case "none":
-                self._tool_format = None
-            case format:
-                self._tool_format = format
-        self._thinks = reasons(settings.reasoning, template)
+        template = service.served.template
+        self._setting: Literal["auto", FormatName, "none"] = settings.tool_format
+        self._tool_format: FormatName | None = None
+        self._thinks = reasons(settings.reasoning, template.source if template else "")
+
+    async def prepare(self) -> None:
+        """Find out how the chat template writes tool calls, unless the settings say it. Call it before ``handle``."""
+        if self._setting != "auto":
+            self._tool_format = None if self._setting == "none" else self._setting
+            return
+        if self._service.served.template is None:
+            return
+        why = "it shows no tools, or no calls"
+        try:
+            written = (await self._service.manners()).call
+        except RequestError as error:
+            written, why = None, str(error)
+        if written is not None:
+            function = PROBE_TOOL["function"]
+            known = {function["name"]: function["parameters"]}
+            self._tool_format = recognise(written, known, (function["name"], PROBE_ARGUMENTS))
+            why = f"a call, which it writes as {written[:200]!r}, cannot be read back"
+        if self._tool_format is None:
+            log.warning(
+                "requests with tools are refused: the chat template has none of the known formats (%s); set "
+                "model.tool_format if the model has one",
+                why,
+            )
+        else:
+            log.info("tool calls are read as model.tool_format = %s", self._tool_format)
 
     async def handle(self, http: web.Request) -> web.StreamResponse:
         asked = await self._service.read(http, ChatRequest)
@@ -51,7 +72,8 @@ class Chat:
             tools = []
         elif tools and forced is None and self._tool_format is None:
             raise RequestError(
-                "This model's chat template knows no tools; set model.tool_format, or ask with tool_choice.",
+                "This model's chat template writes tool calls in no format that is known here; set model.tool_format, "
+                "or force a call with tool_choice.",
                 param="tools",
             )
         prompt = await self.prompt(asked, tools)
@@ -65,12 +87,12 @@ class Chat:
         requests = await self._service.requests(
             http, [prompt], params, asked, n=asked.n, prefix="chatcmpl", special=False, grammar_after=end
         )
-        names = [tool["function"]["name"] for tool in tools]
         make = functools.partial(
             make_parser,
-            names,
-            self._tool_format if forced is None else "json",  # what a forced call is held to
+            {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools},
+            self._tool_format,
             parallel=asked.parallel_tool_calls,
+            forced=forced is not None,
             thinks=thinks,
             thinking=thinking,
         )
@@ -88,28 +110,24 @@ class Chat:
     async def prompt(self, asked: ChatRequest | TokenizeRequest, tools: Sequence[Json]) -> str:
         """What the template makes of the messages. Raises RequestError."""
         messages = [message.plain() for message in asked.messages or ()]
-        more = dict(asked.chat_template_kwargs or {})
-        if taken := {"messages", "tools", "add_generation_prompt"} & set(more):
-            raise RequestError(
-                f"chat_template_kwargs holds {sorted(taken)[0]!r}, which has a field of its own.",
-                param="chat_template_kwargs",
-            )
-        going_on = asked.continue_final_message
-        text = await self._service.render(
+        more = asked.chat_template_kwargs or {}
+        for name in more:
+            if name in OWN_FIELDS:
+                raise RequestError(
+                    f"chat_template_kwargs holds {name!r}, which has a field of its own.", param="chat_template_kwargs"
+                )
+            if name in RESERVED:
+                raise RequestError(
+                    f"chat_template_kwargs holds {name!r}, which templates cannot be given.",
+                    param="chat_template_kwargs",
+                )
+        return await self._service.render(
             messages,
             tools=list(tools) or None,
-            add_generation_prompt=asked.add_generation_prompt and not going_on,
+            add_generation_prompt=asked.add_generation_prompt and not asked.continue_final_message,
+            continue_final_message=asked.continue_final_message,
             **more,
         )
-        if not going_on:
-            return text
-        last = messages[-1]["content"]
-        end = text.rfind(last.strip())
-        if not last.strip() or end < 0:
-            raise RequestError(
-                "continue_final_message needs a last message whose text the chat template shows.", param="messages"
-            )
-        return text[: end + len(last.strip())]
 
     def _choice(self, index: int, asked: ChatRequest, answer: Completion, parser: Part) -> Json:
         message: Json = {"role": "assistant", "content": None, "refusal": None}

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 from asyncio.subprocess import PIPE, Process
 from typing import Any
 
+from pydantic_core import from_json, to_json
+
 from infer import chat_template
-from infer.chat_template import MAX_CHARS, ChatTemplate
+from infer.chat_template import MAX_CHARS, ChatTemplate, Manners
 from infer.errors import RequestError, capital
 
 TIMEOUT_S = 5.0
+TRIES = 2
+"""A process may be ended from outside, and the call is not to blame; one that ends two has done it itself."""
 
 
 class Renderer:
@@ -24,12 +27,28 @@ class Renderer:
         self._process: Process | None = None
         self._lock = asyncio.Lock()
 
-    async def __call__(self, **call: Any) -> str:
-        """``ChatTemplate.render``. Raises RequestError."""
+    async def __call__(self, /, **call: Any) -> str:
+        """``ChatTemplate.prompt``. Raises RequestError."""
+        return str(await self._call("prompt", call))
+
+    async def manners(self) -> Manners:
+        """``ChatTemplate.manners``. Raises RequestError."""
+        return Manners(**await self._call("manners", {}))
+
+    async def close(self) -> None:
+        async with self._lock:
+            await self._kill()
+
+    async def _call(self, method: str, call: dict[str, Any]) -> Any:
+        line = _line([method, call])
         async with self._lock:
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    answer = await self._ask(_line(call))
+                    for _ in range(TRIES):
+                        answer = await self._ask(line)
+                        if answer.endswith(b"\n"):
+                            break
+                        await self._kill()
             except TimeoutError:
                 await self._kill()
                 raise RequestError(
@@ -39,15 +58,17 @@ class Renderer:
             except BaseException:  # what is under way cannot be told from the next answer
                 await self._kill()
                 raise
-        if "error" in answer:
-            raise RequestError(capital(str(answer["error"])[:500]), param="messages")
-        return str(answer["text"])
+        if not answer.endswith(b"\n"):
+            raise RequestError(
+                "The chat template ran out of memory, or ended its process in another way.", param="messages"
+            )
+        found = from_json(answer)
+        if "error" in found:
+            raise RequestError(f"{capital(str(found['error'])[:500])}.", param="messages")
+        return found["value"]
 
-    async def close(self) -> None:
-        async with self._lock:
-            await self._kill()
-
-    async def _ask(self, line: bytes) -> dict[str, Any]:
+    async def _ask(self, line: bytes) -> bytes:
+        """A line's answer; nothing where the process has ended."""
         process = self._process
         if process is None:
             process = self._process = await asyncio.create_subprocess_exec(
@@ -56,15 +77,12 @@ class Renderer:
             line = self._first + line
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write(line)
-        await process.stdin.drain()
-        answer = await process.stdout.readline()
-        if not answer:
-            await self._kill()
-            return {"error": "the chat template ran out of memory, or ended its process in another way"}
-        found = json.loads(answer)
-        assert isinstance(found, dict)
-        return found
+        try:
+            process.stdin.write(line)
+            await process.stdin.drain()
+        except (BrokenPipeError, ConnectionResetError):
+            return b""
+        return await process.stdout.readline()
 
     async def _kill(self) -> None:
         if self._process is not None:
@@ -75,4 +93,4 @@ class Renderer:
 
 
 def _line(value: object) -> bytes:
-    return json.dumps(value).encode() + b"\n"
+    return to_json(value, inf_nan_mode="constants") + b"\n"

@@ -249,7 +249,7 @@ def shown(content: Content | None) -> str:
 
 
 class Message(Body):
-    role: Text
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: str | None = None
     reasoning_content: str | None = None
@@ -264,8 +264,9 @@ class Message(Body):
     audio: None = None
 
     def plain(self) -> dict[str, Any]:
-        """As templates expect it: content is a text, arguments are objects."""
-        found: dict[str, Any] = {"role": self.role, "content": self.text()}
+        """As ``ChatTemplate.prompt`` takes it: content is a text or None, arguments are objects."""
+        nothing = self.content is None and self.refusal is None
+        found: dict[str, Any] = {"role": self.role, "content": None if nothing else self.text()}
         reasoning = self.reasoning if self.reasoning_content is None else self.reasoning_content
         for name, value in (
             ("name", self.name),
@@ -921,6 +922,6 @@ def _said(what: str, model: type[BaseModel]) -> RequestError:
 
 def _arguments(text: str) -> Any:
     try:
-        return from_json(text) if text.strip() else {}
+        return from_json(text) if text.strip() else {}  # which also refuses what is nested too deep
     except ValueError:
         return text

@@ -14,6 +14,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from infer.assemble import Served
+from infer.chat_template import Manners
 from infer.engine.loop import AsyncDoor
 from infer.engine.text import TokenTexts
 from infer.errors import EngineDeadError, InferError, RequestError
@@ -132,14 +133,22 @@ class Service:
         http[CALLER].user = getattr(asked, "user", None)
         return asked
 
-    async def render(self, messages: Sequence[Mapping[str, Any]], **more: Any) -> str:
-        """The prompt that the chat template makes of messages. Raises RequestError."""
+    async def render(self, messages: Sequence[Mapping[str, Any]], /, **form: Any) -> str:
+        """The prompt that the chat template makes of messages, ``ChatTemplate.prompt``. Raises RequestError."""
+        return await self._template_process(messages=messages, **form)
+
+    async def manners(self) -> Manners:
+        """``ChatTemplate.manners``. Raises RequestError."""
+        return await self._template_process.manners()
+
+    @property
+    def _template_process(self) -> Renderer:
         if self._renderer is None:
             raise RequestError(
                 "This checkpoint has no chat template; give one with model.chat_template, or use /v1/completions.",
                 param="messages",
             )
-        return await self._renderer(messages=messages, **more)
+        return self._renderer
 
     async def requests(
         self,

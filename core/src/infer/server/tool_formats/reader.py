@@ -1,0 +1,241 @@
+"""What formats of tool calls are read with: text that comes in pieces, read as if all of it were there.
+
+A format is a script, a generator over a ``Reader``: it yields pieces of the answer, and None where it needs more text.
+Nothing in it depends on where the text was cut. To take no longer than the text is long, a script holds on to no more
+than a bounded look ahead; what is longer it takes in parts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator, Iterator, Mapping
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+
+Kind = Literal["content", "reasoning", "call", "arguments"]
+T = TypeVar("T")
+TAIL = 64
+Tools = Mapping[str, Mapping[str, Any]]
+"""The functions that may be called, by name, with the JSON schema of their arguments."""
+
+
+class Piece(NamedTuple):
+    """A bit of an answer. A ``call`` begins one, ``text`` being the function's name; ``arguments`` go on with it."""
+
+    kind: Kind
+    text: str
+
+
+Steps = Generator[Piece | None, None, T]
+
+
+class Part(Protocol):
+    """Takes text, gives pieces."""
+
+    def push(self, text: str) -> Iterator[Piece]: ...
+
+    def flush(self) -> Iterator[Piece]:
+        """What is left at the end."""
+        ...
+
+
+class Reader:
+    """Text that has come and is not taken yet."""
+
+    def __init__(self) -> None:
+        self.ended = False
+        self.tail = ""
+        """What stood last in the content."""
+        self._text = ""
+        self._at = 0
+
+    def add(self, text: str) -> None:
+        self._text, self._at = self._text[self._at :] + text, 0
+
+    def __len__(self) -> int:
+        return len(self._text) - self._at
+
+    def peek(self, most: int) -> str:
+        return self._text[self._at : self._at + most]
+
+    def take(self, count: int | None = None) -> str:
+        """So many characters, or all."""
+        end = len(self._text) if count is None else min(self._at + count, len(self._text))
+        taken, self._at = self._text[self._at : end], end
+        return taken
+
+    def find(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
+        return pattern.search(self._text, self._at)
+
+    def before(self, found: re.Match[str]) -> str:
+        """Take what stands before something found."""
+        return self.take(found.start() - self._at)
+
+    def last(self, most: int) -> str:
+        return self._text[max(self._at, len(self._text) - most) :]
+
+    def end_of(self, value: Extent) -> int | None:
+        """How many characters of what is here belong to the value; None for all, and more may come."""
+        end = value.end(self._text, self._at)
+        return None if end is None else end - self._at
+
+    def content(self, text: str) -> Piece:
+        """A piece of it, of which ``tail`` keeps the end."""
+        self.tail = (self.tail + text[-TAIL:])[-TAIL:]
+        return Piece("content", text)
+
+
+class Script:
+    """A script as a part of an answer's reading."""
+
+    def __init__(self, script: Callable[[Reader], Steps[None]]) -> None:
+        self.reader = Reader()
+        self._steps = script(self.reader)
+
+    def push(self, text: str) -> Iterator[Piece]:
+        self.reader.add(text)
+        yield from self._run()
+
+    def flush(self) -> Iterator[Piece]:
+        self.reader.ended = True
+        yield from self._run()
+
+    def _run(self) -> Iterator[Piece]:
+        while (piece := next(self._steps, None)) is not None:
+            if piece.text or piece.kind == "call":
+                yield piece
+
+
+class Marks:
+    """Texts to look for."""
+
+    def __init__(self, *texts: str) -> None:
+        self.texts = texts
+        self.pattern = re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))))
+        self.longest = max(map(len, texts))
+        self._beginnings = {text[:n] for text in texts for n in range(1, len(text))}
+
+    def begun(self, tail: str) -> int:
+        """How many characters at the end may be the beginning of one."""
+        for count in range(min(len(tail), self.longest - 1), 0, -1):
+            if tail[-count:] in self._beginnings:
+                return count
+        return 0
+
+
+def prose(reader: Reader, marks: Marks) -> Steps[str | None]:
+    """Content, up to the next mark, which is not taken; None at the end."""
+    while True:
+        found = reader.find(marks.pattern)
+        if found:
+            if text := reader.before(found):
+                yield reader.content(text)
+            return found[0]
+        if reader.ended:
+            yield reader.content(reader.take())
+            return None
+        yield reader.content(reader.take(len(reader) - marks.begun(reader.last(marks.longest))))
+        yield None
+
+
+def run(reader: Reader, characters: re.Pattern[str]) -> Steps[str]:
+    """What comes of these characters. ``characters`` finds any other."""
+    taken = []
+    while not (found := reader.find(characters)):
+        taken.append(reader.take())
+        if reader.ended:
+            return "".join(taken)
+        yield None
+    return "".join([*taken, reader.before(found)])
+
+
+def spaces(reader: Reader) -> Steps[str]:
+    return (yield from run(reader, _NO_SPACE))
+
+
+def comes(reader: Reader, *texts: str) -> Steps[str | None]:
+    """Which of the texts comes next, if any; it is not taken."""
+    while True:
+        held = reader.peek(max(map(len, texts)))
+        for text in texts:
+            if held.startswith(text):
+                return text
+        if reader.ended or not any(text.startswith(held) for text in texts):
+            return None
+        yield None
+
+
+def up_to(reader: Reader, end: str, most: int) -> Steps[str | None]:
+    """What stands before ``end``, which is taken too; None, and nothing taken, where it is not among the next ``most``
+    characters."""
+    while True:
+        held = reader.peek(most)
+        before, found, _ = held.partition(end)
+        if found:
+            reader.take(len(before) + len(end))
+            return before
+        if reader.ended or len(held) == most:
+            return None
+        yield None
+
+
+class Extent:
+    """Finds where a value ends, of JSON or of Python: behind its last bracket or quote, or before what follows.
+    ``depth`` brackets are open already. ``rest`` is all that an object still holds, up to its closing bracket."""
+
+    def __init__(self, *, python: bool = False, depth: int = 0, rest: bool = False) -> None:
+        self._plain = _PYTHON if python else _JSON
+        self._depth = depth
+        self._rest = rest
+        self._quote = ""
+        self._escaped = False
+
+    def end(self, text: str, at: int) -> int | None:
+        """Where in ``text``, from ``at`` on; None where it goes on, and the next text takes it up."""
+        if self._escaped and at < len(text):
+            self._escaped = False
+            at += 1
+        while at < len(text):
+            found = (_QUOTED[self._quote] if self._quote else self._plain).search(text, at)
+            if not found:
+                return None
+            at, character = found.end(), found[0]
+            if self._quote and character == "\\":
+                self._escaped = at == len(text)
+                at += 1
+                continue
+            if self._quote:
+                self._quote = ""
+            elif character in "\"'":
+                self._quote = character
+                continue
+            elif character in "{[(":
+                self._depth += 1
+                continue
+            elif character != ",":
+                self._depth -= 1
+            elif self._depth or self._rest:
+                continue
+            else:
+                return at - 1
+            if self._depth < 0:
+                return at - 1
+            if self._depth == 0 and not self._rest:
+                return at
+        return None
+
+
+def value(reader: Reader, extent: Extent) -> Steps[tuple[str, bool]]:
+    """All of a value, and whether it has ended."""
+    taken: list[str] = []
+    while True:
+        end = reader.end_of(extent)
+        taken.append(reader.take(end))
+        if end is not None or reader.ended:
+            return "".join(taken), end is not None
+        yield None
+
+
+_NO_SPACE = re.compile(r"\S")
+_JSON = re.compile(r'["{}\[\],]')
+_PYTHON = re.compile(r"[\"'{}\[\](),]")
+_QUOTED = {'"': re.compile(r'["\\]'), "'": re.compile(r"['\\]")}
