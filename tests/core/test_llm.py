@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.models.checkpoints import write_checkpoint
 from tokenizers import Tokenizer
 
 from infer import LLM, CheckpointError, RequestError, SamplingParams, SettingsError
@@ -150,3 +151,23 @@ def test_chat_is_generate_of_what_the_template_makes(llm: LLM) -> None:
     params = SamplingParams(max_tokens=6, temperature=0)
     answer = llm.chat([{"role": "user", "content": "a loop"}], params)
     assert answer.text == llm.generate(llm.encode("# a loop\n"), params)[0].text
+
+
+@pytest.mark.parametrize("mark", ["[TOOL_CALLS]", "<|python_tag|>", "<think>"])
+def test_marks_of_calls_are_told_though_they_are_special_tokens(tmp_path: Path, mark: str) -> None:
+    folder = write_checkpoint(tmp_path / "c", "llama")
+    file = folder / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(file))
+    state = json.loads(tokenizer.to_str())
+    (state["added_tokens"][1],) = [token | {"content": mark} for token in state["added_tokens"] if token["id"] == 1]
+    state["model"]["vocab"] = {mark if id == 1 else text: id for text, id in state["model"]["vocab"].items()}
+    file.write_text(json.dumps(state))
+    before = Tokenizer.from_file(str(file))
+    with LLM(str(folder), model={"dtype": "float32"}, kernels={"threads": 1}, engine={"max_seq_len": 64}) as llm:
+        served = llm.served.tokenizer
+        answer = llm.generate(["x"], SamplingParams(max_tokens=2, min_tokens=2, logit_bias={1: 100}, temperature=0))[0]
+    text = f"a{mark}b <eos>"
+    assert served.encode(text).ids == before.encode(text).ids
+    assert before.decode([1, 0]) == ""
+    assert served.decode([1, 0]) == mark
+    assert answer.text == mark * 2

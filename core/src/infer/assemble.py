@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import sys
@@ -38,6 +39,7 @@ from infer.protocols import (
     SchedulerProtocol,
 )
 from infer.request import Request, SamplingParams, too_long
+from infer.server.tool_formats import MARKS
 from infer.settings import Settings, compose, plugin_settings
 
 log = logging.getLogger(__name__)
@@ -344,7 +346,19 @@ def _tokenizer(path: str | None, checkpoint: Checkpoint, vocab_size: int) -> Tok
                 f"{checkpoint.folder} says that token {id} ends an answer (eos_token_id), but the tokenizer {file} has "
                 "no such token: it belongs to another model."
             )
-    return tokenizer
+    return _telling(tokenizer)
+
+
+def _telling(tokenizer: Tokenizer) -> Tokenizer:
+    """With the marks of tool calls and reasoning as plain tokens: text leaves out special ones, and Mistral's
+    [TOOL_CALLS] and Llama's <|python_tag|> are special."""
+    added = tokenizer.get_added_tokens_decoder().values()
+    if MARKS.isdisjoint(token.content for token in added if token.special):
+        return tokenizer
+    state = json.loads(tokenizer.to_str())
+    for token in state["added_tokens"]:
+        token["special"] = token["special"] and token["content"] not in MARKS
+    return Tokenizer.from_str(json.dumps(state))
 
 
 def _template(path: str | None, checkpoint: Checkpoint) -> ChatTemplate | None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,106 @@ async def test_a_template_that_runs_away_is_stopped() -> None:
         assert await render("x") == "fine", "a client that leaves takes its call along, and no other"
     finally:
         await renderer.close()
+
+
+async def test_a_template_process_ended_from_outside_is_made_anew() -> None:
+    renderer = Renderer(ChatTemplate("{{ messages[0].content }}", {}))
+
+    async def render() -> str:
+        return await renderer(messages=[{"role": "user", "content": "x"}])
+
+    try:
+        assert await render() == "x"
+        process = renderer._process
+        assert process is not None
+        process.kill()
+        assert await render() == "x", "perhaps before anybody has noticed"
+        process = renderer._process
+        assert process is not None
+        process.kill()
+        await process.wait()
+        assert await render() == "x"
+        process = renderer._process
+        assert process is not None
+        process.send_signal(signal.SIGSTOP)
+        task = asyncio.create_task(render())
+        while renderer._lock.locked() is False:
+            await asyncio.sleep(0)
+        process.kill()
+        assert await task == "x", "not even the call that was under way"
+    finally:
+        await renderer.close()
+
+
+LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+
+
+async def test_tools_are_refused_where_calls_cannot_be_read(
+    chatty: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The template teaches tags, and writes what nobody reads."""
+    file = Path(chatty["model"]["chat_template"])
+    file.write_text(TEMPLATE.replace("<tool_call>{{ call.function | tojson }}</tool_call>", "CALL {{ call.function }}"))
+    body = {"messages": MESSAGES, "tools": [LOOK], "max_tokens": 60}
+    async with running(**chatty) as server:
+        assert "requests with tools are refused" in caplog.text
+        status, answer, _ = await server.post(body, "/v1/chat/completions")
+        assert (status, answer["error"]["param"]) == (400, "tools")
+        assert "model.tool_format" in answer["error"]["message"]
+        assert (await server.post(body | {"tool_choice": "none"}, "/v1/chat/completions"))[0] == 200
+    chatty["model"]["tool_format"] = "tags"
+    async with running(**chatty) as server:
+        assert (await server.post(body, "/v1/chat/completions"))[0] == 200, "who sets it knows better"
+
+
+async def test_the_template_says_how_calls_are_written(chatty: dict[str, Any]) -> None:
+    file = Path(chatty["model"]["chat_template"])
+    file.write_text(
+        TEMPLATE.replace(
+            "<tool_call>{{ call.function | tojson }}</tool_call>",
+            "[TOOL_CALLS]{{ call.function.name }}[ARGS]{{ call.function.arguments | tojson }}",
+        )
+    )
+    written = 'Well.[TOOL_CALLS]look[ARGS]{"at": "[TOOL_CALLS]"}'
+    async with running(**chatty) as server:
+        body = {"messages": MESSAGES, "tools": [LOOK], "structured_outputs": {"choice": [written]}}
+        _, answer, _ = await server.post(body, "/v1/chat/completions")
+        message = answer["choices"][0]["message"]
+        (call,) = message["tool_calls"]
+        assert message["content"] == "Well."
+        assert call["function"] == {"name": "look", "arguments": '{"at": "[TOOL_CALLS]"}'}
+        assert re.fullmatch("[A-Za-z0-9]{9}", call["id"]), "as Mistral's templates want it"
+
+
+async def test_a_forced_call_that_is_cut_is_no_content(chatty: dict[str, Any]) -> None:
+    async with running(**chatty) as server:
+        for most in range(1, 20, 3):
+            body = {"messages": MESSAGES, "tools": [LOOK], "tool_choice": "required", "max_tokens": most}
+            _, answer, _ = await server.post(body, "/v1/chat/completions")
+            assert not answer["choices"][0]["message"]["content"], answer
+            for event in (await server.stream(body, "/v1/chat/completions"))[:-1]:
+                assert not event["choices"][0]["delta"].get("content"), event
+
+
+async def test_histories_reach_the_template(chatty: dict[str, Any]) -> None:
+    async with running(**chatty) as server:
+
+        async def prompt(*messages: Body, **more: Any) -> str:
+            _, tokens, _ = await server.post({"messages": messages, **more}, "/tokenize")
+            return str((await server.post({"tokens": tokens["tokens"]}, "/detokenize"))[1]["prompt"])
+
+        final = {"role": "assistant", "content": "for i in "}
+        assert (await prompt(*MESSAGES, final, add_generation_prompt=False, continue_final_message=True)).endswith(
+            "# assistant: for i in "
+        )
+        deep = "[" * 100_000
+        call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": deep}}
+        asked = {"role": "assistant", "content": None, "tool_calls": [call]}
+        status, answer, _ = await server.post({"messages": [*MESSAGES, asked], "max_tokens": 1}, "/v1/chat/completions")
+        assert status == 400, "too long for this model, and nothing else"
+        assert "token" in answer["error"]["message"], answer
+        call["function"] = {"name": "look", "arguments": '{"a": [1]}'}
+        assert '"arguments": {"a": [1]}' in await prompt(*MESSAGES, asked)
 
 
 async def test_keys_open_every_route_but_health(chatty: dict[str, Any]) -> None:

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, get_args
 
-from infer.server.tool_formats.mistral import mistral
-from infer.server.tool_formats.objects import bare, tagged
-from infer.server.tool_formats.python import python
+from infer.server.tool_formats import mistral, objects, python, xml
 from infer.server.tool_formats.reader import Part, Reader, Script, Steps, Tools
-from infer.server.tool_formats.xml import xml
 
 FormatName = Literal["tags", "xml", "mistral", "python", "json"]
 
 
 class ToolFormat(NamedTuple):
-    """``script`` reads answers. Formats are tried in the order of the table, those with marks of their own first."""
+    """``script`` reads answers. Formats are tried in the order of the table, those with ``marks``
+    of their own first."""
 
     name: FormatName
+    marks: Sequence[str]
     script: Callable[[Reader, Tools], Steps[None]]
 
     def reader(self, tools: Tools) -> Part:
@@ -29,14 +29,20 @@ class ToolFormat(NamedTuple):
 FORMATS: dict[FormatName, ToolFormat] = {
     format.name: format
     for format in (
-        ToolFormat("tags", tagged),
-        ToolFormat("xml", xml),
-        ToolFormat("mistral", mistral),
-        ToolFormat("python", python),
-        ToolFormat("json", bare),
+        ToolFormat("tags", [*objects.TAGS, *objects.TAGS.values()], objects.tagged),
+        ToolFormat("xml", [*xml.TAGS, *xml.TAGS.values()], xml.xml),
+        ToolFormat("mistral", ["[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"], mistral.mistral),
+        ToolFormat("python", [*python.OPENINGS, *python.CLOSINGS], python.python),
+        ToolFormat("json", [objects.PYTHON_TAG], objects.bare),
     )
 }
 assert tuple(FORMATS) == get_args(FormatName)
+
+
+MARKS = {"<think>", "</think>"}.union(
+    token for format in FORMATS.values() for mark in format.marks for token in re.findall(r"<[^<>]+>|\[\w+\]", mark)
+)
+"""What tells an answer's parts apart, where a tokenizer may have a token for it."""
 
 
 def recognise(text: str, tools: Tools, call: tuple[str, object]) -> FormatName | None:
