@@ -56,7 +56,8 @@ async def test_chat_is_the_completion_of_what_the_template_makes(chatty: dict[st
 
 BAD: list[tuple[Body, str | None, str]] = [
     ({"messages": []}, "messages", "at least 1"),
-    ({"messages": [{"role": "usr", "content": "x"}]}, "messages[0].role", "'usr' is not supported"),
+    ({"messages": [{"role": "robot", "content": "x"}]}, "messages", "Unknown role robot"),
+    ({"messages": [*MESSAGES, {"role": "usr", "content": "x"}]}, "messages", "Unknown role usr in messages[1]"),
     ({"messages": [{"content": "x"}]}, "messages[0].role", "missing"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},

@@ -23,6 +23,8 @@ from infer.settings import ModelSettings
 
 log = logging.getLogger(__name__)
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Many templates drop a message of any other without a word."""
 OWN_FIELDS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 RESERVED = ("self", "loop", "caller", "varargs", "kwargs")
 """Names that mean something else in a Jinja template."""
@@ -110,6 +112,12 @@ class Chat:
     async def prompt(self, asked: ChatRequest | TokenizeRequest, tools: Sequence[Json]) -> str:
         """What the template makes of the messages. Raises RequestError."""
         messages = [message.plain() for message in asked.messages or ()]
+        for i, message in enumerate(messages):
+            if message["role"] not in ROLES:
+                raise RequestError(
+                    f"Unknown role {message['role'][:80]} in messages[{i}]; it may be {', '.join(ROLES)}.",
+                    param="messages",
+                )
         more = asked.chat_template_kwargs or {}
         for name in more:
             if name in OWN_FIELDS:

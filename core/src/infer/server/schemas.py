@@ -249,7 +249,7 @@ def shown(content: Content | None) -> str:
 
 
 class Message(Body):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Text
     content: Content | None = None
     name: str | None = None
     reasoning_content: str | None = None
