@@ -249,7 +249,7 @@ async def test_masks_that_take_too_long_end_only_their_own_request(
         assert "took more than 25 ms" in answer["error"]["message"]
         assert beside["choices"] == alone["choices"]
         status, answer, _ = await server.post(slow)
-        assert (status, answer["error"]["param"]) == (400, "structured_outputs"), "it is known by now"
+        assert (status, answer["error"]["param"]) == (400, "guided_grammar"), "it is known by now"
         assert (await server.post(other))[1]["choices"] == alone["choices"]
 
 

@@ -387,11 +387,11 @@ def test_items_are_messages() -> None:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}}
     custom = {"id": "d", "type": "function", "function": {"name": "g", "arguments": "free text"}}
     assert [message.plain() for message in conversation(asked.input)] == [
-        {"role": "system", "content": "be brief"},
+        {"role": "developer", "content": "be brief"},
         USER,
         {"role": "assistant", "content": "a", "reasoning_content": "t", "tool_calls": [call]},
         {"role": "tool", "content": "o", "tool_call_id": "c"},
-        {"role": "assistant", "content": "", "tool_calls": [custom]},
+        {"role": "assistant", "content": None, "tool_calls": [custom]},
         {"role": "tool", "content": "p", "tool_call_id": "d"},
     ]
 

@@ -15,9 +15,10 @@ from infer.server.errors import REQUEST_ID
 from infer.server.schemas import ResponsesRequest, checked
 from infer.server.service import Events, Json, Service
 from infer.server.tokens import Tokens
-from infer.server.tools import Part, Piece, make_parser
+from infer.server.tool_formats.reader import Part, Piece
+from infer.server.tools import make_parser
 
-TAGS = b"<think>", b"</think>"
+OPEN, CLOSE = b"<think>", b"</think>"
 
 
 class Responses:
@@ -35,7 +36,7 @@ class Responses:
         requests = await self._service.requests(
             http, [prompt], params, asked, prefix="resp", special=False, grammar_after=end
         )
-        parser = make_parser((), None, parallel=True, thinks=thinks, thinking=thinking)
+        parser = make_parser({}, None, thinks=thinks, thinking=thinking)
         thoughts = _Thoughts(self._service.tokens, thinking) if thinks else None
         output = _Output(
             self._response(http, asked, params), parser, thoughts, self._chat if asked.wants_logprobs else None
@@ -90,24 +91,35 @@ async def _frames(output: _Output, events: Events, usage: Callable[[], Json]) ->
 
 
 class _Thoughts:
-    """Which tokens of an answer are reasoning, its tags included, however the tokens cut the tags. ``within`` says that
-    the answer begins behind an opening tag."""
+    """Which tokens of an answer are reasoning, its tags included, however the tokens cut the tags. As ``make_parser``
+    has it, reasoning comes before anything else. ``within`` says that the answer begins behind an opening tag."""
 
     def __init__(self, tokens: Tokens, within: bool) -> None:
         self.count = 0
         """Tokens of reasoning so far."""
         self._tokens = tokens
         self._within = within
+        self._over = False
         self._tail = b""
 
     def push(self, token_id: int) -> bool:
         """Whether the answer's next token is one."""
-        begun_within = self._within
-        self._tail += bytes(self._tokens.bytes(token_id))
-        while (tag := TAGS[self._within]) in self._tail:
-            self._within, self._tail = not self._within, self._tail.partition(tag)[2]
-        self._tail = self._tail[1 - len(tag) :]
-        thought = begun_within or self._within
+        thought = self._within
+        self._tail += b"" if self._over else bytes(self._tokens.bytes(token_id))
+        while not self._over:
+            if self._within:
+                _, closed, rest = self._tail.partition(CLOSE)
+                if not closed:
+                    self._tail = self._tail[1 - len(CLOSE) :]
+                    break
+                self._within, self._tail = False, rest
+            else:
+                text = self._tail.lstrip()
+                if not text.startswith(OPEN):
+                    self._over = not OPEN.startswith(text)
+                    break
+                self._within, self._tail = True, text.removeprefix(OPEN)
+                thought = True
         self.count += thought
         return thought
 

@@ -485,8 +485,7 @@ def conversation(items: Input) -> tuple[Message, ...]:
             found.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
             continue
         if isinstance(item, InputMessage) and item.role != "assistant":
-            role = "system" if item.role == "developer" else item.role
-            found.append({"role": role, "content": item.content})
+            found.append({"role": item.role, "content": item.content})
             continue
         goes_on = bool(found) and found[-1]["role"] == "assistant"
         if isinstance(item, (InputMessage, ReasoningItem)):  # these come before what else a message holds
