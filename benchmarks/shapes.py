@@ -41,6 +41,22 @@ QWEN_3 = {
     "hidden_act": "silu",
 }
 CONFIGS: Mapping[str, Mapping[str, Any]] = {
+    "demo": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 4096,
+        "hidden_size": 256,
+        "intermediate_size": 416,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 8192,
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+    },
     "Llama-3.2-1B": LLAMA_3 | {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "head_dim": 64},
     "Llama-3.2-3B": LLAMA_3
     | {"hidden_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 24, "head_dim": 128},

@@ -38,7 +38,7 @@ def decode_gaps(steps: Steps, batch: int) -> list[float]:
 def timed(llm: LLM, steps: Steps, draw: random.Random, batch: int, prompt: int, new: int) -> tuple[float, float]:
     """Seconds until ``batch`` prompts of so many random tokens all decode, and of a decode step, the median."""
     steps.records.clear()
-    ids = [[draw.randrange(3, 8000) for _ in range(prompt)] for _ in range(batch)]
+    ids = [[draw.randrange(3, min(8000, llm.served.vocab_size)) for _ in range(prompt)] for _ in range(batch)]
     start = time.perf_counter()
     llm.generate(ids, SamplingParams(temperature=0, max_tokens=new + 2 * batch, ignore_eos=True))
     time.sleep(0.05)  # the last step is told after its events

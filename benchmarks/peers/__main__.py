@@ -1,25 +1,29 @@
-"""python -m benchmarks.peers [--shape NAME] [--repeat N] [--peer NAME ...] [--python NAME=PATH ...] [--json FILE]
+"""python -m benchmarks.peers [--shape NAME] [--repeat N] [--peer NAME ...] [--python NAME=PATH ...] [--cell BxP ...]
+    [--busy N ...] [--json FILE]
 
 infer, vLLM's CPU build, llama.cpp and transformers on one checkpoint: decode steps and prefill, each engine in an
-environment and a process of its own, idle while another has its turn. See benchmarks/README.md.
+environment and a process of its own, idle while another has its turn. With --busy, beside so many processes that do
+nothing but keep a core busy. See benchmarks/README.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from benchmarks import plots
-from benchmarks.peers.engines import DRIVERS, PEERS, environment, installed
+from benchmarks.peers.engines import ALONE, DRIVERS, PEERS, environment, installed
 from benchmarks.shapes import CONFIGS, Costs, write_weights
 
 from infer.bench import machine
@@ -71,6 +75,18 @@ class Peer:
         raise RuntimeError(f"{self._name}: {' '.join(self._command)} failed:\n{why}")
 
 
+@contextmanager
+def neighbours(count: int) -> Iterator[None]:
+    """Processes that would take a whole core each."""
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
 class Ceilings:
     """What this machine does at best: bytes read per second, bf16 operations per second."""
 
@@ -110,15 +126,15 @@ def table(medians: Mapping[str, Mapping[str, float]], least: Mapping[str, float]
     """Milliseconds; the bound over infer's own; how many times as long as infer the others take."""
     own = medians["infer"]
     others = [peer for peer in medians if peer != "infer"]
-    lines = [f"{'':18}{'infer ms':>10}{'bound':>8}" + "".join(f"{peer + ' ms':>17}{'':8}" for peer in others)]
+    lines = [f"{'':24}{'infer ms':>10}{'bound':>8}" + "".join(f"{peer + ' ms':>17}{'':8}" for peer in others)]
     for figure, seconds in own.items():
         share = f"{least[figure] / seconds:.2f}" if figure in least else ""
         cells = [f"{1e3 * medians[p][figure]:17.1f}{medians[p][figure] / seconds:7.2f}x" for p in others]
-        lines.append(f"{figure:18}{1e3 * seconds:10.1f}{share:>8}" + "".join(cells))
+        lines.append(f"{figure:24}{1e3 * seconds:10.1f}{share:>8}" + "".join(cells))
     for kind in ("decode", "prefill"):
         shown = [figure for figure in own if figure.startswith(kind)]
         means = [statistics.geometric_mean(medians[p][f] / own[f] for f in shown) for p in others]
-        lines.append(f"{kind + ', mean':36}" + "".join(f"{mean:24.2f}x" for mean in means))
+        lines.append(f"{kind + ', mean':42}" + "".join(f"{mean:24.2f}x" for mean in means))
     return lines
 
 
@@ -129,22 +145,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--peer", action="append", choices=list(PEERS), help="may be repeated; default: all")
     parser.add_argument("--python", action="append", default=[], metavar="NAME=PATH", help="an interpreter that has it")
     parser.add_argument("--checkpoint", type=Path, help="where the weights are, or are to be; default: made anew")
+    names = [f"{batch}x{prompt}" for batch, prompt, _ in CELLS]
+    parser.add_argument("--cell", action="append", choices=names, help="may be repeated; default: all")
+    parser.add_argument("--busy", action="append", type=int, help="busy processes beside; may be repeated; default: 0")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
-    pythons = installed(["infer", *(args.peer or PEERS)], args.python)
+    cells = [cell for cell, name in zip(CELLS, names, strict=True) if name in (args.cell or names)]
+    pythons = installed(["infer", *(args.peer or [peer for peer in PEERS if peer != ALONE])], args.python)
     with tempfile.TemporaryDirectory() as made:
         checkpoint = args.checkpoint or Path(made) / args.shape
         if not (checkpoint / "config.json").exists():
             write_weights(checkpoint, CONFIGS[args.shape])
-        engines = {peer: Peer(peer, python, checkpoint, CELLS) for peer, python in pythons.items()}
+        engines = {peer: Peer(peer, python, checkpoint, cells) for peer, python in pythons.items()}
         ceilings, reached = Ceilings(), []
         runs: dict[str, list[dict[str, float]]] = {peer: [] for peer in engines}
         for turn in range(args.repeat + 1):  # the first warms up
             reached.append(ceilings.run())
             found: dict[str, dict[str, float]] = {peer: {} for peer in engines}
-            for cell in CELLS:
-                for peer, engine in engines.items():
-                    found[peer] |= engine.run(cell)
+            for cell, busy in itertools.product(cells, args.busy or [0]):
+                beside = f" beside {busy}" if busy else ""
+                with neighbours(busy):
+                    for peer, engine in engines.items():
+                        found[peer] |= {figure + beside: s for figure, s in engine.run(cell).items()}
             if turn:
                 for peer, figures in found.items():
                     runs[peer].append(figures)
@@ -152,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for engine in engines.values():
             engine.close()
     best = {name: statistics.median(one[name] for one in reached) for name in reached[0]}
-    least = bounds(Costs(CONFIGS[args.shape]), best, CELLS)
+    least = bounds(Costs(CONFIGS[args.shape]), best, cells)
     medians = {p: {f: statistics.median(run[f] for run in each) for f in each[0]} for p, each in runs.items()}
     print(f"{args.shape}, medians of {args.repeat}: reads {best['bandwidth'] / 1e9:.1f} GB/s, ", end="")
     print(f"multiplies {best['flops'] / 1e9:.0f} GFLOP/s")

@@ -8,9 +8,17 @@ from collections.abc import Mapping
 from pathlib import Path
 
 DRIVERS = Path(__file__).parent / "drivers"
-PEERS = {"infer": "infer_.py", "vllm": "vllm_.py", "llama.cpp": "llamacpp.py", "transformers": "transformers_.py"}
+ALONE = "infer, 1 thread"
+PEERS = {
+    "infer": "infer_.py",
+    ALONE: "infer_.py",
+    "vllm": "vllm_.py",
+    "llama.cpp": "llamacpp.py",
+    "transformers": "transformers_.py",
+}
 ENVIRONMENTS = Path(".peers")
 VARIABLES: Mapping[str, Mapping[str, str]] = {
+    ALONE: {"OMP_NUM_THREADS": "1"},
     "vllm": {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -18,7 +26,7 @@ VARIABLES: Mapping[str, Mapping[str, str]] = {
         "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",  # it leaves a core idle otherwise
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
         "VLLM_LOGGING_LEVEL": "ERROR",
-    }
+    },
 }
 """With which a peer makes the best of the machine."""
 
@@ -27,7 +35,7 @@ def python_of(peer: str, given: Mapping[str, str]) -> str | None:
     """The interpreter that has the peer; None where there is none."""
     if peer in given:
         return given[peer]
-    if peer in ("infer", "transformers"):
+    if peer in ("infer", ALONE, "transformers"):
         return sys.executable
     path = ENVIRONMENTS / peer / "bin" / "python"
     return str(path) if path.exists() else None

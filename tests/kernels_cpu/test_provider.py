@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -70,6 +73,41 @@ def test_more_rows_than_memory_for_one_block_holds() -> None:
             assert torch.equal(kernels.embedding(ids, packed), weight[ids])
     finally:
         torch.set_num_threads(1)
+
+
+def test_several_callers_at_a_time() -> None:
+    """One has the team, the others compute alone: all get the same bits."""
+    kernels = CpuKernels()
+    xs, weight = (
+        [random(n, 64, dtype=torch.bfloat16, seed=n) for n in (1, 5, 40, 200)],
+        random(512, 64, dtype=torch.bfloat16),
+    )
+    packed = kernels.pack(weight)
+    expected = [kernels.linear(x, packed) for x in xs]
+
+    def ask(i: int) -> bool:
+        torch.set_num_threads(2)  # of this thread
+        return all(torch.equal(kernels.linear(xs[i], packed), expected[i]) for _ in range(300))
+
+    with ThreadPoolExecutor(len(xs)) as pool:
+        assert all(pool.map(ask, range(len(xs))))
+
+
+def test_nobody_waits_for_threads_that_do_not_run() -> None:
+    """A forked process has none of its parent's: whoever counted on them would wait for ever."""
+    code = """
+import os, torch
+from infer_kernels_cpu.provider import CpuKernels
+torch.set_num_threads(2)
+kernels, x, weight = CpuKernels(), torch.randn(40, 64), torch.randn(512, 64)
+packed = kernels.pack(weight)
+expected = kernels.linear(x, packed)
+if (child := os.fork()) == 0:
+    os._exit(0 if all(torch.equal(kernels.linear(x, packed), expected) for _ in range(50)) else 1)
+print(os.waitpid(child, 0)[1])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "0", done.stderr
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

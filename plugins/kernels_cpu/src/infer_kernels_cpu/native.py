@@ -46,7 +46,7 @@ def levels() -> list[str]:
 
 @functools.cache
 def load(level: str) -> ctypes.CDLL:
-    """The library of a level, on torch's threads."""
+    """The library of a level; it takes as many threads as torch."""
     library = ctypes.CDLL(str(FOLDER / f"{level}.so"))
     for name, types in FUNCTIONS.items():
         function = getattr(library, f"infer_{name}")
@@ -57,8 +57,6 @@ def load(level: str) -> ctypes.CDLL:
     library.infer_packed_words.restype = c_int64
     # Part of torch's stable ABI (torch/csrc/stable/c/shim.h).
     torch_cpu = ctypes.CDLL(str(next((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"))))
-    library.infer_bind.argtypes = [c_void_p, c_void_p]
-    library.infer_bind(
-        ctypes.cast(torch_cpu.torch_parallel_for, c_void_p), ctypes.cast(torch_cpu.torch_get_num_threads, c_void_p)
-    )
+    library.infer_bind.argtypes = [c_void_p]
+    library.infer_bind(ctypes.cast(torch_cpu.torch_get_num_threads, c_void_p))
     return library

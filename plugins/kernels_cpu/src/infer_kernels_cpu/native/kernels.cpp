@@ -55,10 +55,7 @@ EXPORT int infer_level() {
 #endif
 }
 
-EXPORT void infer_bind(ParallelFor run, NumThreads count) {
-    parallel_for = run;
-    num_threads = count;
-}
+EXPORT void infer_bind(NumThreads count) { num_threads = count; }
 
 EXPORT int64_t infer_packed_words(int kind, int64_t N, int64_t K, int gated) {
     return panels_of(N, gated) * PANEL * (kind == 0 ? steps_of<float>(K) : steps_of<bf16>(K));

@@ -1,42 +1,125 @@
-// torch's own threads: a second pool would spin against the first.
+// A team of threads that shares out a kernel's tasks. Nobody waits for a member that is not running: on a busy machine
+// the system may take a core away for milliseconds, and a barrier for all members would wait as long, product by product.
 #pragma once
+
+#include <pthread.h>
 
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <memory>
+#include <new>
+#include <thread>
 
 namespace infer {
 
-typedef void (*Range)(int64_t begin, int64_t end, void* context);
-typedef int32_t (*ParallelFor)(int64_t begin, int64_t end, int64_t grain, Range run, void* context);
 typedef int32_t (*NumThreads)(uint32_t* out);
 
-inline ParallelFor parallel_for = nullptr;
 inline NumThreads num_threads = nullptr;
 
+// As many as torch would take, this thread included.
 inline int64_t threads() {
     uint32_t n = 1;
     if (num_threads) num_threads(&n);
     return n;
 }
 
+inline void pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+class Team {
+   public:
+    // run(context) on this thread and on up to ``others`` more: on those that come before it is done here. Returns when
+    // all who came have finished. Only one thread can have the team at a time; false when it is another's.
+    bool run(int64_t others, void (*run)(void*), void* context) {
+        if (taken.exchange(true, std::memory_order_acquire)) return false;
+        for (; members < others; members++) std::thread(&Team::serve, this, members).detach();
+        job = run, argument = context, wanted = others;
+        epoch += EPOCH;
+        state.store(epoch | OPEN);
+        if (sleepers.load()) state.notify_all();
+        run(context);
+        uint32_t now = state.fetch_and(~OPEN) & ~OPEN;
+        for (int spins = 0; now & INSIDE; now = state.load(std::memory_order_acquire))
+            if (spins++ < SPINS)
+                pause();
+            else if (now & AWAITED || state.compare_exchange_weak(now, now | AWAITED))
+                state.wait(now | AWAITED);
+        taken.store(false, std::memory_order_release);
+        return true;
+    }
+
+    static Team& instance() {
+        alignas(Team) static char memory[sizeof(Team)];
+        static Team* team = [] {
+            // A forked process has this memory, but not the threads.
+            pthread_atfork(nullptr, nullptr, [] { new (memory) Team; });
+            return new (memory) Team;  // never destroyed: members may outlive whatever is torn down at exit
+        }();
+        return *team;
+    }
+
+   private:
+    // ``state``: how many members are inside, whether others may enter, whether somebody sleeps until the last one
+    // leaves, and the number of the job.
+    static constexpr uint32_t INSIDE = 0xfff, OPEN = 0x1000, AWAITED = 0x2000, EPOCH = 0x4000;
+    // Looks at ``state`` before a thread goes to sleep, some 0.1 ms: longer than it takes from one kernel to the next,
+    // and short beside what the system gives a busy neighbour at a time.
+    static constexpr int SPINS = 5000;
+
+    void serve(int64_t index) {
+        for (uint32_t last = 0;;) {
+            uint32_t now = await(last);
+            if (!state.compare_exchange_strong(now, now + 1, std::memory_order_acquire)) continue;
+            last = now & ~(EPOCH - 1);
+            if (index < wanted) job(argument);
+            if (((state.fetch_sub(1) - 1) & (INSIDE | AWAITED)) == AWAITED) state.notify_all();
+        }
+    }
+
+    // Until there is a job after ``last`` that can be entered.
+    uint32_t await(uint32_t last) {
+        auto there = [&](uint32_t now) { return now & OPEN && (now & ~(EPOCH - 1)) != last; };
+        uint32_t now = state.load(std::memory_order_acquire);
+        for (int spins = 0; spins < SPINS && !there(now); spins++) {
+            pause();
+            now = state.load(std::memory_order_acquire);
+        }
+        while (!there(now)) {
+            sleepers++;
+            state.wait(now);
+            sleepers--;
+            now = state.load(std::memory_order_acquire);
+        }
+        return now;
+    }
+
+    alignas(64) std::atomic<uint32_t> state{0};
+    alignas(64) std::atomic<uint32_t> sleepers{0};
+    std::atomic<bool> taken{false};
+    uint32_t epoch = 0;
+    int64_t members = 0, wanted = 0;
+    void (*job)(void*) = nullptr;
+    void* argument = nullptr;
+};
+
 // run(i) for every i below n, each by whoever is free. What run computes may not depend on who runs it.
 template <class F>
 void parallel(int64_t n, F run) {
     int64_t workers = n < 2 ? 1 : threads();
     if (workers > n) workers = n;
-    if (workers < 2) {
-        for (int64_t i = 0; i < n; i++) run(i);
-        return;
-    }
     std::atomic<int64_t> next{0};
     auto work = [&] {
         for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n;) run(i);
     };
     using Work = decltype(work);
-    parallel_for(
-        0, workers, 1, [](int64_t, int64_t, void* context) { (*static_cast<Work*>(context))(); }, &work);
+    if (workers < 2 || !Team::instance().run(workers - 1, [](void* context) { (*static_cast<Work*>(context))(); }, &work))
+        work();
 }
 
 // Memory of a thread's own that grows to the largest size asked for; uninitialised.
