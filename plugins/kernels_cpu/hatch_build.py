@@ -18,7 +18,8 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 PACKAGE = Path(__file__).parent / "src" / "infer_kernels_cpu"
-FLAGS = ["-std=c++20", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-fno-math-errno", "-ffp-contract=fast"]
+FLAGS = ["-std=c++20", "-pthread", "-O3", "-fPIC", "-shared", "-fvisibility=hidden"]
+FLAGS += ["-fno-math-errno", "-ffp-contract=fast"]
 AVX512 = ["-mfma", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
 LEVELS = {"portable": []}
 if platform.machine() in ("x86_64", "AMD64"):
