@@ -257,7 +257,7 @@ class Attention:
 
 def select(x: Tensor, rows_N: Tensor | None) -> Tensor:
     """These rows; all for None."""
-    return x if rows_N is None else x[rows_N]
+    return x if rows_N is None else x.index_select(0, rows_N)
 
 
 class RopeParameters(BaseModel, extra="ignore"):
@@ -348,7 +348,8 @@ class RotaryEmbedding:
         self._sin = angles.sin().float().to(context.device)
 
     def __call__(self, positions_T: Tensor) -> Rotary:
-        return Rotary(self._cos[positions_T], self._sin[positions_T])
+        # Not by brackets: these wake a second thread for a few rows, which then spins beside those of the kernels.
+        return Rotary(self._cos.index_select(0, positions_T), self._sin.index_select(0, positions_T))
 
 
 def layer_windows(layer_types: Sequence[LayerType], window: int | None, num_layers: int) -> list[int | None]:

@@ -195,7 +195,8 @@ async def test_a_body_that_does_not_come_is_answered_408(random: Body) -> None:
         host, _, port = server.url.removeprefix("http://").partition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         try:
-            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 50\r\n\r\n{")
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            writer.write(head + b"Content-Length: 50\r\n\r\n{")
             async with asyncio.timeout(20):
                 assert (await reader.readline()).startswith(b"HTTP/1.1 408")
         finally:

@@ -82,7 +82,10 @@ class Runner:
         hidden_ND = self._forward(batch)
         token_N = chosen = None
         if batch.sampled:
-            logits_NV = self._model.logits(hidden_ND[upload(batch.sample_rows, self._device)])
+            sampled_ND = hidden_ND[: len(batch.sampled)]  # a view, where no other rows are wanted
+            if batch.scored:
+                sampled_ND = hidden_ND.index_select(0, upload(batch.sample_rows, self._device))
+            logits_NV = self._model.logits(sampled_ND)
             draws = self._drawing([s.request for s in batch.sampled], [len(s.tokens) for s in batch.sampled])
             steered = [(row, s.steering, s.tokens) for row, s in enumerate(batch.sampled) if s.steering is not None]
             scored = any(wanted is not None for wanted in self._drawing.wanted)
