@@ -1,4 +1,4 @@
-# make install | serve [PORT=8000] | test | test-all | test-clients | lint | bench | dist
+# make install | serve [PORT=8000] | test | test-all | mutants | test-clients | lint | bench | dist
 VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?= python3
@@ -10,7 +10,7 @@ CLIENTS := aiperf==0.13.0 guidellm==0.8.1 lm-eval[api]==0.4.13
 PACKAGES := core bundle $(wildcard plugins/*)
 STAMP := $(VENV)/.installed
 
-.PHONY: install serve test test-all test-clients lint bench dist
+.PHONY: install serve test test-all mutants test-clients lint bench dist
 
 install: $(STAMP)
 
@@ -38,6 +38,10 @@ test: lint
 
 test-all: lint
 	$(PYTEST)
+	$(BIN)/python -m tests.mutants --sample 24
+
+mutants: install
+	$(BIN)/python -m tests.mutants
 
 test-clients: $(VENV)/clients/.installed
 	$(BIN)/python -m pytest tests/clients/heavy.py

@@ -1,0 +1,181 @@
+"""Planted bugs: what they are, and what becomes of the tests that should notice them.
+
+A mutant is a small change of one Python file and the tests of which at least one must fail because of it. They are kept
+as data in the TOML files beside this module. Compiled sources are out of scope: a change there needs a build.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 300.0
+"""A mutant may make its tests hang: that is noticed, too."""
+LEFT_OUT = (".*", "__pycache__", "results", "dist", "build", "*.egg-info")
+PYTEST = ("-m", "pytest", "-x", "--numprocesses", "0", "--tb=short", "-p", "no:cacheprovider", "--hypothesis-seed=0")
+
+Outcome = Literal["killed", "SURVIVED", "broken"]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    """What the bug does."""
+    file: str
+    """Relative to the repository."""
+    old: str
+    """Text that the file holds exactly once."""
+    new: str
+    tests: tuple[str, ...]
+    """pytest's node ids: file, or file::test."""
+
+    def planted(self, source: str) -> str:
+        """The source with the bug in it. Raises ValueError where it cannot be planted."""
+        if (count := source.count(self.old)) != 1:
+            raise ValueError(f"{self.file} holds the old text {count} times, not once")
+        changed = source.replace(self.old, self.new)
+        if ast.dump(ast.parse(changed)) == ast.dump(ast.parse(source)):
+            raise ValueError(f"the change to {self.file} changes nothing")
+        return changed
+
+
+def read(folder: Path = Path(__file__).parent) -> list[Mutant]:
+    """All there are, file by file. Raises ValueError for an entry that is not one, or a name given twice."""
+    found: dict[str, Mutant] = {}
+    for file in sorted(folder.glob("*.toml")):
+        for entry in tomllib.loads(file.read_text(encoding="utf-8"))["mutant"]:
+            try:
+                mutant = Mutant(**entry | {"tests": tuple(entry["tests"])})
+            except (KeyError, TypeError) as error:
+                raise ValueError(f"{file.name}: {entry.get('name')!r} is no mutant: {error}") from None
+            if mutant.name in found:
+                raise ValueError(f"{file.name}: there are two mutants named {mutant.name!r}")
+            found[mutant.name] = mutant
+    return list(found.values())
+
+
+def lacking(test: str) -> str | None:
+    """Why there is no such test, so far as its file tells without being imported."""
+    name, *parts = test.partition("[")[0].split("::")
+    if not (ROOT / name).is_file():
+        return f"{name} is no file"
+    body: Sequence[ast.stmt] = ast.parse((ROOT / name).read_text(encoding="utf-8")).body
+    for part in parts:
+        for node in body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name == part:
+                body = node.body
+                break
+            if isinstance(node, ast.Assign) and [ast.unparse(t) for t in node.targets] == [part]:
+                body = []
+                break
+        else:
+            return f"{name} has no {part}"
+    return None
+
+
+class Workshop:
+    """A copy of the sources, where tests run as they do in the repository."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*LEFT_OUT), dirs_exist_ok=True)
+        if (ROOT / ".venv").is_dir():
+            (folder / ".venv").symlink_to(ROOT / ".venv")  # where some tests look for other interpreters' packages
+        sources = [folder / "core/src", *sorted(folder.glob("plugins/*/src"))]
+        # These come before the repository's own, which are installed as editable. No bytecode is kept: two versions of
+        # a file may be of one size and one second.
+        self._env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, sources)), "PYTHONDONTWRITEBYTECODE": "1"}
+
+    def test(self, tests: Iterable[str]) -> tuple[int | None, str]:
+        """pytest's exit status, None where it did not end in time, and what it printed."""
+        with subprocess.Popen(
+            [sys.executable, *PYTEST, *tests],
+            cwd=self._folder,
+            env=self._env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        ) as process:
+            try:
+                output, _ = process.communicate(timeout=TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                return None, process.communicate()[0]
+            return process.returncode, output
+
+    def try_out(self, mutant: Mutant) -> tuple[Outcome, str]:
+        """Plant it, run its tests, and take it out again. The second value says why it is broken, if so."""
+        file = self._folder / mutant.file
+        source = file.read_text(encoding="utf-8")
+        try:
+            file.write_text(mutant.planted(source), encoding="utf-8")
+        except (ValueError, SyntaxError) as error:
+            return "broken", str(error)
+        try:
+            status, output = self.test(mutant.tests)
+        finally:
+            file.write_text(source, encoding="utf-8")
+        if status == 0:
+            return "SURVIVED", ""
+        return ("killed", "") if status in (1, None) else ("broken", f"its tests cannot be run:\n{_end(output)}")
+
+
+def try_all(mutants: Sequence[Mutant], workers: int) -> Iterator[tuple[Mutant, Outcome, str]]:
+    """Each one's outcome, as it is known. A mutant whose tests fail without it is broken."""
+    with _workshops(min(workers, len(mutants))) as free, ThreadPoolExecutor(workers) as pool:
+
+        def fails(tests: Sequence[str]) -> str | None:
+            workshop = free.get()
+            try:
+                status, output = workshop.test(tests)
+            finally:
+                free.put(workshop)
+            return None if status == 0 else f"its tests fail without it:\n{_end(output)}"
+
+        def outcome(mutant: Mutant) -> tuple[Mutant, Outcome, str]:
+            workshop = free.get()
+            try:
+                return mutant, *workshop.try_out(mutant)
+            finally:
+                free.put(workshop)
+
+        tests = sorted({test for mutant in mutants for test in mutant.tests})
+        shares = [share for i in range(workers) if (share := tests[i::workers])]
+        red: dict[str, str] = {}
+        if any(pool.map(fails, shares)):  # which ones
+            red = {test: why for test, why in zip(tests, pool.map(fails, [[t] for t in tests]), strict=True) if why}
+        sound = []
+        for mutant in mutants:
+            if bad := [test for test in mutant.tests if test in red]:
+                yield mutant, "broken", f"{bad[0]}: {red[bad[0]]}"
+            else:
+                sound.append(mutant)
+        yield from pool.map(outcome, sound)
+
+
+@contextmanager
+def _workshops(number: int) -> Iterator[queue.SimpleQueue[Workshop]]:
+    free: queue.SimpleQueue[Workshop] = queue.SimpleQueue()
+    with tempfile.TemporaryDirectory(prefix="infer-mutants-") as folder:
+        for i in range(number):
+            free.put(Workshop(Path(folder) / str(i)))
+        yield free
+
+
+def _end(output: str) -> str:
+    return "\n".join(output.splitlines()[-15:])
