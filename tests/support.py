@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 
 from infer.engine.engine import Abort, Engine
@@ -114,6 +115,14 @@ POOLS: Mapping[str, Callable[[ModelProtocol, torch.dtype, int], CachePoolProtoco
     "slotted": slotted_pool,
     "paged": paged_pool,
 }
+
+
+@functools.cache
+def letters() -> Tokenizer:
+    """A tokenizer whose tokens are single characters, from U+0100 on."""
+    made = Tokenizer(models.WordLevel({chr(0x100 + id): id for id in range(VOCAB)}))
+    made.decoder = decoders.Fuse()
+    return made
 
 
 class Recorder:

@@ -19,8 +19,10 @@ from huggingface_hub.utils._paths import filter_repo_objects
 from safetensors.torch import save_file
 from torch import Tensor
 
+from infer import LLM
 from infer.checkpoint import INDEX, SINGLE, Checkpoint
 from infer.errors import CheckpointError
+from infer.plugins import Plugins
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -288,6 +290,20 @@ def test_end_of_sequence_comes_from_all_places(folder: Path) -> None:
 def test_an_end_of_sequence_that_is_none(value: object, folder: Path) -> None:
     write_json(folder / "config.json", {"eos_token_id": value})
     assert "eos_token_id is" in refused(lambda: locate(folder).eos_token_ids)
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_an_end_of_sequence_beyond_the_vocabulary_is_refused_at_load(file: str, tmp_path: Path) -> None:
+    demo = Plugins.discover().checkpoints["demo"]
+    for each in demo.iterdir():
+        (tmp_path / each.name).symlink_to(each)
+    config = json.loads((demo / "config.json").read_text())
+    beyond = config["vocab_size"]
+    given = config if file == "config.json" else {}
+    (tmp_path / file).unlink(missing_ok=True)
+    write_json(tmp_path / file, given | {"eos_token_id": [0, beyond]})
+    with pytest.raises(CheckpointError, match=rf"eos_token_id, in .* has {beyond}, but .* 0 to {beyond - 1}"):
+        LLM(str(tmp_path))
 
 
 def test_a_broken_generation_config(folder: Path) -> None:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -88,22 +93,76 @@ def test_plugins_and_settings_as_json(tmp_path: Path) -> None:
     assert "prefill_chunk_size" in json.dumps(schema)
 
 
-def test_serve_answers_and_drains_on_sigterm(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "infer.cli", "serve", "--model.path", "demo", "--server.port", "0"]
+@contextmanager
+def serve(tmp_path: Path, *python: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`infer serve` in a process of its own, and its address."""
+    python = python or ("-m", "infer.cli")
+    command = [sys.executable, *python, "serve", "--model.path", "demo", "--server.port", "0"]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=os.environ | ONE_THREAD
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=os.environ | ONE_THREAD
     ) as server:
-        assert server.stdout is not None
-        ready = server.stdout.readline()
-        assert ready.startswith("infer: ready on http://127.0.0.1:")
-        url = ready.removeprefix("infer: ready on ").strip()
-        body = json.dumps({"prompt": "def ", "max_tokens": 24, "stream": True, "ignore_eos": True}).encode()
-        with urllib.request.urlopen(f"{url}/v1/completions", data=body, timeout=60) as response:
-            lines = [line for line in response.read().split(b"\n\n") if line]
-        assert len(lines) >= 20
-        assert lines[-1] == b"data: [DONE]"
-        server.send_signal(signal.SIGTERM)
+        try:
+            assert server.stdout is not None
+            ready = server.stdout.readline()
+            assert ready.startswith("infer: ready on http://127.0.0.1:")
+            yield server, ready.removeprefix("infer: ready on ").strip()
+        finally:
+            server.kill()
+
+
+def complete(url: str, **body: object) -> Any:
+    """The response to a request for so many tokens, unread."""
+    data = json.dumps({"prompt": "def ", "ignore_eos": True} | body).encode()
+    request = urllib.request.Request(f"{url}/v1/completions", data, {"Content-Type": "application/json"})
+    return urllib.request.urlopen(request, timeout=60)
+
+
+def test_serve_finishes_what_it_has_begun_on_sigterm(tmp_path: Path) -> None:
+    with serve(tmp_path) as (server, url):
+        with complete(url, max_tokens=1500, stream=True) as response:
+            lines = [response.readline()]
+            server.send_signal(signal.SIGTERM)
+            lines += response.readlines()
+        *chunks, done = [line.removeprefix(b"data: ") for line in lines if line.strip()]
+        assert done == b"[DONE]\n"
+        choices = [json.loads(chunk)["choices"][0] for chunk in chunks]
+        assert choices[-1]["finish_reason"] == "length"
+        assert len(choices) > 1000
         assert server.wait(timeout=60) == 0
+
+
+FAILS_WITH_TWO = """
+import sys, threading
+from infer.cli import main
+from infer.engine.schedulers import ContinuousScheduler
+
+schedule = ContinuousScheduler.schedule
+
+def fails_with_two(self):
+    if sum(sequence.decoding for sequence in self.running) == 2:
+        threading.Thread(target=threading.Event().wait, daemon=False).start()  # the interpreter waits for it
+        raise RuntimeError("lost count")
+    return schedule(self)
+
+ContinuousScheduler.schedule = fails_with_two
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_serve_ends_with_its_engine_once_everyone_is_told(tmp_path: Path) -> None:
+    with serve(tmp_path, "-c", FAILS_WITH_TWO) as (server, url):
+        with complete(url, max_tokens=1500, stream=True) as response:
+            response.readline()
+            with pytest.raises(urllib.error.HTTPError) as raised:
+                complete(url, max_tokens=1500)
+            *_, error, done = [line for line in response.readlines() if line.strip()]
+        assert raised.value.code == 500
+        assert "lost count" in json.loads(raised.value.read())["error"]["message"]
+        assert b"lost count" in error
+        assert done == b"data: [DONE]\n"
+        _, log = server.communicate(timeout=60)
+        assert server.returncode == 1
+        assert re.search("infer: The engine has stopped: .*RuntimeError: lost count", log)
 
 
 def test_demo_shows_both_timelines(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import random
 import re
@@ -208,3 +209,31 @@ def test_grammars_that_are_remembered_stay_within_their_memory(llm: LLM, monkeyp
     monkeypatch.setattr(grammar, "MAX_CHARS", 50)
     with pytest.raises(RequestError, match="50 are allowed"):
         grammars.source(StructuredOutputs(regex="a" * 100))
+
+
+def test_a_mask_that_raises_is_its_own_requests_fault() -> None:
+    """In the thread that computes them, whatever it raises."""
+
+    class Panics:
+        def deep_copy(self) -> Panics:
+            return self
+
+        def is_error(self) -> bool:
+            return False
+
+        def unsafe_compute_mask_ptr(self, address: int, size: int) -> None:
+            raise BaseException("out of its depth")
+
+    class Allows(Panics):
+        def unsafe_compute_mask_ptr(self, address: int, size: int) -> None:
+            ctypes.memset(address, 255, size)
+
+    good, bad, other = (Matcher(Grammar(kind(), 64)) for kind in (Allows, Panics, Allows))  # type: ignore[arg-type]
+    masks = Masks()
+    for _ in range(2):
+        masks.compute([good, bad, other])
+        assert bad.fault == "BaseException: out of its depth"
+        assert not bad.allowed.any()
+        for matcher in (good, other):
+            assert matcher.fault is None
+            assert (matcher.allowed == -1).all()

@@ -257,6 +257,7 @@ def _model(
     family = plugins.family(checkpoint.architectures, settings.model.family)
     own = plugin_settings(settings, "model", family.name)
     model: ModelProtocol = family.make(ModelProtocol, checkpoint.config, context, own)
+    checkpoint.check_ids(model.vocab_size)
     if not load:
         return model
     with named(f"{family.whose} cannot be loaded"):

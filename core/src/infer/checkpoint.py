@@ -117,6 +117,14 @@ class Checkpoint:
             found.update(ids)
         return frozenset(found)
 
+    def check_ids(self, vocab_size: int) -> None:
+        """Raises CheckpointError where a token that ends answers is none of the model's."""
+        if beyond := [id for id in sorted(self.eos_token_ids) if id >= vocab_size]:
+            raise CheckpointError(
+                f"{self.folder}: eos_token_id, in config.json or generation_config.json, has {beyond[0]}, but the "
+                f"model's token ids are 0 to {vocab_size - 1}; correct it there."
+            )
+
     @property
     def sampling(self) -> dict[str, Any]:
         """The sampling parameters that generation_config.json gives, by name; ``do_sample: false`` is temperature 0."""

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from typing import Any
 
 from infer import bench, timeline
-from infer.errors import InferError, capital
+from infer.errors import EngineDeadError, InferError, capital
 from infer.plugins import CHOSEN_BY, Plugins
 from infer.request import SamplingParams
 from infer.settings import Loaded, Settings, describe, describe_schema, load_settings, schema, split_arguments
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(args, settings_argv)
     except InferError as error:
         print(f"infer: {error}", file=sys.stderr)
-        return 2
+        return 1 if isinstance(error, EngineDeadError) else 2
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:

@@ -11,7 +11,7 @@ MAX_TEXT = 300
 
 
 class InferError(Exception):
-    """Base of all; the command line prints its text and exits with 2."""
+    """Base of all; the command line prints its text and exits with 2, or 1 for an engine that has failed."""
 
 
 class SettingsError(InferError):

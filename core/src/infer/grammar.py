@@ -46,16 +46,22 @@ class Matcher:
         """A bit per token of the vocabulary, the first in the lowest bit: whether it may come next, as of the last
         ``compute``."""
         self._found: Bits = np.zeros_like(self.allowed)
+        self._raised: str | None = None
         self.fault: str | None = None
         """Why it has given up, if it has."""
 
     def compute(self) -> None:
         """Find out what is allowed next. Other threads go on meanwhile."""
-        self._matcher.unsafe_compute_mask_ptr(self._found.ctypes.data, self._found.nbytes)
+        try:
+            self._matcher.unsafe_compute_mask_ptr(self._found.ctypes.data, self._found.nbytes)
+        except BaseException as error:  # a panic of Rust's is no Exception
+            self._raised = f"{type(error).__name__}: {error}"
 
     def settle(self) -> None:
         """Take over what ``compute`` has found."""
-        if self._matcher.is_error():
+        if self._raised is not None:
+            self._give_up(self._raised)
+        elif self._matcher.is_error():
             self._give_up(_short(self._matcher.get_error()))
         else:
             self.allowed = self._found

@@ -60,9 +60,9 @@ class Handle:
             self._events.put(event)
 
     def events(self) -> Iterator[Event]:
-        """Block for each event, to the last."""
+        """Block for each event, to the last. Raises EngineDeadError if the engine fails meanwhile."""
         while True:
-            event = self._events.get()
+            event = self._llm.heed(self._events.get())
             yield event
             if event.finish_reason is not None:
                 return
@@ -100,8 +100,8 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
         """Answer all prompts, in their order; without ``params``, by the sampling values of the checkpoint. Raises
-        RequestError for a prompt that cannot be served, before any is begun; a failure on the way is told by
-        ``finish_reason`` "error" and ``error``."""
+        RequestError for a prompt that cannot be served, before any is begun, and EngineDeadError if the engine fails; a
+        failure of one request is told by its ``finish_reason`` "error" and ``error``."""
         many: Sequence[Any] = [prompts] if _is_one(prompts) else prompts
         each = [params or self.served.defaulted()] * len(many) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(many):
@@ -121,7 +121,7 @@ class LLM:
                     if not running:
                         raise
                 for event in mailbox.get():
-                    answers[event.request_id].add(event)
+                    answers[event.request_id].add(self.heed(event))
                     if event.finish_reason is not None:
                         left, running = left - 1, running - 1
                         done()
@@ -171,7 +171,13 @@ class LLM:
         """The same for asyncio."""
         async with aclosing(AsyncDoor(self.loop).stream(self.request(prompt, params))) as events:
             async for event in events:
-                yield event
+                yield self.heed(event)
+
+    def heed(self, event: Event) -> Event:
+        """The event. Raises EngineDeadError if it is an error of the whole engine's."""
+        if event.finish_reason == "error":
+            self.loop.check()
+        return event
 
     def request(
         self,

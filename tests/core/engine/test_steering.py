@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import queue
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from tests.core.engine.test_faults import Panic
 from tests.support import VOCAB, make_engine, random_prompt, slotted_pool, tiny_model
 
 from infer import LLM, Event, SamplingParams
 from infer.engine.sampler import uniform, words
+from infer.engine.steering import Steering
+from infer.grammar import Matcher
 from infer.kernels.reference import ReferenceKernels
 from infer.protocols import Draws
 from infer.request import StructuredOutputs
@@ -124,6 +128,35 @@ def test_steered_requests_and_others_do_not_disturb_each_other(dtype: torch.dtyp
         return found
 
     assert answers(together=True) == answers(together=False)
+
+
+@pytest.mark.parametrize("kind", [ValueError, Panic])
+@pytest.mark.parametrize("lag", [0, 1])
+def test_steering_that_fails_ends_its_request_alone(
+    lag: int, kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    see = Steering._see_all
+
+    def fails(steering: Steering, tokens: Sequence[int]) -> Matcher | None:
+        if steering._params.seed == 0 and len(tokens) == len(PROMPT) + 3:
+            raise kind("out of its depth")
+        return see(steering, tokens)
+
+    def run() -> Any:
+        engine = make_engine(tiny_model("llama"), torch.float32, lag=lag)
+        for i, plan in enumerate(({"presence_penalty": 1.0}, CASES["all"], {"logprobs": 3}, {"logit_bias": {3: 1.0}})):
+            engine.submit(PROMPT, str(i), seed=i, max_tokens=NEW, **plan)
+        engine.run()
+        assert engine.pool.free_tokens() == engine.room
+        return engine.events
+
+    truth = run()
+    monkeypatch.setattr(Steering, "_see_all", fails)
+    found = run()
+    *before, end = found.pop("0")
+    assert before == truth.pop("0")[:3]
+    assert (end.finish_reason, end.error) == ("error", f"The request failed: {kind.__name__}: out of its depth")
+    assert found == truth
 
 
 def test_log_probabilities_are_those_of_the_model_whatever_is_done_to_them() -> None:

@@ -42,11 +42,19 @@ class _Live:
     """What the engine keeps of an unfinished request besides its sequence."""
 
     sequence: Sequence
-    text: TextStream | None
     stops: frozenset[int]
     """Tokens that end it."""
+    text: TextStream | None = None
     first_token: float | None = None
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
+    fault: str | None = None
+    """What went wrong in a part that is its alone: it ends of that, and nobody else does."""
+
+    def spoil(self, error: BaseException) -> None:
+        """Take note of such a fault; its text is not asked again."""
+        log.error("request %s failed", self.sequence.id, exc_info=error)
+        self.fault = f"The request failed: {type(error).__name__}: {error}"
+        self.text = None
 
 
 class Engine:
@@ -55,6 +63,9 @@ class Engine:
     ``lag`` passes may be on their way through the device while the next is planned, so that it never waits for the
     host. Planning needs to know how many tokens there are, not which; whoever turns out to have ended meanwhile was
     computed in vain for that many passes, and the result is dropped.
+
+    A fault in a request's text or steering ends that request, one while a pass is set going those in the pass. Whatever
+    else raises in ``step`` leaves the books as nobody knows: the engine is not to be used again.
     """
 
     def __init__(
@@ -135,15 +146,18 @@ class Engine:
                 longest = min(longest, len(message.prompt_token_ids) + params.max_tokens)
             sequence = Sequence(message, self._arrivals, longest)
             self._arrivals += 1
-            text = None
-            if self._texts is not None:
-                text = TextStream(self._texts, message.prompt_token_ids, params.stop)
             stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_token_ids)
-            if params.steered:
-                sequence.steering = Steering(message, stops)
-                self._num_steered += 1
-            self._live[message.id] = _Live(sequence, text, stops)
+            new = self._live[message.id] = _Live(sequence, stops)
             self._scheduler.add(sequence)
+            try:
+                if self._texts is not None:
+                    new.text = TextStream(self._texts, message.prompt_token_ids, params.stop)
+                if params.steered:
+                    sequence.steering = Steering(message, stops)
+                    self._num_steered += 1
+            except BaseException as error:  # a panic of Rust's is no Exception
+                new.spoil(error)
+                self._publish([self._end(new, "error")])
         elif isinstance(message, Abort) and (live := self._live.get(message.request_id)):
             self._publish([self._end(live, "abort")])
 
@@ -191,8 +205,7 @@ class Engine:
         """Fill in a sequence's oldest pending token and see whether it is the last."""
         if token is None:
             fault = sequence.steering.fault if sequence.steering else None
-            error = f"The structured output gave up: {fault}" if fault else NOT_FINITE
-            return self._end(live, "error", error=error)
+            return self._end(live, "error", error=fault or NOT_FINITE)
         tokens, pending = sequence.tokens, sequence.pending
         tokens[-pending] = token
         sequence.pending = pending = pending - 1
@@ -213,8 +226,13 @@ class Engine:
                 stop = token
         else:
             if live.text is not None:
-                text, stop = live.text.push(token)
-            if stop is not None:
+                try:
+                    text, stop = live.text.push(token)
+                except BaseException as error:
+                    live.spoil(error)
+            if live.fault is not None:
+                reason = "error"
+            elif stop is not None:
                 reason = "stop"
             elif len(tokens) - pending >= sequence.max_len:
                 reason = "length"
@@ -230,7 +248,7 @@ class Engine:
         stop_reason: int | str | None = None,
         error: str | None = None,
     ) -> Event:
-        """Free the request's room and make its last event."""
+        """Free the request's room and make its last event. A fault of its own goes before any other reason."""
         sequence = live.sequence
         num_known = len(sequence.tokens) - sequence.pending
         self._scheduler.finish(sequence)
@@ -238,10 +256,15 @@ class Engine:
         del self._live[sequence.id]
         text = event.text if event else ""
         if live.text is not None and not isinstance(stop_reason, str):
-            rest, stop = live.text.flush()
-            text += rest
-            if stop is not None:
-                reason, stop_reason = "stop", stop
+            try:
+                rest, stop = live.text.flush()
+                text += rest
+                if stop is not None and reason in ("stop", "length"):
+                    reason, stop_reason = "stop", stop
+            except BaseException as fault:
+                live.spoil(fault)
+        if live.fault is not None:
+            reason, stop_reason, error = "error", None, live.fault
         if live.first_token is None:
             self._count_prompt(sequence)
         self._notify(

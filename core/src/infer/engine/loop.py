@@ -11,34 +11,39 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 
 from infer.engine.engine import Abort, Engine
-from infer.errors import EngineDeadError, QueueFullError
+from infer.errors import EngineDeadError, InferError, QueueFullError
 from infer.request import Event, Request
 
 log = logging.getLogger(__name__)
 
 Mailbox = Callable[[list[Event]], None]
-"""Where a client's side wants its events: called in the engine's thread, once per pass, with all that are its own."""
+"""Where a client's side wants its events: called in the engine's thread, once per pass, with all that are its own. If
+it raises, the requests that these were of are aborted."""
 
 
 class EngineLoop:
     """Makes an engine and runs it in a thread of its own. All methods may be called from any thread.
 
     At most ``max_batch_size`` + ``max_waiting_requests`` requests are here at a time. Every request that ``submit``
-    accepted gets exactly one event with a finish_reason, whatever happens. ``ended`` is called once, in the engine's
-    thread, when the engine has run its last step.
+    accepted gets exactly one event with a finish_reason, whatever happens.
+
+    ``ended`` is done once the engine has stopped and everyone has been told, with an EngineDeadError if it has failed:
+    it does not come back. ``after`` is called then, in the engine's thread.
     """
 
     def __init__(
-        self, make_engine: Callable[[Mailbox], Engine], max_open: int, ended: Callable[[], None] = lambda: None
+        self, make_engine: Callable[[Mailbox], Engine], max_open: int, after: Callable[[], None] = lambda: None
     ) -> None:
         self._max_open = max_open
-        self._ended = ended
+        self._after = after
         self._open: dict[str, Mailbox] = {}
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._closing = False
         self._stop = False
-        self._error: BaseException | None = None
+        self._fault: str | None = None
+        self.ended: Future[None] = Future()
+        self.ended.set_running_or_notify_cancel()  # nobody who waits for it can cancel it
         made: Future[Engine] = Future()
         self._thread = threading.Thread(target=self._run, args=(make_engine, made), name="infer-engine", daemon=True)
         self._thread.start()
@@ -48,7 +53,12 @@ class EngineLoop:
     @property
     def healthy(self) -> bool:
         """The engine's thread lives and has not failed."""
-        return self._thread.is_alive() and self._error is None
+        return self._thread.is_alive() and self._fault is None
+
+    def check(self) -> None:
+        """Raises EngineDeadError if the engine has failed."""
+        if self._fault is not None:
+            raise EngineDeadError(self._fault)
 
     @property
     def accepting(self) -> bool:
@@ -66,10 +76,9 @@ class EngineLoop:
         """Accept the first ones, as many as there is room for, and say how many. They arrive together: a step sees all
         of them or none. Raises QueueFullError where there is no room at all, or EngineDeadError."""
         with self._lock:
+            self.check()
             if self._closing:
                 raise EngineDeadError("The engine is shutting down and takes no more requests.")
-            if self._error is not None:
-                raise EngineDeadError(f"The engine has stopped: {self._error!r}. Restart the server.")
             accepted = tuple(requests[: self._max_open - len(self._open)])
             if not accepted:
                 raise QueueFullError(
@@ -115,13 +124,16 @@ class EngineLoop:
             engine.fail_all("abort", None)
         except BaseException as error:
             log.exception("the engine has stopped")
+            what = str(error).rstrip(".") if isinstance(error, InferError) else repr(error)
             with self._lock:
-                self._error = error
+                self._fault = f"The engine has stopped: {what}. Start the process again."
                 ids = list(self._open)
-            text = f"The engine has stopped: {error!r}. Restart the server."
-            self._publish([Event(id, finish_reason="error", error=text) for id in ids])
+            self._publish([Event(id, finish_reason="error", error=self._fault) for id in ids])
+            self.ended.set_exception(EngineDeadError(self._fault))
+        else:
+            self.ended.set_result(None)
         finally:
-            self._ended()
+            self._after()
 
     def _publish(self, events: list[Event]) -> None:
         with self._idle:
@@ -139,8 +151,11 @@ class EngineLoop:
         for mailbox, mine in letters.items():
             try:
                 mailbox(mine)
-            except Exception:
-                log.exception("a client's mailbox failed")
+            except BaseException:
+                log.exception("a client's mailbox failed; its requests end")
+                for event in mine:
+                    if event.finish_reason is None:
+                        self.abort(event.request_id)
 
 
 class AsyncDoor:

@@ -4,8 +4,9 @@ own tokens alone, and is done element by element, in fp32 where it is arithmetic
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Sequence
-from typing import NamedTuple
+import logging
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -14,6 +15,11 @@ from torch import Tensor
 from infer.device import upload
 from infer.grammar import Bits, Masks, Matcher
 from infer.request import Request
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float32]]
 Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -30,7 +36,7 @@ class Edit(NamedTuple):
     """As ``Matcher.allowed``; None where every token is."""
 
 
-def edits(rows: Sequence[tuple[int, Steering, Sequence[int]]], masks: Masks) -> list[tuple[int, Edit]]:
+def edits(rows: Sequence[tuple[int, Steering, Sequence[int]]], masks: Masks) -> list[tuple[int, Edit | None]]:
     """Of rows of logits that follow prompts and answers."""
     matchers = [steering.see(tokens) for _, steering, tokens in rows]
     if formed := [matcher for matcher in matchers if matcher is not None]:
@@ -48,6 +54,7 @@ class Steering:
         self._num_prompt = len(request.prompt_token_ids)
         self._matcher = None if request.grammar is None else request.grammar.matcher()
         self._grammar_after = request.grammar_after
+        self._fault: str | None = None
         self._num_seen = 0
         self._row: dict[int, int] = {}
         """Token id -> where it is in the arrays."""
@@ -66,13 +73,29 @@ class Steering:
     def see(self, tokens: Sequence[int]) -> Matcher | None:
         """Take in ``tokens``, prompt and answer, which only ever grow. What has to say now which may come next, if
         any."""
+        return self._attempt(self._see_all, tokens)
+
+    def edit(self, matcher: Matcher | None) -> Edit | None:
+        """What to do to the logits that follow what it has seen. None where it has failed, which concerns nobody else:
+        no token is allowed any more."""
+        return self._attempt(self._edit, matcher)
+
+    def _attempt(self, run: Callable[[T], R], given: T) -> R | None:
+        if self._fault is None:
+            try:
+                return run(given)
+            except BaseException as error:  # a panic of Rust's is no Exception
+                log.exception("the steering of a request failed")
+                self._fault = f"The request failed: {type(error).__name__}: {error}"
+        return None
+
+    def _see_all(self, tokens: Sequence[int]) -> Matcher | None:
         for i in range(self._num_seen, len(tokens)):
             self._see(tokens[i], answer=i >= self._num_prompt)
         self._num_seen = len(tokens)
         return None if self._grammar_after is not None else self._matcher
 
-    def edit(self, matcher: Matcher | None) -> Edit:
-        """What to do to the logits that follow what it has seen."""
+    def _edit(self, matcher: Matcher | None) -> Edit:
         if self._stops and self._num_seen - self._num_prompt >= self._params.min_tokens:
             for token in self._stops:
                 self._bias[self._row[token]] = self._params.logit_bias.get(token, 0.0)
@@ -89,8 +112,10 @@ class Steering:
 
     @property
     def fault(self) -> str | None:
-        """Why its grammar allows nothing any more, if so."""
-        return None if self._matcher is None else self._matcher.fault
+        """Why nothing is allowed any more, if so: a sentence."""
+        if self._fault is not None or self._matcher is None or self._matcher.fault is None:
+            return self._fault
+        return f"The structured output gave up: {self._matcher.fault}"
 
     def _see(self, token: int, answer: bool) -> None:
         if self._params.repetition_penalty != 1:
@@ -118,18 +143,20 @@ class Steering:
         return row
 
 
-def steer(logits_NV: Tensor, edits: Sequence[tuple[int, Edit]], keep: bool) -> Tensor:
+def steer(logits_NV: Tensor, edits: Sequence[tuple[int, Edit | None]], keep: bool) -> Tensor:
     """The logits with some rows edited: (row, how). With ``keep``, the ones given stay as they are."""
     device = logits_NV.device
-    exact = any(len(edit.ids_M) for _, edit in edits)
+    exact = any(edit is not None and len(edit.ids_M) for _, edit in edits)
     edited_NV = logits_NV.to(torch.float32 if exact else logits_NV.dtype, copy=keep)
     for row, edit in edits:
-        if len(edit.ids_M):
+        if edit is None:
+            edited_NV[row] = -torch.inf
+        elif len(edit.ids_M):
             logits_V = edited_NV[row]
             ids_M, bias_M, repetition_M, penalty_M = (upload(np.array(a), device) for a in edit[:4])
             x_M = logits_V[ids_M] + bias_M
             logits_V[ids_M] = torch.where(x_M > 0, x_M / repetition_M, x_M * repetition_M) - penalty_M
-    formed = [(row, edit.allowed) for row, edit in edits if edit.allowed is not None]
+    formed = [(row, edit.allowed) for row, edit in edits if edit and edit.allowed is not None]
     if formed:
         words_RW = np.stack([allowed for _, allowed in formed])
         bytes_RB = upload(words_RW.view(np.uint8).astype(np.int32), device)

@@ -10,8 +10,10 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -47,6 +49,8 @@ from infer.settings import Settings
 log = logging.getLogger(__name__)
 
 KEEPALIVE_S = 15.0
+LEAVE_S = 1.5
+"""From the engine's failure to the end of the process, at most."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -58,6 +62,7 @@ def run(settings: Settings, plugins: Plugins) -> None:
     metrics = Metrics()
     plugins.manager.register(metrics)
     engine_loop, served = start(settings, plugins)
+    engine_loop.ended.add_done_callback(_leave_soon)
     try:
         log_to_stderr()
         asyncio.run(serve(engine_loop, served, metrics, settings, sockets))
@@ -75,7 +80,7 @@ async def serve(
     engine_loop: EngineLoop, served: Served, metrics: Metrics, settings: Settings, sockets: Sequence[socket.socket]
 ) -> None:
     """Serve until a signal; then let the requests under way finish within ``drain_timeout_s``. A second signal ends the
-    process."""
+    process. Raises EngineDeadError once the engine has failed and those under way have had a second to be told."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -91,10 +96,21 @@ async def serve(
     gc.collect()
     gc.freeze()
     async with listen(app, sockets) as url:
+        ended = asyncio.wrap_future(engine_loop.ended)
+        ended.add_done_callback(lambda _: stop.set())
         print(f"infer: ready on {url}", flush=True)
         await stop.wait()
         log.info("draining %d requests", engine_loop.num_open)
         await asyncio.to_thread(engine_loop.close, settings.server.drain_timeout_s)
+        await ended
+
+
+def _leave_soon(ended: Future[None]) -> None:
+    """A process whose engine has failed ends soon, whatever a thread or a client may hold up."""
+    if ended.exception() is not None:
+        timer = threading.Timer(LEAVE_S, os._exit, [1])
+        timer.daemon = True
+        timer.start()
 
 
 def bind(host: str, port: int) -> list[socket.socket]:

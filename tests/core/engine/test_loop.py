@@ -1,0 +1,173 @@
+"""The loop around an engine: who is told what, and that its end is known."""
+
+from __future__ import annotations
+
+import queue
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from tests.support import CPU, KERNELS, MAX_SEQ_LEN, random_prompt, slotted_pool, tiny_model
+
+from infer import LLM, SamplingParams
+from infer.engine.engine import Engine
+from infer.engine.loop import EngineLoop, Mailbox
+from infer.engine.runner import Runner
+from infer.engine.schedulers import ContinuousScheduler
+from infer.errors import EngineDeadError
+from infer.request import Event, Request
+from infer.settings import EngineSettings
+
+
+class Stuck(ContinuousScheduler):
+    """Plans nothing before it may, and fails when it is told to."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.go, self.broken = threading.Event(), False
+
+    def schedule(self) -> Any:
+        assert self.go.wait(60)
+        if self.broken:
+            raise RuntimeError("lost count")
+        return super().schedule()
+
+
+class Looped:
+    """A loop around a tiny model's engine."""
+
+    def __init__(self) -> None:
+        model = tiny_model("llama")
+        pool = slotted_pool(model, torch.float32)
+        self.scheduler = Stuck(pool, EngineSettings(max_batch_size=4))
+
+        def make(publish: Mailbox) -> Engine:
+            return Engine(
+                Runner(model, pool, KERNELS, CPU, 4),
+                self.scheduler,
+                pool,
+                tokenizer=None,
+                eos_token_ids=frozenset(),
+                max_seq_len=MAX_SEQ_LEN,
+                lag=0,
+                publish=publish,
+                notify=lambda hook, record: None,
+            )
+
+        self.loop = EngineLoop(make, 8)
+
+    def submit(self, id: str, mailbox: Callable[[list[Event]], None], max_tokens: int = 3) -> None:
+        self.loop.submit(
+            Request(tuple(random_prompt(5)), SamplingParams(max_tokens=max_tokens, temperature=0), id=id), mailbox
+        )
+
+
+@pytest.fixture
+def looped() -> Iterator[Looped]:
+    made = Looped()
+    yield made
+    made.scheduler.go.set()
+    made.loop.close()
+
+
+def last(mailbox: queue.SimpleQueue[list[Event]]) -> Event:
+    """The event that ends it; fails where none comes."""
+    while True:
+        for event in mailbox.get(timeout=60):
+            if event.finish_reason is not None:
+                return event
+
+
+def test_a_mailbox_that_fails_loses_its_own_request_and_no_other(looped: Looped) -> None:
+    told: list[Event] = []
+
+    def fails(events: list[Event]) -> None:
+        told.extend(events)
+        raise RuntimeError("nobody at home")
+
+    good: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
+    looped.submit("first", fails, max_tokens=200)
+    looped.submit("second", good.put)
+    looped.scheduler.go.set()
+    assert last(good).finish_reason == "length"
+    looped.loop.close(drain_s=60)
+    assert [e.finish_reason for e in told] == [None, "abort"]
+    assert looped.loop.ended.result() is None
+
+
+def test_an_engine_that_fails_tells_everyone_and_takes_no_more(looped: Looped) -> None:
+    mailboxes: list[queue.SimpleQueue[list[Event]]] = [queue.SimpleQueue() for _ in range(3)]
+    for i, mailbox in enumerate(mailboxes):
+        looped.submit(str(i), mailbox.put)
+    looped.scheduler.broken = True
+    assert looped.loop.healthy
+    assert looped.loop.accepting
+    looped.scheduler.go.set()
+    for mailbox in mailboxes:
+        event = last(mailbox)
+        assert event.finish_reason == "error"
+        assert "lost count" in (event.error or "")
+        assert mailbox.empty()
+    assert isinstance(looped.loop.ended.exception(timeout=60), EngineDeadError)
+    assert not looped.loop.healthy
+    assert not looped.loop.accepting
+    assert looped.loop.num_open == 0
+    for call in (looped.loop.check, lambda: looped.submit("late", mailboxes[0].put)):
+        with pytest.raises(EngineDeadError, match="lost count"):
+            call()
+    looped.loop.abort("0")
+    looped.loop.close(drain_s=60)
+
+
+def test_the_end_of_an_engine_that_is_closed_is_no_failure(looped: Looped) -> None:
+    looped.scheduler.go.set()
+    assert not looped.loop.ended.cancel()
+    looped.loop.close()
+    assert looped.loop.ended.result(timeout=60) is None
+    with pytest.raises(EngineDeadError, match="shutting down"):
+        looped.submit("late", lambda events: None)
+
+
+async def test_every_way_of_python_raises_when_the_engine_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def astream(llm: LLM) -> None:
+        async for _ in llm.astream("x"):
+            pass
+
+    async def follow(way: Callable[[LLM], Any], llm: LLM) -> None:
+        if (found := way(llm)) is not None:
+            await found
+
+    def broken(scheduler: ContinuousScheduler) -> Any:
+        raise RuntimeError("lost count")
+
+    ways: list[Callable[[LLM], Any]] = [
+        lambda llm: llm.generate(["x"] * 2),
+        lambda llm: list(llm.stream("x")),
+        lambda llm: list(llm.submit("x").events()),
+        lambda llm: llm.chat([{"role": "user", "content": "x"}]),
+        astream,
+    ]
+    for way in ways:
+        with LLM("demo", engine={"max_seq_len": 64}, kernels={"threads": 1}) as llm, monkeypatch.context() as patch:
+            patch.setattr(ContinuousScheduler, "schedule", broken)
+            with pytest.raises(EngineDeadError, match="lost count"):
+                await follow(way, llm)
+
+
+def test_infer_generate_fails_with_the_engine() -> None:
+    program = """
+import sys
+from infer.cli import main
+from infer.engine.schedulers import ContinuousScheduler
+ContinuousScheduler.schedule = lambda self: 1 / 0
+sys.exit(main(["generate", "--model.path", "demo", "--kernels.threads", "1", *sys.argv[1:]]))
+"""
+    for prompts in (["x"], ["x", "y"]):
+        done = subprocess.run([sys.executable, "-c", program, *prompts], capture_output=True, text=True, check=False)
+        assert done.returncode == 1
+        assert re.search("infer: The engine has stopped: .*ZeroDivisionError", done.stderr)
