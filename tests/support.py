@@ -152,7 +152,7 @@ class Replay:
 
 @dataclass
 class Stepper:
-    """An engine without thread or tokenizer; ``steps`` and ``events`` record what it does."""
+    """An engine without a thread; ``steps`` and ``events`` record what it does."""
 
     engine: Engine
     pool: CachePoolProtocol
@@ -210,6 +210,7 @@ def make_engine(
     lag: int = 0,
     graphs: DecodeGraphs | None = None,
     kernels: KernelsProtocol | None = None,
+    tokenizer: Any = None,
     **keys: Any,
 ) -> Stepper:
     chosen = EngineSettings.model_validate({"max_batch_size": 4} | keys)
@@ -230,7 +231,7 @@ def make_engine(
         Runner(model, pool, kernels or KERNELS, CPU, chosen.max_batch_size, graphs),
         scheduler,
         pool,
-        tokenizer=None,
+        tokenizer=tokenizer,
         eos_token_ids=eos,
         max_seq_len=MAX_SEQ_LEN,
         lag=lag,

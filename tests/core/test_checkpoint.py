@@ -215,6 +215,8 @@ def test_a_config_that_is_not_text(folder: Path) -> None:
         ({"dtype": "bfloat16"}, torch.bfloat16),
         ({"torch_dtype": "float16"}, torch.float16),
         ({"dtype": None, "torch_dtype": "bfloat16"}, torch.bfloat16),
+        ({"dtype": "bfloat16", "torch_dtype": "float16"}, torch.bfloat16),
+        ({"torch_dtype": "float16", "text_config": {"dtype": "bfloat16"}}, torch.bfloat16),
         ({"text_config": {"torch_dtype": "bfloat16"}}, torch.bfloat16),
         ({"torch_dtype": "bfloat16", "text_config": {}}, torch.bfloat16),
     ],

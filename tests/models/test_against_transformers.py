@@ -39,6 +39,8 @@ CASES: dict[str, dict[str, Any]] = {
     "llama-biases": {"family": "llama", "attention_bias": True, "mlp_bias": True},
     "llama-head-size": {"family": "llama", "head_dim": 20, "rms_norm_eps": 0.1, "seed": 3},
     "qwen3-biases": {"family": "qwen3", "attention_bias": True, "seed": 4},
+    "qwen3-eps": {"family": "qwen3", "rms_norm_eps": 0.1, "seed": 2},
+    "gemma3-eps": {"family": "gemma3", "window": 9, "rms_norm_eps": 0.3, "seed": 5},
     "qwen3-window": {"family": "qwen3", "window": 7},
     "qwen3-window-late": {
         "family": "qwen3",

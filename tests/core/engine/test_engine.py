@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support import MAX_SEQ_LEN, Stepper, make_engine, random_prompt, tiny_model
+from tests.support import MAX_SEQ_LEN, Stepper, letters, make_engine, paged_pool, random_prompt, tiny_model
 
 from infer.engine.batch import pack
+from infer.hookspecs import RequestRecord
 from infer.protocols import KVCacheView, ModelProtocol
 from infer.request import Event
 
@@ -72,7 +73,9 @@ def assert_clean(stepper: Stepper) -> None:
     assert not stepper.engine.has_work()
     for events in stepper.events.values():
         assert [e.finish_reason is not None for e in events] == [False] * (len(events) - 1) + [True]
-    assert sorted(r.request_id for r in stepper.finished) == sorted(stepper.events)
+    told = {r.request_id: r.num_generated for r in stepper.finished}
+    assert len(told) == len(stepper.finished)
+    assert told == {id: len(stepper.tokens(id)) for id in stepper.events}
     assert stepper.pool.free_tokens() == stepper.room
     places = [stepper.pool.allocate([1]) for _ in range(stepper.max_batch_size)]
     assert all(places)
@@ -246,11 +249,28 @@ def test_abort_queued_mid_chunk_and_decoding_frees_within_a_step(spoiled: Make, 
 
 
 def test_abort_of_what_has_ended_changes_nothing(spoiled: Make) -> None:
+    """Nor does one of what never was; also while a pass of the ended one is still on its way, and another runs."""
     _, stepper = spoiled()
-    stepper.submit([1], "a", temperature=0, max_tokens=1)
+    stepper.submit([1], "other", temperature=0, max_tokens=9)
+    stepper.submit([2], "a", temperature=0, max_tokens=1)
     stepper.run()
-    stepper.abort("a")
+    alone, stop = stepper.events.pop("other"), stepper.tokens("a")
+    stepper.events.clear()
+    stepper.finished.clear()
+    stepper.submit([1], "other", temperature=0, max_tokens=9)
+    stepper.submit([2], "a", temperature=0, max_tokens=9, stop_token_ids=stop)
+    while "a" not in stepper.events:
+        stepper.engine.step()
+    (ended,) = stepper.events["a"]
+    assert ended.finish_reason == "stop"
+    assert stepper.events["other"][-1].finish_reason is None
+    for id in ("a", "a", "nobody"):
+        stepper.abort(id)
+        stepper.engine.step()
     stepper.run()
+    stepper.abort("other")
+    stepper.run()
+    assert stepper.events == {"a": [ended], "other": alone}
     assert_clean(stepper)
 
 
@@ -300,6 +320,113 @@ def test_prompt_logprobs_are_the_models_own(chunk: int) -> None:
         assert entry.logprob == pytest.approx(row[prompt[position]].item(), abs=1e-5)
         assert entry.rank == int((row > row[prompt[position]]).sum()) + 1
         assert [t for t, _ in entry.top] == row.topk(3).indices.tolist()
+
+
+def preempting(lag: int, **keys: Any) -> Stepper:
+    """Room for 144 positions, which "grows" takes from whoever is last in rank. It goes from 30 tokens to 50."""
+    model = tiny_model("llama")
+    pool = paged_pool(model, F32, 2, num_blocks=9)
+    stepper = make_engine(model, F32, pool=pool, lag=lag, max_batch_size=2, prefill_chunk_size=8, **keys)
+    stepper.submit(random_prompt(30, seed=7), "grows", temperature=0, max_tokens=20)
+    return stepper
+
+
+def finished(stepper: Stepper, id: str) -> RequestRecord:
+    (record,) = [record for record in stepper.finished if record.request_id == id]
+    return record
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_prompt_logprobs_of_a_prompt_preempted_half_way(lag: int) -> None:
+    """Every position is scored once, whatever is computed again."""
+    stepper = preempting(lag)
+    stepper.submit(random_prompt(100), "long", temperature=0, max_tokens=3, prompt_logprobs=2, logprobs=2)
+    stepper.run()
+    assert finished(stepper, "long").preemptions == 1
+    assert any(w.request_id == "long" and 0 < w.start < 99 for step in stepper.steps for w in step.work)
+    undisturbed = make_engine(tiny_model("llama"), F32, lag=lag)
+    undisturbed.submit(random_prompt(100), "long", temperature=0, max_tokens=3, prompt_logprobs=2, logprobs=2)
+    undisturbed.run()
+    assert stepper.events["long"] == undisturbed.events["long"]
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_what_a_request_finds_of_its_own_after_preemption_was_not_cached_for_it(lag: int) -> None:
+    stepper = preempting(lag)
+    stepper.submit(random_prompt(100), "long", temperature=0, max_tokens=3)
+    stepper.run()
+    assert finished(stepper, "long").preemptions == 1
+    starts = [w.start for step in stepper.steps for w in step.work if w.request_id == "long" and w.kind == "prefill"]
+    assert starts.count(0) == 1, "it goes on with pages of its own"
+    assert {event.num_cached for event in stepper.events["long"]} == {finished(stepper, "long").num_cached} == {0}
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_the_last_in_rank_is_preempted_not_the_last_admitted(lag: int) -> None:
+    stepper = preempting(lag)
+    for _ in range(2):
+        stepper.engine.step()
+    stepper.submit(random_prompt(100), "urgent", temperature=0, max_tokens=20, priority=-1)
+    stepper.run()
+    assert [finished(stepper, id).preemptions for id in ("urgent", "grows")] == [0, 1]
+    assert [record.request_id for record in stepper.finished] == ["urgent", "grows"]
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_what_an_answer_adds_is_found_by_the_next_turn(lag: int) -> None:
+    """All but its last token, which nothing was computed from."""
+    stepper = make_engine(tiny_model("llama"), F32, backend="paged", lag=lag)
+    stepper.submit(random_prompt(40), "first", temperature=0, max_tokens=25)
+    stepper.run()
+    stepper.submit([*random_prompt(40), *stepper.tokens("first"), 5], "next", temperature=0, max_tokens=1)
+    stepper.run()
+    assert finished(stepper, "next").num_cached == 64
+
+
+@pytest.mark.parametrize("scored", [{}, {"prompt_logprobs": 1}])
+def test_what_a_salted_request_computes_is_found_by_its_salt_only(scored: dict[str, Any]) -> None:
+    """Also what one computes that may not find anything itself."""
+    stepper = make_engine(tiny_model("llama"), F32, backend="paged")
+    cached = {}
+    for id, salt, params in (("first", "a", scored), ("open", "", {}), ("other", "b", {}), ("same", "a", {})):
+        stepper.submit(random_prompt(40), id, salt=salt, temperature=0, max_tokens=2, **params)
+        stepper.run()
+        cached[id] = finished(stepper, id).num_cached
+    assert cached == {"first": 0, "open": 0, "other": 0, "same": 32}
+
+
+def test_passes_overlap_again_once_the_steered_have_ended() -> None:
+    """While one is inside that needs its last token on the host, no pass is planned with tokens that are not there."""
+    stepper = make_engine(tiny_model("llama"), F32, lag=1)
+    fed: list[int] = []
+    launch = stepper.engine._runner.launch
+
+    def record(batch: Any) -> Any:
+        fed.append(len(batch.fed_rows))
+        return launch(batch)
+
+    stepper.engine._runner.launch = record  # type: ignore[method-assign]
+    for id, penalty in (("a", 0), ("b", 1), ("c", 0)):
+        stepper.submit([1, 2], id, temperature=0, max_tokens=4, presence_penalty=penalty)
+        stepper.run()
+        assert (sum(fed) > 0) == (penalty == 0), id
+        fed.clear()
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("chars", [1, 2])
+def test_a_stop_string_that_the_last_token_completes_goes_before_the_length(lag: int, chars: int) -> None:
+    stepper = make_engine(tiny_model("llama"), F32, lag=lag, tokenizer=letters())
+    stepper.submit([1, 2], "free", temperature=0, max_tokens=4)
+    stepper.run()
+    text = "".join(event.text for event in stepper.events["free"])
+    assert stepper.events["free"][-1].finish_reason == "length"
+    assert text.index(text[-chars:]) == 4 - chars
+    stepper.submit([1, 2], "stopped", temperature=0, max_tokens=4, stop=text[-chars:])
+    stepper.run()
+    end = stepper.events["stopped"][-1]
+    assert (end.finish_reason, end.stop_reason) == ("stop", text[-chars:])
+    assert "".join(event.text for event in stepper.events["stopped"]) == text[:-chars]
 
 
 def test_the_batch_has_no_padding_and_asks_for_logits_where_tokens_are_drawn(spoiled: Make) -> None:

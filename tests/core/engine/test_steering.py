@@ -180,15 +180,13 @@ def test_chosen_tokens_logprobs_are_reported_instead_of_the_likeliest() -> None:
     assert torch.allclose(torch.tensor([p for _, p in top]), expected[[90, 4, 5]], atol=1e-5)
 
 
-def test_a_request_of_higher_priority_goes_first_and_is_preempted_last() -> None:
+def test_a_request_of_higher_priority_goes_first() -> None:
+    """And is preempted last: ``test_engine``."""
     engine = make_engine(tiny_model("llama"), torch.float32, max_batch_size=1)
-    order = []
     for id, priority in (("first", 0), ("late", 5), ("soon", -1), ("next", 0)):
         engine.submit(PROMPT, id, max_tokens=2, priority=priority)
     engine.run()
-    for record in engine.finished:
-        order.append(record.request_id)
-    assert order == ["soon", "first", "next", "late"]
+    assert [record.request_id for record in engine.finished] == ["soon", "first", "next", "late"]
 
 
 def test_a_grammar_may_wait_for_the_end_of_reasoning() -> None:
