@@ -10,21 +10,22 @@ import ast
 import os
 import queue
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import psutil
+
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 300.0
-"""A mutant may make its tests hang: that is noticed, too."""
+TIMEOUT_S = 120.0
+"""For each test that a mutant names. It may make them hang: that is noticed, too."""
 LEFT_OUT = (".*", "__pycache__", "results", "dist", "build", "*.egg-info")
 PYTEST = ("-m", "pytest", "-x", "--numprocesses", "0", "--tb=short", "-p", "no:cacheprovider", "--hypothesis-seed=0")
 
@@ -98,9 +99,13 @@ class Workshop:
         sources = [folder / "core/src", *sorted(folder.glob("plugins/*/src"))]
         # These come before the repository's own, which are installed as editable. No bytecode is kept: two versions of
         # a file may be of one size and one second.
-        self._env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, sources)), "PYTHONDONTWRITEBYTECODE": "1"}
+        self._env = os.environ | {
+            "PYTHONPATH": os.pathsep.join(map(str, sources)),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "OMP_NUM_THREADS": "1",  # several of these run side by side
+        }
 
-    def test(self, tests: Iterable[str]) -> tuple[int | None, str]:
+    def test(self, tests: Sequence[str]) -> tuple[int | None, str]:
         """pytest's exit status, None where it did not end in time, and what it printed."""
         with subprocess.Popen(
             [sys.executable, *PYTEST, *tests],
@@ -109,12 +114,13 @@ class Workshop:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            start_new_session=True,
         ) as process:
             try:
-                output, _ = process.communicate(timeout=TIMEOUT_S)
+                output, _ = process.communicate(timeout=TIMEOUT_S * len(tests))
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
+                for child in psutil.Process(process.pid).children(recursive=True):
+                    child.kill()
+                process.kill()
                 return None, process.communicate()[0]
             return process.returncode, output
 
