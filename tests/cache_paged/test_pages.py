@@ -108,6 +108,15 @@ def test_the_least_recently_used_leaf_goes_first() -> None:
     assert pages.allocate(5, a) == 4
 
 
+def test_of_a_chain_the_end_goes_first() -> None:
+    pages = Pages(3, 2)
+    whole(pages, 0, [1, 1, 2, 2, 3, 3])
+    pages.free(0)
+    assert pages.allocate(1, [9]) == 0
+    pages.free(1)
+    assert pages.allocate(2, [1, 1, 2, 2, 3, 3]) == 4
+
+
 def test_nothing_happens_when_there_is_no_room() -> None:
     pages = Pages(4, 2)
     whole(pages, 0, [1, 1, 2, 2, 3])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -31,6 +32,18 @@ def test_three_quarters_of_chunked_prefill_are_long() -> None:
     assert 0.5 < long / len(big) < 0.95
 
 
+def test_when_requests_arrive() -> None:
+    """In units of the mean distance: evenly, at random, or all at once."""
+    workload = replace(WORKLOADS["baseline"], requests=500)
+    for arrivals, spread in (("uniform", 0.0), ("poisson", 1.0)):
+        planned = plan(replace(workload, arrivals=arrivals), scale=1.0, seed=0, vocab_size=500)
+        gaps = np.diff([p.at for p in planned])
+        assert planned[0].at == 0
+        assert gaps.mean() == pytest.approx(1, rel=0.1)
+        assert gaps.std() == pytest.approx(spread, rel=0.15)
+    assert {p.at for p in plan(replace(workload, arrivals="at once"), scale=1.0, seed=0, vocab_size=500)} == {0}
+
+
 def test_prefix_is_shared_and_scale_applies_to_counts_and_lengths() -> None:
     some = plan(WORKLOADS["prefix_caching"], scale=0.25, seed=0, vocab_size=500)
     assert len(some) == 12
@@ -48,7 +61,7 @@ def test_percentiles_are_numpys() -> None:
 
 def test_figures_of_two_requests() -> None:
     good = Sample(sent=1.0, chunks=[1.5, 1.6, 1.8], done=2.0, prompt_tokens=10, output_tokens=3)
-    bad = Sample(sent=1.0, done=3.0, error="HTTP 503")
+    bad = Sample(sent=1.0, done=3.0, output_tokens=2, error="HTTP 503")
     figures = summarise([good, bad], {})
     assert figures["errors"] == ["HTTP 503"]
     assert figures["output_tok_s"] == pytest.approx(1.5)

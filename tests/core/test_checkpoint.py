@@ -304,6 +304,7 @@ def test_an_end_of_sequence_beyond_the_vocabulary_is_refused_at_load(file: str, 
     given = config if file == "config.json" else {}
     (tmp_path / file).unlink(missing_ok=True)
     write_json(tmp_path / file, given | {"eos_token_id": [0, beyond]})
+    Checkpoint(tmp_path).check_ids(beyond + 1)
     with pytest.raises(CheckpointError, match=rf"eos_token_id, in .* has {beyond}, but .* 0 to {beyond - 1}"):
         LLM(str(tmp_path))
 

@@ -102,7 +102,7 @@ async def test_astream(llm: LLM) -> None:
 
 
 def test_prompt_logprobs(llm: LLM) -> None:
-    (out,) = llm.generate([[4, 5, 6, 7]], SamplingParams(max_tokens=1, prompt_logprobs=2))
+    (out,) = llm.generate([[4, 5, 6, 7]], SamplingParams(max_tokens=3, ignore_eos=True, prompt_logprobs=2))
     assert out.prompt_logprobs is not None
     assert out.prompt_logprobs[0] is None
     assert [p.token_id for p in out.prompt_logprobs if p] == [5, 6, 7]

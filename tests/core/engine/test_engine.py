@@ -10,6 +10,7 @@ import torch
 from tests.support import MAX_SEQ_LEN, Stepper, letters, make_engine, paged_pool, random_prompt, tiny_model
 
 from infer.engine.batch import pack
+from infer.engine.runner import SCORED_ROWS
 from infer.hookspecs import RequestRecord
 from infer.protocols import KVCacheView, ModelProtocol
 from infer.request import Event
@@ -279,6 +280,7 @@ def test_three_times_as_many_as_fit_all_finish(spoiled: Make) -> None:
     for i in range(12):
         stepper.submit(random_prompt(5 + i, seed=i), str(i), temperature=0, max_tokens=3 + i % 4)
     stepper.run()
+    assert (stepper.steps[0].running, stepper.steps[0].waiting) == (4, 8)
     assert len(stepper.finished) == 12
     assert_clean(stepper)
 
@@ -295,23 +297,25 @@ def test_fail_all_ends_everyone_wherever_they_are(spoiled: Make) -> None:
     assert_clean(stepper)
 
 
-@pytest.mark.parametrize("chunk", [3, 64])
-def test_prompt_logprobs_are_the_models_own(chunk: int) -> None:
+@pytest.mark.parametrize(("chunk", "length"), [(3, 20), (64, 20), (512, 2 * SCORED_ROWS + 20)])
+def test_prompt_logprobs_are_the_models_own(chunk: int, length: int) -> None:
+    """Also of prompts whose logits are made in slices."""
     model = tiny_model("llama")
     stepper = make_engine(model, F32, prefill_chunk_size=chunk)
-    prompt = random_prompt(20)
+    prompt = random_prompt(length)
     stepper.submit(prompt, "a", temperature=0, max_tokens=2, prompt_logprobs=3)
     stepper.run()
     first, second = stepper.events["a"]
     assert second.prompt_logprobs is None
     assert first.prompt_logprobs is not None
     assert first.prompt_logprobs[0] is None
+    assert len(first.prompt_logprobs) == length
     pool = stepper.pool
     place = pool.allocate(prompt)
     assert place is not None
     with torch.inference_mode():
-        view = pool.batched_chunked_prefill_view([place.slot], [0], [20])
-        hidden = model.forward(torch.tensor(prompt), torch.arange(20), view)
+        view = pool.batched_chunked_prefill_view([place.slot], [0], [length])
+        hidden = model.forward(torch.tensor(prompt), torch.arange(length), view)
         reference = model.logits(hidden).double().log_softmax(-1)
     for position, entry in enumerate(first.prompt_logprobs[1:], 1):
         assert entry is not None
