@@ -1,17 +1,21 @@
 """Compile what the provider launches for well-known models, for GPUs that need not be here.
 
-Launches are recorded on tensors without data, so that what is compiled is what would run: signatures,
-specialisations and options. Prints a line per kernel; exits with 1 where one needs more shared memory than there is.
+Launches are recorded on tensors without data, and specialised by Triton itself, so that what is compiled is what would
+run. Prints a line per kernel, and what is wrong with it; exits with 1 if anything is.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -20,15 +24,19 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import __file__ as nvidia
-from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from infer.protocols import AttentionSpec, Draws, HeadNorms, Ragged, Rotary
 from infer_kernels_triton import provider
 from infer_kernels_triton.configs import TABLE
 
-SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-SIZES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64", torch.int32: "i32", torch.int64: "i64"}
+KIB = 1024
+SHARED_MEMORY = {80: 99 * KIB, 90: 227 * KIB, 100: 227 * KIB}
+"""Of a block, at the most. An A100 has 163 KiB, but the smaller GPUs that take its configurations have 99."""
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+SPILL = 256
+"""Bytes of registers per thread that may go to memory."""
 
 
 @dataclass(frozen=True)
@@ -46,31 +54,74 @@ class Shape:
 MODELS = {
     "Llama-3.2-1B": Shape(2048, 32, 8, 64),
     "Llama-3.2-3B": Shape(3072, 24, 8, 128),
-    "Qwen3-0.6B": Shape(1024, 16, 8, 128),
     "Qwen3-8B": Shape(4096, 32, 8, 128),
     "Gemma-3-1B": Shape(1152, 4, 1, 256, 512, True),
 }
 
 
-def launches(arch: int, dtype: torch.dtype = torch.bfloat16) -> list[tuple[JITFunction[Any], dict[str, Any]]]:
-    """Every kernel that the models launch, with its arguments and options."""
-    found = []
+@dataclass(frozen=True)
+class Launched:
+    """A kernel as Triton specialises it for what it is given."""
+
+    kernel: JITFunction[Any]
+    source: ASTSource
+    options: dict[str, Any]
+    given: dict[str, Any]
+
+    @property
+    def key(self) -> str:
+        """The same where the same code runs."""
+        source = self.source
+        return str((source.name, source.signature, source.constants, source.attrs, sorted(self.options.items())))
+
+    def __str__(self) -> str:
+        names = [p.name for p in self.kernel.params if p.is_constexpr]
+        return f"{self.source.name} ({' '.join(f'{name}={self.given[name]}' for name in names)})"
+
+
+@contextmanager
+def recording(arch: int) -> Iterator[list[Launched]]:
+    """Kernels that would be launched, or compiled ahead, on a GPU of ``arch``. Nothing runs."""
+    found: list[Launched] = []
+    backend = make_backend(GPUTarget("cuda", arch, 32))
+    binders: dict[JITFunction[Any], Any] = {}
 
     def record(kernel: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        found.append((kernel, dict(zip(kernel.arg_names, args, strict=False)) | kwargs))
+        binder = binders.get(kernel)
+        if binder is None:
+            binder = binders[kernel] = create_function_from_signature(kernel.signature, kernel.params, backend)
+        bound, specialization, options = binder(*args, debug=False, **kwargs)
+        options = {name: value for name, value in options.items() if name != "debug"}
+        _, signature, constants, attributes = kernel._pack_args(
+            backend, dict(kwargs), bound, specialization, dict(options)
+        )
+        found.append(Launched(kernel, ASTSource(kernel, signature, constants, attributes), options, bound))
 
     run, JITFunction.run = JITFunction.run, record
     try:
-        kernels = provider.TritonKernels(torch.device("cpu"))
-        kernels._config, kernels._programs = TABLE[arch], 264
-        for shape in MODELS.values():
-            for lens in ((1,), (1,) * 256, (1, 1, 500)):
-                _layer(kernels, shape, lens, dtype)
-        for temperature, ranked in ((0, False), (1, False), (1, True)):
-            _sample(kernels, temperature == 0, ranked, dtype)
+        yield found
     finally:
         JITFunction.run = run
-    return found
+
+
+def make(arch: int) -> provider.TritonKernels:
+    """The provider as it is on a GPU of ``arch``; what it is given need not be there."""
+    kernels = provider.TritonKernels(torch.device("cpu"))
+    kernels._configs, kernels._programs = TABLE[arch], 264
+    return kernels
+
+
+@cache
+def launches(arch: int, dtype: torch.dtype, models: tuple[str, ...]) -> list[Launched]:
+    """Every kernel that the models launch."""
+    with recording(arch) as found:
+        kernels = make(arch)
+        for name in models:
+            for lens in ((1,), (1,) * 256, (1, 1, 500)):
+                _layer(kernels, MODELS[name], lens, dtype)
+        fp32, int64, fp64 = (_empty(4, dtype=d) for d in (torch.float32, torch.int64, torch.float64))
+        kernels.sample(_empty(4, 151936, dtype=dtype), Draws(fp32, int64, fp32, fp32, fp64, False, True))
+    return list({launched.key: launched for launched in found}.values())
 
 
 def _empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -106,70 +157,118 @@ def _layer(kernels: provider.TritonKernels, shape: Shape, lens: tuple[int, ...],
     kernels.gated(_empty(T, 2 * 6912, dtype=dtype), "gelu_pytorch_tanh")
 
 
-def _sample(kernels: provider.TritonKernels, greedy: bool, ranked: bool, dtype: torch.dtype) -> None:
-    fp32, int64, fp64 = (_empty(4, dtype=d) for d in (torch.float32, torch.int64, torch.float64))
-    kernels.sample(_empty(4, 151936, dtype=dtype), Draws(fp32, int64, fp32, fp32, fp64, greedy, ranked))
-
-
-def source(kernel: JITFunction[Any], given: dict[str, Any]) -> tuple[ASTSource, dict[str, Any]]:
-    """As Triton specialises: tensors and multiples of 16 are known to be so, a 1 and a None are part of the code."""
-    signature: dict[str, str] = {}
-    constants: dict[tuple[int, ...], Any] = {}
-    attributes: dict[tuple[int, ...], Any] = {}
-    for i, parameter in enumerate(kernel.params):
-        value = given[parameter.name]
-        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
-            signature[parameter.name], constants[i,] = "constexpr", value
-        elif isinstance(value, torch.Tensor):
-            signature[parameter.name] = f"*{SIZES[value.dtype]}"
-            attributes[i,] = [["tt.divisibility", 16]]
-        elif isinstance(value, float):
-            signature[parameter.name] = "fp32"
-        else:
-            signature[parameter.name] = "i32"
-            if value % 16 == 0:
-                attributes[i,] = [["tt.divisibility", 16]]
-    options = {name: value for name, value in given.items() if name not in kernel.arg_names}
-    return ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes), options
-
-
-def compile_one(arch: int, index: int) -> tuple[str, bool]:
-    """A line about a kernel, and whether its shared memory suffices."""
-    kernel, given = unique(arch)[index]
-    src, options = source(kernel, given)
-    compiled = triton.compile(src, target=GPUTarget("cuda", arch, 32), options=options)
+def compile_one(arch: int, dtype: str, models: tuple[str, ...], index: int) -> tuple[str, str, list[str], str]:
+    """Key of the model's attention or "", a line, what is wrong, and how the compiled attention adds weights up."""
+    launched = launches(arch, DTYPES[dtype], models)[index]
+    compiled = triton.compile(launched.source, target=GPUTarget("cuda", arch, 32), options=launched.options)
     shared = compiled.metadata.shared
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        tool = Path(nvidia).parent / "bin" / "cuobjdump"
-        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True).stdout
+    usage = tool("cuobjdump", "-res-usage", cubin=compiled.asm["cubin"])
     match = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    registers, stack = match.groups() if match else ("?", "?")
-    what = {name: value for name, value in given.items() if name.isupper() and kernel.arg_names.count(name)}
-    text = " ".join(f"{name}={value}" for name, value in what.items())
-    line = f"sm_{arch} {kernel.fn.__name__}: {shared} B shared, {registers} registers, {stack} B stack ({text})"
-    return line, shared <= SHARED_MEMORY[arch]
+    assert match is not None, usage
+    registers, stack = map(int, match.groups())
+    wrong = []
+    if shared > SHARED_MEMORY[arch]:
+        wrong.append(f"needs more than {SHARED_MEMORY[arch]} B of shared memory")
+    name = launched.source.name
+    if stack > SPILL and dtype != "fp32":
+        wrong.append(f"spills more than {SPILL} B")
+    if name in ("extend_kernel", "linear_kernel"):
+        if not overlaps(compiled.asm["ptx"]):
+            wrong.append("multiplies nothing while it fetches")
+        sass = tool("nvdisasm", "-c", cubin=compiled.asm["cubin"]) if arch == 90 and dtype != "fp32" else ""
+        products, waits = (len(re.findall(rf"\b{what}\b", sass)) for what in ("HGMMA", r"WARPGROUP\.DEPBAR"))
+        if sass and not 0 < waits < products:
+            wrong.append(f"waits {waits} times for {products} HGMMA")
+    line = f"sm_{arch} {dtype} {shared} B shared, {registers} registers, {stack} B stack: {launched}"
+    if name != "extend_kernel":
+        return "", line, wrong, ""
+    what = {n: launched.given[n] for n in ("H", "K", "E", "WINDOW")}
+    return f"sm_{arch} {dtype} {what}", line, wrong, summing(compiled.asm["ttgir"])
 
 
-def unique(arch: int) -> list[tuple[JITFunction[Any], dict[str, Any]]]:
-    """Launches that differ in what is compiled."""
-    by_key: dict[tuple[str, ...], tuple[JITFunction[Any], dict[str, Any]]] = {}
-    for kernel, given in launches(arch):
-        src, options = source(kernel, given)
-        key = (kernel.fn.__name__, str(src.signature), str(src.constants), str(src.attrs), str(options))
-        by_key.setdefault(key, (kernel, given))
-    return list(by_key.values())
+def tool(name: str, *args: str, cubin: bytes) -> str:
+    """What a tool that comes with Triton says about a compiled kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(Path(nvidia).parent / "bin" / name), *args, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+COPY = re.compile(
+    r"""^\s*(?:@!?%p\d+\s)?(?:
+    (?P<label>\$?[\w$]+): | (?P<branch>bra(?:\.uni)?\s+(?P<target>\$?[\w$]+)) | (?P<commit>cp\.async\.commit_group)
+    | cp\.async\.wait_group\s+(?P<left>\w+) | (?P<product>wgmma\.mma_async|mma\.sync|tcgen05\.mma|fma\.rn\.f32))""",
+    re.MULTILINE | re.VERBOSE,
+)
+
+
+ROUNDS = 8
+"""Of a loop, to see what one leaves for later ones."""
+
+
+def overlaps(ptx: str) -> bool:
+    """Whether the loop around the products copies into shared memory, and multiplies between beginning a copy and
+    waiting for it."""
+    events = list(COPY.finditer(ptx))
+    labels = {e["label"]: i for i, e in enumerate(events) if e["label"]}
+    loops = [
+        events[labels[e["target"]] : i]
+        for i, e in enumerate(events)
+        if e["branch"] and labels.get(e["target"], len(events)) < i
+    ]
+    loops = [loop for loop in loops if any(e["product"] for e in loop) and any(e["commit"] for e in loop)]
+    for loop in loops:
+        multiplied: list[bool] = []  # since each copy that is on its way began
+        for event in loop * ROUNDS:
+            if event["commit"]:
+                multiplied.append(False)
+            elif event["product"]:
+                multiplied = [True] * len(multiplied)
+            elif event["left"] is not None:
+                done = max(0, len(multiplied) - int(event["left"], 0))
+                if not all(multiplied[:done]):
+                    return False
+                multiplied = multiplied[done:]
+    return bool(loops)
+
+
+def summing(ttgir: str) -> str:
+    """Which columns of the scores each thread and warp has: in that order weights are added."""
+    layouts = dict(re.findall(r"^(#\w+) = (#ttg\.\S+<\{.*\}>)$", ttgir, re.MULTILINE))
+    found = set()
+    for name in re.findall(r"\}\) : \(tensor<\d+x\d+xf32, (#\w+)>\) -> tensor<\d+xf32", ttgir):
+        layout = layouts[name]
+        columns = [f"{key} {values.split(', ')[1]}" for key, values in re.findall(r"(\w+) = \[([\d, ]+)\]", layout)]
+        found.add(f"{layout.split('<')[0]} {columns}" if columns else layout)
+    return str(sorted(found))
 
 
 def main() -> int:
-    jobs = [(arch, index) for arch in TABLE for index in range(len(unique(arch)))]
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--dtype", action="append", choices=list(DTYPES))
+    parser.add_argument("--model", action="append", choices=list(MODELS))
+    args = parser.parse_args()
+    models = tuple(args.model or MODELS)
+    jobs = [
+        (arch, dtype, models, index)
+        for arch in SHARED_MEMORY
+        for dtype in args.dtype or DTYPES
+        for index in range(len(launches(arch, DTYPES[dtype], models)))
+    ]
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
         results = list(pool.map(compile_one, *zip(*jobs, strict=True), chunksize=8))
-    for line, fits in results:
-        print(line if fits else f"{line} DOES NOT FIT")
-    print(f"{len(results)} compiled")
-    return int(not all(fits for _, fits in results))
+    sums: dict[str, set[str]] = {}
+    for attention, line, wrong, added in results:
+        print(": ".join([line, *wrong]))
+        if attention:
+            sums.setdefault(attention, set()).add(added)
+    differing = [attention for attention, orders in sums.items() if len(orders) > 1]
+    for attention in differing:
+        print(f"{attention} adds weights up in different orders: {sums[attention]}")
+    broken = sum(bool(wrong) for _, _, wrong, _ in results) + len(differing)
+    print(f"{len(results)} compiled, {broken} wrong")
+    return int(broken > 0)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -13,6 +14,9 @@ from infer.kernels.reference import ReferenceKernels
 from infer.protocols import KernelsProtocol
 from infer_kernels_triton.provider import TritonKernels
 
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="its engines are on the CPU; tests/gpu serves on a GPU"
+)
 MAX_BATCH = 3
 PROMPTS = {"a": random_prompt(78, seed=1), "b": random_prompt(46, seed=2), "c": random_prompt(14, seed=3)}
 PROMPTS["d"] = [*PROMPTS["a"][:40], 5]

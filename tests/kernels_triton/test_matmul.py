@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from tests.attention import random
+from tests.products import within_rounding
 
 from infer_kernels_triton.provider import TritonKernels
 
@@ -41,3 +43,18 @@ def test_rows_of_a_wider_tensor(device: str) -> None:
 def test_no_rows(device: str) -> None:
     kernels = TritonKernels(torch.device(device))
     assert kernels.linear(torch.empty(0, 32, device=device), kernels.pack(random(20, 32).to(device))).shape == (0, 20)
+
+
+def test_what_rounding_may_do_to_a_product() -> None:
+    """Ten thousand additions in fp32, each cut off as matrix units do, are within; one tile left out is not."""
+    k = 12288
+    x, weight = (random(2, k, dtype=torch.bfloat16, seed=seed).abs() for seed in (1, 2))
+    products = (x[:, None].double() * weight[None].double()).numpy()
+    total = np.zeros((2, 2))
+    for i in range(k):
+        total += products[..., i]
+        mantissa, exponent = np.frexp(total)
+        total = np.ldexp(np.floor(mantissa * 2.0**24), exponent - 24)
+    assert within_rounding(torch.from_numpy(total).bfloat16(), x, weight)
+    left_out = torch.from_numpy(products[..., : k - 64].sum(-1))
+    assert not within_rounding(left_out.bfloat16(), x, weight)

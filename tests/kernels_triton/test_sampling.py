@@ -144,3 +144,20 @@ def test_any_filter(device: str, vocab: int, seed: int, filters: dict[str, Any],
     asked = ask(device, *[{"temperature": heat, **filters}] * 4, seed=seed)
     found = TritonKernels(torch.device(device)).sample(logits, asked)
     assert found.tolist() == REFERENCE.sample(logits, asked).tolist()
+
+
+def test_a_filtered_token_is_never_drawn(kernels: TritonKernels, device: str) -> None:
+    """Not even where weights, added up in float32, are less or more than in float64: to 1, 3e-8 adds nothing, and 7e-8
+    too much."""
+    block, kept = 4096, torch.arange(2 * 4096) < 4096
+    kept[-1] = True
+    level = torch.tensor([[-17.3], [-16.47]])
+    logits = torch.where(kept, level, -19.5)  # the rest is filtered: below a min-p of 1e-8
+    logits[:, 0] = 0.0
+    weights = torch.exp(logits).double().where(kept, 0.0)
+    ends = weights[:, :block].sum(1) / weights.sum(1)
+    near = (ends[:, None] + torch.linspace(-2e-6, 2e-6, 64, dtype=torch.float64)).clamp(max=1 - 2**-53)
+    asked = ask(device, *[{"temperature": 1.0, "min_p": 1e-8}] * near.numel())
+    asked = replace(asked, uniform_N=near.flatten().to(device))
+    found = kernels.sample(logits.repeat_interleave(64, 0).to(device), asked)
+    assert kept[found.cpu()].all(), found

@@ -12,6 +12,9 @@ Shapes: T tokens, B sequences, H query heads, K key/value heads, G = H / K, E he
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -19,6 +22,10 @@ from torch import Tensor
 
 from infer.protocols import AttentionSpec, Ragged
 from infer_kernels_triton.configs import AttentionConfig
+
+Launch = Callable[..., object]
+Parts = Tensor | torch.dtype | None
+"""Room for segments' results; their type alone where nothing is to run, none where one program has them all."""
 
 LOG2E = 1.4426950408889634
 LOWEST = tl.constexpr(-1e38)
@@ -64,6 +71,16 @@ def _span(start, first_row, last_row, WINDOW: tl.constexpr, BLOCK_N: tl.constexp
 
 
 @triton.jit
+def _keys(i, own_segment, stride, TILES: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Positions of a program's i-th tile of keys."""
+    return ((own_segment + i // TILES * stride) * TILES + i % TILES) * BLOCK_N + tl.arange(0, BLOCK_N)
+
+
+# What differs from step to step, or with where a slice begins, is no part of the compiled code.
+@triton.jit(
+    do_not_specialize=["num_sequences", "max_segments", "stride_qt", "stride_table"],
+    do_not_specialize_on_alignment=["starts_ptr", "offsets_ptr", "table_ptr"],
+)
 def extend_kernel(
     q_ptr,
     k_ptr,
@@ -134,7 +151,6 @@ def extend_kernel(
     position_m = start + query_m
     size_e = tl.arange(0, E_PAD)
     real_e = size_e < E
-    keys_n = tl.arange(0, BLOCK_N)
     last_key = start + last_row
 
     q = tl.load(
@@ -152,15 +168,16 @@ def extend_kernel(
     top_s = top
     total_s = total
     acc_s = acc
+    key_n = _keys(begin, own_segment, stride, TILES, BLOCK_N)
+    block_n = tl.load(table_ptr + key_n // BLOCK_SIZE, mask=key_n <= last_key, other=0)
     for i in range(begin, end):
-        segment = own_segment + i // TILES * stride
-        key_n = (segment * TILES + i % TILES) * BLOCK_N + keys_n
+        key_n = _keys(i, own_segment, stride, TILES, BLOCK_N)
+        place_n = (block_n.to(tl.int64) * BLOCK_SIZE + key_n % BLOCK_SIZE) * (K * E)
         # What lies beyond the tile's last query may be another's, or NaN, and 0 x NaN is NaN: it is not read.
-        here_n = key_n <= last_key
-        block_n = tl.load(table_ptr + key_n // BLOCK_SIZE, mask=here_n, other=0).to(tl.int64)
-        place_n = (block_n * BLOCK_SIZE + key_n % BLOCK_SIZE) * (K * E)
-        k = tl.load(k_ptr + place_n[None, :] + size_e[:, None], mask=here_n[None, :] & real_e[:, None], other=0.0)
-        scores = tl.dot(q, k, input_precision=PRECISION) * scale
+        real = (key_n <= last_key)[:, None] & real_e[None, :]
+        k = tl.load(k_ptr + place_n[:, None] + size_e[None, :], mask=real, other=0.0)
+        v = tl.load(v_ptr + place_n[:, None] + size_e[None, :], mask=real, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         if SOFT_CAP:
             scores = soft_cap * (2.0 * tl.sigmoid(scores) - 1.0)
         seen = key_n[None, :] <= position_m[:, None]
@@ -171,20 +188,25 @@ def extend_kernel(
         weights = tl.exp2(scores - new[:, None])
         decay = tl.exp2(top_s - new)
         total_s = tl.fma(total_s, decay, tl.sum(weights, 1))
-        v = tl.load(v_ptr + place_n[:, None] + size_e[None, :], mask=here_n[:, None] & real_e[None, :], other=0.0)
         acc_s = tl.dot(weights.to(v.dtype), v, acc_s * decay[:, None], input_precision=PRECISION)
         top_s = new
-        if (i % TILES == TILES - 1) | (i == end - 1):
+        done = (i % TILES == TILES - 1) | (i == end - 1)
+        if done:
             if SPLIT:
-                part_m = (sequence.to(tl.int64) * H + head_m) * max_segments + segment
+                part_m = (sequence.to(tl.int64) * H + head_m) * max_segments + own_segment + i // TILES * stride
                 tl.store(acc_ptr + part_m[:, None] * E + size_e[None, :], acc_s, mask=real_m[:, None] & real_e[None, :])
                 tl.store(sums_ptr + part_m * 2, top_s, mask=real_m)
                 tl.store(sums_ptr + part_m * 2 + 1, total_s, mask=real_m)
             else:
                 top, total, acc = _merge(top, total, acc, top_s, total_s, acc_s)
-            top_s = tl.full([BLOCK_M], LOWEST, tl.float32)
-            total_s = tl.zeros([BLOCK_M], tl.float32)
-            acc_s = tl.zeros([BLOCK_M, E_PAD], tl.float32)
+        # Not assigned within the branch: Hopper's matrix unit writes its accumulators on its own time, and a branch
+        # that does too makes the compiler wait after each of its instructions.
+        top_s = tl.where(done, LOWEST, top_s)
+        total_s = tl.where(done, 0.0, total_s)
+        acc_s = tl.where(done, 0.0, acc_s)
+        # Where the next tile's keys are is known a round ahead, so that they can be fetched while this one's multiply.
+        next_n = _keys(i + 1, own_segment, stride, TILES, BLOCK_N)
+        block_n = tl.load(table_ptr + next_n // BLOCK_SIZE, mask=next_n <= last_key, other=0)
     if not SPLIT:
         place_m = (offset + query_m).to(tl.int64) * (H * E) + head_m * E
         out = acc / total[:, None]
@@ -195,7 +217,7 @@ def extend_kernel(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_segments"])
 def merge_kernel(
     acc_ptr,
     sums_ptr,
@@ -239,31 +261,28 @@ def extend_attention(
     spec: AttentionSpec,
     config: AttentionConfig,
     programs: int,
+    first: bool,
 ) -> Tensor:
     """``KernelsProtocol.extend_attention``. Grids follow from shapes alone, and nothing waits for the device.
 
-    ``programs`` is how many the segments of decoding sequences are shared among.
+    ``programs`` is how many the segments of decoding sequences are shared among. The ``first`` time, what any batch may
+    need is compiled.
     """
     T, H, E = q_THE.shape
     K, block_size, B = spec.num_kv_heads, k_cache.shape[1], len(ragged.lens)
     G, E_PAD = H // K, triton.next_power_of_2(E)
+    block_m = max(config.block_m, triton.next_power_of_2(G))
     out_THE = torch.empty((T, H, E), dtype=q_THE.dtype, device=q_THE.device)
     segments = -(-ragged.block_table_BP.shape[1] * block_size // config.segment)
     decodes = next((b for b, length in enumerate(ragged.lens) if length > 1), B)
     splits = max(1, min(segments, programs // (decodes * K))) if decodes else 1
-    if splits == 1 and decodes < B:
+    if splits == 1:
         decodes = 0
-    acc = sums = out_THE
-    if splits > 1:
-        acc = torch.empty((decodes, H, segments, E), dtype=torch.float32, device=q_THE.device)
-        sums = torch.empty((decodes, H, segments, 2), dtype=torch.float32, device=q_THE.device)
     common = {"WINDOW": spec.window or 0, "BLOCK_N": config.block_n, "SEGMENT": config.segment}
 
-    def extend(begin: int, end: int, splits: int, block_m: int, warps: int) -> None:
+    def extend(run: Launch, begin: int, end: int, acc: Parts, sums: Parts) -> None:
         """Sequences begin..end, whose rows are the same as long as all before them are decodes."""
-        block_m = max(block_m, triton.next_power_of_2(G))
-        tiles = (ragged.offsets[end] - begin) // (block_m // G) + end - begin
-        extend_kernel[(K, tiles, splits)](
+        run(
             q_THE,
             k_cache,
             v_cache,
@@ -287,18 +306,16 @@ def extend_attention(
             SOFT_CAP=spec.soft_cap is not None,
             BLOCK_SIZE=block_size,
             BLOCK_M=block_m,
-            SPLIT=splits > 1,
+            SPLIT=acc is not None,
             PRECISION="ieee" if q_THE.dtype == torch.float32 else "tf32",
-            num_warps=warps,
+            num_warps=config.warps,
             num_stages=config.stages,
             enable_fp_fusion=True,
             **common,
         )
 
-    if decodes:
-        extend(0, decodes, splits, config.decode_m, config.decode_warps)
-    if splits > 1:
-        merge_kernel[(decodes, H)](
+    def merge(run: Launch, acc: Parts, sums: Parts) -> None:
+        run(
             acc,
             sums,
             out_THE,
@@ -311,6 +328,20 @@ def extend_attention(
             enable_fp_fusion=True,
             **common,
         )
+
+    def grid(begin: int, end: int, splits: int) -> tuple[int, int, int]:
+        return K, (ragged.offsets[end] - begin) // (block_m // G) + end - begin, splits
+
+    if first:
+        compile_extend = functools.partial(extend_kernel.warmup, grid=(1,))
+        extend(compile_extend, 0, B, torch.float32, torch.float32)
+        extend(compile_extend, 0, B, None, None)
+        merge(functools.partial(merge_kernel.warmup, grid=(1,)), torch.float32, torch.float32)
+    if decodes:
+        acc = torch.empty((decodes, H, segments, E), dtype=torch.float32, device=q_THE.device)
+        sums = torch.empty((decodes, H, segments, 2), dtype=torch.float32, device=q_THE.device)
+        extend(extend_kernel[grid(0, decodes, splits)], 0, decodes, acc, sums)
+        merge(merge_kernel[(decodes, H)], acc, sums)
     if decodes < B:
-        extend(decodes, B, 1, config.block_m, config.warps)
+        extend(extend_kernel[grid(decodes, B, 1)], decodes, B, None, None)
     return out_THE

@@ -11,7 +11,8 @@ import torch
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """Tiles of attention for head sizes up to ``head_size``."""
+    """Tiles of attention for head sizes up to ``head_size``. One for decodes and prefills: the order in which a query's
+    weights are added follows from how a tile is laid over the warps."""
 
     head_size: int
     segment: int
@@ -21,10 +22,8 @@ class AttentionConfig:
     block_m: int
     """Queries, times the heads that share a K/V head, per program."""
     warps: int
-    decode_m: int
-    """The same for decodes. Hopper and Blackwell have another multiplication below 64, with other sums."""
-    decode_warps: int
     stages: int
+    """Of the pipeline; with two, a tile is fetched after the one before it has been multiplied, not meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class LinearConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """What one architecture uses."""
+    """What one architecture uses for one size of values."""
 
     attention: tuple[AttentionConfig, ...]
     """By ascending head size."""
@@ -51,11 +50,35 @@ class Config:
 
 MANY = 1 << 62
 
+FLOAT32 = Config(
+    # No matrix unit multiplies these exactly: tiles are small, and fit into 99 KiB of shared memory.
+    attention=(
+        AttentionConfig(64, 256, 32, block_m=32, warps=4, stages=3),
+        AttentionConfig(128, 256, 32, block_m=32, warps=4, stages=3),
+        AttentionConfig(256, 256, 16, block_m=16, warps=4, stages=3),
+    ),
+    linear=(
+        LinearConfig(32, block_m=16, block_n=32, block_k=64, warps=4, stages=4),
+        LinearConfig(MANY, block_m=64, block_n=64, block_k=32, warps=4, stages=3),
+    ),
+)
+AMPERE = Config(
+    attention=(
+        AttentionConfig(64, 256, 64, block_m=64, warps=4, stages=3),
+        AttentionConfig(128, 256, 64, block_m=64, warps=4, stages=3),
+        AttentionConfig(256, 256, 32, block_m=32, warps=4, stages=3),
+    ),
+    linear=(
+        LinearConfig(16, block_m=16, block_n=32, block_k=128, warps=4, stages=5),
+        LinearConfig(64, block_m=64, block_n=64, block_k=64, warps=4, stages=5),
+        LinearConfig(MANY, block_m=128, block_n=128, block_k=32, warps=4, stages=4),
+    ),
+)
 HOPPER = Config(
     attention=(
-        AttentionConfig(64, 256, 64, block_m=64, warps=4, decode_m=64, decode_warps=4, stages=3),
-        AttentionConfig(128, 256, 64, block_m=64, warps=4, decode_m=64, decode_warps=4, stages=3),
-        AttentionConfig(256, 256, 64, block_m=64, warps=8, decode_m=64, decode_warps=8, stages=2),
+        AttentionConfig(64, 256, 64, block_m=64, warps=4, stages=3),
+        AttentionConfig(128, 256, 64, block_m=64, warps=4, stages=3),
+        AttentionConfig(256, 256, 32, block_m=64, warps=8, stages=3),
     ),
     linear=(
         LinearConfig(64, block_m=64, block_n=32, block_k=128, warps=4, stages=6),
@@ -63,38 +86,30 @@ HOPPER = Config(
         LinearConfig(MANY, block_m=128, block_n=256, block_k=64, warps=8, stages=3),
     ),
 )
-
-TABLE: Mapping[int, Config] = {
-    80: Config(
-        attention=(
-            AttentionConfig(64, 256, 64, block_m=64, warps=4, decode_m=16, decode_warps=4, stages=3),
-            AttentionConfig(128, 256, 64, block_m=64, warps=8, decode_m=16, decode_warps=4, stages=3),
-            AttentionConfig(256, 256, 32, block_m=64, warps=8, decode_m=16, decode_warps=4, stages=2),
-        ),
-        linear=(
-            LinearConfig(16, block_m=16, block_n=32, block_k=128, warps=4, stages=5),
-            LinearConfig(64, block_m=64, block_n=64, block_k=64, warps=4, stages=5),
-            LinearConfig(MANY, block_m=128, block_n=128, block_k=32, warps=4, stages=4),
-        ),
-    ),
-    90: HOPPER,
-    100: HOPPER,  # until a Blackwell GPU has been measured
-}
-
 INTERPRETER = Config(
     # Small, so that little input crosses many edges.
-    attention=(AttentionConfig(256, 64, 32, block_m=64, warps=1, decode_m=16, decode_warps=1, stages=1),),
+    attention=(AttentionConfig(256, 64, 32, block_m=64, warps=1, stages=1),),
     linear=(
         LinearConfig(16, block_m=16, block_n=16, block_k=64, warps=1, stages=1),
         LinearConfig(MANY, block_m=32, block_n=64, block_k=32, warps=1, stages=1),
     ),
 )
 
+Configs = Mapping[int, Config]
+"""By the bytes of a value."""
 
-def config(device: torch.device) -> Config:
+TABLE: Mapping[int, Configs] = {
+    80: {2: AMPERE, 4: FLOAT32},
+    90: {2: HOPPER, 4: FLOAT32},
+    100: {2: HOPPER, 4: FLOAT32},  # until a Blackwell GPU has been measured
+    120: {2: AMPERE, 4: FLOAT32},  # Blackwell's smaller GPUs have Ampere's matrix instructions and 99 KiB
+}
+
+
+def configs(device: torch.device) -> Configs:
     """The entry of the newest architecture that is no newer than the device's. Raises RuntimeError for older ones."""
     if device.type != "cuda":
-        return INTERPRETER
+        return {2: INTERPRETER, 4: INTERPRETER}
     major, minor = torch.cuda.get_device_capability(device)
     known = [arch for arch in TABLE if arch <= 10 * major + minor]
     if not known:

@@ -15,7 +15,7 @@ from torch import Tensor
 from infer.protocols import Activation, Rotary
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def norm_kernel(
     x_ptr,
     residual_ptr,
@@ -92,7 +92,7 @@ def _rotate(
     tl.store(to_ptr + HALF, (right * cos + left * sin).to(dtype), mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_rotary"])
 def rope_store_kernel(
     q_ptr,
     k_ptr,

@@ -7,6 +7,9 @@ what they add. Few rows get narrow tiles of columns, so that every multiprocesso
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -18,7 +21,7 @@ GROUP = 8
 """Tiles of rows that go through the columns together, so that both stay in the L2 cache."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])  # or it would be compiled anew for one row, and for multiples of 16
 def linear_kernel(
     x_ptr,
     w_ptr,
@@ -46,6 +49,8 @@ def linear_kernel(
     row_m = (group * GROUP + within % height) * BLOCK_M + tl.arange(0, BLOCK_M)
     column_n = within // height * BLOCK_N + tl.arange(0, BLOCK_N)
     size_k = tl.arange(0, BLOCK_K)
+    # Or some compilers cannot tell the accumulators before the loop from those within, and wait after every product.
+    tl.assume(K > 0)
     # Rows and columns past the end repeat the first ones: their results are not stored, and loads need no mask.
     x_ptr += (row_m % M).to(tl.int64)[:, None] * stride_x + size_k[None, :]
     w_ptr += (column_n % N).to(tl.int64)[None, :] * stride_w + size_k[:, None]
@@ -73,30 +78,51 @@ def linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, configs: tupl
     x = x_TK.flatten(0, -2)
     if x.stride(-1) != 1:
         x = x.contiguous()
-    M, K = x.shape
-    N = weight_NK.shape[0]
+    M, N = len(x), len(weight_NK)
     c = next(c for c in configs if c.rows >= M)
     out = torch.empty((M, N), dtype=x.dtype, device=x.device)
     if M:
-        linear_kernel[(triton.cdiv(M, c.block_m) * triton.cdiv(N, c.block_n),)](
-            x,
-            weight_NK,
-            bias_N,
-            out,
-            M,
-            N,
-            K,
-            x.stride(0),
-            weight_NK.stride(0),
-            EVEN_K=K % c.block_k == 0,
-            BLOCK_M=c.block_m,
-            BLOCK_N=c.block_n,
-            BLOCK_K=c.block_k,
-            GROUP=GROUP,
-            BIAS=bias_N is not None,
-            PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-            num_warps=c.warps,
-            num_stages=c.stages,
-            enable_fp_fusion=True,
-        )
+        grid = (triton.cdiv(M, c.block_m) * triton.cdiv(N, c.block_n),)
+        _launch(linear_kernel[grid], c, x, weight_NK, bias_N, out, M, x.stride(0))
     return out.view(*x_TK.shape[:-1], N)
+
+
+def warm_up(weight_NK: Tensor, bias_N: Tensor | None, configs: tuple[LinearConfig, ...]) -> None:
+    """Compile what ``linear`` may launch for a weight."""
+    dtype, K = weight_NK.dtype, weight_NK.shape[1]
+    for c in configs:
+        _launch(functools.partial(linear_kernel.warmup, grid=(1,)), c, dtype, weight_NK, bias_N, dtype, c.block_m, K)
+
+
+def _launch(
+    run: Callable[..., object],
+    c: LinearConfig,
+    x: Tensor | torch.dtype,
+    weight_NK: Tensor,
+    bias_N: Tensor | None,
+    out: Tensor | torch.dtype,
+    rows: int,
+    stride_x: int,
+) -> None:
+    N, K = weight_NK.shape
+    run(
+        x,
+        weight_NK,
+        bias_N,
+        out,
+        rows,
+        N,
+        K,
+        stride_x,
+        weight_NK.stride(0),
+        EVEN_K=K % c.block_k == 0,
+        BLOCK_M=c.block_m,
+        BLOCK_N=c.block_n,
+        BLOCK_K=c.block_k,
+        GROUP=GROUP,
+        BIAS=bias_N is not None,
+        PRECISION="ieee" if weight_NK.dtype == torch.float32 else "tf32",
+        num_warps=c.warps,
+        num_stages=c.stages,
+        enable_fp_fusion=True,
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from infer.device import CudaRecorder
 from infer.kernels.reference import ReferenceKernels
 from infer.protocols import Activation, AttentionSpec, Draws, Ragged, RecorderProtocol, Rotary
 from infer_kernels_triton import attention, elementwise, matmul, sampling
-from infer_kernels_triton.configs import config
+from infer_kernels_triton.configs import Config, configs
 
 WAVES = 2
 """Programs per multiprocessor that the segments of long sequences are shared among."""
@@ -27,7 +28,8 @@ class TritonKernels(ReferenceKernels):
     def __init__(self, device: torch.device, exact: bool = True) -> None:
         self._exact = exact
         self._device = device
-        self._config = config(device)
+        self._configs = configs(device)
+        self._met: set[Hashable] = set()
         self._programs = INTERPRETED_PROGRAMS
         if device.type == "cuda":
             self._programs = WAVES * torch.cuda.get_device_properties(device).multi_processor_count
@@ -35,10 +37,16 @@ class TritonKernels(ReferenceKernels):
     def recorder(self) -> RecorderProtocol | None:
         return CudaRecorder() if self._device.type == "cuda" else None
 
+    def pack(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> Any:
+        packed = super().pack(weight_NK, bias_N)
+        if self._exact:
+            matmul.warm_up(packed.weight_NK, packed.bias_N, self._config(weight_NK.dtype).linear)
+        return packed
+
     def linear(self, x_TK: Tensor, packed: Any) -> Tensor:
         if not self._exact:
             return super().linear(x_TK, packed)
-        return matmul.linear(x_TK, packed.weight_NK, packed.bias_N, self._config.linear)
+        return matmul.linear(x_TK, packed.weight_NK, packed.bias_N, self._config(x_TK.dtype).linear)
 
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float, unit_offset: bool = False) -> Tensor:
         return elementwise.rms_norm(x_TD, weight_D, eps, unit_offset)[0]
@@ -66,8 +74,18 @@ class TritonKernels(ReferenceKernels):
     def extend_attention(
         self, q_THE: Tensor, k_cache: Tensor, v_cache: Tensor, ragged: Ragged, spec: AttentionSpec
     ) -> Tensor:
-        tiles = next(c for c in self._config.attention if c.head_size >= spec.head_size)
-        return attention.extend_attention(q_THE, k_cache, v_cache, ragged, spec, tiles, self._programs)
+        tiles = next(c for c in self._config(q_THE.dtype).attention if c.head_size >= spec.head_size)
+        first = self._first("attention", q_THE.dtype, k_cache.shape[1], spec)
+        return attention.extend_attention(q_THE, k_cache, v_cache, ragged, spec, tiles, self._programs, first)
 
     def sample(self, logits_NV: Tensor, draws: Draws) -> Tensor:
-        return sampling.sample(logits_NV, draws)
+        return sampling.sample(logits_NV, draws, self._first("sample", logits_NV.shape[1]))
+
+    def _config(self, dtype: torch.dtype) -> Config:
+        return self._configs[dtype.itemsize]
+
+    def _first(self, *what: Hashable) -> bool:
+        """Whether this is new: then every variant of it is compiled at once, and none while somebody waits."""
+        new = what not in self._met
+        self._met.add(what)
+        return new

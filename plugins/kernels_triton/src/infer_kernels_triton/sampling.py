@@ -9,6 +9,9 @@ Shapes: N rows, V vocabulary.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -105,43 +108,51 @@ def sample_kernel(
                 x, key = _load(logits_ptr, begin, V, BLOCK)
                 weight = tl.exp((x - top) / heat)
                 kept = (key >= threshold) & (weight >= min_p) & (weight > 0.0)
-                total += tl.sum(tl.where(kept, weight, 0.0)).to(tl.float64)
+                total += tl.sum(tl.where(kept, weight, 0.0).to(tl.float64))
                 last = tl.maximum(last, tl.max(tl.where(kept, begin + index, 0)))
-            # The first token whose cumulative weight passes the target: as many as do not reach it come before.
+            # The first kept token whose cumulative weight passes the target; rounding alone may leave none.
             target = tl.load(uniform_ptr + row) * total
             before = tl.zeros([], tl.float64)
-            drawn = tl.zeros([], tl.int32)
+            token = last
             for begin in range(0, V, BLOCK):
                 x, key = _load(logits_ptr, begin, V, BLOCK)
                 weight = tl.exp((x - top) / heat)
                 kept = (key >= threshold) & (weight >= min_p) & (weight > 0.0)
-                weight = tl.where(kept, weight, 0.0)
-                cumulative = before + tl.cumsum(weight.to(tl.float64))
-                drawn += tl.sum((cumulative <= target).to(tl.int32))
-                before += tl.sum(weight).to(tl.float64)
-            token = tl.minimum(drawn, last)  # sums of another order may fall short of the target by a rounding
+                weight = tl.where(kept, weight, 0.0).to(tl.float64)
+                passed = kept & (before + tl.cumsum(weight) > target)
+                token = tl.minimum(token, tl.min(tl.where(passed, begin + index, last)))
+                before += tl.sum(weight)
     tl.store(token_ptr + row, tl.where(finite, token, -1).to(tl.int64))
 
 
-def sample(logits_NV: Tensor, draws: Draws) -> Tensor:
-    """``KernelsProtocol.sample``."""
+def sample(logits_NV: Tensor, draws: Draws, first: bool) -> Tensor:
+    """``KernelsProtocol.sample``. The ``first`` time, what any draws may need is compiled."""
     N, V = logits_NV.shape
     token_N = torch.empty(N, dtype=torch.int64, device=logits_NV.device)
-    sample_kernel[(N,)](
-        logits_NV,
-        draws.temperature_N,
-        draws.top_k_N,
-        draws.top_p_N,
-        draws.min_p_N,
-        draws.uniform_N,
-        token_N,
-        logits_NV.stride(0),
-        V,
-        GREEDY=draws.greedy,
-        RANKED=draws.ranked,
-        BITS=SIGNIFICANT[logits_NV.dtype],
-        BLOCK=min(BLOCK, triton.next_power_of_2(V)),
-        num_warps=8,
-        enable_fp_fusion=True,
-    )
+
+    def launch(run: Callable[..., object], logits: Tensor | torch.dtype, greedy: bool, ranked: bool) -> None:
+        dtype = logits if isinstance(logits, torch.dtype) else logits.dtype
+        run(
+            logits,
+            draws.temperature_N,
+            draws.top_k_N,
+            draws.top_p_N,
+            draws.min_p_N,
+            draws.uniform_N,
+            token_N,
+            logits_NV.stride(0),
+            V,
+            GREEDY=greedy,
+            RANKED=ranked,
+            BITS=SIGNIFICANT[dtype],
+            BLOCK=min(BLOCK, triton.next_power_of_2(V)),
+            num_warps=8,
+            enable_fp_fusion=True,
+        )
+
+    if first:
+        for dtype in {logits_NV.dtype, torch.float32}:  # edited logits are of the latter
+            for greedy, ranked in ((True, False), (False, False), (False, True)):
+                launch(functools.partial(sample_kernel.warmup, grid=(1,)), dtype, greedy, ranked)
+    launch(sample_kernel[(N,)], logits_NV, draws.greedy, draws.ranked and not draws.greedy)
     return token_N
