@@ -1,4 +1,4 @@
-# make install | serve [PORT=8000] | test | test-all | mutants | test-clients | lint | bench | dist
+# make install | serve [PORT=8000] | test | test-all | mutants | test-clients | lint | bench | dist | gpu-box | gpu-dry-run
 VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?= python3
@@ -10,7 +10,7 @@ CLIENTS := aiperf==0.13.0 guidellm==0.8.1 lm-eval[api]==0.4.13
 PACKAGES := core bundle $(wildcard plugins/*)
 STAMP := $(VENV)/.installed
 
-.PHONY: install serve test test-all mutants test-clients lint bench dist
+.PHONY: install serve test test-all mutants test-clients lint bench dist gpu-box gpu-dry-run
 
 install: $(STAMP)
 
@@ -61,3 +61,19 @@ bench: install
 dist: install
 	rm -rf dist
 	for package in $(PACKAGES); do (cd $$package && $(CURDIR)/$(BIN)/python -m hatchling build -d $(CURDIR)/dist) || exit 1; done
+
+# For a bare GPU machine without a network: benchmarks/README.md.
+GPU_BOX := .gpu-box
+GPU_PYTHON ?= python3.12
+
+gpu-box: install
+	$(BIN)/python -m benchmarks.gpu.pack $(GPU_BOX)
+
+gpu-dry-run: gpu-box $(VENV)/bare/.installed
+	# The very same script, in an environment that has what the bare machine has and nothing else.
+	OUT=$(GPU_BOX)/out $(VENV)/bare/bin/python $(GPU_BOX)/box.py --dry --work $(GPU_BOX)/work
+
+$(VENV)/bare/.installed: benchmarks/gpu/bare.txt
+	$(GPU_PYTHON) -m venv $(VENV)/bare
+	$(VENV)/bare/bin/python -m pip install --quiet --requirement $<
+	touch $@

@@ -9,6 +9,14 @@ import torch
 # Tiny tensors gain nothing from a second thread, and its spinning costs whatever runs beside.
 torch.set_num_threads(1)
 
+
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """Where pytest-asyncio is not installed, its settings in pyproject.toml are no mistake."""
+    if not pluginmanager.hasplugin("asyncio"):
+        for name in ("asyncio_mode", "asyncio_default_fixture_loop_scope"):
+            parser.addini(name, "of pytest-asyncio, which is not installed")
+
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined: before any of them is imported
 

@@ -1,4 +1,4 @@
-"""python -m benchmarks.gpu [--only kernels|models] [--shape NAME ...] [--json FILE]"""
+"""python -m benchmarks.gpu [--only kernels|models] [--shape NAME ...] [--products exact|vendor] [--json FILE]"""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from benchmarks.gpu import kernels, models
+from benchmarks.gpu.dry import DRY, SHAPES
 from benchmarks.gpu.timing import Ceilings
-from benchmarks.shapes import CONFIGS
 
 from infer.bench import machine
 
@@ -33,16 +33,21 @@ def _cell(value: Any) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description="Kernels and models on this GPU.")
     parser.add_argument("--only", choices=["kernels", "models"])
-    parser.add_argument("--shape", action="append", choices=list(CONFIGS), help="may be repeated; default: all")
+    parser.add_argument("--shape", action="append", choices=list(SHAPES), help="may be repeated; default: all")
+    parser.add_argument("--products", choices=["exact", "vendor"], help="of the models; default: both")
     parser.add_argument("--json", type=Path, help="write all figures here, as they come")
     args = parser.parse_args()
-    if not torch.cuda.is_available():
+    if not DRY and not torch.cuda.is_available():
         print("benchmarks.gpu: torch sees no GPU here.", file=sys.stderr)
         return 1
     ceilings = Ceilings.measure()
     import triton
 
-    device = {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "triton": triton.__version__}
+    device = {
+        "gpu": "none" if DRY else torch.cuda.get_device_name(),
+        "cuda": torch.version.cuda,
+        "triton": triton.__version__,
+    }
     report: dict[str, Any] = {"machine": machine() | device, "ceilings": asdict(ceilings), "kernels": {}, "models": {}}
     print(f"{device['gpu']}: {ceilings.bandwidth / 1e9:.0f} GB/s, {ceilings.flops / 1e12:.0f} TFLOP/s in bf16")
 
@@ -50,8 +55,8 @@ def main() -> int:
         if args.json:
             args.json.write_text(json.dumps(report, indent=1))
 
-    for name in args.shape or CONFIGS:
-        config = dict(CONFIGS[name])
+    for name in args.shape or SHAPES:
+        config = SHAPES[name]
         if args.only != "models":
             report["kernels"][name] = list(kernels.measure(config, ceilings))
             print(f"\n{name}: kernels")
@@ -59,7 +64,7 @@ def main() -> int:
             save()
         if args.only != "kernels":
             report["models"][name] = found = {}
-            for exact in (True, False):
+            for exact in (True, False) if args.products is None else (args.products == "exact",):
                 figures = found["exact" if exact else "vendor's products"] = models.measure(config, ceilings, exact)
                 products = "row-exact" if exact else "the vendor's"
                 print(f"\n{name}: {products} products; exact: {figures['exact']}; ready in {figures['ready s']:.1f} s")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from benchmarks.gpu.dry import DEVICE, DRY
 from benchmarks.gpu.timing import Ceilings, Run, seconds
 from benchmarks.shapes import Costs
 from torch import Tensor
@@ -14,16 +15,16 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from infer.protocols import AttentionSpec, Draws, Ragged, Rotary
 from infer_kernels_triton.provider import TritonKernels
 
-ROWS = (1, 8, 32, 128, 256, 2048, 8192)
-DECODES = ((1, 1024), (8, 1024), (32, 1024), (128, 1024), (256, 1024), (1, 8192), (8, 8192))
+ROWS = (1, 20) if DRY else (1, 8, 32, 128, 256, 2048, 8192)
+DECODES = ((2, 32),) if DRY else ((1, 1024), (8, 1024), (32, 1024), (128, 1024), (256, 1024), (1, 8192), (8, 8192))
 """Sequences and positions of each."""
-PREFILLS = (512, 2048, 8192)
-TOKENS = (1, 256, 8192)
+PREFILLS = (32,) if DRY else (512, 2048, 8192)
+TOKENS = (1, 3) if DRY else (1, 256, 8192)
 BLOCK_SIZE = 16
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randn(shape, device="cuda").to(dtype)
+    return torch.randn(shape, device=DEVICE).to(dtype)
 
 
 def entry(
@@ -42,7 +43,7 @@ def entry(
 
 def measure(config: dict[str, Any], ceilings: Ceilings) -> Iterator[dict[str, Any]]:
     """One line per kernel and size."""
-    costs, kernels = Costs(config), TritonKernels(torch.device("cuda"))
+    costs, kernels = Costs(config), TritonKernels(DEVICE)
     yield from _linear(costs, kernels, ceilings)
     yield from _attention(costs, kernels, ceilings)
     yield from _elementwise(costs, kernels, ceilings)
@@ -57,13 +58,16 @@ def _linear(costs: Costs, kernels: TritonKernels, ceilings: Ceilings) -> Iterato
                 continue
             nbytes = 2 * (n * k + rows * (n + k))
 
-            def make(product: Callable[[Tensor, Tensor], Tensor], rows: int = rows, n: int = n, k: int = k) -> Run:
-                x, weight = randn(rows, k), randn(n, k)
-                return lambda: product(x, weight)
+            def ours(rows: int = rows, n: int = n, k: int = k) -> Run:
+                x, packed = randn(rows, k), kernels.pack(randn(n, k))
+                return lambda: kernels.linear(x, packed)
 
-            ours = seconds(lambda: make(lambda x, w: kernels.linear(x, kernels.pack(w))), nbytes)
-            torchs = seconds(lambda: make(linear), nbytes)
-            yield entry(ceilings, f"linear {name}", f"{rows}x{n}x{k}", nbytes, 2 * rows * n * k, ours, torchs)
+            def torchs(rows: int = rows, n: int = n, k: int = k) -> Run:
+                x, weight = randn(rows, k), randn(n, k)
+                return lambda: linear(x, weight)
+
+            own, other = seconds(ours, nbytes), seconds(torchs, nbytes)
+            yield entry(ceilings, f"linear {name}", f"{rows}x{n}x{k}", nbytes, 2 * rows * n * k, own, other)
 
 
 def ragged(lens: list[int], starts: list[int], blocks: int) -> Ragged:
@@ -78,10 +82,10 @@ def ragged(lens: list[int], starts: list[int], blocks: int) -> Ragged:
         starts=tuple(starts),
         lens=tuple(lens),
         offsets=tuple(offsets.tolist()),
-        starts_B=torch.tensor(starts, dtype=torch.int32, device="cuda"),
-        offsets_B1=offsets.int().cuda(),
-        block_table_BP=table.int().cuda(),
-        flat_T=flat.cuda(),
+        starts_B=torch.tensor(starts, dtype=torch.int32, device=DEVICE),
+        offsets_B1=offsets.int().to(DEVICE),
+        block_table_BP=table.int().to(DEVICE),
+        flat_T=flat.to(DEVICE),
     )
 
 
@@ -140,7 +144,7 @@ def _elementwise(costs: Costs, kernels: TritonKernels, ceilings: Ceilings) -> It
             angles = randn(tokens, E // 2, dtype=torch.float32)
             rotary = Rotary(angles, angles)
             caches = [randn(tokens // BLOCK_SIZE + 1, BLOCK_SIZE, K, E) for _ in range(2)]
-            flat = torch.randperm(tokens, device="cuda")
+            flat = torch.randperm(tokens, device=DEVICE)
             return lambda: kernels.rope_store_kv(q, k, v, rotary, caches[0], caches[1], flat)
 
         def gated(tokens: int = tokens) -> Run:
@@ -158,21 +162,21 @@ def _elementwise(costs: Costs, kernels: TritonKernels, ceilings: Ceilings) -> It
 
 def _sampling(costs: Costs, kernels: TritonKernels, ceilings: Ceilings) -> Iterator[dict[str, Any]]:
     V = costs.vocab_size
-    for rows in (1, 32, 256):
+    for rows in (2,) if DRY else (1, 32, 256):
         for name, temperature, top_k, top_p in (("greedy", 0, 0, 1), ("drawn", 1, 0, 1), ("top-k, top-p", 1, 50, 0.9)):
 
             def make(
                 rows: int = rows, temperature: float = temperature, top_k: int = top_k, top_p: float = top_p
             ) -> Run:
                 def full(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
-                    return torch.full((rows,), value, dtype=dtype, device="cuda")
+                    return torch.full((rows,), value, dtype=dtype, device=DEVICE)
 
                 draws = Draws(
                     full(temperature),
                     full(top_k, torch.int64),
                     full(top_p),
                     full(0),
-                    torch.rand(rows, dtype=torch.float64, device="cuda"),
+                    torch.rand(rows, dtype=torch.float64, device=DEVICE),
                     greedy=temperature == 0,
                     ranked=top_k > 0,
                 )

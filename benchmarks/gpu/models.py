@@ -8,24 +8,25 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.gpu.dry import DEVICE, DRY
 from benchmarks.gpu.timing import Ceilings
 from benchmarks.shapes import Costs, write
 from benchmarks.steps import Steps, decode_gaps
 
 from infer import LLM, SamplingParams
 
-BATCHES = (1, 8, 32, 128, 256)
-CONTEXT = 1024
-DECODED = 192
-OFFLINE = (256, 1024, 1024)
+BATCHES = (1, 2) if DRY else (1, 8, 32, 128, 256)
+CONTEXT = 16 if DRY else 1024
+DECODED = 8 if DRY else 192
+OFFLINE = (2, 16, 48) if DRY else (256, 1024, 1024)
 """Requests, prompt tokens, new tokens."""
-PROFILED_S = 1.0
+PROFILED_S = 0.01 if DRY else 1.0
 
 
 def prompts(count: int, length: int, vocab_size: int, seed: int) -> list[list[int]]:
@@ -46,14 +47,8 @@ def engine(config: Mapping[str, Any], device: str, **sections: Mapping[str, Any]
             plugins=[steps],
             **{"model": {"load_format": "dummy", "device": device}, **sections},
         )
-    try:
-        with llm:
-            yield llm, steps
-    finally:
-        del llm
-        gc.collect()
-        if device == "cuda":
-            torch.cuda.empty_cache()
+    with llm:
+        yield llm, steps
 
 
 def decode(llm: LLM, steps: Steps, costs: Costs, batch: int, ceilings: Ceilings | None) -> dict[str, Any]:
@@ -112,35 +107,51 @@ def busy(llm: LLM, costs: Costs, batch: int) -> dict[str, Any]:
     ]
     for handle in handles:
         next(iter(handle.events()))
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+    with profile(activities=[ProfilerActivity.CPU if DRY else ProfilerActivity.CUDA]) as seen:
         time.sleep(PROFILED_S)
     for handle in handles:
         handle.abort()
         for _ in handle.events():
             pass
     spans = sorted((e.time_range.start, e.time_range.end) for e in seen.events() if e.device_type == DeviceType.CUDA)
-    covered, reached = 0.0, spans[0][0]
+    return {"sequences": batch, "device busy": covered(spans)}
+
+
+def covered(spans: Sequence[tuple[float, float]]) -> float | None:
+    """The part of the time from the first span's start to the last one's end that lies in any; None where a profile has
+    seen nothing. ``spans`` ascend by start."""
+    if not spans:
+        return None
+    inside, reached = 0.0, spans[0][0]
     for start, end in spans:
-        covered += max(0.0, end - max(start, reached))
+        inside += max(0.0, end - max(start, reached))
         reached = max(reached, end)
-    return {"sequences": batch, "device busy": covered / (reached - spans[0][0])}
+    return inside / (reached - spans[0][0]) if reached > spans[0][0] else None
 
 
 def measure(config: Mapping[str, Any], ceilings: Ceilings, exact: bool) -> dict[str, Any]:
-    """All figures of one model."""
+    """All figures of one model, whose memory is free again afterwards."""
+    try:
+        return _measure(config, ceilings, exact)
+    finally:  # not sooner: whoever is within a ``with`` statement still holds what it is about
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _measure(config: Mapping[str, Any], ceilings: Ceilings, exact: bool) -> dict[str, Any]:
     costs = Costs(config)
     sections: dict[str, Mapping[str, Any]] = {
         "engine": {"max_batch_size": max(BATCHES), "max_seq_len": sum(OFFLINE[1:]), "max_tokens_per_step": 8192},
-        "kernels": {"backend": "triton", "triton": {"exact": exact}},
+        "kernels": {"backend": "reference"} if DRY else {"backend": "triton", "triton": {"exact": exact}},
     }
     began = time.perf_counter()
-    with engine(config, "cuda", **sections) as (llm, steps):
+    with engine(config, DEVICE.type, **sections) as (llm, steps):
         ready = time.perf_counter() - began
         llm.generate(prompts(2, CONTEXT, costs.vocab_size, 0), exactly(8))  # compiles what is not yet
         return {
             "exact": llm.served.exact,
             "ready s": ready,
             "decode": [decode(llm, steps, costs, batch, ceilings) for batch in BATCHES],
-            "busy": [busy(llm, costs, batch) for batch in (1, 32)],
+            "busy": [busy(llm, costs, batch) for batch in ((1,) if DRY else (1, 32))],
             "offline": offline(llm, steps, costs, ceilings),
         }

@@ -8,20 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.shapes import CONFIGS, write
+from benchmarks.gpu.dry import DEVICE, DRY, SHAPES
+from benchmarks.shapes import write
 
 from infer import LLM, SamplingParams
 from infer.hookspecs import RequestRecord, hookimpl
 
-DEVICE = "cuda"
-LAYERS, LONGEST = 4, 1536
+LAYERS, LONGEST = 2 if DRY else 4, 1536
+GRAPHS = "auto" if DRY else "on"
 PLAIN: Mapping[str, Mapping[str, Any]] = {
     "cache": {"backend": "slotted"},
     "engine": {"max_batch_size": 1, "use_chunked_prefill": False, "graphs": "off"},
 }
 CROWDED: Mapping[str, Mapping[str, Any]] = {
     "cache": {"backend": "paged", "paged": {"num_blocks": 220}},
-    "engine": {"max_batch_size": 12, "prefill_chunk_size": 96, "graphs": "on"},
+    "engine": {"max_batch_size": 12, "prefill_chunk_size": 96, "graphs": GRAPHS},
 }
 VARIANTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "crowded": CROWDED,
@@ -73,7 +74,7 @@ def traffic(vocab_size: int) -> list[tuple[list[int], SamplingParams]]:
 
 def answers(folder: Path, sections: Mapping[str, Mapping[str, Any]]) -> tuple[list[Any], list[RequestRecord]]:
     finished = Finished()
-    model = {"load_format": "dummy", "device": DEVICE}
+    model = {"load_format": "dummy", "device": DEVICE.type}
     engine = {"max_seq_len": LONGEST, **sections["engine"]}
     with LLM(str(folder), plugins=[finished], model=model, **{**sections, "engine": engine}) as llm:
         assert llm.served.exact
@@ -85,7 +86,7 @@ def answers(folder: Path, sections: Mapping[str, Mapping[str, Any]]) -> tuple[li
 
 @pytest.mark.parametrize("name", ["Llama-3.2-1B", "Qwen3-0.6B", "Gemma-3-1B"])
 def test_answers_do_not_depend_on_how_they_are_served(name: str, tmp_path: Path) -> None:
-    folder = write(tmp_path, {**CONFIGS[name], "num_hidden_layers": LAYERS})
+    folder = write(tmp_path, {**SHAPES[name], "num_hidden_layers": LAYERS})
     expected, _ = answers(folder, PLAIN)
     for variant, sections in VARIANTS.items():
         found, records = answers(folder, sections)

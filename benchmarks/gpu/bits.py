@@ -1,0 +1,118 @@
+"""python -m benchmarks.gpu.bits [--json FILE]: which ways to multiply give the same bits, and from how many rows on.
+
+Each way multiplies the same rows; what is counted is how many of them equal, bit for bit, those of the provider's own
+product. Where all rows of a way are equal, it may take the provider's place for so many rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmarks.gpu.dry import DEVICE, DRY, SHAPES
+from benchmarks.gpu.timing import Run, seconds
+from benchmarks.shapes import Costs
+from torch import Tensor
+
+from infer_kernels_triton.configs import MANY, LinearConfig
+from infer_kernels_triton.matmul import linear
+from infer_kernels_triton.provider import TritonKernels
+
+Product = Callable[[Tensor, Tensor], Tensor]
+ROWS = (1, 2, 3) if DRY else (1, 2, 8, 16, 17, 32, 64, 65, 128, 256, 512, 2048)
+SIZES = sorted(set(Costs(SHAPES["Llama-3.2-1B"]).linear_shapes.values()))[: 1 if DRY else None]
+
+
+def cancelling(rows: int, columns: int, seed: int) -> Tensor:
+    """Values over many magnitudes: another order of adding gives other bits."""
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    x = torch.randn(rows, columns, device=DEVICE, generator=generator)
+    return (x * torch.exp2(8 * torch.randn(rows, columns, device=DEVICE, generator=generator))).to(torch.bfloat16)
+
+
+def tiled(block_m: int, block_n: int, block_k: int = 64, warps: int = 4) -> Product:
+    config = LinearConfig(MANY, block_m, block_n, block_k, warps, stages=1 if DRY else 3)
+    return lambda x, weight: linear(x, weight, None, (config,))
+
+
+def swapped(product: Product) -> Product:
+    """The weight's rows in the place of the input's: few input rows then fill the narrow side of a tile."""
+    return lambda x, weight: product(weight, x).T.contiguous()
+
+
+def vendors(library: str, split_k: bool) -> Product:
+    """torch's own; without ``split_k``, sums stay in one piece."""
+
+    def product(x: Tensor, weight: Tensor) -> Tensor:
+        if DRY:
+            return torch.nn.functional.linear(x, weight)
+        matmul = torch.backends.cuda.matmul
+        before = torch.backends.cuda.preferred_blas_library()
+        try:
+            torch.backends.cuda.preferred_blas_library(library)
+            matmul.allow_bf16_reduced_precision_reduction = True if split_k else (False, False)
+            return torch.nn.functional.linear(x, weight)
+        finally:
+            torch.backends.cuda.preferred_blas_library(before)
+            matmul.allow_bf16_reduced_precision_reduction = True
+
+    return product
+
+
+def ways() -> dict[str, Product]:
+    """Tiles of 16 and 32 rows are mma.sync everywhere; from 64 on, Hopper has wgmma and Blackwell tcgen05."""
+    found = {f"tile {m}x{n}": tiled(m, n) for m, n in ((16, 32), (32, 32), (64, 16), (64, 32), (64, 64), (64, 128))}
+    found |= {
+        "tile 64x256": tiled(64, 256),
+        "tile 128x256": tiled(128, 256, warps=8),
+        "tile 64x32x128": tiled(64, 32, 128),
+    }
+    found |= {f"swapped 64x{n}": swapped(tiled(64, n)) for n in (16, 32, 64)}
+    for library in ("cublas", "cublaslt"):
+        found |= {library: vendors(library, True), f"{library} without split-K": vendors(library, False)}
+    return found
+
+
+def always(run: Run) -> Callable[[], Run]:
+    return lambda: run
+
+
+def compare(n: int, k: int) -> Iterator[dict[str, Any]]:
+    kernels = TritonKernels(DEVICE)
+    x, weight = cancelling(ROWS[-1], k, 1), cancelling(n, k, 2)
+    packed = kernels.pack(weight)
+    expected = kernels.linear(x, packed)
+    for name, product in {"provider": lambda x, _: kernels.linear(x, packed), **ways()}.items():
+        for rows in ROWS:
+            line: dict[str, Any] = {"way": name, "size": f"{rows}x{n}x{k}"}
+            try:
+                same = (product(x[:rows], weight) == expected[:rows]).all(dim=1)
+                line["rows equal"] = f"{int(same.sum())}/{rows}"
+                line["us"] = None if DRY else 1e6 * seconds(always(partial(product, x[:rows], weight)), 2 * n * k, 0.02)
+            except Exception as error:  # one way that cannot be had says nothing about the others
+                line["error"] = f"{type(error).__name__}: {error}"[:300]
+            yield line
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.bits")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    found = []
+    for n, k in SIZES:
+        for line in compare(n, k):
+            found.append(line)
+            print(*line.values(), sep="  ", flush=True)
+            if args.json:
+                args.json.write_text(json.dumps(found, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

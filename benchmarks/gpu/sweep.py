@@ -1,0 +1,104 @@
+"""python -m benchmarks.gpu.sweep [--json FILE]: tiles of products and attention beside those of the table."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmarks.gpu.dry import DEVICE, DRY, SHAPES
+from benchmarks.gpu.kernels import ragged, randn
+from benchmarks.gpu.timing import Run, seconds
+from benchmarks.shapes import Costs
+
+from infer.protocols import AttentionSpec
+from infer_kernels_triton import attention, matmul
+from infer_kernels_triton.configs import MANY, AttentionConfig, LinearConfig, configs
+
+SHAPE = "Llama-3.2-1B"
+ROWS = (2,) if DRY else (1, 16, 64, 256, 4096)
+ATTENTION = (((1,), (40,)),) if DRY else (((1,) * 8, (1023,) * 8), ((1,) * 128, (1023,) * 128), ((4096,), (0,)))
+"""Lengths and starts of batches."""
+
+
+def linears() -> Iterator[LinearConfig]:
+    if DRY:
+        yield LinearConfig(MANY, 16, 16, 32, 1, 1)
+        return
+    for m, n, k, stages in itertools.product((64, 128), (16, 32, 64, 128, 256), (64, 128), (3, 4, 6)):
+        if (m + n) * k * 2 * stages <= 220 * 1024 and m * n <= 128 * 256:
+            yield LinearConfig(MANY, m, n, k, 8 if m * n > 128 * 128 else 4, stages)
+
+
+def attentions(base: AttentionConfig) -> Iterator[AttentionConfig]:
+    for block_m, warps, stages in ((64, 4, 2), (64, 4, 3), (64, 4, 4), (64, 8, 2), (128, 8, 2), (128, 8, 3)):
+        yield replace(base, block_m=block_m, warps=warps, stages=stages)
+
+
+def measure() -> Iterator[dict[str, Any]]:
+    costs, own = Costs(SHAPES[SHAPE]), configs(DEVICE)[2]
+    for (name, (n, k)), rows in itertools.product(costs.linear_shapes.items(), ROWS):
+        nbytes = 2 * (n * k + rows * (n + k))
+        table = next(c for c in own.linear if c.rows >= rows)
+        for config in (table, *linears()):
+
+            def product(config: LinearConfig = config, rows: int = rows, n: int = n, k: int = k) -> Run:
+                x, weight = randn(rows, k), randn(n, k)
+                return lambda: matmul.linear(x, weight, None, (replace(config, rows=MANY),))
+
+            yield timed(f"linear {name}", f"{rows}x{n}x{k}", config, config is table, product, nbytes)
+    H, K, E = costs.num_attention_heads, costs.num_key_value_heads, costs.head_dim
+    spec = AttentionSpec(H, K, E, E**-0.5)
+    base = next(c for c in own.attention if c.head_size >= E)
+    programs = 4 if DRY else 2 * torch.cuda.get_device_properties(DEVICE).multi_processor_count
+    for lens, starts in ATTENTION:
+        longest = max(start + length for start, length in zip(starts, lens, strict=True))
+        blocks = len(lens) * -(-longest // 16)
+        nbytes = 4 * K * E * sum(start + length for start, length in zip(starts, lens, strict=True))
+        for tiles in (base, *attentions(base)):
+
+            def attend(
+                tiles: AttentionConfig = tiles,
+                lens: tuple[int, ...] = lens,
+                starts: tuple[int, ...] = starts,
+                blocks: int = blocks,
+            ) -> Run:
+                k, v = (randn(blocks, 16, K, E) for _ in range(2))
+                where, q = ragged(list(lens), list(starts), blocks), randn(sum(lens), H, E)
+                return lambda: attention.extend_attention(q, k, v, where, spec, tiles, programs, first=False)
+
+            yield timed("attention", f"{len(lens)} of {lens[0]} at {starts[0]}", tiles, tiles is base, attend, nbytes)
+
+
+def timed(
+    what: str, size: str, config: LinearConfig | AttentionConfig, table: bool, make: Any, nbytes: int
+) -> dict[str, Any]:
+    line = {"kernel": what, "size": size, "table": table, **asdict(config)}
+    try:
+        line["us"] = seconds(make, nbytes, 0.02) * 1e6
+    except Exception as error:  # a tile that does not fit says nothing about the others
+        line["error"] = f"{type(error).__name__}: {error}"[:200]
+    return line
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.sweep")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    found = []
+    for line in measure():
+        found.append(line)
+        print(*line.values(), sep="  ", flush=True)
+        if args.json:
+            args.json.write_text(json.dumps(found, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
