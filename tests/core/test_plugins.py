@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from infer import LLM, PLUGIN_API, PluginError, SamplingParams, SettingsError, cli, hookimpl
+from infer import LLM, PLUGIN_API, EngineDeadError, PluginError, SamplingParams, SettingsError, cli, hookimpl
 from infer.engine.schedulers import ContinuousScheduler
 from infer.engine.sequence import Schedule
 from infer.hookspecs import (
@@ -406,7 +406,6 @@ class Twice(ContinuousScheduler):
 
 
 def test_the_engine_asks_a_plugins_plan_before_it_follows_it(caplog: pytest.LogCaptureFixture) -> None:
-    with LLM("demo", plugins=[Hasty()], engine={"batching_mode": "hasty"}, kernels={"threads": 1}) as llm:
-        (answer,) = llm.generate("def ", SamplingParams(max_tokens=3))
-    assert answer.finish_reason == "error"
-    assert "The scheduler plugin 'hasty' of Hasty planned" in str(answer.error)
+    llm = LLM("demo", plugins=[Hasty()], engine={"batching_mode": "hasty"}, kernels={"threads": 1})
+    with llm, pytest.raises(EngineDeadError, match="The scheduler plugin 'hasty' of Hasty planned"):
+        llm.generate("def ", SamplingParams(max_tokens=3))

@@ -242,6 +242,11 @@ class Grammars:
                 self._kept.popitem(last=False)
                 del sizes[0]
 
+    def prepare(self) -> None:
+        """Make what would hold up whoever asks first."""
+        if self._eos_token_ids:
+            self.tokenizer  # noqa: B018
+
     @functools.cached_property
     def tokenizer(self) -> LLTokenizer:
         """Making it takes about a second with a large vocabulary, and holds the interpreter."""

@@ -21,7 +21,7 @@ class Compiler:
 
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars
-        grammars.tokenizer  # noqa: B018  (made now: it would hold up every stream)
+        grammars.prepare()  # now, since it would hold up every stream
         self._child = Child(
             Grammars.__module__, lambda: json.dumps(grammars.vocabulary).encode(), seconds=SECONDS, memory=MEMORY
         )
