@@ -241,3 +241,5 @@ class Event(NamedTuple):
     error: str | None = None
     num_cached: int = 0
     """Prompt tokens that the cache already held."""
+    param: str | None = None
+    """Which of the request's parameters is to blame for the error, where one is."""

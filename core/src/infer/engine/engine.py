@@ -204,8 +204,10 @@ class Engine:
     def _take(self, live: _Live, sequence: Sequence, token: int | None, logprobs: TokenLogprobs | None) -> Event:
         """Fill in a sequence's oldest pending token and see whether it is the last."""
         if token is None:
-            fault = sequence.steering.fault if sequence.steering else None
-            return self._end(live, "error", error=fault or NOT_FINITE)
+            steering = sequence.steering
+            if steering is None or steering.fault is None:
+                return self._end(live, "error", error=NOT_FINITE)
+            return self._end(live, "error", Event(sequence.id, param=steering.blamed), error=steering.fault)
         tokens, pending = sequence.tokens, sequence.pending
         tokens[-pending] = token
         sequence.pending = pending = pending - 1

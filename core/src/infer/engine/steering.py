@@ -117,6 +117,11 @@ class Steering:
             return self._fault
         return f"The structured output gave up: {self._matcher.fault}"
 
+    @property
+    def blamed(self) -> str | None:
+        """The request's parameter whose fault it is, if it is one's."""
+        return None if self._fault is not None or self.fault is None else "structured_outputs"
+
     def _see(self, token: int, answer: bool) -> None:
         if self._params.repetition_penalty != 1:
             row = self._place(token)

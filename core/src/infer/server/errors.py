@@ -52,6 +52,21 @@ def error_body(message: str, type: str, *, param: str | None = None, code: str |
     return {"error": {"message": message, "type": type, "param": param and param[:MAX_PARAM], "code": code}}
 
 
+def error_of(request: web.Request, error: Exception, kind: str | None = None) -> dict[str, Any]:
+    """The body for an error, in the words that the client used. ``kind`` is its type; None tells it from the error."""
+    message, param, code = str(error), None, None
+    if isinstance(error, RequestError):
+        param, code = error.param, error.code
+        if param is not None and (asked := request.get(ASKED)) is not None:
+            said = asked.said(param)
+            if "_" in param:  # else it may be a plain word of the sentence
+                message = re.sub(rf"\b{re.escape(param)}\b", said, message)
+            param = said
+    if kind is None:
+        kind = "invalid_request_error" if isinstance(error, RequestError) else "server_error"
+    return error_body(message, kind, param=param, code=code)
+
+
 @web.middleware
 async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Turn whatever goes wrong into JSON with the right status, and show the request's id."""
@@ -104,15 +119,7 @@ def _response(request: web.Request, error: Exception) -> web.Response:
         case _:
             log.error("request %s failed", request[REQUEST_ID], exc_info=error)
             status, kind = 500, "server_error"
-    message, param, code = str(error), None, None
-    if isinstance(error, RequestError):
-        param, code = error.param, error.code
-        if param is not None and (asked := request.get(ASKED)) is not None:
-            said = asked.said(param)
-            if "_" in param:  # else it may be a plain word of the sentence
-                message = re.sub(rf"\b{re.escape(param)}\b", said, message)
-            param = said
-    response = web.json_response(error_body(message, kind, param=param, code=code), status=status, headers=headers)
+    response = web.json_response(error_of(request, error, kind), status=status, headers=headers)
     if isinstance(error, UnreadableError):
         response.force_close()
     return response

@@ -21,7 +21,7 @@ from infer.errors import EngineDeadError, InferError, RequestError
 from infer.llm import Completion
 from infer.request import Event, Request, SamplingParams, TokenLogprobs
 from infer.server.compiling import Compiler
-from infer.server.errors import ASKED, REQUEST_ID, NotFoundError, UnreadableError, error_body
+from infer.server.errors import ASKED, REQUEST_ID, NotFoundError, UnreadableError, error_of
 from infer.server.reading import Reader
 from infer.server.rendering import Renderer
 from infer.server.schemas import Body
@@ -229,7 +229,7 @@ class Service:
                         name = b"event: " + frame["type"].encode() + b"\n" if named else b""
                         await self._write(http, response, name + b"data: " + ENCODE(frame).encode() + b"\n\n")
                 except InferError as error:
-                    body = error_body(str(error), "server_error")
+                    body = error_of(http, error)
                     if named:
                         body = {"type": "error", "sequence_number": 0, **body["error"]}
                     await self._write(http, response, b"data: " + ENCODE(body).encode() + b"\n\n")
@@ -270,7 +270,7 @@ class Service:
 
 def raise_if_failed(event: Event) -> None:
     if event.finish_reason == "error":
-        raise InferError(event.error)
+        raise InferError(event.error) if event.param is None else RequestError(str(event.error), param=event.param)
     if event.finish_reason == "abort":
         raise EngineDeadError(SHUTTING_DOWN)
 
