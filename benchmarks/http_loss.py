@@ -45,6 +45,7 @@ def request(address: tuple[str, int], prompt: list[int]) -> socket.socket:
     lines = [
         "POST /v1/completions HTTP/1.1",
         f"Host: {address[0]}",
+        "Content-Type: application/json",
         "Connection: close",
         f"Content-Length: {len(data)}",
     ]
