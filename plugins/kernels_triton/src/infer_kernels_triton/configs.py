@@ -86,6 +86,14 @@ HOPPER = Config(
         LinearConfig(MANY, block_m=128, block_n=256, block_k=64, warps=8, stages=3),
     ),
 )
+BLACKWELL = Config(
+    attention=(
+        AttentionConfig(64, 256, 64, block_m=64, warps=4, stages=3),
+        AttentionConfig(128, 256, 64, block_m=64, warps=8, stages=3),
+        AttentionConfig(256, 256, 32, block_m=64, warps=8, stages=3),
+    ),
+    linear=HOPPER.linear,
+)
 INTERPRETER = Config(
     # Small, so that little input crosses many edges.
     attention=(AttentionConfig(256, 64, 32, block_m=64, warps=1, stages=1),),
@@ -101,7 +109,7 @@ Configs = Mapping[int, Config]
 TABLE: Mapping[int, Configs] = {
     80: {2: AMPERE, 4: FLOAT32},
     90: {2: HOPPER, 4: FLOAT32},
-    100: {2: HOPPER, 4: FLOAT32},  # until a Blackwell GPU has been measured
+    100: {2: BLACKWELL, 4: FLOAT32},  # until a Blackwell GPU has been measured
     120: {2: AMPERE, 4: FLOAT32},  # Blackwell's smaller GPUs have Ampere's matrix instructions and 99 KiB
 }
 
