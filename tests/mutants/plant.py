@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 120.0
 """For each test that a mutant names. It may make them hang: that is noticed, too."""
 LEFT_OUT = (".*", "__pycache__", "results", "dist", "build", "*.egg-info")
-PYTEST = ("-m", "pytest", "-x", "--numprocesses", "0", "--tb=short", "-p", "no:cacheprovider", "--hypothesis-seed=0")
+PYTEST = ("-m", "pytest", "--numprocesses", "0", "--tb=short", "-rfE", "-p", "no:cacheprovider", "--hypothesis-seed=0")
 
 Outcome = Literal["killed", "SURVIVED", "broken"]
 
@@ -105,10 +105,10 @@ class Workshop:
             "OMP_NUM_THREADS": "1",  # several of these run side by side
         }
 
-    def test(self, tests: Sequence[str]) -> tuple[int | None, str]:
+    def test(self, tests: Sequence[str], *options: str) -> tuple[int | None, str]:
         """pytest's exit status, None where it did not end in time, and what it printed."""
         with subprocess.Popen(
-            [sys.executable, *PYTEST, *tests],
+            [sys.executable, *PYTEST, *options, *tests],
             cwd=self._folder,
             env=self._env,
             stdout=subprocess.PIPE,
@@ -133,7 +133,7 @@ class Workshop:
         except (ValueError, SyntaxError) as error:
             return "broken", str(error)
         try:
-            status, output = self.test(mutant.tests)
+            status, output = self.test(mutant.tests, "-x")
         finally:
             file.write_text(source, encoding="utf-8")
         if status == 0:
@@ -145,13 +145,20 @@ def try_all(mutants: Sequence[Mutant], workers: int) -> Iterator[tuple[Mutant, O
     """Each one's outcome, as it is known. A mutant whose tests fail without it is broken."""
     with _workshops(min(workers, len(mutants))) as free, ThreadPoolExecutor(workers) as pool:
 
-        def fails(tests: Sequence[str]) -> str | None:
+        def failing(tests: Sequence[str]) -> dict[str, str]:
+            """Which of these fail as things are, and how."""
             workshop = free.get()
             try:
                 status, output = workshop.test(tests)
             finally:
                 free.put(workshop)
-            return None if status == 0 else f"its tests fail without it:\n{_end(output)}"
+            if status == 1:
+                lines = output.splitlines()
+                starts = {test: (f"FAILED {test}", f"ERROR {test}") for test in tests}
+                return {test: _end(output) for test in tests if any(line.startswith(starts[test]) for line in lines)}
+            if status != 0 and len(tests) > 1:  # one that cannot be collected keeps the others from running
+                return {test: why for each in tests for test, why in failing([each]).items()}
+            return {} if status == 0 else {tests[0]: _end(output)}
 
         def outcome(mutant: Mutant) -> tuple[Mutant, Outcome, str]:
             workshop = free.get()
@@ -162,13 +169,11 @@ def try_all(mutants: Sequence[Mutant], workers: int) -> Iterator[tuple[Mutant, O
 
         tests = sorted({test for mutant in mutants for test in mutant.tests})
         shares = [share for i in range(workers) if (share := tests[i::workers])]
-        red: dict[str, str] = {}
-        if any(pool.map(fails, shares)):  # which ones
-            red = {test: why for test, why in zip(tests, pool.map(fails, [[t] for t in tests]), strict=True) if why}
+        red = {test: why for found in pool.map(failing, shares) for test, why in found.items()}
         sound = []
         for mutant in mutants:
             if bad := [test for test in mutant.tests if test in red]:
-                yield mutant, "broken", f"{bad[0]}: {red[bad[0]]}"
+                yield mutant, "broken", f"{bad[0]} fails without it:\n{red[bad[0]]}"
             else:
                 sound.append(mutant)
         yield from pool.map(outcome, sound)
