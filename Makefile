@@ -38,7 +38,7 @@ test: lint
 
 test-all: lint
 	$(PYTEST)
-	$(BIN)/python -m tests.mutants --sample 24
+	$(BIN)/python -m tests.mutants --sample 12
 
 mutants: install
 	$(BIN)/python -m tests.mutants
