@@ -101,8 +101,8 @@ class Served:
 
 
 def start(settings: Settings, plugins: Plugins) -> tuple[EngineLoop, Served]:
-    """Start the engine's thread and load the model there: OpenMP gives every thread that computes a team of its own,
-    and lets all of them sleep between two products once there are more than cores."""
+    """Start the engine's thread and load the model there: OpenMP, on which torch's operations run, gives every thread
+    that computes a team of its own, and lets all of them sleep between operations once there are more than cores."""
     served: Served
 
     def make_engine(publish: Callable[..., None]) -> Engine:

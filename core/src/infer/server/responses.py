@@ -114,7 +114,7 @@ class _Thoughts:
                     break
                 self._within, self._tail = False, rest
             else:
-                text = self._tail.lstrip()
+                text = self._tail = self._tail.lstrip()
                 if not text.startswith(OPEN):
                     self._over = not OPEN.startswith(text)
                     break

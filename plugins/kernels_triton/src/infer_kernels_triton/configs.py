@@ -87,10 +87,11 @@ HOPPER = Config(
     ),
 )
 BLACKWELL = Config(
+    # With four warps, heads of 128 in odd groups spill.
     attention=(
-        AttentionConfig(64, 256, 64, block_m=64, warps=4, stages=3),
+        HOPPER.attention[0],
         AttentionConfig(128, 256, 64, block_m=64, warps=8, stages=3),
-        AttentionConfig(256, 256, 32, block_m=64, warps=8, stages=3),
+        HOPPER.attention[2],
     ),
     linear=HOPPER.linear,
 )
