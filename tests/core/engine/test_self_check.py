@@ -12,6 +12,7 @@ from tests.support import CONFIGS, CPU, DTYPES, random_tensors
 from torch import Tensor
 
 from infer import LLM
+from infer.engine import exactness
 from infer.engine.exactness import self_check
 from infer.engine.graphs import DecodeGraphs
 from infer.hookspecs import KernelsRegistration, hookimpl
@@ -267,3 +268,17 @@ def test_what_varies_is_named_in_the_log(caplog: pytest.LogCaptureFixture) -> No
         assert not llm.served.exact
     assert "not exact: Linear.linear of [256] to " in caplog.text
     assert "varies at 6 rows" in caplog.text
+
+
+def test_a_slow_provider_is_not_tried_for_ever(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What the whole model does is, and the log names the rest."""
+    monkeypatch.setattr(exactness, "SECONDS", 0.0)
+    found = tried(Recorded(), torch.float32)
+    assert found
+    assert all(fault.startswith("Llama.forward varies in a decode of ") for fault in found)
+    assert "before it has tried, alone, embedding of [] to [32], " in caplog.text
+    assert (
+        "gated_linear of [32] to [56], linear of [56] to [32], sample, attention of layer 0 of Recorded" in caplog.text
+    )

@@ -8,10 +8,13 @@ more sizes cost little: each product of a layer by rows, attention at the edges 
 from __future__ import annotations
 
 import itertools
+import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,19 +24,26 @@ from infer.device import same_bits
 from infer.engine.graphs import DecodeGraphs
 from infer.protocols import CachePoolProtocol, Draws, KernelsProtocol, KVCacheView, ModelProtocol, Rotary
 
+log = logging.getLogger(__name__)
+
+SECONDS = 15.0
+"""Of computing, after which nothing new is tried. 0.6B on two cores take less than one, an interpreter many minutes."""
 LENGTH = 80
 """Tokens of the text that the whole model computes."""
-CHUNKS = (7, 17, 1)
-"""Its first chunks; the last one is the rest."""
+CHUNKS = ((7, 1, 33), (17, 2, 3))
+"""How far sequences get in each of the next passes, as far as there are so many."""
 DECODES = (1, 1, 1, 1, 3, 16)
 """Sequences in each of its decodes: a recorded pass is recorded, recorded again, compared and replayed."""
 ROWS = (*range(1, 18), 33, 64, 76, 77, 128, 200, 512)
 """Rows that kernels get, of the MOST_ROWS that they had at once."""
-HEAD_ROWS = (1, 2, 5, 9, 16, 33)
-"""The same of the head, which costs as much as many layers."""
+HEAD_ROWS = (1, 2, 5, 9, 16)
+"""The same of the head, of LENGTH: it costs as much as many layers."""
+MORE_HEAD_ROWS = (33, 64, 65, 129, 257)
+"""And these, of MOST_HEAD_ROWS, where that costs next to nothing: not on a CPU."""
+MOST_HEAD_ROWS = 300
 SEQUENCES = (1, 2, 3, 5, 6, 9, 12, 16, 17, 33, 64)
 """Of decodes' attention, and of the draw."""
-MOST_ROWS = 1025
+MOST_ROWS = 600
 OPERATIONS = 1 << 34
 """Of one product; a larger weight gets fewer rows than MOST_ROWS."""
 ROWWISE = {"linear": 1, "gated_linear": 1, "embedding": 1, "rms_norm": 1, "add_rms_norm": 2, "gated": 1}
@@ -43,6 +53,8 @@ EDGES = (127, 511, 1, 1023, 128, 2, 129, 255, 3, 512, 64, 5, 256, 17)
 LAST_CHUNK = 20
 """The longest chunk after that, before decodes."""
 POSITIONS = 1080
+SHIFT = 97
+"""Values by which made-up rows differ in where they begin."""
 
 
 @torch.inference_mode()
@@ -58,14 +70,25 @@ def self_check(
 ) -> list[str]:
     """What varies, and at which rows, in words for the log; nothing where all is exact. Leaves the pool as it was."""
     noted = Noted()
-    whole = list(_Whole(model, pool, kernels, graphs, max_batch_size, max_seq_len, device, noted).faults())
-    faults = [
-        *(fault for call in noted.calls.values() for fault in _rows(call, kernels, model.vocab_size)),
-        *_Attention(model, pool, kernels, graphs, max_batch_size, max_seq_len, device, noted).faults(),
-        *_sampling(kernels, model.vocab_size, max_batch_size, noted.logits),
-        *whole,
+    trial = model, pool, kernels, graphs, max_batch_size, max_seq_len, device, noted
+    began = time.thread_time()
+    whole = list(_Whole(*trial).faults())
+    attention = _Attention(*trial)
+    parts: list[tuple[str, Callable[[], Iterable[str]]]] = [
+        *((str(call), partial(_rows, call, kernels, model.vocab_size)) for call in noted.calls.values()),
+        ("sample", partial(_sampling, kernels, model.vocab_size, max_batch_size, noted.logits)),
+        *((f"attention of layer {a[0]}", partial(attention.faults, *a)) for a in noted.attends.values()),
     ]
-    return list(dict.fromkeys(faults))
+    # Of this thread alone: what else the machine does, and how long it stands still, is no reason to try less.
+    tried = [list(faults()) for _, faults in parts if time.thread_time() - began < SECONDS]
+    if left := [name for name, _ in parts[len(tried) :]]:
+        log.warning(
+            "the start-up check ends after %.0f s, before it has tried, alone, %s of %s",
+            time.thread_time() - began,
+            ", ".join(left),
+            type(kernels).__name__,
+        )
+    return list(dict.fromkeys([*itertools.chain(*tried), *whole]))
 
 
 @dataclass(frozen=True)
@@ -77,6 +100,9 @@ class Call:
     rest: tuple[Any, ...]
     results: tuple[Tensor, ...]
 
+    def __str__(self) -> str:
+        return f"{self.name} of {list(self.rows[0].shape[1:])} to {list(self.results[0].shape[1:])}"
+
 
 @dataclass
 class Noted:
@@ -86,7 +112,7 @@ class Noted:
     attends: dict[Any, tuple[int, Tensor, Tensor, Rotary | None]] = field(default_factory=dict)
     """Layer, q, K and the rotary."""
     logits: Tensor = field(default_factory=lambda: torch.empty(0))
-    """Of the whole text."""
+    """One row's."""
 
     @contextmanager
     def calls_of(self, kernels: KernelsProtocol) -> Iterator[None]:
@@ -173,22 +199,21 @@ class _Whole(_Trial):
         with self.slots([length]) as slots, self.noted.calls_of(self.kernels):
             view = self.pool.batched_chunked_prefill_view(slots, [0], [length])
             whole = self.model.forward(text, at, NotedView(view, self.model, self.noted))
-        self.noted.logits = logits = self.model.logits(whole)
-        found = [n for n in HEAD_ROWS if n < length and not same_bits(self.model.logits(whole[:n]), logits[:n])]
-        if found:
+        if found := self._logits(whole):
             yield f"{name}.logits varies at {_count(found, 'row')}"
         sizes = sorted(min(n, self.max_batch_size) for n in DECODES)[-(length - 1) :]
-        with self.slots([length] * sizes[-1]) as slots:
+        first = length - len(sizes)
+        room = [sum(chunks) for chunks in itertools.zip_longest(*CHUNKS, fillvalue=0)]
+        lengths = [min(first, n) + len(sizes) for n in (*room, *[0] * sizes[-1])][: sizes[-1]]
+        with self.slots(lengths) as slots:
             ends = [0] * len(slots)
-            bounds = [*itertools.accumulate(CHUNKS), length - len(sizes)]
-            for k, bound in enumerate(bounds):
-                wanted = [min(bound, bounds[-1]) - ends[0], 1 + k, 2 + k][: len(slots)]
-                chunk = list(itertools.takewhile(lambda n: n > 0, wanted))
-                if not chunk or any(end + n > bounds[-1] for end, n in zip(ends, chunk, strict=False)):
+            for k, wanted in enumerate(CHUNKS):
+                chunk = [min(n, first - end) for n, end in zip(wanted, ends, strict=False)]
+                if min(chunk) <= 0:
                     continue
                 at = self.spans(ends[: len(chunk)], chunk)
                 view = self.pool.batched_chunked_prefill_view(slots[: len(chunk)], ends[: len(chunk)], chunk)
-                rows = None if k % 2 else self.spans([0], [len(at)]).flip(0)
+                rows = self.spans([0], [len(at)]).flip(0) if k % 2 else None
                 hidden = self.model.forward(text[at], at, view, rows)
                 if not same_bits(hidden, whole[at if rows is None else at[rows]]):
                     parts = " and ".join(map(str, chunk))
@@ -200,6 +225,17 @@ class _Whole(_Trial):
                     how = "" if self.graphs is None else ", recorded or replayed"
                     yield f"{name}.forward varies in a decode of {_count([size], 'sequence')}{how}"
                 ends[:size] = [end + 1 for end in ends[:size]]
+
+    def _logits(self, hidden: Tensor) -> list[int]:
+        """Numbers of rows at which the head varies."""
+        sizes: Sequence[int] = HEAD_ROWS
+        if self.device.type != "cpu":
+            hidden = hidden[self.spans([0], [MOST_HEAD_ROWS]) % len(hidden)]
+            sizes = HEAD_ROWS + MORE_HEAD_ROWS
+        logits = self.model.logits(hidden)
+        self.noted.logits = logits[0].clone()
+        sizes = [n for n in sizes if n < len(hidden)]
+        return [n for n in sizes if not same_bits(self.model.logits(hidden[:n]), logits[:n])]
 
     def _decode(self, slots: list[int], tokens: Tensor, at: Tensor) -> Tensor:
         if self.graphs is None:
@@ -228,25 +264,24 @@ def _rows(call: Call, kernels: KernelsProtocol, vocab_size: int) -> Iterator[str
         if not all(same_bits(a, b[i : i + n]) for i in begins for a, b in zip(run(i, i + n), whole, strict=True)):
             found.append(n)
     if found:
-        shape = f"{list(call.rows[0].shape[1:])} to {list(call.results[0].shape[1:])}"
-        yield f"{type(kernels).__name__}.{call.name} of {shape} varies at {_count(found, 'row')}"
+        yield f"{type(kernels).__name__}.{call} varies at {_count(found, 'row')}"
 
 
 class _Attention(_Trial):
     """A layer of each kind over made-up K/V: in one pass, and again in chunks and decodes of many sequences."""
 
-    def faults(self) -> Iterator[str]:
-        for layer, q, k, rotary in self.noted.attends.values():
-            for what, positions in self._layer(layer, q, k, rotary).items():
-                name = f"{type(self.kernels).__name__}'s attention of layer {layer}"
-                yield f"{name} varies in {what}, at positions {min(positions)} to {max(positions)}"
+    def faults(self, layer: int, q: Tensor, k: Tensor, rotary: Rotary | None) -> Iterator[str]:
+        for what, positions in self._layer(layer, q, k, rotary).items():
+            name = f"{type(self.kernels).__name__}'s attention of layer {layer}"
+            yield f"{name} varies in {what}, at positions {min(positions)} to {max(positions)}"
 
     def _layer(self, layer: int, q: Tensor, k: Tensor, rotary: Rotary | None) -> dict[str, list[int]]:
         """Positions that came out otherwise, by what was done."""
         length = min(POSITIONS, self.max_seq_len, self.pool.free_tokens() // 2)
         sizes = [n for n in sorted({*SEQUENCES, self.max_batch_size}) if n <= min(self.max_batch_size, 256)]
         more = LAST_CHUNK + len(sizes)
-        lens = [n if n + more <= length else 1 + n % 5 for n in itertools.islice(itertools.cycle(EDGES), sizes[-1])]
+        edges = (n if n + more <= length else 1 + n % 5 for n in EDGES)
+        lens = [*edges, *(1 + i % 5 for i in range(sizes[-1]))][: sizes[-1]]
         wrong: dict[str, list[int]] = {}
         if length < more + 5:
             return wrong
@@ -265,11 +300,15 @@ class _Attention(_Trial):
             whole = attend(self.pool.batched_chunked_prefill_view(slots, [0], [length]), self.spans([0], [length]))
         with self.slots([n + more for n in lens]) as slots:
             ends = [0] * len(slots)
-            for turn, size in enumerate([0, 0, *(n for n in sizes if n <= len(slots))]):
+            everyone = list(range(len(slots)))
+            chunks = [(group, [lens[i] for i in group]) for group in _groups(lens[: len(slots)], length)]
+            chunks.append((everyone, [min(LAST_CHUNK, 1 + i) for i in everyone]))
+            for turn, size in enumerate([*[0] * len(chunks), *(n for n in sizes if n <= len(slots))]):
                 if size == 0:
-                    chosen = list(range(len(slots)))
-                    chunk = [min(LAST_CHUNK, 1 + i) if turn else lens[i] for i in chosen]
-                    view = self.pool.batched_chunked_prefill_view(slots, ends, chunk)
+                    chosen, chunk = chunks[turn]
+                    view = self.pool.batched_chunked_prefill_view(
+                        [slots[i] for i in chosen], [ends[i] for i in chosen], chunk
+                    )
                 else:
                     chosen, chunk = [(3 * turn + i) % len(slots) for i in range(size)], [1] * size
                     picked = [slots[i] for i in chosen]
@@ -297,13 +336,14 @@ class Draw:
     uniform: float = 0.0
 
 
-KINDS = (Draw(0), Draw(1, top_k=50, top_p=0.9), Draw(2, min_p=0.05), Draw(3, temperature=0.0))
+KINDS = (Draw(0), Draw(1, top_k=50, top_p=0.9), Draw(2, min_p=0.05))
+GREEDY = Draw(3, temperature=0.0)
 
 
 def _sampling(kernels: KernelsProtocol, vocab_size: int, max_batch_size: int, like: Tensor) -> Iterator[str]:
     """Draws whose random numbers lie beside the edge between two tokens: any other sum draws the other one."""
     noise_V = torch.randn(vocab_size, generator=torch.Generator().manual_seed(0)).to(like)
-    logits_KV = torch.stack([noise_V.roll(kind) for kind in range(len(KINDS))])
+    logits_KV = torch.stack([noise_V.roll(kind) for kind in range(1 + len(KINDS))])
 
     def sample(draws: Sequence[Draw]) -> list[int]:
         def column(name: str, dtype: torch.dtype) -> Tensor:
@@ -324,16 +364,17 @@ def _sampling(kernels: KernelsProtocol, vocab_size: int, max_batch_size: int, li
         ).tolist()
         return tokens
 
-    alone: list[tuple[Draw, int]] = []
-    for kind in KINDS:
-        low, high = 0.0, 0.5
-        token = sample([replace(kind, uniform=high)])[0]
-        while low < (middle := (low + high) / 2) < high:
-            if sample([replace(kind, uniform=middle)])[0] < token:
-                low = middle
-            else:
-                high = middle
-        alone += [(draw, sample([draw])[0]) for u in (low, high) for draw in [replace(kind, uniform=u)]]
+    edges = [(0.0, 0.5) for _ in KINDS]
+    last = sample([replace(kind, uniform=0.5) for kind in KINDS])
+    while any(low < (low + high) / 2 < high for low, high in edges):
+        middles = [(low + high) / 2 for low, high in edges]
+        tokens = sample([replace(kind, uniform=u) for kind, u in zip(KINDS, middles, strict=True)])
+        edges = [
+            (u, high) if token < end else (low, u)
+            for (low, high), u, token, end in zip(edges, middles, tokens, last, strict=True)
+        ]
+    draws = [GREEDY, *(replace(kind, uniform=u) for kind, edge in zip(KINDS, edges, strict=True) for u in edge)]
+    alone = [(draw, sample([draw])[0]) for draw in draws]
     found = []
     for n in (n for n in SEQUENCES if 1 < n <= max_batch_size):
         chosen = [alone[(n + i) % len(alone)] for i in range(n)]
@@ -349,7 +390,20 @@ def _like(x: Tensor, rows: int, vocab_size: int) -> Tensor:
     shape = (rows, *x.shape[1:])
     if not x.dtype.is_floating_point:
         return torch.randint(0, vocab_size, shape, generator=generator).to(x)
-    return (torch.randn(shape, generator=generator) * float(x.float().std())).to(x)
+    # Each row begins a little later in the same noise: to draw all of them would take as long as what they are for.
+    width = math.prod(shape[1:])
+    noise = torch.randn(width + SHIFT * rows, generator=generator) * float(x.float().std())
+    return noise.to(x).unfold(0, width, SHIFT)[:rows].reshape(shape)
+
+
+def _groups(lens: Sequence[int], most: int) -> list[list[int]]:
+    """Neighbours that together are no longer than ``most``, so that no pass takes more memory than one so long."""
+    groups: list[list[int]] = [[]]
+    for i, n in enumerate(lens):
+        if groups[-1] and sum(lens[j] for j in groups[-1]) + n > most:
+            groups.append([])
+        groups[-1].append(i)
+    return groups
 
 
 def _tensors(out: Any) -> tuple[Tensor, ...]:
