@@ -39,7 +39,9 @@ class Completion:
         self.text += event.text
         self.token_ids += event.token_ids
         if event.logprobs:
-            self.logprobs = (self.logprobs or []) + list(event.logprobs)
+            if self.logprobs is None:
+                self.logprobs = []
+            self.logprobs += event.logprobs
         if event.prompt_logprobs is not None:
             self.prompt_logprobs = list(event.prompt_logprobs)
         self.finish_reason, self.stop_reason = event.finish_reason, event.stop_reason

@@ -17,7 +17,7 @@ from tests import serving
 from tests.serving import Body, running
 
 from infer import grammar
-from infer.server import compiling, reading, schemas
+from infer.server import compiling, completions, reading, schemas, service, tokens, writing
 from infer.server.child import Child, ChildError
 
 ENGINE = {"max_batch_size": 4, "max_seq_len": 512}
@@ -107,6 +107,102 @@ async def test_no_body_holds_up_the_loop(chatty: Body, monkeypatch: pytest.Monke
             assert f"{path} takes 262144 at most" in answer["error"]["message"]
         assert (await server.post({"prompt": "x", "max_tokens": 1}))[0] == 200
     assert max(parsed) <= reading.INLINE_BYTES
+
+
+LONG: list[tuple[str, Body]] = [
+    ("chat/completions", {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 20}),
+    ("completions", {"prompt": "a", "logprobs": 20}),
+    ("completions", {"prompt": [70] * 300, "logprobs": 20, "echo": True}),
+    ("completions", {"prompt": [70] * 300, "prompt_logprobs": 20}),
+    ("responses", {"input": "a", "include": ["message.output_text.logprobs"], "top_logprobs": 20}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), LONG, ids=lambda v: v if isinstance(v, str) else "-".join(v))
+async def test_no_answer_holds_up_the_loop(
+    path: str, body: Body, chatty: Body, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Log-probabilities are written item by item, others in between, and what is sent in pieces is what is sent at
+    once."""
+    written = longest = total = 0
+
+    def counted(logprob: float) -> str:
+        nonlocal written, total
+        written, total = written + 1, total + 1
+        return repr(logprob)
+
+    async def tick() -> None:
+        nonlocal written, longest
+        while True:
+            longest, written = max(longest, written), 0
+            await asyncio.sleep(0)
+
+    body = body | {"max_output_tokens" if path == "responses" else "max_tokens": 150, "seed": 1, "temperature": 0.5}
+
+    def essence(answer: Body) -> Any:
+        part = answer["output"][0]["content"] if path == "responses" else answer["choices"]
+        return part, answer["usage"]["total_tokens"]
+
+    async with running(
+        **chatty | {"engine": ENGINE | {"max_batch_size": 1}, "cache": {"backend": "slotted"}}
+    ) as server:
+        _, once, _ = await server.post(body, f"/v1/{path}")
+        monkeypatch.setattr(writing, "TURN_S", -1.0)
+        monkeypatch.setattr(service, "PIECE_BYTES", 1000)
+        for module in (completions, service, tokens):
+            monkeypatch.setattr(module, "number", counted)
+        ticks = asyncio.create_task(tick())
+        status, pieces, headers = await server.post(body, f"/v1/{path}")
+        ticks.cancel()
+        assert status == 200
+        assert essence(pieces) == essence(once)
+        assert headers["Content-Type"] == "application/json; charset=utf-8"
+        assert int(headers["Content-Length"]) > 50_000
+        assert headers["X-Request-Id"] in pieces["id"]
+        assert total > 2000
+        assert longest <= writing.FEW * 22, "more than a step's tokens at once"
+
+
+async def test_long_answers_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many are written at a time, only one does between two turns of the event loop."""
+    monkeypatch.setattr(writing, "TURN_S", -1.0)
+    writer = writing.Writer()
+    made = longest = 0
+
+    def make(item: int) -> int:
+        nonlocal made
+        made += 1
+        return item * 2
+
+    async def tick() -> None:
+        nonlocal made, longest
+        while True:
+            longest, made = max(longest, made), 0
+            await asyncio.sleep(0)
+
+    ticks = asyncio.create_task(tick())
+    found = await asyncio.gather(*(writer.each(make, range(100), 100) for _ in range(8)))
+    ticks.cancel()
+    assert found == [[2 * i for i in range(100)]] * 8
+    assert longest <= 2
+
+
+def test_arrays_are_written_where_they_stand() -> None:
+    writer = writing.Writer()
+    items = [json.dumps({"text": f"\u00e9 {i}", "at": i}, ensure_ascii=False).encode() for i in range(200)]
+    value = {"a": writing.Array(items), "b": "\u00e9", "c": [writing.Array([]), {"d": writing.Array(items[:1])}]}
+    for _ in range(2):
+        assert json.loads(b"".join(writer.pieces(value))) == {
+            "a": [json.loads(item) for item in items],
+            "b": "\u00e9",
+            "c": [[], {"d": [{"text": "\u00e9 0", "at": 0}]}],
+        }
+        with pytest.raises(TypeError):
+            writer.pieces([writing.Array(items), object()])
+
+
+def test_what_cannot_come_has_a_number_that_json_knows() -> None:
+    assert [tokens.number(value) for value in (-0.5, float("-inf"))] == ["-0.5", "-9999.0"]
 
 
 async def test_a_large_body_asks_for_what_a_small_one_does(chatty: Body) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, Literal
 
 from aiohttp import web
@@ -19,6 +19,7 @@ from infer.server.service import Events, Json, Service
 from infer.server.tool_formats import FormatName, recognise
 from infer.server.tool_formats.reader import Part
 from infer.server.tools import Calls, calls_schema, make_parser, opens_reasoning, reasons
+from infer.server.writing import Array
 from infer.settings import ModelSettings
 
 log = logging.getLogger(__name__)
@@ -105,9 +106,9 @@ class Chat:
                 http, requests, functools.partial(self._frames, frame, asked, requests, make)
             )
         answers, usage = await self._service.whole(http, requests)
-        choices = [self._choice(i, asked, answer, make()) for i, answer in enumerate(answers)]
+        choices = [await self._choice(i, asked, answer, make()) for i, answer in enumerate(answers)]
         frame = self._service.frame(id, "chat.completion")
-        return web.json_response(frame | {"choices": choices, "usage": usage})
+        return await self._service.answer(http, frame | {"choices": choices, "usage": usage})
 
     async def prompt(self, asked: ChatRequest | TokenizeRequest, tools: Sequence[Json]) -> str:
         """What the template makes of the messages. Raises RequestError."""
@@ -137,7 +138,7 @@ class Chat:
             **more,
         )
 
-    def _choice(self, index: int, asked: ChatRequest, answer: Completion, parser: Part) -> Json:
+    async def _choice(self, index: int, asked: ChatRequest, answer: Completion, parser: Part) -> Json:
         message: Json = {"role": "assistant", "content": None, "refusal": None}
         calls: list[Json] = []
         numbering = Calls()
@@ -158,12 +159,12 @@ class Chat:
         choice = {
             "index": index,
             "message": message,
-            "logprobs": _listed(self.logprobs(answer.logprobs or ())) if asked.logprobs else None,
+            "logprobs": await self.logprobs(answer.logprobs or ()) if asked.logprobs else None,
             "finish_reason": _reason(answer.finish_reason, calls),
             "stop_reason": answer.stop_reason,
         }
         if asked.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = self._service.prompt_logprobs(answer)
+            choice["prompt_logprobs"] = await self._service.prompt_logprobs(answer)
         return choice
 
     async def _frames(
@@ -192,9 +193,9 @@ class Chat:
             for j, delta in enumerate(deltas):
                 choice = _delta(i, delta)
                 if j == 0 and event.logprobs:
-                    choice["logprobs"] = _listed(self.logprobs(event.logprobs))
+                    choice["logprobs"] = await self.logprobs(event.logprobs)
                 if j == 0 and event.prompt_logprobs is not None:
-                    choice["prompt_logprobs"] = self._service.prompt_logprobs(event)
+                    choice["prompt_logprobs"] = await self._service.prompt_logprobs(event)
                 if j == len(deltas) - 1 and event.finish_reason is not None:
                     choice["finish_reason"] = _reason(event.finish_reason, numberings[i].count)
                     choice["stop_reason"] = event.stop_reason
@@ -210,21 +211,15 @@ class Chat:
         formed = params.structured_outputs is not None and end is None
         return self._thinks and not formed, thinking, end
 
-    def logprobs(self, entries: Iterable[TokenLogprobs]) -> list[Json]:
-        """With the bytes of every token, of which some are no characters by themselves."""
-        tokens = self._service.tokens
+    async def logprobs(self, entries: Sequence[TokenLogprobs]) -> Json:
+        made = await self._service.writer.each(self.token_logprobs, entries, len(entries))
+        return {"content": Array(made), "refusal": None}
 
-        def one(token_id: int, logprob: float) -> Json:
-            return {"token": tokens.text(token_id), "logprob": logprob, "bytes": tokens.bytes(token_id)}
-
-        return [
-            one(entry.token_id, entry.logprob) | {"top_logprobs": [one(t, p) for t, p in entry.top]}
-            for entry in entries
-        ]
-
-
-def _listed(entries: list[Json]) -> Json:
-    return {"content": entries, "refusal": None}
+    def token_logprobs(self, entry: TokenLogprobs) -> bytes:
+        """As JSON, with the bytes of every token, of which some are no characters by themselves."""
+        one = self._service.tokens.entry
+        top = ", ".join([one(t, p) for t, p in entry.top])
+        return one(entry.token_id, entry.logprob, f', "top_logprobs": [{top}]').encode()
 
 
 def _reason(reason: FinishReason | None, calls: object) -> str | None:

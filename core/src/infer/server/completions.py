@@ -13,6 +13,8 @@ from infer.engine.text import CompanyDetokenizer, Detokenizer, TokenTexts
 from infer.request import Request, TokenLogprobs
 from infer.server.schemas import CompletionRequest, StreamOptions, checked
 from infer.server.service import CALLER, Events, Json, Service
+from infer.server.tokens import number
+from infer.server.writing import Array
 
 
 class Completions:
@@ -41,7 +43,7 @@ class Completions:
             for answer in answers:
                 answer.text, answer.token_ids, answer.logprobs = "", [], None
                 answer.finish_reason, answer.stop_reason = "length", None
-        choices = []
+        choices, each = [], self._service.writer.each
         for i, (request, answer) in enumerate(zip(requests, answers, strict=True)):
             choice = _choice(i, answer.text, answer.finish_reason, answer.stop_reason)
             if asked.echo and i % asked.n == 0:  # the same for all answers of a prompt
@@ -51,17 +53,17 @@ class Completions:
             if scored(asked):
                 tokens, entries = answer.token_ids, list[TokenLogprobs | None](answer.logprobs or ())
                 detokenizer = self._service.texts.follow(request.prompt_token_ids)
-                begins = [begin(detokenizer, token) for token in tokens]
+                begins = await each(functools.partial(begin, detokenizer), tokens, len(tokens))
                 if asked.echo:
                     begins = [len(echoed) + place for place in begins]
                     if answer.prompt_logprobs is not None:
                         entries = answer.prompt_logprobs + entries
                         tokens, begins = [*request.prompt_token_ids, *tokens], places + begins
-                choice["logprobs"] = self._logprobs(tokens, entries, begins)
+                choice["logprobs"] = await self._logprobs(tokens, entries, begins)
             if asked.prompt_logprobs is not None:
-                choice["prompt_logprobs"] = self._service.prompt_logprobs(answer)
+                choice["prompt_logprobs"] = await self._service.prompt_logprobs(answer)
             choices.append(choice)
-        return web.json_response(frame | {"choices": choices, "usage": usage})
+        return await self._service.answer(http, frame | {"choices": choices, "usage": usage})
 
     async def _frames(
         self,
@@ -82,9 +84,9 @@ class Completions:
             choice = _choice(i, event.text, event.finish_reason, event.stop_reason)
             if event.logprobs:
                 begins = [begin(detokenizers[i], token) for token in event.token_ids]
-                choice["logprobs"] = self._logprobs(event.token_ids, event.logprobs, begins)
+                choice["logprobs"] = await self._logprobs(event.token_ids, event.logprobs, begins)
             if event.prompt_logprobs is not None:
-                choice["prompt_logprobs"] = self._service.prompt_logprobs(event)
+                choice["prompt_logprobs"] = await self._service.prompt_logprobs(event)
             yield frame | {"choices": [choice]} | ({"usage": usage()} if options.continuous_usage_stats else {})
         if options.include_usage:
             yield frame | {"choices": [], "usage": usage()}
@@ -98,10 +100,12 @@ class Completions:
             return prompt, []
         tokenizer, ids = self._service.served.tokenizer, request.prompt_token_ids
         detokenizer = TokenTexts(tokenizer, skip_special_tokens=False).follow(())
-        pieces, begins = [], []
-        for token in ids:
-            pieces.append(detokenizer.push(token))
-            begins.append(detokenizer.begins)
+
+        def push(token: int) -> tuple[str, int]:
+            return detokenizer.push(token), detokenizer.begins
+
+        pushed = await self._service.writer.each(push, ids, len(ids))
+        pieces, begins = [piece for piece, _ in pushed], [begins for _, begins in pushed]
         if not isinstance(prompt, str):
             return "".join(pieces) + (detokenizer.flush() if asked.max_tokens == 0 else ""), begins
         added = tokenizer.encode("", add_special_tokens=asked.add_special_tokens).ids
@@ -114,24 +118,26 @@ class Completions:
             begins, shift = [begin for begin, _ in encoding.offsets], 0
         return prompt, [min(max(place - shift, 0), len(prompt)) for place in begins]
 
-    def _logprobs(
+    async def _logprobs(
         self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None], begins: Sequence[int]
     ) -> Json:
         """In the legacy shape. The first token of a prompt has an entry of None. A token's text begins at ``begins``;
         what goes on with a character, or is held back by a stop string, where it would be shown."""
-        text = self._service.tokens.text
-        return {
-            "tokens": [text(token) for token in token_ids],
-            "token_logprobs": [None if entry is None else entry.logprob for entry in entries],
-            # Tokens that read alike share a key; the likeliest has it.
-            "top_logprobs": [
-                None
-                if entry is None
-                else {text(entry.token_id): entry.logprob} | {text(t): p for t, p in reversed(entry.top)}
-                for entry in entries
-            ],
-            "text_offset": list(begins),
-        }
+        quoted = self._service.tokens.quoted
+
+        def write(token: int, entry: TokenLogprobs | None, begin: int) -> tuple[bytes, bytes, bytes, bytes]:
+            chosen = top = "null"
+            if entry is not None:
+                # Tokens that read alike share a key; the likeliest has it.
+                likely = {quoted(entry.token_id): entry.logprob} | {quoted(t): p for t, p in reversed(entry.top)}
+                chosen = number(entry.logprob)
+                top = f"{{{', '.join([f'{text}: {number(p)}' for text, p in likely.items()])}}}"
+            return quoted(token).encode(), chosen.encode(), top.encode(), str(begin).encode()
+
+        rows = zip(token_ids, entries, begins, strict=True)
+        written = await self._service.writer.each(lambda row: write(*row), rows, len(token_ids))
+        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        return {name: Array([row[i] for row in written]) for i, name in enumerate(names)}
 
 
 def scored(asked: CompletionRequest) -> bool:

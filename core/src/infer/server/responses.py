@@ -17,6 +17,7 @@ from infer.server.service import Events, Json, Service
 from infer.server.tokens import Tokens
 from infer.server.tool_formats.reader import Part, Piece
 from infer.server.tools import make_parser
+from infer.server.writing import Array
 
 OPEN, CLOSE = b"<think>", b"</think>"
 
@@ -41,13 +42,11 @@ class Responses:
         output = _Output(
             self._response(http, asked, params), parser, thoughts, self._chat if asked.wants_logprobs else None
         )
+        frames = functools.partial(_frames, output)
         if asked.stream:
-            return await self._service.stream(http, requests, functools.partial(_frames, output), named=True)
-        (answer,), usage = await self._service.whole(http, requests)
-        logprobs = tuple(answer.logprobs or ())
-        list(output.push(Event(requests[0].id, tuple(answer.token_ids), answer.text, logprobs)))
-        *_, ended = output.end(answer.finish_reason, usage)
-        return web.json_response(ended["response"])
+            return await self._service.stream(http, requests, frames, named=True)
+        ended = await self._service.last(http, requests, frames)
+        return await self._service.answer(http, ended["response"])
 
     def _response(self, http: web.Request, asked: ResponsesRequest, params: SamplingParams) -> Json:
         return {
@@ -137,8 +136,8 @@ class _Output:
         self._done: list[Json] = []
         self._item: Json | None = None
         self._text = ""
-        self._logprobs: list[Json] = []
-        self._untold: list[Json] = []
+        self._logprobs: list[bytes] = []
+        self._untold: list[bytes] = []
         """Of the answer's tokens, the entries that no delta has carried yet."""
 
     def begin(self) -> Iterator[Json]:
@@ -148,8 +147,8 @@ class _Output:
     def push(self, news: Event) -> Iterator[Json]:
         thought = [self._thoughts is not None and self._thoughts.push(id) for id in news.token_ids]
         if self._chat is not None:
-            entries = self._chat.logprobs(news.logprobs)
-            self._untold += [entry for entry, hidden in zip(entries, thought, strict=True) if not hidden]
+            entries = zip(news.logprobs, thought, strict=True)
+            self._untold += [self._chat.token_logprobs(entry) for entry, hidden in entries if not hidden]
         yield from self._tell(self._parser.push(news.text))
 
     def end(self, reason: FinishReason | None, usage: Json) -> Iterator[Json]:
@@ -196,7 +195,7 @@ class _Output:
             entries, self._untold = self._untold, []
             self._logprobs += entries
             if text or entries:
-                yield self._event("output_text.delta", **self._place, delta=text, logprobs=entries)
+                yield self._event("output_text.delta", **self._place, delta=text, logprobs=Array(entries))
 
     def _open(self, type: str) -> Iterator[Json]:
         short = "rs" if type == "reasoning" else "msg"
@@ -218,7 +217,7 @@ class _Output:
         if self._item["type"] == "reasoning":
             yield self._event("reasoning_text.done", **self._place, text=self._text)
         else:
-            yield self._event("output_text.done", **self._place, text=self._text, logprobs=self._logprobs)
+            yield self._event("output_text.done", **self._place, text=self._text, logprobs=Array(self._logprobs))
         yield self._event("content_part.done", **self._place, part=self._part())
         item = self._item | {"status": status, "content": [self._part()]}
         yield self._event("output_item.done", output_index=len(self._done), item=item)
@@ -229,4 +228,4 @@ class _Output:
         assert self._item is not None
         if self._item["type"] == "reasoning":
             return {"type": "reasoning_text", "text": self._text}
-        return {"type": "output_text", "text": self._text, "annotations": [], "logprobs": self._logprobs}
+        return {"type": "output_text", "text": self._text, "annotations": [], "logprobs": Array(self._logprobs)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -25,12 +24,13 @@ from infer.server.errors import ASKED, REQUEST_ID, NotFoundError, UnreadableErro
 from infer.server.reading import Reader
 from infer.server.rendering import Renderer
 from infer.server.schemas import Body
-from infer.server.tokens import Tokens
+from infer.server.tokens import Tokens, number
+from infer.server.writing import Array, Writer
 from infer.settings import ServerSettings
 
 SHUTTING_DOWN = "The server is shutting down; send the request again."
-ENCODE = json.JSONEncoder(ensure_ascii=False).encode
-"""Made once: json.dumps would make an encoder for every token."""
+PIECE_BYTES = 1 << 18
+"""Longer answers are sent in pieces of this size, and other streams go on in between."""
 INLINE_CHARS = 4096
 """Longer prompts, all of a request's together, are tokenised in a thread, so that other streams go on meanwhile."""
 T = TypeVar("T", bound=Body)
@@ -95,6 +95,7 @@ class Service:
         self.served = served
         self.tokens = Tokens(served.tokenizer)
         self.texts = TokenTexts(served.tokenizer)
+        self.writer = Writer()
         self._door = door
         self._renderer = renderer
         self._reader = Reader()
@@ -210,6 +211,32 @@ class Service:
         http[CALLER].usage = tally.usage()
         return answers, tally.usage()
 
+    async def last(self, http: web.Request, requests: Sequence[Request], frames: Frames) -> Json:
+        """The last of what ``frames`` makes of the events. The first failure is raised."""
+        tally = Tally(requests)
+        async with (
+            aclosing(self.run(requests)) as events,
+            aclosing(frames(_counted(await anext(events), events, tally), tally.usage)) as made,
+        ):
+            async for frame in made:
+                last = frame
+        http[CALLER].usage = tally.usage()
+        return last
+
+    async def answer(self, http: web.Request, value: Json) -> web.StreamResponse:
+        """Answer with JSON."""
+        pieces = self.writer.pieces(value)
+        length = sum(map(len, pieces))
+        if length <= PIECE_BYTES:
+            return web.Response(body=b"".join(pieces), content_type="application/json", charset="utf-8")
+        response = web.StreamResponse(headers={"X-Request-Id": http[REQUEST_ID]})
+        response.content_type, response.charset = "application/json", "utf-8"
+        response.content_length = length
+        await response.prepare(http)
+        await self._send(http, response, pieces)
+        await response.write_eof()
+        return response
+
     async def stream(
         self, http: web.Request, requests: Sequence[Request], frames: Frames, *, named: bool = False
     ) -> web.StreamResponse:
@@ -227,17 +254,27 @@ class Service:
                 try:
                     async for frame in made:
                         name = b"event: " + frame["type"].encode() + b"\n" if named else b""
-                        await self._write(http, response, name + b"data: " + ENCODE(frame).encode() + b"\n\n")
+                        await self._send(http, response, [name + b"data: ", *self.writer.pieces(frame), b"\n\n"])
                 except InferError as error:
                     body = error_of(http, error)
                     if named:
                         body = {"type": "error", "sequence_number": 0, **body["error"]}
-                    await self._write(http, response, b"data: " + ENCODE(body).encode() + b"\n\n")
+                    await self._send(http, response, [b"data: ", *self.writer.pieces(body), b"\n\n"])
         http[CALLER].usage = tally.usage()
         if not named:
             await self._write(http, response, b"data: [DONE]\n\n")
         await response.write_eof()
         return response
+
+    async def _send(self, http: web.Request, response: web.StreamResponse, pieces: Sequence[bytes]) -> None:
+        size = begin = 0
+        for end, piece in enumerate(pieces, 1):
+            size += len(piece)
+            if size > PIECE_BYTES:
+                await self._write(http, response, b"".join(pieces[begin:end]))
+                await asyncio.sleep(0)  # the write waits only for a client that reads slowly
+                size, begin = 0, end
+        await self._write(http, response, b"".join(pieces[begin:]))
 
     async def _write(self, http: web.Request, response: web.StreamResponse, data: bytes) -> None:
         """A client that does not read for so long is taken to have left."""
@@ -253,19 +290,21 @@ class Service:
     def frame(self, id: str, kind: str) -> Json:
         return {"id": id, "object": kind, "created": int(time.time()), "model": self.served.name}
 
-    def prompt_logprobs(self, answer: Completion | Event) -> list[Json | None] | None:
+    async def prompt_logprobs(self, answer: Completion | Event) -> Array | None:
         """Keyed by token id, as vLLM reports them."""
-        if answer.prompt_logprobs is None:
-            return None
-        return [None if entry is None else self._ranked(entry) for entry in answer.prompt_logprobs]
+        entries = answer.prompt_logprobs
+        return None if entries is None else Array(await self.writer.each(self._ranked, entries, len(entries)))
 
-    def _ranked(self, entry: TokenLogprobs) -> Json:
+    def _ranked(self, entry: TokenLogprobs | None) -> bytes:
+        if entry is None:
+            return b"null"
         ranked = {t: (p, rank) for rank, (t, p) in enumerate(entry.top, 1)}
         ranked.setdefault(entry.token_id, (entry.logprob, entry.rank))
-        return {
-            str(t): {"logprob": p, "rank": rank, "decoded_token": self.tokens.text(t)}
+        members = [
+            f'"{t}": {{"logprob": {number(p)}, "rank": {rank}, "decoded_token": {self.tokens.quoted(t)}}}'
             for t, (p, rank) in ranked.items()
-        }
+        ]
+        return f"{{{', '.join(members)}}}".encode()
 
 
 def raise_if_failed(event: Event) -> None:
