@@ -139,6 +139,33 @@ def test_the_environment_is_checked_too() -> None:
         load(env={"INFER_NONSENSE": "3"}, read_file=False)
 
 
+def test_what_kubernetes_says_of_services_is_none_of_ours() -> None:
+    """Of a Service ``infer`` and one ``infer-canary`` with a port that has a name."""
+    links = {
+        "SERVICE_HOST": "10.0.0.1",
+        "SERVICE_PORT": "8000",
+        "SERVICE_PORT_HTTP": "8000",
+        "PORT": "tcp://10.0.0.1:8000",
+    }
+    links |= {"PORT_8000_TCP": "tcp://10.0.0.1:8000", "PORT_8000_TCP_PROTO": "tcp", "PORT_8000_TCP_PORT": "8000"}
+    links |= {"PORT_8000_TCP_ADDR": "10.0.0.1"}
+    env = {f"INFER_{service}{name}": value for service in ("", "CANARY_") for name, value in links.items()}
+    assert load(env=env, read_file=False).settings.model_dump() == load(read_file=False).settings.model_dump()
+    for wrong in (
+        "INFER_SERVER_PORT_8000",
+        "INFER_SERVICE",
+        "INFER_PORTS",
+        "INFER_PORT_TCP",
+        "INFER_SERVER__SERVICE_PORT",
+    ):
+        with pytest.raises(SettingsError, match=f"from {wrong}"):
+            load(env={wrong: "8000"}, read_file=False)
+    assert load(env={"INFER_SERVER__PORT": "9000"}, read_file=False).settings.server.port == 9000
+    for near in ("INFER_SERVER_PORT", "INFER_PORT"):
+        with pytest.raises(SettingsError, match=rf"from {near}\) is not a setting. Did you mean 'server.port'"):
+            load(env={near: "9000"}, read_file=False)
+
+
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"nowhere.toml does not exist"):
         load(file="nowhere.toml")

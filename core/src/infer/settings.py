@@ -40,6 +40,11 @@ if TYPE_CHECKING:
 DEFAULT_FILE = "settings.toml"
 ENV_PREFIX = "INFER_"
 ENV_FILE = "INFER_SETTINGS"
+SERVICE_LINK = re.compile(
+    r"INFER_(\w+_)?"
+    r"((SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_PROTO|_PORT|_ADDR)?)=.*|PORT=(tcp|udp|sctp)://.*)"
+)
+"""``NAME=value`` as Kubernetes sets it in every pod beside a Service called ``infer`` or ``infer-...``."""
 SECTION_OF_SLOT: Mapping[str, str] = {
     "cache": "cache",
     "kernels": "kernels",
@@ -418,9 +423,11 @@ def _file(model: type[Settings], named: str | None) -> Iterator[tuple[str, Any, 
 
 
 def _variables(env: Mapping[str, str], foreign: frozenset[str]) -> Iterator[tuple[str, Any, str]]:
-    """``INFER_A__B=value``; ``foreign`` ones are read by plugins themselves."""
+    """``INFER_A__B=value``; ``foreign`` ones are read by plugins themselves, and Kubernetes has some of its own."""
     for variable, text in env.items():
-        if variable.startswith(ENV_PREFIX) and variable != ENV_FILE and variable not in foreign:
+        if not variable.startswith(ENV_PREFIX) or variable == ENV_FILE or variable in foreign:
+            continue
+        if "__" in variable or not SERVICE_LINK.fullmatch(f"{variable}={text}"):
             yield variable.removeprefix(ENV_PREFIX).lower().replace("__", "."), _none(text), variable
 
 
