@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import threading
 import time
+import zlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,6 +21,7 @@ from tests.serving import Body, running
 from infer import grammar
 from infer.server import compiling, completions, reading, schemas, service, tokens, writing
 from infer.server.child import Child, ChildError
+from infer.server.errors import Protocol
 
 ENGINE = {"max_batch_size": 4, "max_seq_len": 512}
 SIZE = 1_000_000
@@ -349,7 +352,9 @@ async def test_masks_that_take_too_long_end_only_their_own_request(
         assert (await server.post(other))[1]["choices"] == alone["choices"]
 
 
-async def test_a_body_that_is_not_its_encoding_is_the_clients_fault(chatty: Body) -> None:
+async def test_a_body_that_is_not_its_encoding_is_the_clients_fault(
+    chatty: Body, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with running(**chatty) as server:
 
         async def post(data: bytes, encoding: str) -> tuple[int, Any]:
@@ -364,6 +369,38 @@ async def test_a_body_that_is_not_its_encoding_is_the_clients_fault(chatty: Body
             status, answer = await post(data, encoding)
             assert status == 400, answer
             assert "Content-Encoding" in answer["error"]["message"]
+        whole = gzip.compress(good)
+        for data, encoding in ((whole[:-4], "gzip"), (whole + b"more", "gzip"), (good, "br")):
+            status, answer = await post(data, encoding)
+            assert (status, "Content-Encoding" in answer["error"]["message"]) == (400, True), answer
+        assert (await post(zlib.compress(good), "deflate"))[0] == 200
+        taken: list[int] = []
+        inflate = service._inflated
+
+        def watched(body: bytes, encoding: str, most: int) -> bytes:
+            assert threading.current_thread() is not threading.main_thread(), "in the event loop"
+            taken.append(len(body))
+            return inflate(body, encoding, most)
+
+        monkeypatch.setattr(service, "_inflated", watched)
         bomb = gzip.compress(b'{"prompt": "' + b"a" * (64 << 20) + b'"}')
         status, answer = await post(bomb, "gzip")
         assert status == 413, "what counts is the size of what comes out"
+        assert taken == [len(bomb)]
+
+
+async def test_little_is_parsed_at_a_time(chatty: Body, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A body in chunks of one byte costs a hundred times what it takes to receive."""
+    sizes: list[int] = []
+    received = Protocol.data_received
+
+    def counted(self: Protocol, data: bytes) -> None:
+        sizes.append(len(data))
+        received(self, data)
+
+    monkeypatch.setattr(Protocol, "data_received", counted)
+    async with running(**chatty) as server:
+        status, answer, _ = await server.post({"prompt": "a" * SIZE})
+        assert (status, answer["error"]["param"]) == (400, "prompt")
+    assert sum(sizes) > SIZE
+    assert max(sizes) <= 1 << 14

@@ -154,7 +154,7 @@ async def listen(app: web.Application, sockets: Sequence[socket.socket]) -> Asyn
     loop = asyncio.get_running_loop()
     try:
         assert runner.server is not None
-        how: dict[str, Any] = {"keepalive_timeout": KEEPALIVE_S, "access_log": None}
+        how: dict[str, Any] = {"keepalive_timeout": KEEPALIVE_S, "access_log": None, "auto_decompress": False}
         protocol = functools.partial(Protocol, runner.server, loop=loop, **how)
         try:
             listening = [await loop.create_server(protocol, sock=bound) for bound in sockets]

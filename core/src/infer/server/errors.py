@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http
 import logging
 import re
@@ -20,6 +21,8 @@ log = logging.getLogger(__name__)
 RETRY_AFTER_S = 1
 MAX_MESSAGE, MAX_PARAM = 1000, 100
 """Characters."""
+READ_BYTES = 1 << 14
+"""That are taken from a connection at a time: in chunks of one byte, what asyncio takes is parsed for 100 ms."""
 REQUEST_ID = web.RequestKey("request_id", str)
 ASKED = web.RequestKey("asked", Body)
 """The body, once it is read: it knows how it calls what an error is about."""
@@ -129,6 +132,10 @@ class Protocol(web.RequestHandler):
     """Answers what is no HTTP, too, as everything else that goes wrong is answered."""
 
     __slots__ = ()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport.max_size = READ_BYTES  # type: ignore[attr-defined]
+        super().connection_made(transport)
 
     def handle_error(
         self,

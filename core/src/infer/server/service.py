@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import zlib
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -117,11 +118,14 @@ class Service:
         except TimeoutError:
             raise web.HTTPRequestTimeout(text="The request's body did not arrive in time.") from None
         except (HttpProcessingError, web.RequestPayloadError) as error:
-            encoding = http.headers.get("Content-Encoding")
-            said = f"its Content-Encoding is {encoding!r}" if encoding else "what was sent of it is not complete"
             http.content.feed_eof()  # or aiohttp would read on, and meet the same again
             why = " ".join(getattr(error, "message", "").split())
-            raise UnreadableError(f"The body cannot be read: {said}{why and f' ({why})'}.") from None
+            raise UnreadableError(
+                f"The body cannot be read: what was sent of it is not complete{why and f' ({why})'}."
+            ) from None
+        if (encoding := http.headers.get("Content-Encoding", "identity").lower()) != "identity":
+            # In a thread and no further than it may be, since a few bytes may stand for a thousand times as many.
+            body = await asyncio.to_thread(_inflated, body, encoding, self._settings.max_body_bytes)
         asked = await self._reader(body, model)
         http[ASKED] = cast(Body, asked)
         name: str | None = getattr(asked, "model", None)
@@ -312,6 +316,23 @@ def raise_if_failed(event: Event) -> None:
         raise InferError(event.error) if event.param is None else RequestError(str(event.error), param=event.param)
     if event.finish_reason == "abort":
         raise EngineDeadError(SHUTTING_DOWN)
+
+
+def _inflated(body: bytes, encoding: str, most: int) -> bytes:
+    """Raises RequestError, or HTTPRequestEntityTooLarge where more than ``most`` bytes come out."""
+    windows = {"gzip": 31, "deflate": zlib.MAX_WBITS}
+    if encoding not in windows:
+        raise RequestError(f"The Content-Encoding {encoding[:40]!r} is not read here; send gzip, deflate or none.")
+    stream = zlib.decompressobj(windows[encoding])
+    try:
+        found = stream.decompress(body, most + 1)
+    except zlib.error as error:
+        raise RequestError(f"The body cannot be read: its Content-Encoding is {encoding!r} ({error}).") from None
+    if len(found) > most:
+        raise web.HTTPRequestEntityTooLarge(max_size=most, actual_size=len(found))
+    if not stream.eof or stream.unused_data:
+        raise RequestError(f"The body cannot be read: its Content-Encoding is {encoding!r}, and that does not end.")
+    return found
 
 
 async def _counted(first: Event, events: AsyncGenerator[Event], tally: Tally) -> Events:
