@@ -47,11 +47,13 @@ def test_a_part_that_hangs_or_fails_stops_nothing(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("OUT", str(tmp_path / "out"))
     (tmp_path / "work" / "triton-cache").mkdir(parents=True)
     (tmp_path / "work" / "triton-cache" / "kernel").write_text("compiled")
-    monkeypatch.setattr(sys, "argv", ["box.py", "hangs", "fails", "works", "--work", str(tmp_path / "work")])
+    monkeypatch.chdir(tmp_path)  # parts run elsewhere: a relative folder must not move
+    monkeypatch.setattr(sys, "argv", ["box.py", "hangs", "fails", "works", "--work", "work"])
     assert box.main() == 1
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())["parts"]
     assert {name: part["status"] for name, part in summary.items()} == {"hangs": "out of time", "fails": 3, "works": 0}
     assert summary["hangs"]["last words"] == ["begun"]
+    assert (tmp_path / "work" / "logs" / "works.json").read_text() == "[1]"
     assert {file.name for file in (tmp_path / "out").iterdir()} == {
         "summary.json",
         "logs.tar.gz",
