@@ -6,15 +6,13 @@ product. Where all rows of a way are equal, it may take the provider's place for
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.gpu import lines
 from benchmarks.gpu.dry import DEVICE, DRY, SHAPES
 from benchmarks.gpu.timing import Run, seconds
 from benchmarks.shapes import Costs
@@ -100,19 +98,10 @@ def compare(n: int, k: int) -> Iterator[dict[str, Any]]:
             yield line
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.bits")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    found = []
+def measure() -> Iterator[dict[str, Any]]:
     for n, k in SIZES:
-        for line in compare(n, k):
-            found.append(line)
-            print(*line.values(), sep="  ", flush=True)
-            if args.json:
-                args.json.write_text(json.dumps(found, indent=1))
-    return 0
+        yield from compare(n, k)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(lines.main("python -m benchmarks.gpu.bits", "Which ways to multiply give the same bits.", measure()))

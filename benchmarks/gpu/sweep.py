@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.gpu import lines
 from benchmarks.gpu.dry import DEVICE, DRY, SHAPES
 from benchmarks.gpu.kernels import ragged, randn
 from benchmarks.gpu.timing import Run, seconds
@@ -87,18 +85,5 @@ def timed(
     return line
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.sweep")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    found = []
-    for line in measure():
-        found.append(line)
-        print(*line.values(), sep="  ", flush=True)
-        if args.json:
-            args.json.write_text(json.dumps(found, indent=1))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(lines.main("python -m benchmarks.gpu.sweep", "Other tiles beside those of the table.", measure()))
