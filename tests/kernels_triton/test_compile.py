@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize(
     "narrow",
     [
-        ["--dtype", "bf16", "--model", "Qwen3-8B", "--model", "Gemma-3-1B"],
-        ["--dtype", "fp32", "--model", "Gemma-3-1B"],
+        ["--dtype", "bf16", "--model", "Llama-3.2-3B", "--model", "Gemma-3-1B"],
+        ["--dtype", "fp32", "--model", "Llama-3.2-3B", "--model", "Gemma-3-1B"],
         pytest.param([], marks=pytest.mark.slow),
     ],
     ids=["bf16", "fp32", "all"],
