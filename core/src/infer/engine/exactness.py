@@ -27,24 +27,24 @@ from infer.protocols import CachePoolProtocol, Draws, KernelsProtocol, KVCacheVi
 log = logging.getLogger(__name__)
 
 SECONDS = 15.0
-"""Of computing, after which nothing new is tried. 0.6B on two cores take less than one, an interpreter many minutes."""
+"""Of computing, after which nothing new is tried. 0.6B on two cores take about one, an interpreter many minutes."""
 LENGTH = 80
 """Tokens of the text that the whole model computes."""
-CHUNKS = ((7, 1, 33), (17, 2, 3))
-"""How far sequences get in each of the next passes, as far as there are so many."""
-DECODES = (1, 1, 1, 1, 3, 16)
-"""Sequences in each of its decodes: a recorded pass is recorded, recorded again, compared and replayed."""
+CHUNKS = (7, 1, 17)
+"""How far sequences get in the next pass, as far as there are so many."""
+DECODES = (1, 1, 1, 3, 16)
+"""Sequences in each of its decodes: a recorded pass is recorded, recorded again, and compared with its
+replay."""
 ROWS = (*range(1, 18), 33, 64, 76, 77, 128, 200, 512)
 """Rows that kernels get, of the MOST_ROWS that they had at once."""
 HEAD_ROWS = (1, 2, 5, 9, 16)
-"""The same of the head, of LENGTH: it costs as much as many layers."""
+"""The same of the head, which costs as much as many layers: few rows."""
 MORE_HEAD_ROWS = (33, 64, 65, 129, 257)
-"""And these, of MOST_HEAD_ROWS, where that costs next to nothing: not on a CPU."""
-MOST_HEAD_ROWS = 300
+"""And these where they cost next to nothing: not on a CPU."""
 SEQUENCES = (1, 2, 3, 5, 6, 9, 12, 16, 17, 33, 64)
 """Of decodes' attention, and of the draw."""
 MOST_ROWS = 600
-OPERATIONS = 1 << 34
+OPERATIONS = 1 << 31
 """Of one product; a larger weight gets fewer rows than MOST_ROWS."""
 ROWWISE = {"linear": 1, "gated_linear": 1, "embedding": 1, "rms_norm": 1, "add_rms_norm": 2, "gated": 1}
 """Kernels, and how many of their arguments have the rows."""
@@ -203,22 +203,17 @@ class _Whole(_Trial):
             yield f"{name}.logits varies at {_count(found, 'row')}"
         sizes = sorted(min(n, self.max_batch_size) for n in DECODES)[-(length - 1) :]
         first = length - len(sizes)
-        room = [sum(chunks) for chunks in itertools.zip_longest(*CHUNKS, fillvalue=0)]
-        lengths = [min(first, n) + len(sizes) for n in (*room, *[0] * sizes[-1])][: sizes[-1]]
+        lengths = [min(first, n) + len(sizes) for n in (*CHUNKS, *[0] * sizes[-1])][: sizes[-1]]
         with self.slots(lengths) as slots:
             ends = [0] * len(slots)
-            for k, wanted in enumerate(CHUNKS):
-                chunk = [min(n, first - end) for n, end in zip(wanted, ends, strict=False)]
-                if min(chunk) <= 0:
-                    continue
-                at = self.spans(ends[: len(chunk)], chunk)
-                view = self.pool.batched_chunked_prefill_view(slots[: len(chunk)], ends[: len(chunk)], chunk)
-                rows = self.spans([0], [len(at)]).flip(0) if k % 2 else None
-                hidden = self.model.forward(text[at], at, view, rows)
-                if not same_bits(hidden, whole[at if rows is None else at[rows]]):
-                    parts = " and ".join(map(str, chunk))
-                    yield f"{name}.forward varies in a pass of {_count([len(at)], 'row')}, chunks of {parts}"
-                ends[: len(chunk)] = [end + n for end, n in zip(ends, chunk, strict=False)]
+            chunk = [min(n, first) for n in CHUNKS[: len(slots)]]
+            at = self.spans(ends[: len(chunk)], chunk)
+            view = self.pool.batched_chunked_prefill_view(slots[: len(chunk)], ends[: len(chunk)], chunk)
+            rows = self.spans([0], [len(at)]).flip(0)
+            if not same_bits(self.model.forward(text[at], at, view, rows), whole[at[rows]]):
+                parts = " and ".join(map(str, chunk))
+                yield f"{name}.forward varies in a pass of {_count([len(at)], 'row')}, chunks of {parts}"
+            ends[: len(chunk)] = chunk
             for size in (n for n in sizes if n <= len(slots)):
                 at = torch.tensor(ends[:size], device=self.device)
                 if not same_bits(self._decode(slots[:size], text[at], at)[:size], whole[at]):
@@ -228,13 +223,10 @@ class _Whole(_Trial):
 
     def _logits(self, hidden: Tensor) -> list[int]:
         """Numbers of rows at which the head varies."""
-        sizes: Sequence[int] = HEAD_ROWS
-        if self.device.type != "cpu":
-            hidden = hidden[self.spans([0], [MOST_HEAD_ROWS]) % len(hidden)]
-            sizes = HEAD_ROWS + MORE_HEAD_ROWS
+        sizes = HEAD_ROWS if self.device.type == "cpu" else HEAD_ROWS + MORE_HEAD_ROWS
+        hidden = hidden[self.spans([0], [sizes[-1] + 1]) % len(hidden)]
         logits = self.model.logits(hidden)
         self.noted.logits = logits[0].clone()
-        sizes = [n for n in sizes if n < len(hidden)]
         return [n for n in sizes if not same_bits(self.model.logits(hidden[:n]), logits[:n])]
 
     def _decode(self, slots: list[int], tokens: Tensor, at: Tensor) -> Tensor:
