@@ -41,6 +41,5 @@ def timed(llm: LLM, steps: Steps, draw: random.Random, batch: int, prompt: int, 
     ids = [[draw.randrange(3, min(8000, llm.served.vocab_size)) for _ in range(prompt)] for _ in range(batch)]
     start = time.perf_counter()
     llm.generate(ids, SamplingParams(temperature=0, max_tokens=new + 2 * batch, ignore_eos=True))
-    time.sleep(0.05)  # the last step is told after its events
     prefill = next(record.started for record in steps.records if all_decode(record, batch)) - start
     return prefill, statistics.median(decode_gaps(steps, batch))

@@ -12,7 +12,6 @@ import random
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -71,7 +70,6 @@ def measure(folder: str, batch: int, repeat: int) -> list[tuple[float, float]]:
                     for i in range(batch)
                 ]
                 llm.generate([[i + 5] * PROMPT for i in range(batch)], params)
-                time.sleep(0.05)  # the last step is told after its events
                 pair.append(statistics.median(decode_gaps(steps, batch)))
             turns.append((pair[0], pair[1]))
     return turns[1:]

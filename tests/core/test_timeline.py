@@ -39,11 +39,8 @@ def test_latencies_in_milliseconds() -> None:
     ]
 
 
-def test_steps_before_the_scene_are_not_its_own() -> None:
+def test_later_requests_come_at_their_steps() -> None:
     submitted: list[Arrival] = []
-    recorder = Recorder(["A", "B"], [Arrival("B", 1, 4, 4)], submitted.append)
-    warm_up = step(0, 0.0, 1.0, WorkRecord("req-1", "decode", 3, 1, True))
-    recorder.infer_step_finished(warm_up)
-    assert (recorder.steps, submitted) == ([], [])
-    recorder.infer_step_finished(first := step(1, 1.0, 2.0, WorkRecord("A", "prefill", 0, 4, True)))
+    recorder = Recorder([Arrival("B", 1, 4, 4), Arrival("C", 3, 4, 4)], submitted.append)
+    recorder.infer_step_finished(first := step(0, 1.0, 2.0, WorkRecord("A", "prefill", 0, 4, True)))
     assert (recorder.steps, [a.id for a in submitted]) == ([first], ["B"])

@@ -45,8 +45,6 @@ class Recorder:
     """An observer that keeps the records and lets the scene's later requests arrive at their steps."""
 
     INFER_PLUGIN_API = 1
-    names: Sequence[str]
-    """Steps without any of these requests are not the scene's: a step is told after its events."""
     later: list[Arrival] = field(default_factory=list)
     submit: Any = None
     steps: list[StepRecord] = field(default_factory=list)
@@ -54,8 +52,6 @@ class Recorder:
 
     @hookimpl
     def infer_step_finished(self, record: StepRecord) -> None:
-        if not any(work.request_id in self.names for work in record.work):
-            return
         self.steps.append(record)
         while self.later and self.later[0].step <= len(self.steps):
             self.submit(self.later.pop(0))
@@ -130,8 +126,7 @@ def play(settings: Settings, plugins: Plugins, arrivals: Sequence[Arrival]) -> R
     """Run the scene on the settings' model."""
     from infer.llm import LLM
 
-    recorder = Recorder([arrival.id for arrival in arrivals], [a for a in arrivals if a.step > 0])
-    plugins.manager.register(recorder)
+    recorder = Recorder([arrival for arrival in arrivals if arrival.step > 0])
     try:
         with LLM.from_settings(settings, plugins) as llm:
             tokenizer = llm.served.tokenizer
@@ -144,6 +139,7 @@ def play(settings: Settings, plugins: Plugins, arrivals: Sequence[Arrival]) -> R
 
             llm.generate([ids], SamplingParams(max_tokens=2))  # first passes are slower than the rest
             recorder.submit = submit
+            plugins.manager.register(recorder)
             handles = [submit(a) for a in arrivals if a.step == 0]
             for handle in handles:
                 for _ in handle.events():

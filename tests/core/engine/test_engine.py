@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import pytest
 import torch
 from tests.support import MAX_SEQ_LEN, Stepper, letters, make_engine, paged_pool, random_prompt, tiny_model
 
-from infer.engine.batch import pack
+from infer.engine.batch import Draw, Score, pack
 from infer.engine.runner import SCORED_ROWS
+from infer.engine.sequence import Sequence
 from infer.hookspecs import RequestRecord
 from infer.protocols import KVCacheView, ModelProtocol
 from infer.request import Event
@@ -130,6 +133,29 @@ def test_records_count_tokens_in_every_step_and_room_at_every_end(spoiled: Make)
     assert last.totals.cached == sum(record.num_cached for record in stepper.finished)
     assert last.free_tokens == stepper.room
     assert_clean(stepper)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_observers_know_of_a_step_before_its_events_are_out(lag: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has an event finds its step counted. What the first of two passes yields does not wait for the second."""
+    stepper = make_engine(tiny_model("llama"), F32, lag=lag, mixed_batches=False)
+    told: list[tuple[str, int, int]] = []
+    publish = stepper.engine._publish
+
+    def watch(events: list[Event]) -> None:
+        told.extend((event.request_id, len(stepper.steps), len(stepper.finished)) for event in events)
+        publish(events)
+
+    monkeypatch.setattr(stepper.engine, "_publish", watch)
+    stepper.submit([1, 2], "a", temperature=0, max_tokens=3)
+    stepper.run()
+    assert told == [("a", min(3, n + lag), n == 3) for n in (1, 2, 3)]
+    told.clear()
+    stepper.submit([1, 2], "b", temperature=0, max_tokens=9)
+    stepper.engine.step()
+    stepper.submit([3], "c", temperature=0, max_tokens=1)
+    stepper.engine.step()
+    assert told == ([("b", 4, 1), ("b", 4, 1), ("c", 5, 2)] if lag == 0 else [("b", 4, 1), ("b", 5, 1)])
 
 
 def test_length_by_max_tokens_and_by_max_seq_len(spoiled: Make) -> None:
@@ -445,9 +471,48 @@ def test_the_batch_has_no_padding_and_asks_for_logits_where_tokens_are_drawn(spo
     assert batch.token_ids_T.shape == (14,)
     assert batch.positions_T.tolist() == [*range(5), *range(8), 0]
     assert batch.rows_N.tolist() == [4, 13]
-    assert batch.sample_rows.tolist() == [0, 1]
     assert len(batch.fed_rows) == 0
-    assert [s.id for s in batch.sampled] == ["a", "c"]
+    (draw,) = batch.readouts
+    assert isinstance(draw, Draw)
+    assert [request.id for request in draw.requests] == ["a", "c"]
+    assert (list(draw.of), draw.first, draw.positions) == ([0, 2], 0, [5, 1])
+    assert draw.slots_N.tolist() == [batch.slots[0], batch.slots[2]]
+
+
+def test_a_batch_keeps_nothing_of_a_live_sequence(spoiled: Make) -> None:
+    """What becomes of the sequences after ``pack`` changes no batch, so a pass may be on its way meanwhile."""
+    _, stepper = spoiled(prefill_chunk_size=8)
+    scheduler: Any = stepper.engine._scheduler
+    for name in ("plain", "scored"):
+        stepper.submit(random_prompt(12), name, temperature=1, prompt_logprobs=2 if name == "scored" else None)
+    stepper.engine.step()
+    stepper.engine._drain_inbox()
+    (works,) = scheduler.schedule().passes()
+    batch = pack(works)
+    before = copy.deepcopy(batch)
+    for work in works:
+        work.sequence.tokens[:] = [9] * 40
+        work.sequence.slot, work.sequence.num_computed, work.sequence.prompt_scored = 3, 0, 0
+    assert repr(batch) == repr(before)
+    seen = {type(x) for x in reachable(batch)}
+    assert Sequence not in seen
+    assert Draw in seen
+    assert Score in seen
+
+
+def reachable(x: Any) -> Iterator[Any]:
+    """It and everything in it."""
+    yield x
+    if isinstance(x, (list, tuple)):
+        parts: Iterable[Any] = x
+    elif isinstance(x, dict):
+        parts = x.values()
+    elif is_dataclass(x):
+        parts = [getattr(x, each.name) for each in fields(x)]
+    else:
+        parts = getattr(x, "__dict__", {}).values()
+    for part in parts:
+        yield from reachable(part)
 
 
 def test_events_carry_what_was_asked_for(spoiled: Make) -> None:

@@ -17,8 +17,8 @@ import torch
 from tests.core.engine.test_traffic import EOS, MAX_SEQ_LEN, Launched, Runner
 from tests.support import letters
 
-from infer.engine import engine as engine_module
-from infer.engine.batch import Batch
+from infer.engine import answer as answer_module
+from infer.engine.batch import Batch, Draw
 from infer.engine.engine import Engine
 from infer.engine.loop import EngineLoop, Mailbox
 from infer.engine.schedulers import ContinuousScheduler
@@ -72,7 +72,7 @@ class SteeredRunner(Runner):
 
     def launch(self, batch: Batch) -> Launched:
         launched = super().launch(batch)
-        steered = [(row, s.steering, s.tokens) for row, s in enumerate(batch.sampled) if s.steering is not None]
+        steered = [each for readout in batch.readouts if isinstance(readout, Draw) for each in readout.steered]
         for row, edit in edits(steered, Masks()):
             if edit is None:
                 launched.tokens[row] = None
@@ -110,8 +110,8 @@ class World:
                 faults.call("steering", lambda: super(Watched, self).__init__(*args))
                 faults.watch(self, "_see_all", "_edit", name="steering")
 
-        monkeypatch.setattr(engine_module, "TextStream", Text)
-        monkeypatch.setattr(engine_module, "Steering", Watched)
+        monkeypatch.setattr(answer_module, "TextStream", Text)
+        monkeypatch.setattr(answer_module, "Steering", Watched)
 
         def make(publish: Mailbox) -> Engine:
             scheduler, runner = ContinuousScheduler(self.pool, chosen), SteeredRunner(self.pool)
@@ -119,7 +119,7 @@ class World:
             faults.watch(scheduler, "add", "schedule", "finish")
             launch, has_work = runner.launch, scheduler.has_work
             runner.launch = lambda batch: faults.watch(  # type: ignore[method-assign]
-                faults.call("launch", lambda: launch(batch)), "result"
+                faults.call("launch", lambda: launch(batch)), "results"
             )
             scheduler.has_work = lambda: begin.wait(60) and has_work()  # type: ignore[method-assign]
             self.engine = Engine(

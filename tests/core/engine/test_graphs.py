@@ -21,7 +21,7 @@ from tests.support import (
 )
 from torch import Tensor
 
-from infer.engine.batch import Batch, pack
+from infer.engine.batch import Batch, Draw, pack
 from infer.engine.graphs import DecodeGraphs, batch_sizes
 from infer.engine.sequence import PENDING, Sequence
 from infer.kernels.reference import ReferenceKernels
@@ -148,5 +148,7 @@ def test_a_batch_is_padded_with_its_last_row() -> None:
     assert padded.fed_rows.tolist() == [1, 2, 3]
     assert padded.fed_slots.tolist() == [1, 1, 1]
     assert padded.positions_T.tolist() == [2, 1, 1, 1]
-    assert padded.sample_rows.tolist() == [0, 1]
+    (draw,) = padded.readouts
+    assert isinstance(draw, Draw)
+    assert draw.slots_N.tolist() == [0, 1]
     assert decodes([[7, PENDING], [1, 2, 3]]).pad(3).fed_rows.tolist() == [0]

@@ -72,7 +72,7 @@ class Driver:
                 s = work.sequence
                 assert work.start == s.num_computed, "pieces join without gap or overlap"
                 s.num_computed = work.end
-                if work.samples:
+                if work.draws:
                     s.tokens.append(7)
                     if len(s.tokens) >= s.max_len:
                         self.scheduler.finish(s)

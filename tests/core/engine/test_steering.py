@@ -138,7 +138,7 @@ def test_steering_that_fails_ends_its_request_alone(
     see = Steering._see_all
 
     def fails(steering: Steering, tokens: Sequence[int]) -> Matcher | None:
-        if steering._params.seed == 0 and len(tokens) == len(PROMPT) + 3:
+        if steering._params.seed == 0 and steering.num_seen + len(tokens) == len(PROMPT) + 3:
             raise kind("out of its depth")
         return see(steering, tokens)
 

@@ -16,9 +16,9 @@ import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from infer.engine.batch import Batch
+from infer.engine.batch import Batch, Draw
 from infer.engine.engine import Abort, Engine
-from infer.engine.runner import Result
+from infer.engine.runner import Drawn, Result
 from infer.engine.schedulers import ContinuousScheduler
 from infer.engine.sequence import PENDING
 from infer.hookspecs import RequestRecord, StepRecord
@@ -49,11 +49,10 @@ def expected(prompt: Seq[int], max_tokens: int) -> list[int]:
 
 @dataclass
 class Launched:
-    batch: Batch
     tokens: list[int | None]
 
-    def result(self) -> Result:
-        return Result(self.tokens, [None] * len(self.tokens), [])
+    def results(self) -> list[Result]:
+        return [Drawn(self.tokens, [None] * len(self.tokens))] if self.tokens else []
 
 
 class Runner:
@@ -94,12 +93,14 @@ class Runner:
         self.computed += len(ids)
         tokens: list[int | None] = []
         by_slot = dict(zip(batch.slots, histories, strict=True))
-        for slot in batch.sample_slots.tolist():
-            self.last[slot] = answer(by_slot[slot])
-            tokens.append(self.last[slot])
+        for readout in batch.readouts:
+            assert isinstance(readout, Draw)
+            for slot in readout.slots_N.tolist():
+                self.last[slot] = answer(by_slot[slot])
+                tokens.append(self.last[slot])
         if fault == "not finite" and tokens:
             tokens[0] = None
-        return Launched(batch, tokens)
+        return Launched(tokens)
 
 
 class Traffic(RuleBasedStateMachine):

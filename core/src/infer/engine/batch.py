@@ -1,15 +1,49 @@
-"""A pass as arrays: tokens laid end to end, without padding."""
+"""A pass as arrays: tokens laid end to end, without padding, and what is to be read from it.
+
+A batch holds values only: what becomes of a sequence while its pass is on its way is not the device's concern.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from infer.engine.sequence import PENDING, Sequence, Work
+from infer.engine.steering import Steering
+from infer.request import Request
 
 Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """A readout: a token for each of N sequences, drawn from the logits of wanted rows first .. first+N-1."""
+
+    of: Seq[int]
+    """Which of the batch's sequences these are."""
+    first: int
+    slots_N: Ints
+    positions: list[int]
+    """Each token's index in its sequence."""
+    requests: list[Request]
+    """Parameters and seeds."""
+    steered: list[tuple[int, Steering, Seq[int]]]
+    """Rows of N whose logits are edited: row, how, and the tokens that the steering has not seen yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A readout: how likely tokens of a prompt were, by the logits of wanted rows first .. first+len(targets)-1."""
+
+    of: int
+    """Which of the batch's sequences it is."""
+    first: int
+    targets: list[int]
+    count: int
+    """Likeliest tokens to report besides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +51,7 @@ class Batch:
     """The ragged step. T tokens, B sequences."""
 
     decode_only: bool
+    """Each sequence has one token, after which one is drawn: the wanted rows are all rows."""
     slots: list[int]
     starts: list[int]
     lens: list[int]
@@ -25,15 +60,10 @@ class Batch:
     fed_rows: Ints
     fed_slots: Ints
     positions_T: Ints
-    sampled: list[Sequence]
-    """The sequences that get a token."""
     rows_N: Ints
     """The rows of T whose hidden states are wanted."""
-    sample_rows: Ints
-    """Which of these give it."""
-    sample_slots: Ints
-    scored: list[tuple[Sequence, int, int]]
-    """Prompt logprobs: (sequence, i, n): of the wanted rows, i .. i+n-1 predict the tokens from ``prompt_scored``+1."""
+    readouts: list[Score | Draw]
+    """What is to be made of them, the draw last."""
 
     def pad(self, rows: int) -> Batch:
         """A batch of decodes with its last row repeated, to ``rows`` in all: that writes the same once more to the same
@@ -52,50 +82,65 @@ class Batch:
         )
 
 
-def pack(works: Seq[Work]) -> Batch:
-    """Lay the works' tokens end to end and note which rows need logits."""
-    token_ids: list[int] = []
-    wanted: list[int] = []
-    sampled, sample_rows, sample_slots, scored = [], [], [], []
-    slots: list[int] = []
-    decode_only = True
-    for sequence, start, length, samples, decode in works:
-        row, slot = len(token_ids), sequence.slot
-        assert slot is not None, f"{sequence.id} does not run"
-        slots.append(slot)
-        if decode:
-            token_ids.append(sequence.tokens[start])
-        else:
-            decode_only = False
-            token_ids += sequence.tokens[start : start + length]
-            if sequence.request.params.prompt_logprobs is not None:
+def pack(works: Seq[Work], steering: Mapping[Sequence, Steering] | None = None) -> Batch:
+    """Lay the works' tokens end to end and note what is to be read. ``steering`` has that of those that are steered."""
+    sequences, starts, lens, draws, decodes = zip(*works, strict=True)
+    slots = [sequence.slot for sequence in sequences]
+    assert None not in slots, "who is in a pass has a slot"
+    slots_B, starts_B = np.array(slots), np.array(starts)
+    decode_only = all(decodes) and all(draws)
+    readouts: list[Score | Draw] = []
+    of: Seq[int]
+    if decode_only:
+        of = range(len(works))
+        token_ids_T = np.array([sequence.tokens[start] for sequence, start in zip(sequences, starts, strict=True)])
+        positions_T = starts_B
+        rows_N = ends_B = np.arange(len(works))
+        drawn, scored = sequences, 0
+    else:
+        of = [b for b, drawing in enumerate(draws) if drawing]
+        drawn = tuple([sequences[b] for b in of])
+        token_ids: list[int] = []
+        rows: list[int] = []
+        for b, (sequence, start, length, _, decode) in enumerate(works):
+            count = sequence.request.params.prompt_logprobs
+            if count is not None and not decode:
                 begin, end = max(start, sequence.prompt_scored), min(start + length, sequence.num_prompt - 1)
                 if begin < end:
-                    scored.append((sequence, len(wanted), end - begin))
-                    wanted += range(row + begin - start, row + end - start)
-        if samples:
-            sampled.append(sequence)
-            sample_rows.append(len(wanted))
-            sample_slots.append(slot)
-            wanted.append(row + length - 1)
-    starts = [work.start for work in works]
-    lens = [work.length for work in works]
-    lens_B = np.asarray(lens)
-    ends_B = np.cumsum(lens_B)
-    token_ids_T = np.array(token_ids)
+                    readouts.append(Score(b, len(rows), sequence.tokens[begin + 1 : end + 1], count))
+                    rows += range(len(token_ids) + begin - start, len(token_ids) + end - start)
+            token_ids += sequence.tokens[start : start + length]
+        lens_B = np.array(lens)
+        ends_B = np.cumsum(lens_B)
+        token_ids_T = np.array(token_ids)
+        positions_T = np.arange(len(token_ids)) - np.repeat(ends_B - lens_B - starts_B, lens_B)
+        scored = len(rows)
+        rows_N = np.concatenate([np.array(rows, dtype=np.int64), ends_B[of] - 1])
+        ends_B = ends_B - 1
+    if drawn:
+        steered = []
+        if steering:
+            steered = [(n, how, s.tokens[how.num_seen :]) for n, s in enumerate(drawn) if (how := steering.get(s))]
+        readouts.append(
+            Draw(
+                of=of,
+                first=scored,
+                slots_N=slots_B if decode_only else slots_B[of],
+                positions=[len(sequence.tokens) for sequence in drawn],
+                requests=[sequence.request for sequence in drawn],
+                steered=steered,
+            )
+        )
     fed_rows = np.flatnonzero(token_ids_T == PENDING)
     return Batch(
         decode_only=decode_only,
         slots=slots,
-        starts=starts,
-        lens=lens,
+        starts=list(starts),
+        lens=list(lens),
         token_ids_T=token_ids_T,
         fed_rows=fed_rows,
-        fed_slots=np.asarray(slots)[np.searchsorted(ends_B, fed_rows, side="right")],
-        positions_T=np.arange(len(token_ids)) - np.repeat(ends_B - lens_B - np.asarray(starts), lens_B),
-        sampled=sampled,
-        rows_N=np.array(wanted, dtype=np.int64),
-        sample_rows=np.array(sample_rows, dtype=np.int64),
-        sample_slots=np.array(sample_slots, dtype=np.int64),
-        scored=scored,
+        fed_slots=slots_B[np.searchsorted(ends_B, fed_rows)],
+        positions_T=positions_T,
+        rows_N=rows_N,
+        readouts=readouts,
     )

@@ -8,23 +8,22 @@ import time
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
-from typing import overload
+from dataclasses import dataclass
+from typing import NamedTuple, overload
 
 from tokenizers import Tokenizer
 
-from infer.engine.batch import pack
-from infer.engine.runner import Launched, Runner
+from infer.engine.answer import Answer, Counts
+from infer.engine.batch import Draw, Score, pack
+from infer.engine.runner import Drawn, Launched, Runner
 from infer.engine.sequence import PENDING, Schedule, Sequence, Work
 from infer.engine.steering import Steering
-from infer.engine.text import TextStream, TokenTexts
-from infer.hookspecs import RequestRecord, StepRecord, Totals, WorkRecord
+from infer.engine.text import TokenTexts
+from infer.hookspecs import RequestRecord, StepRecord, WorkRecord
 from infer.protocols import CachePoolProtocol, SchedulerProtocol
-from infer.request import Event, FinishReason, Request, TokenLogprobs
+from infer.request import Event, FinishReason, Request
 
 log = logging.getLogger(__name__)
-
-NOT_FINITE = "The model's output is not finite (NaN or infinity)."
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,24 +36,13 @@ class Abort:
 Message = Request | tuple[Request, ...] | Abort | None
 
 
-@dataclass(eq=False, slots=True)
-class _Live:
-    """What the engine keeps of an unfinished request besides its sequence."""
+class _Flight(NamedTuple):
+    """A pass on its way, and whose answers it is for."""
 
-    sequence: Sequence
-    stops: frozenset[int]
-    """Tokens that end it."""
-    text: TextStream | None = None
-    first_token: float | None = None
-    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
-    fault: str | None = None
-    """What went wrong in a part that is its alone: it ends of that, and nobody else does."""
-
-    def spoil(self, error: BaseException) -> None:
-        """Take note of such a fault; its text is not asked again."""
-        log.error("request %s failed", self.sequence.id, exc_info=error)
-        self.fault = f"The request failed: {type(error).__name__}: {error}"
-        self.text = None
+    launched: Launched
+    readouts: Seq[Score | Draw]
+    answers: list[Answer]
+    """One per sequence of the batch."""
 
 
 class Engine:
@@ -88,15 +76,18 @@ class Engine:
         self._eos_token_ids = eos_token_ids
         self._max_seq_len = max_seq_len
         self._lag = lag
-        self._in_flight: deque[Launched] = deque()
+        self._in_flight: deque[_Flight] = deque()
         self._publish = publish
         self._notify = notify
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._live: dict[str, _Live] = {}
+        self._answers: dict[str, Answer] = {}
+        """Of all requests that are here."""
+        self._steering: dict[Sequence, Steering] = {}
+        """Of those that are steered. What they may draw next depends on what they drew last: while one is here, no pass
+        is on its way when the next is planned."""
+        self._counts = Counts()
         self._steps = 0
         self._arrivals = 0
-        self._num_steered = 0
-        self._num_prompt = self._num_cached = self._num_generated = 0
 
     def submit(self, message: Message) -> None:
         """Hand over requests or an abort; it counts from the next step. None only wakes ``wait``."""
@@ -110,26 +101,30 @@ class Engine:
         self._receive(self._inbox.get())
 
     def step(self) -> None:
-        """One iteration: everyone who runs gets ahead by a token or a chunk."""
+        """One iteration: everyone who runs gets ahead by a token or a chunk. Observers are told of it before the last
+        events go out, so that whoever has these finds what they were told."""
         started = time.perf_counter()
         self._drain_inbox()
-        if self._num_steered:
-            self._settle(0)  # what they may draw next depends on what they drew last
         schedule = self._scheduler.schedule()
         passes = list(schedule.passes())
+        lag = self._lag if passes and not self._steering else 0
+        events: list[Event] = []
         for works in passes:
-            self._launch(works)
-            self._settle(self._lag)
+            if events:
+                self._publish(events)
+            events = self._launch(works)
+            events += self._settle(lag)
         if passes:
             self._observe(started, schedule, passes)
         else:
-            self._settle(0)
+            events = self._settle(0)
+        self._publish(events)
 
     def fail_all(self, reason: FinishReason, error: str | None) -> None:
         """End every request that is here; for shutting down."""
         self._drain_inbox()
         self._in_flight.clear()
-        self._publish([self._end(live, reason, error=error) for live in list(self._live.values())])
+        self._publish([self._end(answer, reason, error) for answer in list(self._answers.values())])
 
     def _drain_inbox(self) -> None:
         while not self._inbox.empty():
@@ -146,164 +141,92 @@ class Engine:
                 longest = min(longest, len(message.prompt_token_ids) + params.max_tokens)
             sequence = Sequence(message, self._arrivals, longest)
             self._arrivals += 1
-            stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_token_ids)
-            new = self._live[message.id] = _Live(sequence, stops)
+            answer = Answer(sequence, self._texts, self._eos_token_ids, self._counts)
+            self._answers[message.id] = answer
             self._scheduler.add(sequence)
-            try:
-                if self._texts is not None:
-                    new.text = TextStream(self._texts, message.prompt_token_ids, params.stop)
-                if params.steered:
-                    sequence.steering = Steering(message, stops)
-                    self._num_steered += 1
-            except BaseException as error:  # a panic of Rust's is no Exception
-                new.spoil(error)
-                self._publish([self._end(new, "error")])
-        elif isinstance(message, Abort) and (live := self._live.get(message.request_id)):
-            self._publish([self._end(live, "abort")])
+            if answer.steering is not None:
+                self._steering[sequence] = answer.steering
+            if answer.spoilt:
+                self._publish([self._end(answer, "error")])
+        elif isinstance(message, Abort) and (known := self._answers.get(message.request_id)):
+            self._publish([self._end(known, "abort")])
 
-    def _launch(self, works: Seq[Work]) -> None:
-        """Set a pass going, and book what it will have computed."""
+    def _launch(self, works: Seq[Work]) -> list[Event]:
+        """Set a pass going, and book what it will have computed. If it cannot be set going, those in it end."""
+        answers = [self._answers[work.sequence.id] for work in works]
         try:
-            launched = self._runner.launch(pack(works))
+            batch = pack(works, self._steering)
+            launched = self._runner.launch(batch)
         except Exception as error:
-            self._fail(works, error)
-            return
-        for sequence, start, length, _, decode in works:
+            log.error("a pass with %d requests failed", len(works), exc_info=error)
+            text = f"The step failed: {type(error).__name__}: {error}"
+            return [self._end(answer, "error", text) for answer in answers]
+        for sequence, start, length, draws, decode in works:
             sequence.num_computed = start + length
+            if draws:
+                sequence.tokens.append(PENDING)
+                sequence.pending += 1
             if not decode and sequence.started is None:
                 sequence.started = time.perf_counter()
-        for sequence, _, n in launched.batch.scored:
-            sequence.prompt_scored += n
-        for sequence in launched.batch.sampled:
-            sequence.tokens.append(PENDING)
-            sequence.pending += 1
-        self._in_flight.append(launched)
+        for readout in batch.readouts:
+            if isinstance(readout, Score):
+                works[readout.of].sequence.prompt_scored += len(readout.targets)
+        self._in_flight.append(_Flight(launched, batch.readouts, answers))
+        return []
 
-    def _settle(self, left: int) -> None:
-        """Read the results of all but the last ``left`` passes; one event for every sequence that got a token."""
+    def _settle(self, left: int) -> list[Event]:
+        """Read the results of all but the last ``left`` passes: an event for every sequence that got a token. Whoever
+        ended while the pass was on its way gets nothing more."""
+        events: list[Event] = []
         while len(self._in_flight) > left:
-            launched = self._in_flight.popleft()
-            result = launched.result()  # a device that has failed here stays so: not caught
-            for sequence, scores in result.prompt_logprobs:
-                if live := self._alive(sequence):
-                    live.prompt_logprobs += scores
-            sampled = zip(launched.batch.sampled, result.tokens, result.logprobs, strict=True)
-            self._publish(
-                [
-                    self._take(live, sequence, token, logprobs)
-                    for sequence, token, logprobs in sampled
-                    if (live := self._alive(sequence))
-                ]
-            )
+            launched, readouts, answers = self._in_flight.popleft()
+            results = launched.results()  # a device that has failed here stays so: not caught
+            for readout, result in zip(readouts, results, strict=True):
+                match readout, result:
+                    case Score(of=b), list():
+                        answers[b].prompt_logprobs += result
+                    case Draw(of=of), Drawn(tokens, logprobs):
+                        for b, token, scored in zip(of, tokens, logprobs, strict=True):
+                            answer = answers[b]
+                            if not answer.ended:
+                                event = answer.take(token, scored)
+                                events.append(event)
+                                if answer.ended:
+                                    self._leave(answer, event)
+        return events
 
-    def _alive(self, sequence: Sequence) -> _Live | None:
-        """None where it has ended while a pass was on its way."""
-        live = self._live.get(sequence.id)
-        return live if live is not None and live.sequence is sequence else None
+    def _end(self, answer: Answer, reason: FinishReason, error: str | None = None) -> Event:
+        event = answer.end(reason, error)
+        self._leave(answer, event)
+        return event
 
-    def _take(self, live: _Live, sequence: Sequence, token: int | None, logprobs: TokenLogprobs | None) -> Event:
-        """Fill in a sequence's oldest pending token and see whether it is the last."""
-        if token is None:
-            steering = sequence.steering
-            if steering is None or steering.fault is None:
-                return self._end(live, "error", error=NOT_FINITE)
-            return self._end(live, "error", Event(sequence.id, param=steering.blamed), error=steering.fault)
-        tokens, pending = sequence.tokens, sequence.pending
-        tokens[-pending] = token
-        sequence.pending = pending = pending - 1
-        self._num_generated += 1
-        scored = (logprobs,) if logprobs else ()
-        prompt_scored = None
-        if live.first_token is None:
-            live.first_token = time.perf_counter()
-            self._count_prompt(sequence)
-            if sequence.request.params.prompt_logprobs is not None:
-                prompt_scored = tuple(live.prompt_logprobs)
-        reason: FinishReason | None = None
-        stop: int | str | None = None
-        text = ""
-        if token in live.stops:
-            reason = "stop"
-            if token in sequence.request.params.stop_token_ids:
-                stop = token
-        else:
-            if live.text is not None:
-                try:
-                    text, stop = live.text.push(token)
-                except BaseException as error:
-                    live.spoil(error)
-            if live.fault is not None:
-                reason = "error"
-            elif stop is not None:
-                reason = "stop"
-            elif len(tokens) - pending >= sequence.max_len:
-                reason = "length"
-        event = Event(sequence.id, (token,), text, scored, prompt_scored, None, None, None, sequence.num_cached)
-        return event if reason is None else self._end(live, reason, event, stop_reason=stop)
-
-    def _end(
-        self,
-        live: _Live,
-        reason: FinishReason,
-        event: Event | None = None,
-        *,
-        stop_reason: int | str | None = None,
-        error: str | None = None,
-    ) -> Event:
-        """Free the request's room and make its last event. A fault of its own goes before any other reason."""
-        sequence = live.sequence
-        num_known = len(sequence.tokens) - sequence.pending
+    def _leave(self, answer: Answer, last: Event) -> None:
+        """Free the room of a request that has ended, and tell the observers."""
+        sequence = answer.sequence
         self._scheduler.finish(sequence)
-        self._num_steered -= sequence.steering is not None
-        del self._live[sequence.id]
-        text = event.text if event else ""
-        if live.text is not None and not isinstance(stop_reason, str):
-            try:
-                rest, stop = live.text.flush()
-                text += rest
-                if stop is not None and reason in ("stop", "length"):
-                    reason, stop_reason = "stop", stop
-            except BaseException as fault:
-                live.spoil(fault)
-        if live.fault is not None:
-            reason, stop_reason, error = "error", None, live.fault
-        if live.first_token is None:
-            self._count_prompt(sequence)
+        self._steering.pop(sequence, None)
+        del self._answers[sequence.id]
         self._notify(
             "infer_request_finished",
             RequestRecord(
                 request_id=sequence.id,
                 num_prompt=sequence.num_prompt,
-                num_generated=num_known - sequence.num_prompt,
+                num_generated=answer.num_tokens,
                 num_cached=sequence.num_cached,
-                finish_reason=reason,
+                finish_reason=str(last.finish_reason),
                 arrival=sequence.request.arrival,
                 started=sequence.started,
-                first_token=live.first_token,
+                first_token=answer.first_token,
                 finished=time.perf_counter(),
                 preemptions=sequence.preemptions,
                 trace=sequence.request.trace,
                 free_tokens=self._pool.free_tokens(),
-                totals=self._totals(),
+                totals=self._counts.totals(),
             ),
         )
-        event = event or Event(sequence.id)
-        return event._replace(text=text, finish_reason=reason, stop_reason=stop_reason, error=error)
-
-    def _count_prompt(self, sequence: Sequence) -> None:
-        self._num_prompt += sequence.num_prompt
-        self._num_cached += sequence.num_cached
-
-    def _totals(self) -> Totals:
-        return Totals(self._num_prompt, self._num_cached, self._num_generated)
-
-    def _fail(self, works: Seq[Work], error: Exception) -> None:
-        log.error("a pass with %d requests failed", len(works), exc_info=error)
-        text = f"The step failed: {type(error).__name__}: {error}"
-        self._publish([self._end(self._live[w.sequence.id], "error", error=text) for w in works])
 
     def _observe(self, started: float, schedule: Schedule, passes: Seq[Seq[Work]]) -> None:
-        running = sum([live.sequence.slot is not None for live in self._live.values()])
+        running = sum([answer.sequence.slot is not None for answer in self._answers.values()])
         lengths = [[work.length for work in works] for works in passes]
         self._notify(
             "infer_step_finished",
@@ -318,9 +241,9 @@ class Engine:
                 computed_tokens=sum(map(sum, lengths)),
                 padded_tokens=sum(len(row) * max(row) for row in lengths),
                 running=running,
-                waiting=len(self._live) - running,
+                waiting=len(self._answers) - running,
                 free_tokens=self._pool.free_tokens(),
-                totals=self._totals(),
+                totals=self._counts.totals(),
             ),
         )
         self._steps += 1
@@ -342,5 +265,5 @@ class Records(Seq[WorkRecord]):
     def __getitem__(self, index: int | slice) -> WorkRecord | Records:
         if isinstance(index, slice):
             return Records(self._works[index])
-        sequence, start, length, samples, decode = self._works[index]
-        return WorkRecord(sequence.id, "decode" if decode else "prefill", start, length, samples)
+        sequence, start, length, draws, decode = self._works[index]
+        return WorkRecord(sequence.id, "decode" if decode else "prefill", start, length, draws > 0)

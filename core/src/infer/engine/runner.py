@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from infer.device import download, mark, upload
-from infer.engine.batch import Batch
+from infer.engine.batch import Batch, Draw, Score
 from infer.engine.graphs import DecodeGraphs
-from infer.engine.sampler import Drawing, Scores, score
-from infer.engine.sequence import Sequence
+from infer.engine.sampler import Drawing, score
 from infer.engine.steering import edits, steer
 from infer.grammar import Masks
 from infer.protocols import CachePoolProtocol, KernelsProtocol, ModelProtocol
@@ -23,35 +23,29 @@ SCORED_ROWS = 128
 """Prompt positions whose logits are in memory at once."""
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    """What a pass yields."""
+class Drawn(NamedTuple):
+    """What a Draw yields: one of each per row."""
 
     tokens: list[int | None]
-    """One per sampled sequence; None where the model's output was not finite."""
+    """None where the model's output was not finite."""
     logprobs: list[TokenLogprobs | None]
-    prompt_logprobs: list[tuple[Sequence, list[TokenLogprobs | None]]]
+
+
+Result = Drawn | list[TokenLogprobs | None]
+"""What a Draw yields, and what a Score does."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launched:
     """A pass on its way through the device."""
 
-    batch: Batch
-    _token_N: Tensor | None
-    _chosen: Scores | None
-    _prompts: list[tuple[Sequence, Scores]]
+    _readers: list[Callable[[], Result]]
     _wait: Callable[[], None]
 
-    def result(self) -> Result:
-        """Wait for the pass and read what it yields."""
+    def results(self) -> list[Result]:
+        """Wait for the pass and read what it yields, one result for each of the batch's readouts."""
         self._wait()
-        drawn: list[int] = [] if self._token_N is None else self._token_N.tolist()
-        return Result(
-            tokens=[token if token >= 0 else None for token in drawn],
-            logprobs=[] if self._chosen is None else self._chosen.read(),
-            prompt_logprobs=[(sequence, scores.read()) for sequence, scores in self._prompts],
-        )
+        return [read() for read in self._readers]
 
 
 class Runner:
@@ -80,23 +74,39 @@ class Runner:
     def launch(self, batch: Batch) -> Launched:
         """Forward, then logits at the rows that need them, then tokens; nothing waits for the device."""
         hidden_ND = self._forward(batch)
-        token_N = chosen = None
-        if batch.sampled:
-            sampled_ND = hidden_ND[: len(batch.sampled)]  # a view, where no other rows are wanted
-            if batch.scored:
-                sampled_ND = hidden_ND.index_select(0, upload(batch.sample_rows, self._device))
-            logits_NV = self._model.logits(sampled_ND)
-            draws = self._drawing([s.request for s in batch.sampled], [len(s.tokens) for s in batch.sampled])
-            steered = [(row, s.steering, s.tokens) for row, s in enumerate(batch.sampled) if s.steering is not None]
-            scored = any(wanted is not None for wanted in self._drawing.wanted)
-            edited_NV = steer(logits_NV, edits(steered, self._masks), scored) if steered else logits_NV
-            token_N = self._kernels.sample(edited_NV, draws)
-            known_N = token_N.clamp(min=0)
-            self._last_token_S[upload(batch.sample_slots, self._device)] = known_N
-            chosen = score(logits_NV, known_N, self._drawing.wanted)
-            token_N = download(token_N)
-        prompts = [part for s, r, n in batch.scored for part in self._score(s, hidden_ND[r : r + n])]
-        return Launched(batch, token_N, chosen, prompts, mark(self._device))
+        readers = [
+            self._draw(readout, hidden_ND) if isinstance(readout, Draw) else self._score(readout, hidden_ND)
+            for readout in batch.readouts
+        ]
+        return Launched(readers, mark(self._device))
+
+    def _draw(self, draw: Draw, hidden_ND: Tensor) -> Callable[[], Result]:
+        num = len(draw.of)
+        logits_NV = self._model.logits(hidden_ND[draw.first : draw.first + num])
+        draws = self._drawing(draw.requests, draw.positions)
+        scored = self._drawing.scored
+        edited_NV = steer(logits_NV, edits(draw.steered, self._masks), scored) if draw.steered else logits_NV
+        token_N = self._kernels.sample(edited_NV, draws)
+        known_N = token_N.clamp(min=0)
+        self._last_token_S[upload(draw.slots_N, self._device)] = known_N
+        chosen = score(logits_NV, known_N, self._drawing.wanted) if scored else None
+        host_N = download(token_N)
+
+        def read() -> Drawn:
+            tokens = [token if token >= 0 else None for token in host_N.tolist()]
+            return Drawn(tokens, [None] * num if chosen is None else chosen.read())
+
+        return read
+
+    def _score(self, readout: Score, hidden_ND: Tensor) -> Callable[[], Result]:
+        """In slices: a whole chunk's logits are large."""
+        targets = upload(np.array(readout.targets), self._device)
+        found = []
+        for i in range(0, len(targets), SCORED_ROWS):
+            part, first = targets[i : i + SCORED_ROWS], readout.first + i
+            logits_NV = self._model.logits(hidden_ND[first : first + len(part)])
+            found.append(score(logits_NV, part, [readout.count] * len(part)))
+        return lambda: [entry for part in found for entry in part.read()]
 
     def _forward(self, batch: Batch) -> Tensor:
         """Hidden states of the wanted rows, and of a few more where a recorded pass is replayed."""
@@ -120,15 +130,3 @@ class Runner:
             fed_slots = upload(batch.fed_slots, self._device)
             token_ids_T[upload(batch.fed_rows, self._device)] = self._last_token_S[fed_slots]
         return token_ids_T, upload(batch.positions_T, self._device, positions_out)
-
-    def _score(self, sequence: Sequence, hidden_RD: Tensor) -> list[tuple[Sequence, Scores]]:
-        """The logprobs of the prompt's tokens that the rows predict, in slices: a whole chunk's logits are large."""
-        first = sequence.prompt_scored + 1
-        targets = upload(np.array(sequence.tokens[first : first + len(hidden_RD)]), self._device)
-        count = sequence.request.params.prompt_logprobs
-        found = []
-        for i in range(0, len(targets), SCORED_ROWS):
-            part = targets[i : i + SCORED_ROWS]
-            logits_NV = self._model.logits(hidden_RD[i : i + SCORED_ROWS])
-            found.append((sequence, score(logits_NV, part, [count] * len(part))))
-        return found

@@ -34,6 +34,8 @@ class Drawing:
         self._seed_N: Words
         self.wanted: list[Wanted] = []
         """Which log-probabilities the requests ask for."""
+        self.scored = False
+        """Some request asks for any."""
 
     def __call__(self, requests: list[Request], positions: Sequence[int]) -> Draws:
         """``positions``: each token's index in its sequence."""
@@ -43,6 +45,7 @@ class Drawing:
             params = [request.params for request in requests]
             self._draws = self._columns(params)
             self.wanted = [p.logprobs if p.logprob_token_ids is None else p.logprob_token_ids for p in params]
+            self.scored = any(wanted is not None for wanted in self.wanted)
         if self._draws.greedy:
             return self._draws
         return replace(self._draws, uniform_N=upload(uniform(self._seed_N, words(positions)), self._device))

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from infer.request import Request
-
-if TYPE_CHECKING:
-    from infer.engine.steering import Steering
 
 PENDING = -1
 """Stands in ``Sequence.tokens`` for a token that the device has drawn, or will have by the time it is needed there, but
@@ -25,8 +22,6 @@ class Sequence:
     """Arrival order."""
     max_len: int
     """Tokens, prompt included, at which it ends for want of room."""
-    steering: Steering | None = None
-    """What it does to its logits, if anything."""
     id: str = field(init=False)
     rank: tuple[int, int] = field(init=False)
     """The lowest is admitted first, the highest preempted first."""
@@ -67,7 +62,7 @@ class Sequence:
     def extend(self, length: int) -> Work:
         """Its next piece of work."""
         start = self.num_computed
-        return Work(self, start, length, start + length == len(self.tokens), start >= self.prefill_end)
+        return Work(self, start, length, int(start + length == len(self.tokens)), start >= self.prefill_end)
 
 
 class Work(NamedTuple):
@@ -76,8 +71,8 @@ class Work(NamedTuple):
     sequence: Sequence
     start: int
     length: int
-    samples: bool
-    """It yields a token: what reaches the last known one does."""
+    draws: int
+    """Tokens it yields: one where it reaches the last known one, else none."""
     decode: bool
     """What the sequence had when it was admitted is behind it."""
 

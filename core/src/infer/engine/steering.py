@@ -37,7 +37,7 @@ class Edit(NamedTuple):
 
 
 def edits(rows: Sequence[tuple[int, Steering, Sequence[int]]], masks: Masks) -> list[tuple[int, Edit | None]]:
-    """Of rows of logits that follow prompts and answers."""
+    """Of rows of logits that follow prompts and answers: (row, whose, the tokens it has not seen yet)."""
     matchers = [steering.see(tokens) for _, steering, tokens in rows]
     if formed := [matcher for matcher in matchers if matcher is not None]:
         masks.compute(formed)
@@ -55,7 +55,8 @@ class Steering:
         self._matcher = None if request.grammar is None else request.grammar.matcher()
         self._grammar_after = request.grammar_after
         self._fault: str | None = None
-        self._num_seen = 0
+        self.num_seen = 0
+        """Tokens of prompt and answer, so far."""
         self._row: dict[int, int] = {}
         """Token id -> where it is in the arrays."""
         self._stops = sorted(stops) if params.min_tokens else []
@@ -71,8 +72,7 @@ class Steering:
             self._bias[row] = -np.inf
 
     def see(self, tokens: Sequence[int]) -> Matcher | None:
-        """Take in ``tokens``, prompt and answer, which only ever grow. What has to say now which may come next, if
-        any."""
+        """Take in the next ``tokens`` of prompt and answer. What has to say now which may come next, if any."""
         return self._attempt(self._see_all, tokens)
 
     def edit(self, matcher: Matcher | None) -> Edit | None:
@@ -90,13 +90,13 @@ class Steering:
         return None
 
     def _see_all(self, tokens: Sequence[int]) -> Matcher | None:
-        for i in range(self._num_seen, len(tokens)):
-            self._see(tokens[i], answer=i >= self._num_prompt)
-        self._num_seen = len(tokens)
+        for token in tokens:
+            self._see(token, answer=self.num_seen >= self._num_prompt)
+            self.num_seen += 1
         return None if self._grammar_after is not None else self._matcher
 
     def _edit(self, matcher: Matcher | None) -> Edit:
-        if self._stops and self._num_seen - self._num_prompt >= self._params.min_tokens:
+        if self._stops and self.num_seen - self._num_prompt >= self._params.min_tokens:
             for token in self._stops:
                 self._bias[self._row[token]] = self._params.logit_bias.get(token, 0.0)
             self._stops = []
