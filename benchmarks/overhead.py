@@ -24,7 +24,7 @@ from torch import Tensor
 from infer import LLM, SamplingParams, hookimpl
 from infer.bench import machine
 from infer.hookspecs import ModelRegistration, StepRecord
-from infer.protocols import AttentionSpec, KVCacheView, ModelContext
+from infer.protocols import AttentionSpec, ModelContext, Pass
 
 LIMITS = {1: None, 64: 150, 256: 500}
 """Microseconds that a step of so many sequences may cost."""
@@ -43,15 +43,13 @@ class Nothing:
     """Seconds of each product."""
 
     def __init__(self, context: ModelContext) -> None:
-        self.attention: Sequence[AttentionSpec] = [AttentionSpec(1, 1, 16, 1.0)]
+        self.attention = [AttentionSpec(1, 1, 16, 1.0)]
         self.vocab_size = VOCABULARY
         self._hidden = torch.zeros(PROMPT * max(LIMITS), 1)
         self._logits = torch.rand(max(LIMITS), VOCABULARY).to(context.dtype)
 
-    def forward(
-        self, token_ids_T: Tensor, positions_T: Tensor, cache: KVCacheView, rows_N: Tensor | None = None
-    ) -> Tensor:
-        return self._hidden[: len(token_ids_T if rows_N is None else rows_N)]
+    def forward(self, batch: Pass) -> Tensor:
+        return self._hidden[: len(batch.token_ids_T if batch.rows_N is None else batch.rows_N)]
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         began = time.thread_time()

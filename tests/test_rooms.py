@@ -15,7 +15,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "core/src/infer": PLUGINS,
     "core/src/infer/server": ("torch", "infer.kernels", "infer.layers", "infer.kv_cache"),
     "core/src/infer/engine/schedulers.py": ("torch", "numpy", *TEXT),
-    "core/src/infer/engine/sequence.py": ("torch", "numpy", *TEXT),
+    "core/src/infer/schedule.py": ("torch", "numpy", *TEXT),
     "core/src/infer/engine/batch.py": ("infer.layers", "infer.kv_cache", "infer.kernels", *TEXT),
     "core/src/infer/engine/runner.py": ("aiohttp", "infer.server", *TEXT),
     "core/src/infer/engine/sampler.py": ("aiohttp", "infer.server", *TEXT),

@@ -24,7 +24,7 @@ from tests.support import (
 )
 
 from infer.engine.exactness import self_check
-from infer.protocols import CachePoolProtocol, ModelProtocol
+from infer.protocols import CachePoolProtocol, ModelProtocol, Pass
 from infer.request import Event
 
 pytestmark = pytest.mark.usefixtures("each_provider")
@@ -51,7 +51,7 @@ def prefill(
         if end <= begin:
             continue
         view = pool.batched_chunked_prefill_view([place.slot], [begin], [end - begin])
-        hidden = model.forward(torch.tensor(prompt[begin:end]), torch.arange(begin, end), view)
+        hidden = model.forward(Pass(torch.tensor(prompt[begin:end]), torch.arange(begin, end), view))
         assert pool.length(place.slot) == end
         begin = end
     pool.commit(place.slot, prompt, begin)
@@ -82,7 +82,7 @@ def test_hidden_states_of_some_rows_are_those_of_all(family: str, dtype: torch.d
         assert place is not None
         view = pool.batched_chunked_prefill_view([place.slot], [0], [70])
         rows_N = None if rows is None else torch.tensor(rows, dtype=torch.int64)
-        hidden = model.forward(prompt, torch.arange(70), view, rows_N)
+        hidden = model.forward(Pass(prompt, torch.arange(70), view, rows_N))
         found.append(hidden)
         assert torch.equal(hidden, found[0] if rows is None else found[0][rows])
         pool.free(place.slot)
@@ -130,7 +130,7 @@ def test_chunks_leave_the_same_keys_and_values(dtype: torch.dtype) -> None:
         with torch.inference_mode():
             for end in cuts:
                 view = pool.batched_chunked_prefill_view([slot], [begin], [end - begin])
-                model.forward(torch.tensor(prompt[begin:end]), torch.arange(begin, end), view)
+                model.forward(Pass(torch.tensor(prompt[begin:end]), torch.arange(begin, end), view))
                 begin = end
         kept.append([layer[slot, :150].clone() for layer in pool.storage.k + pool.storage.v])
     assert all(torch.equal(a, b) for a, b in zip(*kept, strict=True))

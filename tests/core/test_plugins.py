@@ -16,7 +16,6 @@ from pydantic import BaseModel
 
 from infer import LLM, PLUGIN_API, EngineDeadError, PluginError, SamplingParams, SettingsError, cli, hookimpl
 from infer.engine.schedulers import ContinuousScheduler
-from infer.engine.sequence import Schedule
 from infer.hookspecs import (
     ModelRegistration,
     Registration,
@@ -26,6 +25,7 @@ from infer.hookspecs import (
 )
 from infer.plugins import Plugins
 from infer.protocols import CacheFactory, ObserverFactory
+from infer.schedule import Schedule
 from infer.settings import load_settings
 
 SOUND = """
@@ -291,7 +291,7 @@ def wrong(*given: object) -> object:
         ({"cache": {"backend": "mine"}}, r"allocate, .* of CachePoolProtocol"),
         ({"model": {"family": "mine"}}, r"attention, expected, .* of ModelProtocol"),
         ({"kernels": {"backend": "mine"}}, r"add_rms_norm, .* of KernelsProtocol"),
-        ({"engine": {"batching_mode": "mine"}}, r"abort, add, .* of SchedulerProtocol"),
+        ({"engine": {"batching_mode": "mine"}}, r"add, .* of SchedulerProtocol"),
     ],
     ids=["cache", "model", "kernels", "scheduler"],
 )

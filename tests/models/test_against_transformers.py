@@ -17,7 +17,7 @@ from torch import Tensor
 
 from infer.checkpoint import Checkpoint
 from infer.errors import CheckpointError
-from infer.protocols import CacheContext, ModelContext, ModelProtocol
+from infer.protocols import CacheContext, ModelContext, ModelProtocol, Pass
 from infer_cache_slotted import SlottedPool
 from infer_models import infer_models
 
@@ -83,7 +83,7 @@ class Driver:
             part = torch.tensor(tokens[begin : begin + chunk])
             positions = torch.arange(begin, begin + len(part))
             view = self.pool.batched_chunked_prefill_view([place.slot], [begin], [len(part)])
-            logits.append(self.model.logits(self.model.forward(part, positions, view)))
+            logits.append(self.model.logits(self.model.forward(Pass(part, positions, view))))
             begin += len(part)
         self.slot = place.slot
         return torch.cat(logits)
@@ -97,7 +97,7 @@ class Driver:
             position = torch.tensor([self.pool.length(self.slot)])
             assert self.pool.grow(self.slot, int(position) + 1)
             view = self.pool.decode_view([self.slot])
-            logits.append(self.model.logits(self.model.forward(torch.tensor(tokens[-1:]), position, view))[0])
+            logits.append(self.model.logits(self.model.forward(Pass(torch.tensor(tokens[-1:]), position, view)))[0])
         self.pool.free(self.slot)
         return tokens, torch.stack(logits[1:])
 

@@ -27,7 +27,7 @@ from infer.layers import (
     Weights,
     select,
 )
-from infer.protocols import AttentionSpec, KVCacheView, ModelContext
+from infer.protocols import AttentionSpec, ModelContext, Pass
 
 Experts = list[Callable[[Tensor], Tensor]]
 VOCAB, LAYERS, EXPERTS, TOP = 320, 2, 6, 2
@@ -107,17 +107,15 @@ class Moe:
         self.norm = RMSNorm(w, "model.norm", size, eps)
         self.head = Head(w, self.embedding, "lm_head", self.vocab_size, size, tied=False)
 
-    def forward(
-        self, token_ids_T: Tensor, positions_T: Tensor, cache: KVCacheView, rows_N: Tensor | None = None
-    ) -> Tensor:
-        rotary, x_TD = self.rotary(positions_T), self.embedding(token_ids_T)
+    def forward(self, batch: Pass) -> Tensor:
+        rotary, x_TD = self.rotary(batch.positions_T), self.embedding(batch.token_ids_T)
         for input_norm, attention, norm, gate, experts in self.layers:
-            x_TD = x_TD + attention(input_norm(x_TD), rotary, cache)
+            x_TD = x_TD + attention(input_norm(x_TD), rotary, batch.cache)
             normed_TD = norm(x_TD)
             weight_Tk, expert_Tk = torch.softmax(gate(normed_TD), -1, dtype=torch.float32).topk(TOP, -1)
             weight_Tk = weight_Tk / weight_Tk.sum(-1, keepdim=True)
             x_TD = x_TD + self.route(normed_TD, weight_Tk, expert_Tk, experts)
-        return self.norm(select(x_TD, rows_N))
+        return self.norm(select(x_TD, batch.rows_N))
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         return self.head(hidden_ND)

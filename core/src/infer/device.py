@@ -19,8 +19,13 @@ def upload(values: np.ndarray[Any, Any], device: torch.device, out: Tensor | Non
     Pinned pages come from torch's caching allocator, which does not hand them out again before the copy is done.
     """
     host = torch.from_numpy(values)
-    if device.type != "cpu":
-        host = host.pin_memory()
+    if device.type == "cpu":
+        if out is None:
+            return host
+        rows = out[: values.shape[0]]
+        rows.numpy()[...] = values  # what torch needs to copy small arrays is several times as long
+        return rows
+    host = host.pin_memory()
     if out is None:
         return host.to(device, non_blocking=True)
     return out[: len(host)].copy_(host, non_blocking=True)

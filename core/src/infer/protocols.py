@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from infer.engine.sequence import Schedule
-    from infer.engine.sequence import Sequence as EngineSequence
+    from infer.schedule import Schedule
+    from infer.schedule import Sequence as EngineSequence
 
 PLUGIN_API = 1
 """Version of the contracts in this file and in ``hookspecs.py``. A plugin states the version it was written for."""
@@ -105,8 +105,9 @@ class Draws:
 class RecorderProtocol(Protocol):
     """Runs a pass, and records it on the way."""
 
-    cheap: bool
-    """Recording costs no more than running."""
+    @property
+    def cheap(self) -> bool:
+        """Recording costs no more than running."""
 
     def __call__(self, run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Tensor | str] | str]:
         """What the pass yields, and a function that does it again to the same tensors; or why there is none, as who
@@ -238,20 +239,33 @@ class CachePoolProtocol(Protocol):
         """
 
 
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """What goes through a model at once: T tokens of several sequences, end to end without padding. It may get further
+    fields; a model takes those that concern it."""
+
+    token_ids_T: Tensor
+    """int64."""
+    positions_T: Tensor
+    """int64; each token's index in its sequence."""
+    cache: KVCacheView
+    rows_N: Tensor | None = None
+    """int64: the tokens whose hidden states are wanted; None for all. N may be 0."""
+
+
 class ModelProtocol(Protocol):
     """A decoder. It never sees masks, slots, pages or padding."""
 
-    attention: Sequence[AttentionSpec]
-    """One per layer, in the order of ``attend``'s layer index."""
-    vocab_size: int
+    @property
+    def attention(self) -> Sequence[AttentionSpec]:
+        """One per layer, in the order of ``attend``'s layer index."""
 
-    def forward(
-        self, token_ids_T: Tensor, positions_T: Tensor, cache: KVCacheView, rows_N: Tensor | None = None
-    ) -> Tensor:
-        """Hidden states after the last norm, [N, D], of the tokens that ``rows_N`` (int64) names; of all for None.
+    @property
+    def vocab_size(self) -> int: ...
 
-        N may be 0. What the last layer does after attention need be done for these only.
-        """
+    def forward(self, batch: Pass) -> Tensor:
+        """Hidden states after the last norm, [N, D], of the tokens that are wanted. What the last layer does after
+        attention need be done for these only."""
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """[N, V] in the model's dtype."""
@@ -272,10 +286,7 @@ class SchedulerProtocol(Protocol):
         """Plan one step; empty passes when nothing can run."""
 
     def finish(self, sequence: EngineSequence) -> None:
-        """The sequence is done (or failed): free its room at once."""
-
-    def abort(self, request_id: str) -> EngineSequence | None:
-        """Forget a request wherever it is and free its room; None when it is not here."""
+        """The sequence has ended, whether it runs or waits: free its room at once."""
 
     def has_work(self) -> bool: ...
 

@@ -13,8 +13,8 @@ from tests.support import MAX_SEQ_LEN, VOCAB, make_engine, paged_pool, random_pr
 from infer import PluginError
 from infer.engine.checked import CheckedScheduler
 from infer.engine.schedulers import ContinuousScheduler
-from infer.engine.sequence import Schedule, Sequence
 from infer.request import Request, SamplingParams
+from infer.schedule import Schedule, Sequence
 from infer.settings import EngineSettings
 
 

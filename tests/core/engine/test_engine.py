@@ -13,10 +13,10 @@ from tests.support import MAX_SEQ_LEN, Stepper, letters, make_engine, paged_pool
 
 from infer.engine.batch import Draw, Score, pack
 from infer.engine.runner import SCORED_ROWS
-from infer.engine.sequence import Sequence
 from infer.hookspecs import RequestRecord
-from infer.protocols import KVCacheView, ModelProtocol
+from infer.protocols import ModelProtocol, Pass
 from infer.request import Event
+from infer.schedule import Sequence
 
 F32 = torch.float32
 
@@ -32,17 +32,11 @@ class Spoiled:
         self.nan_rows: list[int] = []
         self.force: int | None = None
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        cache: KVCacheView,
-        rows: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        self.passes.append(len(token_ids))
+    def forward(self, batch: Pass) -> torch.Tensor:
+        self.passes.append(len(batch.token_ids_T))
         if len(self.passes) - 1 == self.fail_at:
             raise RuntimeError("out of luck")
-        return self._model.forward(token_ids, positions, cache, rows)
+        return self._model.forward(batch)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self._model.logits(hidden)
@@ -341,7 +335,7 @@ def test_prompt_logprobs_are_the_models_own(chunk: int, length: int) -> None:
     assert place is not None
     with torch.inference_mode():
         view = pool.batched_chunked_prefill_view([place.slot], [0], [length])
-        hidden = model.forward(torch.tensor(prompt), torch.arange(length), view)
+        hidden = model.forward(Pass(torch.tensor(prompt), torch.arange(length), view))
         reference = model.logits(hidden).double().log_softmax(-1)
     for position, entry in enumerate(first.prompt_logprobs[1:], 1):
         assert entry is not None
@@ -475,7 +469,7 @@ def test_the_batch_has_no_padding_and_asks_for_logits_where_tokens_are_drawn(spo
     (draw,) = batch.readouts
     assert isinstance(draw, Draw)
     assert [request.id for request in draw.requests] == ["a", "c"]
-    assert (list(draw.of), draw.first, draw.positions) == ([0, 2], 0, [5, 1])
+    assert (list(draw.of), draw.first, draw.positions_N.tolist()) == ([0, 2], 0, [5, 1])
     assert draw.slots_N.tolist() == [batch.slots[0], batch.slots[2]]
 
 

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from infer.engine.batch import Batch, Draw, pack
 from infer.engine.graphs import DecodeGraphs, batch_sizes
-from infer.engine.sequence import PENDING, Sequence
 from infer.kernels.reference import ReferenceKernels
 from infer.protocols import AttentionSpec, Ragged, RecorderProtocol
 from infer.request import Request
+from infer.schedule import PENDING, Sequence
 
 MAX_BATCH = 5
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infer.engine.schedulers import ContinuousScheduler, StaticScheduler
-from infer.engine.sequence import PENDING, Schedule, Sequence
 from infer.protocols import Allocation
 from infer.request import Request, SamplingParams
+from infer.schedule import PENDING, Schedule, Sequence
 from infer.settings import EngineSettings
 
 
@@ -265,15 +265,15 @@ def test_the_youngest_is_preempted_recomputed_and_resumes_first() -> None:
     assert all(len(s.tokens) == 13 for s in everyone)
 
 
-def test_abort_frees_whoever_waits_or_runs_and_only_them() -> None:
+def test_the_end_of_whoever_waits_or_runs_frees_theirs_and_only_theirs() -> None:
     pool = CountingPool(1, 100)
     driver = make(pool, max_batch_size=1, prefill_chunk_size=4)
-    for order in range(3):
-        driver.scheduler.add(sequence(order, 10, 5))
+    everyone = [sequence(order, 10, 5) for order in range(3)]
+    for each in everyone:
+        driver.scheduler.add(each)
     driver.step()
-    assert driver.scheduler.abort("r1") is not None
-    assert driver.scheduler.abort("r0") is not None
-    assert driver.scheduler.abort("r0") is None
+    driver.scheduler.finish(everyone[1])
+    driver.scheduler.finish(everyone[0])
     assert pool.free_tokens() == 100
     driver.run()
     assert driver.done == ["r2"]
@@ -313,9 +313,10 @@ def test_whatever_comes_everyone_ends_once_within_the_limits(
             everyone.append(sequence(len(everyone), prompt, new))
             driver.scheduler.add(everyone[-1])
         if everyone and data.draw(st.integers(0, 15)) == 0:
-            victim = data.draw(st.sampled_from(everyone)).id
-            if driver.scheduler.abort(victim):
-                aborted.add(victim)
+            victim = data.draw(st.sampled_from(everyone))
+            if victim.id not in {*driver.done, *aborted}:
+                driver.scheduler.finish(victim)
+                aborted.add(victim.id)
         schedule = driver.step()
         works = [w for part in schedule.passes() for w in part]
         assert len({w.sequence.id for w in works}) == len(works) <= batch

@@ -20,9 +20,9 @@ from infer.protocols import (
     AttentionSpec,
     CacheContext,
     Draws,
-    KVCacheView,
     ModelContext,
     ModelProtocol,
+    Pass,
     Ragged,
     Rotary,
 )
@@ -201,11 +201,9 @@ class Mixing:
     def mixes(self, rows: int) -> bool:
         return rows > 76
 
-    def forward(
-        self, token_ids_T: Tensor, positions_T: Tensor, cache: KVCacheView, rows_N: Tensor | None = None
-    ) -> Tensor:
-        hidden_ND = self.model.forward(token_ids_T, positions_T, cache, rows_N)
-        return nudged(hidden_ND) if self.mixes(len(token_ids_T)) else hidden_ND
+    def forward(self, batch: Pass) -> Tensor:
+        hidden_ND = self.model.forward(batch)
+        return nudged(hidden_ND) if self.mixes(len(batch.token_ids_T)) else hidden_ND
 
 
 class MixingFew(Mixing):

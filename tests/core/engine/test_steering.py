@@ -17,7 +17,7 @@ from infer.engine.sampler import uniform, words
 from infer.engine.steering import Steering
 from infer.grammar import Matcher
 from infer.kernels.reference import ReferenceKernels
-from infer.protocols import Draws
+from infer.protocols import Draws, Pass
 from infer.request import StructuredOutputs
 
 PROMPT = random_prompt(9, seed=3)
@@ -48,7 +48,7 @@ def logits_after(tokens: list[int]) -> list[float]:
     place = pool.allocate(tokens)
     assert place is not None
     view = pool.batched_chunked_prefill_view([place.slot], [0], [len(tokens)])
-    hidden = model.forward(torch.tensor(tokens), torch.arange(len(tokens)), view)
+    hidden = model.forward(Pass(torch.tensor(tokens), torch.arange(len(tokens)), view))
     row: list[float] = model.logits(hidden[-1:])[0].tolist()
     return row
 

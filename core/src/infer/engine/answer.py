@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from infer.engine.sequence import Sequence
 from infer.engine.steering import Steering
 from infer.engine.text import TextStream, TokenTexts
 from infer.hookspecs import Totals
 from infer.request import Event, FinishReason, TokenLogprobs
+from infer.schedule import Sequence
 
 log = logging.getLogger(__name__)
 
 NOT_FINITE = "The model's output is not finite (NaN or infinity)."
+
+new_event: Callable[[tuple[object, ...]], Event] = functools.partial(tuple.__new__, Event)
+"""An Event of all its fields, in a third of the time: one is made for every token."""
 
 
 @dataclass(slots=True)
@@ -114,7 +119,9 @@ class Answer:
             elif len(tokens) - pending >= sequence.max_len:
                 reason = "length"
         scored = () if logprobs is None else (logprobs,)
-        event = Event(self._id, (token,), text, scored, prompt_logprobs, None, None, None, sequence.num_cached)
+        event = new_event(
+            (self._id, (token,), text, scored, prompt_logprobs, None, None, None, sequence.num_cached, None)
+        )
         return event if reason is None else self._last(event, reason, stop)
 
     def end(self, reason: FinishReason, error: str | None = None, param: str | None = None) -> Event:

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from infer.engine.sequence import PENDING, Sequence, Work
 from infer.engine.steering import Steering
 from infer.request import Request
+from infer.schedule import PENDING, Sequence, Work
 
 Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
 
@@ -26,7 +26,7 @@ class Draw:
     """Which of the batch's sequences these are."""
     first: int
     slots_N: Ints
-    positions: list[int]
+    positions_N: Ints
     """Each token's index in its sequence."""
     requests: list[Request]
     """Parameters and seeds."""
@@ -126,7 +126,7 @@ def pack(works: Seq[Work], steering: Mapping[Sequence, Steering] | None = None) 
                 of=of,
                 first=scored,
                 slots_N=slots_B if decode_only else slots_B[of],
-                positions=[len(sequence.tokens) for sequence in drawn],
+                positions_N=starts_B + 1 if decode_only else (starts_B + lens_B)[of],
                 requests=[sequence.request for sequence in drawn],
                 steered=steered,
             )

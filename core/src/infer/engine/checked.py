@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 
-from infer.engine.sequence import Schedule, Sequence, Work
 from infer.errors import PluginError, say
 from infer.protocols import SchedulerProtocol
+from infer.schedule import Schedule, Sequence, Work
 
 PATIENCE_S = 10.0
 """How long a scheduler that has work may plan nothing before it is taken to be stuck."""
@@ -41,11 +41,6 @@ class CheckedScheduler:
         self._idle_since = None
         self._here.pop(sequence.id, None)
         self._scheduler.finish(sequence)
-
-    def abort(self, request_id: str) -> Sequence | None:
-        self._idle_since = None
-        self._here.pop(request_id, None)
-        return self._scheduler.abort(request_id)
 
     def has_work(self) -> bool:
         return self._scheduler.has_work()

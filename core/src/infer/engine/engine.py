@@ -16,12 +16,12 @@ from tokenizers import Tokenizer
 from infer.engine.answer import Answer, Counts
 from infer.engine.batch import Draw, Score, pack
 from infer.engine.runner import Drawn, Launched, Runner
-from infer.engine.sequence import PENDING, Schedule, Sequence, Work
 from infer.engine.steering import Steering
 from infer.engine.text import TokenTexts
 from infer.hookspecs import RequestRecord, StepRecord, WorkRecord
 from infer.protocols import CachePoolProtocol, SchedulerProtocol
 from infer.request import Event, FinishReason, Request
+from infer.schedule import PENDING, Schedule, Sequence, Work
 
 log = logging.getLogger(__name__)
 

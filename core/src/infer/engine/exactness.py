@@ -22,7 +22,7 @@ from torch import Tensor
 
 from infer.device import same_bits
 from infer.engine.graphs import DecodeGraphs
-from infer.protocols import CachePoolProtocol, Draws, KernelsProtocol, KVCacheView, ModelProtocol, Rotary
+from infer.protocols import CachePoolProtocol, Draws, KernelsProtocol, KVCacheView, ModelProtocol, Pass, Rotary
 
 log = logging.getLogger(__name__)
 
@@ -198,7 +198,7 @@ class _Whole(_Trial):
         at = self.spans([0], [length])
         with self.slots([length]) as slots, self.noted.calls_of(self.kernels):
             view = self.pool.batched_chunked_prefill_view(slots, [0], [length])
-            whole = self.model.forward(text, at, NotedView(view, self.model, self.noted))
+            whole = self.model.forward(Pass(text, at, NotedView(view, self.model, self.noted)))
         if found := self._logits(whole):
             yield f"{name}.logits varies at {_count(found, 'row')}"
         sizes = sorted(min(n, self.max_batch_size) for n in DECODES)[-(length - 1) :]
@@ -210,7 +210,7 @@ class _Whole(_Trial):
             at = self.spans(ends[: len(chunk)], chunk)
             view = self.pool.batched_chunked_prefill_view(slots[: len(chunk)], ends[: len(chunk)], chunk)
             rows = self.spans([0], [len(at)]).flip(0)
-            if not same_bits(self.model.forward(text[at], at, view, rows), whole[at[rows]]):
+            if not same_bits(self.model.forward(Pass(text[at], at, view, rows)), whole[at[rows]]):
                 parts = " and ".join(map(str, chunk))
                 yield f"{name}.forward varies in a pass of {_count([len(at)], 'row')}, chunks of {parts}"
             ends[: len(chunk)] = chunk
@@ -231,7 +231,7 @@ class _Whole(_Trial):
 
     def _decode(self, slots: list[int], tokens: Tensor, at: Tensor) -> Tensor:
         if self.graphs is None:
-            return self.model.forward(tokens, at, self.pool.decode_view(slots))
+            return self.model.forward(Pass(tokens, at, self.pool.decode_view(slots)))
         rows = self.graphs.rows(len(slots))
         padding = self.spans([0], [rows]).clamp(max=len(slots) - 1)
         self.graphs.token_ids_T[:rows] = tokens[padding]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from infer.device import same_bits
-from infer.protocols import CachePoolProtocol, KVCacheView, ModelProtocol, RecorderProtocol
+from infer.protocols import CachePoolProtocol, KVCacheView, ModelProtocol, Pass, RecorderProtocol
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ class DecodeGraphs:
         return self._run(rows, view)
 
     def _run(self, rows: int, view: KVCacheView) -> Tensor:
-        return self._model.forward(self.token_ids_T[:rows], self.positions_T[:rows], view)
+        return self._model.forward(Pass(self.token_ids_T[:rows], self.positions_T[:rows], view))
 
     def _record_again(self, recording: Recording, rows: int, view: KVCacheView) -> Tensor:
         hidden_TD, again = self._record(lambda: self._run(rows, view))

@@ -16,7 +16,7 @@ from infer.engine.graphs import DecodeGraphs
 from infer.engine.sampler import Drawing, score
 from infer.engine.steering import edits, steer
 from infer.grammar import Masks
-from infer.protocols import CachePoolProtocol, KernelsProtocol, ModelProtocol
+from infer.protocols import CachePoolProtocol, KernelsProtocol, ModelProtocol, Pass
 from infer.request import TokenLogprobs
 
 SCORED_ROWS = 128
@@ -83,7 +83,7 @@ class Runner:
     def _draw(self, draw: Draw, hidden_ND: Tensor) -> Callable[[], Result]:
         num = len(draw.of)
         logits_NV = self._model.logits(hidden_ND[draw.first : draw.first + num])
-        draws = self._drawing(draw.requests, draw.positions)
+        draws = self._drawing(draw.requests, draw.positions_N)
         scored = self._drawing.scored
         edited_NV = steer(logits_NV, edits(draw.steered, self._masks), scored) if draw.steered else logits_NV
         token_N = self._kernels.sample(edited_NV, draws)
@@ -112,9 +112,9 @@ class Runner:
         """Hidden states of the wanted rows, and of a few more where a recorded pass is replayed."""
         if not batch.decode_only:
             view = self._pool.batched_chunked_prefill_view(batch.slots, batch.starts, batch.lens)
-            return self._model.forward(*self._inputs(batch), view, upload(batch.rows_N, self._device))
+            return self._model.forward(Pass(*self._inputs(batch), view, upload(batch.rows_N, self._device)))
         if self._graphs is None:
-            return self._model.forward(*self._inputs(batch), self._pool.decode_view(batch.slots))
+            return self._model.forward(Pass(*self._inputs(batch), self._pool.decode_view(batch.slots)))
         rows = self._graphs.rows(len(batch.slots))
         view = self._pool.decode_view(batch.slots, rows)
         padded = batch.pad(rows)

@@ -37,7 +37,9 @@ class Drawing:
         self.scored = False
         """Some request asks for any."""
 
-    def __call__(self, requests: list[Request], positions: Sequence[int]) -> Draws:
+    def __call__(
+        self, requests: list[Request], positions: Sequence[int] | np.ndarray[tuple[int], np.dtype[np.int64]]
+    ) -> Draws:
         """``positions``: each token's index in its sequence."""
         if len(requests) != len(self._requests) or any(map(operator.is_not, requests, self._requests)):
             self._requests = requests
@@ -48,7 +50,9 @@ class Drawing:
             self.scored = any(wanted is not None for wanted in self.wanted)
         if self._draws.greedy:
             return self._draws
-        return replace(self._draws, uniform_N=upload(uniform(self._seed_N, words(positions)), self._device))
+        return replace(
+            self._draws, uniform_N=upload(uniform(self._seed_N, np.asarray(positions).astype(np.uint64)), self._device)
+        )
 
     def _columns(self, params: Sequence[SamplingParams]) -> Draws:
         def column(values: list[float], dtype: type = np.float32) -> Tensor:

@@ -7,8 +7,8 @@ from collections import deque
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from infer.engine.sequence import Schedule, Sequence, Work
 from infer.protocols import CachePoolProtocol
+from infer.schedule import Schedule, Sequence, Work, new_work
 
 if TYPE_CHECKING:
     from infer.settings import EngineSettings
@@ -37,39 +37,29 @@ class ContinuousScheduler:
         """By rank."""
         self.waiting: deque[Sequence] = deque()
         """By rank; so the preempted come before all of their priority that never ran, being older."""
-        self._by_id: dict[str, Sequence] = {}
 
     def add(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence, key=BY_RANK)
-        self._by_id[sequence.id] = sequence
 
     def has_work(self) -> bool:
-        return bool(self._by_id)
+        return bool(self.running or self.waiting)
 
     def finish(self, sequence: Sequence) -> None:
-        del self._by_id[sequence.id]
         if sequence.slot is None:
             self.waiting.remove(sequence)
         else:
             self.running.remove(sequence)
             self._release(sequence)
 
-    def abort(self, request_id: str) -> Sequence | None:
-        sequence = self._by_id.get(request_id)
-        if sequence is not None:
-            self.finish(sequence)
-        return sequence
-
     def schedule(self) -> Schedule:
         admits = self._admits()
         decodes = self._decodes()
         step = _Step(self._max_tokens, self._max_chunks, self._max_partial, self._chunk_size)
         step.spend(len(decodes))
-        for sequence in self.running:
-            if not sequence.decoding:
-                self._commit(sequence)
-                if not step.extend(sequence):
-                    break
+        for sequence in [s for s in self.running if s.num_computed < s.prefill_end]:
+            self._commit(sequence)
+            if not step.extend(sequence):
+                break
         while admits and self.waiting and len(self.running) < self._max_batch_size:
             if not self._admit(self.waiting[0], step):
                 break
@@ -83,18 +73,18 @@ class ContinuousScheduler:
         works = []
         grow = self._pool.grow
         for sequence in list(self.running):
-            slot = sequence.slot
-            if slot is None or not sequence.decoding or sequence.complete:
+            slot, start, num_tokens = sequence.slot, sequence.num_computed, len(sequence.tokens)
+            if slot is None or start < sequence.prefill_end or num_tokens >= sequence.max_len:
                 continue
-            if sequence.num_computed == sequence.prefill_end:
+            if start == sequence.prefill_end:
                 self._commit(sequence)
-            while not grow(slot, len(sequence.tokens)):
+            while not grow(slot, num_tokens):
                 victim = self.running[-1]
                 self._preempt(victim)
                 if victim is sequence:
                     break
             else:
-                works.append(sequence.extend(1))
+                works.append(new_work((sequence, start, 1, 1, True)))
         return works
 
     def _admit(self, sequence: Sequence, step: _Step) -> bool:

@@ -28,7 +28,7 @@ from infer.layers import (
     read_config,
     select,
 )
-from infer.protocols import AttentionSpec, KVCacheView, ModelContext, Rotary
+from infer.protocols import AttentionSpec, KVCacheView, ModelContext, Pass, Rotary
 
 
 class Gemma3Config(BaseModel, extra="ignore"):
@@ -125,15 +125,13 @@ class Gemma3:
         self.head = Head(w, self.embedding, "lm_head", c.vocab_size, size, c.tie_word_embeddings)
         self.soft_cap = c.final_logit_softcapping
 
-    def forward(
-        self, token_ids_T: Tensor, positions_T: Tensor, cache: KVCacheView, rows_N: Tensor | None = None
-    ) -> Tensor:
-        full, sliding = self.full_rotary(positions_T), self.sliding_rotary(positions_T)
-        x_TD, residual_TD = self.embedding(token_ids_T), None
+    def forward(self, batch: Pass) -> Tensor:
+        full, sliding = self.full_rotary(batch.positions_T), self.sliding_rotary(batch.positions_T)
+        x_TD, residual_TD, cache = self.embedding(batch.token_ids_T), None, batch.cache
         for layer in self.layers[:-1]:
             x_TD, residual_TD = layer(x_TD, residual_TD, sliding if layer.sliding else full, cache)
         last = self.layers[-1]
-        x_ND, residual_ND = last(x_TD, residual_TD, sliding if last.sliding else full, cache, rows_N)
+        x_ND, residual_ND = last(x_TD, residual_TD, sliding if last.sliding else full, cache, batch.rows_N)
         return self.norm.add(x_ND, residual_ND)[0]
 
     def logits(self, hidden_ND: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from infer.layers import (
     read_config,
     select,
 )
-from infer.protocols import AttentionSpec, KVCacheView, ModelContext, Rotary
+from infer.protocols import AttentionSpec, KVCacheView, ModelContext, Pass, Rotary
 
 
 class LlamaConfig(BaseModel, extra="ignore"):
@@ -103,14 +103,12 @@ class Llama:
         self.norm = RMSNorm(w, "model.norm", c.hidden_size, c.rms_norm_eps)
         self.head = Head(w, self.embedding, "lm_head", c.vocab_size, c.hidden_size, c.tie_word_embeddings)
 
-    def forward(
-        self, token_ids_T: Tensor, positions_T: Tensor, cache: KVCacheView, rows_N: Tensor | None = None
-    ) -> Tensor:
-        rotary = self.rotary(positions_T)
-        x_TD, residual_TD = self.embedding(token_ids_T), None
+    def forward(self, batch: Pass) -> Tensor:
+        rotary, cache = self.rotary(batch.positions_T), batch.cache
+        x_TD, residual_TD = self.embedding(batch.token_ids_T), None
         for layer in self.layers[:-1]:
             x_TD, residual_TD = layer(x_TD, residual_TD, rotary, cache)
-        x_ND, residual_ND = self.layers[-1](x_TD, residual_TD, rotary, cache, rows_N)
+        x_ND, residual_ND = self.layers[-1](x_TD, residual_TD, rotary, cache, batch.rows_N)
         return self.norm.add(x_ND, residual_ND)[0]
 
     def logits(self, hidden_ND: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -79,6 +80,10 @@ class Work(NamedTuple):
     @property
     def end(self) -> int:
         return self.start + self.length
+
+
+new_work: Callable[[tuple[Sequence, int, int, int, bool]], Work] = functools.partial(tuple.__new__, Work)
+"""A Work of all its fields, in a third of the time: one is made for every token."""
 
 
 @dataclass(frozen=True, slots=True)
