@@ -25,7 +25,7 @@ class Sequence:
     """Tokens, prompt included, at which it ends for want of room."""
     id: str = field(init=False)
     rank: tuple[int, int] = field(init=False)
-    """The lowest is admitted first, the highest preempted first."""
+    """Priority, then arrival order: the key of core's schedulers."""
     tokens: list[int] = field(init=False)
     num_prompt: int = field(init=False)
     num_computed: int = 0

@@ -265,6 +265,27 @@ def test_the_youngest_is_preempted_recomputed_and_resumes_first() -> None:
     assert all(len(s.tokens) == 13 for s in everyone)
 
 
+class ShortestFirst(ContinuousScheduler):
+    """Who may take the fewest tokens goes first."""
+
+    def key(self, sequence: Sequence) -> tuple[int, int, int]:
+        return (sequence.request.priority, sequence.max_len, sequence.order)
+
+
+def test_a_policy_says_in_one_method_who_goes_first_and_who_yields() -> None:
+    driver = make(CountingPool(2, 20), kind=ShortestFirst, max_batch_size=2)
+    for order, (prompt, new) in enumerate(((4, 9), (4, 5), (4, 7), (3, 2))):
+        driver.scheduler.add(sequence(order, prompt, new))
+    driver.run()
+    assert driver.done == ["r3", "r1", "r2", "r0"]
+    driver = make(CountingPool(2, 14), kind=ShortestFirst, max_batch_size=2)
+    everyone = [sequence(0, 4, 9), sequence(1, 4, 7)]
+    for each in everyone:
+        driver.scheduler.add(each)
+    driver.run()
+    assert [each.preemptions for each in everyone] == [1, 0], "not the youngest, but the longest"
+
+
 def test_the_end_of_whoever_waits_or_runs_frees_theirs_and_only_theirs() -> None:
     pool = CountingPool(1, 100)
     driver = make(pool, max_batch_size=1, prefill_chunk_size=4)

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from infer.protocols import CachePoolProtocol
 from infer.schedule import Schedule, Sequence, Work, new_work
 
 if TYPE_CHECKING:
     from infer.settings import EngineSettings
-
-
-BY_RANK = attrgetter("rank")
 
 
 class ContinuousScheduler:
@@ -34,12 +30,17 @@ class ContinuousScheduler:
         self._max_partial = settings.max_num_partial_prefills
         self._mixed = settings.mixed_batches
         self.running: list[Sequence] = []
-        """By rank."""
+        """By key."""
         self.waiting: deque[Sequence] = deque()
-        """By rank; so the preempted come before all of their priority that never ran, being older."""
+        """By key; so the preempted come before all of their priority that never ran, being older."""
+
+    def key(self, sequence: Sequence) -> Any:
+        """The lowest is admitted first, and gets its tokens first; the highest is preempted first. It must not change
+        while the sequence is here. A policy that differs in this alone overrides this method."""
+        return sequence.rank
 
     def add(self, sequence: Sequence) -> None:
-        insort(self.waiting, sequence, key=BY_RANK)
+        insort(self.waiting, sequence, key=self.key)
 
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
@@ -105,14 +106,14 @@ class ContinuousScheduler:
         if sequence.preemptions == 0:
             sequence.num_cached = place.num_cached
         self.waiting.popleft()
-        insort(self.running, sequence, key=BY_RANK)
+        insort(self.running, sequence, key=self.key)
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self._release(sequence)
         sequence.preemptions += 1
-        insort(self.waiting, sequence, key=BY_RANK)
+        insort(self.waiting, sequence, key=self.key)
 
     def _commit(self, sequence: Sequence) -> None:
         known = min(sequence.num_computed, len(sequence.tokens) - sequence.pending)
