@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from infer.cache import ExtendView, KVStorage
 from infer.kernels.reference import ReferenceKernels
-from infer.kv_cache import ExtendView, KVStorage
 from infer.protocols import AttentionSpec, CacheContext, KernelsProtocol
 
 

@@ -13,21 +13,23 @@ PLUGINS = tuple(path.name for path in sorted(ROOT.glob("plugins/*/src/*")))
 TEXT = ("tokenizers", "infer.engine.text")
 ROOMS: dict[str, tuple[str, ...]] = {
     "core/src/infer": PLUGINS,
-    "core/src/infer/server": ("torch", "infer.kernels", "infer.layers", "infer.kv_cache"),
+    "core/src/infer/server": ("torch", "infer.kernels", "infer.layers", "infer.cache"),
     "core/src/infer/engine/schedulers.py": ("torch", "numpy", *TEXT),
     "core/src/infer/schedule.py": ("torch", "numpy", *TEXT),
-    "core/src/infer/engine/batch.py": ("infer.layers", "infer.kv_cache", "infer.kernels", *TEXT),
+    "core/src/infer/engine/batch.py": ("infer.layers", "infer.cache", "infer.kernels", *TEXT),
     "core/src/infer/engine/runner.py": ("aiohttp", "infer.server", *TEXT),
     "core/src/infer/engine/sampler.py": ("aiohttp", "infer.server", *TEXT),
     "core/src/infer/engine/engine.py": ("aiohttp", "infer.server", "infer.layers", "infer.kernels"),
     "core/src/infer/kernels": ("infer.engine", "infer.layers", "infer.server", "infer.settings", *TEXT),
+    "core/src/infer/cache/books.py": ("torch", *TEXT),
+    "core/src/infer/cache": ("infer.engine", "infer.layers", "infer.server", "infer.settings", *TEXT),
     "core/src/infer/request.py": ("torch", "infer.engine", "infer.server"),
     "plugins/cache_slotted/src": ("infer.engine", "infer.layers", "infer.server", "infer.settings", *TEXT),
     "plugins/cache_paged/src": ("infer.engine", "infer.layers", "infer.server", "infer.settings", *TEXT),
     "plugins/cache_paged/src/infer_cache_paged/pages.py": ("torch", "numpy", "infer"),
     "plugins/kernels_triton/src": ("infer.engine", "infer.layers", "infer.server", "infer.settings", *TEXT),
     "plugins/kernels_cpu/src": ("infer.engine", "infer.layers", "infer.server", "infer.settings", *TEXT),
-    "plugins/models/src": ("infer.engine", "infer.kv_cache", "infer.server", "infer.settings", *TEXT),
+    "plugins/models/src": ("infer.engine", "infer.cache", "infer.server", "infer.settings", *TEXT),
 }
 
 

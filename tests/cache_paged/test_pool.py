@@ -100,7 +100,7 @@ def test_a_slot_is_extended_only_where_it_has_room() -> None:
     assert pool.grow(place.slot, 33)
     ragged = pool.decode_view([place.slot]).ragged
     assert ragged.starts == (32,)
-    assert ragged.flat_T.tolist() == [pool.pages.holdings[place.slot].pages[2] * 16]
+    assert ragged.flat_T.tolist() == [pool.books.pages.holdings[place.slot].pages[2] * 16]
 
 
 def test_a_hit_starts_after_what_is_cached_and_reads_the_same_pages() -> None:
@@ -114,7 +114,7 @@ def test_a_hit_starts_after_what_is_cached_and_reads_the_same_pages() -> None:
     assert two == Allocation(1, num_cached=32)
     assert pool.length(two.slot) == 32
     table = pool.batched_chunked_prefill_view([two.slot], [32], [8]).ragged.block_table_BP[0].tolist()
-    pages = pool.pages.holdings[one.slot].pages
+    pages = pool.books.pages.holdings[one.slot].pages
     assert table[:2] == pages[:2]
     assert table[2] != pages[2]
 

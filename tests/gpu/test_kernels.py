@@ -11,8 +11,8 @@ from benchmarks.shapes import Costs
 from tests.products import within_rounding
 from torch import Tensor
 
+from infer.cache import KVStorage
 from infer.kernels.reference import ReferenceKernels
-from infer.kv_cache import KVStorage
 from infer.protocols import AttentionSpec, CacheContext, Draws
 from infer_kernels_triton.provider import TritonKernels
 

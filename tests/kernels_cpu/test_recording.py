@@ -26,9 +26,9 @@ from tests.support import (
 )
 from torch import Tensor
 
+from infer.cache import ExtendView
 from infer.engine.graphs import DecodeGraphs
 from infer.kernels.reference import ReferenceKernels
-from infer.kv_cache import ExtendView
 from infer.protocols import Activation, AttentionSpec, CacheContext, Ragged, Rotary
 from infer_cache_paged import PagedPool, PagedSettings
 from infer_kernels_cpu.memory import Buffers
@@ -297,7 +297,7 @@ class HostPool(PagedPool):
     """Its views know on the host where they write."""
 
     def decode_view(self, slots: Sequence[int], rows: int | None = None) -> ExtendView:
-        places = [self._lengths[slot] for slot in slots]
+        places = self.books.lengths(slots).tolist()
         view = super().decode_view(slots, rows)
         attend = view.attend
 

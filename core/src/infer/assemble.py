@@ -294,14 +294,9 @@ def _pool(
             f"The cache has room for {pool.free_tokens()} positions, but one sequence may need engine.max_seq_len = "
             f"{max_seq_len}; enlarge the cache or lower engine.max_seq_len."
         )
-    per_token = sum(2 * s.num_kv_heads * s.head_size for s in model.attention) * dtype.itemsize
-    log.info(
-        "cache %s: %d positions of %d bytes = %.1f MiB",
-        offer.name,
-        pool.free_tokens(),
-        per_token,
-        pool.free_tokens() * per_token / 2**20,
-    )
+    positions, nbytes = pool.free_tokens(), pool.nbytes
+    each = nbytes // positions
+    log.info("cache %s: %d positions of %d bytes = %.1f MiB", offer.name, positions, each, nbytes / 2**20)
     return pool
 
 

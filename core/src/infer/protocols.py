@@ -202,7 +202,15 @@ class Allocation:
 
 
 class CachePoolProtocol(Protocol):
-    """Owns the K/V of all sequences. Slots are small integers below ``max_batch_size``."""
+    """Owns the K/V of all sequences. Slots are small integers below ``max_batch_size``.
+
+    A pool that shares nothing disregards ``reuse``, ``salt`` and ``commit``. One that can take back positions has
+    ``truncate(slot, num_tokens)`` besides: see ``infer.cache.TruncatingBooks``.
+    """
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the K/V of all positions."""
 
     def allocate(self, token_ids: Sequence[int], *, reuse: bool = True, salt: str = "") -> Allocation | None:
         """Room for all of ``token_ids``, or None when there is none now.

@@ -200,7 +200,7 @@ class Traffic(RuleBasedStateMachine):
     @invariant()
     def the_pool_is_whole(self) -> None:
         if isinstance(getattr(self, "pool", None), PagedPool):
-            pages = self.pool.pages
+            pages = self.pool.books.pages
             owned = {page for holding in pages.holdings.values() for page in holding.pages}
             cached = [node.page for node in pages.cached]
             total = self.room // pages.block_size

@@ -11,9 +11,10 @@ import torch
 from pydantic import BaseModel, Field, PositiveInt
 
 from infer import hookimpl
+from infer.cache import BlockBooks, ExtendView, KVStorage, Pool
+from infer.cache.books import Ints
 from infer.errors import SettingsError
 from infer.hookspecs import CacheRegistration, Registration
-from infer.kv_cache import BlockPool
 from infer.protocols import Allocation, CacheContext, CacheFactory
 from infer_cache_paged.pages import Pages
 
@@ -38,15 +39,12 @@ class PagedSettings(BaseModel, extra="forbid"):
     prefix_caching: bool = Field(True, description="let requests share the K/V of a common beginning")
 
 
-class PagedPool(BlockPool):
-    """Pages for sequences, and a table of them for the kernels."""
+class PagedBooks(BlockBooks):
+    """A table of the pages that each sequence has."""
 
-    def __init__(self, context: CacheContext, settings: PagedSettings) -> None:
-        num_blocks = _num_blocks(context, settings)
-        super().__init__(context, num_blocks, settings.block_size, -(-context.max_seq_len // settings.block_size))
-        self.max_seq_len = context.max_seq_len
-        self.pages = Pages(num_blocks, settings.block_size, settings.prefix_caching)
-        self._free_slots = list(reversed(range(context.max_batch_size)))
+    def __init__(self, num_slots: int, max_seq_len: int, pages: Pages) -> None:
+        super().__init__(num_slots, max_seq_len, pages.block_size)
+        self.pages = pages
 
     def allocate(self, token_ids: Sequence[int], *, reuse: bool = True, salt: str = "") -> Allocation | None:
         if not self._free_slots or len(token_ids) > self.max_seq_len:
@@ -55,37 +53,44 @@ class PagedPool(BlockPool):
         num_cached = self.pages.allocate(slot, token_ids, reuse=reuse, salt=salt)
         if num_cached is None:
             return None
-        self._free_slots.pop()
-        self._lengths[slot] = num_cached
-        self._write_table(slot, 0)
+        self._open(num_cached)
+        self._place(slot, self.pages.holdings[slot].pages)
         return Allocation(slot, num_cached)
 
     def grow(self, slot: int, num_tokens: int) -> bool:
-        if num_tokens > self.max_seq_len:
+        room = int(self._room_S[slot])
+        if num_tokens <= room:
+            return num_tokens <= self.max_seq_len
+        if num_tokens > self.max_seq_len or not self.pages.grow(slot, num_tokens):
             return False
-        if num_tokens > self._capacity[slot]:
-            if not self.pages.grow(slot, num_tokens):
-                return False
-            self._write_table(slot, self._capacity[slot] // self.pages.block_size)
+        self._place(slot, self.pages.holdings[slot].pages, room // self.block_size)
         return True
 
     def commit(self, slot: int, token_ids: Sequence[int], num_computed: int) -> None:
         if self.pages.commit(slot, token_ids, num_computed):
-            self._write_table(slot, 0)
+            self._place(slot, self.pages.holdings[slot].pages)
+
+    def shared_tokens(self, slot: int) -> int:
+        return len(self.pages.holdings[slot].nodes) * self.block_size
 
     def free(self, slot: int) -> None:
-        self.length(slot)
-        self._lengths[slot] = self._capacity[slot] = -1
+        self._close(slot)
         self.pages.free(slot)
-        self._free_slots.append(slot)
 
     def free_tokens(self) -> int:
-        return self.pages.num_available * self.pages.block_size
+        return self.pages.num_available * self.block_size
 
-    def _write_table(self, slot: int, begin: int) -> None:
-        pages = self.pages.holdings[slot].pages
-        self._table_SP[slot, begin : len(pages)] = pages[begin:]
-        self._capacity[slot] = len(pages) * self.pages.block_size
+
+class PagedPool(Pool[Ints, ExtendView]):
+    """Pages for sequences, and K/V in them."""
+
+    books: PagedBooks
+    storage: KVStorage
+
+    def __init__(self, context: CacheContext, settings: PagedSettings) -> None:
+        pages = Pages(_num_blocks(context, settings), settings.block_size, settings.prefix_caching)
+        storage = KVStorage(context, len(pages.free_list), settings.block_size)
+        super().__init__(PagedBooks(context.max_batch_size, context.max_seq_len, pages), storage)
 
 
 def longest(context: CacheContext, settings: PagedSettings, yet_to_take: int) -> int:
@@ -98,8 +103,7 @@ def longest(context: CacheContext, settings: PagedSettings, yet_to_take: int) ->
 
 
 def _page_bytes(context: CacheContext, settings: PagedSettings) -> int:
-    per_token = sum(2 * s.num_kv_heads * s.head_size for s in context.layers) * context.dtype.itemsize
-    return settings.block_size * per_token
+    return settings.block_size * KVStorage.bytes_per_token(context.layers, context.dtype)
 
 
 def _num_blocks(context: CacheContext, settings: PagedSettings) -> int:

@@ -1,0 +1,60 @@
+"""A cache pool: books and a storage, put together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from infer.cache.books import BooksProtocol, SharingBooks, TruncatingBooks
+from infer.cache.storage import StorageProtocol
+from infer.protocols import Allocation, KVCacheView
+
+Table = TypeVar("Table")
+View = TypeVar("View", bound=KVCacheView)
+
+
+class Pool(Generic[Table, View]):
+    """``CachePoolProtocol`` of books and of a storage that understands their tables. Books that share nothing make a
+    pool that shares nothing; it has ``truncate`` only where the books have it."""
+
+    def __init__(self, books: BooksProtocol[Table], storage: StorageProtocol[Table, View]) -> None:
+        self.books = books
+        self.storage = storage
+        self.grow = books.grow
+        self.free = books.free
+        self.free_tokens = books.free_tokens
+        self.length = books.length
+        if isinstance(books, TruncatingBooks):
+            self.truncate = books.truncate
+        self._sharing = books if isinstance(books, SharingBooks) else None
+
+    @property
+    def nbytes(self) -> int:
+        return self.storage.nbytes
+
+    def allocate(self, token_ids: Sequence[int], *, reuse: bool = True, salt: str = "") -> Allocation | None:
+        if self._sharing is None:
+            return self.books.allocate(token_ids)
+        return self._sharing.allocate(token_ids, reuse=reuse, salt=salt)
+
+    def commit(self, slot: int, token_ids: Sequence[int], num_computed: int) -> None:
+        if self._sharing is not None:
+            self._sharing.commit(slot, token_ids, num_computed)
+
+    def batched_chunked_prefill_view(
+        self, slots: Sequence[int], start_positions: Sequence[int], chunk_lens: Sequence[int]
+    ) -> View:
+        longest = self.books.extend(slots, start_positions, chunk_lens)
+        return self.storage.view(self.books.table(slots, longest), start_positions, chunk_lens)
+
+    def decode_view(self, slots: Sequence[int], rows: int | None = None) -> View:
+        starts_B = self.books.lengths(slots)
+        longest = self.books.extend(slots, starts_B, np.ones_like(starts_B))
+        if rows is not None:
+            more = rows - len(slots)
+            slots = [*slots, *[slots[-1]] * more]
+            starts_B = np.concatenate([starts_B, np.repeat(starts_B[-1:], more)])
+        table = self.books.table(slots, longest)
+        return self.storage.view(table, starts_B, np.ones_like(starts_B), fixed=rows is not None)
