@@ -6,7 +6,7 @@ show of a conversation's instructions is an error.
 
 A template is code that came with the weights. It runs in Jinja's sandbox, which keeps it from files and attributes but
 not from running for ever; who cannot have that runs this file as a process (``python chat_template.py``) and kills it.
-That process reads a line of JSON that holds the template, then answers every line, [method, arguments], with one.
+That process reads a line of JSON that holds the template, then answers every line, [method, *arguments], with one.
 """
 
 from __future__ import annotations
@@ -256,13 +256,14 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
     template = ChatTemplate(**json.loads(sys.stdin.buffer.readline()))
     for line in sys.stdin.buffer:
-        method, arguments = json.loads(line)
+        method, *arguments = json.loads(line)
         answer: dict[str, Any]
         try:
             if method == "manners":
                 answer = {"value": template.manners._asdict()}
             else:
-                answer = {"value": template.prompt(arguments.pop("messages"), **arguments)}
+                messages, form = arguments
+                answer = {"value": template.prompt(messages, **form)}
             # Escapes would make the answer up to three times as long as UTF-8 does.
             data = json.dumps(answer, ensure_ascii=False).encode()
         except ValueError as error:

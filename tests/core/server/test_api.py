@@ -162,7 +162,7 @@ async def test_a_template_that_runs_away_is_stopped() -> None:
     renderer = Renderer(ChatTemplate(source, {}), timeout_s=1.0)
 
     async def render(content: str) -> str:
-        return await renderer(messages=[{"role": "user", "content": content}])
+        return await renderer(json.dumps([{"role": "user", "content": content}]).encode())
 
     try:
         assert await render("x") == "fine"
@@ -182,7 +182,7 @@ async def test_a_template_process_ended_from_outside_is_made_anew() -> None:
     renderer = Renderer(ChatTemplate("{{ messages[0].content }}", {}))
 
     async def render() -> str:
-        return await renderer(messages=[{"role": "user", "content": "x"}])
+        return await renderer(b'[{"role": "user", "content": "x"}]')
 
     try:
         assert await render() == "x"

@@ -63,6 +63,10 @@ BODIES: list[tuple[str, bytes, str]] = [
 ]
 
 
+QUESTIONS: Body = {"questions": [{"type": "predicate", "instructions": "It is."}]}
+STATE: Body = {"state": {"a": ["\u00e9", 1]}, "questions": {"q": {"type": "yes_no", "instructions": "Is it?"}}}
+
+
 @pytest.fixture
 def chatty(tmp_path: Path) -> Body:
     return {"engine": ENGINE, "model": serving.chatty(tmp_path)}
@@ -209,14 +213,65 @@ def test_what_cannot_come_has_a_number_that_json_knows() -> None:
 
 
 async def test_a_large_body_asks_for_what_a_small_one_does(chatty: Body) -> None:
-    async with running(**chatty) as server:
+    async with running(**chatty | {"cache": {"backend": "slotted"}}) as server:
         body: Body = {"prompt": ["def ", [70, 71]], "max_tokens": 8, "seed": 1, "user": "u", "stop": ["q"]}
         _, small, _ = await server.post(body)
         _, large, _ = await server.post(json.dumps(body) + " " * reading.INLINE_BYTES)
         assert large["choices"] == small["choices"]
+        talk: Body = {"messages": [{"role": "user", "content": "def f"}, {"role": "developer", "content": "x"}]}
+        items: Body = {"input": [{"role": "user", "content": "def f"}], "instructions": "Be brief."}
+        for path, body, key in (
+            ("/v1/chat/completions", talk | {"max_tokens": 8, "seed": 1}, "choices"),
+            ("/v1/responses", items | {"max_output_tokens": 16, "seed": 1}, "usage"),
+            ("/tokenize", talk, "tokens"),
+            ("/v1/decisions", items | QUESTIONS, "answers"),
+            ("/v1/systemone", STATE, "answers"),
+        ):
+            body = {k: v for k, v in body.items() if path != "/v1/decisions" or k != "instructions"}
+            _, small, _ = await server.post(body, path)
+            status, large, _ = await server.post(json.dumps(body) + " " * reading.INLINE_BYTES, path)
+            assert (status, large[key]) == (200, small[key]), path
+        body = {"prompt": "a"}
         for wrong, param in (({"max_tokens": -1}, "max_tokens"), ({"model": "x"}, "model")):
             status, answer, _ = await server.post(json.dumps(body | wrong) + " " * reading.INLINE_BYTES)
             assert (status // 100, answer["error"]["param"]) == (4, param)
+
+
+MANY: list[tuple[str, Body]] = [
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}] * 8000}),
+    ("/v1/responses", {"input": [{"role": "user", "content": "a"}] * 8000}),
+    ("/tokenize", {"messages": [{"role": "user", "content": "a"}] * 8000}),
+    ("/v1/decisions", {"input": [{"role": "user", "content": "a"}] * 8000} | QUESTIONS),
+    ("/v1/systemone", STATE | {"state": [{"a": i} for i in range(8000)]}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), MANY, ids=[path for path, _ in MANY])
+async def test_what_a_long_conversation_says_is_worked_out_where_it_is_parsed(
+    path: str, body: Body, chatty: Body, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither its items nor what the template makes of each of them are this process's work."""
+    worked: list[object] = []
+
+    def noted(function: Any) -> Any:
+        def note(first: object, *more: Any, **how: Any) -> Any:
+            worked.append(first)
+            return function(first, *more, **how)
+
+        return note
+
+    sent = json.dumps(body)
+    monkeypatch.setattr(schemas.Message, "plain", noted(schemas.Message.plain))
+    monkeypatch.setattr(schemas.Body, "__setstate__", noted(schemas.Body.__setstate__))
+    async with running(**chatty) as server:
+        monkeypatch.setattr(json, "dumps", noted(json.dumps))
+        status, answer, _ = await server.post(sent, path)
+        if path == "/tokenize":
+            assert (status, answer["count"] > 8000) == (200, True)
+        else:
+            assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+    assert len(worked) < 30
+    assert body.get("state", "none") not in worked
 
 
 def test_the_first_fault_ends_the_check() -> None:

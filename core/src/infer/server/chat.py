@@ -14,7 +14,7 @@ from infer.errors import RequestError
 from infer.llm import Completion
 from infer.request import FinishReason, Request, SamplingParams, StructuredOutputs, TokenLogprobs
 from infer.server.errors import REQUEST_ID
-from infer.server.schemas import ChatRequest, StreamOptions, TokenizeRequest, checked
+from infer.server.schemas import ChatRequest, ResponsesRequest, StreamOptions, TokenizeRequest, checked
 from infer.server.service import Events, Json, Service
 from infer.server.tool_formats import FormatName, recognise
 from infer.server.tool_formats.reader import Part
@@ -24,8 +24,6 @@ from infer.settings import ModelSettings
 
 log = logging.getLogger(__name__)
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Many templates drop a message of any other without a word."""
 OWN_FIELDS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 RESERVED = ("self", "loop", "caller", "varargs", "kwargs")
 """Names that mean something else in a Jinja template."""
@@ -110,15 +108,8 @@ class Chat:
         frame = self._service.frame(id, "chat.completion")
         return await self._service.answer(http, frame | {"choices": choices, "usage": usage})
 
-    async def prompt(self, asked: ChatRequest | TokenizeRequest, tools: Sequence[Json]) -> str:
+    async def prompt(self, asked: ChatRequest | ResponsesRequest | TokenizeRequest, tools: Sequence[Json]) -> str:
         """What the template makes of the messages. Raises RequestError."""
-        messages = [message.plain() for message in asked.messages or ()]
-        for i, message in enumerate(messages):
-            if message["role"] not in ROLES:
-                raise RequestError(
-                    f"Unknown role {message['role'][:80]} in messages[{i}]; it may be {', '.join(ROLES)}.",
-                    param="messages",
-                )
         more = asked.chat_template_kwargs or {}
         for name in more:
             if name in OWN_FIELDS:
@@ -131,7 +122,7 @@ class Chat:
                     param="chat_template_kwargs",
                 )
         return await self._service.render(
-            messages,
+            asked.turns,
             tools=list(tools) or None,
             add_generation_prompt=asked.add_generation_prompt and not asked.continue_final_message,
             continue_final_message=asked.continue_final_message,

@@ -11,12 +11,13 @@ import asyncio
 import functools
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from string import ascii_lowercase, ascii_uppercase
 from typing import Any, NamedTuple
 
 from aiohttp import web
+from pydantic_core import to_json
 
 from infer.errors import RequestError
 from infer.request import Request, SamplingParams
@@ -26,13 +27,11 @@ from infer.server.schemas import (
     Choices,
     DecisionsRequest,
     Levels,
-    Message,
     Predicate,
     Questions,
     ScoreQuestion,
     SystemOneRequest,
     YesNoQuestion,
-    conversation,
     shown,
 )
 from infer.server.service import CALLER, Json, Service
@@ -66,19 +65,15 @@ class Decisions:
         asked = await self._service.read(http, model)
         match asked:
             case SystemOneRequest():
-                state = asked.state
-                state = state if isinstance(state, str) else json.dumps(state, ensure_ascii=False, indent=1)
                 questions: list[Question] = list(asked.questions.values())
             case DecisionsRequest():
-                said = asked.input
-                state = said if isinstance(said, str) else _transcript(conversation(said))
                 questions = list(asked.questions)
             case _:
                 raise AssertionError(type(asked))
         made: list[tuple[Request, tuple[int, ...]]] = []
         for question in questions:
             put = await asyncio.to_thread(self._put, question)
-            prompt, special = await self._prompt(state, put)
+            prompt, special = await self._prompt(asked.subject, put)
             ids = await asyncio.to_thread(self._label_ids, prompt[-TAIL_CHARS:], put.labels)
             params = SamplingParams(max_tokens=1, temperature=0, logprob_token_ids=ids)
             prefix = f"decision-{len(made)}"
@@ -143,7 +138,7 @@ class Decisions:
             return f"{SYSTEM}\n\n{text}Label:\n", True
         messages = [{"role": "user", "content": f"{SYSTEM}\n\n{text}"}]
         return await self._service.render(
-            messages, tools=None, add_generation_prompt=True, enable_thinking=False
+            to_json(messages), tools=None, add_generation_prompt=True, enable_thinking=False
         ), False
 
     def _letters_of_one_token(self, count: int) -> tuple[str, ...]:
@@ -180,18 +175,6 @@ def _word(value: str | bool) -> str:
 
 def _meaning(name: str, description: str | None) -> str:
     return f"{name}: {description}" if description else name
-
-
-def _transcript(messages: Iterable[Message]) -> str:
-    """A conversation as a text to judge."""
-    lines = []
-    for message in messages:
-        if text := message.text():
-            lines.append(f"{message.role}: {text}")
-        lines += [
-            f"{message.role} calls {call.function.name}: {call.function.arguments}" for call in message.tool_calls or ()
-        ]
-    return "\n".join(lines)
 
 
 def _normalized(logprobs: Mapping[int, float], ids: Sequence[int]) -> list[float]:

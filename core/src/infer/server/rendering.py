@@ -22,25 +22,24 @@ class Renderer:
     """Renders one call after the other, each within ``timeout_s``. Use it in one event loop."""
 
     def __init__(self, template: ChatTemplate, timeout_s: float = TIMEOUT_S) -> None:
-        self._first = _line({"source": template.source, "tokens": template.tokens})
+        self._first = _json({"source": template.source, "tokens": template.tokens}) + b"\n"
         self._timeout_s = timeout_s
         self._process: Process | None = None
         self._lock = asyncio.Lock()
 
-    async def __call__(self, /, **call: Any) -> str:
-        """``ChatTemplate.prompt``. Raises RequestError."""
-        return str(await self._call("prompt", call))
+    async def __call__(self, messages: bytes, /, **form: Any) -> str:
+        """``ChatTemplate.prompt``, of messages in JSON. Raises RequestError."""
+        return str(await self._call(b'["prompt",%b,%b]\n' % (messages, _json(form))))
 
     async def manners(self) -> Manners:
         """``ChatTemplate.manners``. Raises RequestError."""
-        return Manners(**await self._call("manners", {}))
+        return Manners(**await self._call(b'["manners"]\n'))
 
     async def close(self) -> None:
         async with self._lock:
             await self._kill()
 
-    async def _call(self, method: str, call: dict[str, Any]) -> Any:
-        line = _line([method, call])
+    async def _call(self, line: bytes) -> Any:
         async with self._lock:
             try:
                 async with asyncio.timeout(self._timeout_s):
@@ -92,5 +91,5 @@ class Renderer:
             await process.wait()
 
 
-def _line(value: object) -> bytes:
-    return to_json(value, inf_nan_mode="constants") + b"\n"
+def _json(value: object) -> bytes:
+    return to_json(value, inf_nan_mode="constants")

@@ -32,7 +32,7 @@ class Responses:
     async def handle(self, http: web.Request) -> web.StreamResponse:
         asked = await self._service.read(http, ResponsesRequest)
         params = self._service.served.defaulted(checked(asked.sampling, ResponsesRequest))
-        prompt = await self._chat.prompt(asked.conversation(), ())
+        prompt = await self._chat.prompt(asked, ())
         thinks, thinking, end = self._chat.reasoning(prompt, params)
         requests = await self._service.requests(
             http, [prompt], params, asked, prefix="resp", special=False, grammar_after=end

@@ -9,7 +9,7 @@ import re
 import reprlib
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import NoneType
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
@@ -41,6 +41,8 @@ GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choi
 """Older names for what ``structured_outputs`` says."""
 MAX_VALUES = 50_000
 """Values in a body, besides whole numbers in lists: what endpoints do with them stays short."""
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Many templates drop a message of any other without a word."""
 Text = Annotated[str, Field(min_length=1)]
 Item = TypeVar("Item")
 Many = Annotated[tuple[Item, ...], Field(fail_fast=True)]
@@ -53,6 +55,14 @@ class Body(BaseModel):
 
     NAMES: ClassVar[Mapping[str, str]] = {}
     """What the engine and the template call a field, and what it is called here."""
+    DERIVED: ClassVar[Mapping[str, str]] = {}
+    """Cached properties that take long where a body is long, each with the field that nothing else is needed of.
+    ``parse`` works them out, and of a body that comes from another process they are there instead of the fields."""
+
+    def __getstate__(self) -> dict[Any, Any]:
+        state = super().__getstate__()
+        kept = {name: value for name, value in state["__dict__"].items() if name not in self.DERIVED.values()}
+        return state | {"__dict__": kept}
 
     @classmethod
     def form(cls, data: Mapping[str, Any]) -> type[Self]:
@@ -286,6 +296,30 @@ class Message(Body):
         return self.refusal or "" if self.content is None else shown(self.content)
 
 
+def turns(messages: Iterable[Message]) -> bytes:
+    """Messages as ``ChatTemplate.prompt`` takes them, in JSON. Raises RequestError."""
+    found = [message.plain() for message in messages]
+    for i, message in enumerate(found):
+        if message["role"] not in ROLES:
+            raise RequestError(
+                f"Unknown role {message['role'][:80]} in messages[{i}]; it may be {', '.join(ROLES)}.",
+                param="messages",
+            )
+    return to_json(found, inf_nan_mode="constants")
+
+
+def transcript(messages: Iterable[Message]) -> str:
+    """A conversation as a text to judge."""
+    lines = []
+    for message in messages:
+        if text := message.text():
+            lines.append(f"{message.role}: {text}")
+        lines += [
+            f"{message.role} calls {call.function.name}: {call.function.arguments}" for call in message.tool_calls or ()
+        ]
+    return "\n".join(lines)
+
+
 class Function(Body):
     name: str = Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")
     description: str | None = None
@@ -311,6 +345,7 @@ class ChatRequest(Common):
     """The body of POST /v1/chat/completions."""
 
     NAMES = {"prompt": "messages"}
+    DERIVED = {"turns": "messages"}
 
     messages: Many[Message] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1, description="New tokens at most; null for as many as fit.")
@@ -354,6 +389,10 @@ class ChatRequest(Common):
             if self.outputs() is not None:
                 raise ValueError("a forced tool_choice and another form for the answer exclude each other")
         return self
+
+    @functools.cached_property
+    def turns(self) -> bytes:
+        return turns(self.messages)
 
     @property
     def forced_tools(self) -> Many[Tool] | None:
@@ -519,6 +558,9 @@ class ResponsesRequest(Body):
         "max_tokens": "max_output_tokens",
         "structured_outputs": "text.format",
     }
+    DERIVED = {"turns": "input"}
+    add_generation_prompt: ClassVar = True
+    continue_final_message: ClassVar = False
 
     model: str | None = Field(None, description="The served model's name, or nothing.")
     input: Input
@@ -545,11 +587,10 @@ class ResponsesRequest(Body):
     service_tier: Literal["auto", "default"] | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="For the template, enable_thinking say.")
 
-    def conversation(self) -> TokenizeRequest:
-        """What goes through the chat template."""
+    @functools.cached_property
+    def turns(self) -> bytes:
         begin = () if self.instructions is None else (Message(role="system", content=self.instructions),)
-        messages = (*begin, *conversation(self.input))
-        return TokenizeRequest(messages=messages, chat_template_kwargs=self.chat_template_kwargs)
+        return turns((*begin, *conversation(self.input)))
 
     @property
     def wants_logprobs(self) -> bool:
@@ -570,6 +611,8 @@ class ResponsesRequest(Body):
 class TokenizeRequest(Body):
     """The body of POST /tokenize: a text, or messages to put through the chat template first."""
 
+    DERIVED = {"turns": "messages"}
+
     model: str | None = None
     prompt: str | None = None
     messages: Many[Message] | None = Field(None, min_length=1)
@@ -585,6 +628,10 @@ class TokenizeRequest(Body):
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give either prompt or messages")
         return self
+
+    @functools.cached_property
+    def turns(self) -> bytes:
+        return turns(self.messages or ())
 
 
 class DetokenizeRequest(Body):
@@ -638,11 +685,16 @@ class SystemOneRequest(Questions):
     """The body of POST /v1/systemone: TypeSafe's System One."""
 
     NAMES = {"prompt": "state", "messages": "state"}
+    DERIVED = {"subject": "state"}
 
     state: str | dict[str, Any] | list[Any] = Field(description="What the questions are about.")
     questions: dict[Text, Annotated[YesNoQuestion | ChoiceQuestion | ScoreQuestion, Field(discriminator="type")]] = (
         Field(min_length=1, max_length=MAX_QUESTIONS)
     )
+
+    @functools.cached_property
+    def subject(self) -> str:
+        return self.state if isinstance(self.state, str) else json.dumps(self.state, ensure_ascii=False, indent=1)
 
 
 Asking = str | Annotated[Many[Annotated[TextPart | JsonPart, Field(discriminator="type")]], Field(min_length=1)]
@@ -697,6 +749,7 @@ class DecisionsRequest(Questions):
     """The body of POST /v1/decisions, as OpenAI has it; one with a ``state`` is taken as /v1/systemone takes it."""
 
     NAMES = {"prompt": "input", "messages": "input"}
+    DERIVED = {"subject": "input"}
 
     input: Input = Field(description="What the questions are about.")
     questions: Many[Annotated[Predicate | Choices | Levels, Field(discriminator="type")]] = Field(
@@ -713,6 +766,10 @@ class DecisionsRequest(Questions):
     user: str | None = Field(
         None, alias="safety_identifier", max_length=512, description="The caller's own mark, for the access log."
     )
+
+    @functools.cached_property
+    def subject(self) -> str:
+        return self.input if isinstance(self.input, str) else transcript(conversation(self.input))
 
 
 T = TypeVar("T", bound=Body)
@@ -732,7 +789,10 @@ def parse(body: bytes, model: type[T]) -> T:
     if b"null" in body:
         data = _given(data, (model,))
         body = to_json(data, inf_nan_mode="constants")
-    return checked(lambda: model.model_validate_json(body, strict=True), model, data)
+    asked = checked(lambda: model.model_validate_json(body, strict=True), model, data)
+    for name in asked.DERIVED:
+        getattr(asked, name)
+    return asked
 
 
 def _check_size(data: object) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import zlib
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
@@ -138,9 +138,9 @@ class Service:
         http[CALLER].user = getattr(asked, "user", None)
         return asked
 
-    async def render(self, messages: Sequence[Mapping[str, Any]], /, **form: Any) -> str:
-        """The prompt that the chat template makes of messages, ``ChatTemplate.prompt``. Raises RequestError."""
-        return await self._template_process(messages=messages, **form)
+    async def render(self, messages: bytes, /, **form: Any) -> str:
+        """The prompt that the chat template makes of messages in JSON, ``ChatTemplate.prompt``. Raises RequestError."""
+        return await self._template_process(messages, **form)
 
     async def manners(self) -> Manners:
         """``ChatTemplate.manners``. Raises RequestError."""
