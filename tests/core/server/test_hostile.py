@@ -19,7 +19,7 @@ from tests import serving
 from tests.serving import Body, running
 
 from infer import grammar
-from infer.server import compiling, completions, reading, schemas, service, tokens, writing
+from infer.server import app, compiling, completions, decisions, reading, schemas, service, tokens, writing
 from infer.server.child import Child, ChildError
 from infer.server.errors import Protocol
 
@@ -168,6 +168,58 @@ async def test_no_answer_holds_up_the_loop(
         assert headers["X-Request-Id"] in pieces["id"]
         assert total > 2000
         assert longest <= writing.FEW * 22, "more than a step's tokens at once"
+
+
+async def test_many_decisions_are_written_in_turns(chatty: Body, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = longest = 0
+    answered = decisions._answer
+
+    def counted(*given: Any) -> Any:
+        nonlocal written
+        written += 1
+        return answered(*given)
+
+    async def tick() -> None:
+        nonlocal written, longest
+        while True:
+            longest, written = max(longest, written), 0
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(decisions, "_answer", counted)
+    async with running(**chatty) as server:
+        questions = {
+            f"q{i}": {"type": "choice", "instructions": "?", "criteria": {"a": None, "\u00e9": "b"}} for i in range(64)
+        }
+        once = await server.post({"state": "a", "questions": questions}, "/v1/systemone")
+        assert list(once[1]["answers"]) == list(questions)
+        assert list(once[1]["answers"]["q0"]["probabilities"]) == ["a", "\u00e9"]
+        monkeypatch.setattr(writing, "TURN_S", -1.0)
+        written = 0
+        ticks = asyncio.create_task(tick())
+        again = await server.post({"state": "a", "questions": questions}, "/v1/systemone")
+        ticks.cancel()
+    assert again[1]["answers"] == once[1]["answers"]
+    assert longest <= writing.FEW
+
+
+async def test_tokens_are_written_few_at_a_time_beside_the_loop(chatty: Body, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    dumps = json.dumps
+
+    def counted(value: Any, **how: Any) -> str:
+        assert threading.current_thread() is not threading.main_thread(), "in the event loop"
+        sizes.append(len(value))
+        return dumps(value, **how)
+
+    async with running(**chatty) as server:
+        text = "def f(x): \u00e9 " * 1000
+        sent = dumps({"prompt": text, "return_token_strs": True, "add_special_tokens": False})
+        monkeypatch.setattr(json, "dumps", counted)
+        status, answer, _ = await server.post(sent, "/tokenize")
+        monkeypatch.undo()
+        _, back, _ = await server.post({"tokens": answer["tokens"]}, "/detokenize")
+    assert (status, back["prompt"], len(answer["token_strs"])) == (200, text, answer["count"])
+    assert max(sizes) <= writing.RUN
 
 
 async def test_long_answers_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -459,3 +511,52 @@ async def test_little_is_parsed_at_a_time(chatty: Body, monkeypatch: pytest.Monk
         assert (status, answer["error"]["param"]) == (400, "prompt")
     assert sum(sizes) > SIZE
     assert max(sizes) <= 1 << 14
+
+
+async def test_bodies_on_their_way_take_so_much_memory_together(chatty: Body, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "MAX_BODIES", 2)
+    rooms: list[reading.Room] = []
+
+    class Room(reading.Room):
+        def __init__(self, most: int) -> None:
+            super().__init__(most)
+            rooms.append(self)
+
+    monkeypatch.setattr(service, "Room", Room)
+    async with running(**chatty | {"server": {"max_body_bytes": 200_000}}) as server, asyncio.timeout(60):
+        host, port = server.url.removeprefix("http://").split(":")
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        body = b'{"prompt": "a", "max_tokens": 1}'.ljust(190_000)
+        slow = [await asyncio.open_connection(host, int(port)) for _ in range(3)]
+        for _, writer in slow[:2]:
+            writer.write(head + b"Content-Length: %d\r\n\r\n" % len(body) + body[:-1])
+        while rooms[0]._left != 2 * (200_000 - len(body[:-1]) + reading.INLINE_BYTES):
+            await asyncio.sleep(0)
+        reader, writer = slow[2]
+        writer.write(head + b"Content-Length: %d\r\n\r\n" % len(body) + body[:-1])
+        refused = await reader.readuntil(b"\r\n\r\n")
+        assert refused.startswith(b"HTTP/1.1 503"), refused
+        assert b"Retry-After" in refused
+        status, answer, headers = await server.post(b" " * 100_000 + body[:40])
+        assert (status, headers["Retry-After"]) == (503, "1"), "it has all arrived, and there is no room yet"
+        assert "try again later" in answer["error"]["message"]
+        whole = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+        async with server.session.post(server.url + "/v1/completions", data=gzip.compress(body), headers=whole) as few:
+            assert few.status == 503, "what counts is what comes out"
+        assert (await server.post({"prompt": "a", "max_tokens": 1}))[0] == 200, "small ones go on"
+        for _, writer in slow:
+            writer.close()
+        while (await server.post(body))[0] == 503:
+            await asyncio.sleep(0)
+        assert (await server.post(body))[0] == 200
+
+
+async def test_headers_that_do_not_end_are_not_waited_for(chatty: Body, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "KEEPALIVE_S", 0.2)
+    async with running(**chatty) as server, asyncio.timeout(20):
+        host, port = server.url.removeprefix("http://").split(":")
+        for sent in (b"", b"POST /v1/completions HTTP/1.1\r\nHost: local"):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(sent)
+            assert await reader.read() == b""
+            writer.close()

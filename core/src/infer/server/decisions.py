@@ -12,7 +12,7 @@ import functools
 import json
 import math
 from collections.abc import Mapping, Sequence
-from itertools import product
+from itertools import product, repeat
 from string import ascii_lowercase, ascii_uppercase
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from aiohttp import web
 from pydantic_core import to_json
 
 from infer.errors import RequestError
+from infer.llm import Completion
 from infer.request import Request, SamplingParams
 from infer.server.errors import REQUEST_ID
 from infer.server.schemas import (
@@ -35,6 +36,7 @@ from infer.server.schemas import (
     shown,
 )
 from infer.server.service import CALLER, Json, Service
+from infer.server.writing import Array
 
 Question = YesNoQuestion | ChoiceQuestion | ScoreQuestion | Predicate | Choices | Levels
 SYSTEM = (
@@ -60,7 +62,7 @@ class Decisions:
         self._letters = functools.cache(self._letters_of_one_token)
         self._label_ids = functools.lru_cache(256)(self._label_ids_after)
 
-    async def handle(self, http: web.Request, model: type[Questions] = Questions) -> web.Response:
+    async def handle(self, http: web.Request, model: type[Questions] = Questions) -> web.StreamResponse:
         """``model`` is the body's, where the route takes one only."""
         asked = await self._service.read(http, model)
         match asked:
@@ -89,20 +91,22 @@ class Decisions:
             cached += used["prompt_tokens_details"]["cached_tokens"]
         usage: Json = {"input_tokens": tokens, "output_tokens": 0, "total_tokens": tokens}
         http[CALLER].usage = usage
-        decided = []
-        for question, (_, ids), answer in zip(questions, made, answers, strict=True):
+        names = [_quoted(name) + b": " for name in asked.questions] if isinstance(asked, SystemOneRequest) else []
+
+        def decide(question: Question, ids: Sequence[int], answer: Completion, name: bytes) -> bytes:
             assert answer.logprobs is not None
-            decided.append(_answer(question, _normalized(dict(answer.logprobs[0].top), ids)))
+            return name + _quoted(_answer(question, _normalized(dict(answer.logprobs[0].top), ids)))
+
+        rows = zip(questions, [ids for _, ids in made], answers, names or repeat(b""), strict=False)
+        decided = await self._service.writer.each(lambda row: decide(*row), rows, len(questions))
         frame: Json = {"id": f"decision-{http[REQUEST_ID]}", "object": "decision", "model": self._service.served.name}
         if isinstance(asked, SystemOneRequest):
-            return web.json_response(
-                frame | {"answers": dict(zip(asked.questions, decided, strict=True)), "usage": usage}
-            )
+            return await self._service.answer(http, frame | {"answers": Array(decided, (b"{", b"}")), "usage": usage})
         more = {
             "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
             "output_tokens_details": {"reasoning_tokens": 0},
         }
-        return web.json_response(frame | {"answers": decided, "usage": usage | more})
+        return await self._service.answer(http, frame | {"answers": Array(decided), "usage": usage | more})
 
     def _put(self, question: Question) -> Asked:
         """Raises RequestError."""
@@ -169,6 +173,10 @@ class Decisions:
         return tuple(ids)
 
 
+def _quoted(value: object) -> bytes:
+    return json.dumps(value, ensure_ascii=False).encode()
+
+
 def _word(value: str | bool) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
@@ -181,7 +189,8 @@ def _normalized(logprobs: Mapping[int, float], ids: Sequence[int]) -> list[float
     """Probabilities of the labels among themselves."""
     most = max(logprobs[id] for id in ids)
     weights = [math.exp(logprobs[id] - most) for id in ids]
-    return [weight / sum(weights) for weight in weights]
+    whole = sum(weights)
+    return [weight / whole for weight in weights]
 
 
 def _answer(question: Question, probabilities: Sequence[float]) -> Json:

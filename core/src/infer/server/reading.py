@@ -4,18 +4,49 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
-from infer.errors import RequestError
+from infer.errors import QueueFullError, RequestError
 from infer.server import schemas
 from infer.server.child import Child, ChildError
 
+MAX_BODIES = 8
+"""Of the largest size, that may be on their way at a time, all together."""
 INLINE_BYTES = 1 << 14
 """Smaller bodies take a few milliseconds at most, whatever is in them."""
 SECONDS = 5.0
 MEMORY = 1 << 30
 T = TypeVar("T", bound=schemas.Body)
+
+
+class Room:
+    """For ``most`` bytes of bodies that have arrived and are not parsed yet. ``INLINE_BYTES`` of each do not count: a
+    few that fill the room and come slowly keep out large bodies, never small ones."""
+
+    def __init__(self, most: int) -> None:
+        self._left = most
+
+    @contextmanager
+    def body(self) -> Iterator[Callable[[int], None]]:
+        """For one body, whose size so far goes to what this gives; that raises QueueFullError if there is no room."""
+        taken = 0
+
+        def grow(size: int) -> None:
+            nonlocal taken
+            more = max(size - INLINE_BYTES - taken, 0)
+            if more > self._left:
+                raise QueueFullError(
+                    "As much of large request bodies is on its way to this server as it takes at once; try again later."
+                )
+            self._left -= more
+            taken += more
+
+        try:
+            yield grow
+        finally:
+            self._left += taken
 
 
 class Reader:

@@ -22,7 +22,7 @@ from infer.llm import Completion
 from infer.request import Event, Request, SamplingParams, TokenLogprobs
 from infer.server.compiling import Compiler
 from infer.server.errors import ASKED, REQUEST_ID, NotFoundError, UnreadableError, error_of
-from infer.server.reading import Reader
+from infer.server.reading import MAX_BODIES, Reader, Room
 from infer.server.rendering import Renderer
 from infer.server.schemas import Body
 from infer.server.tokens import Tokens, number
@@ -100,6 +100,7 @@ class Service:
         self._door = door
         self._renderer = renderer
         self._reader = Reader()
+        self._room = Room(MAX_BODIES * settings.max_body_bytes)
         self._compile = Compiler(served.grammars)
         self._settings = settings
 
@@ -111,22 +112,25 @@ class Service:
             await self._renderer.close()
 
     async def read(self, http: web.Request, model: type[T]) -> T:
-        """The body, checked. Raises RequestError."""
-        try:
-            async with asyncio.timeout(self._settings.body_timeout_s):
-                body = await http.read()
-        except TimeoutError:
-            raise web.HTTPRequestTimeout(text="The request's body did not arrive in time.") from None
-        except (HttpProcessingError, web.RequestPayloadError) as error:
-            http.content.feed_eof()  # or aiohttp would read on, and meet the same again
-            why = " ".join(getattr(error, "message", "").split())
-            raise UnreadableError(
-                f"The body cannot be read: what was sent of it is not complete{why and f' ({why})'}."
-            ) from None
-        if (encoding := http.headers.get("Content-Encoding", "identity").lower()) != "identity":
-            # In a thread and no further than it may be, since a few bytes may stand for a thousand times as many.
-            body = await asyncio.to_thread(_inflated, body, encoding, self._settings.max_body_bytes)
-        asked = await self._reader(body, model)
+        """The body, checked. Raises RequestError, or QueueFullError."""
+        most = self._settings.max_body_bytes
+        with self._room.body() as grow:
+            try:
+                async with asyncio.timeout(self._settings.body_timeout_s):
+                    body = await _arrived(http, most, grow)
+            except TimeoutError:
+                raise web.HTTPRequestTimeout(text="The request's body did not arrive in time.") from None
+            except (HttpProcessingError, web.RequestPayloadError) as error:
+                http.content.feed_eof()  # or aiohttp would read on, and meet the same again
+                why = " ".join(getattr(error, "message", "").split())
+                raise UnreadableError(
+                    f"The body cannot be read: what was sent of it is not complete{why and f' ({why})'}."
+                ) from None
+            if (encoding := http.headers.get("Content-Encoding", "identity").lower()) != "identity":
+                # In a thread and no further than it may be, since a few bytes may stand for a thousand times as many.
+                body = await asyncio.to_thread(_inflated, body, encoding, most)
+                grow(len(body))
+            asked = await self._reader(body, model)
         http[ASKED] = cast(Body, asked)
         name: str | None = getattr(asked, "model", None)
         if name is not None and name != self.served.name:
@@ -316,6 +320,17 @@ def raise_if_failed(event: Event) -> None:
         raise InferError(event.error) if event.param is None else RequestError(str(event.error), param=event.param)
     if event.finish_reason == "abort":
         raise EngineDeadError(SHUTTING_DOWN)
+
+
+async def _arrived(http: web.Request, most: int, grow: Callable[[int], None]) -> bytes:
+    """The body as it was sent. Raises HTTPRequestEntityTooLarge, and what ``grow`` does."""
+    body = bytearray()
+    while chunk := await http.content.readany():
+        body += chunk
+        if len(body) > most:
+            raise web.HTTPRequestEntityTooLarge(max_size=most, actual_size=len(body))
+        grow(len(body))
+    return bytes(body)
 
 
 def _inflated(body: bytes, encoding: str, most: int) -> bytes:

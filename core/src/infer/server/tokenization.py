@@ -11,6 +11,7 @@ from infer.errors import RequestError
 from infer.server.chat import Chat
 from infer.server.schemas import DetokenizeRequest, TokenizeRequest
 from infer.server.service import INLINE_CHARS, Json, Service
+from infer.server.writing import Array
 
 MAX_TOKENS = 1 << 18
 """Of an answer, or as many as the model takes: more would hold up others while they are written down."""
@@ -23,7 +24,7 @@ class Tokenization:
         self._service = service
         self._chat = chat
 
-    async def tokenize(self, http: web.Request) -> web.Response:
+    async def tokenize(self, http: web.Request) -> web.StreamResponse:
         asked = await self._service.read(http, TokenizeRequest)
         text, special = asked.prompt, asked.add_special_tokens
         if text is None:
@@ -35,7 +36,12 @@ class Tokenization:
         def tokens() -> Json:
             ids = served.encoder(text, special=special is not False, most=most)
             strings = [served.tokenizer.id_to_token(id) for id in ids] if asked.return_token_strs else None
-            return {"count": len(ids), "max_model_len": served.max_seq_len, "tokens": ids, "token_strs": strings}
+            return {
+                "count": len(ids),
+                "max_model_len": served.max_seq_len,
+                "tokens": Array.of(ids),
+                "token_strs": strings and Array.of(strings),
+            }
 
         try:
             answer = tokens() if len(text) <= INLINE_CHARS else await asyncio.to_thread(tokens)
@@ -43,7 +49,7 @@ class Tokenization:
             raise RequestError(
                 f"The text has {error.count} tokens; /tokenize takes {most} at most. Send it in parts.", param="prompt"
             ) from None
-        return web.json_response(answer)
+        return await self._service.answer(http, answer)
 
     async def detokenize(self, http: web.Request) -> web.Response:
         asked = await self._service.read(http, DetokenizeRequest)

@@ -7,7 +7,7 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import Self, TypeVar
 
 FEW = 16
 """Items that are written at once: those of a step."""
@@ -22,13 +22,19 @@ Made = TypeVar("Made")
 
 
 class Array:
-    """An array whose items are JSON already."""
+    """An array whose items are JSON already; with other brackets an object, whose items are its members."""
 
     __slots__ = ("pieces",)
 
-    def __init__(self, items: Sequence[bytes]) -> None:
+    def __init__(self, items: Sequence[bytes], brackets: tuple[bytes, bytes] = (b"[", b"]")) -> None:
         runs = [b",".join(items[at : at + RUN]) for at in range(0, len(items), RUN)]
-        self.pieces = [b"[", *[piece for run in runs for piece in (b",", run)][1:], b"]"]
+        self.pieces = [brackets[0], *[piece for run in runs for piece in (b",", run)][1:], brackets[1]]
+
+    @classmethod
+    def of(cls, values: Sequence[object]) -> Self:
+        """Of plain values, in a thread: its turns are between two of the pieces."""
+        runs = (values[at : at + RUN] for at in range(0, len(values), RUN))
+        return cls([json.dumps(run, ensure_ascii=False)[1:-1].encode() for run in runs])
 
 
 class Writer:
