@@ -219,7 +219,7 @@ async def test_tokens_are_written_few_at_a_time_beside_the_loop(chatty: Body, mo
         monkeypatch.undo()
         _, back, _ = await server.post({"tokens": answer["tokens"]}, "/detokenize")
     assert (status, back["prompt"], len(answer["token_strs"])) == (200, text, answer["count"])
-    assert max(sizes) <= writing.RUN
+    assert (sum(sizes), max(sizes)) == (2 * answer["count"], writing.RUN)
 
 
 async def test_long_answers_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,7 +322,7 @@ async def test_what_a_long_conversation_says_is_worked_out_where_it_is_parsed(
             assert (status, answer["count"] > 8000) == (200, True)
         else:
             assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
-    assert len(worked) < 30
+    assert len(worked) < 1000
     assert body.get("state", "none") not in worked
 
 

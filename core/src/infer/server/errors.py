@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import http
+import json
 import logging
 import re
 import secrets
@@ -23,6 +24,8 @@ MAX_MESSAGE, MAX_PARAM = 1000, 100
 """Characters."""
 READ_BYTES = 1 << 14
 """That are taken from a connection at a time: in chunks of one byte, what asyncio takes is parsed for 100 ms."""
+LINGER_S = 1.0
+"""That more is taken from a connection, and forgotten, after an answer to what is no HTTP."""
 REQUEST_ID = web.RequestKey("request_id", str)
 ASKED = web.RequestKey("asked", Body)
 """The body, once it is read: it knows how it calls what an error is about."""
@@ -152,7 +155,19 @@ class Protocol(web.RequestHandler):
             raise ConnectionError("the answer has begun; it cannot become another")
         kind = "invalid_request_error" if status < 500 else "server_error"
         text = " ".join((message or http.HTTPStatus(status).phrase).split())[:500]
-        response = web.json_response(error_body(text, kind), status=status)
+        response = _Last(text=json.dumps(error_body(text, kind)), status=status, content_type="application/json")
         response.headers["X-Request-Id"] = secrets.token_hex(12)
         response.force_close()
         return response
+
+
+class _Last(web.Response):
+    """An answer to what is not read to its end. A connection that is closed while the client still sends is reset, and
+    the answer is lost on the way; so it is kept a while after the answer's end has been sent."""
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        transport = None if self._req is None else self._req.transport
+        await super().write_eof(data)
+        if transport is not None and transport.can_write_eof() and not transport.is_closing():
+            transport.write_eof()
+            await asyncio.sleep(LINGER_S)
