@@ -51,6 +51,24 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         },
     },
     "qwen3": COMMON | {"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 2, "tie_word_embeddings": True},
+    "qwen2": COMMON
+    | {
+        "architectures": ["Qwen2ForCausalLM"],
+        "num_hidden_layers": 2,
+        "use_sliding_window": True,
+        "sliding_window": 20,
+        "max_window_layers": 1,
+    },
+    "mistral": COMMON | {"architectures": ["MistralForCausalLM"], "num_hidden_layers": 2, "sliding_window": 40},
+    "phi3": COMMON
+    | {
+        "architectures": ["Phi3ForCausalLM"],
+        "num_hidden_layers": 2,
+        "partial_rotary_factor": 0.75,
+        "original_max_position_embeddings": 64,
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 8.0]},
+    },
+    "olmo2": COMMON | {"architectures": ["Olmo2ForCausalLM"], "num_hidden_layers": 2},
     "gemma3": COMMON
     | {
         "architectures": ["Gemma3ForCausalLM"],

@@ -3,19 +3,23 @@ model of ``tests/models`` would notice."""
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from pydantic import BaseModel, PositiveInt
 from torch import Tensor
 
 from infer.errors import CheckpointError
 from infer.kernels.reference import ReferenceKernels
 from infer.layers import (
+    ROPE_KINDS,
     Attention,
+    Decoder,
     Embedding,
     GatedMLP,
     Head,
@@ -27,9 +31,14 @@ from infer.layers import (
     layer_windows,
     read_config,
 )
+from infer.layers.rotary import rotary_order
 from infer.protocols import AttentionSpec, ModelContext
 from infer_models.gemma3 import Gemma3
-from infer_models.llama import Llama
+from infer_models.llama import LlamaConfig, LlamaLayer
+from infer_models.mistral import MistralConfig
+from infer_models.olmo2 import Olmo2Config, Olmo2Layer
+from infer_models.phi3 import Phi3Config
+from infer_models.qwen2 import Qwen2Config
 from infer_models.qwen3 import Qwen3Config
 
 CPU = torch.device("cpu")
@@ -276,10 +285,13 @@ def test_llama3_keeps_short_wavelengths_and_stretches_long_ones() -> None:
     ("config", "says"),
     [
         (
-            {"rope_scaling": {"type": "yarn", "factor": 2}},
-            "rope_type 'yarn'; infer knows 'default', 'linear'",
+            {"rope_scaling": {"type": "proportional", "factor": 2}},
+            "rope_type 'proportional'; infer knows 'default', 'linear', 'dynamic'",
         ),
-        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_type 'dynamic'"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "factor: Field required"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2}}, "original_max_position_embeddings"),
+        ({"rope_scaling": {"type": "longrope", "long_factor": [1.0]}}, "short_factor: Field required"),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [0], "long_factor": [1]}}, "short_factor: 0: Input"),
         ({"rope_scaling": {"rope_type": None}}, "rope_type None"),
         ({"rope_scaling": {"rope_type": ["linear"]}}, "rope_type ['linear']"),
         ({"rope_scaling": {"type": "linear"}}, "factor: Field required"),
@@ -313,6 +325,96 @@ def test_llama3_takes_the_models_length_for_the_original() -> None:
 def test_layer_types_need_a_table_each() -> None:
     flat = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
     assert "a table per layer type" in refused(lambda: rope(flat, "full_attention"))
+
+
+ROPES: dict[str, dict[str, Any]] = {
+    "linear": {"factor": 3.0},
+    "dynamic": {"factor": 3.0},
+    "llama3": {k: v for k, v in LLAMA3.items() if k != "rope_type"} | {"original_max_position_embeddings": 64},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
+    "yarn-by-length": {"factor": None, "original_max_position_embeddings": 64},
+    "yarn-all": {
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "beta_fast": 20,
+        "beta_slow": 0.5,
+        "mscale": 0.8,
+        "mscale_all_dim": 0.5,
+        "truncate": False,
+    },
+    "yarn-flat": {"factor": 4.0, "original_max_position_embeddings": 2, "attention_factor": 0.7},
+    "longrope": {
+        "short_factor": [1.0 + i / 10 for i in range(8)],
+        "long_factor": [2.0 + i for i in range(8)],
+        "original_max_position_embeddings": 64,
+    },
+    "longrope-factor": {
+        "short_factor": [1.0] * 8,
+        "long_factor": [2.0] * 8,
+        "original_max_position_embeddings": 128,
+        "factor": 6.0,
+    },
+    "longrope-attention": {
+        "short_factor": [1.0] * 8,
+        "long_factor": [2.0] * 8,
+        "original_max_position_embeddings": 64,
+        "attention_factor": 1.5,
+    },
+}
+
+
+@pytest.mark.parametrize("partial", [1.0, 0.75, 0.45])
+@pytest.mark.parametrize("case", ROPES)
+def test_every_kind_of_rope_is_that_of_transformers(case: str, partial: float) -> None:
+    """Of a sequence of the longest length, where its length matters."""
+    if case.startswith("yarn") and partial == 0.45:
+        partial = 0.5  # of an odd number of values, transformers makes ramps and frequencies that do not fit
+    kind, head_size = case.split("-")[0], 16
+    pairs = (int(head_size * partial) + 1) // 2
+    own = {k: v[:pairs] if isinstance(v, list) else v for k, v in ROPES[case].items()}
+    table = {"rope_type": kind, "rope_theta": 5000.0, "partial_rotary_factor": partial} | own
+    config = transformers.LlamaConfig(
+        head_dim=head_size, max_position_embeddings=128, rope_parameters=copy.deepcopy(table)
+    )
+    function = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[kind]
+    found = RopeParameters.read({"max_position_embeddings": 128, "rope_parameters": table}, partial=True)
+    for length in (40, 100, 300):
+        expected, magnitude = function(config, torch.device("cpu"), seq_len=length)
+        torch.testing.assert_close(found.inverse_frequencies(head_size, length), expected, rtol=1e-6, atol=0)
+    assert found.rotated(head_size) == 2 * pairs
+    assert found.magnitude() == pytest.approx(magnitude, rel=1e-12)
+
+
+def test_the_models_own_original_length_goes_before_the_ropes() -> None:
+    """As in transformers, for Phi-3's files have it there."""
+    table = ROPES["longrope"] | {"rope_type": "longrope", "rope_theta": 5000.0}
+    found = rope({"original_max_position_embeddings": 32, "max_position_embeddings": 128, "rope_parameters": table})
+    assert found.magnitude() == pytest.approx((1 + math.log(4) / math.log(32)) ** 0.5)
+
+
+def test_a_plugin_may_add_a_kind_of_rope(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Still(RopeParameters, frozen=True):
+        def inverse_frequencies(self, head_size: int, max_seq_len: int = 1) -> Tensor:
+            return torch.zeros(head_size // 2)
+
+    monkeypatch.setitem(ROPE_KINDS, "still", Still)
+    assert rope({"rope_parameters": {"rope_type": "still"}}).inverse_frequencies(8).sum() == 0
+
+
+@pytest.mark.parametrize(("rotated", "head_size"), [(12, 16), (4, 16), (2, 4), (8, 8)])
+def test_the_rest_of_a_partly_rotated_head_stays(rotated: int, head_size: int) -> None:
+    parameters = rope({"partial_rotary_factor": rotated / head_size}, partial=True)
+    table = RotaryEmbedding(context(), parameters, head_size)(torch.tensor([3, 7]))
+    order = rotary_order(parameters.rotated(head_size), head_size)
+    x = random(2, 3, head_size)
+    turned, _ = ReferenceKernels().rope(x if order is None else x[..., order], x[:, :1], table)
+    if order is not None:
+        turned = turned[..., order.argsort()]
+    angles = torch.tensor([3.0, 7.0])[:, None] * parameters.inverse_frequencies(head_size)
+    pairs = torch.view_as_complex(torch.stack(x[..., :rotated].chunk(2, -1), -1).contiguous())
+    expected = torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)[:, None])
+    torch.testing.assert_close(turned[..., :rotated], torch.cat(expected.unbind(-1), -1))
+    assert torch.equal(turned[..., rotated:], x[..., rotated:])
 
 
 def test_rotary_table_does_not_depend_on_its_length() -> None:
@@ -362,9 +464,10 @@ def test_windows_of_layers() -> None:
     ],
 )
 def test_heads_that_do_not_fit(spec: AttentionSpec, says: str) -> None:
-    assert says in refused(lambda: Attention(weights(), "attention", 0, 8, spec))
+    assert says in refused(lambda: Attention(weights(), "attention", 0, 8, spec, rope({})))
 
 
+LONG: dict[str, Any] = {"type": "longrope", "short_factor": [1.0, 1.0], "long_factor": [1.0, 2.0]}
 SMALL: dict[str, Any] = {
     "vocab_size": 16,
     "hidden_size": 8,
@@ -376,12 +479,15 @@ SMALL: dict[str, Any] = {
 }
 
 
-def llama(config: dict[str, Any]) -> Llama:
-    return Llama(config, context())
+def like_llama(schema: type[LlamaConfig]) -> Callable[[dict[str, Any]], Decoder]:
+    return lambda config: Decoder(config, context(), schema, LlamaLayer)
 
 
-def qwen3(config: dict[str, Any]) -> Llama:
-    return Llama(config, context(), Qwen3Config)
+llama, qwen2, qwen3, mistral, phi3 = map(like_llama, (LlamaConfig, Qwen2Config, Qwen3Config, MistralConfig, Phi3Config))
+
+
+def olmo2(config: dict[str, Any]) -> Decoder:
+    return Decoder(config, context(), Olmo2Config, Olmo2Layer)
 
 
 def gemma3(config: dict[str, Any]) -> Gemma3:
@@ -403,6 +509,21 @@ def gemma3(config: dict[str, Any]) -> Gemma3:
             {"layer_types": ["linear_attention"] * 2},
             "layer_types: 0: Input should be 'full_attention'",
         ),
+        (qwen2, {"hidden_act": "gelu"}, "hidden_act"),
+        (qwen2, {"sliding_window": 4, "layer_types": ["sliding_attention"] * 2}, "no sliding_window"),
+        (qwen2, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, but models of this architecture"),
+        (mistral, {"hidden_act": "gelu"}, "hidden_act"),
+        (mistral, {"sliding_window": 0}, "sliding_window: Input should be greater than 0 (it is 0)"),
+        (mistral, {"layer_types": ["full_attention"] * 2}, "layer_types: Input should be None"),
+        (phi3, {"hidden_act": "gelu"}, "hidden_act"),
+        (phi3, {"sliding_window": -1}, "sliding_window"),
+        (phi3, {"partial_rotary_factor": 1.5}, "partial_rotary_factor: Input should be less than or equal to 1"),
+        (phi3, {"partial_rotary_factor": 0.1}, "partial_rotary_factor is 0.1, which leaves nothing to rotate"),
+        (phi3, {"rope_scaling": {"type": "linear", "factor": 2}}, "rope_type 'linear'; infer knows 'default'"),
+        (phi3, {"rope_scaling": LONG | {"long_factor": [1.0]}}, "long_factor has 1 values, but 2 are rotated pairs"),
+        (phi3, {"rope_scaling": LONG | {"type": "su"}}, "this rope_type needs max_position_embeddings"),
+        (olmo2, {"hidden_act": "gelu"}, "hidden_act"),
+        (olmo2, {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
         (gemma3, {"hidden_activation": "gelu"}, "hidden_activation: Input should be 'gelu_pytorch_tanh'"),
         (gemma3, {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         (gemma3, {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
@@ -414,6 +535,13 @@ def gemma3(config: dict[str, Any]) -> Gemma3:
 def test_configs_that_are_refused(family: Callable[..., object], changed: dict[str, Any], says: str) -> None:
     family(SMALL)
     assert says in refused(lambda: family(SMALL | changed))
+
+
+def test_which_layers_slide() -> None:
+    assert [spec.window for spec in mistral(SMALL).attention] == [4096] * 2
+    assert [spec.window for spec in mistral(SMALL | {"sliding_window": None}).attention] == [None] * 2
+    assert [spec.window for spec in phi3(SMALL).attention] == [None] * 2
+    assert [spec.window for spec in phi3(SMALL | {"sliding_window": 7}).attention] == [7] * 2
 
 
 def test_qwen3_slides_from_a_layer_on() -> None:
@@ -440,6 +568,6 @@ def test_gemma3_has_every_default() -> None:
     assert model.head.tied
     one = torch.tensor([1])
     frequencies = 1e6 ** -(torch.arange(0, 256, 2) / 256) / 8
-    torch.testing.assert_close(model.full_rotary(one)[1], frequencies.sin()[None], atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(model.rotary[5](one)[1], frequencies.sin()[None], atol=1e-6, rtol=1e-5)
     frequencies = 1e4 ** -(torch.arange(0, 256, 2) / 256)
-    torch.testing.assert_close(model.sliding_rotary(one)[1], frequencies.sin()[None], atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(model.rotary[0](one)[1], frequencies.sin()[None], atol=1e-6, rtol=1e-5)

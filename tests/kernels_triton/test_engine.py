@@ -51,7 +51,10 @@ def test_chunks_company_preemption_and_replay(family: str, dtype: torch.dtype) -
         assert found == expected
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(f, marks=pytest.mark.slow) if f in ("qwen2", "mistral", "phi3", "olmo2") else f for f in FAMILIES],
+)
 def test_answers_are_the_references(family: str) -> None:
     found, expected = (
         play(family, torch.float32, kernels, num_blocks=40) for kernels in (TritonKernels(CPU), ReferenceKernels())

@@ -15,8 +15,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
-Family = Literal["llama", "qwen3", "gemma3", "gemma3_vision"]
-Rope = Literal["default", "linear", "llama3"]
+Family = Literal["llama", "qwen2", "qwen3", "mistral", "phi3", "olmo2", "gemma3", "gemma3_vision"]
+Rope = Literal["default", "linear", "llama3", "dynamic", "yarn", "longrope"]
 
 VOCAB, HEADS, LAYERS, MAX_POSITIONS, EOS = 320, 4, 4, 512, 0
 TEXT = """The kettle began it. Do not tell me what the neighbours said: the kettle began it, full five minutes
@@ -32,6 +32,21 @@ ROPES: dict[Rope, dict[str, Any]] = {
         "factor": 8.0,
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0},
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 10_000.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 64,
+        "beta_fast": 8.0,
+    },
+    "longrope": {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+        "long_factor": [1.0, 1.5, 2.0, 4.0, 8.0, 16.0],
         "original_max_position_embeddings": 64,
     },
 }
@@ -125,6 +140,19 @@ def make_model(
         case "qwen3":
             fields |= {"head_dim": 16, "use_sliding_window": window is not None}
             made = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**fields | config))
+        case "qwen2":
+            fields |= {"use_sliding_window": window is not None}
+            made = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**fields | config))
+        case "mistral":
+            fields |= {"head_dim": 16, "sliding_window": window}
+            fields.pop("layer_types", None)
+            made = transformers.MistralForCausalLM(transformers.MistralConfig(**fields | config))
+        case "phi3":
+            fields |= {"original_max_position_embeddings": 64, "sliding_window": window}
+            fields.pop("layer_types", None)
+            made = transformers.Phi3ForCausalLM(transformers.Phi3Config(**fields | config))
+        case "olmo2":
+            made = transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**fields | config))
         case "gemma3" | "gemma3_vision":
             local = {"rope_type": "default", "rope_theta": 100.0}
             fields |= {

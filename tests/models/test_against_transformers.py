@@ -25,14 +25,15 @@ PROMPT, NEW, MAX_SEQ_LEN = 150, 32, 200
 TOLERANCE = 1e-4
 SLIDING, FULL = "sliding_attention", "full_attention"
 
+FAMILIES: tuple[Family, ...] = ("llama", "qwen2", "qwen3", "mistral", "phi3", "olmo2", "gemma3")
 CASES: dict[str, dict[str, Any]] = {
     f"{family}-{'tied' if tied else 'untied'}-{kv_heads}": {
         "family": family,
         "tied": tied,
         "kv_heads": kv_heads,
-        "window": 9 if family == "gemma3" else None,
+        "window": 9 if family in ("gemma3", "mistral") else None,
     }
-    for family, tied, kv_heads in itertools.product(("llama", "qwen3", "gemma3"), (True, False), (1, 2, 4))
+    for family, tied, kv_heads in itertools.product(FAMILIES, (True, False), (1, 2, 4))
 } | {
     "llama-llama3-rope": {"family": "llama", "rope": "llama3"},
     "llama-linear-rope": {"family": "llama", "rope": "linear"},
@@ -41,6 +42,29 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3-biases": {"family": "qwen3", "attention_bias": True, "seed": 4},
     "qwen3-eps": {"family": "qwen3", "rms_norm_eps": 0.1, "seed": 2},
     "gemma3-eps": {"family": "gemma3", "window": 9, "rms_norm_eps": 0.3, "seed": 5},
+    "llama-yarn-rope": {"family": "llama", "rope": "yarn"},
+    "llama-dynamic-rope": {"family": "llama", "rope": "dynamic"},
+    "qwen2-window": {"family": "qwen2", "window": 7},
+    "qwen2-window-late": {
+        "family": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 7,
+        "max_window_layers": 3,
+    },
+    "qwen2-yarn-rope": {"family": "qwen2", "rope": "yarn", "seed": 4},
+    "mistral-no-window": {"family": "mistral", "head_dim": 12, "rms_norm_eps": 0.1},
+    "phi3-long": {"family": "phi3", "rope": "longrope", "window": 40},
+    "phi3-short": {"family": "phi3", "rope": "longrope", "original_max_position_embeddings": 200},
+    "phi3-partial": {"family": "phi3", "partial_rotary_factor": 0.5, "rms_norm_eps": 0.1, "seed": 1},
+    "phi3-mini": {
+        "family": "phi3",
+        "num_attention_heads": 3,
+        "kv_heads": 1,
+        "rope": "longrope",
+        "partial_rotary_factor": 0.75,
+    },
+    "olmo2-biases": {"family": "olmo2", "attention_bias": True, "rms_norm_eps": 0.003, "seed": 2},
+    "olmo2-yarn-rope": {"family": "olmo2", "rope": "yarn"},
     "qwen3-window": {"family": "qwen3", "window": 7},
     "qwen3-window-late": {
         "family": "qwen3",
@@ -57,20 +81,30 @@ CASES: dict[str, dict[str, Any]] = {
     "gemma3-vision-untied": {"family": "gemma3_vision", "window": 9, "tied": False},
 }
 
+ONE_EACH = (
+    "llama-untied-2",
+    "qwen2-untied-2",
+    "qwen3-tied-2",
+    "mistral-tied-1",
+    "phi3-mini",
+    "olmo2-tied-2",
+    "gemma3-untied-2",
+)
+
 pytestmark = pytest.mark.usefixtures("each_provider")
 
 
 class Driver:
     """One sequence through a checkpoint's model and a slotted pool."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, dummy: bool = False) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype, dummy: bool = False, max_seq_len: int = MAX_SEQ_LEN) -> None:
         checkpoint = Checkpoint.locate(str(folder), bundled={})
         (family,) = [r for r in infer_models() if set(r.architectures) & set(checkpoint.architectures)]
-        context = ModelContext(support.KERNELS, dtype, torch.device("cpu"), MAX_SEQ_LEN)
+        context = ModelContext(support.KERNELS, dtype, torch.device("cpu"), max_seq_len)
         self.model: ModelProtocol = family.factory(checkpoint.config, context, family.settings())
         made = checkpoint.dummy_tensors(self.model.expected(), dtype) if dummy else checkpoint.tensors()
         self.model.load(made)
-        cache = CacheContext(self.model.attention, 1, MAX_SEQ_LEN, dtype, context.device, context.kernels)
+        cache = CacheContext(self.model.attention, 1, max_seq_len, dtype, context.device, context.kernels)
         self.pool = SlottedPool(cache)
 
     @torch.inference_mode()
@@ -130,7 +164,34 @@ def test_logits_and_greedy_tokens(case: str, tmp_path: Path) -> None:
     assert len(set(tokens)) > 3, "a constant answer shows little"
 
 
-EXACT = ["llama-llama3-rope", "qwen3-window", "gemma3-linear-rope"]
+EXACT = [
+    "llama-llama3-rope",
+    "qwen2-window",
+    "qwen3-window",
+    "mistral-tied-2",
+    "phi3-mini",
+    "olmo2-biases",
+    "gemma3-linear-rope",
+]
+
+
+def test_dynamic_rope_grows_with_the_longest_sequence(tmp_path: Path) -> None:
+    """That of transformers, for a sequence as long as one may become."""
+    folder = write_checkpoint(tmp_path, "llama", rope="dynamic", max_position_embeddings=64)
+    tokens = prompt()
+    logits = Driver(folder, torch.float32, max_seq_len=PROMPT).prefill(tokens, [30, PROMPT - 30])
+    assert (logits - expected_logits(folder, tokens)).abs().max() < TOLERANCE
+
+
+def test_longrope_goes_by_the_longest_sequence(tmp_path: Path) -> None:
+    """A short text is answered with the long factors where longer ones may come; transformers does so with a text."""
+    folder = write_checkpoint(tmp_path, "phi3", rope="longrope")
+    tokens = prompt()[:80]
+    long = Driver(folder, torch.float32, max_seq_len=65).prefill(tokens[:60], [60])
+    assert (long - expected_logits(folder, tokens)[:60]).abs().max() < TOLERANCE
+    short = Driver(folder, torch.float32, max_seq_len=64).prefill(tokens[:60], [60])
+    assert (short - expected_logits(folder, tokens[:60])).abs().max() < TOLERANCE
+    assert (short - long).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -147,7 +208,7 @@ def test_chunks_give_the_same_bits(case: str, dtype: torch.dtype, tmp_path: Path
         assert torch.equal(rest[1], again[1])
 
 
-@pytest.mark.parametrize("case", ["llama-tied-2", "qwen3-tied-2", "gemma3-linear-rope"])
+@pytest.mark.parametrize("case", [*(f"{family}-tied-2" for family in FAMILIES), "phi3-mini", "gemma3-linear-rope"])
 def test_bfloat16_stays_near(case: str, tmp_path: Path) -> None:
     """The same bf16 weights, computed in bf16 by us and in fp32 by transformers."""
     folder = write_checkpoint(tmp_path, **CASES[case], dtype=torch.bfloat16)
@@ -165,8 +226,13 @@ def logits_of(folder: Path) -> Tensor:
         "llama-tied-2",
         "llama-llama3-rope",
         "llama-linear-rope",
+        "llama-yarn-rope",
+        "qwen2-window",
         "qwen3-untied-2",
         "qwen3-window",
+        "mistral-tied-2",
+        "phi3-mini",
+        "olmo2-yarn-rope",
         "gemma3-tied-2",
         "gemma3-linear-rope",
         "gemma3-vision",
@@ -192,7 +258,18 @@ def test_old_spelling_of_the_rotary_kind(tmp_path: Path) -> None:
     assert torch.equal(new, logits_of(folder))
 
 
-@pytest.mark.parametrize("case", ["llama-untied-2", "qwen3-tied-2", "gemma3-untied-2"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "llama-untied-2",
+        "qwen2-untied-2",
+        "qwen3-tied-2",
+        "mistral-tied-1",
+        "phi3-mini",
+        "olmo2-tied-2",
+        "gemma3-untied-2",
+    ],
+)
 def test_sharded_checkpoints(case: str, tmp_path: Path) -> None:
     whole = write_checkpoint(tmp_path / "whole", **CASES[case])
     shards = write_checkpoint(tmp_path / "shards", **CASES[case], sharded=True)
@@ -201,7 +278,18 @@ def test_sharded_checkpoints(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("case", ["llama-untied-2", "qwen3-tied-2", "gemma3-untied-2"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "llama-untied-2",
+        "qwen2-untied-2",
+        "qwen3-tied-2",
+        "mistral-tied-1",
+        "phi3-mini",
+        "olmo2-tied-2",
+        "gemma3-untied-2",
+    ],
+)
 def test_a_file_may_change_once_it_is_loaded(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, **CASES[case], dtype=dtype)
     before, driver = Driver(folder, dtype).prefill(prompt(), [PROMPT]), Driver(folder, dtype)
@@ -237,7 +325,7 @@ def test_both_namings_of_a_model_with_vision(tied: bool, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("family", "prefix"), [("llama", ""), ("qwen3", ""), ("gemma3", ""), ("gemma3_vision", "language_model.")]
+    ("family", "prefix"), [*((family, "") for family in FAMILIES), ("gemma3_vision", "language_model.")]
 )
 def test_surplus_tensors_that_are_known(family: Family, prefix: str, tmp_path: Path) -> None:
     """A second copy of a tied head, and the rotary frequencies that old checkpoints hold."""
@@ -287,7 +375,7 @@ def spoil(tensors: dict[str, Tensor]) -> None:
         (spoil, "'model.embed_tokens.weight' holds values that are not finite as float32."),
     ],
 )
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "olmo2"])
 def test_a_checkpoint_that_does_not_fit(
     family: Family, change: Callable[[dict[str, Tensor]], None], says: str, tmp_path: Path
 ) -> None:
@@ -298,7 +386,10 @@ def test_a_checkpoint_that_does_not_fit(
     assert says in str(caught.value)
 
 
-@pytest.mark.parametrize("case", ["llama-untied-2", "qwen3-tied-2", "gemma3-vision"])
+@pytest.mark.parametrize(
+    "case",
+    ["llama-untied-2", "qwen2-tied-2", "qwen3-tied-2", "mistral-tied-1", "phi3-mini", "olmo2-tied-2", "gemma3-vision"],
+)
 def test_dummy_weights_run(case: str, tmp_path: Path) -> None:
     """With a config alone."""
     folder = write_checkpoint(tmp_path, **CASES[case])

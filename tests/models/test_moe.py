@@ -81,24 +81,19 @@ class Moe:
         self.attention: Sequence[AttentionSpec] = [spec] * LAYERS
         self.route = route
         self.embedding = Embedding(w, "model.embed_tokens", self.vocab_size, size)
-        self.rotary = RotaryEmbedding(context, RopeParameters.read(config), head_size)
+        rope = RopeParameters.read(config)
+        self.rotary = RotaryEmbedding(context, rope, head_size)
         self.layers = []
         for i in range(LAYERS):
             name = f"model.layers.{i}"
             moe = f"{name}.{'block_sparse_moe' if mixtral else 'mlp'}"
-            experts: Experts = []
-            for e in range(EXPERTS):
-                if mixtral:
-                    parts = [f"{moe}.experts.{e}.w1", f"{moe}.experts.{e}.w3"]
-                    up = Linear(w, parts, size, [config["intermediate_size"]] * 2, activation="silu")
-                    down = Linear(w, f"{moe}.experts.{e}.w2", config["intermediate_size"], size)
-                    experts.append(lambda x, up=up, down=down: down(up(x)))  # type: ignore[misc]
-                else:
-                    experts.append(GatedMLP(w, f"{moe}.experts.{e}", size, config["moe_intermediate_size"], "silu"))
+            width = config["intermediate_size" if mixtral else "moe_intermediate_size"]
+            names: dict[str, Any] = {"gate_up": ("w1", "w3"), "down": "w2"} if mixtral else {}
+            experts: Experts = [GatedMLP(w, f"{moe}.experts.{e}", size, width, "silu", **names) for e in range(EXPERTS)]
             self.layers.append(
                 (
                     RMSNorm(w, f"{name}.input_layernorm", size, eps),
-                    Attention(w, f"{name}.self_attn", i, size, spec, qk_norm_eps=None if mixtral else eps),
+                    Attention(w, f"{name}.self_attn", i, size, spec, rope, qk_norm_eps=None if mixtral else eps),
                     RMSNorm(w, f"{name}.post_attention_layernorm", size, eps),
                     Linear(w, f"{moe}.gate", size, EXPERTS),
                     experts,

@@ -5,38 +5,37 @@ Shapes: T tokens, D hidden, V vocabulary, N sampled rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, ClassVar, Literal
 
-import torch
-from pydantic import BaseModel, PositiveInt
+from pydantic import PositiveInt
 from torch import Tensor
 
 from infer.layers import (
     Attention,
-    Embedding,
+    Decoder,
+    DecoderConfig,
     GatedMLP,
-    Head,
     LayerType,
     PositiveNumber,
     RMSNorm,
     RopeParameters,
-    RotaryEmbedding,
     Weights,
     config_table,
     layer_windows,
-    read_config,
     select,
 )
 from infer.protocols import AttentionSpec, KVCacheView, ModelContext, Pass, Rotary
 
 
-class Gemma3Config(BaseModel, extra="ignore"):
+class Gemma3Config(DecoderConfig):
     """The fields of config.json that change the arithmetic. Google's files leave out what has its default.
 
     ``attn_logit_softcapping`` is none of them: Gemma 2 capped attention scores, and transformers reads the field of a
     Gemma 3 without using it.
     """
+
+    norm_unit_offset: ClassVar[bool] = True
 
     vocab_size: PositiveInt = 262_208
     hidden_size: PositiveInt = 2304
@@ -56,21 +55,36 @@ class Gemma3Config(BaseModel, extra="ignore"):
     final_logit_softcapping: PositiveNumber | None = None
     use_bidirectional_attention: Literal[False] | None = None
 
-    def attention(self) -> list[AttentionSpec]:
+    @property
+    def attention_scale(self) -> float:
+        return float(self.query_pre_attn_scalar**-0.5)
+
+    @property
+    def embedding_scale(self) -> float:
+        return float(self.hidden_size**0.5)
+
+    @property
+    def logits_soft_cap(self) -> float | None:
+        return self.final_logit_softcapping
+
+    def windows(self) -> list[int | None]:
         count, every = self.num_hidden_layers, self.sliding_window_pattern
         types: list[LayerType] = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(count)]
-        windows = layer_windows(self.layer_types or types, self.sliding_window, count)
-        heads = (self.num_attention_heads, self.num_key_value_heads, self.head_dim)
-        scale = self.query_pre_attn_scalar**-0.5
-        return [AttentionSpec(*heads, scale, window) for window in windows]
+        return layer_windows(self.layer_types or types, self.sliding_window, count)
+
+    def ropes(self, config: Mapping[str, Any]) -> list[RopeParameters]:
+        full = RopeParameters.read(config, "full_attention", default_theta=1_000_000.0)
+        sliding = RopeParameters.read(config, "sliding_attention", theta_key="rope_local_base_freq")
+        return [full if window is None else sliding for window in self.windows()]
 
 
 class Gemma3Layer:
-    def __init__(self, w: Weights, name: str, index: int, c: Gemma3Config, spec: AttentionSpec) -> None:
+    def __init__(
+        self, w: Weights, name: str, index: int, c: Gemma3Config, spec: AttentionSpec, rope: RopeParameters
+    ) -> None:
         def norm(part: str) -> RMSNorm:
             return RMSNorm(w, f"{name}.{part}_layernorm", c.hidden_size, c.rms_norm_eps, unit_offset=True)
 
-        self.sliding = spec.window is not None
         self.input_norm = norm("input")
         self.attention = Attention(
             w,
@@ -78,7 +92,8 @@ class Gemma3Layer:
             index,
             c.hidden_size,
             spec,
-            c.attention_bias,
+            rope,
+            biases="qkvo" if c.attention_bias else "",
             qk_norm_eps=c.rms_norm_eps,
             qk_norm_unit_offset=True,
         )
@@ -95,55 +110,20 @@ class Gemma3Layer:
         cache: KVCacheView,
         rows_N: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The residual stream is x + residual; the sum is left to the next norm, which fuses it. ``rows_N`` drops the
-        other rows after attention."""
         x_TD, residual_TD = self.input_norm.add(x_TD, residual_TD)
         x_ND = self.attention_out_norm(self.attention(x_TD, rotary, cache, rows_N))
         x_ND, residual_ND = self.mlp_norm.add(x_ND, select(residual_TD, rows_N))
         return self.mlp_out_norm(self.mlp(x_ND)), residual_ND
 
 
-class Gemma3:
-    """A ModelProtocol."""
-
+class Gemma3(Decoder):
     def __init__(self, config: Mapping[str, Any], context: ModelContext) -> None:
-        text = config
         if nested := config_table(config, "text_config"):
-            text = nested | {"tie_word_embeddings": config.get("tie_word_embeddings", True)}
-        c = read_config(Gemma3Config, text)
-        w = self.weights = Weights(context)
-        size, eps = c.hidden_size, c.rms_norm_eps
-        self.vocab_size = c.vocab_size
-        self.attention: Sequence[AttentionSpec] = c.attention()
-        self.embedding = Embedding(w, "model.embed_tokens", c.vocab_size, size, scale=size**0.5)
-        full = RopeParameters.read(text, "full_attention", default_theta=1_000_000.0)
-        sliding = RopeParameters.read(text, "sliding_attention", theta_key="rope_local_base_freq")
-        self.full_rotary = RotaryEmbedding(context, full, c.head_dim)
-        self.sliding_rotary = RotaryEmbedding(context, sliding, c.head_dim)
-        self.layers = [Gemma3Layer(w, f"model.layers.{i}", i, c, spec) for i, spec in enumerate(self.attention)]
-        self.norm = RMSNorm(w, "model.norm", size, eps, unit_offset=True)
-        self.head = Head(w, self.embedding, "lm_head", c.vocab_size, size, c.tie_word_embeddings)
-        self.soft_cap = c.final_logit_softcapping
-
-    def forward(self, batch: Pass) -> Tensor:
-        full, sliding = self.full_rotary(batch.positions_T), self.sliding_rotary(batch.positions_T)
-        x_TD, residual_TD, cache = self.embedding(batch.token_ids_T), None, batch.cache
-        for layer in self.layers[:-1]:
-            x_TD, residual_TD = layer(x_TD, residual_TD, sliding if layer.sliding else full, cache)
-        last = self.layers[-1]
-        x_ND, residual_ND = last(x_TD, residual_TD, sliding if last.sliding else full, cache, batch.rows_N)
-        return self.norm.add(x_ND, residual_ND)[0]
-
-    def logits(self, hidden_ND: Tensor) -> Tensor:
-        logits_NV = self.head(hidden_ND)
-        return logits_NV if self.soft_cap is None else self.soft_cap * torch.tanh(logits_NV / self.soft_cap)
-
-    def expected(self) -> Mapping[str, tuple[int, ...]]:
-        return self.weights.shapes()
+            config = nested | {"tie_word_embeddings": config.get("tie_word_embeddings", True)}
+        super().__init__(config, context, Gemma3Config, Gemma3Layer)
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        # Checkpoints with tied embeddings may hold the head a second time.
-        self.weights.load(_language_model(tensors), optional=[self.head.name])
+        super().load(_language_model(tensors))
 
 
 def _language_model(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

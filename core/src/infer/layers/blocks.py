@@ -1,0 +1,119 @@
+"""What a decoder's layers are made of: attention and the gated MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from infer.errors import CheckpointError
+from infer.layers.linear import Linear, RMSNorm
+from infer.layers.rotary import RopeParameters, rotary_order
+from infer.layers.table import Weights
+from infer.protocols import Activation, AttentionSpec, HeadNorms, KVCacheView, Rotary
+
+
+class GatedMLP:
+    """down(activation(gate(x)) * up(x)) (Shazeer, 2020). ``gate_up`` are the checkpoint's names of gate and up, or the
+    one name of both, gate first."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        name: str,
+        size: int,
+        intermediate: int,
+        activation: Activation,
+        bias: bool = False,
+        *,
+        gate_up: Sequence[str] = ("gate_proj", "up_proj"),
+        down: str = "down_proj",
+    ) -> None:
+        names = [f"{name}.{part}" for part in gate_up]
+        self._gate_up = Linear(weights, names, size, [intermediate] * 2, bias, activation)
+        self._down = Linear(weights, f"{name}.{down}", intermediate, size, bias)
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        return self._down(self._gate_up(x_TD))
+
+
+class Attention:
+    """Projections, optional norms on q and K, rotary embedding, attention over the cache, projection.
+
+    ``biases`` names the projections that have one, by letters of "qkvo". ``qkv`` are the checkpoint's names of q, k and
+    v, or the one name of all three, one below the other. ``qk_norm_whole`` norms all heads of q together, and those of
+    K, instead of each by itself.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        name: str,
+        layer: int,
+        size: int,
+        spec: AttentionSpec,
+        rope: RopeParameters,
+        *,
+        biases: str = "",
+        qk_norm_eps: float | None = None,
+        qk_norm_unit_offset: bool = False,
+        qk_norm_whole: bool = False,
+        qkv: Sequence[str] = ("q_proj", "k_proj", "v_proj"),
+        out: str = "o_proj",
+        qk_norms: Sequence[str] = ("q_norm", "k_norm"),
+    ) -> None:
+        H, K, E = spec.num_heads, spec.num_kv_heads, spec.head_size
+        if H % K:
+            raise CheckpointError(
+                f"config.json: num_attention_heads, {H}, is not a multiple of num_key_value_heads, {K}."
+            )
+        if E % 2:
+            raise CheckpointError(f"config.json: head_dim is {E}; rotary embeddings need an even one.")
+        self.layer, self.spec = layer, spec
+        self._kernels = weights.context.kernels
+        order_E = rotary_order(rope.rotated(E), E)
+        order_N = None
+        if order_E is not None:
+            heads = torch.arange(0, (H + K) * E, E)[:, None] + order_E
+            order_N = torch.cat((heads.flatten(), torch.arange((H + K) * E, (H + 2 * K) * E)))
+        names = [f"{name}.{part}" for part in qkv]
+        self._qkv = Linear(
+            weights, names, size, [H * E, K * E, K * E], [part in biases for part in "qkv"], order=order_N
+        )
+        self._out = Linear(weights, f"{name}.{out}", H * E, size, "o" in biases)
+        self._head_norms: HeadNorms | None = None
+        self._whole_norms: list[RMSNorm] = []
+        if qk_norm_eps is not None:
+            norms = [
+                RMSNorm(weights, f"{name}.{part}", width, qk_norm_eps, qk_norm_unit_offset, order)
+                for part, width, order in (
+                    zip(qk_norms, (H * E, K * E), (order_N, order_N), strict=True)
+                    if qk_norm_whole
+                    else zip(qk_norms, (E, E), (order_E, order_E), strict=True)
+                )
+            ]
+            if qk_norm_whole:
+                self._whole_norms = norms
+            else:
+                weights.when_loaded(lambda: self._take(*norms))
+
+    def _take(self, q: RMSNorm, k: RMSNorm) -> None:
+        self._head_norms = HeadNorms(q.weight_D, k.weight_D, q.eps, q.unit_offset)
+
+    def __call__(self, x_TD: Tensor, rotary: Rotary, cache: KVCacheView, rows_N: Tensor | None = None) -> Tensor:
+        """[T, D], or [N, D] for ``rows_N``."""
+        T, E = len(x_TD), self.spec.head_size
+        q, k, v = torch.split_with_sizes(self._qkv(x_TD), self._qkv.sizes, dim=-1)
+        if self._whole_norms:
+            q, k = (norm(x) for norm, x in zip(self._whole_norms, (q, k), strict=True))
+        q_THE, k_TKE, v_TKE = q.view(T, -1, E), k.view(T, -1, E), v.view(T, -1, E)
+        if self._head_norms is not None:
+            rotary = rotary._replace(norms=self._head_norms)
+        out_THE = cache.attend(self.layer, q_THE, k_TKE, v_TKE, rotary)
+        return self._out(select(out_THE, rows_N).flatten(1))
+
+
+def select(x: Tensor, rows_N: Tensor | None) -> Tensor:
+    """These rows; all for None."""
+    return x if rows_N is None else x.index_select(0, rows_N)

@@ -1,0 +1,45 @@
+"""Reading config.json: every fault is one sentence that names the field."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, Field, ValidationError
+
+from infer.errors import CheckpointError
+
+C = TypeVar("C", bound=BaseModel)
+PositiveNumber = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+LayerType = Literal["full_attention", "sliding_attention"]
+
+
+def layer_windows(layer_types: Sequence[LayerType], window: int | None, num_layers: int) -> list[int | None]:
+    """Each layer's sliding window, None for full attention. Raises CheckpointError where they disagree."""
+    if len(layer_types) != num_layers:
+        raise CheckpointError(
+            f"config.json: layer_types has {len(layer_types)} entries, but num_hidden_layers is {num_layers}."
+        )
+    if window is None and "sliding_attention" in layer_types:
+        raise CheckpointError("config.json: layer_types has 'sliding_attention', but there is no sliding_window.")
+    return [window if kind == "sliding_attention" else None for kind in layer_types]
+
+
+def read_config(cls: type[C], values: Mapping[str, Any]) -> C:
+    """Validate config.json's fields. Raises CheckpointError naming the first bad one."""
+    try:
+        return cls.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = "".join(f"{key}: " for key in first["loc"])
+        message = first["msg"].removeprefix("Value error, ")
+        got = "" if first["type"] == "missing" or not place else f" (it is {first['input']!r})"
+        raise CheckpointError(f"config.json: {place}{message}{got}.") from None
+
+
+def config_table(values: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """A table within a table; empty where it is absent or null."""
+    table = values.get(key)
+    if table is not None and not isinstance(table, dict):
+        raise CheckpointError(f"config.json: {key} is {table!r}, which is not a table.")
+    return table or {}

@@ -1,0 +1,133 @@
+"""The decoder that families share: of its own, a family has its config and its layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Protocol, Self
+
+import torch
+from pydantic import BaseModel, PositiveInt, model_validator
+from torch import Tensor
+
+from infer.layers.config import PositiveNumber, read_config
+from infer.layers.linear import Embedding, Head, RMSNorm
+from infer.layers.rotary import RopeParameters, RotaryEmbedding
+from infer.layers.table import Weights
+from infer.protocols import AttentionSpec, KVCacheView, ModelContext, Pass, Rotary
+
+
+class DecoderConfig(BaseModel, extra="ignore"):
+    """The fields of config.json that shape any decoder, and what follows from them."""
+
+    rope_kinds: ClassVar[Mapping[str, type[RopeParameters]] | None] = None
+    """The rope types that there are in this family; None for all."""
+    partial_rotary: ClassVar[bool] = False
+    """Whether a part of each head may stay as it is."""
+    norm_unit_offset: ClassVar[bool] = False
+
+    vocab_size: PositiveInt
+    hidden_size: PositiveInt
+    intermediate_size: PositiveInt
+    num_hidden_layers: PositiveInt
+    num_attention_heads: PositiveInt
+    num_key_value_heads: PositiveInt | None = None
+    head_dim: PositiveInt | None = None
+    rms_norm_eps: PositiveNumber = 1e-6
+    tie_word_embeddings: bool = False
+
+    @model_validator(mode="after")
+    def _heads(self) -> Self:
+        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
+            raise ValueError("without head_dim, hidden_size has to be a multiple of num_attention_heads")
+        return self
+
+    @property
+    def head_size(self) -> int:
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def attention_scale(self) -> float:
+        return float(self.head_size**-0.5)
+
+    @property
+    def embedding_scale(self) -> float | None:
+        return None
+
+    @property
+    def logits_soft_cap(self) -> float | None:
+        """Logits become soft_cap * tanh(logits / soft_cap)."""
+        return None
+
+    def windows(self) -> list[int | None]:
+        """Each layer's sliding window."""
+        return [None] * self.num_hidden_layers
+
+    def attention(self) -> list[AttentionSpec]:
+        heads = self.num_attention_heads, self.num_key_value_heads or self.num_attention_heads, self.head_size
+        return [AttentionSpec(*heads, self.attention_scale, window) for window in self.windows()]
+
+    def ropes(self, config: Mapping[str, Any]) -> list[RopeParameters]:
+        """Each layer's, from the whole of config.json."""
+        rope = RopeParameters.read(config, partial=self.partial_rotary, kinds=self.rope_kinds)
+        return [rope] * self.num_hidden_layers
+
+
+class DecoderLayer(Protocol):
+    def __call__(
+        self,
+        x_TD: Tensor,
+        residual_TD: Tensor | None,
+        rotary: Rotary,
+        cache: KVCacheView,
+        rows_N: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The residual stream is x + residual (x alone for None): the sum is left to the next norm, which fuses it.
+        ``rows_N`` drops the other rows after attention."""
+
+
+class Decoder:
+    """A ModelProtocol: embedding, layers, norm, head. ``schema`` says how config.json is read, and ``layer`` makes a
+    layer of (weights, name, index, config, AttentionSpec, RopeParameters)."""
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        context: ModelContext,
+        schema: type[DecoderConfig],
+        layer: Callable[[Weights, str, int, Any, AttentionSpec, RopeParameters], DecoderLayer],
+    ) -> None:
+        c = read_config(schema, config)
+        w = self.weights = Weights(context)
+        size = c.hidden_size
+        self.vocab_size = c.vocab_size
+        self.attention: Sequence[AttentionSpec] = c.attention()
+        ropes = c.ropes(config)
+        tables = {rope: RotaryEmbedding(context, rope, c.head_size) for rope in ropes}
+        self.rotary = [tables[rope] for rope in ropes]
+        self.embedding = Embedding(w, "model.embed_tokens", c.vocab_size, size, c.embedding_scale)
+        self.layers = [
+            layer(w, f"model.layers.{i}", i, c, spec, rope)
+            for i, (spec, rope) in enumerate(zip(self.attention, ropes, strict=True))
+        ]
+        self.norm = RMSNorm(w, "model.norm", size, c.rms_norm_eps, c.norm_unit_offset)
+        self.head = Head(w, self.embedding, "lm_head", c.vocab_size, size, c.tie_word_embeddings)
+        self.soft_cap = c.logits_soft_cap
+
+    def forward(self, batch: Pass) -> Tensor:
+        turns = {rotary: rotary(batch.positions_T) for rotary in dict.fromkeys(self.rotary)}
+        x_TD, residual_TD, last = self.embedding(batch.token_ids_T), None, len(self.layers) - 1
+        for i, (layer, rotary) in enumerate(zip(self.layers, self.rotary, strict=True)):
+            rows_N = batch.rows_N if i == last else None
+            x_TD, residual_TD = layer(x_TD, residual_TD, turns[rotary], batch.cache, rows_N)
+        return self.norm.add(x_TD, residual_TD)[0]
+
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        logits_NV = self.head(hidden_ND)
+        return logits_NV if self.soft_cap is None else self.soft_cap * torch.tanh(logits_NV / self.soft_cap)
+
+    def expected(self) -> Mapping[str, tuple[int, ...]]:
+        return self.weights.shapes()
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        # Checkpoints with tied embeddings may hold the head a second time.
+        self.weights.load(tensors, optional=[self.head.name])

@@ -1,0 +1,78 @@
+"""The table that fits a checkpoint's tensors to the layers that take them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from infer.errors import CheckpointError
+from infer.protocols import ModelContext
+
+
+@dataclass(frozen=True)
+class _Slot:
+    shape: tuple[int, ...]
+    take: Callable[[Tensor], None]
+
+
+class Weights:
+    """The tensors a model expects, by checkpoint name, and the layers that take them."""
+
+    def __init__(self, context: ModelContext) -> None:
+        self.context = context
+        self._slots: dict[str, _Slot] = {}
+        self._finish: list[Callable[[], None]] = []
+
+    def expect(self, name: str, shape: tuple[int, ...], take: Callable[[Tensor], None]) -> None:
+        """Declare that the checkpoint holds ``name``. ``take`` gets it in the model's dtype and on its device, and
+        copies what it keeps: it may be a view of a file that is replaced tomorrow."""
+        assert name not in self._slots, name
+        self._slots[name] = _Slot(shape, take)
+
+    def when_loaded(self, finish: Callable[[], None]) -> None:
+        self._finish.append(finish)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: slot.shape for name, slot in self._slots.items()}
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]], optional: Sequence[str] = ()) -> None:
+        """Give every tensor to its layer. Raises CheckpointError for a missing, unexpected, misshapen or
+        unusable one.
+
+        ``optional`` names may come or not; they are not used. Nor are the rotary frequencies that some old
+        checkpoints hold, since they follow from config.json.
+        """
+        missing = dict(self._slots)
+        dtype, device = self.context.dtype, self.context.device
+        for name, tensor in tensors:
+            slot = missing.pop(name, None)
+            if slot is None:
+                if name in optional or name.endswith(".rotary_emb.inv_freq"):
+                    continue
+                again = " twice" if name in self._slots else ", which this model does not have"
+                raise CheckpointError(f"The checkpoint holds the tensor {name!r}{again}.")
+            if tuple(tensor.shape) != slot.shape:
+                raise CheckpointError(
+                    f"The tensor {name!r} has shape {list(tensor.shape)}, but config.json asks for {list(slot.shape)}."
+                )
+            if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
+                raise CheckpointError(
+                    f"The tensor {name!r} is of type {str(tensor.dtype).removeprefix('torch.')}; infer loads "
+                    "float32, float16 and bfloat16 weights, not quantised ones."
+                )
+            tensor = tensor.to(device=device, dtype=dtype)
+            lowest, highest = tensor.aminmax()  # both are NaN if any value is; many times faster than isfinite
+            if not (math.isfinite(lowest) and math.isfinite(highest)):
+                raise CheckpointError(
+                    f"The tensor {name!r} holds values that are not finite as {str(dtype).removeprefix('torch.')}."
+                )
+            slot.take(tensor)
+        if missing:
+            names = sorted(missing)
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise CheckpointError(f"The checkpoint lacks {', '.join(map(repr, names[:3]))}{more}.")
+        for finish in self._finish:
+            finish()
