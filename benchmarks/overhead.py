@@ -25,6 +25,7 @@ from infer import LLM, SamplingParams, hookimpl
 from infer.bench import machine
 from infer.hookspecs import ModelRegistration, StepRecord
 from infer.protocols import AttentionSpec, ModelContext, Pass
+from infer.weight import Weight
 
 LIMITS = {1: None, 64: 150, 256: 500}
 """Microseconds that a step of so many sequences may cost."""
@@ -61,7 +62,7 @@ class Nothing:
     def expected(self) -> Mapping[str, tuple[int, ...]]:
         return {}
 
-    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def load(self, tensors: Iterable[tuple[str, Weight]]) -> None:
         assert not list(tensors)
 
 

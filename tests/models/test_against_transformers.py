@@ -63,8 +63,8 @@ CASES: dict[str, dict[str, Any]] = {
         "rope": "longrope",
         "partial_rotary_factor": 0.75,
     },
-    "olmo2-biases": {"family": "olmo2", "attention_bias": True, "rms_norm_eps": 0.003, "seed": 2},
-    "olmo2-yarn-rope": {"family": "olmo2", "rope": "yarn"},
+    "olmo2-biases": {"family": "olmo2", "attention_bias": True, "tied": False, "seed": 4},
+    "olmo2-yarn-rope": {"family": "olmo2", "rope": "yarn", "rms_norm_eps": 0.01},
     "qwen3-window": {"family": "qwen3", "window": 7},
     "qwen3-window-late": {
         "family": "qwen3",

@@ -28,6 +28,7 @@ from infer.layers import (
     select,
 )
 from infer.protocols import AttentionSpec, ModelContext, Pass
+from infer.weight import Weight
 
 Experts = list[Callable[[Tensor], Tensor]]
 VOCAB, LAYERS, EXPERTS, TOP = 320, 2, 6, 2
@@ -118,7 +119,7 @@ class Moe:
     def expected(self) -> Mapping[str, tuple[int, ...]]:
         return self.weights.shapes()
 
-    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def load(self, tensors: Iterable[tuple[str, Weight]]) -> None:
         self.weights.load(tensors)
 
 

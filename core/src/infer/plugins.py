@@ -244,7 +244,8 @@ class Plugins:
             known = sorted(a for o in self.offers["model"] for a in o.architectures)
             raise PluginError(
                 f"The checkpoint's architecture is {' or '.join(architectures) or 'not stated'}, which no installed "
-                f"plugin knows; {_installed(known)} pip install infer-models brings Llama, Qwen3 and Gemma 3."
+                f"plugin knows; {_installed(known)} pip install infer-models brings Llama, "
+                f"Qwen, Mistral, Phi-3, OLMo 2 and Gemma 3."
                 f"{self.culprits()}"
             )
         if len({offer.name for offer in found}) > 1:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from infer.schedule import Schedule
     from infer.schedule import Sequence as EngineSequence
+    from infer.weight import Weight
 
 PLUGIN_API = 1
 """Version of the contracts in this file and in ``hookspecs.py``. A plugin states the version it was written for."""
@@ -126,12 +127,13 @@ class KernelsProtocol(Protocol):
         """What records decode passes; None where they cannot be. Whatever differs between passes of one shape is then
         read from tensors, where the kernels run, and nothing waits."""
 
-    def pack(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> Any:
-        """Turn a weight into what ``linear`` and ``embedding`` like best. What is kept of the plain one is copied."""
+    def pack(self, weight_NK: Weight, bias_N: Tensor | None = None) -> Any:
+        """Turn a weight, plain or grouped (``infer/weight.py``), into what ``linear`` and ``embedding`` like best. What
+        is kept of it is copied. Kernels that do not multiply such weights raise a SettingsError that says so."""
 
     def linear(self, x_TK: Tensor, packed: Any) -> Tensor: ...
 
-    def pack_gated(self, gate_up_NK: Tensor, bias_N: Tensor | None = None) -> Any:
+    def pack_gated(self, gate_up_NK: Weight, bias_N: Tensor | None = None) -> Any:
         """``pack`` for ``gated_linear``: the upper half of the rows makes the gate."""
 
     def gated_linear(self, x_TK: Tensor, packed: Any, activation: Activation) -> Tensor:
@@ -281,8 +283,8 @@ class ModelProtocol(Protocol):
     def expected(self) -> Mapping[str, tuple[int, ...]]:
         """Name and shape of every tensor that ``load`` asks for: what made-up weights are made from."""
 
-    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Take the checkpoint's tensors. A missing, unexpected or misshapen one is a CheckpointError."""
+    def load(self, tensors: Iterable[tuple[str, Weight]]) -> None:
+        """Take the checkpoint's weights. A missing, unexpected or misshapen one is a CheckpointError."""
 
 
 class SchedulerProtocol(Protocol):

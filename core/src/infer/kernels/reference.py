@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from infer.protocols import Activation, AttentionSpec, Draws, KernelsProtocol, Ragged, RecorderProtocol, Rotary
+from infer.weight import GroupedWeight, Weight
 
 SEGMENT = 128
 """Keys per reduction step of attention."""
@@ -60,19 +61,21 @@ class ReferenceKernels(KernelsProtocol):
     def recorder(self) -> RecorderProtocol | None:
         return None
 
-    def pack(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> Any:
+    def pack(self, weight_NK: Weight, bias_N: Tensor | None = None) -> Any:
+        """A grouped weight takes as much memory as a plain one from then on."""
+        weight_NK = weight_NK.dequantise() if isinstance(weight_NK, GroupedWeight) else weight_NK.clone()
         rows = 1
         if weight_NK.device.type == "cpu":
             n, k = weight_NK.shape
             rows = exact_rows(torch.nn.functional.linear, n, k, weight_NK.dtype, torch.get_num_threads())
-        return PackedLinear(weight_NK.clone(), None if bias_N is None else bias_N.clone(), rows)
+        return PackedLinear(weight_NK, None if bias_N is None else bias_N.clone(), rows)
 
     def linear(self, x_TK: Tensor, packed: Any) -> Tensor:
         return _at_least(
             packed.min_rows, x_TK, lambda x: torch.nn.functional.linear(x, packed.weight_NK, packed.bias_N)
         )
 
-    def pack_gated(self, gate_up_NK: Tensor, bias_N: Tensor | None = None) -> Any:
+    def pack_gated(self, gate_up_NK: Weight, bias_N: Tensor | None = None) -> Any:
         return self.pack(gate_up_NK, bias_N)
 
     def gated_linear(self, x_TK: Tensor, packed: Any, activation: Activation) -> Tensor:

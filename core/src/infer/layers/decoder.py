@@ -14,6 +14,7 @@ from infer.layers.linear import Embedding, Head, RMSNorm
 from infer.layers.rotary import RopeParameters, RotaryEmbedding
 from infer.layers.table import Weights
 from infer.protocols import AttentionSpec, KVCacheView, ModelContext, Pass, Rotary
+from infer.weight import Weight
 
 
 class DecoderConfig(BaseModel, extra="ignore"):
@@ -128,6 +129,6 @@ class Decoder:
     def expected(self) -> Mapping[str, tuple[int, ...]]:
         return self.weights.shapes()
 
-    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def load(self, tensors: Iterable[tuple[str, Weight]]) -> None:
         # Checkpoints with tied embeddings may hold the head a second time.
         self.weights.load(tensors, optional=[self.head.name])

@@ -12,6 +12,7 @@ from torch import Tensor
 from infer.device import zeros
 from infer.layers.table import Weights
 from infer.protocols import Activation
+from infer.weight import GroupedWeight, Weight
 
 
 class Linear:
@@ -37,23 +38,51 @@ class Linear:
         biases = [bias] * len(self.sizes) if isinstance(bias, bool) else list(bias)
         kernels = self._kernels = weights.context.kernels
         self._activation = activation
-        pack = kernels.pack if activation is None else kernels.pack_gated
-        self._packed: Any = None
+        self._packed: list[Any] = []
         rows, left = sum(self.sizes), 0
         parts: dict[str, Tensor] = {}
+        grouped: dict[int, GroupedWeight] = {}
 
-        def take(kind: str, row: int, tensor: Tensor) -> None:
+        def take(kind: str, row: int, weight: Weight) -> None:
             nonlocal left
-            if kind not in parts:
-                parts[kind] = zeros((rows, *tensor.shape[1:]), tensor.dtype, tensor.device)
-            parts[kind][row : row + len(tensor)] = tensor
+            if isinstance(weight, GroupedWeight):
+                own = torch.arange(weight.shape[0]) if order is None else order[row : row + weight.shape[0]] - row
+                grouped[row] = weight.rows(own.to(weight.codes.device))
+            else:
+                if kind not in parts:
+                    parts[kind] = zeros((rows, *weight.shape[1:]), weight.dtype, weight.device)
+                parts[kind][row : row + len(weight)] = weight
             left -= 1
             if left == 0:  # packed at once, so that no more than one layer is in memory twice
                 if order is not None:
                     parts.update({kind: tensor[order.to(tensor.device)] for kind, tensor in parts.items()})
-                self._packed = pack(parts.pop("weight"), parts.pop("bias", None))
+                pack_all(parts.pop("weight", None), parts.pop("bias", None))
+
+        def pack_all(plain: Tensor | None, bias_N: Tensor | None) -> None:
+            """One product of all parts, unless they are stored in ways that do not go together."""
+            pieces: list[Weight] = []
+            for row, size in spans:
+                piece: Weight | None = grouped.pop(row, None)
+                if piece is None:
+                    assert plain is not None
+                    piece = plain if len(spans) == 1 else plain[row : row + size]
+                pieces.append(piece)
+            together = [piece for piece in pieces if isinstance(piece, GroupedWeight)]
+            if not together and plain is not None:
+                pieces = [plain]
+            elif len(together) == len(pieces) > 1 and all(map(together[0].stacks_with, together)):
+                pieces = [GroupedWeight.stack(together)]
+            del together
+            pack = kernels.pack if activation is None or len(pieces) > 1 else kernels.pack_gated
+            begin = 0
+            while pieces:
+                piece = pieces.pop(0)
+                end = begin + piece.shape[0]
+                self._packed.append(pack(piece, None if bias_N is None else bias_N[begin:end]))
+                begin = end
 
         stacked = len(names) == 1
+        spans: list[tuple[int, int]] = []
         row = 0
         for name, size, biased in zip(
             names, [rows] if stacked else self.sizes, [any(biases)] if stacked else biases, strict=True
@@ -62,12 +91,15 @@ class Linear:
             for kind, shape in shapes.items():
                 weights.expect(f"{name}.{kind}", shape, functools.partial(take, kind, row))
             left += len(shapes)
+            spans.append((row, size))
             row += size
 
     def __call__(self, x_TK: Tensor) -> Tensor:
-        if self._activation is not None:
-            return self._kernels.gated_linear(x_TK, self._packed, self._activation)
-        return self._kernels.linear(x_TK, self._packed)
+        if self._activation is not None and len(self._packed) == 1:
+            return self._kernels.gated_linear(x_TK, self._packed[0], self._activation)
+        products = [self._kernels.linear(x_TK, packed) for packed in self._packed]
+        product = products[0] if len(products) == 1 else torch.cat(products, dim=-1)
+        return product if self._activation is None else self._kernels.gated(product, self._activation)
 
 
 class RMSNorm:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from infer.errors import CheckpointError
 from infer.protocols import ModelContext
+from infer.weight import Weight
 
 
 @dataclass(frozen=True)
 class _Slot:
     shape: tuple[int, ...]
-    take: Callable[[Tensor], None]
+    take: Callable[[Any], None]
 
 
 class Weights:
@@ -26,9 +28,10 @@ class Weights:
         self._slots: dict[str, _Slot] = {}
         self._finish: list[Callable[[], None]] = []
 
-    def expect(self, name: str, shape: tuple[int, ...], take: Callable[[Tensor], None]) -> None:
+    def expect(self, name: str, shape: tuple[int, ...], take: Callable[[Any], None]) -> None:
         """Declare that the checkpoint holds ``name``. ``take`` gets it in the model's dtype and on its device, and
-        copies what it keeps: it may be a view of a file that is replaced tomorrow."""
+        copies what it keeps: it may be a view of a file that is replaced tomorrow. What has two dimensions may come
+        as a GroupedWeight."""
         assert name not in self._slots, name
         self._slots[name] = _Slot(shape, take)
 
@@ -38,7 +41,7 @@ class Weights:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: slot.shape for name, slot in self._slots.items()}
 
-    def load(self, tensors: Iterable[tuple[str, Tensor]], optional: Sequence[str] = ()) -> None:
+    def load(self, tensors: Iterable[tuple[str, Weight]], optional: Sequence[str] = ()) -> None:
         """Give every tensor to its layer. Raises CheckpointError for a missing, unexpected, misshapen or
         unusable one.
 
@@ -64,8 +67,7 @@ class Weights:
                     "float32, float16 and bfloat16 weights, not quantised ones."
                 )
             tensor = tensor.to(device=device, dtype=dtype)
-            lowest, highest = tensor.aminmax()  # both are NaN if any value is; many times faster than isfinite
-            if not (math.isfinite(lowest) and math.isfinite(highest)):
+            if not all(map(_finite, [tensor] if isinstance(tensor, Tensor) else tensor.floats)):
                 raise CheckpointError(
                     f"The tensor {name!r} holds values that are not finite as {str(dtype).removeprefix('torch.')}."
                 )
@@ -76,3 +78,8 @@ class Weights:
             raise CheckpointError(f"The checkpoint lacks {', '.join(map(repr, names[:3]))}{more}.")
         for finish in self._finish:
             finish()
+
+
+def _finite(x: Tensor) -> bool:
+    lowest, highest = x.aminmax()  # both are NaN if any value is; many times faster than isfinite
+    return math.isfinite(lowest) and math.isfinite(highest)

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from infer.device import pages
+from infer.errors import SettingsError
 from infer.kernels.reference import ReferenceKernels
 from infer.protocols import Activation, AttentionSpec, Draws, Ragged, RecorderProtocol, Rotary
+from infer.weight import GroupedWeight, Weight
 from infer_kernels_cpu import native
 from infer_kernels_cpu.memory import Buffers
 from infer_kernels_cpu.recording import Recorder
@@ -56,13 +58,17 @@ class CpuKernels(ReferenceKernels):
     def recorder(self) -> RecorderProtocol | None:
         return Recorder(self)
 
-    def pack(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> Packed:
+    def pack(self, weight_NK: Weight, bias_N: Tensor | None = None) -> Packed:
         return self._pack(weight_NK, bias_N, gated=False)
 
-    def pack_gated(self, gate_up_NK: Tensor, bias_N: Tensor | None = None) -> Packed:
+    def pack_gated(self, gate_up_NK: Weight, bias_N: Tensor | None = None) -> Packed:
         return self._pack(gate_up_NK, bias_N, gated=True)
 
-    def _pack(self, weight_NK: Tensor, bias_N: Tensor | None, gated: bool) -> Packed:
+    def _pack(self, weight_NK: Weight, bias_N: Tensor | None, gated: bool) -> Packed:
+        if isinstance(weight_NK, GroupedWeight):
+            raise SettingsError(
+                f'kernels.backend "cpu" does not multiply {weight_NK}; "reference" does, once it has dequantised them.'
+            )
         (N, K), kind = weight_NK.shape, KINDS[weight_NK.dtype]
         weight_NK = weight_NK.contiguous()
         words = torch.frombuffer(pages(4 * self.native.infer_packed_words(kind, N, K, gated)), dtype=torch.int32)

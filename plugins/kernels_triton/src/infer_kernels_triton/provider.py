@@ -11,6 +11,7 @@ from torch import Tensor
 from infer.device import CudaRecorder
 from infer.kernels.reference import ReferenceKernels
 from infer.protocols import Activation, AttentionSpec, Draws, Ragged, RecorderProtocol, Rotary
+from infer.weight import Weight
 from infer_kernels_triton import attention, elementwise, matmul, sampling
 from infer_kernels_triton.configs import Config, configs
 
@@ -37,7 +38,7 @@ class TritonKernels(ReferenceKernels):
     def recorder(self) -> RecorderProtocol | None:
         return CudaRecorder() if self._device.type == "cuda" else None
 
-    def pack(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> Any:
+    def pack(self, weight_NK: Weight, bias_N: Tensor | None = None) -> Any:
         packed = super().pack(weight_NK, bias_N)
         if self._exact:
             matmul.warm_up(packed.weight_NK, packed.bias_N, self._config(weight_NK.dtype).linear)

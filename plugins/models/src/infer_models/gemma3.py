@@ -26,6 +26,7 @@ from infer.layers import (
     select,
 )
 from infer.protocols import AttentionSpec, KVCacheView, ModelContext, Pass, Rotary
+from infer.weight import Weight
 
 
 class Gemma3Config(DecoderConfig):
@@ -122,11 +123,11 @@ class Gemma3(Decoder):
             config = nested | {"tie_word_embeddings": config.get("tie_word_embeddings", True)}
         super().__init__(config, context, Gemma3Config, Gemma3Layer)
 
-    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def load(self, tensors: Iterable[tuple[str, Weight]]) -> None:
         super().load(_language_model(tensors))
 
 
-def _language_model(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def _language_model(tensors: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
     """Names as in a checkpoint without vision: transformers 4 wrote "language_model.model.", 5 writes
     "model.language_model."."""
     for name, tensor in tensors:

@@ -1,0 +1,112 @@
+"""What kernels multiply by: a plain weight is a tensor [N, K], a grouped one has a few bits per value."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from infer.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class GroupedWeight:
+    """[N, K] values of ``bits`` each; every group of K / G neighbours in a row has a scale.
+
+    A value is ``scale * code + minimum`` where there are minima, ``scale * table[code]`` where there is a table, and
+    ``scale * (code - 2 ** (bits - 1))`` otherwise: computed in fp32, then rounded to ``dtype``.
+    """
+
+    codes: Tensor
+    """uint8 [N, K * bits / 8]; of two codes in a byte, the lower half is the first."""
+    scales_NG: Tensor
+    bits: Literal[4, 8] = 4
+    minimum_NG: Tensor | None = None
+    table: Tensor | None = None
+    """[16], for four bits."""
+    dtype: torch.dtype = torch.float32
+    """Of the activations that it is multiplied with."""
+
+    def __post_init__(self) -> None:
+        (N, K), G = self.shape, self.scales_NG.shape[-1]
+        if self.codes.dtype != torch.uint8 or self.scales_NG.shape != (N, G) or not 0 < G <= K or K % G:
+            kind = str(self.codes.dtype).removeprefix("torch.")
+            raise CheckpointError(
+                f"A grouped weight has {list(self.codes.shape)} {kind} codes and {list(self.scales_NG.shape)} scales, "
+                f"which do not fit {self.bits} bits."
+            )
+        if self.minimum_NG is not None and (self.table is not None or self.minimum_NG.shape != (N, G)):
+            raise CheckpointError("A grouped weight has a minimum per scale, or a table, but not both.")
+        if self.table is not None and (self.bits != 4 or self.table.shape != (16,)):
+            raise CheckpointError("A grouped weight has a table of 16 values for its codes of 4 bits.")
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((self.codes.shape[0], self.codes.shape[1] * 8 // self.bits))
+
+    @property
+    def group_size(self) -> int:
+        return self.shape[1] // self.scales_NG.shape[1]
+
+    @property
+    def floats(self) -> list[Tensor]:
+        """All that is not codes."""
+        return [x for x in (self.scales_NG, self.minimum_NG, self.table) if x is not None]
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> GroupedWeight:
+        """On that device, for activations of that type."""
+        moved: dict[str, Any] = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **moved, dtype=dtype)
+
+    def rows(self, order_N: Tensor) -> GroupedWeight:
+        """A copy of these rows in this order."""
+        names = ("codes", "scales_NG", "minimum_NG")
+        picked: dict[str, Any] = {
+            name: x.index_select(0, order_N) for name in names if (x := getattr(self, name)) is not None
+        }
+        return replace(self, **picked)
+
+    def stacks_with(self, other: GroupedWeight) -> bool:
+        """Whether ``stack`` takes both."""
+        alike = (self.bits, self.group_size, self.shape[1]) == (other.bits, other.group_size, other.shape[1])
+        if (self.minimum_NG is None) != (other.minimum_NG is None):
+            return False
+        if self.table is None or other.table is None:
+            return alike and self.table is other.table
+        return alike and torch.equal(self.table, other.table)
+
+    @staticmethod
+    def stack(parts: Sequence[GroupedWeight]) -> GroupedWeight:
+        """The rows of one below those of the other."""
+        first, minima = parts[0], [x for part in parts if (x := part.minimum_NG) is not None]
+        return replace(
+            first,
+            codes=torch.cat([part.codes for part in parts]),
+            scales_NG=torch.cat([part.scales_NG for part in parts]),
+            minimum_NG=torch.cat(minima) if minima else None,
+        )
+
+    def dequantise(self) -> Tensor:
+        """[N, K] in ``dtype``."""
+        codes = self.codes
+        if self.bits == 4:
+            codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
+        if self.table is not None:
+            values_NK = self.table.float()[codes.long()]
+        else:
+            values_NK = codes.float()
+            if self.minimum_NG is None:
+                values_NK = values_NK - 2 ** (self.bits - 1)
+        values_NGk = values_NK.view(*self.scales_NG.shape, -1) * self.scales_NG.float()[..., None]
+        if self.minimum_NG is not None:
+            values_NGk = values_NGk + self.minimum_NG.float()[..., None]
+        return values_NGk.flatten(1).to(self.dtype)
+
+    def __str__(self) -> str:
+        return f"{self.bits}-bit weights in groups of {self.group_size}"
+
+
+Weight: TypeAlias = Tensor | GroupedWeight
