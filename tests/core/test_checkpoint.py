@@ -189,15 +189,15 @@ def test_offline_with_and_without_a_cached_copy(folder: Path, tmp_path: Path, mo
         ('{"a": 1', "config.json is not valid JSON"),
         ("[" * 200_000, "config.json is not valid JSON: maximum recursion"),
         ("[1]", "config.json holds a JSON list instead of an object"),
-        ('{"quantization_config": {"bits": 4}}', "has a quantization_config"),
-        ('{"text_config": {"quantization_config": {}}}', "has a quantization_config"),
+        ('{"quantization_config": {"bits": 4}}', "quantization_config is {'bits': 4}; it has to be a table with"),
+        ('{"text_config": {"quantization_config": {}}}', "quantization_config is {}; it has to be a table with"),
     ],
 )
 def test_a_broken_config(text: str | None, says: str, folder: Path) -> None:
     (folder / "config.json").unlink()
     if text is not None:
         (folder / "config.json").write_text(text)
-    assert says in refused(lambda: locate(folder))
+    assert says in refused(lambda: locate(folder).quant_method)
 
 
 def test_a_config_that_is_not_text(folder: Path) -> None:

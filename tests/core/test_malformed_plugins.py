@@ -23,7 +23,7 @@ from pydantic import BaseModel, Field, RootModel
 from infer import hookimpl
 from infer.hookspecs import *
 from infer.hookspecs import CacheRegistration, KernelsRegistration, Registration
-from infer.hookspecs import ModelRegistration, SchedulerRegistration
+from infer.hookspecs import ModelRegistration, SchedulerRegistration, WeightFormatRegistration
 class Odd(BaseException): ...
 class Mute(Exception):
     def __str__(self): raise ValueError("mute")
@@ -49,6 +49,7 @@ make = lambda *given: None
 HOOKS = {
     "infer_cache_pools": "CacheRegistration",
     "infer_models": "ModelRegistration",
+    "infer_weight_formats": "WeightFormatRegistration",
     "infer_schedulers": "SchedulerRegistration",
     "infer_kernels": "KernelsRegistration",
     "infer_observers": "Registration",

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tests.core.test_layers import context, random, refused, rope
+from tests.models.checkpoints import write_checkpoint
 from torch import Tensor
 
-from infer.errors import SettingsError
+from infer import LLM, SamplingParams, hookimpl
+from infer.errors import PluginError, SettingsError
+from infer.hookspecs import WeightFormatRegistration
 from infer.kernels.reference import ReferenceKernels
 from infer.layers import Attention, Embedding, GatedMLP, Head, Linear, Weights
 from infer.layers.rotary import rotary_order
-from infer.protocols import AttentionSpec
+from infer.protocols import AttentionSpec, TensorFilesProtocol
 from infer.weight import GroupedWeight, Weight
 from infer_kernels_cpu.provider import CpuKernels
 
@@ -170,3 +177,55 @@ def test_grouped_weights_that_do_not_fit() -> None:
     assert "'linear.weight' holds values that are not finite" in refused(
         lambda: w.load([("linear.weight", GroupedWeight(codes, scales))])
     )
+
+
+class Nibbles:
+    """A WeightFormatProtocol: of a quantised weight, the codes have its name, and ``.scale`` follows for the scales."""
+
+    def __init__(self, files: TensorFilesProtocol) -> None:
+        self.files, self.all = files, set(files.names())
+
+    def names(self) -> list[str]:
+        return [name for name in self.files.names() if not name.endswith(".scale")]
+
+    def weight(self, name: str) -> Weight:
+        tensor = self.files.tensor(name)
+        if f"{name}.scale" not in self.all:
+            return tensor
+        return GroupedWeight(tensor, self.files.tensor(f"{name}.scale"))
+
+
+class Plugin:
+    INFER_PLUGIN_API = 1
+
+    @hookimpl
+    def infer_weight_formats(self) -> list[WeightFormatRegistration]:
+        make = lambda config, files, settings: Nibbles(files)  # noqa: E731
+        return [WeightFormatRegistration("nibbles", make, "four bits", methods=("nibbles",))]
+
+
+def test_a_plugin_reads_quantised_weights(tmp_path: Path) -> None:
+    """Answers are those of the same weights, plain."""
+    plain = write_checkpoint(tmp_path / "plain", "phi3")
+    quantised = tmp_path / "quantised"
+    shutil.copytree(plain, quantised)
+    tensors, packed = load_file(plain / "model.safetensors"), {}
+    for name, tensor in tensors.items():
+        packed[name] = tensor
+        if tensor.ndim == 2:
+            weight = grouped(tensor.shape[0], tensor.shape[1], seed=len(packed))
+            packed[name], packed[f"{name}.scale"] = weight.codes, weight.scales_NG
+            tensors[name] = weight.dequantise()
+    save_file(tensors, plain / "model.safetensors")
+    save_file(packed, quantised / "model.safetensors")
+    file = quantised / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "nibbles"}}))
+    found = []
+    for folder in (plain, quantised):
+        with LLM(str(folder), plugins=[Plugin()], kernels={"backend": "reference", "threads": 1}) as llm:
+            params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
+            found.append(llm.generate([[5, 6, 7, 8]], params)[0])
+    assert found[0].token_ids == found[1].token_ids
+    assert found[0].logprobs == found[1].logprobs
+    with pytest.raises(PluginError, match="quant_method 'nibbles', which no installed plugin reads"):
+        LLM(str(quantised), kernels={"backend": "reference", "threads": 1})

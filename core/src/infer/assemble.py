@@ -7,7 +7,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,10 +37,12 @@ from infer.protocols import (
     ModelProtocol,
     SchedulerContext,
     SchedulerProtocol,
+    WeightFormatProtocol,
 )
 from infer.request import Request, SamplingParams, too_long
 from infer.server.tool_formats import MARKS
 from infer.settings import Settings, compose, plugin_settings
+from infer.weight import Weight
 
 log = logging.getLogger(__name__)
 
@@ -129,6 +131,7 @@ def _load(settings: Settings, plugins: Plugins, publish: Callable[..., None]) ->
     device = choose_device(settings.model.device)
     plugins.check_bundled(settings.model.path)
     checkpoint = Checkpoint.locate(settings.model.path, bundled=plugins.checkpoints, revision=settings.model.revision)
+    plugins.weight_format(checkpoint.quant_method)  # before anything takes long
     dtype = _dtype(settings.model.dtype, checkpoint, device)
     sampling = checkpoint.sampling if settings.model.generation_config == "auto" else {}
     kernels = _kernels(settings, plugins, device)
@@ -263,9 +266,19 @@ def _model(
     with named(f"{family.whose} cannot be loaded"):
         shapes = model.expected()
         dummy = settings.model.load_format == "dummy"
-        tensors = checkpoint.dummy_tensors(shapes, context.dtype) if dummy else checkpoint.tensors()
-        model.load(track(tensors, "weights", len(shapes)))
+        weights: Iterable[tuple[str, Weight]]
+        weights = checkpoint.dummy_tensors(shapes, context.dtype) if dummy else _weights(settings, plugins, checkpoint)
+        model.load(track(weights, "weights", len(shapes)))
     return model
+
+
+def _weights(settings: Settings, plugins: Plugins, checkpoint: Checkpoint) -> Iterator[tuple[str, Weight]]:
+    """The checkpoint's, each read when it is asked for."""
+    offer = plugins.weight_format(checkpoint.quant_method)
+    own = plugin_settings(settings, "weights", offer.name)
+    read: WeightFormatProtocol = offer.make(WeightFormatProtocol, checkpoint.config, checkpoint.files(), own)
+    for name in read.names():
+        yield name, read.weight(name)
 
 
 def _pool(

@@ -1,10 +1,15 @@
-"""Core's own schedulers and reference kernels, registered through the hooks that every plugin uses."""
+"""Core's own schedulers, weight format and reference kernels, registered through the hooks that every plugin uses."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+
 from infer.engine.schedulers import ContinuousScheduler, StaticScheduler
-from infer.hookspecs import KernelsRegistration, SchedulerRegistration, hookimpl
+from infer.hookspecs import KernelsRegistration, SchedulerRegistration, WeightFormatRegistration, hookimpl
 from infer.kernels.reference import ReferenceKernels
+from infer.protocols import TensorFilesProtocol
+from infer.weight import Weight
 
 INFER_PLUGIN_API = 1
 
@@ -23,6 +28,31 @@ def infer_schedulers() -> list[SchedulerRegistration]:
             "holds a batch until all its members finish; for comparison",
             chunks=False,
         ),
+    ]
+
+
+@dataclass(frozen=True)
+class PlainFormat:
+    """A WeightFormatProtocol: every tensor is a weight, under its own name."""
+
+    files: TensorFilesProtocol
+
+    def names(self) -> Iterable[str]:
+        return self.files.names()
+
+    def weight(self, name: str) -> Weight:
+        return self.files.tensor(name)
+
+
+@hookimpl
+def infer_weight_formats() -> list[WeightFormatRegistration]:
+    return [
+        WeightFormatRegistration(
+            "safetensors",
+            lambda config, files, settings: PlainFormat(files),
+            "float32, float16 and bfloat16, as models compute with them",
+            methods=("",),
+        )
     ]
 
 

@@ -55,11 +55,6 @@ class Checkpoint:
         layers = self._field("num_hidden_layers")
         if layers is not None and not (_is_id(layers) and 0 < layers <= MAX_LAYERS):
             raise self._bad("num_hidden_layers", layers, f"an integer from 1 to {MAX_LAYERS}")
-        if self._field("quantization_config") is not None:
-            raise CheckpointError(
-                f"{folder / 'config.json'} has a quantization_config; infer loads float32, float16 and "
-                "bfloat16 weights, not quantised ones."
-            )
 
     @classmethod
     def locate(cls, path: str, *, bundled: Mapping[str, Path], revision: str | None = None) -> Checkpoint:
@@ -85,6 +80,17 @@ class Checkpoint:
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise self._bad("architectures", names, "a list of names")
         return tuple(names)
+
+    @property
+    def quant_method(self) -> str:
+        """How the weights are quantised, by the hub's name; empty where they are not."""
+        value = self._field("quantization_config")
+        if value is None:
+            return ""
+        method = value.get("quant_method") if isinstance(value, dict) else None
+        if not isinstance(method, str) or not method:
+            raise self._bad("quantization_config", value, "a table with a quant_method")
+        return method
 
     @property
     def dtype(self) -> torch.dtype:
@@ -187,10 +193,13 @@ class Checkpoint:
         return file
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor by name, memory-mapped: a view of the file, to be copied by whoever keeps it.
+        """Every tensor by name, in the order of the files."""
+        files = self.files()
+        for name in files.names():
+            yield name, files.tensor(name)
 
-        All files are opened and their names compared with the index before the first tensor is given out.
-        """
+    def files(self) -> TensorFiles:
+        """The tensors, once all files have been opened and their names compared with the index."""
         files = self._shards()
         listed = set().union(*(names or () for names in files.values()))
         held: dict[str, list[str]] = {}
@@ -206,18 +215,7 @@ class Checkpoint:
                     f"{self.folder / file} holds {extra[0]!r}, which {INDEX} "
                     f"{'puts in another file' if extra[0] in listed else 'does not list'}."
                 )
-        for file, order in held.items():
-            for i in range(0, len(order), MAPPED):
-                with _open(self.folder / file) as shard:
-                    for name in order[i : i + MAPPED]:
-                        try:
-                            tensor = shard.get_tensor(name)
-                        except Exception as error:  # the library has none of its own for types torch lacks
-                            raise CheckpointError(
-                                f"The tensor {name!r} of {self.folder / file} cannot be read: {error}."
-                            ) from error
-                        yield name, tensor
-                        del tensor
+        return TensorFiles({name: self.folder / file for file, names in held.items() for name in names})
 
     def dummy_tensors(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Made-up weights: ones for norms, N(0, 0.02) elsewhere. Names and shapes decide the values."""
@@ -272,6 +270,31 @@ class Checkpoint:
         if not isinstance(value, dict):
             raise CheckpointError(f"{file} holds a JSON {type(value).__name__} instead of an object.")
         return value
+
+
+class TensorFiles:
+    """A checkpoint's tensors by name, memory-mapped: each a view of its file, to be copied by whoever keeps it. Reading
+    them in the order of ``names`` is fastest."""
+
+    def __init__(self, files: Mapping[str, Path]) -> None:
+        self._files = files
+        self._opened: tuple[Path, Any] | None = None
+        self._reads = 0
+
+    def names(self) -> list[str]:
+        return list(self._files)
+
+    def tensor(self, name: str) -> Tensor:
+        file = self._files[name]
+        if self._opened is None or self._opened[0] != file or self._reads == MAPPED:
+            self._opened = None  # before the next is mapped
+            self._opened, self._reads = (file, _open(file)), 0
+        self._reads += 1
+        try:
+            tensor: Tensor = self._opened[1].get_tensor(name)
+        except Exception as error:  # the library has none of its own for types torch lacks
+            raise CheckpointError(f"The tensor {name!r} of {file} cannot be read: {error}.") from error
+        return tensor
 
 
 def _regular(file: Path) -> Path:

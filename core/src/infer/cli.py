@@ -197,6 +197,8 @@ def _plugins(args: argparse.Namespace, loaded: Loaded, plugins: Plugins) -> int:
         chosen, why, all_of_them = None, "", ""
         if slot == "observer":
             all_of_them = "yes"
+        elif slot == "weights":
+            all_of_them, why = "when met", "by the checkpoint's quantization_config"
         else:
             setting = CHOSEN_BY[slot]
             section, key = setting.split(".")

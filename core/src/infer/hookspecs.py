@@ -23,6 +23,7 @@ from infer.protocols import (
     NoSettings,
     ObserverFactory,
     SchedulerFactory,
+    WeightFormatFactory,
 )
 
 hookspec = pluggy.HookspecMarker("infer")
@@ -63,6 +64,14 @@ class ModelRegistration(Registration[ModelFactory]):
     """A model family, found by the ``architectures`` of a checkpoint's config.json."""
 
     architectures: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class WeightFormatRegistration(Registration[WeightFormatFactory]):
+    """A way to store weights, found by the ``quant_method`` of config.json's ``quantization_config``."""
+
+    methods: tuple[str, ...] = ()
+    """The empty one is that of checkpoints without a ``quantization_config``."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +170,11 @@ def infer_cache_pools() -> list[Registration[CacheFactory]]:  # type: ignore[emp
 @hookspec
 def infer_models() -> list[ModelRegistration]:  # type: ignore[empty-body]
     """Model families, chosen by the checkpoint's architecture or ``model.family``."""
+
+
+@hookspec
+def infer_weight_formats() -> list[WeightFormatRegistration]:  # type: ignore[empty-body]
+    """Ways to store weights, chosen by the checkpoint's quantization."""
 
 
 @hookspec

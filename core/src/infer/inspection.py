@@ -29,6 +29,7 @@ from infer.hookspecs import (
     ModelRegistration,
     Registration,
     SchedulerRegistration,
+    WeightFormatRegistration,
 )
 from infer.protocols import PLUGIN_API
 from infer.settings import ENV_FILE, ENV_PREFIX, SECTION_OF_SLOT, Section, Settings, describe
@@ -36,6 +37,7 @@ from infer.settings import ENV_FILE, ENV_PREFIX, SECTION_OF_SLOT, Section, Setti
 HOOKS: Mapping[str, str] = {
     "cache": "infer_cache_pools",
     "model": "infer_models",
+    "weights": "infer_weight_formats",
     "scheduler": "infer_schedulers",
     "kernels": "infer_kernels",
     "observer": "infer_observers",
@@ -46,6 +48,7 @@ RECORDS = ("infer_step_finished", "infer_request_finished")
 KINDS: Mapping[str, type[Registration[Any]]] = {
     "cache": CacheRegistration,
     "model": ModelRegistration,
+    "weights": WeightFormatRegistration,
     "scheduler": SchedulerRegistration,
     "kernels": KernelsRegistration,
 }
@@ -190,7 +193,7 @@ def registrations(slot: str, hook: str, returned: object) -> list[Registration[A
 
 def _registration(slot: str, at: str, kind: type[Registration[Any]], value: object) -> Registration[Any]:
     """A copy of core's own class, so that what was checked stays so."""
-    if not isinstance(value, Registration) or (slot == "model" and not isinstance(value, ModelRegistration)):
+    if not isinstance(value, Registration) or (slot in ("model", "weights") and not isinstance(value, kind)):
         raise PluginError(f"{at} lists {_show(value)}, not a {kind.__name__}.")
     with blame(f"a registration of {at} cannot be read"):
         given = {f.name: getattr(value, f.name) for f in fields(kind) if hasattr(value, f.name)}
@@ -211,7 +214,7 @@ def _registration(slot: str, at: str, kind: type[Registration[Any]], value: obje
     why = given["unavailable"]
     if why is not None and not (isinstance(why, str) and why and why.isprintable()):
         raise PluginError(f"{at} unavailable is {_show(why)}, neither None nor one line that says why.")
-    for field in {"architectures", "devices"} & given.keys():
+    for field in {"architectures", "devices", "methods"} & given.keys():
         several = given[field]
         if not isinstance(several, (list, tuple)) or not all(isinstance(one, str) for one in several):
             raise PluginError(f"{at} {field} is {_show(several)}, not a tuple of strings.")

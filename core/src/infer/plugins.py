@@ -22,6 +22,7 @@ from infer.hookspecs import (
     ModelRegistration,
     Registration,
     SchedulerRegistration,
+    WeightFormatRegistration,
     hookimpl,
 )
 from infer.inspection import HOOKS, RECORDS
@@ -66,6 +67,11 @@ class Offer:
     @property
     def architectures(self) -> tuple[str, ...]:
         return self.registration.architectures if isinstance(self.registration, ModelRegistration) else ()
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """The ways to quantise that it reads."""
+        return self.registration.methods if isinstance(self.registration, WeightFormatRegistration) else ()
 
     @property
     def chunks(self) -> bool:
@@ -252,6 +258,21 @@ class Plugins:
             names = " and ".join(f"{o.name!r} ({o.distribution})" for o in found)
             raise PluginError(f"{names} both know the architecture {architectures[0]}; choose by {setting}.")
         return self._only(found, setting)
+
+    def weight_format(self, method: str) -> Offer:
+        """What reads weights that are quantised so; the empty method is that of plain ones. Raises PluginError."""
+        found = [o for o in self.offers["weights"] if method in o.methods and not o.registration.unavailable]
+        if not found:
+            known = sorted({m for o in self.offers["weights"] for m in o.methods if m})
+            raise PluginError(
+                f"The checkpoint has a quantization_config of quant_method {method!r}, which no installed plugin "
+                f"reads; infer loads float32, float16 and bfloat16 weights{''.join(f', {m}' for m in known)}."
+                f"{self.culprits()}"
+            )
+        if len(found) > 1:
+            names = " and ".join(f"{o.name!r} ({o.distribution})" for o in found)
+            raise PluginError(f"{names} both read weights of quant_method {method!r}; uninstall one of them.")
+        return found[0]
 
     @property
     def checkpoints(self) -> dict[str, Path]:

@@ -287,6 +287,26 @@ class ModelProtocol(Protocol):
         """Take the checkpoint's weights. A missing, unexpected or misshapen one is a CheckpointError."""
 
 
+class TensorFilesProtocol(Protocol):
+    """A checkpoint's tensors as its files have them."""
+
+    def names(self) -> Iterable[str]:
+        """In the order in which they are read fastest."""
+
+    def tensor(self, name: str) -> Tensor:
+        """A view of the file: whoever keeps it copies it."""
+
+
+class WeightFormatProtocol(Protocol):
+    """How a checkpoint stores the weights that models ask for by name."""
+
+    def names(self) -> Iterable[str]:
+        """Of all weights that the checkpoint has, as models call them, in the order in which they are read fastest."""
+
+    def weight(self, name: str) -> Weight:
+        """It may be a view of the file: whoever keeps it copies it. A damaged one is a CheckpointError."""
+
+
 class SchedulerProtocol(Protocol):
     """Decides who computes what in a step. Integers only: no tensors, no text."""
 
@@ -344,6 +364,12 @@ class CacheFactory(Protocol):
 
 class ModelFactory(Protocol):
     def __call__(self, config: Mapping[str, Any], context: ModelContext, settings: Any) -> ModelProtocol: ...
+
+
+class WeightFormatFactory(Protocol):
+    def __call__(
+        self, config: Mapping[str, Any], files: TensorFilesProtocol, settings: Any
+    ) -> WeightFormatProtocol: ...
 
 
 class SchedulerFactory(Protocol):

@@ -50,6 +50,7 @@ SECTION_OF_SLOT: Mapping[str, str] = {
     "kernels": "kernels",
     "scheduler": "engine",
     "model": "model",
+    "weights": "model",
     "observer": "observers",
 }
 KNOWN: Mapping[str, str] = {
