@@ -25,7 +25,7 @@ from infer.layers import (
     layer_windows,
     select,
 )
-from infer.protocols import AttentionSpec, KVCacheView, ModelContext, Pass, Rotary
+from infer.protocols import AttentionSpec, KVCacheView, ModelContext, Rotary
 from infer.weight import Weight
 
 
