@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
@@ -85,6 +86,11 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 FAMILIES = tuple(CONFIGS)
+families = pytest.mark.parametrize(
+    "family",
+    [f if f in ("llama", "qwen3", "gemma3") else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES],
+)
+"""All of them; where many other things vary too, ``make test`` takes those that differ most."""
 DTYPES = (torch.float32, torch.bfloat16)
 CPU = torch.device("cpu")
 

@@ -16,6 +16,7 @@ from tests.support import (
     DTYPES,
     FAMILIES,
     MAX_SEQ_LEN,
+    families,
     make_engine,
     paged_pool,
     random_prompt,
@@ -31,7 +32,6 @@ pytestmark = pytest.mark.usefixtures("each_provider")
 
 CHUNK = 16
 both = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
-families = pytest.mark.parametrize("family", FAMILIES)
 
 
 def prefill_logits(model: ModelProtocol, dtype: torch.dtype, prompt: list[int], cuts: list[int]) -> torch.Tensor:

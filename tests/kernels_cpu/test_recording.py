@@ -17,9 +17,9 @@ from tests.support import (
     CONFIGS,
     CPU,
     DTYPES,
-    FAMILIES,
     MAX_SEQ_LEN,
     build_model,
+    families,
     make_engine,
     paged_pool,
     random_prompt,
@@ -233,7 +233,7 @@ def test_other_threads_are_not_recorded(kernels: CpuKernels) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@families
 def test_an_engine_answers_as_it_does_without(family: str, dtype: torch.dtype, kernels: CpuKernels) -> None:
     """Batches of every size, some of whose sequences are preempted."""
     model = build_model(CONFIGS[family], dtype, kernels)

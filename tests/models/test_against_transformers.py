@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ TOLERANCE = 1e-4
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 FAMILIES: tuple[Family, ...] = ("llama", "qwen2", "qwen3", "mistral", "phi3", "olmo2", "gemma3")
+MANY = r"(qwen2|mistral|phi3|olmo2)-(tied-.|untied-[14])"
+"""Cases of families that share nearly everything with Llama."""
 CASES: dict[str, dict[str, Any]] = {
     f"{family}-{'tied' if tied else 'untied'}-{kv_heads}": {
         "family": family,
@@ -149,7 +152,10 @@ def expected_logits(folder: Path, tokens: list[int]) -> Tensor:
     return logits
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.slow) if re.fullmatch(MANY, case) else case for case in CASES],
+)
 def test_logits_and_greedy_tokens(case: str, tmp_path: Path) -> None:
     """transformers is given our tokens and has to find each the likeliest: so its greedy tokens are ours."""
     folder = write_checkpoint(tmp_path, **CASES[case])

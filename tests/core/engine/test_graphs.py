@@ -11,10 +11,10 @@ from tests.support import (
     CONFIGS,
     CPU,
     DTYPES,
-    FAMILIES,
     Recorder,
     Replay,
     build_model,
+    families,
     make_engine,
     paged_pool,
     slotted_pool,
@@ -66,7 +66,7 @@ RECORDERS: Mapping[str, Callable[[], RecorderProtocol]] = {
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 @pytest.mark.parametrize("paged", [False, True], ids=["slotted", "paged"])
-@pytest.mark.parametrize("family", FAMILIES)
+@families
 def test_replayed_passes_answer_as_eager_ones(
     family: str, paged: bool, dtype: torch.dtype, lag: int, kind: str
 ) -> None:
@@ -98,9 +98,7 @@ def test_a_provider_that_reads_positions_on_the_host_is_not_replayed(
     assert pool.free_tokens() == room
     assert make_engine(model, torch.float32, pool=pool, graphs=graphs, max_batch_size=MAX_BATCH).run_six() == eager
     assert not recorder.replayed
-    says = (
-        "decode passes of Llama are run, not replayed: infer.kernels.reference.ReferenceKernels.extend_attention reads"
-    )
+    says = "decode passes of Decoder are run, not replayed: infer.kernels.reference.ReferenceKernels.extend_attention reads"
     assert caplog.text.count(says) == 1
 
 
@@ -120,7 +118,7 @@ def test_a_recording_at_the_start_is_compared_with_a_pass(caplog: pytest.LogCapt
     graphs = DecodeGraphs(model, pool, CPU, MAX_BATCH, recorder)
     assert recorder.replayed == [MAX_BATCH]
     assert not graphs.recordings
-    assert "decode passes of Llama are run, not replayed: a replay of 5 rows gave other bits" in caplog.text
+    assert "decode passes of Decoder are run, not replayed: a replay of 5 rows gave other bits" in caplog.text
 
 
 def test_sizes_reach_the_largest_batch_and_waste_little() -> None:

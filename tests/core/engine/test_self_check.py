@@ -177,7 +177,7 @@ BROKEN: dict[str, tuple[Callable[[], CpuKernels], str]] = {
     "past position 1024": (lambda: Positions(lambda p: p >= 1024), "sequences, at positions 10"),
     "draws of more than 4": (lambda: Sample(lambda n: n > 4), "Sample.sample varies at 5, 6, 9, 12, 16, 17 rows"),
     "draws of 3": (lambda: Sample(lambda n: n == 3), "Sample.sample varies at 3 rows"),
-    "recorded passes": (Recorded, "Llama.forward varies in a decode of 1 sequence, recorded or replayed"),
+    "recorded passes": (Recorded, "Decoder.forward varies in a decode of 1 sequence, recorded or replayed"),
 }
 
 
@@ -275,7 +275,7 @@ def test_a_slow_provider_is_not_tried_for_ever(
     monkeypatch.setattr(exactness, "SECONDS", 0.0)
     found = tried(Recorded(), torch.float32)
     assert found
-    assert all(fault.startswith("Llama.forward varies in a decode of ") for fault in found)
+    assert all(fault.startswith("Decoder.forward varies in a decode of ") for fault in found)
     assert "before it has tried, alone, embedding of [] to [32], " in caplog.text
     assert (
         "gated_linear of [32] to [56], linear of [56] to [32], sample, attention of layer 0 of Recorded" in caplog.text
