@@ -98,7 +98,8 @@ def test_a_provider_that_reads_positions_on_the_host_is_not_replayed(
     assert pool.free_tokens() == room
     assert make_engine(model, torch.float32, pool=pool, graphs=graphs, max_batch_size=MAX_BATCH).run_six() == eager
     assert not recorder.replayed
-    says = "decode passes of Decoder are run, not replayed: infer.kernels.reference.ReferenceKernels.extend_attention reads"
+    who = "infer.kernels.reference.ReferenceKernels.extend_attention"
+    says = f"decode passes of Decoder are run, not replayed: {who} reads"
     assert caplog.text.count(says) == 1
 
 
