@@ -49,7 +49,11 @@ def test_windows(extends: list[tuple[int, int]], window: int | None, dtype: torc
     attend(extends, spec(window=window), 16, dtype, device)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)],
+    ids=["fp32", "bf16", "fp16"],
+)
 @pytest.mark.parametrize("block_size", [1, 16, 500])
 def test_blocks_and_soft_cap(block_size: int, dtype: torch.dtype, device: str) -> None:
     attend(MIXED, spec(cap=0.7), block_size, dtype, device)

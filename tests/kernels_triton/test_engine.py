@@ -39,7 +39,12 @@ def play(
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"), [("llama", torch.bfloat16), ("qwen3", torch.float32), ("gemma3", torch.bfloat16)]
+    ("family", "dtype"),
+    [
+        ("llama", torch.bfloat16),
+        pytest.param("qwen3", torch.float32, marks=pytest.mark.slow),
+        pytest.param("gemma3", torch.bfloat16, marks=pytest.mark.slow),
+    ],
 )
 def test_chunks_company_preemption_and_replay(family: str, dtype: torch.dtype) -> None:
     kernels = TritonKernels(CPU)
