@@ -26,7 +26,7 @@ from infer.hookspecs import (
 from infer.plugins import Plugins
 from infer.protocols import CacheFactory, ObserverFactory
 from infer.schedule import Schedule
-from infer.settings import load_settings
+from infer.settings import Settings, load_settings
 
 SOUND = """
 from pydantic import BaseModel
@@ -74,7 +74,7 @@ def test_own_plugins_come_in_through_the_same_hooks() -> None:
     assert plugins.get("kernels", "reference", "kernels.backend").distribution == "infer-core"
     assert plugins.get("cache", "slotted", "cache.backend").distribution == "infer-cache-slotted"
     assert {o.name for o in plugins.offers["model"]} >= {"llama", "qwen2", "qwen3", "mistral", "phi3", "olmo2"}
-    assert plugins.weight_format("").distribution == "infer-core"
+    assert plugins.choose("weights", Settings(), [""]).distribution == "infer-core"
     assert "demo" in plugins.checkpoints
     assert not plugins.broken
 
@@ -161,20 +161,20 @@ def test_a_broken_plugin_is_reported_and_takes_nobody_down(install: Install, sou
 def test_auto_takes_the_highest_priority_and_says_so(install: Install, caplog: pytest.LogCaptureFixture) -> None:
     install("better", name="better", priority=15)
     with caplog.at_level(logging.INFO):
-        assert Plugins.discover().auto("cache", "cache.backend").name == "better"
+        assert Plugins.discover().choose("cache", Settings()).name == "better"
     assert "auto chose better of better over paged" in caplog.text
 
 
 def test_auto_does_not_choose_between_equals(install: Install) -> None:
     install("equal", name="equal", priority=10)
     with pytest.raises(PluginError, match=r"'paged' \(infer-cache-paged\).*equal priority; name one"):
-        Plugins.discover().auto("cache", "cache.backend")
+        Plugins.discover().choose("cache", Settings())
 
 
 def test_what_cannot_be_used_is_passed_over_with_its_reason(install: Install, caplog: pytest.LogCaptureFixture) -> None:
     install("sick", name="sick", priority=99, why="'it has no legs'")
     with caplog.at_level(logging.INFO, logger="infer"):
-        assert Plugins.discover().auto("cache", "cache.backend").name == "paged"
+        assert Plugins.discover().choose("cache", Settings()).name == "paged"
     assert "auto passes over sick of sick: it has no legs" in caplog.text
     with pytest.raises(PluginError, match=r"cache.backend is 'sick', but sick cannot be used here: it has no legs"):
         Plugins.discover().get("cache", "sick", "cache.backend")
@@ -182,7 +182,30 @@ def test_what_cannot_be_used_is_passed_over_with_its_reason(install: Install, ca
 
 def test_unknown_architecture_names_the_known() -> None:
     with pytest.raises(PluginError, match=r"MambaForCausalLM.*LlamaForCausalLM"):
-        Plugins.discover().family(["MambaForCausalLM"], "auto")
+        Plugins.discover().choose("model", Settings(), ["MambaForCausalLM"])
+
+
+FAMILIES = """
+from infer import hookimpl
+from infer.hookspecs import ModelRegistration
+INFER_PLUGIN_API = {api}
+
+@hookimpl
+def infer_models():
+    model = lambda config, context, settings: None
+    known = ("LlamaForCausalLM",) if {priority} else ()
+    return [ModelRegistration("{name}", model, "a test's family", priority={priority}, architectures=known)]
+"""
+
+
+def test_a_family_that_names_no_architecture_is_not_chosen_by_auto(install: Install) -> None:
+    """And of two that know one, the higher priority is."""
+    install("modest", FAMILIES, name="modest", priority=0)
+    assert Plugins.discover().choose("model", Settings(), ["LlamaForCausalLM"]).name == "llama"
+    with pytest.raises(PluginError, match=r"architecture is not stated, which no installed plugin knows"):
+        Plugins.discover().choose("model", Settings(), [])
+    install("proud", FAMILIES, name="proud", priority=5)
+    assert Plugins.discover().choose("model", Settings(), ["LlamaForCausalLM"]).name == "proud"
 
 
 class Observer:

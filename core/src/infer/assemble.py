@@ -131,13 +131,20 @@ def _load(settings: Settings, plugins: Plugins, publish: Callable[..., None]) ->
     device = choose_device(settings.model.device)
     plugins.check_bundled(settings.model.path)
     checkpoint = Checkpoint.locate(settings.model.path, bundled=plugins.checkpoints, revision=settings.model.revision)
-    plugins.weight_format(checkpoint.quant_method)  # before anything takes long
+    family = plugins.choose("model", settings, checkpoint.architectures)
+    format = plugins.choose("weights", settings, [checkpoint.quant_method])
     dtype = _dtype(settings.model.dtype, checkpoint, device)
     sampling = checkpoint.sampling if settings.model.generation_config == "auto" else {}
     kernels = _kernels(settings, plugins, device)
-    cache = plugins.choose("cache", settings, device.type)
-    max_seq_len = _max_seq_len(settings, plugins, checkpoint, ModelContext(kernels, dtype, device, 2), cache)
-    model = _model(settings, plugins, checkpoint, ModelContext(kernels, dtype, device, max_seq_len))
+    cache = plugins.choose("cache", settings)
+    max_seq_len = _max_seq_len(settings, family, checkpoint, ModelContext(kernels, dtype, device, 2), cache)
+    model = _model(settings, family, checkpoint, ModelContext(kernels, dtype, device, max_seq_len))
+    with named(f"{family.whose} cannot be loaded"):
+        shapes = model.expected()
+        dummy = settings.model.load_format == "dummy"
+        weights: Iterable[tuple[str, Weight]]
+        weights = checkpoint.dummy_tensors(shapes, dtype) if dummy else _read(settings, format, checkpoint)
+        model.load(track(weights, "weights", len(shapes)))
     pool = _pool(settings, cache, model, kernels, dtype, device, max_seq_len)
     if settings.engine.max_seq_len is None and pool.free_tokens() < max_seq_len:
         max_seq_len = pool.free_tokens()
@@ -204,9 +211,7 @@ def _dtype(name: str, checkpoint: Checkpoint, device: torch.device) -> torch.dty
     return dtype
 
 
-def _max_seq_len(
-    settings: Settings, plugins: Plugins, checkpoint: Checkpoint, context: ModelContext, cache: Offer
-) -> int:
+def _max_seq_len(settings: Settings, family: Offer, checkpoint: Checkpoint, context: ModelContext, cache: Offer) -> int:
     """``engine.max_seq_len``, or what the checkpoint was made for so far as the cache can hold it. ``context`` is for a
     model of which only the shapes are looked at."""
     asked, own = settings.engine.max_seq_len, checkpoint.max_positions
@@ -221,7 +226,7 @@ def _max_seq_len(
     if own == sys.maxsize:
         own, why = DEFAULT_MAX_SEQ_LEN, "config.json does not say how many there are"
     elif own > DEFAULT_MAX_SEQ_LEN and cache.longest is not None:
-        model = _model(settings, plugins, checkpoint, context, load=False)
+        model = _model(settings, family, checkpoint, context)
         batch, dtype, device = settings.engine.max_batch_size, context.dtype, context.device
         with named(f"{cache.whose} cannot say how long a sequence may be"):
             weights = sum(map(math.prod, model.expected().values())) * dtype.itemsize
@@ -239,7 +244,7 @@ def _max_seq_len(
 
 
 def _kernels(settings: Settings, plugins: Plugins, device: torch.device) -> KernelsProtocol:
-    offer = plugins.choose("kernels", settings, device.type)
+    offer = plugins.choose("kernels", settings, [device.type])
     kernels: KernelsProtocol = offer.make(KernelsProtocol, device, plugin_settings(settings, "kernels", offer.name))
     return kernels
 
@@ -247,36 +252,25 @@ def _kernels(settings: Settings, plugins: Plugins, device: torch.device) -> Kern
 def _scheduler(
     settings: Settings, plugins: Plugins, pool: CachePoolProtocol, device: torch.device
 ) -> SchedulerProtocol:
-    offer = plugins.choose("scheduler", settings, device.type)
+    offer = plugins.choose("scheduler", settings)
     own = plugin_settings(settings, "scheduler", offer.name)
     made: SchedulerProtocol = offer.make(SchedulerProtocol, SchedulerContext(pool, settings.engine), own)
     # Core's own are tested, and what they plan would take longer to check than to plan.
     return CheckedScheduler(made, offer.whose, thorough=offer.distribution != "infer-core")
 
 
-def _model(
-    settings: Settings, plugins: Plugins, checkpoint: Checkpoint, context: ModelContext, *, load: bool = True
-) -> ModelProtocol:
-    family = plugins.family(checkpoint.architectures, settings.model.family)
+def _model(settings: Settings, family: Offer, checkpoint: Checkpoint, context: ModelContext) -> ModelProtocol:
+    """Without its weights."""
     own = plugin_settings(settings, "model", family.name)
     model: ModelProtocol = family.make(ModelProtocol, checkpoint.config, context, own)
     checkpoint.check_ids(model.vocab_size)
-    if not load:
-        return model
-    with named(f"{family.whose} cannot be loaded"):
-        shapes = model.expected()
-        dummy = settings.model.load_format == "dummy"
-        weights: Iterable[tuple[str, Weight]]
-        weights = checkpoint.dummy_tensors(shapes, context.dtype) if dummy else _weights(settings, plugins, checkpoint)
-        model.load(track(weights, "weights", len(shapes)))
     return model
 
 
-def _weights(settings: Settings, plugins: Plugins, checkpoint: Checkpoint) -> Iterator[tuple[str, Weight]]:
-    """The checkpoint's, each read when it is asked for."""
-    offer = plugins.weight_format(checkpoint.quant_method)
-    own = plugin_settings(settings, "weights", offer.name)
-    read: WeightFormatProtocol = offer.make(WeightFormatProtocol, checkpoint.config, checkpoint.files(), own)
+def _read(settings: Settings, format: Offer, checkpoint: Checkpoint) -> Iterator[tuple[str, Weight]]:
+    """The checkpoint's weights, each read when it is asked for."""
+    own = plugin_settings(settings, "weights", format.name)
+    read: WeightFormatProtocol = format.make(WeightFormatProtocol, checkpoint.config, checkpoint.files(), own)
     for name in read.names():
         yield name, read.weight(name)
 

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from infer.errors import CheckpointError
 from infer.request import SamplingParams
-from infer.settings import KNOWN
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -30,6 +29,8 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """What generation_config.json may say of how to sample; the same names as in SamplingParams."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+BUNDLED = {"demo": "infer-demo"}
+"""Checkpoints that our own distributions bring."""
 OTHER_FORMATS = (".bin", ".pt", ".pth", ".gguf")
 MAX_LAYERS = 10_000
 """More is a damaged file: the deepest published models have some hundred, and each layer costs memory before a single
@@ -335,7 +336,7 @@ def _download(path: str, bundled: Mapping[str, Path], revision: str | None) -> P
     """The folder of a hub id in the hub's cache, fetched if need be."""
     names = f" ({', '.join(sorted(bundled))})" if bundled else ""
     tried = f"{path!r} is neither a folder nor a bundled name{names}"
-    if package := KNOWN.get(f"checkpoint.{path}"):
+    if package := BUNDLED.get(path):
         raise CheckpointError(
             f"{path!r} is the checkpoint of {package}, which is not installed: pip install {package}."
         )

@@ -13,9 +13,10 @@ from typing import Any
 
 from infer import bench, timeline
 from infer.errors import EngineDeadError, InferError, capital
-from infer.plugins import CHOSEN_BY, Plugins
+from infer.plugins import Plugins
 from infer.request import SamplingParams
 from infer.settings import Loaded, Settings, describe, describe_schema, load_settings, schema, split_arguments
+from infer.slots import SLOTS
 
 PLAIN_PARAMS = (
     *("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos", "min_tokens"),
@@ -195,23 +196,21 @@ def _plugins(args: argparse.Namespace, loaded: Loaded, plugins: Plugins) -> int:
     failed = None
     for slot, offers in plugins.offers.items():
         chosen, why, all_of_them = None, "", ""
-        if slot == "observer":
-            all_of_them = "yes"
-        elif slot == "weights":
-            all_of_them, why = "when met", "by the checkpoint's quantization_config"
-        else:
-            setting = CHOSEN_BY[slot]
-            section, key = setting.split(".")
+        about, asked = SLOTS[slot], "auto"
+        if about.setting is not None:
+            section, key = about.setting.split(".")
             asked = getattr(getattr(loaded.settings, section), key)
-            why = f"{setting} = {asked} (from {loaded.sources[setting]})"
-            if slot == "model" and asked == "auto":
-                all_of_them, why = "when met", "by the checkpoint's architecture"
-            else:
-                try:
-                    device = choose_device(loaded.settings.model.device).type
-                    chosen = plugins.choose(slot, loaded.settings, device)
-                except InferError as error:
-                    failed = error
+            why = f"{about.setting} = {asked} (from {loaded.sources[about.setting]})"
+        if about.when and asked == "auto":
+            all_of_them, why = "when met", about.when
+        elif about.setting is None:
+            all_of_them = "yes"
+        else:
+            try:
+                device = choose_device(loaded.settings.model.device).type
+                chosen = plugins.choose(slot, loaded.settings, [device])
+            except InferError as error:
+                failed = error
         for offer in offers:
             unavailable = offer.registration.unavailable
             taken = offer is chosen or (all_of_them and not unavailable)

@@ -23,36 +23,13 @@ from typing_extensions import get_protocol_members
 
 from infer import hookspecs
 from infer.errors import InferError, PluginError, say
-from infer.hookspecs import (
-    CacheRegistration,
-    KernelsRegistration,
-    ModelRegistration,
-    Registration,
-    SchedulerRegistration,
-    WeightFormatRegistration,
-)
+from infer.hookspecs import Registration
 from infer.protocols import PLUGIN_API
-from infer.settings import ENV_FILE, ENV_PREFIX, SECTION_OF_SLOT, Section, Settings, describe
+from infer.settings import ENV_FILE, ENV_PREFIX, Section, Settings, describe
+from infer.slots import SLOTS
 
-HOOKS: Mapping[str, str] = {
-    "cache": "infer_cache_pools",
-    "model": "infer_models",
-    "weights": "infer_weight_formats",
-    "scheduler": "infer_schedulers",
-    "kernels": "infer_kernels",
-    "observer": "infer_observers",
-}
-"""Slot -> the hook that fills it."""
 RECORDS = ("infer_step_finished", "infer_request_finished")
 """The hooks that are told of what the engine does."""
-KINDS: Mapping[str, type[Registration[Any]]] = {
-    "cache": CacheRegistration,
-    "model": ModelRegistration,
-    "weights": WeightFormatRegistration,
-    "scheduler": SchedulerRegistration,
-    "kernels": KernelsRegistration,
-}
-"""Slots whose registrations say more."""
 SPECS = {name: spec for name, spec in vars(hookspecs).items() if name.startswith("infer_")}
 NAME = re.compile(r"[a-z0-9]+(_[a-z0-9]+)*")
 RESERVED = ("auto", "none", "null")
@@ -178,7 +155,7 @@ def check_function(attribute: str, hook: str, function: Callable[..., Any], mark
 
 def registrations(slot: str, hook: str, returned: object) -> list[Registration[Any]]:
     """What a hook returned, each a sound registration of its slot's kind."""
-    kind = KINDS.get(slot, Registration)
+    kind = SLOTS[slot].registration
     if not isinstance(returned, (list, tuple)):
         raise PluginError(f"its {hook}() returned {_show(returned)}, not a list of {kind.__name__}s.")
     with blame(f"what its {hook}() returned cannot be read"):
@@ -193,7 +170,7 @@ def registrations(slot: str, hook: str, returned: object) -> list[Registration[A
 
 def _registration(slot: str, at: str, kind: type[Registration[Any]], value: object) -> Registration[Any]:
     """A copy of core's own class, so that what was checked stays so."""
-    if not isinstance(value, Registration) or (slot in ("model", "weights") and not isinstance(value, kind)):
+    if not isinstance(value, Registration) or (SLOTS[slot].bound and not isinstance(value, kind)):
         raise PluginError(f"{at} lists {_show(value)}, not a {kind.__name__}.")
     with blame(f"a registration of {at} cannot be read"):
         given = {f.name: getattr(value, f.name) for f in fields(kind) if hasattr(value, f.name)}
@@ -231,7 +208,7 @@ def _registration(slot: str, at: str, kind: type[Registration[Any]], value: obje
 
 def _taken(slot: str, name: str) -> bool:
     """Whether a section has that name for something else."""
-    section: Any = Settings.model_fields[SECTION_OF_SLOT[slot]].annotation
+    section: Any = Settings.model_fields[SLOTS[slot].section].annotation
     return name in section.model_fields or hasattr(Section, name)
 
 

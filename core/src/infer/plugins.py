@@ -18,27 +18,18 @@ from infer import hookspecs, inspection
 from infer.errors import InferError, PluginError, SettingsError, say
 from infer.hookspecs import (
     CacheRegistration,
-    KernelsRegistration,
-    ModelRegistration,
     Registration,
     SchedulerRegistration,
-    WeightFormatRegistration,
     hookimpl,
 )
-from infer.inspection import HOOKS, RECORDS
+from infer.inspection import RECORDS
 from infer.protocols import CacheContext, ObserverProtocol
-from infer.settings import KNOWN, Settings, plugin_settings
+from infer.settings import Settings, plugin_settings
+from infer.slots import SLOTS
 
 log = logging.getLogger(__name__)
 
 GROUP = "infer"
-CHOSEN_BY: Mapping[str, str] = {
-    "cache": "cache.backend",
-    "kernels": "kernels.backend",
-    "scheduler": "engine.batching_mode",
-    "model": "model.family",
-}
-"""Slot -> the setting that names its plugin. Of observers all are taken."""
 
 
 @dataclass(frozen=True)
@@ -58,20 +49,6 @@ class Offer:
     def whose(self) -> str:
         """As a sentence names it."""
         return f"The {self.slot} plugin {self.name!r} of {self.distribution}"
-
-    @property
-    def devices(self) -> tuple[str, ...]:
-        """The device types that it is bound to; none for all."""
-        return self.registration.devices if isinstance(self.registration, KernelsRegistration) else ()
-
-    @property
-    def architectures(self) -> tuple[str, ...]:
-        return self.registration.architectures if isinstance(self.registration, ModelRegistration) else ()
-
-    @property
-    def methods(self) -> tuple[str, ...]:
-        """The ways to quantise that it reads."""
-        return self.registration.methods if isinstance(self.registration, WeightFormatRegistration) else ()
 
     @property
     def chunks(self) -> bool:
@@ -102,7 +79,7 @@ class Plugins:
     """Everything installed, by slot. A broken plugin is reported, and takes nobody else down."""
 
     manager: pluggy.PluginManager
-    offers: dict[str, list[Offer]] = field(default_factory=lambda: {slot: [] for slot in HOOKS})
+    offers: dict[str, list[Offer]] = field(default_factory=lambda: {slot: [] for slot in SLOTS})
     broken: list[Broken] = field(default_factory=list)
     environment: frozenset[str] = frozenset()
     """INFER_* variables that plugins read themselves."""
@@ -151,7 +128,7 @@ class Plugins:
                     returned = function()
                 if hook == "infer_checkpoints":
                     found |= inspection.checkpoints(returned)
-                for slot in (slot for slot, fills in HOOKS.items() if fills == hook):
+                for slot in (slot for slot, about in SLOTS.items() if about.hook == hook):
                     offers += [
                         Offer(slot, r, distribution, version) for r in inspection.registrations(slot, hook, returned)
                     ]
@@ -193,86 +170,59 @@ class Plugins:
             raise PluginError(f"{setting} is {name!r}, but {why}.")
         return offer
 
-    def choose(self, slot: str, settings: Settings, device_type: str) -> Offer:
-        """What the settings choose for a slot on a device. Raises PluginError or SettingsError."""
-        setting = CHOSEN_BY[slot]
-        section, key = setting.split(".")
-        name = getattr(getattr(settings, section), key)
-        if name == "auto":
-            return self.auto(slot, setting, device_type)
-        offer = self.get(slot, name, setting)
-        if offer.devices and device_type not in offer.devices:
+    def choose(self, slot: str, settings: Settings, there: Sequence[str] = ()) -> Offer:
+        """What the settings choose for a slot; for "auto", or where no setting names the choice, the offer of highest
+        priority among those that go with what is there: the device's type, the checkpoint's architectures, the way its
+        weights are quantised. The log says which and why. Raises PluginError or SettingsError.
+        """
+        about, name = SLOTS[slot], "auto"
+        if about.setting is not None:
+            section, key = about.setting.split(".")
+            name = getattr(getattr(settings, section), key)
+        if about.setting is None or name == "auto":
+            return self._auto(slot, there)
+        offer = self.get(slot, name, about.setting)
+        if about.fits == "devices" and not about.suits(offer.registration, there):
+            runs = " and ".join(about.named(offer.registration))
             raise SettingsError(
-                f"{setting} {name!r} runs on {' and '.join(offer.devices)}, but the model is on {device_type}; "
+                f"{about.setting} {name!r} runs on {runs}, but the model is on {' or '.join(there)}; "
                 "choose another or set model.device."
             )
         return offer
 
-    def auto(self, slot: str, setting: str, device_type: str | None = None) -> Offer:
-        """The installed offer of highest priority that runs on the device; says in the log which and why."""
-        able = [o for o in self.offers[slot] if device_type is None or not o.devices or device_type in o.devices]
+    def _auto(self, slot: str, there: Sequence[str]) -> Offer:
+        about = SLOTS[slot]
+        what = about.setting or about.when.removeprefix("by ")
+        able = [offer for offer in self.offers[slot] if about.suits(offer.registration, there)]
         for offer in able:
             if offer.registration.unavailable:
                 log.warning(
                     "%s: auto passes over %s of %s: %s",
-                    *(setting, offer.name, offer.distribution, offer.registration.unavailable),
+                    *(what, offer.name, offer.distribution, offer.registration.unavailable),
                 )
         able = [offer for offer in able if not offer.registration.unavailable]
+        said = {"setting": about.setting, "there": " or ".join(there) or "not stated"}
         if not able:
-            wanted = sorted(d for key, d in KNOWN.items() if key.startswith(f"{slot}."))
-            raise PluginError(
-                f'{setting} is "auto", but nothing suitable is installed; try: pip install {wanted[0]}.'
-                f"{self.culprits()}"
-            )
+            named = {one for offer in self.offers[slot] for one in about.named(offer.registration) if one}
+            known = "".join(f", {one}" for one in sorted(named))
+            package = min(about.packages.values(), default="")
+            text = about.missing.format(known=known, installed=_installed(sorted(named)), package=package, **said)
+            raise PluginError(f"{text}{self.culprits()}")
         best = max(offer.registration.priority for offer in able)
         top = [offer for offer in able if offer.registration.priority == best]
         if len({offer.name for offer in top}) > 1:
             names = " and ".join(f"{o.name!r} ({o.distribution})" for o in top)
-            raise PluginError(f'{setting} is "auto", but {names} have equal priority; name one of them.')
-        chosen = self._only(top, setting)
+            raise PluginError(about.tie.format(names=names, **said))
+        chosen = self._only(top, what)
         others = sorted({offer.name for offer in able} - {chosen.name})
         log.info(
             "%s: auto chose %s of %s%s",
-            setting,
+            what,
             chosen.name,
             chosen.distribution,
             f" over {', '.join(others)} (priority {best})" if others else " (the only one)",
         )
         return chosen
-
-    def family(self, architectures: Sequence[str], name: str) -> Offer:
-        """The model family of that name, or for "auto" the one that knows a checkpoint's architecture."""
-        setting = "model.family"
-        if name != "auto":
-            return self.get("model", name, setting)
-        found = [o for o in self.offers["model"] if set(architectures) & set(o.architectures)]
-        if not found:
-            known = sorted(a for o in self.offers["model"] for a in o.architectures)
-            raise PluginError(
-                f"The checkpoint's architecture is {' or '.join(architectures) or 'not stated'}, which no installed "
-                f"plugin knows; {_installed(known)} pip install infer-models brings Llama, "
-                f"Qwen, Mistral, Phi-3, OLMo 2 and Gemma 3."
-                f"{self.culprits()}"
-            )
-        if len({offer.name for offer in found}) > 1:
-            names = " and ".join(f"{o.name!r} ({o.distribution})" for o in found)
-            raise PluginError(f"{names} both know the architecture {architectures[0]}; choose by {setting}.")
-        return self._only(found, setting)
-
-    def weight_format(self, method: str) -> Offer:
-        """What reads weights that are quantised so; the empty method is that of plain ones. Raises PluginError."""
-        found = [o for o in self.offers["weights"] if method in o.methods and not o.registration.unavailable]
-        if not found:
-            known = sorted({m for o in self.offers["weights"] for m in o.methods if m})
-            raise PluginError(
-                f"The checkpoint has a quantization_config of quant_method {method!r}, which no installed plugin "
-                f"reads; infer loads float32, float16 and bfloat16 weights{''.join(f', {m}' for m in known)}."
-                f"{self.culprits()}"
-            )
-        if len(found) > 1:
-            names = " and ".join(f"{o.name!r} ({o.distribution})" for o in found)
-            raise PluginError(f"{names} both read weights of quant_method {method!r}; uninstall one of them.")
-        return found[0]
 
     @property
     def checkpoints(self) -> dict[str, Path]:
@@ -371,8 +321,8 @@ def _installed(names: Sequence[str]) -> str:
 
 
 def _pip(slot: str, name: str) -> str:
-    package = KNOWN.get(f"{slot}.{name}")
-    if package:
+    packages = SLOTS[slot].packages
+    if package := packages.get(name):
         return f" Install it: pip install {package}."
-    close = difflib.get_close_matches(name, [key.split(".")[1] for key in KNOWN if key.startswith(f"{slot}.")], n=1)
+    close = difflib.get_close_matches(name, packages, n=1)
     return f" Did you mean {close[0]!r}?" if close else ""

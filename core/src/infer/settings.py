@@ -33,6 +33,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from infer.errors import SettingsError, say
 from infer.protocols import NoSettings
 from infer.server.tool_formats import FormatName
+from infer.slots import SLOTS
 
 if TYPE_CHECKING:
     from infer.plugins import Plugins
@@ -45,30 +46,6 @@ SERVICE_LINK = re.compile(
     r"((SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_PROTO|_PORT|_ADDR)?)=.*|PORT=(tcp|udp|sctp)://.*)"
 )
 """``NAME=value`` as Kubernetes sets it in every pod beside a Service called ``infer`` or ``infer-...``."""
-SECTION_OF_SLOT: Mapping[str, str] = {
-    "cache": "cache",
-    "kernels": "kernels",
-    "scheduler": "engine",
-    "model": "model",
-    "weights": "model",
-    "observer": "observers",
-}
-KNOWN: Mapping[str, str] = {
-    "cache.slotted": "infer-cache-slotted",
-    "cache.paged": "infer-cache-paged",
-    "kernels.triton": "infer-kernels-triton",
-    "kernels.cpu": "infer-kernels-cpu",
-    "model.llama": "infer-models",
-    "model.qwen2": "infer-models",
-    "model.qwen3": "infer-models",
-    "model.mistral": "infer-models",
-    "model.phi3": "infer-models",
-    "model.olmo2": "infer-models",
-    "model.gemma3": "infer-models",
-    "observer.otel": "infer-otel",
-    "checkpoint.demo": "infer-demo",
-}
-"""What our own distributions offer, for the advice in errors."""
 
 
 class Section(BaseModel):
@@ -311,9 +288,9 @@ def schema(plugins: Plugins) -> type[Settings]:
                 offer.registration.settings,
                 Field(default_factory=offer.registration.settings, description=offer.registration.description),
             )
-            for slot, at in SECTION_OF_SLOT.items()
+            for slot, about in SLOTS.items()
             for offer in plugins.offers[slot]
-            if at == name and offer.registration.settings.model_fields
+            if about.section == name and offer.registration.settings.model_fields
         }
         section = cast(Any, create_model(base.__name__, __base__=base, **tables))
         if name == "engine":
@@ -331,7 +308,7 @@ def compose(settings: Settings, plugins: Plugins) -> Settings:
 
 def plugin_settings(settings: Settings, slot: str, name: str) -> BaseModel:
     """The plugin's own table, validated; its NoSettings where it has none."""
-    table = getattr(getattr(settings, SECTION_OF_SLOT[slot]), name, None)
+    table = getattr(getattr(settings, SLOTS[slot].section), name, None)
     return table if isinstance(table, BaseModel) else NoSettings()
 
 
@@ -501,9 +478,8 @@ def _explain(
     origin = f" (from {source})" if source else ""
     if first["type"] != "extra_forbidden":
         return SettingsError(f"{key} = {first['input']!r}{origin}: {first['msg']}.")
-    slot = next((slot for slot, name in SECTION_OF_SLOT.items() if name == path[0]), None)
-    package = KNOWN.get(f"{slot}.{path[1]}") if slot and len(path) > 1 else None
-    if package:
+    packages = {name: at for slot in SLOTS.values() if slot.section == path[0] for name, at in slot.packages.items()}
+    if len(path) > 1 and (package := packages.get(str(path[1]))):
         return SettingsError(
             f"{key}{origin}: the plugin {path[1]!r} is not installed: pip install {package}.{plugins.culprits()}"
         )

@@ -1,0 +1,100 @@
+"""What plugins can fill. Discovery, choice, the settings' tables and the advice in errors follow from one table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from infer.hookspecs import (
+    CacheRegistration,
+    KernelsRegistration,
+    ModelRegistration,
+    Registration,
+    SchedulerRegistration,
+    WeightFormatRegistration,
+)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One thing that the engine is made of."""
+
+    hook: str
+    """What fills it."""
+    section: str
+    """The settings' section that has the tables of its plugins."""
+    registration: type[Registration[Any]] = Registration
+    setting: str | None = None
+    """What names the choice. Where there is none, the checkpoint chooses, or all are taken."""
+    fits: str | None = None
+    """The registrations' field of what they go with: ``auto`` takes only those that name what is there."""
+    when: str = ""
+    """What decides in place of a setting, as ``infer plugins`` says it."""
+    missing: str = '{setting} is "auto", but nothing suitable is installed; try: pip install {package}.'
+    """The error where nothing goes with what is there. It may name {there}, {known}, {installed}, {package} and
+    {setting}."""
+    tie: str = '{setting} is "auto", but {names} have equal priority; name one of them.'
+    """The error where several do, and none comes first. It may name {names}, {there} and {setting}."""
+    packages: Mapping[str, str] = field(default_factory=dict)
+    """Names that our own distributions offer, for advice."""
+
+    def suits(self, registration: Registration[Any], there: Sequence[str]) -> bool:
+        """Whether a registration goes with one of what is there. One bound to no device goes with all."""
+        named = self.named(registration)
+        return bool(set(named) & set(there)) or not (named or self.bound)
+
+    def named(self, registration: Registration[Any]) -> tuple[str, ...]:
+        """What a registration says that it goes with."""
+        return getattr(registration, self.fits, ()) if self.fits else ()
+
+    @property
+    def bound(self) -> bool:
+        """Whether a registration must say what it goes with."""
+        return self.fits not in (None, "devices")
+
+
+SLOTS: Mapping[str, Slot] = {
+    "cache": Slot(
+        "infer_cache_pools",
+        "cache",
+        CacheRegistration,
+        "cache.backend",
+        packages={"paged": "infer-cache-paged", "slotted": "infer-cache-slotted"},
+    ),
+    "model": Slot(
+        "infer_models",
+        "model",
+        ModelRegistration,
+        "model.family",
+        fits="architectures",
+        when="by the checkpoint's architecture",
+        missing="The checkpoint's architecture is {there}, which no installed plugin knows; {installed} pip install "
+        "infer-models brings Llama, Qwen, Mistral, Phi-3, OLMo 2 and Gemma 3.",
+        tie="{names} both know the architecture {there}; choose by {setting}.",
+        packages=dict.fromkeys(
+            ("llama", "qwen2", "qwen3", "mistral", "phi3", "olmo2", "gemma3"),
+            "infer-models",
+        ),
+    ),
+    "weights": Slot(
+        "infer_weight_formats",
+        "model",
+        WeightFormatRegistration,
+        fits="methods",
+        when="by the checkpoint's quantization_config",
+        missing="The checkpoint has a quantization_config of quant_method {there!r}, which no installed plugin reads; "
+        "infer loads float32, float16 and bfloat16 weights{known}.",
+        tie="{names} both read weights of quant_method {there!r}; uninstall one of them.",
+    ),
+    "scheduler": Slot("infer_schedulers", "engine", SchedulerRegistration, "engine.batching_mode"),
+    "kernels": Slot(
+        "infer_kernels",
+        "kernels",
+        KernelsRegistration,
+        "kernels.backend",
+        fits="devices",
+        packages={"cpu": "infer-kernels-cpu", "triton": "infer-kernels-triton"},
+    ),
+    "observer": Slot("infer_observers", "observers", packages={"otel": "infer-otel"}),
+}
