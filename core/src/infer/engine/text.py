@@ -142,7 +142,9 @@ class Detokenizer:
 
     def flush(self) -> str:
         """What is left when no more tokens come: replacement characters."""
-        return INCOMPLETE * (len(self._pending) if self._falls_back else bool(self._pending))
+        if self._falls_back:
+            return INCOMPLETE * len(self._pending)
+        return utf_8_decode(self._pending, "replace", True)[0]  # of a surrogate's first two bytes, each is replaced
 
     def _piece(self, token_id: int) -> str | bytes:
         piece = self._known.get(token_id)
