@@ -156,7 +156,7 @@ def _load(settings: Settings, plugins: Plugins, publish: Callable[..., None]) ->
     exact = not faults
     for fault in faults:
         log.warning("not exact: %s", fault)
-    scheduler = _scheduler(settings, plugins, pool, device)
+    scheduler = _scheduler(settings, plugins, pool)
 
     engine = Engine(
         Runner(model, pool, kernels, device, settings.engine.max_batch_size, graphs),
@@ -249,9 +249,7 @@ def _kernels(settings: Settings, plugins: Plugins, device: torch.device) -> Kern
     return kernels
 
 
-def _scheduler(
-    settings: Settings, plugins: Plugins, pool: CachePoolProtocol, device: torch.device
-) -> SchedulerProtocol:
+def _scheduler(settings: Settings, plugins: Plugins, pool: CachePoolProtocol) -> SchedulerProtocol:
     offer = plugins.choose("scheduler", settings)
     own = plugin_settings(settings, "scheduler", offer.name)
     made: SchedulerProtocol = offer.make(SchedulerProtocol, SchedulerContext(pool, settings.engine), own)
