@@ -264,7 +264,7 @@ def test_old_spelling_of_the_rotary_kind(tmp_path: Path) -> None:
     assert torch.equal(new, logits_of(folder))
 
 
-@pytest.mark.parametrize(
+one_of_each = pytest.mark.parametrize(
     "case",
     [
         "llama-untied-2",
@@ -276,6 +276,9 @@ def test_old_spelling_of_the_rotary_kind(tmp_path: Path) -> None:
         "gemma3-untied-2",
     ],
 )
+
+
+@one_of_each
 def test_sharded_checkpoints(case: str, tmp_path: Path) -> None:
     whole = write_checkpoint(tmp_path / "whole", **CASES[case])
     shards = write_checkpoint(tmp_path / "shards", **CASES[case], sharded=True)
@@ -284,18 +287,7 @@ def test_sharded_checkpoints(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize(
-    "case",
-    [
-        "llama-untied-2",
-        "qwen2-untied-2",
-        "qwen3-tied-2",
-        "mistral-tied-1",
-        "phi3-mini",
-        "olmo2-tied-2",
-        "gemma3-untied-2",
-    ],
-)
+@one_of_each
 def test_a_file_may_change_once_it_is_loaded(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, **CASES[case], dtype=dtype)
     before, driver = Driver(folder, dtype).prefill(prompt(), [PROMPT]), Driver(folder, dtype)
