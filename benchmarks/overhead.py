@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from infer import LLM, SamplingParams, hookimpl
-from infer.bench import machine
+from infer.commands.bench import machine
 from infer.hookspecs import ModelRegistration, StepRecord
 from infer.protocols import AttentionSpec, ModelContext, Pass
 from infer.weight import Weight

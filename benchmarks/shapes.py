@@ -164,7 +164,7 @@ def write_weights(folder: Path, config: Mapping[str, Any]) -> Path:
     import torch
     from safetensors.torch import save_file
 
-    from infer.checkpoint import Checkpoint
+    from infer.checkpoint import dummy_tensors
     from infer.kernels.reference import ReferenceKernels
     from infer.protocols import ModelContext
     from infer_models import infer_models
@@ -173,6 +173,5 @@ def write_weights(folder: Path, config: Mapping[str, Any]) -> Path:
     (family,) = [r for r in infer_models() if config["architectures"][0] in r.architectures]
     context = ModelContext(ReferenceKernels(), torch.bfloat16, torch.device("cpu"), 16)
     expected = family.factory(config, context, family.settings()).expected()
-    tensors = dict(Checkpoint(folder).dummy_tensors(expected, torch.bfloat16))
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(dict(dummy_tensors(expected, torch.bfloat16)), folder / "model.safetensors", metadata={"format": "pt"})
     return folder

@@ -12,6 +12,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 
+from infer.contracts.params import SamplingParams
+from infer.contracts.request import Event, Request
 from infer.engine.engine import Abort, Engine
 from infer.engine.graphs import DecodeGraphs
 from infer.engine.runner import Runner
@@ -19,7 +21,6 @@ from infer.engine.schedulers import ContinuousScheduler, StaticScheduler
 from infer.hookspecs import RequestRecord, StepRecord
 from infer.kernels.reference import ReferenceKernels
 from infer.protocols import CacheContext, CachePoolProtocol, KernelsProtocol, ModelContext, ModelProtocol
-from infer.request import Event, Request, SamplingParams
 from infer.settings import EngineSettings
 from infer_cache_paged import PagedPool, PagedSettings
 from infer_cache_slotted import SlottedPool

@@ -15,7 +15,7 @@ from benchmarks.gpu import kernels, models
 from benchmarks.gpu.dry import DRY, SHAPES
 from benchmarks.gpu.timing import Ceilings
 
-from infer.bench import machine
+from infer.commands.bench import machine
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:

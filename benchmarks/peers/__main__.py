@@ -26,7 +26,7 @@ from benchmarks import plots
 from benchmarks.peers.engines import ALONE, DRIVERS, PEERS, environment, installed
 from benchmarks.shapes import CONFIGS, Costs, write_weights
 
-from infer.bench import machine
+from infer.commands.bench import machine
 from infer.device import zeros
 
 Cell = tuple[int, int, int]

@@ -12,7 +12,7 @@ from tests.models.checkpoints import write_checkpoint
 from tests.serving import Body, chatty, running
 
 from infer import LLM, CheckpointError, SamplingParams, SettingsError
-from infer.cli import main
+from infer.commands.cli import main
 
 ENGINE = {"max_batch_size": 4, "max_seq_len": 256}
 KERNELS = {"threads": 1}

@@ -24,9 +24,9 @@ from tests.support import (
     tiny_model,
 )
 
+from infer.contracts.request import Event
 from infer.engine.exactness import self_check
 from infer.protocols import CachePoolProtocol, ModelProtocol, Pass
-from infer.request import Event
 
 pytestmark = pytest.mark.usefixtures("each_provider")
 

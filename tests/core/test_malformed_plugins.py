@@ -13,7 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from infer import cli, plugins
+from infer import plugins
+from infer.commands import cli
 from infer.plugins import Plugins
 
 HEAD = """

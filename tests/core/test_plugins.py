@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from infer import LLM, PLUGIN_API, EngineDeadError, PluginError, SamplingParams, SettingsError, cli, hookimpl
+from infer import LLM, PLUGIN_API, EngineDeadError, PluginError, SamplingParams, SettingsError, hookimpl
+from infer.commands import cli
 from infer.engine.schedulers import ContinuousScheduler
 from infer.hookspecs import (
     ModelRegistration,
@@ -24,8 +25,7 @@ from infer.hookspecs import (
     StepRecord,
 )
 from infer.plugins import Plugins
-from infer.protocols import CacheFactory, ObserverFactory
-from infer.schedule import Schedule
+from infer.protocols import CacheFactory, ObserverFactory, Schedule
 from infer.settings import Settings, load_settings
 
 SOUND = """

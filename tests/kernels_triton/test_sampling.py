@@ -12,10 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.attention import random
 
+from infer.contracts.params import SamplingParams
+from infer.contracts.request import Request
 from infer.engine.sampler import Drawing
 from infer.kernels.reference import ReferenceKernels
 from infer.protocols import Draws
-from infer.request import Request, SamplingParams
 from infer_kernels_triton.provider import TritonKernels
 
 REFERENCE = ReferenceKernels()

@@ -16,7 +16,7 @@ from tests import support
 from tests.models.checkpoints import VOCAB, Family, as_transformers_4, edit_tensors, write_checkpoint
 from torch import Tensor
 
-from infer.checkpoint import Checkpoint
+from infer.checkpoint import Checkpoint, dummy_tensors, tensor_files
 from infer.errors import CheckpointError
 from infer.protocols import CacheContext, ModelContext, ModelProtocol, Pass
 from infer_cache_slotted import SlottedPool
@@ -105,8 +105,11 @@ class Driver:
         (family,) = [r for r in infer_models() if set(r.architectures) & set(checkpoint.architectures)]
         context = ModelContext(support.KERNELS, dtype, torch.device("cpu"), max_seq_len)
         self.model: ModelProtocol = family.factory(checkpoint.config, context, family.settings())
-        made = checkpoint.dummy_tensors(self.model.expected(), dtype) if dummy else checkpoint.tensors()
-        self.model.load(made)
+        if dummy:
+            self.model.load(dummy_tensors(self.model.expected(), dtype))
+        else:
+            files = tensor_files(checkpoint.folder)
+            self.model.load((name, files.tensor(name)) for name in files.names())
         cache = CacheContext(self.model.attention, 1, max_seq_len, dtype, context.device, context.kernels)
         self.pool = SlottedPool(cache)
 

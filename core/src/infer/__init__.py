@@ -2,6 +2,10 @@
 
 from typing import TYPE_CHECKING, Any
 
+from infer.contracts.hooks import hookimpl
+from infer.contracts.params import SamplingParams
+from infer.contracts.protocols import PLUGIN_API
+from infer.contracts.request import Event, Request, TokenLogprobs
 from infer.errors import (
     CheckpointError,
     EngineDeadError,
@@ -11,9 +15,6 @@ from infer.errors import (
     RequestError,
     SettingsError,
 )
-from infer.hookspecs import hookimpl
-from infer.protocols import PLUGIN_API
-from infer.request import Event, Request, SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
     from infer.llm import LLM, Completion

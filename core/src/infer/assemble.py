@@ -15,21 +15,9 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from infer.chat_template import ChatTemplate
-from infer.checkpoint import Checkpoint
-from infer.encoding import Encoder, TooLongError
-from infer.engine.checked import CheckedScheduler
-from infer.engine.engine import Engine
-from infer.engine.exactness import self_check
-from infer.engine.graphs import DecodeGraphs
-from infer.engine.loop import EngineLoop
-from infer.engine.runner import Runner
-from infer.errors import CheckpointError, InferError, SettingsError
-from infer.grammar import Grammar, Grammars
-from infer.inspection import named
-from infer.plugins import Offer, Plugins
-from infer.progress import track
-from infer.protocols import (
+from infer.checkpoint import Checkpoint, dummy_tensors, tensor_files
+from infer.contracts.params import SamplingParams
+from infer.contracts.protocols import (
     CacheContext,
     CachePoolProtocol,
     KernelsProtocol,
@@ -39,9 +27,22 @@ from infer.protocols import (
     SchedulerProtocol,
     WeightFormatProtocol,
 )
-from infer.request import Request, SamplingParams, too_long
-from infer.server.tool_formats import MARKS
+from infer.contracts.request import Request, too_long
+from infer.engine.checked import CheckedScheduler
+from infer.engine.engine import Engine
+from infer.engine.exactness import self_check
+from infer.engine.graphs import DecodeGraphs
+from infer.engine.loop import EngineLoop
+from infer.engine.runner import Runner
+from infer.errors import CheckpointError, InferError, SettingsError
+from infer.inspection import named
+from infer.plugins import Offer, Plugins
+from infer.progress import track
 from infer.settings import Settings, compose, plugin_settings
+from infer.text.encoding import Encoder, TooLongError
+from infer.text.grammar import Grammar, Grammars
+from infer.text.templates import ChatTemplate
+from infer.text.tool_formats import MARKS
 from infer.weight import Weight
 
 log = logging.getLogger(__name__)
@@ -143,7 +144,7 @@ def _load(settings: Settings, plugins: Plugins, publish: Callable[..., None]) ->
         shapes = model.expected()
         dummy = settings.model.load_format == "dummy"
         weights: Iterable[tuple[str, Weight]]
-        weights = checkpoint.dummy_tensors(shapes, dtype) if dummy else _read(settings, format, checkpoint)
+        weights = dummy_tensors(shapes, dtype) if dummy else _read(settings, format, checkpoint)
         model.load(track(weights, "weights", len(shapes)))
     pool = _pool(settings, cache, model, kernels, dtype, device, max_seq_len)
     if settings.engine.max_seq_len is None and pool.free_tokens() < max_seq_len:
@@ -268,7 +269,9 @@ def _model(settings: Settings, family: Offer, checkpoint: Checkpoint, context: M
 def _read(settings: Settings, format: Offer, checkpoint: Checkpoint) -> Iterator[tuple[str, Weight]]:
     """The checkpoint's weights, each read when it is asked for."""
     own = plugin_settings(settings, "weights", format.name)
-    read: WeightFormatProtocol = format.make(WeightFormatProtocol, checkpoint.config, checkpoint.files(), own)
+    read: WeightFormatProtocol = format.make(
+        WeightFormatProtocol, checkpoint.config, tensor_files(checkpoint.folder), own
+    )
     for name in read.names():
         yield name, read.weight(name)
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-
+from infer.checkpoint.tensors import PlainFormat
+from infer.contracts.hooks import KernelsRegistration, SchedulerRegistration, WeightFormatRegistration, hookimpl
 from infer.engine.schedulers import ContinuousScheduler, StaticScheduler
-from infer.hookspecs import KernelsRegistration, SchedulerRegistration, WeightFormatRegistration, hookimpl
 from infer.kernels.reference import ReferenceKernels
-from infer.protocols import TensorFilesProtocol
-from infer.weight import Weight
 
 INFER_PLUGIN_API = 1
 
@@ -29,19 +25,6 @@ def infer_schedulers() -> list[SchedulerRegistration]:
             chunks=False,
         ),
     ]
-
-
-@dataclass(frozen=True)
-class PlainFormat:
-    """A WeightFormatProtocol: every tensor is a weight, under its own name."""
-
-    files: TensorFilesProtocol
-
-    def names(self) -> Iterable[str]:
-        return self.files.names()
-
-    def weight(self, name: str) -> Weight:
-        return self.files.tensor(name)
 
 
 @hookimpl

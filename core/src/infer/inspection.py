@@ -21,10 +21,10 @@ from typing import Any, cast
 from pydantic import BaseModel, create_model
 from typing_extensions import get_protocol_members
 
-from infer import hookspecs
+from infer.contracts import hooks as hookspecs
+from infer.contracts.hooks import Registration
+from infer.contracts.protocols import PLUGIN_API
 from infer.errors import InferError, PluginError, say
-from infer.hookspecs import Registration
-from infer.protocols import PLUGIN_API
 from infer.settings import ENV_FILE, ENV_PREFIX, Section, Settings, describe
 from infer.slots import SLOTS
 

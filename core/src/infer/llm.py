@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from infer.assemble import start
+from infer.contracts.params import SamplingParams
+from infer.contracts.request import Event, FinishReason, Request, TokenLogprobs
 from infer.engine.loop import AsyncDoor
 from infer.errors import QueueFullError, RequestError, capital
 from infer.plugins import Plugins
 from infer.progress import bar
-from infer.request import Event, FinishReason, Request, SamplingParams, TokenLogprobs
 from infer.settings import Settings, load_settings
 
 Prompt = str | Sequence[int]

@@ -14,16 +14,12 @@ from typing import Any, Self
 
 import pluggy
 
-from infer import hookspecs, inspection
+from infer import inspection
+from infer.contracts import hooks as hookspecs
+from infer.contracts.hooks import CacheRegistration, Registration, SchedulerRegistration, hookimpl
+from infer.contracts.protocols import CacheContext, ObserverProtocol
 from infer.errors import InferError, PluginError, SettingsError, say
-from infer.hookspecs import (
-    CacheRegistration,
-    Registration,
-    SchedulerRegistration,
-    hookimpl,
-)
 from infer.inspection import RECORDS
-from infer.protocols import CacheContext, ObserverProtocol
 from infer.settings import Settings, plugin_settings
 from infer.slots import SLOTS
 

@@ -14,7 +14,7 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, cast
+from typing import Any, ClassVar, Literal, Protocol, Self, cast
 
 from pydantic import (
     BaseModel,
@@ -30,13 +30,11 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
+from infer.contracts.hooks import Registration
+from infer.contracts.protocols import NoSettings
 from infer.errors import SettingsError, say
-from infer.protocols import NoSettings
-from infer.server.tool_formats import FormatName
 from infer.slots import SLOTS
-
-if TYPE_CHECKING:
-    from infer.plugins import Plugins
+from infer.text.tool_formats import FormatName
 
 DEFAULT_FILE = "settings.toml"
 ENV_PREFIX = "INFER_"
@@ -46,6 +44,27 @@ SERVICE_LINK = re.compile(
     r"((SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_PROTO|_PORT|_ADDR)?)=.*|PORT=(tcp|udp|sctp)://.*)"
 )
 """``NAME=value`` as Kubernetes sets it in every pod beside a Service called ``infer`` or ``infer-...``."""
+
+
+class Offered(Protocol):
+    """A plugin's offer, as far as settings are concerned."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def registration(self) -> Registration[Any]: ...
+    @property
+    def chunks(self) -> bool: ...
+
+
+class Installed(Protocol):
+    """What is installed, as far as settings are concerned; ``infer.plugins.Plugins`` is."""
+
+    @property
+    def offers(self) -> Mapping[str, Sequence[Offered]]: ...
+    @property
+    def environment(self) -> frozenset[str]: ...
+    def culprits(self) -> str: ...
 
 
 class Section(BaseModel):
@@ -278,7 +297,7 @@ class Loaded:
     """Dotted key -> where its value came from."""
 
 
-def schema(plugins: Plugins) -> type[Settings]:
+def schema(plugins: Installed) -> type[Settings]:
     """The settings' model with a table for every installed plugin that has settings of its own."""
     sections: dict[str, Any] = {}
     for name, field in Settings.model_fields.items():
@@ -299,7 +318,7 @@ def schema(plugins: Plugins) -> type[Settings]:
     return create_model("Settings", __base__=Settings, **sections)
 
 
-def compose(settings: Settings, plugins: Plugins) -> Settings:
+def compose(settings: Settings, plugins: Installed) -> Settings:
     """Settings that were built without asking what is installed, checked against it. Raises SettingsError."""
     if type(settings) is not Settings:
         return settings
@@ -313,7 +332,7 @@ def plugin_settings(settings: Settings, slot: str, name: str) -> BaseModel:
 
 
 def load_settings(
-    plugins: Plugins,
+    plugins: Installed,
     *,
     file: str | None = None,
     argv: Sequence[str] = (),
@@ -344,7 +363,7 @@ def load_settings(
     )
 
 
-def _build(model: type[Settings], values: dict[str, Any], origins: Mapping[str, str], plugins: Plugins) -> Settings:
+def _build(model: type[Settings], values: dict[str, Any], origins: Mapping[str, str], plugins: Installed) -> Settings:
     try:
         return model(**values)
     except ValidationError as error:
@@ -465,7 +484,7 @@ def _rule(text: str, of: str = "") -> PydanticCustomError:
 
 
 def _explain(
-    error: ValidationError, model: type[Settings], origins: Mapping[str, str], plugins: Plugins
+    error: ValidationError, model: type[Settings], origins: Mapping[str, str], plugins: Installed
 ) -> SettingsError:
     first = error.errors(include_url=False)[0]
     if first["type"] == "rule":

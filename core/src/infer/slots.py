@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from infer.hookspecs import (
+from infer.contracts.hooks import (
     CacheRegistration,
     KernelsRegistration,
     ModelRegistration,

@@ -11,10 +11,11 @@ import torch
 from tests.support import MAX_SEQ_LEN, VOCAB, make_engine, paged_pool, random_prompt, slotted_pool, tiny_model
 
 from infer import PluginError
+from infer.contracts.params import SamplingParams
+from infer.contracts.request import Request
 from infer.engine.checked import CheckedScheduler
 from infer.engine.schedulers import ContinuousScheduler
-from infer.request import Request, SamplingParams
-from infer.schedule import Schedule, Sequence
+from infer.protocols import Schedule, Sequence
 from infer.settings import EngineSettings
 
 

@@ -11,12 +11,11 @@ import pytest
 import torch
 from tests.support import MAX_SEQ_LEN, Stepper, letters, make_engine, paged_pool, random_prompt, tiny_model
 
+from infer.contracts.request import Event
 from infer.engine.batch import Draw, Score, pack
 from infer.engine.runner import SCORED_ROWS
 from infer.hookspecs import RequestRecord
-from infer.protocols import ModelProtocol, Pass
-from infer.request import Event
-from infer.schedule import Sequence
+from infer.protocols import ModelProtocol, Pass, Sequence
 
 F32 = torch.float32
 

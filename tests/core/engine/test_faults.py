@@ -17,19 +17,20 @@ import torch
 from tests.core.engine.test_traffic import EOS, MAX_SEQ_LEN, Launched, Runner
 from tests.support import letters
 
+from infer.contracts.params import SamplingParams
+from infer.contracts.request import Event, Request
 from infer.engine import answer as answer_module
 from infer.engine.batch import Batch, Draw
 from infer.engine.engine import Engine
 from infer.engine.loop import EngineLoop, Mailbox
 from infer.engine.schedulers import ContinuousScheduler
 from infer.engine.steering import Steering, edits
-from infer.engine.text import TextStream
 from infer.errors import EngineDeadError
-from infer.grammar import Masks
 from infer.kernels.reference import ReferenceKernels
 from infer.protocols import CacheContext
-from infer.request import Event, Request, SamplingParams
 from infer.settings import EngineSettings
+from infer.text.detokenizer import TextStream
+from infer.text.grammar import Masks
 from infer_cache_paged import PagedPool, PagedSettings
 
 NUM = 8

@@ -21,12 +21,11 @@ from tests.support import (
 )
 from torch import Tensor
 
+from infer.contracts.request import Request
 from infer.engine.batch import Batch, Draw, pack
 from infer.engine.graphs import DecodeGraphs, batch_sizes
 from infer.kernels.reference import ReferenceKernels
-from infer.protocols import AttentionSpec, Ragged, RecorderProtocol
-from infer.request import Request
-from infer.schedule import PENDING, Sequence
+from infer.protocols import PENDING, AttentionSpec, Ragged, RecorderProtocol, Sequence
 
 MAX_BATCH = 5
 

@@ -15,12 +15,12 @@ import torch
 from tests.support import CPU, KERNELS, MAX_SEQ_LEN, random_prompt, slotted_pool, tiny_model
 
 from infer import LLM, SamplingParams
+from infer.contracts.request import Event, Request
 from infer.engine.engine import Engine
 from infer.engine.loop import EngineLoop, Mailbox
 from infer.engine.runner import Runner
 from infer.engine.schedulers import ContinuousScheduler
 from infer.errors import EngineDeadError
-from infer.request import Event, Request
 from infer.settings import EngineSettings
 
 
@@ -162,7 +162,7 @@ async def test_every_way_of_python_raises_when_the_engine_fails(monkeypatch: pyt
 def test_infer_generate_fails_with_the_engine() -> None:
     program = """
 import sys
-from infer.cli import main
+from infer.commands.cli import main
 from infer.engine.schedulers import ContinuousScheduler
 ContinuousScheduler.schedule = lambda self: 1 / 0
 sys.exit(main(["generate", "--model.path", "demo", "--kernels.threads", "1", *sys.argv[1:]]))

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests import support
 
+from infer.contracts.params import SamplingParams
+from infer.contracts.request import Request
 from infer.engine.sampler import Drawing, score, uniform, words
-from infer.request import Request, SamplingParams
 
 MASK = 2**64 - 1
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from infer.contracts.params import SamplingParams
+from infer.contracts.request import Request
 from infer.engine.schedulers import ContinuousScheduler, StaticScheduler
-from infer.protocols import Allocation
-from infer.request import Request, SamplingParams
-from infer.schedule import PENDING, Schedule, Sequence
+from infer.protocols import PENDING, Allocation, Schedule, Sequence
 from infer.settings import EngineSettings
 
 

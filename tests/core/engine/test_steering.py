@@ -13,12 +13,12 @@ from tests.core.engine.test_faults import Panic
 from tests.support import VOCAB, make_engine, random_prompt, slotted_pool, tiny_model
 
 from infer import LLM, Event, SamplingParams
+from infer.contracts.params import StructuredOutputs
 from infer.engine.sampler import uniform, words
 from infer.engine.steering import Steering
-from infer.grammar import Matcher
 from infer.kernels.reference import ReferenceKernels
 from infer.protocols import Draws, Pass
-from infer.request import StructuredOutputs
+from infer.text.grammar import Matcher
 
 PROMPT = random_prompt(9, seed=3)
 CASES: dict[str, dict[str, Any]] = {

@@ -16,15 +16,15 @@ import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from infer.contracts.params import SamplingParams
+from infer.contracts.request import Event, Request
 from infer.engine.batch import Batch, Draw
 from infer.engine.engine import Abort, Engine
 from infer.engine.runner import Drawn, Result
 from infer.engine.schedulers import ContinuousScheduler
 from infer.hookspecs import RequestRecord, StepRecord
 from infer.kernels.reference import ReferenceKernels
-from infer.protocols import CacheContext
-from infer.request import Event, Request, SamplingParams
-from infer.schedule import PENDING
+from infer.protocols import PENDING, CacheContext
 from infer.settings import EngineSettings
 from infer_cache_paged import PagedPool, PagedSettings
 from infer_cache_slotted import SlottedPool

@@ -19,9 +19,9 @@ from tests import serving
 from tests.models.checkpoints import write_checkpoint
 from tests.serving import TEMPLATE, Body, running
 
-from infer.chat_template import ChatTemplate
 from infer.errors import RequestError
 from infer.server.rendering import Renderer
+from infer.text.templates import ChatTemplate
 
 ENGINE = {"max_batch_size": 4, "max_seq_len": 512}
 MESSAGES = [{"role": "user", "content": "a loop"}]

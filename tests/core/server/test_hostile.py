@@ -18,10 +18,10 @@ from pydantic import ValidationError
 from tests import serving
 from tests.serving import Body, running
 
-from infer import grammar
 from infer.server import app, compiling, completions, decisions, reading, schemas, service, tokens, writing
 from infer.server.child import Child, ChildError
-from infer.server.errors import Protocol
+from infer.server.http_errors import Protocol
+from infer.text import grammar
 
 ENGINE = {"max_batch_size": 4, "max_seq_len": 512}
 SIZE = 1_000_000

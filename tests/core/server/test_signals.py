@@ -19,7 +19,7 @@ from infer.errors import SettingsError
 from infer.server.app import bind
 
 INFER = (sys.executable, "-c", "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
-         "from infer.cli import main; sys.exit(main())")  # fmt: skip
+         "from infer.commands.cli import main; sys.exit(main())")  # fmt: skip
 EXPONENTIAL = {"allOf": [{"type": "string", "pattern": f".*a.{{{i}}}b.*"} for i in range(40)]}
 
 
@@ -99,7 +99,7 @@ def test_requests_finish_after_a_signal_and_a_second_one_ends_them(tmp_path: Pat
 def test_a_signal_while_loading_is_no_traceback(number: signal.Signals, tmp_path: Path) -> None:
     script = (
         "import infer.server.app as app, sys, time\n"
-        "from infer.cli import main\n"
+        "from infer.commands.cli import main\n"
         "def start(settings, plugins):\n"
         "    print('loading', flush=True)\n"
         "    time.sleep(1000)\n"

@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
-from infer.protocols import Allocation
+from infer.contracts.protocols import Allocation
 
 Ints = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 Table_co = TypeVar("Table_co", covariant=True)

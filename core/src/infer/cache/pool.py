@@ -9,7 +9,7 @@ import numpy as np
 
 from infer.cache.books import BooksProtocol, SharingBooks, TruncatingBooks
 from infer.cache.storage import StorageProtocol
-from infer.protocols import Allocation, KVCacheView
+from infer.contracts.protocols import Allocation, KVCacheView
 
 Table = TypeVar("Table")
 View = TypeVar("View", bound=KVCacheView)

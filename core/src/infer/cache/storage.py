@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from infer.cache.books import Ints
+from infer.contracts.protocols import AttentionSpec, CacheContext, KernelsProtocol, KVCacheView, Ragged, Rotary
 from infer.device import caller, upload, zeros
-from infer.protocols import AttentionSpec, CacheContext, KernelsProtocol, KVCacheView, Ragged, Rotary
 
 Table_contra = TypeVar("Table_contra", contravariant=True)
 View_co = TypeVar("View_co", bound=KVCacheView, covariant=True)

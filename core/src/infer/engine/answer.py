@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from infer.contracts.records import Totals
+from infer.contracts.request import Event, FinishReason, TokenLogprobs
+from infer.contracts.schedule import Sequence
 from infer.engine.steering import Steering
-from infer.engine.text import TextStream, TokenTexts
-from infer.hookspecs import Totals
-from infer.request import Event, FinishReason, TokenLogprobs
-from infer.schedule import Sequence
+from infer.text.detokenizer import TextStream, TokenTexts
 
 log = logging.getLogger(__name__)
 

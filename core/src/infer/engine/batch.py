@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from infer.contracts.request import Request
+from infer.contracts.schedule import PENDING, Sequence, Work
 from infer.engine.steering import Steering
-from infer.request import Request
-from infer.schedule import PENDING, Sequence, Work
 
 Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
 

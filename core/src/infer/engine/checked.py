@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 
+from infer.contracts.protocols import SchedulerProtocol
+from infer.contracts.schedule import Schedule, Sequence, Work
 from infer.errors import PluginError, say
-from infer.protocols import SchedulerProtocol
-from infer.schedule import Schedule, Sequence, Work
 
 PATIENCE_S = 10.0
 """How long a scheduler that has work may plan nothing before it is taken to be stuck."""

@@ -13,15 +13,15 @@ from typing import NamedTuple, overload
 
 from tokenizers import Tokenizer
 
+from infer.contracts.protocols import CachePoolProtocol, SchedulerProtocol
+from infer.contracts.records import RequestRecord, StepRecord, WorkRecord
+from infer.contracts.request import Event, FinishReason, Request
+from infer.contracts.schedule import PENDING, Schedule, Sequence, Work
 from infer.engine.answer import Answer, Counts
 from infer.engine.batch import Draw, Score, pack
 from infer.engine.runner import Drawn, Launched, Runner
 from infer.engine.steering import Steering
-from infer.engine.text import TokenTexts
-from infer.hookspecs import RequestRecord, StepRecord, WorkRecord
-from infer.protocols import CachePoolProtocol, SchedulerProtocol
-from infer.request import Event, FinishReason, Request
-from infer.schedule import PENDING, Schedule, Sequence, Work
+from infer.text.detokenizer import TokenTexts
 
 log = logging.getLogger(__name__)
 

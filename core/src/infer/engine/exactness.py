@@ -20,9 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from infer.contracts.protocols import (
+    CachePoolProtocol,
+    Draws,
+    KernelsProtocol,
+    KVCacheView,
+    ModelProtocol,
+    Pass,
+    Rotary,
+)
 from infer.device import same_bits
 from infer.engine.graphs import DecodeGraphs
-from infer.protocols import CachePoolProtocol, Draws, KernelsProtocol, KVCacheView, ModelProtocol, Pass, Rotary
 
 log = logging.getLogger(__name__)
 

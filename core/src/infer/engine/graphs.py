@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from infer.contracts.protocols import CachePoolProtocol, KVCacheView, ModelProtocol, Pass, RecorderProtocol
 from infer.device import same_bits
-from infer.protocols import CachePoolProtocol, KVCacheView, ModelProtocol, Pass, RecorderProtocol
 
 log = logging.getLogger(__name__)
 

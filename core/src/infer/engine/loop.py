@@ -10,9 +10,9 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 
+from infer.contracts.request import Event, Request
 from infer.engine.engine import Abort, Engine
 from infer.errors import EngineDeadError, InferError, QueueFullError
-from infer.request import Event, Request
 
 log = logging.getLogger(__name__)
 

@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from infer.contracts.protocols import CachePoolProtocol, KernelsProtocol, ModelProtocol, Pass
+from infer.contracts.request import TokenLogprobs
 from infer.device import download, mark, upload
 from infer.engine.batch import Batch, Draw, Score
 from infer.engine.graphs import DecodeGraphs
 from infer.engine.sampler import Drawing, score
 from infer.engine.steering import edits, steer
-from infer.grammar import Masks
-from infer.protocols import CachePoolProtocol, KernelsProtocol, ModelProtocol, Pass
-from infer.request import TokenLogprobs
+from infer.text.grammar import Masks
 
 SCORED_ROWS = 128
 """Prompt positions whose logits are in memory at once."""

@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from infer.contracts.params import SamplingParams
+from infer.contracts.protocols import Draws
+from infer.contracts.request import Request, TokenLogprobs
 from infer.device import download, upload
-from infer.protocols import Draws
-from infer.request import Request, SamplingParams, TokenLogprobs
 
 Words = np.ndarray[tuple[int], np.dtype[np.uint64]]
 Wanted = int | tuple[int, ...] | None

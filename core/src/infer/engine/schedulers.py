@@ -6,8 +6,8 @@ from bisect import insort
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from infer.protocols import CachePoolProtocol
-from infer.schedule import Schedule, Sequence, Work, new_work
+from infer.contracts.protocols import CachePoolProtocol
+from infer.contracts.schedule import Schedule, Sequence, Work, new_work
 
 if TYPE_CHECKING:
     from infer.settings import EngineSettings

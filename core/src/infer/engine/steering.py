@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from infer.contracts.request import Request
 from infer.device import upload
-from infer.grammar import Bits, Masks, Matcher
-from infer.request import Request
+from infer.text.grammar import Bits, Masks, Matcher
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infer.protocols import Activation, AttentionSpec, Draws, KernelsProtocol, Ragged, RecorderProtocol, Rotary
+from infer.contracts.protocols import (
+    Activation,
+    AttentionSpec,
+    Draws,
+    KernelsProtocol,
+    Ragged,
+    RecorderProtocol,
+    Rotary,
+)
 from infer.weight import GroupedWeight, Weight
 
 SEGMENT = 128

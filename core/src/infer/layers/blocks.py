@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from infer.contracts.protocols import Activation, AttentionSpec, HeadNorms, KVCacheView, Rotary
 from infer.errors import CheckpointError
 from infer.layers.linear import Linear, RMSNorm
 from infer.layers.rotary import RopeParameters, rotary_order
 from infer.layers.table import Weights
-from infer.protocols import Activation, AttentionSpec, HeadNorms, KVCacheView, Rotary
 
 
 class GatedMLP:

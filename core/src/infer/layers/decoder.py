@@ -9,11 +9,11 @@ import torch
 from pydantic import BaseModel, PositiveInt, model_validator
 from torch import Tensor
 
+from infer.contracts.protocols import AttentionSpec, KVCacheView, ModelContext, Pass, Rotary
 from infer.layers.config import PositiveNumber, read_config
 from infer.layers.linear import Embedding, Head, RMSNorm
 from infer.layers.rotary import RopeParameters, RotaryEmbedding
 from infer.layers.table import Weights
-from infer.protocols import AttentionSpec, KVCacheView, ModelContext, Pass, Rotary
 from infer.weight import Weight
 
 

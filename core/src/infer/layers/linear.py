@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from infer.contracts.protocols import Activation
 from infer.device import zeros
 from infer.layers.table import Weights
-from infer.protocols import Activation
 from infer.weight import GroupedWeight, Weight
 
 

@@ -15,9 +15,9 @@ import torch
 from pydantic import BaseModel, Field, PositiveInt, model_validator
 from torch import Tensor
 
+from infer.contracts.protocols import ModelContext, Rotary
 from infer.errors import CheckpointError
 from infer.layers.config import PositiveNumber, config_table, read_config
-from infer.protocols import ModelContext, Rotary
 
 Length = Annotated[int, Field(gt=1)]
 

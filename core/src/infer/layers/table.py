@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from infer.contracts.protocols import ModelContext
 from infer.errors import CheckpointError
-from infer.protocols import ModelContext
 from infer.weight import Weight
 
 

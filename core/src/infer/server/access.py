@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from infer.server.errors import REQUEST_ID, ForbiddenError, MediaTypeError, UnauthorizedError
+from infer.server.http_errors import REQUEST_ID, ForbiddenError, MediaTypeError, UnauthorizedError
 from infer.server.service import CALLER, Caller
 
 OPEN = ("/health", "/ready")

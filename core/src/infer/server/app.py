@@ -25,10 +25,10 @@ from infer.errors import SettingsError
 from infer.plugins import Plugins
 from infer.server import answers
 from infer.server.access import access_log, allow_origin, authorize, guard, log_to_stderr, preflight
-from infer.server.chat import Chat
+from infer.server.chat_completions import Chat
 from infer.server.completions import Completions
 from infer.server.decisions import Decisions
-from infer.server.errors import NotFoundError, Protocol, errors
+from infer.server.http_errors import NotFoundError, Protocol, errors
 from infer.server.metrics import Metrics
 from infer.server.openapi import Route, pages
 from infer.server.rendering import Renderer

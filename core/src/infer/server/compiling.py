@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 
+from infer.contracts.params import StructuredOutputs
 from infer.errors import QueueFullError
-from infer.grammar import Grammar, Grammars
-from infer.request import StructuredOutputs
 from infer.server.child import Child, ChildError
+from infer.text.grammar import Grammar, Grammars
 
 SECONDS = 5.0
 MEMORY = 1 << 29

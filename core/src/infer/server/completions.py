@@ -9,12 +9,12 @@ from typing import Any
 
 from aiohttp import web
 
-from infer.engine.text import CompanyDetokenizer, Detokenizer, TokenTexts
-from infer.request import Request, TokenLogprobs
+from infer.contracts.request import Request, TokenLogprobs
 from infer.server.schemas import CompletionRequest, StreamOptions, checked
 from infer.server.service import CALLER, Events, Json, Service
 from infer.server.tokens import number
 from infer.server.writing import Array
+from infer.text.detokenizer import CompanyDetokenizer, Detokenizer, TokenTexts
 
 
 class Completions:

@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 from aiohttp import web
 from pydantic_core import to_json
 
+from infer.contracts.params import SamplingParams
+from infer.contracts.request import Request
 from infer.errors import RequestError
 from infer.llm import Completion
-from infer.request import Request, SamplingParams
-from infer.server.errors import REQUEST_ID
+from infer.server.http_errors import REQUEST_ID
 from infer.server.schemas import (
     ChoiceQuestion,
     Choices,

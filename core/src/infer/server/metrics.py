@@ -11,8 +11,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from infer.assemble import Served
+from infer.contracts.hooks import hookimpl
+from infer.contracts.records import RequestRecord, StepRecord, Totals
 from infer.engine.loop import EngineLoop
-from infer.hookspecs import RequestRecord, StepRecord, Totals, hookimpl
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
 LONG_SECONDS = (*SECONDS[6:], 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)

@@ -9,9 +9,9 @@ from typing import Any
 
 from pydantic_core import from_json, to_json
 
-from infer import chat_template
-from infer.chat_template import MAX_CHARS, ChatTemplate, Manners
 from infer.errors import RequestError, capital
+from infer.text import templates
+from infer.text.templates import MAX_CHARS, ChatTemplate, Manners
 
 TIMEOUT_S = 5.0
 TRIES = 2
@@ -71,7 +71,7 @@ class Renderer:
         process = self._process
         if process is None:
             process = self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-P", chat_template.__file__, stdin=PIPE, stdout=PIPE, limit=8 * MAX_CHARS
+                sys.executable, "-P", templates.__file__, stdin=PIPE, stdout=PIPE, limit=8 * MAX_CHARS
             )
             line = self._first + line
         assert process.stdin is not None

@@ -9,15 +9,16 @@ from typing import Any
 
 from aiohttp import web
 
-from infer.request import Event, FinishReason, SamplingParams
-from infer.server.chat import Chat
-from infer.server.errors import REQUEST_ID
+from infer.contracts.params import SamplingParams
+from infer.contracts.request import Event, FinishReason
+from infer.server.chat_completions import Chat
+from infer.server.http_errors import REQUEST_ID
 from infer.server.schemas import ResponsesRequest, checked
 from infer.server.service import Events, Json, Service
 from infer.server.tokens import Tokens
-from infer.server.tool_formats.reader import Part, Piece
-from infer.server.tools import make_parser
 from infer.server.writing import Array
+from infer.text.tool_formats.reader import Part, Piece
+from infer.text.tools import make_parser
 
 OPEN, CLOSE = b"<think>", b"</think>"
 

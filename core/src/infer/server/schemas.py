@@ -26,8 +26,8 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, from_json, to_json
 
+from infer.contracts.params import MAX_CHOICES, MAX_LOGPROBS, SamplingParams, StructuredOutputs, TokenId
 from infer.errors import RequestError, capital
-from infer.request import MAX_CHOICES, MAX_LOGPROBS, SamplingParams, StructuredOutputs, TokenId
 
 MAX_TOOLS = 128
 MAX_QUESTIONS = 400

@@ -14,20 +14,21 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from infer.assemble import Served
-from infer.chat_template import Manners
+from infer.contracts.params import SamplingParams
+from infer.contracts.request import Event, Request, TokenLogprobs
 from infer.engine.loop import AsyncDoor
-from infer.engine.text import TokenTexts
 from infer.errors import EngineDeadError, InferError, RequestError
 from infer.llm import Completion
-from infer.request import Event, Request, SamplingParams, TokenLogprobs
 from infer.server.compiling import Compiler
-from infer.server.errors import ASKED, REQUEST_ID, NotFoundError, UnreadableError, error_of
+from infer.server.http_errors import ASKED, REQUEST_ID, NotFoundError, UnreadableError, error_of
 from infer.server.reading import MAX_BODIES, Reader, Room
 from infer.server.rendering import Renderer
 from infer.server.schemas import Body
 from infer.server.tokens import Tokens, number
 from infer.server.writing import Array, Writer
 from infer.settings import ServerSettings
+from infer.text.detokenizer import TokenTexts
+from infer.text.templates import Manners
 
 SHUTTING_DOWN = "The server is shutting down; send the request again."
 PIECE_BYTES = 1 << 18

@@ -6,12 +6,12 @@ import asyncio
 
 from aiohttp import web
 
-from infer.encoding import TooLongError
 from infer.errors import RequestError
-from infer.server.chat import Chat
+from infer.server.chat_completions import Chat
 from infer.server.schemas import DetokenizeRequest, TokenizeRequest
 from infer.server.service import INLINE_CHARS, Json, Service
 from infer.server.writing import Array
+from infer.text.encoding import TooLongError
 
 MAX_TOKENS = 1 << 18
 """Of an answer, or as many as the model takes: more would hold up others while they are written down."""

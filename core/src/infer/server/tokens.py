@@ -7,7 +7,7 @@ import json
 
 from tokenizers import Tokenizer
 
-from infer.engine.text import BYTE_OF, FALLBACK_BYTE
+from infer.text.detokenizer import BYTE_OF, FALLBACK_BYTE
 
 LOWEST = -9999.0
 """What is said of a token that cannot come, as OpenAI says it: JSON has no infinity."""

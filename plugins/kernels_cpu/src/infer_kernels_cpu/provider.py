@@ -56,7 +56,7 @@ class CpuKernels(ReferenceKernels):
             self._empty = before
 
     def recorder(self) -> RecorderProtocol | None:
-        return Recorder(self)
+        return Recorder(self.native, self.results_in)
 
     def pack(self, weight_NK: Weight, bias_N: Tensor | None = None) -> Packed:
         return self._pack(weight_NK, bias_N, gated=False)

@@ -6,7 +6,8 @@ import ctypes
 import functools
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +17,6 @@ from torch.utils._pytree import tree_leaves
 
 from infer.device import caller
 from infer_kernels_cpu.memory import Buffers
-
-if TYPE_CHECKING:
-    from infer_kernels_cpu.provider import CpuKernels
 
 READS = {
     *("tolist", "numpy", "item", "__array__", "__dlpack__", "__repr__", "__format__", "__contains__"),
@@ -30,16 +28,18 @@ SHAPED = {"aten.where.default", "aten.narrow.Tensor", "aten.tensor_split.tensor_
 
 
 class Recorder:
-    """A RecorderProtocol. All its passes share one pool of memory, since they never run at a time."""
+    """A RecorderProtocol. All its passes share one pool of memory, since they never run at a time: ``results_in`` has
+    the kernels put their results there meanwhile."""
 
     cheap = True
 
-    def __init__(self, kernels: CpuKernels) -> None:
-        self._kernels = kernels
+    def __init__(self, native: ctypes.CDLL, results_in: Callable[[Buffers], AbstractContextManager[None]]) -> None:
+        self._native = native
+        self._results_in = results_in
         self._memory = Buffers(small=0)
 
     def __call__(self, run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Tensor | str] | str]:
-        with self._kernels.results_in(self._memory), Tape(self._kernels.native) as tape, Reads(tape):
+        with self._results_in(self._memory), Tape(self._native) as tape, Reads(tape):
             out = run()
         return out, tape.refused or Replay(tape, out)
 

@@ -1,0 +1,190 @@
+"""A checkpoint: config.json and safetensors in one folder, found by its path, a bundled name or a hub id.
+
+Nothing here knows a model family, and nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from infer.checkpoint.files import read_json, read_text
+from infer.checkpoint.hub import download
+from infer.contracts.params import SamplingParams
+from infer.errors import CheckpointError
+
+TOKENIZER_CONFIG = "tokenizer_config.json"
+GENERATION_CONFIG = "generation_config.json"
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""What generation_config.json may say of how to sample; the same names as in SamplingParams."""
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+MAX_LAYERS = 10_000
+"""More is a damaged file: the deepest published models have some hundred, and each layer costs memory before a single
+weight is read."""
+
+
+class Checkpoint:
+    """What a folder says of itself. Every fault in it is a CheckpointError that names the file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.config: dict[str, Any] = read_json(self.folder, "config.json")
+        text = self.config.get("text_config")
+        self._text: dict[str, Any] = text if isinstance(text, dict) else {}
+        layers = self._field("num_hidden_layers")
+        if layers is not None and not (_is_id(layers) and 0 < layers <= MAX_LAYERS):
+            raise self._bad("num_hidden_layers", layers, f"an integer from 1 to {MAX_LAYERS}")
+
+    @classmethod
+    def locate(cls, path: str, *, bundled: Mapping[str, Path], revision: str | None = None) -> Checkpoint:
+        """An existing folder, else a bundled name, else a hub id ``org/name``, downloaded at ``revision`` or
+        found in the hub's cache."""
+        folder = Path(os.path.expanduser(path))
+        if not folder.is_dir():
+            if folder.exists():
+                raise CheckpointError(f"{path} is a file; give the folder that holds config.json and weights.")
+            if path not in bundled:
+                return cls(download(path, bundled, revision))
+            folder = bundled[path]
+        if revision is not None:
+            raise CheckpointError(
+                f"A revision ({revision!r}) can be chosen of a hub id only, and {path!r} is {folder}."
+            )
+        return cls(folder)
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """The names by which a model family is found; empty when config.json gives none."""
+        names = self.config.get("architectures") or []
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise self._bad("architectures", names, "a list of names")
+        return tuple(names)
+
+    @property
+    def quant_method(self) -> str:
+        """How the weights are quantised, by the hub's name; empty where they are not."""
+        value = self._field("quantization_config")
+        if value is None:
+            return ""
+        method = value.get("quant_method") if isinstance(value, dict) else None
+        if not isinstance(method, str) or not method:
+            raise self._bad("quantization_config", value, "a table with a quant_method")
+        return method
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type the weights are kept in; float32 where config.json does not say."""
+        name = self._field("dtype") or self._field("torch_dtype") or "float32"
+        if not isinstance(name, str) or name not in DTYPES:
+            raise self._bad("dtype", name, ", ".join(DTYPES))
+        return DTYPES[name]
+
+    @property
+    def max_positions(self) -> int:
+        """The longest sequence the model was made for; ``sys.maxsize`` where config.json does not say."""
+        value = self._field("max_position_embeddings")
+        if value is None:
+            return sys.maxsize
+        if not _is_id(value) or value < 2:
+            raise self._bad("max_position_embeddings", value, "an integer of at least 2: a prompt and an answer")
+        assert isinstance(value, int)
+        return value
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Every token that config.json or generation_config.json says ends an answer."""
+        configs = [self.config, self._text, self._generation_config]
+        found: set[int] = set()
+        for value in (config.get("eos_token_id") for config in configs):
+            ids = [] if value is None else value if isinstance(value, list) else [value]
+            if not all(map(_is_id, ids)):
+                raise self._bad("eos_token_id", value, "a token id or a list of them")
+            found.update(ids)
+        return frozenset(found)
+
+    def check_ids(self, vocab_size: int) -> None:
+        """Raises CheckpointError where a token that ends answers is none of the model's."""
+        if beyond := [id for id in sorted(self.eos_token_ids) if id >= vocab_size]:
+            raise CheckpointError(
+                f"{self.folder}: eos_token_id, in config.json or generation_config.json, has {beyond[0]}, but the "
+                f"model's token ids are 0 to {vocab_size - 1}; correct it there."
+            )
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The sampling parameters that generation_config.json gives, by name; ``do_sample: false`` is temperature 0."""
+        config = self._generation_config
+        found = {name: config[name] for name in SAMPLING if config.get(name) is not None}
+        file = self.folder / GENERATION_CONFIG
+        way_out = 'mend the file, or do without its values by model.generation_config = "none"'
+        draws = config.get("do_sample")
+        if not isinstance(draws, bool | None):
+            raise CheckpointError(f"{file}: do_sample is {draws!r}; it has to be true or false: {way_out}.")
+        try:
+            SamplingParams.model_validate(found, strict=True)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise CheckpointError(
+                f"{file}: {first['loc'][0]} is {first['input']!r}: {first['msg']}; {way_out}."
+            ) from None
+        return found | ({"temperature": 0.0} if draws is False else {})
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """The texts of special tokens by role, ``bos_token`` and so on, as tokenizer_config.json gives them."""
+        found = {}
+        for role, value in self._tokenizer_config.items():
+            if role.endswith("_token"):
+                text = value.get("content") if isinstance(value, dict) else value
+                if isinstance(text, str):
+                    found[role] = text
+        return found
+
+    @property
+    def chat_template(self) -> str | None:
+        """The Jinja source that makes messages a prompt, where the checkpoint has one."""
+        file = self.folder / "chat_template.jinja"
+        if file.is_file():
+            return read_text(file)
+        value = self._tokenizer_config.get("chat_template")
+        if isinstance(value, list):  # several by name
+            named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
+            value = named.get("default")
+        if value is not None and not isinstance(value, str):
+            raise CheckpointError(
+                f"{self.folder / TOKENIZER_CONFIG}: chat_template is neither a text nor has a default."
+            )
+        return value
+
+    @property
+    def _tokenizer_config(self) -> dict[str, Any]:
+        return read_json(self.folder, TOKENIZER_CONFIG) if (self.folder / TOKENIZER_CONFIG).exists() else {}
+
+    @property
+    def _generation_config(self) -> dict[str, Any]:
+        return read_json(self.folder, GENERATION_CONFIG) if (self.folder / GENERATION_CONFIG).exists() else {}
+
+    @property
+    def tokenizer_file(self) -> Path:
+        file = self.folder / "tokenizer.json"
+        if not file.is_file():
+            raise CheckpointError(f"{self.folder} has no tokenizer.json, the one tokenizer that infer reads.")
+        return file
+
+    def _field(self, key: str) -> Any:
+        """A value of the text model, whether or not config.json describes other modalities too."""
+        value = self._text.get(key)
+        return self.config.get(key) if value is None else value
+
+    def _bad(self, key: str, value: object, wanted: str) -> CheckpointError:
+        return CheckpointError(f"{self.folder / 'config.json'}: {key} is {value!r}; it has to be {wanted}.")
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

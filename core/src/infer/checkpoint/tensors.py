@@ -1,0 +1,133 @@
+"""A checkpoint's tensors: in safetensors, memory-mapped, or made up for measuring. Nothing is ever unpickled."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from infer.checkpoint.files import read_json, regular
+from infer.contracts.protocols import TensorFilesProtocol
+from infer.errors import CheckpointError
+from infer.weight import Weight
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+OTHER_FORMATS = (".bin", ".pt", ".pth", ".gguf")
+DUMMY_STD = 0.02
+DUMMY_PERIOD = 1_048_573
+"""Values drawn once and repeated through all dummy weights: a prime, so that rows of a matrix differ."""
+
+MAPPED = 32
+"""Tensors for which a file is mapped at a time: what has been read of it counts as this process's memory."""
+
+
+class TensorFiles:
+    """A checkpoint's tensors by name, memory-mapped: each a view of its file, to be copied by whoever keeps it. Reading
+    them in the order of ``names`` is fastest."""
+
+    def __init__(self, files: Mapping[str, Path]) -> None:
+        self._files = files
+        self._opened: tuple[Path, Any] | None = None
+        self._reads = 0
+
+    def names(self) -> list[str]:
+        return list(self._files)
+
+    def tensor(self, name: str) -> Tensor:
+        file = self._files[name]
+        if self._opened is None or self._opened[0] != file or self._reads == MAPPED:
+            self._opened = None  # before the next is mapped
+            self._opened, self._reads = (file, _open(file)), 0
+        self._reads += 1
+        try:
+            tensor: Tensor = self._opened[1].get_tensor(name)
+        except Exception as error:  # the library has none of its own for types torch lacks
+            raise CheckpointError(f"The tensor {name!r} of {file} cannot be read: {error}.") from error
+        return tensor
+
+
+@dataclass(frozen=True)
+class PlainFormat:
+    """A WeightFormatProtocol: every tensor is a weight, under its own name."""
+
+    files: TensorFilesProtocol
+
+    def names(self) -> Iterable[str]:
+        return self.files.names()
+
+    def weight(self, name: str) -> Weight:
+        return self.files.tensor(name)
+
+
+def tensor_files(folder: Path) -> TensorFiles:
+    """The tensors, once all files have been opened and their names compared with the index."""
+    files = _shards(folder)
+    listed = set().union(*(names or () for names in files.values()))
+    held: dict[str, list[str]] = {}
+    for file, names in files.items():
+        with _open(folder / file) as shard:
+            held[file] = list(shard.keys())
+        if names is None:
+            continue
+        if lacking := sorted(names - set(held[file])):
+            raise CheckpointError(f"{folder / file} lacks {lacking[0]!r}, which {INDEX} lists.")
+        if extra := sorted(set(held[file]) - names):
+            raise CheckpointError(
+                f"{folder / file} holds {extra[0]!r}, which {INDEX} "
+                f"{'puts in another file' if extra[0] in listed else 'does not list'}."
+            )
+    return TensorFiles({name: folder / file for file, names in held.items() for name in names})
+
+
+def dummy_tensors(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Made-up weights: ones for norms, N(0, 0.02) elsewhere. Names and shapes decide the values."""
+    generator = torch.Generator().manual_seed(0)
+    period = (torch.randn(DUMMY_PERIOD, generator=generator) * DUMMY_STD).to(dtype)
+    for name, shape in shapes.items():
+        if len(shape) == 1 and not name.endswith(".bias"):
+            yield name, torch.ones(shape, dtype=dtype)
+            continue
+        numel = torch.Size(shape).numel()
+        values = period.roll(zlib.crc32(name.encode()) % DUMMY_PERIOD)
+        yield name, values.repeat(-(-numel // DUMMY_PERIOD))[:numel].view(shape)
+
+
+def _shards(folder: Path) -> dict[str, set[str] | None]:
+    """Files of tensors and the names the index lists for each; None when there is no index."""
+    if (folder / SINGLE).exists():
+        return {SINGLE: None}
+    if not (folder / INDEX).exists():
+        others = sorted(f.name for f in folder.iterdir() if f.suffix in OTHER_FORMATS)
+        but = f"; it has {others[0]}, but infer reads safetensors only" if others else ""
+        raise CheckpointError(f"{folder} has no {SINGLE} and no {INDEX}{but}.")
+    weight_map = read_json(folder, INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{folder / INDEX} has no weight_map.")
+    shards: dict[str, set[str] | None] = {}
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or file in ("", "..") or Path(file).name != file:
+            raise CheckpointError(f"{folder / INDEX} puts {name!r} in {file!r}, which is not a file's name.")
+        names = shards.setdefault(file, set())
+        assert names is not None
+        names.add(name)
+    return shards
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(regular(file), framework="pt")
+    except FileNotFoundError:
+        raise CheckpointError(f"{file} is missing, though {INDEX} lists it.") from None
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror or error}.") from error
+    except SafetensorError as error:
+        with file.open("rb") as stream:
+            pointer = stream.read(8) == b"version "
+        why = "it is a Git LFS pointer, not the file itself" if pointer else str(error)
+        raise CheckpointError(f"{file} is incomplete or damaged: {why}.") from error

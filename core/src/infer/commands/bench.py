@@ -1,0 +1,401 @@
+"""`infer bench`: the named workloads over HTTP, against infer or any server that speaks /v1/completions.
+
+Percentiles are numpy's with linear interpolation. TTFT is from sending to the first chunk with text; ITL is the gap
+between successive chunks; one chunk carries one token unless a character needs several.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from prometheus_client.parser import text_string_to_metric_families
+
+from infer.errors import InferError, SettingsError
+
+if TYPE_CHECKING:
+    import aiohttp
+
+READY = "infer: ready on "
+AUTO_LOAD = 0.7
+"""The fraction of the measured capacity that ``--rate auto`` offers: what the machine can just carry without a
+queue that only grows."""
+CALIBRATION = 8
+"""Requests of the calibration run, sent at once."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests whose lengths are drawn uniformly from one of ``mixture``'s (probability, low, high) prompt ranges."""
+
+    requests: int
+    mixture: tuple[tuple[float, int, int], ...]
+    output: tuple[int, int]
+    arrivals: str
+    """``sequential``, ``at once``, ``uniform`` or ``poisson``."""
+    shared_prefix: int = 0
+    """Tokens that all prompts begin with, besides their own."""
+
+
+WORKLOADS: Mapping[str, Workload] = {
+    "baseline": Workload(10, ((1.0, 256, 256),), (256, 256), "sequential"),
+    "continuous_batching": Workload(32, ((1.0, 64, 512),), (64, 256), "uniform"),
+    "paged_attention": Workload(48, ((1.0, 128, 384),), (128, 256), "at once"),
+    "chunked_prefill": Workload(48, ((0.75, 1024, 2048), (0.25, 64, 128)), (64, 256), "poisson"),
+    "prefix_caching": Workload(48, ((1.0, 32, 128),), (256, 256), "uniform", shared_prefix=1024),
+}
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One request of a plan; ``at`` is seconds after the start at a rate of one request per second."""
+
+    at: float
+    prompt_token_ids: tuple[int, ...]
+    max_tokens: int
+
+
+@dataclass
+class Sample:
+    """What one request met. Times in seconds."""
+
+    sent: float = 0.0
+    chunks: list[float] = field(default_factory=list)
+    done: float = 0.0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    error: str | None = None
+
+
+def plan(workload: Workload, *, scale: float, seed: int, vocab_size: int, shared: float | None = None) -> list[Planned]:
+    """The requests, the same for the same arguments. ``scale`` multiplies the number of requests and every length;
+    ``shared`` has that part of every prompt in common, its length as it was."""
+    rng = np.random.default_rng(seed)
+
+    def scaled(n: int) -> int:
+        return max(1, round(n * scale))
+
+    def ids(n: int) -> tuple[int, ...]:
+        # Low ids are special tokens in most vocabularies.
+        return tuple(rng.integers(min(16, vocab_size - 1), vocab_size, n).tolist())
+
+    prefix = ids(scaled(workload.shared_prefix)) if workload.shared_prefix else ()
+    common = ids(scaled(max(high for _, _, high in workload.mixture))) if shared is not None else ()
+    at = 0.0
+    planned = []
+    for _ in range(scaled(workload.requests)):
+        weights = [probability for probability, _, _ in workload.mixture]
+        _, low, high = workload.mixture[rng.choice(len(weights), p=weights)]
+        prompt = prefix + ids(int(rng.integers(scaled(low), scaled(high) + 1)))
+        if shared is not None:
+            cut = round(len(prompt) * shared)
+            prompt = (prefix + common)[:cut] + ids(len(prompt) - cut)
+        planned.append(
+            Planned(at, prompt, int(rng.integers(scaled(workload.output[0]), scaled(workload.output[1]) + 1)))
+        )
+        if workload.arrivals == "poisson":
+            at += float(rng.exponential(1.0))
+        elif workload.arrivals == "uniform":
+            at += 1.0
+    return planned
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    """p50, p95, p99 and max; empty for no values."""
+    if not values:
+        return {}
+    p50, p95, p99 = np.percentile(np.asarray(values), [50, 95, 99]).tolist()
+    return {"p50": p50, "p95": p95, "p99": p99, "max": max(values)}
+
+
+def summarise(samples: Sequence[Sample], counters: Mapping[str, float]) -> dict[str, Any]:
+    """The figures of a run. Latencies in milliseconds, throughput in tokens per second."""
+    good = [s for s in samples if s.error is None]
+    wall = max((s.done for s in samples), default=0.0) - min((s.sent for s in samples), default=0.0)
+    output = sum(s.output_tokens for s in good)
+    prompt = sum(s.prompt_tokens for s in good)
+    gaps = [(b - a) * 1e3 for s in good for a, b in zip(s.chunks, s.chunks[1:], strict=False)]
+    itl = percentiles(gaps)
+    return {
+        "requests": len(samples),
+        "errors": sorted(s.error for s in samples if s.error is not None),
+        "wall_s": wall,
+        "output_tok_s": output / wall if wall else 0.0,
+        "total_tok_s": (output + prompt) / wall if wall else 0.0,
+        "requests_s": len(good) / wall if wall else 0.0,
+        "ttft_ms": percentiles([(s.chunks[0] - s.sent) * 1e3 for s in good if s.chunks]),
+        "itl_ms": itl,
+        "itl_p99_over_p50": itl["p99"] / itl["p50"] if itl else None,
+        "latency_ms": percentiles([(s.done - s.sent) * 1e3 for s in good]),
+        "counters": dict(counters),
+    }
+
+
+def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """One column per run."""
+    lines = {"output tok/s": "output_tok_s", "total tok/s": "total_tok_s", "requests/s": "requests_s"}
+    cells = [["", *rows]]
+    cells += [[title, *(f"{r[key]:.1f}" for r in rows.values())] for title, key in lines.items()]
+    for title, key in (("TTFT", "ttft_ms"), ("ITL", "itl_ms"), ("latency", "latency_ms")):
+        for p in ("p50", "p95", "p99", "max"):
+            cells.append([f"{title} {p} ms", *(f"{r[key][p]:.1f}" if r[key] else "-" for r in rows.values())])
+    cells.append(["ITL p99/p50", *(f"{x:.2f}" if (x := r["itl_p99_over_p50"]) else "-" for r in rows.values())])
+    counted = [r["counters"] for r in rows.values()]
+    if all(counted):
+        cells.append(["passes", *(f"{c['passes']:.0f}" for c in counted)])
+        cells.append(["tokens computed", *(f"{c['computed_tokens']:.0f}" for c in counted)])
+        cells.append(["computed/needed", *(f"{c['computed_tokens'] / c['useful_tokens']:.3f}" for c in counted)])
+        cells.append(["padded/needed", *(f"{c['padded_tokens'] / c['useful_tokens']:.3f}" for c in counted)])
+        cells.append(["tokens cached", *(f"{c['prefix_cache_hits']:.0f}" for c in counted)])
+    cells.append(["errors", *(str(len(r["errors"])) for r in rows.values())])
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    return "\n".join(
+        "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+        for row in cells
+    )
+
+
+async def send(session: aiohttp.ClientSession, url: str, model: str, planned: Planned) -> Sample:
+    """One streamed completion."""
+    import aiohttp
+
+    sample = Sample(prompt_tokens=len(planned.prompt_token_ids))
+    body = {
+        "model": model,
+        "prompt": planned.prompt_token_ids,
+        "max_tokens": planned.max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    sample.sent = time.perf_counter()
+    try:
+        async with session.post(f"{url}/v1/completions", json=body) as response:
+            if response.status != 200:
+                sample.error = f"HTTP {response.status}: {(await response.text())[:200]}"
+            else:
+                async for line in response.content:
+                    if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+                        continue
+                    chunk = json.loads(line[6:])
+                    if "error" in chunk:
+                        sample.error = str(chunk["error"]["message"])
+                    elif chunk.get("usage"):
+                        sample.output_tokens = chunk["usage"]["completion_tokens"]
+                    if chunk.get("choices") and chunk["choices"][0]["text"]:
+                        sample.chunks.append(time.perf_counter())
+    except (aiohttp.ClientError, TimeoutError) as error:
+        sample.error = f"{type(error).__name__}: {error}"
+    sample.done = time.perf_counter()
+    return sample
+
+
+COUNTERS = ("passes", "computed_tokens", "padded_tokens", "useful_tokens", "prefix_cache_hits", "num_preemptions")
+
+
+async def count(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
+    """The server's counters; none where it is not infer."""
+    async with session.get(f"{url}/metrics") as response:
+        text = await response.text() if response.status == 200 else ""
+    found = {sample.name: sample.value for family in text_string_to_metric_families(text) for sample in family.samples}
+    return {name: found[key] for name in COUNTERS if (key := f"infer_{name}_total") in found}
+
+
+async def play(
+    url: str, model: str, planned: Sequence[Planned], arrivals: str, rate: float, warm_up: Planned
+) -> tuple[list[Sample], dict[str, float]]:
+    """Send a plan at its arrival times; what each request met, and by how much the server's counters rose."""
+    import aiohttp
+
+    async def later(one: Planned) -> Sample:
+        await asyncio.sleep(one.at / rate)
+        return await send(session, url, model, one)
+
+    limits = aiohttp.ClientTimeout(total=None)
+    async with aiohttp.ClientSession(timeout=limits, connector=aiohttp.TCPConnector(limit=0)) as session:
+        await send(session, url, model, warm_up)
+        before = await count(session, url)
+        if arrivals == "sequential":
+            samples = [await send(session, url, model, one) for one in planned]
+        else:
+            samples = list(await asyncio.gather(*(later(one) for one in planned)))
+        after = await count(session, url)
+    return samples, {name: after[name] - value for name, value in before.items()}
+
+
+async def served(url: str) -> dict[str, Any]:
+    """The entry of /v1/models."""
+    import aiohttp
+
+    try:
+        async with aiohttp.ClientSession() as session, session.get(f"{url}/v1/models") as response:
+            entry: dict[str, Any] = (await response.json())["data"][0]
+            return entry
+    except (aiohttp.ClientError, KeyError, IndexError, ValueError) as error:
+        raise InferError(f"--url {url}: /v1/models does not answer as expected ({error}).") from None
+
+
+@contextmanager
+def server(settings_argv: Sequence[str]) -> Iterator[str]:
+    """The URL of an `infer serve` of our own, stopped at the end."""
+    command = [sys.executable, "-m", "infer.commands.cli", "serve", *settings_argv, "--server.port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        line = process.stdout.readline()
+        if not line.startswith(READY):
+            raise InferError(f"The server did not start (exit code {process.wait()}); its reason is above.")
+        yield line.removeprefix(READY).strip()
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait()
+
+
+def measure(url: str, name: str, args: argparse.Namespace, rate: float | None) -> tuple[dict[str, Any], float]:
+    """Play a workload; returns its figures and the rate it was played at."""
+    entry = asyncio.run(served(url))
+    vocab_size = args.vocab_size or entry.get("vocab_size") or 1000
+    workload = WORKLOADS[name]
+
+    def drawn(seed: int) -> list[Planned]:
+        return plan(workload, scale=args.scale, seed=seed, vocab_size=vocab_size, shared=args.shared)
+
+    planned = drawn(args.seed)
+    # Of the same kind, but nothing that the cache could later find again.
+    others = [Planned(0.0, p.prompt_token_ids, p.max_tokens) for p in drawn(args.seed + 1)[:CALIBRATION]]
+    warm_up = Planned(0.0, others[-1].prompt_token_ids, 2)
+    longest = max(len(p.prompt_token_ids) + p.max_tokens for p in planned)
+    limit = entry.get("max_model_len") or longest
+    if longest > limit:
+        raise SettingsError(
+            f"{name} at --scale {args.scale} needs {longest} positions, but the server has {limit}; "
+            f"use --scale {args.scale * limit / longest:.2f} or less."
+        )
+    if rate is None and workload.arrivals in ("uniform", "poisson"):
+        capacity = summarise(*asyncio.run(play(url, entry["id"], others, "at once", 1.0, warm_up)))["requests_s"]
+        if not capacity:
+            raise InferError("The calibration failed: no request was answered; give a --rate.")
+        rate = AUTO_LOAD * capacity
+    rate = rate or 1.0
+    return summarise(*asyncio.run(play(url, entry["id"], planned, workload.arrivals, rate, warm_up))), rate
+
+
+def median_run(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Each figure's median over repeated runs; errors of all."""
+    first = runs[0]
+    merged: dict[str, Any] = {}
+    for key, value in first.items():
+        column = [run[key] for run in runs]
+        if key == "errors":
+            merged[key] = [error for errors in column for error in errors]
+        elif isinstance(value, dict):
+            merged[key] = {p: float(np.median([c[p] for c in column if p in c])) for p in value}
+        else:
+            merged[key] = None if value is None else float(np.median([c for c in column if c is not None]))
+    return merged
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    from importlib.metadata import version
+
+    info = Path("/proc/cpuinfo")
+    names = (
+        [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+        if info.exists()
+        else []
+    )
+    return {
+        "cpu": names[0] if names else platform.processor(),
+        "cores": os.cpu_count(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "infer": version("infer-core"),
+    }
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--workload", action="append", choices=[*WORKLOADS, "all"], help="may be repeated; default: all"
+    )
+    parser.add_argument("--scale", type=float, default=1.0, help="multiplies the number of requests and all lengths")
+    parser.add_argument("--rate", type=float, help="requests per second; default: a fraction of the measured capacity")
+    parser.add_argument(
+        "--shared", type=float, help="the part of every prompt that all have in common; default: the workload's"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--repeat", type=int, default=1, help="runs per variant, alternating; medians are reported")
+    parser.add_argument(
+        "--compare",
+        metavar="KEY=VALUE",
+        action="append",
+        help="measure as set and with this setting too, side by side; repeated, all of them together",
+    )
+    parser.add_argument("--url", help="a running server; default: one of our own with the settings given")
+    parser.add_argument("--vocab-size", type=int, help="token ids to draw from; default: what the server says")
+    parser.add_argument("--json", metavar="FILE", help="write everything to a file, or - for standard output")
+
+
+def main(args: argparse.Namespace, settings_argv: Sequence[str]) -> int:
+    """Run the workloads and print a table of each; 1 when a request failed."""
+    if args.scale <= 0 or args.repeat < 1 or (args.rate is not None and args.rate <= 0):
+        raise SettingsError("--scale, --rate and --repeat must be positive.")
+    if args.shared is not None and not 0 <= args.shared <= 1:
+        raise SettingsError(f"--shared is {args.shared}; it is a part of a prompt, from 0 to 1.")
+    if args.url and args.compare:
+        raise SettingsError("--compare starts servers of its own; leave out --url.")
+    names = list(WORKLOADS) if not args.workload or "all" in args.workload else args.workload
+    variants: dict[str, list[str]] = {"as set": []}
+    if args.compare:
+        variants["compared"] = [f"--{setting}" for setting in args.compare]
+    report: dict[str, Any] = {
+        "machine": machine(),
+        "scale": args.scale,
+        "shared": args.shared,
+        "seed": args.seed,
+        "settings": [*settings_argv],
+        "compared": args.compare,
+        "workloads": {},
+    }
+    for name in names:
+        runs: dict[str, list[dict[str, Any]]] = {title: [] for title in variants}
+        rate: float | None = args.rate
+        for _ in range(args.repeat):
+            for title, extra in variants.items():
+                if args.url:
+                    figures, rate = measure(args.url.rstrip("/"), name, args, rate)
+                else:
+                    with server([*settings_argv, *extra]) as url:
+                        figures, rate = measure(url, name, args, rate)
+                runs[title].append(figures)
+        merged = {title: median_run(each) for title, each in runs.items()}
+        report["workloads"][name] = {
+            "workload": asdict(WORKLOADS[name]),
+            "rate": rate,
+            "runs": runs,
+            "median": merged,
+        }
+        out = sys.stderr if args.json == "-" else sys.stdout
+        print(f"\n{name} (scale {args.scale}, {rate or 0:.2f} requests/s)\n{table(merged)}", file=out)
+        for error in sorted({e for m in merged.values() for e in m["errors"]}):
+            print(f"error: {error}", file=out)
+    if args.json == "-":
+        print(json.dumps(report, indent=2))
+    elif args.json:
+        Path(args.json).write_text(json.dumps(report, indent=2) + "\n")
+    return int(any(m["errors"] for w in report["workloads"].values() for m in w["median"].values()))

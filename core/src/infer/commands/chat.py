@@ -1,0 +1,79 @@
+"""`infer chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.markdown import Markdown
+from rich.text import Text
+
+from infer.contracts.params import SamplingParams
+from infer.errors import InferError
+from infer.llm import LLM
+from infer.plugins import Plugins
+from infer.settings import Settings
+from infer.text.tools import make_parser, opens_reasoning, reasons
+
+HELP = "/reset begins anew, /exit or Ctrl-D ends, Ctrl-C stops an answer."
+
+
+def main(settings: Settings, plugins: Plugins, params: SamplingParams, system: str | None) -> int:
+    """Read a line, stream the answer, until there are no more lines."""
+    console = Console(highlight=False)
+    with LLM.from_settings(settings, plugins) as llm:
+        if console.is_terminal:
+            console.print(Text(f"{llm.served.name}. {HELP}", style="dim"))
+        thinks = llm.served.template is not None and reasons(settings.model.reasoning, llm.served.template.source)
+        params = llm.served.defaulted(params)
+        beginning = [] if system is None else [{"role": "system", "content": system}]
+        messages = list(beginning)
+        while (line := _read(console)) is not None:
+            match line.strip():
+                case "":
+                    continue
+                case "/exit":
+                    break
+                case "/reset":
+                    messages = list(beginning)
+                    continue
+            messages.append({"role": "user", "content": line})
+            answer = _answer(llm, console, messages, params, thinks)
+            messages.append({"role": "assistant", "content": answer})
+    return 0
+
+
+def _read(console: Console) -> str | None:
+    try:
+        return console.input("[bold]> [/bold]") if console.is_terminal else sys.stdin.readline() or None
+    except (EOFError, KeyboardInterrupt):
+        return None
+
+
+def _answer(
+    llm: LLM, console: Console, messages: Sequence[dict[str, str]], params: SamplingParams, thinks: bool
+) -> str:
+    """Show the answer as it comes; Ctrl-C keeps what is there."""
+    prompt = llm.render(messages)
+    parser = make_parser({}, None, thinks=thinks, thinking=opens_reasoning(prompt))
+    shown = {"reasoning": "", "content": ""}
+    live = Live(console=console, vertical_overflow="visible") if console.is_terminal else None
+    with live or nullcontext():
+        try:
+            for event in llm.stream(llm.encode(prompt), params):
+                for piece in [*parser.push(event.text), *(parser.flush() if event.finish_reason else ())]:
+                    shown[piece.kind] += piece.text
+                    if live is None:
+                        console.print(piece.text, end="", markup=False)
+                if event.finish_reason == "error":
+                    raise InferError(event.error)
+                if live is not None:
+                    live.update(Group(Text(shown["reasoning"], style="dim italic"), Markdown(shown["content"])))
+        except KeyboardInterrupt:
+            pass
+    if live is None:
+        console.print()
+    return shown["content"]

@@ -1,0 +1,174 @@
+"""`infer demo`: what the engine does, step by step, with chunked prefill and without."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from infer.contracts.hooks import hookimpl
+from infer.contracts.params import SamplingParams
+from infer.contracts.records import RequestRecord, StepRecord
+from infer.plugins import Plugins
+from infer.settings import Settings
+
+SNIPPET = "def parse(text):\n    return [int(part) for part in text.split(',')]\n\n"
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request of the scene: it is submitted when the step before ``step`` has finished."""
+
+    id: str
+    step: int
+    prompt_tokens: int
+    max_tokens: int
+
+
+@dataclass(frozen=True)
+class Latency:
+    """One request's times, in milliseconds."""
+
+    ttft: float
+    itl_mean: float
+    itl_min: float
+    itl_max: float
+    jitter: float
+    """Standard deviation of the inter-token latencies."""
+
+
+@dataclass
+class Recorder:
+    """An observer that keeps the records and lets the scene's later requests arrive at their steps."""
+
+    INFER_PLUGIN_API = 1
+    later: list[Arrival] = field(default_factory=list)
+    submit: Any = None
+    steps: list[StepRecord] = field(default_factory=list)
+    requests: dict[str, RequestRecord] = field(default_factory=dict)
+
+    @hookimpl
+    def infer_step_finished(self, record: StepRecord) -> None:
+        self.steps.append(record)
+        while self.later and self.later[0].step <= len(self.steps):
+            self.submit(self.later.pop(0))
+
+    @hookimpl
+    def infer_request_finished(self, record: RequestRecord) -> None:
+        self.requests[record.request_id] = record
+
+
+def latencies(steps: Sequence[StepRecord], requests: dict[str, RequestRecord]) -> dict[str, Latency]:
+    """Per request; a token's time is the end of the step that gave it."""
+    times: dict[str, list[float]] = {}
+    for step in steps:
+        for work in step.work:
+            if work.sampled:
+                times.setdefault(work.request_id, []).append(step.finished * 1e3)
+    result = {}
+    for id, at in times.items():
+        gaps = [b - a for a, b in itertools.pairwise(at)] or [0.0]
+        arrival = requests[id].arrival * 1e3
+        result[id] = Latency(at[0] - arrival, statistics.fmean(gaps), min(gaps), max(gaps), statistics.pstdev(gaps))
+    return result
+
+
+def render(steps: Sequence[StepRecord], names: Sequence[str], budget: int | None) -> list[str]:
+    """One line per step and a column per request: ``start:end`` for a chunk, ``*`` for a token."""
+    width = 11
+    lines = ["step       ms  tokens  " + "".join(name.ljust(width) for name in names)]
+    for index, step in enumerate(steps):
+        cells = dict.fromkeys(names, "")
+        for work in step.work:
+            chunk = f"{work.start}:{work.start + work.length}" if work.kind == "prefill" else ""
+            cells[work.request_id] = f"{chunk}{' ' if chunk and work.sampled else ''}{'*' if work.sampled else ''}"
+        total = sum(work.length for work in step.work)
+        of = f"{total}" if budget is None else f"{total}/{budget}"
+        elapsed = (step.finished - step.started) * 1e3
+        row = "".join(cells[name].ljust(width) for name in names)
+        lines.append(f"{index:4d} {elapsed:8.1f}  {of:>6}  {row}".rstrip())
+    return lines
+
+
+def compare(chunked: dict[str, Latency], whole: dict[str, Latency]) -> list[str]:
+    """Both runs' latencies, request by request."""
+    head = f"{'':8}{'TTFT':>9}{'ITL mean':>10}{'min':>8}{'max':>8}{'jitter':>8}"
+    lines = [
+        f"{'milliseconds':14}{'chunked prefill':^43}   {'whole prefill':^43}",
+        f"{'':8}{head[8:]}   {head[8:]}",
+    ]
+    for id in chunked:
+        both = [
+            f"{x.ttft:9.1f}{x.itl_mean:10.1f}{x.itl_min:8.1f}{x.itl_max:8.1f}{x.jitter:8.1f}"
+            for x in (chunked[id], whole[id])
+        ]
+        lines.append(f"{id:8}{both[0]}   {both[1]}")
+    return lines
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--chunk", type=int, default=64, help="engine.prefill_chunk_size of the chunked run")
+    parser.add_argument("--budget", type=int, help="engine.max_tokens_per_step of the chunked run")
+    parser.add_argument("--prompt-tokens", type=int, default=1200, help="length of the long prompt")
+    parser.add_argument("--json", action="store_true", help="print the records instead")
+
+
+def scene(prompt_tokens: int) -> list[Arrival]:
+    """Three short requests decode while a long prompt comes, and one more short one after it."""
+    short = [Arrival(name, 0, 12, 40) for name in "ABC"]
+    return [*short, Arrival("LONG", 6, prompt_tokens, 8), Arrival("D", 10, 20, 16)]
+
+
+def play(settings: Settings, plugins: Plugins, arrivals: Sequence[Arrival]) -> Recorder:
+    """Run the scene on the settings' model."""
+    from infer.llm import LLM
+
+    recorder = Recorder([arrival for arrival in arrivals if arrival.step > 0])
+    try:
+        with LLM.from_settings(settings, plugins) as llm:
+            tokenizer = llm.served.tokenizer
+            ids = tokenizer.encode(SNIPPET).ids if tokenizer else [1, 2, 3]
+
+            def submit(arrival: Arrival) -> Any:
+                prompt = (ids * (arrival.prompt_tokens // len(ids) + 1))[: arrival.prompt_tokens]
+                params = SamplingParams(temperature=0, max_tokens=arrival.max_tokens, ignore_eos=True)
+                return llm.submit(prompt, params, id=arrival.id, cache_salt=arrival.id)  # each computes its own
+
+            llm.generate([ids], SamplingParams(max_tokens=2))  # first passes are slower than the rest
+            recorder.submit = submit
+            plugins.manager.register(recorder)
+            handles = [submit(a) for a in arrivals if a.step == 0]
+            for handle in handles:
+                for _ in handle.events():
+                    pass
+            llm.close(drain_s=60.0)
+    finally:
+        plugins.manager.unregister(recorder)
+    return recorder
+
+
+def main(settings: Settings, plugins: Plugins, args: argparse.Namespace) -> int:
+    arrivals = scene(args.prompt_tokens)
+    names = [arrival.id for arrival in arrivals]
+    runs = {}
+    chunking = {
+        "use_chunked_prefill": True,
+        "prefill_chunk_size": args.chunk,
+        "max_tokens_per_step": args.budget,
+    }
+    for title, keys in (("chunked prefill", chunking), ("whole prefill", {"use_chunked_prefill": False})):
+        engine = settings.engine.model_copy(update=keys)
+        runs[title] = play(settings.model_copy(update={"engine": engine}), plugins, arrivals)
+    if args.json:
+        print(json.dumps({title: [asdict(step) for step in run.steps] for title, run in runs.items()}))
+        return 0
+    for title, run in runs.items():
+        print(f"{title}: start:end a chunk of a prompt, * a token\n")
+        print("\n".join(render(run.steps, names, args.budget if title == "chunked prefill" else None)) + "\n")
+    both = [latencies(run.steps, run.requests) for run in runs.values()]
+    print("\n".join(compare(*both)))
+    return 0

@@ -1,0 +1,137 @@
+"""The hooks that a plugin may implement.
+
+A plugin is a module named by an entry point of the group ``infer``. It states the contract it was written for
+(``INFER_PLUGIN_API = 1``) and marks its functions with ``infer.hookimpl``. Core's own schedulers and kernels come in
+the same way (``infer/builtin.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import pluggy
+from pydantic import BaseModel
+
+from infer.contracts.protocols import (
+    CacheContext,
+    CacheFactory,
+    KernelsFactory,
+    ModelFactory,
+    NoSettings,
+    ObserverFactory,
+    SchedulerFactory,
+    WeightFormatFactory,
+)
+from infer.contracts.records import RequestRecord, StepRecord
+
+hookspec = pluggy.HookspecMarker("infer")
+hookimpl = pluggy.HookimplMarker("infer")
+
+F = TypeVar("F")
+
+
+@dataclass(frozen=True)
+class Registration(Generic[F]):
+    """One thing that a plugin offers for a slot."""
+
+    name: str
+    """What a user writes in settings.toml: lower-case letters, digits and single underscores between them."""
+    factory: F
+    description: str
+    """One line for ``infer plugins``."""
+    settings: type[BaseModel] = NoSettings
+    """Validates the plugin's own table in settings.toml, e.g. ``[cache.paged]``. Every field has a default. Unknown
+    keys are errors, whatever its ``extra`` says."""
+    priority: int = 0
+    """Where a setting says ``auto``, the highest wins; a tie is an error that asks for a choice."""
+    unavailable: str | None = None
+    """Why it cannot be used here, if so: ``auto`` passes it over and says why, and naming it is an error."""
+
+
+@dataclass(frozen=True)
+class CacheRegistration(Registration[CacheFactory]):
+    """A cache pool that says how long a sequence may become in it."""
+
+    longest: Callable[[CacheContext, Any, int], int] | None = None
+    """Given a context, the pool's settings and how many bytes the weights will yet take: the positions that memory
+    holds for one sequence. Without it, sequences have 4096 positions at most unless ``engine.max_seq_len`` is set."""
+
+
+@dataclass(frozen=True)
+class ModelRegistration(Registration[ModelFactory]):
+    """A model family, found by the ``architectures`` of a checkpoint's config.json."""
+
+    architectures: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class WeightFormatRegistration(Registration[WeightFormatFactory]):
+    """A way to store weights, found by the ``quant_method`` of config.json's ``quantization_config``."""
+
+    methods: tuple[str, ...] = ()
+    """The empty one is that of checkpoints without a ``quantization_config``."""
+
+
+@dataclass(frozen=True)
+class SchedulerRegistration(Registration[SchedulerFactory]):
+    """A scheduler, and whether it can prefill a prompt in chunks."""
+
+    chunks: bool = True
+    """False for one that prefills whole prompts: ``engine.use_chunked_prefill`` is then off, and asking for it is an
+    error."""
+
+
+@dataclass(frozen=True)
+class KernelsRegistration(Registration[KernelsFactory]):
+    """A kernel provider and where it can run."""
+
+    devices: tuple[str, ...] = ()
+    """Device types (``cpu``, ``cuda``) it can run on; empty for all."""
+
+
+@hookspec
+def infer_cache_pools() -> list[Registration[CacheFactory]]:  # type: ignore[empty-body]
+    """Cache pools, chosen by ``cache.backend``."""
+
+
+@hookspec
+def infer_models() -> list[ModelRegistration]:  # type: ignore[empty-body]
+    """Model families, chosen by the checkpoint's architecture or ``model.family``."""
+
+
+@hookspec
+def infer_weight_formats() -> list[WeightFormatRegistration]:  # type: ignore[empty-body]
+    """Ways to store weights, chosen by the checkpoint's quantization."""
+
+
+@hookspec
+def infer_schedulers() -> list[SchedulerRegistration]:  # type: ignore[empty-body]
+    """Schedulers, chosen by ``engine.batching_mode``."""
+
+
+@hookspec
+def infer_kernels() -> list[KernelsRegistration]:  # type: ignore[empty-body]
+    """Kernel providers, chosen by ``kernels.backend``."""
+
+
+@hookspec
+def infer_observers() -> list[Registration[ObserverFactory]]:  # type: ignore[empty-body]
+    """Observers with settings, ``[observers.NAME]``, or with something to close. Each is made once per engine."""
+
+
+@hookspec
+def infer_checkpoints() -> Mapping[str, Path]:  # type: ignore[empty-body]
+    """Bundled checkpoints: names that ``model.path`` may give instead of a folder or a hub id."""
+
+
+@hookspec
+def infer_step_finished(record: StepRecord) -> None:
+    """Called in the engine's thread after every step; be quick. One that raises is logged and not called again."""
+
+
+@hookspec
+def infer_request_finished(record: RequestRecord) -> None:
+    """Called in the engine's thread after a request's last event; the same rules."""

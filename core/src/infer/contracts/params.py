@@ -1,0 +1,114 @@
+"""How a client wants its answer: sampling parameters, and the form that the answer has to have."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+MAX_LOGPROBS = 20
+MAX_STOPS = 16
+MAX_STOP_CHARS = 256
+MAX_BIASES = 1024
+MAX_CHOICES = 1024
+
+TokenId = Annotated[int, Field(ge=0, strict=True)]
+Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
+
+
+class StructuredOutputs(BaseModel):
+    """What an answer has to look like; exactly one of these."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+
+    json_schema: dict[str, Any] | bool | str | None = Field(
+        None, alias="json", description="A JSON schema that the answer, a JSON text, has to fit."
+    )
+    json_object: bool | None = Field(None, description="The answer is a JSON object, whatever is in it.")
+    regex: str | None = Field(None, min_length=1, description="A regular expression that the whole answer matches.")
+    choice: tuple[str, ...] | None = Field(
+        None, min_length=1, max_length=MAX_CHOICES, description="The answer is one of these texts."
+    )
+    grammar: str | None = Field(None, min_length=1, description="A grammar in Lark's notation, as llguidance reads it.")
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if sum(value not in (None, False) or (name == "json_schema" and value is False) for name, value in self) != 1:
+            raise ValueError("give exactly one of json, json_object, regex, choice and grammar")
+        return self
+
+
+class SamplingParams(BaseModel):
+    """How to continue one prompt. Frozen; every value is checked when it is made."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    max_tokens: int | None = Field(16, ge=1, description="New tokens at most; null for as many as fit.")
+    temperature: float = Field(1.0, ge=0, le=100, allow_inf_nan=False, description="0 takes the likeliest token.")
+    top_k: int = Field(0, ge=-1, lt=2**31, description="Keep the k likeliest tokens; 0 or -1 keeps all.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Keep the likeliest tokens that together reach this mass.")
+    min_p: float = Field(0.0, ge=0, le=1, description="Drop tokens below this fraction of the likeliest one.")
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63, description="The same seed gives the same text.")
+    stop: tuple[str, ...] = Field((), description="Texts that end the answer; they are not part of it.")
+    stop_token_ids: tuple[TokenId, ...] = Field((), max_length=64, description="Tokens that end the answer.")
+    ignore_eos: bool = Field(False, description="Go on after the end-of-sequence token.")
+    min_tokens: int = Field(0, ge=0, lt=2**31, description="No stop token before so many new tokens.")
+    presence_penalty: float = Field(
+        0.0, ge=-2, le=2, description="Taken off the logit of every token that the answer has already."
+    )
+    frequency_penalty: float = Field(
+        0.0, ge=-2, le=2, description="Taken off a token's logit for each time that the answer has it."
+    )
+    repetition_penalty: float = Field(
+        1.0, ge=0.01, le=100, description="Divides the logit (multiplies a negative one) of what prompt or answer have."
+    )
+    logit_bias: dict[TokenId, Bias] = Field(
+        {}, max_length=MAX_BIASES, description="Token id to what is added to its logit, -100 to 100."
+    )
+    structured_outputs: StructuredOutputs | None = Field(None, description="What the answer has to look like.")
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="Likeliest tokens to report per token.")
+    logprob_token_ids: tuple[TokenId, ...] | None = Field(
+        None, min_length=1, max_length=256, description="Report these tokens instead of the likeliest."
+    )
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="The same for the prompt's tokens.")
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: object) -> object:
+        if value is None:
+            return ()
+        if isinstance(value, list):  # a validator before the strict one sees JSON's arrays as lists
+            return tuple(value)
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("stop")
+    @classmethod
+    def _bounded(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if len(value) > MAX_STOPS:
+            raise ValueError(f"at most {MAX_STOPS} stop strings")
+        if any(not text or len(text) > MAX_STOP_CHARS for text in value):
+            raise ValueError(f"each stop string has 1 to {MAX_STOP_CHARS} characters")
+        return value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens = {self.min_tokens} is above max_tokens = {self.max_tokens}")
+        if self.logprob_token_ids is not None and self.logprobs is not None:
+            raise ValueError("logprobs and logprob_token_ids exclude each other")
+        if self.structured_outputs is not None and (self.ignore_eos or self.min_tokens):
+            name = "ignore_eos" if self.ignore_eos else "min_tokens"
+            raise ValueError(f"{name} cannot be held together with structured output, which says itself where to end")
+        return self
+
+    @property
+    def steered(self) -> bool:
+        """What it may draw next depends on what it has drawn, or on more than the model says."""
+        return bool(
+            self.min_tokens
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.repetition_penalty != 1
+            or self.logit_bias
+            or self.structured_outputs
+        )

@@ -1,0 +1,138 @@
+"""What a client asks and what it gets back: the only things that cross between a client's side and the engine."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from infer.contracts.params import SamplingParams
+from infer.errors import RequestError
+
+if TYPE_CHECKING:
+    from infer.text.grammar import Grammar
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+def new_request_id() -> str:
+    return f"req-{secrets.token_hex(12)}"
+
+
+def too_long(count: int | str, max_seq_len: int) -> RequestError:
+    """What is said of a prompt of so many tokens."""
+    return RequestError(
+        f"This model's maximum context length is {max_seq_len} tokens, and one of them is needed for the answer, but "
+        f"the prompt has {count} tokens. Shorten the prompt or raise engine.max_seq_len.",
+        param="prompt",
+        code="context_length_exceeded",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt and how to continue it. Made by the client's side, never changed."""
+
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    id: str = field(default_factory=new_request_id)
+    seed: int = 0
+    """``params.seed``, or drawn once when the client gave none."""
+    cache_salt: str = ""
+    """Only requests of equal salt share what the cache holds."""
+    priority: int = 0
+    """The lower, the earlier it is admitted, and the later preempted."""
+    grammar: Grammar | None = None
+    """``params.structured_outputs``, compiled."""
+    grammar_after: int | None = None
+    """The token of the answer that the grammar waits for, if any: the end of reasoning."""
+    trace: Mapping[str, str] = field(default_factory=dict)
+    """Headers that name the client's trace, for observers."""
+    arrival: float = field(default_factory=time.perf_counter)
+
+    @classmethod
+    def make(
+        cls,
+        prompt_token_ids: list[int] | tuple[int, ...],
+        params: SamplingParams,
+        *,
+        vocab_size: int,
+        max_seq_len: int,
+        id: str | None = None,
+        cache_salt: str | None = None,
+        priority: int = 0,
+        grammar: Grammar | None = None,
+        grammar_after: int | None = None,
+        trace: Mapping[str, str] | None = None,
+    ) -> Request:
+        """Check the ids and the length against the model. Raises RequestError, whose text is fit for the client."""
+        assert (grammar is None) == (params.structured_outputs is None)
+        n = len(prompt_token_ids)
+        if n == 0:
+            raise RequestError("The prompt is empty: give at least one token.", param="prompt")
+        if n >= max_seq_len:
+            raise too_long(n, max_seq_len)
+        asked = params.max_tokens if "max_tokens" in params.model_fields_set else None
+        if asked is not None and n + asked > max_seq_len:
+            raise RequestError(
+                f"This model's maximum context length is {max_seq_len} tokens, but the prompt has {n} tokens and "
+                f"max_tokens asks for {asked} more. Lower max_tokens or shorten the prompt.",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+        for name, ids in (
+            ("prompt", prompt_token_ids),
+            ("stop_token_ids", params.stop_token_ids),
+            ("logit_bias", params.logit_bias),
+            ("logprob_token_ids", params.logprob_token_ids or ()),
+        ):
+            if bad := next((i for i in ids if not 0 <= i < vocab_size), None):
+                raise RequestError(
+                    f"{name} holds token id {bad}, but this model's ids are 0 to {vocab_size - 1}.",
+                    param=name,
+                )
+        seed = params.seed if params.seed is not None else secrets.randbits(63)
+        return cls(
+            tuple(prompt_token_ids),
+            params,
+            id or new_request_id(),
+            seed,
+            cache_salt or "",
+            priority,
+            grammar,
+            grammar_after,
+            trace or {},
+        )
+
+
+class TokenLogprobs(NamedTuple):
+    """The chosen token's log-probability (natural log, before temperature, penalties and filters), and those of the
+    likeliest tokens, or of others that were asked for."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    """1 for the likeliest token."""
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Event(NamedTuple):
+    """News of one request. Exactly one of its events, the last, has a ``finish_reason``."""
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One per token id, when asked for."""
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    """With the first event: None for the first prompt token, then one per prompt token."""
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """The token or text that ended the answer, when one did."""
+    error: str | None = None
+    num_cached: int = 0
+    """Prompt tokens that the cache already held."""
+    param: str | None = None
+    """Which of the request's parameters is to blame for the error, where one is."""

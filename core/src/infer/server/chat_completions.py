@@ -1,0 +1,222 @@
+"""POST /v1/chat/completions, whole or streamed."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any, Literal
+
+from aiohttp import web
+
+from infer.contracts.params import SamplingParams, StructuredOutputs
+from infer.contracts.request import FinishReason, Request, TokenLogprobs
+from infer.errors import RequestError
+from infer.llm import Completion
+from infer.server.http_errors import REQUEST_ID
+from infer.server.schemas import ChatRequest, ResponsesRequest, StreamOptions, TokenizeRequest, checked
+from infer.server.service import Events, Json, Service
+from infer.server.writing import Array
+from infer.settings import ModelSettings
+from infer.text.templates import PROBE_ARGUMENTS, PROBE_TOOL
+from infer.text.tool_formats import FormatName, recognise
+from infer.text.tool_formats.reader import Part
+from infer.text.tools import Calls, calls_schema, make_parser, opens_reasoning, reasons
+
+log = logging.getLogger(__name__)
+
+OWN_FIELDS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
+RESERVED = ("self", "loop", "caller", "varargs", "kwargs")
+"""Names that mean something else in a Jinja template."""
+
+
+class Chat:
+    """The handler and what it needs."""
+
+    def __init__(self, service: Service, settings: ModelSettings) -> None:
+        self._service = service
+        template = service.served.template
+        self._setting: Literal["auto", FormatName, "none"] = settings.tool_format
+        self._tool_format: FormatName | None = None
+        self._thinks = reasons(settings.reasoning, template.source if template else "")
+
+    async def prepare(self) -> None:
+        """Find out how the chat template writes tool calls, unless the settings say it. Call it before ``handle``."""
+        if self._setting != "auto":
+            self._tool_format = None if self._setting == "none" else self._setting
+            return
+        if self._service.served.template is None:
+            return
+        why = "it shows no tools, or no calls"
+        try:
+            written = (await self._service.manners()).call
+        except RequestError as error:
+            written, why = None, str(error)
+        if written is not None:
+            function = PROBE_TOOL["function"]
+            known = {function["name"]: function["parameters"]}
+            self._tool_format = recognise(written, known, (function["name"], PROBE_ARGUMENTS))
+            why = f"a call, which it writes as {written[:200]!r}, cannot be read back"
+        if self._tool_format is None:
+            log.warning(
+                "requests with tools are refused: the chat template has none of the known formats (%s); set "
+                "model.tool_format if the model has one",
+                why,
+            )
+        else:
+            log.info("tool calls are read as model.tool_format = %s", self._tool_format)
+
+    async def handle(self, http: web.Request) -> web.StreamResponse:
+        asked = await self._service.read(http, ChatRequest)
+        tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or ()]
+        forced = asked.forced_tools
+        if asked.tool_choice == "none":
+            tools = []
+        elif tools and forced is None and self._tool_format is None:
+            raise RequestError(
+                "This model's chat template writes tool calls in no format that is known here; set model.tool_format, "
+                "or force a call with tool_choice.",
+                param="tools",
+            )
+        prompt = await self.prompt(asked, tools)
+        more: Json = {}
+        if forced is not None:
+            wanted = [tool.model_dump(exclude_none=True) for tool in forced]
+            one = asked.tool_choice != "required" or not asked.parallel_tool_calls
+            more["structured_outputs"] = StructuredOutputs(json_schema=calls_schema(wanted, 1 if one else None))
+        params = self._service.served.defaulted(checked(lambda: asked.sampling(**more), ChatRequest))
+        thinks, thinking, end = self.reasoning(prompt, params)
+        requests = await self._service.requests(
+            http, [prompt], params, asked, n=asked.n, prefix="chatcmpl", special=False, grammar_after=end
+        )
+        make = functools.partial(
+            make_parser,
+            {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools},
+            self._tool_format,
+            parallel=asked.parallel_tool_calls,
+            forced=forced is not None,
+            thinks=thinks,
+            thinking=thinking,
+        )
+        id = f"chatcmpl-{http[REQUEST_ID]}"
+        if asked.stream:
+            frame = self._service.frame(id, "chat.completion.chunk")
+            return await self._service.stream(
+                http, requests, functools.partial(self._frames, frame, asked, requests, make)
+            )
+        answers, usage = await self._service.whole(http, requests)
+        choices = [await self._choice(i, asked, answer, make()) for i, answer in enumerate(answers)]
+        frame = self._service.frame(id, "chat.completion")
+        return await self._service.answer(http, frame | {"choices": choices, "usage": usage})
+
+    async def prompt(self, asked: ChatRequest | ResponsesRequest | TokenizeRequest, tools: Sequence[Json]) -> str:
+        """What the template makes of the messages. Raises RequestError."""
+        more = asked.chat_template_kwargs or {}
+        for name in more:
+            if name in OWN_FIELDS:
+                raise RequestError(
+                    f"chat_template_kwargs holds {name!r}, which has a field of its own.", param="chat_template_kwargs"
+                )
+            if name in RESERVED:
+                raise RequestError(
+                    f"chat_template_kwargs holds {name!r}, which templates cannot be given.",
+                    param="chat_template_kwargs",
+                )
+        return await self._service.render(
+            asked.turns,
+            tools=list(tools) or None,
+            add_generation_prompt=asked.add_generation_prompt and not asked.continue_final_message,
+            continue_final_message=asked.continue_final_message,
+            **more,
+        )
+
+    async def _choice(self, index: int, asked: ChatRequest, answer: Completion, parser: Part) -> Json:
+        message: Json = {"role": "assistant", "content": None, "refusal": None}
+        calls: list[Json] = []
+        numbering = Calls()
+        for piece in [*parser.push(answer.text), *parser.flush()]:
+            delta = numbering.delta(piece)
+            for key in ("content", "reasoning_content"):
+                if key in delta:
+                    message[key] = (message.get(key) or "") + delta[key]
+            for call in delta.get("tool_calls", ()):
+                if "id" in call:
+                    calls.append({"id": call["id"], "type": call["type"], "function": call["function"]})
+                else:
+                    calls[-1]["function"]["arguments"] += call["function"]["arguments"]
+        if calls:
+            message["tool_calls"] = calls
+        elif message["content"] is None:
+            message["content"] = ""
+        choice = {
+            "index": index,
+            "message": message,
+            "logprobs": await self.logprobs(answer.logprobs or ()) if asked.logprobs else None,
+            "finish_reason": _reason(answer.finish_reason, calls),
+            "stop_reason": answer.stop_reason,
+        }
+        if asked.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = await self._service.prompt_logprobs(answer)
+        return choice
+
+    async def _frames(
+        self,
+        frame: Json,
+        asked: ChatRequest,
+        requests: Sequence[Request],
+        make: Callable[[], Part],
+        events: Events,
+        usage: Callable[[], Json],
+    ) -> AsyncGenerator[Json]:
+        options = asked.stream_options or StreamOptions()
+        if options.include_usage:
+            frame = frame | {"usage": None}
+        parsers = [make() for _ in requests]
+        numberings = [Calls() for _ in requests]
+        for i in range(len(requests)):
+            yield frame | {"choices": [_delta(i, {"role": "assistant", "content": ""})]}
+        async for i, event in events:
+            pieces = list(parsers[i].push(event.text))
+            if event.finish_reason is not None:
+                pieces += parsers[i].flush()
+            deltas = [numberings[i].delta(piece) for piece in pieces]
+            if not deltas and (event.logprobs or event.finish_reason or event.prompt_logprobs):
+                deltas = [{}]
+            for j, delta in enumerate(deltas):
+                choice = _delta(i, delta)
+                if j == 0 and event.logprobs:
+                    choice["logprobs"] = await self.logprobs(event.logprobs)
+                if j == 0 and event.prompt_logprobs is not None:
+                    choice["prompt_logprobs"] = await self._service.prompt_logprobs(event)
+                if j == len(deltas) - 1 and event.finish_reason is not None:
+                    choice["finish_reason"] = _reason(event.finish_reason, numberings[i].count)
+                    choice["stop_reason"] = event.stop_reason
+                yield frame | {"choices": [choice]} | ({"usage": usage()} if options.continuous_usage_stats else {})
+        if options.include_usage:
+            yield frame | {"choices": [], "usage": usage()}
+
+    def reasoning(self, prompt: str, params: SamplingParams) -> tuple[bool, bool, int | None]:
+        """Whether an answer may hold reasoning, whether the prompt opens it, and the token that a form waits for: where
+        the prompt opens the reasoning, the form that is asked for is that of what follows it."""
+        thinking = self._thinks and opens_reasoning(prompt)
+        end = self._service.served.tokenizer.token_to_id("</think>") if thinking else None
+        formed = params.structured_outputs is not None and end is None
+        return self._thinks and not formed, thinking, end
+
+    async def logprobs(self, entries: Sequence[TokenLogprobs]) -> Json:
+        made = await self._service.writer.each(self.token_logprobs, entries, len(entries))
+        return {"content": Array(made), "refusal": None}
+
+    def token_logprobs(self, entry: TokenLogprobs) -> bytes:
+        """As JSON, with the bytes of every token, of which some are no characters by themselves."""
+        one = self._service.tokens.entry
+        top = ", ".join([one(t, p) for t, p in entry.top])
+        return one(entry.token_id, entry.logprob, f', "top_logprobs": [{top}]').encode()
+
+
+def _reason(reason: FinishReason | None, calls: object) -> str | None:
+    return "tool_calls" if calls and reason == "stop" else reason
+
+
+def _delta(index: int, delta: Json) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}

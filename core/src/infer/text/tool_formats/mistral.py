@@ -1,0 +1,34 @@
+"""Mistral's calls: ``[TOOL_CALLS]`` and a list of objects, or ``[TOOL_CALLS]name[ARGS]{...}`` for each."""
+
+from __future__ import annotations
+
+import re
+
+from infer.text.tool_formats.objects import arguments, calls
+from infer.text.tool_formats.reader import Marks, Piece, Reader, Steps, Tools, comes, prose, spaces
+
+MARK = "[TOOL_CALLS]"
+MARKS = Marks(MARK)
+LOOK_AHEAD = 512
+_NAMED = re.compile(r"([\w.:-]{1,128})\s*(?:\[CALL_ID\]\s*[\w-]*\s*)?(?:\[ARGS\]\s*)?(?=[{\"])")
+
+
+def mistral(reader: Reader, tools: Tools) -> Steps[None]:
+    """What is no call is content, without the mark."""
+    while (yield from prose(reader, MARKS)) is not None:
+        reader.take(len(MARK))
+        blank = yield from spaces(reader)
+        if (yield from comes(reader, "[", "{")):
+            rest = yield from calls(reader, tools, blank)
+            yield reader.content(rest)
+            continue
+        while not (named := _NAMED.match(reader.peek(LOOK_AHEAD))):
+            if reader.ended or len(reader) >= LOOK_AHEAD:
+                break
+            yield None
+        if named and named[1] in tools:
+            reader.take(named.end())
+            yield Piece("call", named[1])
+            yield from arguments(reader)
+        else:
+            yield reader.content(blank)

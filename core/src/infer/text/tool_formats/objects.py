@@ -1,0 +1,203 @@
+"""Calls as JSON objects: ``{"name": ..., "arguments": ...}``, bare, in a list, in a fence, between tags."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Collection
+from typing import Any
+
+from pydantic_core import from_json
+
+from infer.text.tool_formats.reader import (
+    Extent,
+    Marks,
+    Piece,
+    Reader,
+    Steps,
+    Tools,
+    comes,
+    prose,
+    run,
+    spaces,
+    value,
+)
+
+FENCE = "```"
+TAGS = {
+    "<tool_call>": "</tool_call>",
+    "<tool_calls>": "</tool_calls>",
+    "<TOOLCALL>": "</TOOLCALL>",
+    "<function_call>": "</function_call>",
+    "<|tool_call|>": "<|/tool_call|>",
+    "<|action_start|><|plugin|>": "<|action_end|>",
+}
+PYTHON_TAG = "<|python_tag|>"
+BARE = Marks("{", "[", FENCE, PYTHON_TAG)
+LOOK_AHEAD = 512
+"""Where a call begins as most do within so many characters, its arguments are passed on as they come."""
+NAMES = ("name", "tool_name", "function")
+ARGUMENTS = ("arguments", "parameters")
+KEYS = (*NAMES, *ARGUMENTS, "type", "id", "tool_call_id", "index")
+HEADER = re.compile(
+    r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"(?:tool_)?name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,'
+    r'\s*"(?:arguments|parameters)"\s*:\s*(?=\S)'
+)
+_OPENING = re.compile(r'\{\s*(?:"([^"]*)("?)|(\S))?')
+_NO_LETTER = re.compile(r"[^A-Za-z_]")
+_NO_SEPARATOR = re.compile(r"[^\s,;]")
+
+
+def bare(reader: Reader, tools: Tools) -> Steps[None]:
+    """Calls that nothing announces: objects wherever a text has none."""
+    while (mark := (yield from prose(reader, BARE))) is not None:
+        if _inside(reader.tail):
+            yield reader.content(reader.take(len(mark)))
+            continue
+        taken = reader.take(len(mark)) if mark == PYTHON_TAG else ""
+        rest = yield from calls(reader, tools, taken)
+        yield reader.content(rest)
+
+
+def tagged(reader: Reader, tools: Tools) -> Steps[None]:
+    """Calls between tags. What is no call there is content, without the tags."""
+    close = ""
+    while (mark := (yield from prose(reader, _tags(close)))) is not None:
+        reader.take(len(mark))
+        if mark == close:
+            close = ""
+            continue
+        close = TAGS[mark]
+        rest = yield from calls(reader, tools)
+        yield reader.content(rest)
+
+
+def calls(reader: Reader, names: Collection[str], taken: str = "") -> Steps[str]:
+    """One call or several, from here on. Returns what has been taken and is no part of one; ``taken`` belongs to it if
+    there is none."""
+    taken += yield from spaces(reader)
+    fenced = bool((yield from comes(reader, FENCE)))
+    if fenced:
+        taken += reader.take(len(FENCE)) + (yield from run(reader, _NO_LETTER)) + (yield from spaces(reader))
+    listed = bool((yield from comes(reader, "[")))
+    if listed:
+        taken += reader.take(1) + (yield from spaces(reader))
+    found = False
+    while (yield from comes(reader, "{")):
+        rest = yield from _call(reader, names)
+        if rest:
+            return taken + rest
+        found, taken = True, ""
+        yield from run(reader, _NO_SEPARATOR)
+        if listed and (yield from comes(reader, "]")):
+            listed = False
+            reader.take(1)
+            yield from run(reader, _NO_SEPARATOR)
+    if found and fenced and (yield from comes(reader, FENCE)):
+        reader.take(len(FENCE))
+        yield from spaces(reader)
+    return taken
+
+
+def arguments(reader: Reader) -> Steps[None]:
+    """A call's arguments, as they come: an object, or one in a string."""
+    if (yield from comes(reader, '"')):
+        text, whole = yield from value(reader, Extent())
+        if whole:
+            yield Piece("arguments", _unquoted(text))
+        return
+    extent = Extent()
+    while True:
+        end = reader.end_of(extent)
+        yield Piece("arguments", reader.take(end))
+        if end is not None or reader.ended:
+            return
+        yield None
+
+
+def _call(reader: Reader, names: Collection[str]) -> Steps[str]:
+    """An object. Returns its text, or the beginning of it, if it is no call."""
+    extent, seen, end = Extent(), 0, None
+    while True:
+        held = reader.peek(LOOK_AHEAD)
+        if not _may_be_call(held):
+            return reader.take(1)
+        end = extent.end(held, seen)
+        seen = len(held)
+        header = HEADER.match(held)
+        if header or end is not None or reader.ended or len(held) == LOOK_AHEAD:
+            break
+        yield None
+    if header:
+        name = _string(header[1])
+        if name not in names:
+            return reader.take(1)
+        reader.take(header.end())
+        yield Piece("call", name)
+        yield from arguments(reader)
+        yield from value(reader, Extent(rest=True))
+        reader.take(1)
+        return ""
+    text, _ = yield from value(reader, Extent())
+    call = _read(text, names)
+    if call is None:
+        return text
+    yield Piece("call", call[0])
+    yield Piece("arguments", call[1])
+    return ""
+
+
+def _may_be_call(held: str) -> bool:
+    """Whether what an object begins with leaves it open, by the first key."""
+    found = _OPENING.match(held)
+    assert found is not None
+    key, closed, other = found.groups()
+    if key is None:
+        return other is None
+    return key in KEYS if closed else any(known.startswith(key) for known in KEYS)
+
+
+def _read(text: str, names: Collection[str]) -> tuple[str, str] | None:
+    """Name and arguments, in whatever order the keys stand."""
+    try:
+        call = from_json(text)
+    except ValueError:
+        return None
+    call = call["function"] if isinstance(call.get("function"), dict) else call
+    name = next((call[key] for key in NAMES if key in call), None)
+    given: Any = next((call[key] for key in ARGUMENTS if key in call), {})
+    if not isinstance(name, str) or name not in names:
+        return None
+    return name, _unquoted(_dumped(given)) if isinstance(given, str) else _dumped(given)
+
+
+def _unquoted(literal: str) -> str:
+    """Arguments out of the string that they come in; as they are where there are none in it."""
+    text = _string(literal)
+    try:
+        return text if isinstance(from_json(text), dict) else literal
+    except ValueError:
+        return literal
+
+
+def _string(literal: str) -> str:
+    try:
+        return str(from_json(literal))
+    except ValueError:
+        return ""
+
+
+def _dumped(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _inside(tail: str) -> bool:
+    """Whether a text has come to where JSON or code has a value of its own."""
+    end = tail.rstrip()
+    return end.endswith((",", "[", "{", "(", '":', "="))
+
+
+@functools.cache
+def _tags(close: str) -> Marks:
+    return Marks(*TAGS, *([close] if close else []))

@@ -1,0 +1,179 @@
+"""What a chat model writes, told apart: its reasoning, its text, its tool calls.
+
+All of these take text in pieces, cut anywhere, and say the same however it is cut.
+"""
+
+from __future__ import annotations
+
+import functools
+import secrets
+import string
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+from infer.text.tool_formats import FORMATS, FormatName
+from infer.text.tool_formats.reader import Marks, Part, Piece, Reader, Script, Steps, Tools, comes, spaces
+
+OPEN = "<think>"
+CLOSE = Marks("</think>")
+ID_CHARACTERS = string.ascii_letters + string.digits
+ID_LENGTH = 9
+"""Of a call's id. Mistral's templates take ids of just this form; the others take any."""
+
+
+class Plain:
+    """All of it is content."""
+
+    def push(self, text: str) -> Iterator[Piece]:
+        if text:
+            yield Piece("content", text)
+
+    def flush(self) -> Iterator[Piece]:
+        yield from ()
+
+
+class Answer:
+    """What is left of text and calls together: blanks beside calls are no content, ``most`` calls pass, and with
+    ``only`` nothing but calls, which of a call that was cut off may be the name alone."""
+
+    def __init__(self, part: Part, *, most: int | None, only: bool) -> None:
+        self._part = part
+        self._most = most
+        self._only = only
+        self._count = 0
+        self._begun = False
+        self._blank: list[str] = []
+
+    def push(self, text: str) -> Iterator[Piece]:
+        for piece in self._part.push(text):
+            yield from self._pass_on(piece)
+
+    def flush(self) -> Iterator[Piece]:
+        for piece in self._part.flush():
+            yield from self._pass_on(piece)
+        if not self._count and not self._only:
+            yield from (Piece("content", text) for text in self._blank)
+
+    def _pass_on(self, piece: Piece) -> Iterator[Piece]:
+        if piece.kind == "content":
+            if self._only or (self._most is not None and self._count > self._most):
+                return
+            if not self._begun and not piece.text.strip():
+                self._blank.append(piece.text)
+                return
+            yield from (Piece("content", text) for text in self._blank)
+            self._begun, self._blank = True, []
+        elif piece.kind == "call":
+            self._count += 1
+            self._begun, self._blank = False, []
+        if self._most is None or self._count <= self._most:
+            yield piece
+
+
+def reasoned(reader: Reader, part: Part, within: bool) -> Steps[None]:
+    """Reasoning, between tags at the beginning of an answer (further on they are text like any other), then the rest,
+    for ``part``. Blank lines around the reasoning belong to neither. ``within``: an opening tag is there already."""
+    blank = "" if within else (yield from spaces(reader))
+    while within or (yield from comes(reader, OPEN)):
+        reader.take(0 if within else len(OPEN))
+        yield from _thought(reader)
+        yield from spaces(reader)
+        within, blank = False, ""
+    yield from part.push(blank)
+    while True:
+        yield from part.push(reader.take())
+        if reader.ended:
+            break
+        yield None
+    yield from part.flush()
+
+
+def _thought(reader: Reader) -> Steps[None]:
+    yield from spaces(reader)
+    blank: list[str] = []
+    while True:
+        found = reader.find(CLOSE.pattern)
+        text = reader.before(found) if found else reader.take(len(reader) - CLOSE.begun(reader.last(CLOSE.longest)))
+        if not found and reader.ended:
+            text += reader.take()
+        if shown := text.rstrip():
+            yield Piece("reasoning", "".join([*blank, shown]))
+            blank = []
+        blank.append(text[len(shown) :])
+        if found or reader.ended:
+            reader.take(CLOSE.longest)
+            return
+        yield None
+
+
+class Calls:
+    """Pieces as the deltas of an answer's ``tool_calls``, with ids and indices."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def delta(self, piece: Piece) -> dict[str, Any]:
+        match piece.kind:
+            case "content":
+                return {"content": piece.text}
+            case "reasoning":
+                return {"reasoning_content": piece.text}
+            case "call":
+                self.count += 1
+                return self._call({"name": piece.text, "arguments": ""}, id=_id(), type="function")
+            case "arguments":
+                return self._call({"arguments": piece.text})
+
+    def _call(self, function: dict[str, str], **more: str) -> dict[str, Any]:
+        return {"tool_calls": [{"index": self.count - 1, **more, "function": function}]}
+
+
+def make_parser(
+    tools: Tools,
+    tool_format: FormatName | None,
+    *,
+    parallel: bool = True,
+    forced: bool = False,
+    thinks: bool = False,
+    thinking: bool = False,
+) -> Part:
+    """For one answer. It may call ``tools``, several times if ``parallel``; ``forced`` says that a schema
+    (``calls_schema``) holds it to calls, ``thinks`` that the model reasons in <think> tags, ``thinking`` that the
+    prompt has opened one."""
+    part: Part = Plain()
+    if tools and (forced or tool_format is not None):
+        format = FORMATS["json" if forced or tool_format is None else tool_format]
+        part = Answer(format.reader(tools), most=None if parallel else 1, only=forced)
+    return Script(functools.partial(reasoned, part=part, within=thinking)) if thinks else part
+
+
+def reasons(setting: Literal["auto", "think", "none"], template: str) -> bool:
+    """Whether the model writes its reasoning in <think> tags: as ``model.reasoning`` says, or its chat template."""
+    return "</think>" in template if setting == "auto" else setting == "think"
+
+
+def opens_reasoning(prompt: str) -> bool:
+    """Whether a rendered prompt leaves the model in the middle of its reasoning, as some templates do. What messages
+    say of such tags does not count."""
+    return prompt.rstrip().endswith("<think>")
+
+
+def calls_schema(tools: Sequence[dict[str, Any]], most: int | None) -> dict[str, Any]:
+    """The JSON schema of a list of calls of these functions."""
+    each = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": tool["function"]["name"]},
+                "arguments": tool["function"].get("parameters") or {"type": "object"},
+            },
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for tool in tools
+    ]
+    return {"type": "array", "minItems": 1, "items": {"anyOf": each}} | ({} if most is None else {"maxItems": most})
+
+
+def _id() -> str:
+    return "".join(secrets.choice(ID_CHARACTERS) for _ in range(ID_LENGTH))

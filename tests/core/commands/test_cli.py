@@ -1,0 +1,196 @@
+"""The command line as a user meets it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infer.commands.cli import _parser
+from infer.plugins import Plugins
+from infer.settings import load_settings
+
+ONE_THREAD = {"INFER_KERNELS__THREADS": "1"}
+
+
+def infer(*args: str, cwd: Path | None = None, text: str = "", **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "infer.commands.cli", *args]
+    return subprocess.run(
+        command, capture_output=True, text=True, input=text, env=os.environ | env, cwd=cwd, timeout=120, check=False
+    )
+
+
+def test_generate_prints_text(tmp_path: Path) -> None:
+    args = ("generate", "--model.path", "demo", "--max-tokens", "12", "--temperature", "0")
+    first = infer(*args, "def ", cwd=tmp_path, **ONE_THREAD)
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.startswith("def ")
+    assert len(first.stdout) > 8
+    many = infer(*args, "def ", "import ", cwd=tmp_path, **ONE_THREAD)
+    assert first.stdout.strip() in many.stdout, "alone or in company"
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (["generate", "x"], "model.path is not set"),
+        (["generate", "x", "--model.path", "demo", "--cache.backend", "paged!"], "no such plugin is installed"),
+        (["serve", "--model.path", "no/where-to-be-found"], "no/where-to-be-found"),
+        (["serve", "--engine.max_batch_size", "x"], "engine.max_batch_size = 'x'"),
+        (["generate", "x", "--temperature", "-1", "--model.path", "demo"], "--temperature -1"),
+        (["plugins", "--cache.backend", "nope"], "cache.backend is 'nope'"),
+        (["bench", "--scale", "0"], "--scale"),
+        (["serve", "demo", "--port", "x"], "server.port = 'x'"),
+    ],
+)
+def test_what_the_user_can_mend_is_one_sentence_and_exit_code_2(args: list[str], sentence: str, tmp_path: Path) -> None:
+    done = infer(*args, cwd=tmp_path, HF_HUB_OFFLINE="1")
+    assert done.returncode == 2
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("infer: ")]
+    assert sentence in line
+    assert "Traceback" not in done.stderr
+
+
+def test_plain_names_are_settings(tmp_path: Path) -> None:
+    args = _parser().parse_args(
+        ["serve", "demo", "--port", "0", "--host", "::1", "--api-key", "a,b", "--max-model-len", "64"]
+    )
+    loaded = load_settings(Plugins.discover(), argv=args.plain_settings, env={}, read_file=False).settings
+    assert (loaded.model.path, loaded.server.port, loaded.server.host) == ("demo", 0, "::1")
+    assert [key.get_secret_value() for key in loaded.server.api_keys] == ["a", "b"]
+    assert loaded.engine.max_seq_len == 64
+    done = infer("generate", "--model", "demo", "--max-model-len", "8", "--max-tokens", "5", "def ", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    twice = infer("serve", "demo", "--model", "demo", cwd=tmp_path)
+    assert (twice.returncode, "model.path is given twice" in twice.stderr) == (2, True)
+
+
+def test_help_imports_no_torch() -> None:
+    """It takes a second, and whoever asks for help waits for it."""
+    code = "import sys; from infer.commands.cli import _parser; _parser().format_help(); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_plugins_and_settings_as_json(tmp_path: Path) -> None:
+    rows = json.loads(infer("plugins", "--json", cwd=tmp_path).stdout)
+    (slotted,) = [row for row in rows if row["name"] == "slotted"]
+    assert (slotted["distribution"], slotted["slot"]) == ("infer-cache-slotted", "cache")
+    values = json.loads(infer("settings", "--json", "--server.port", "9", cwd=tmp_path).stdout)
+    assert values["server.port"] == {"value": 9, "source": "--server.port"}
+    schema = json.loads(infer("settings", "--json-schema", cwd=tmp_path).stdout)
+    assert "prefill_chunk_size" in json.dumps(schema)
+
+
+@contextmanager
+def serve(tmp_path: Path, *python: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`infer serve` in a process of its own, and its address."""
+    python = python or ("-m", "infer.commands.cli")
+    command = [sys.executable, *python, "serve", "--model.path", "demo", "--server.port", "0"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=os.environ | ONE_THREAD
+    ) as server:
+        try:
+            assert server.stdout is not None
+            ready = server.stdout.readline()
+            assert ready.startswith("infer: ready on http://127.0.0.1:")
+            yield server, ready.removeprefix("infer: ready on ").strip()
+        finally:
+            server.kill()
+
+
+def complete(url: str, **body: object) -> Any:
+    """The response to a request for so many tokens, unread."""
+    data = json.dumps({"prompt": "def ", "ignore_eos": True} | body).encode()
+    request = urllib.request.Request(f"{url}/v1/completions", data, {"Content-Type": "application/json"})
+    return urllib.request.urlopen(request, timeout=60)
+
+
+def test_serve_finishes_what_it_has_begun_on_sigterm(tmp_path: Path) -> None:
+    with serve(tmp_path) as (server, url):
+        with complete(url, max_tokens=1500, stream=True) as response:
+            lines = [response.readline()]
+            server.send_signal(signal.SIGTERM)
+            lines += response.readlines()
+        *chunks, done = [line.removeprefix(b"data: ") for line in lines if line.strip()]
+        assert done == b"[DONE]\n"
+        choices = [json.loads(chunk)["choices"][0] for chunk in chunks]
+        assert choices[-1]["finish_reason"] == "length"
+        assert len(choices) > 1000
+        assert server.wait(timeout=60) == 0
+
+
+FAILS_WITH_TWO = """
+import sys, threading
+from infer.commands.cli import main
+from infer.engine.schedulers import ContinuousScheduler
+
+schedule = ContinuousScheduler.schedule
+
+def fails_with_two(self):
+    if sum(sequence.decoding for sequence in self.running) == 2:
+        threading.Thread(target=threading.Event().wait, daemon=False).start()  # the interpreter waits for it
+        raise RuntimeError("lost count")
+    return schedule(self)
+
+ContinuousScheduler.schedule = fails_with_two
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_serve_ends_with_its_engine_once_everyone_is_told(tmp_path: Path) -> None:
+    with serve(tmp_path, "-c", FAILS_WITH_TWO) as (server, url):
+        with complete(url, max_tokens=1500, stream=True) as response:
+            response.readline()
+            with pytest.raises(urllib.error.HTTPError) as raised:
+                complete(url, max_tokens=1500)
+            *_, error, done = [line for line in response.readlines() if line.strip()]
+        assert raised.value.code == 500
+        assert "lost count" in json.loads(raised.value.read())["error"]["message"]
+        assert b"lost count" in error
+        assert done == b"data: [DONE]\n"
+        _, log = server.communicate(timeout=60)
+        assert server.returncode == 1
+        assert re.search("infer: The engine has stopped: .*RuntimeError: lost count", log)
+
+
+def test_demo_shows_both_timelines(tmp_path: Path) -> None:
+    args = ("demo", "--model.path", "demo", "--prompt-tokens", "150", "--chunk", "32", "--budget", "64")
+    done = infer(*args, "--engine.max_batch_size", "8", cwd=tmp_path, **ONE_THREAD)
+    assert done.returncode == 0, done.stderr
+    assert "chunked prefill" in done.stdout
+    assert "0:32" in done.stdout
+    assert "0:150" in done.stdout
+    assert "jitter" in done.stdout
+
+
+def test_chat_answers_line_by_line(tmp_path: Path) -> None:
+    args = ("chat", "--model.path", "demo", "--max-tokens", "12", "--seed", "3")
+    one = infer(*args, cwd=tmp_path, text="a loop\n", **ONE_THREAD)
+    assert one.returncode == 0, one.stderr
+    assert one.stdout.strip()
+    again = infer(*args, cwd=tmp_path, text="a loop\n\n/reset\na loop\n/exit\nnever read\n", **ONE_THREAD)
+    assert again.stdout == one.stdout * 2, "a reset forgets, and so the same comes again"
+    with_system = infer(*args, "--system", "class A:", cwd=tmp_path, text="a loop\n", **ONE_THREAD)
+    assert with_system.stdout != one.stdout
+
+
+def test_chat_needs_a_template(tmp_path: Path) -> None:
+    (tmp_path / "empty.jinja").write_text("{{ raise_exception('no thanks') }}")
+    (tmp_path / "broken.jinja").write_text("{% if %}")
+    args = ("chat", "--model.path", "demo")
+    done = infer(*args, "--model.chat_template", "empty.jinja", cwd=tmp_path, text="x\n", **ONE_THREAD)
+    assert (done.returncode, "no thanks" in done.stderr) == (2, True), done.stderr
+    done = infer(*args, "--model.chat_template", "broken.jinja", cwd=tmp_path, text="x\n", **ONE_THREAD)
+    assert (done.returncode, "not valid" in done.stderr) == (2, True), done.stderr

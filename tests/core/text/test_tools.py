@@ -1,0 +1,298 @@
+"""Reasoning, text and tool calls told apart, however the text is cut."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infer.text.tool_formats import FORMATS, FormatName, recognise
+from infer.text.tool_formats.reader import Script
+from infer.text.tools import Calls, calls_schema, make_parser, opens_reasoning, reasons
+
+TOOLS: dict[str, Any] = {
+    "weather": {
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": ["array", "null"]},
+            "n": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+            "x": {"type": "number"},
+            "sure": {"type": "boolean"},
+            "where": {"type": "object"},
+        }
+    },
+    "clock.now": {},
+}
+
+
+def told(parts: Sequence[str], format: FormatName | None, **how: bool) -> dict[str, Any]:
+    """The message that the parts of a text amount to."""
+    parser = make_parser(TOOLS, format, **({"thinks": True} | how))
+    message: dict[str, Any] = {"content": "", "reasoning_content": "", "calls": []}
+    numbering = Calls()
+    pieces = [piece for part in parts for piece in parser.push(part)] + list(parser.flush())
+    for piece in pieces:
+        delta = numbering.delta(piece)
+        for call in delta.pop("tool_calls", ()):
+            if "id" in call:
+                assert call["index"] == len(message["calls"])
+                message["calls"].append([call["function"]["name"], []])
+            message["calls"][-1][1].append(call["function"]["arguments"])
+        for key, text in delta.items():
+            message[key] += text
+    message["calls"] = [[name, "".join(arguments)] for name, arguments in message["calls"]]
+    return message
+
+
+CALL = '{"name": "weather", "arguments": {"city": "Rome, \\"IT\\" }", "days": [1, {"a": null}]}}'
+ARGUMENTS = '{"city": "Rome, \\"IT\\" }", "days": [1, {"a": null}]}'
+LATE = '{"arguments": {"a": 1}, "name": "clock.now"}'
+QUOTED = json.dumps({"id": 7, "arguments": ARGUMENTS, "name": "weather"})
+NESTED = json.dumps({"type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}})
+IN_TAGS = '{"name": "weather", "arguments": {"city": "</tool_call> ```"}}'
+XML = """<function=weather>
+<parameter=city>
+Rome
+</parameter>
+<parameter=days>
+[1, {"a": null}]
+</parameter>
+<parameter=n>
+3
+</parameter>
+<parameter=x>
+0.5
+</parameter>
+<parameter=sure>
+True
+</parameter>
+</function>"""
+TYPED = '{"city": "Rome", "days": [1, {"a": null}], "n": 3, "x": 0.5, "sure": true}'
+CODE = 'if (a) {\n  "</parameter>"\n}\n</tool_call>'
+TEXTS: list[tuple[str, FormatName | None, str, str, list[list[str]]]] = [
+    ("Hello <b>there</b>", "tags", "Hello <b>there</b>", "", []),
+    ("<think>\nhm\n\nso\n</think>\n\nHello", "tags", "Hello", "hm\n\nso", []),
+    ("<think>never ends\n", None, "", "never ends", []),
+    ("The tag <think> begins it.", None, "The tag <think> begins it.", "", []),
+    ("  \n", "json", "  \n", "", []),
+    (f"<tool_call>\n{CALL}\n</tool_call>", "tags", "", "", [["weather", ARGUMENTS]]),
+    (
+        f"<think>x</think>Let me see.\n<tool_call>{CALL}</tool_call>\n<tool_call>\n{LATE}</tool_call>\n",
+        "tags",
+        "Let me see.\n",
+        "x",
+        [["weather", ARGUMENTS], ["clock.now", '{"a": 1}']],
+    ),
+    ("<tool_call>not json</tool_call>", "tags", "not json", "", []),
+    (f"<tool_call>{IN_TAGS}</tool_call>ok", "tags", "ok", "", [["weather", '{"city": "</tool_call> ```"}']]),
+    (f"<tool_call>\n```json\n{CALL}\n```\n</tool_call>", "tags", "", "", [["weather", ARGUMENTS]]),
+    (f"<tool_call>{CALL}\n<tool_call>{LATE}", "tags", "", "", [["weather", ARGUMENTS], ["clock.now", '{"a": 1}']]),
+    (f"<TOOLCALL>[{CALL}, {QUOTED}]</TOOLCALL>", "tags", "", "", [["weather", ARGUMENTS]] * 2),
+    (CALL, "json", "", "", [["weather", ARGUMENTS]]),
+    (CALL.replace("arguments", "parameters"), "json", "", "", [["weather", ARGUMENTS]]),
+    (f"{CALL}; {CALL}", "json", "", "", [["weather", ARGUMENTS]] * 2),
+    (f"[{CALL},\n {CALL}]", "json", "", "", [["weather", ARGUMENTS]] * 2),
+    (f"Let me see.\n\n{CALL}\n", "json", "Let me see.\n\n", "", [["weather", ARGUMENTS]]),
+    (f"I ask: {CALL} now", "json", "I ask: now", "", [["weather", ARGUMENTS]]),
+    (f"Now:\n```json\n[{CALL}]\n```\nDone.", "json", "Now:\nDone.", "", [["weather", ARGUMENTS]]),
+    (f"<|python_tag|>{CALL}", "json", "", "", [["weather", ARGUMENTS]]),
+    ("<|python_tag|>print(1)", "json", "<|python_tag|>print(1)", "", []),
+    (LATE, "json", "", "", [["clock.now", '{"a": 1}']]),
+    (QUOTED, "json", "", "", [["weather", ARGUMENTS]]),
+    (NESTED, "json", "", "", [["weather", ARGUMENTS]]),
+    (f'{{"name": "weather", "arguments": {json.dumps(ARGUMENTS)}}}', "json", "", "", [["weather", ARGUMENTS]]),
+    ('{"name": "weather", "arguments": "Rome"}', "json", "", "", [["weather", '"Rome"']]),
+    ('{"name": "weather", "arguments": {"a": 1}, "id": "}{"}', "json", "", "", [["weather", '{"a": 1}']]),
+    ('{"name": "weather", "arguments": null}', "json", "", "", [["weather", "null"]]),
+    ('{"name": "unknown", "arguments": {}}', "json", '{"name": "unknown", "arguments": {}}', "", []),
+    ('{"answer": 42}', "json", '{"answer": 42}', "", []),
+    (f'{{"like": {CALL}, "or": [{CALL}]}}', "json", f'{{"like": {CALL}, "or": [{CALL}]}}', "", []),
+    ("  [1, 2] is a list", "json", "  [1, 2] is a list", "", []),
+    ("```python\nprint({1: 2})\n```", "json", "```python\nprint({1: 2})\n```", "", []),
+    ("Plain", "json", "Plain", "", []),
+    (
+        "[weather(city='Rome', days=[1, 2]), clock.now()]",
+        "python",
+        "",
+        "",
+        [["weather", '{"city": "Rome", "days": [1, 2]}'], ["clock.now", "{}"]],
+    ),
+    ('```tool_code\nweather(city="Rome")\n```', "python", "", "", [["weather", '{"city": "Rome"}']]),
+    (
+        'Now:\nweather(city=")")\nclock.now()',
+        "python",
+        "Now:\n",
+        "",
+        [["weather", '{"city": ")"}'], ["clock.now", "{}"]],
+    ),
+    ("<|python_start|>[weather(sure=true)]<|python_end|>", "python", "", "", [["weather", '{"sure": true}']]),
+    ("weather is fine", "python", "weather is fine", "", []),
+    ("[weather(city=where())]", "python", "[weather(city=where())]", "", []),
+    ("```python\nprint(1)\n```", "python", "```python\nprint(1)\n```", "", []),
+    (f"<tool_call>\n{XML}\n</tool_call>", "xml", "", "", [["weather", TYPED]]),
+    (f"Let me see.\n{XML}", "xml", "Let me see.\n", "", [["weather", TYPED]]),
+    ("<tool_call>\n<function=clock.now>\n</function>\n</tool_call>", "xml", "", "", [["clock.now", "{}"]]),
+    (
+        f"<function=weather><parameter=city>\n{CODE}\n</parameter>\n</function>",
+        "xml",
+        "",
+        "",
+        [["weather", json.dumps({"city": CODE})]],
+    ),
+    (
+        "<function=weather><parameter=city>5</parameter><parameter=n>no</parameter><parameter=days>None</parameter>"
+        "<parameter=extra>1</parameter></function>",
+        "xml",
+        "",
+        "",
+        [["weather", '{"city": "5", "n": "no", "days": null, "extra": "1"}']],
+    ),
+    ("<function=unknown>x</function>", "xml", "<function=unknown>x</function>", "", []),
+    (f"Well.[TOOL_CALLS] [{CALL}]", "mistral", "Well.", "", [["weather", ARGUMENTS]]),
+    (
+        f'[TOOL_CALLS]weather[ARGS]{ARGUMENTS}[TOOL_CALLS]clock.now[CALL_ID]a1b2c3d4e[ARGS]{{"a": 1}}',
+        "mistral",
+        "",
+        "",
+        [["weather", ARGUMENTS], ["clock.now", '{"a": 1}']],
+    ),
+    ("[TOOL_CALLS]unknown[ARGS]{}", "mistral", "unknown[ARGS]{}", "", []),
+]
+
+
+@pytest.mark.parametrize(("text", "format", "content", "reasoning", "calls"), TEXTS)
+def test_what_a_text_says(
+    text: str, format: FormatName | None, content: str, reasoning: str, calls: list[list[str]]
+) -> None:
+    expected = {"content": content, "reasoning_content": reasoning, "calls": calls}
+    assert told([text], format) == expected
+    assert told(list(text), format) == expected
+    for arguments in (arguments for _, arguments in calls):
+        json.loads(arguments)
+
+
+SHREDS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "text", "ä€😀", "weather", *"{}[],:\"'\\ \n<"]
+SHREDS += [CALL, LATE, QUOTED, CALL[:30], IN_TAGS, "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "```", "tool_code\n"]
+SHREDS += ["weather(", "city='x')", "clock.now()", XML, XML[:60], "<function=weather>", "<parameter=n>"]
+SHREDS += ["</parameter>", "</function>"]
+TEXT = st.lists(st.sampled_from(SHREDS), max_size=8).map("".join)
+HOW = st.fixed_dictionaries({name: st.booleans() for name in ("thinks", "thinking", "parallel", "forced")})
+
+
+@given(TEXT, st.sampled_from([*FORMATS, None]), HOW, st.data())
+def test_cutting_changes_nothing(text: str, format: FormatName | None, how: dict[str, bool], data: Any) -> None:
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=12)))
+    parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert told(parts, format, **how) == told([text], format, **how)
+
+
+LONG = 8_000
+ENDLESS = ["{", "[", "(", '{"name": "', '{"name": "weather", "arguments": "', "<function=weather><parameter=city>"]
+ENDLESS += ["<tool_call>", "</parameter> ", "[TOOL_CALLS]", "weather(", "[weather(city='", "```", "<think>", "</think>"]
+ENDLESS += [f"{CALL} ", "<function=", '{"id": {"a', "<|python_tag|>", "[TOOL_CALLS]weather[ARGS]{", "\\", "-", "a."]
+ENDLESS += ["<", "weather(a=", "[TOOL_CALLS]weather[ARGS]"]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_parser_looks_ahead_a_little_and_no_further(format: FormatName) -> None:
+    """What it holds is copied and searched with every piece, so that it must not grow with the text."""
+    for begin in ENDLESS:
+        for text in (begin * (LONG // len(begin)), begin + " " * LONG, begin + "x" * LONG):
+            script = FORMATS[format].reader(TOOLS)
+            assert isinstance(script, Script)
+            for i in range(0, len(text), 7):
+                list(script.push(text[i : i + 7]))
+                assert len(script.reader) <= 512, text[:40]
+            list(script.flush())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", FORMATS)
+def test_long_texts_are_read_as_short_ones_are(format: FormatName) -> None:
+    for begin in ENDLESS:
+        for text in (begin * (100_000 // len(begin)), begin + " " * 100_000, begin + "x" * 100_000):
+            assert told([text[i : i + 64] for i in range(0, len(text), 64)], format) == told([text], format)
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+HOSTILE: list[tuple[FormatName, str]] = [
+    ("json", f'{{"id": 1, "name": "weather", "arguments": {DEEP}}}'),
+    ("json", f'{{"name": "weather", "arguments": {DEEP}}}'),
+    ("json", '{"id": 1, "name": "weather", "arguments": {"a": "\\ud800"}}'),
+    ("python", f"weather(days={DEEP})"),
+    ("python", f"weather(days={'-' * 100_000}1)"),
+    ("python", f"weather(days=1{'+1' * 50_000})"),
+    ("python", f"weather{'.a' * 50_000}()"),
+    ("python", "weather(city='\\ud800')"),
+    ("python", "weather(city=b'x')"),
+    ("python", "weather(n=9" + "9" * 10_000 + ")"),
+    ("xml", f"<function=weather><parameter=days>{DEEP}</parameter></function>"),
+    ("mistral", f"[TOOL_CALLS]weather[ARGS]{DEEP}"),
+]
+
+
+@pytest.mark.parametrize(("format", "text"), HOSTILE, ids=range(len(HOSTILE)))
+def test_no_text_is_too_much(format: FormatName, text: str) -> None:
+    json.dumps(told([text], format), ensure_ascii=False).encode()
+
+
+def test_what_is_forced_and_cut_off_is_no_content() -> None:
+    text = f"[{CALL}, {CALL}]"
+    for end in range(len(text) + 1):
+        found = told([text[:end]], "tags", thinks=False, forced=True)
+        assert found["content"] == ""
+        assert all(name == "weather" and ARGUMENTS.startswith(arguments) for name, arguments in found["calls"])
+
+
+def test_a_format_is_recognised_by_what_it_says() -> None:
+    arguments = {"city": 'Ro"me', "n": 3}
+    body = json.dumps(arguments)
+    call = json.dumps({"name": "weather", "arguments": arguments})
+    parameters = '<parameter=city>\nRo"me\n</parameter>\n<parameter=n>\n3\n</parameter>'
+    for text, format in (
+        (f"\n<tool_call>{call}</tool_call>\n", "tags"),
+        (call, "json"),
+        (f"<tool_call><function=weather>{parameters}</function></tool_call>", "xml"),
+        (f"[TOOL_CALLS][{call}]", "mistral"),
+        (f"[TOOL_CALLS]weather[ARGS]{body}", "mistral"),
+        ("[weather(city='Ro\"me', n=3)]", "python"),
+        (f"<other>{call}</other>", None),
+        (f"<tool_call>{call}</tool_call><tool_call>{call}</tool_call>", None),
+        (call.replace("3", "4"), None),
+        ('[weather(city="Ro"me", n=3)]', None),
+        (f"weather\n{body}", None),
+    ):
+        assert recognise(text, TOOLS, ("weather", arguments)) == format, text
+
+
+def test_a_prompt_that_opens_the_reasoning() -> None:
+    expected = {"content": "ok", "reasoning_content": "hm", "calls": []}
+    assert told(["hm</think>ok"], None, thinking=True) == expected
+
+
+def test_only_the_end_of_a_prompt_opens_reasoning() -> None:
+    assert opens_reasoning("user: hi\nassistant: <think>\n")
+    assert not opens_reasoning("user: what is <think>?\nassistant: ")
+    assert not opens_reasoning("user: hi\nassistant: <think>\n\n</think>\n\n")
+
+
+def test_the_setting_decides_whether_a_model_reasons() -> None:
+    with_tags, without = "... </think> ...", "{{ messages }}"
+    assert [reasons("auto", with_tags), reasons("auto", without)] == [True, False]
+    assert [reasons("none", with_tags), reasons("think", without)] == [False, True]
+
+
+def test_one_call_at_most() -> None:
+    found = told(list(f"{CALL}; {CALL}; {CALL}"), "json", parallel=False)
+    assert found["calls"] == [["weather", ARGUMENTS]]
+
+
+def test_the_schema_of_forced_calls() -> None:
+    tools = [{"function": {"name": "weather", "parameters": {"type": "object", "required": ["city"]}}}]
+    schema = calls_schema(tools, 1)
+    assert schema["maxItems"] == schema["minItems"] == 1
+    assert schema["items"]["anyOf"][0]["properties"]["name"] == {"const": "weather"}
