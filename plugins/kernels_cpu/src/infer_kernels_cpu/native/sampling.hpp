@@ -14,10 +14,12 @@ struct Draw {
     double uniform;
 };
 
-// Unnormalised probabilities of a row: their sum over a set in one fixed order, and how many are in it.
-struct Masses {
-    const float* mass;
-    int64_t size;
+// Tokens of a row in vocabulary order, with their unnormalised probabilities; the likeliest of the row has mass 1. A mass
+// over a set of them is added up in one fixed order.
+struct Candidates {
+    float* mass;
+    int32_t* token;  // null where candidate i is token i
+    int64_t count;
 
     struct Kept {
         double mass;
@@ -26,7 +28,7 @@ struct Masses {
 
     double block(int64_t begin, float threshold) const {
         vf total{};
-        over_vectors(std::min(BLOCK, size - begin), [&](int64_t e, int n) {
+        over_vectors(std::min(BLOCK, count - begin), [&](int64_t e, int n) {
             vf m = take(mass + begin + e, n);
             total += m >= threshold ? m : vf{};
         });
@@ -34,29 +36,47 @@ struct Masses {
     }
     Kept kept(float threshold) const {
         double total = 0;
-        vi count{};
-        for (int64_t b = 0; b < size; b += BLOCK) total += block(b, threshold);
-        int64_t whole = size / LANES * LANES, n = 0;
-        for (int64_t e = 0; e < whole; e += LANES) count -= load(mass + e) >= threshold;
-        for (int i = 0; i < LANES; i++) n += count[i];
-        for (int64_t e = whole; e < size; e++) n += mass[e] >= threshold;
+        vi found{};
+        for (int64_t b = 0; b < count; b += BLOCK) total += block(b, threshold);
+        int64_t whole = count / LANES * LANES, n = 0;
+        for (int64_t e = 0; e < whole; e += LANES) found -= load(mass + e) >= threshold;
+        for (int i = 0; i < LANES; i++) n += found[i];
+        for (int64_t e = whole; e < count; e++) n += mass[e] >= threshold;
         return {total, n};
     }
+    // Only those of at least the threshold stay.
+    void drop(float threshold) {
+        int64_t left = 0;
+        over_vectors(count, [&](int64_t e, int n) {
+            vi stays = take(mass + e, n) >= threshold;
+            if (!any(stays)) return;
+            for (int i = 0; i < n; i++) {
+                mass[left] = mass[e + i];
+                token[left] = token[e + i];
+                left -= stays[i];
+            }
+        });
+        count = left;
+    }
     // The largest threshold, at least ``least``, for which enough(kept); one that keeps everything has to be enough.
+    // Candidates below it may go on the way, so that few are looked at often.
     template <class F>
-    float largest(float least, F enough) const {
+    float largest(float least, F enough) {
         uint32_t low, high;  // of positive floats, the bits order as the values do
         float one = 1.0f;
         std::memcpy(&low, &least, 4);
-        std::memcpy(&high, &one, 4);  // the likeliest has mass 1
+        std::memcpy(&high, &one, 4);
         while (low < high) {
             uint32_t middle = low + (high - low + 1) / 2;
             float threshold;
             std::memcpy(&threshold, &middle, 4);
-            if (enough(kept(threshold)))
+            Kept now = kept(threshold);
+            if (enough(now)) {
                 low = middle;
-            else
+                if (now.count < count / 2) drop(threshold);
+            } else {
                 high = middle - 1;
+            }
         }
         float threshold;
         std::memcpy(&threshold, &low, 4);
@@ -64,64 +84,131 @@ struct Masses {
     }
 };
 
+constexpr int CHAINS = 4;  // vectors compared at a time: each waits for the one before it in its chain alone
+
+struct Top {
+    float value;
+    bool nan;  // there is a NaN in the row
+};
+
+template <class T>
+Top top_of(const T* row, int64_t size) {
+    vf tops[CHAINS];
+    vi nan{};
+    for (vf& top : tops) top = splat(-INFINITY);
+    int64_t e = 0;
+    for (; e + CHAINS * LANES <= size; e += CHAINS * LANES)
+        for (int c = 0; c < CHAINS; c++) {
+            vf x = load(row + e + c * LANES);
+            nan |= x != x;
+            tops[c] = maximum(x, tops[c]);
+        }
+    over_vectors(size - e, [&](int64_t more, int n) {
+        vf x = take(row + e + more, n);
+        for (int i = n; i < LANES; i++) x[i] = -INFINITY;
+        nan |= x != x;
+        tops[0] = maximum(x, tops[0]);
+    });
+    for (int c = 1; c < CHAINS; c++) tops[0] = maximum(tops[0], tops[c]);
+    return {highest(tops[0]), any(nan)};
+}
+
+// Where the value is first; it has to be in the row.
+template <class T>
+int64_t first_of(const T* row, int64_t size, float value) {
+    int64_t e = 0;
+    for (; e + CHAINS * LANES <= size; e += CHAINS * LANES) {
+        vi found{};
+        for (int c = 0; c < CHAINS; c++) found |= load(row + e + c * LANES) == value;
+        if (any(found)) break;
+    }
+    while (to_float(row[e]) != value) e++;
+    return e;
+}
+
+// Tokens that can be among the top_k likeliest, few of them: those that are at most so much less likely than the top one
+// that there are enough, or all.
+template <class T>
+int64_t near_top(const T* logits, int64_t size, float top, const Draw& draw, int32_t* token) {
+    for (float reach : {3.0f, 8.0f, INFINITY}) {  // e^-3 of the top one's probability, and so on
+        float least = top - reach * draw.temperature;
+        int64_t count = 0;
+        over_vectors(size, [&](int64_t e, int n) {
+            vi near = take(logits + e, n) >= least;
+            if (!any(near)) return;
+            for (int i = 0; i < n; i++) {
+                token[count] = int32_t(e + i);
+                count -= near[i];
+            }
+        });
+        if (count >= draw.top_k) return count;
+    }
+    return size;
+}
+
+template <class T>
+Candidates candidates(const T* logits, int64_t size, float top, const Draw& draw) {
+    Candidates all{scratch<float, struct MassesOfARow>(size), nullptr, size};
+    bool ranked = draw.top_k > 0 && draw.top_k < size;
+    if (ranked || draw.top_p < 1) all.token = scratch<int32_t, struct TokensOfARow>(size);
+    if (ranked) {
+        all.count = near_top(logits, size, top, draw, all.token);
+        for (int64_t e = 0; e < all.count; e++) all.mass[e] = to_float(logits[all.token[e]]);
+    } else if (all.token) {
+        for (int64_t e = 0; e < size; e++) all.token[e] = int32_t(e);
+    }
+    auto masses = [&](auto* from) {
+        over_vectors(all.count, [&](int64_t e, int n) {
+            give(all.mass + e, exp((take(from + e, n) - top) / draw.temperature), n);
+        });
+    };
+    if (ranked)
+        masses(all.mass);
+    else
+        masses(logits);
+    return all;
+}
+
 template <class T>
 int64_t sample_row(const T* logits, int64_t size, const Draw& draw) {
-    vf tops = splat(-INFINITY);
-    vi nan{};
-    over_vectors(size, [&](int64_t e, int n) {
-        vf x = take(logits + e, n);
-        if (n < LANES)
-            for (int i = n; i < LANES; i++) x[i] = -INFINITY;
-        nan |= x != x;
-        tops = maximum(tops, x);
-    });
-    float top = highest(tops);
-    for (int i = 0; i < LANES; i++)
-        if (nan[i]) return -1;
-    if (!(std::fabs(top) < INFINITY)) return -1;
-    if (draw.temperature == 0) {
-        for (int64_t e = 0;; e++)
-            if (to_float(logits[e]) == top) return e;
-    }
-    float* mass = scratch<float, struct MassesOfARow>(size);
-    over_vectors(size, [&](int64_t e, int n) {
-        vf scaled = (take(logits + e, n) - top) / draw.temperature;
-        give(mass + e, exp(scaled), n);
-    });
-    Masses masses{mass, size};
+    auto [top, nan] = top_of(logits, size);
+    if (nan || !(std::fabs(top) < INFINITY)) return -1;
+    if (draw.temperature == 0) return first_of(logits, size, top);
+    Candidates all = candidates(logits, size, top, draw);
     // Infinitely unlikely tokens have mass 0 and are never drawn, so the smallest threshold is above it.
     float threshold = 1.17549435e-38f;
-    if (draw.top_k > 0 && draw.top_k < size) {
-        if (masses.kept(threshold).count > draw.top_k)
-            threshold = masses.largest(threshold, [&](auto kept) { return kept.count >= draw.top_k; });
-    }
+    if (draw.top_k > 0 && draw.top_k < size && all.kept(threshold).count > draw.top_k)
+        threshold = all.largest(threshold, [&](auto kept) { return kept.count >= draw.top_k; });
     if (draw.top_p < 1) {
-        double wanted = double(draw.top_p) * masses.kept(threshold).mass;
-        threshold = masses.largest(threshold, [&](auto kept) { return kept.mass >= wanted; });
+        double wanted = double(draw.top_p) * all.kept(threshold).mass;
+        threshold = all.largest(threshold, [&](auto kept) { return kept.mass >= wanted; });
     }
-    threshold = std::max(threshold, draw.min_p);  // of the likeliest, whose mass is 1
-    double target = draw.uniform * masses.kept(threshold).mass, reached = 0;
+    threshold = std::max(threshold, draw.min_p);
+    double target = draw.uniform * all.kept(threshold).mass, reached = 0;
     int64_t last = -1;
-    for (int64_t b = 0; b < size; b += BLOCK) {
-        double here = masses.block(b, threshold);
+    for (int64_t b = 0; b < all.count; b += BLOCK) {
+        int64_t end = std::min(all.count, b + BLOCK);
+        double here = all.block(b, threshold);
         if (here > 0 && reached + here > target) {
-            for (int64_t e = b; e < std::min(size, b + BLOCK); e++)
-                if (mass[e] >= threshold) {
-                    reached += mass[e];
+            for (int64_t e = b; e < end; e++)
+                if (all.mass[e] >= threshold) {
+                    reached += all.mass[e];
                     last = e;
-                    if (reached > target) return e;
+                    if (reached > target) break;
                 }
+            if (reached > target) break;
         } else {
             reached += here;
             if (here > 0)
-                for (int64_t e = std::min(size, b + BLOCK); e-- > b;)
-                    if (mass[e] >= threshold) {
+                for (int64_t e = end; e-- > b;)
+                    if (all.mass[e] >= threshold) {
                         last = e;
                         break;
                     }
         }
     }
-    return last;  // where adding one by one falls short of adding by blocks
+    // Where adding one by one falls short of adding by blocks, this is the last one kept.
+    return last < 0 || !all.token ? last : all.token[last];
 }
 
 template <class T>

@@ -144,6 +144,17 @@ inline vu shuffle(vu a, vu b, vi lanes) {
 
 inline vf maximum(vf a, vf b) { return a > b ? a : b; }
 
+// Whether a comparison holds in some lane.
+inline bool any(vi x) {
+#if defined(__AVX512F__)
+    return _mm512_test_epi32_mask((__m512i)x, (__m512i)x);
+#else
+    int32_t found = 0;
+    for (int i = 0; i < LANES; i++) found |= x[i];
+    return found;
+#endif
+}
+
 // f(lane) in every lane, known to the compiler: set one by one, it would do that at run time.
 template <class F, int... LANE>
 inline vi lanes_from(F f, std::integer_sequence<int, LANE...>) {
