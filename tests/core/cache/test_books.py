@@ -87,8 +87,11 @@ class Counting:
 
     nbytes = 0
 
-    def view(self, table: Ints, starts: Any, lens: Any, *, fixed: bool = False) -> Any:
-        return table.tolist(), list(starts), list(lens), fixed
+    def view(self, table: Ints, starts: Any, lens: Any) -> Any:
+        return table.tolist(), list(starts), list(lens)
+
+    def fixed_view(self, table: Ints, starts: Any) -> Any:
+        return table.tolist(), list(starts)
 
 
 @pytest.mark.parametrize("kind", ["slotted", "paged"])
@@ -98,9 +101,9 @@ def test_a_pool_is_simulated_without_tensors(kind: str) -> None:
         assert pool.allocate([7] * 5, salt=str(slot)) == Allocation(slot)
     pool.batched_chunked_prefill_view([0, 1], [0, 0], [3, 5])
     block = {"slotted": [[1], [0]], "paged": [[1], [0]]}[kind]
-    assert pool.decode_view([0]) == ([[0]], [3], [1], False)
+    assert pool.decode_view([0]) == ([[0]], [3], [1])
     assert pool.grow(1, 6)
-    assert pool.decode_view([1, 0], 4) == ([*block, [0], [0]], [5, 4, 4, 4], [1, 1, 1, 1], True)
+    assert pool.decode_view([1, 0], 4) == ([*block, [0], [0]], [5, 4, 4, 4])
     assert [pool.length(slot) for slot in (0, 1)] == [5, 6]
 
 
@@ -122,7 +125,10 @@ class OnlySlots:
 class Words:
     nbytes = 0
 
-    def view(self, table: str, starts: Any, lens: Any, *, fixed: bool = False) -> Any:
+    def view(self, table: str, starts: Any, lens: Any) -> Any:
+        return table
+
+    def fixed_view(self, table: str, starts: Any) -> Any:
         return table
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -18,22 +17,6 @@ from infer_cache_paged.pages import Pages
 from infer_cache_slotted import SlottedBooks
 
 
-class EightBit(KVStorage):
-    """K and V as codes, with a factor for each token's head."""
-
-    def __init__(self, context: CacheContext, num_blocks: int, block_size: int) -> None:
-        super().__init__(context, num_blocks, block_size)
-        self.k_scale, self.v_scale = ([torch.zeros(x.shape[:3]) for x in side] for side in (self.k, self.v))
-        self.k, self.v = ([torch.zeros(x.shape, dtype=torch.int8) for x in side] for side in (self.k, self.v))
-
-    @property
-    def nbytes(self) -> int:
-        return super().nbytes + sum(scale.nbytes for scale in (*self.k_scale, *self.v_scale))
-
-    def view(self, table_BP: Ints, starts: Any, lens: Any, *, fixed: bool = False) -> ExtendView:
-        return EightBitView(self, super().view(table_BP, starts, lens, fixed=fixed).ragged)
-
-
 class EightBitView(ExtendView):
     def attend(self, layer: int, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, rotary: Rotary | None = None) -> Tensor:
         s = self.storage
@@ -43,6 +26,21 @@ class EightBitView(ExtendView):
         k = _quantised(k_TKE, s.k[layer], s.k_scale[layer], self.ragged.flat_T)
         v = _quantised(v_TKE, s.v[layer], s.v_scale[layer], self.ragged.flat_T)
         return s.kernels.extend_attention(q_THE, k, v, self.ragged, s.layers[layer])
+
+
+class EightBit(KVStorage):
+    """K and V as codes, with a factor for each token's head."""
+
+    view_type = EightBitView
+
+    def __init__(self, context: CacheContext, num_blocks: int, block_size: int) -> None:
+        super().__init__(context, num_blocks, block_size)
+        self.k_scale, self.v_scale = ([torch.zeros(x.shape[:3]) for x in side] for side in (self.k, self.v))
+        self.k, self.v = ([torch.zeros(x.shape, dtype=torch.int8) for x in side] for side in (self.k, self.v))
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + sum(scale.nbytes for scale in (*self.k_scale, *self.v_scale))
 
 
 def _quantised(new_TKE: Tensor, codes: Tensor, scale: Tensor, flat_T: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import numpy as np
 from infer.contracts.protocols import Allocation
 
 Ints = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
+Slots = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 Table_co = TypeVar("Table_co", covariant=True)
 
 
@@ -33,17 +34,17 @@ class BooksProtocol(Protocol[Table_co]):
     def length(self, slot: int) -> int:
         """Positions of the slot that have been booked as written. ValueError for a slot that is not allocated."""
 
-    def lengths(self, slots: Sequence[int]) -> Ints:
+    def lengths(self, slots: Sequence[int] | Slots) -> Ints:
         """The same of many."""
 
-    def extend(self, slots: Sequence[int], starts: Sequence[int] | Ints, lens: Sequence[int] | Ints) -> int:
+    def extend(self, slots: Sequence[int] | Slots, starts: Sequence[int] | Ints, lens: Sequence[int] | Ints) -> int:
         """Book positions [start, start + length) of each slot as written; the longest length afterwards.
 
         A slot named twice, a start other than its length, or more positions than it has room for is a ValueError, and
         then nothing is booked.
         """
 
-    def table(self, slots: Sequence[int], num_tokens: int) -> Table_co:
+    def table(self, slots: Sequence[int] | Slots, num_tokens: int) -> Table_co:
         """Where the leading ``num_tokens`` positions of the slots are."""
 
 
@@ -101,26 +102,26 @@ class BlockBooks(ABC):
             raise ValueError(f"slot {slot} is not allocated")
         return int(self._lengths_S[slot])
 
-    def lengths(self, slots: Sequence[int]) -> Ints:
+    def lengths(self, slots: Sequence[int] | Slots) -> Ints:
         return self._lengths_S[slots]
 
-    def extend(self, slots: Sequence[int], starts: Sequence[int] | Ints, lens: Sequence[int] | Ints) -> int:
-        if len(set(slots)) < len(slots):
-            raise ValueError(f"slots {list(slots)} repeat; a step extends a slot once")
+    def extend(self, slots: Sequence[int] | Slots, starts: Sequence[int] | Ints, lens: Sequence[int] | Ints) -> int:
         starts_B, lens_B = np.asarray(starts, dtype=np.int32), np.asarray(lens, dtype=np.int32)
         slots_B = np.asarray(slots)
+        if len(set(slots_B.tolist())) < len(slots_B):
+            raise ValueError(f"slots {slots_B.tolist()} repeat; a step extends a slot once")
         ends_B, lengths_B, room_B = starts_B + lens_B, self._lengths_S[slots_B], self._room_S[slots_B]
         wrong = (starts_B != lengths_B) | (starts_B < 0) | (lens_B < 1) | (ends_B > room_B)
         if wrong.any():
             b = int(wrong.argmax())
-            slot, start, room = slots[b], int(starts_B[b]), int(room_B[b])
+            slot, start, room = int(slots_B[b]), int(starts_B[b]), int(room_B[b])
             if start != lengths_B[b] or start < 0:
                 raise ValueError(f"slot {slot} holds {self.length(slot)} positions; a chunk cannot start at {start}")
             raise ValueError(f"slot {slot} has room for {room} positions, not for {start}+{int(lens_B[b])}")
         self._lengths_S[slots_B] = ends_B
         return int(ends_B.max())
 
-    def table(self, slots: Sequence[int], num_tokens: int) -> Ints:
+    def table(self, slots: Sequence[int] | Slots, num_tokens: int) -> Ints:
         """[B, P]."""
         return self._table_SP[slots, : -(-num_tokens // self.block_size)]
 

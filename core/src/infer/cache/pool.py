@@ -50,11 +50,12 @@ class Pool(Generic[Table, View]):
         return self.storage.view(self.books.table(slots, longest), start_positions, chunk_lens)
 
     def decode_view(self, slots: Sequence[int], rows: int | None = None) -> View:
-        starts_B = self.books.lengths(slots)
-        longest = self.books.extend(slots, starts_B, np.ones_like(starts_B))
-        if rows is not None:
-            more = rows - len(slots)
-            slots = [*slots, *[slots[-1]] * more]
-            starts_B = np.concatenate([starts_B, np.repeat(starts_B[-1:], more)])
-        table = self.books.table(slots, longest)
-        return self.storage.view(table, starts_B, np.ones_like(starts_B), fixed=rows is not None)
+        slots_B = np.array(slots)
+        starts_B = self.books.lengths(slots_B)
+        ones_B = np.ones_like(starts_B)
+        longest = self.books.extend(slots_B, starts_B, ones_B)
+        if rows is None:
+            return self.storage.view(self.books.table(slots_B, longest), starts_B, ones_B)
+        if more := rows - len(slots):
+            slots_B, starts_B = (np.concatenate([x, np.repeat(x[-1:], more)]) for x in (slots_B, starts_B))
+        return self.storage.fixed_view(self.books.table(slots_B, longest), starts_B)

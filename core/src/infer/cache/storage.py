@@ -13,6 +13,7 @@ from infer.cache.books import Ints
 from infer.contracts.protocols import AttentionSpec, CacheContext, KernelsProtocol, KVCacheView, Ragged, Rotary
 from infer.device import caller, upload, zeros
 
+Ints64 = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 Table_contra = TypeVar("Table_contra", contravariant=True)
 View_co = TypeVar("View_co", bound=KVCacheView, covariant=True)
 
@@ -24,87 +25,13 @@ class StorageProtocol(Protocol[Table_contra, View_co]):
     def nbytes(self) -> int:
         """Bytes of everything that grows with the number of positions."""
 
-    def view(
-        self, table: Table_contra, starts: Sequence[int] | Ints, lens: Sequence[int] | Ints, *, fixed: bool = False
-    ) -> View_co:
+    def view(self, table: Table_contra, starts: Sequence[int] | Ints, lens: Sequence[int] | Ints) -> View_co:
         """A view that extends sequence b, kept where row b of the table says, by positions
-        [starts[b], starts[b] + lens[b]).
+        [starts[b], starts[b] + lens[b])."""
 
-        ``fixed``: on tensors that stay where they are from one such view to the next, as
-        ``CachePoolProtocol.decode_view`` wants them.
-        """
-
-
-class KVStorage:
-    """K and V of every layer in the model's dtype: per layer two tensors [num_blocks, block_size, K, E].
-
-    Starts zeroed: whatever is read is finite.
-    """
-
-    def __init__(self, context: CacheContext, num_blocks: int, block_size: int) -> None:
-        self.block_size = block_size
-        self.layers: list[AttentionSpec] = list(context.layers)
-        self.kernels: KernelsProtocol = context.kernels
-        self.device = context.device
-        shapes = [(num_blocks, block_size, spec.num_kv_heads, spec.head_size) for spec in self.layers]
-        self.k = [zeros(s, context.dtype, context.device) for s in shapes]
-        self.v = [zeros(s, context.dtype, context.device) for s in shapes]
-        size, blocks = context.max_batch_size, -(-context.max_seq_len // block_size)
-        self._fixed = {
-            "starts_B": torch.zeros(size, dtype=torch.int32, device=context.device),
-            "offsets_B1": torch.zeros(size + 1, dtype=torch.int32, device=context.device),
-            "block_table_BP": torch.zeros((size, blocks), dtype=torch.int32, device=context.device),
-            "flat_T": torch.zeros(size, dtype=torch.int64, device=context.device),
-        }
-
-    @staticmethod
-    def bytes_per_token(layers: Iterable[AttentionSpec], dtype: torch.dtype) -> int:
-        """What a position takes in all layers."""
-        return sum(2 * spec.num_kv_heads * spec.head_size for spec in layers) * dtype.itemsize
-
-    @property
-    def nbytes(self) -> int:
-        return sum(x.nbytes for x in (*self.k, *self.v))
-
-    def view(
-        self,
-        table_BP: Ints,
-        starts: Sequence[int] | Ints,
-        lens: Sequence[int] | Ints,
-        *,
-        fixed: bool = False,
-    ) -> ExtendView:
-        starts_B, lens_B = np.asarray(starts, dtype=np.int32), np.asarray(lens, dtype=np.int32)
-        offsets_B1 = np.zeros(len(lens_B) + 1, dtype=np.int32)
-        np.cumsum(lens_B, out=offsets_B1[1:])
-        if offsets_B1[-1] == len(lens_B):
-            sequence_T, position_T = offsets_B1[:-1], starts_B
-        else:
-            sequence_T = np.repeat(np.arange(len(lens_B)), lens_B)
-            position_T = np.arange(offsets_B1[-1]) - np.repeat(offsets_B1[:-1] - starts_B, lens_B)
-        block_T, within_T = np.divmod(position_T, self.block_size)
-        tensors: dict[str, np.ndarray[Any, Any]] = {
-            "starts_B": starts_B,
-            "offsets_B1": offsets_B1,
-            "block_table_BP": table_BP,
-            "flat_T": table_BP[sequence_T, block_T].astype(np.int64) * self.block_size + within_T,
-        }
-        return ExtendView(
-            self,
-            (FixedRagged if fixed else Ragged)(
-                starts=tuple(starts_B.tolist()),
-                lens=tuple(lens_B.tolist()),
-                offsets=tuple(offsets_B1.tolist()),
-                **{name: self._put(array, self._fixed[name] if fixed else None) for name, array in tensors.items()},
-            ),
-        )
-
-    def _put(self, array: np.ndarray[Any, Any], out: Tensor | None) -> Tensor:
-        """Of rows that are shorter than those of ``out``, the beginnings."""
-        if out is None or array.ndim == 1:
-            return upload(array, self.device, out)
-        upload(array, self.device, out[:, : array.shape[1]])
-        return out[: len(array)]
+    def fixed_view(self, table: Table_contra, starts: Sequence[int] | Ints) -> View_co:
+        """The same with one position each, on tensors that stay where they are from one such view to the next, as
+        ``CachePoolProtocol.decode_view`` wants them. The next one writes over them."""
 
 
 class FixedRagged(Ragged):
@@ -113,9 +40,10 @@ class FixedRagged(Ragged):
     read: str | None = None
 
     def __getattribute__(self, name: str) -> Any:
-        if name == "starts":
-            object.__setattr__(self, "read", f"{caller()} reads Ragged.starts")
-        return super().__getattribute__(name)
+        if name != "starts":
+            return super().__getattribute__(name)
+        vars(self)["read"] = f"{caller()} reads Ragged.starts"
+        return tuple(map(int, vars(self)["starts"]))
 
 
 class ExtendView:
@@ -133,3 +61,79 @@ class ExtendView:
         else:
             q_THE = s.kernels.rope_store_kv(q_THE, k_TKE, v_TKE, rotary, k_cache, v_cache, ragged.flat_T)
         return s.kernels.extend_attention(q_THE, k_cache, v_cache, ragged, s.layers[layer])
+
+
+class KVStorage:
+    """K and V of every layer in the model's dtype: per layer two tensors [num_blocks, block_size, K, E].
+
+    Starts zeroed: whatever is read is finite. A subclass that stores or reads otherwise has a ``view_type`` of its own.
+    """
+
+    view_type: type[ExtendView] = ExtendView
+
+    def __init__(self, context: CacheContext, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.layers: list[AttentionSpec] = list(context.layers)
+        self.kernels: KernelsProtocol = context.kernels
+        self.device = context.device
+        shapes = [(num_blocks, block_size, spec.num_kv_heads, spec.head_size) for spec in self.layers]
+        self.k = [zeros(s, context.dtype, context.device) for s in shapes]
+        self.v = [zeros(s, context.dtype, context.device) for s in shapes]
+        size, blocks = context.max_batch_size, -(-context.max_seq_len // block_size)
+        self._rows = np.arange(size)
+        self._starts_S = torch.zeros(size, dtype=torch.int32, device=context.device)
+        self._offsets_S1 = torch.arange(size + 1, dtype=torch.int32, device=context.device)
+        self._table_SP = torch.zeros((size, blocks), dtype=torch.int32, device=context.device)
+        self._flat_S = torch.zeros(size, dtype=torch.int64, device=context.device)
+        self._fixed: dict[int, FixedRagged] = {}
+        """By number of rows."""
+
+    @staticmethod
+    def bytes_per_token(layers: Iterable[AttentionSpec], dtype: torch.dtype) -> int:
+        """What a position takes in all layers."""
+        return sum(2 * spec.num_kv_heads * spec.head_size for spec in layers) * dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in (*self.k, *self.v))
+
+    def view(self, table_BP: Ints, starts: Sequence[int] | Ints, lens: Sequence[int] | Ints) -> ExtendView:
+        starts_B, lens_B = np.asarray(starts, dtype=np.int32), np.asarray(lens, dtype=np.int32)
+        offsets_B1 = np.zeros(len(lens_B) + 1, dtype=np.int32)
+        np.cumsum(lens_B, out=offsets_B1[1:])
+        sequence_T = np.repeat(np.arange(len(lens_B)), lens_B)
+        position_T = np.arange(offsets_B1[-1]) - np.repeat(offsets_B1[:-1] - starts_B, lens_B)
+        ragged = Ragged(
+            starts=tuple(starts_B.tolist()),
+            lens=tuple(lens_B.tolist()),
+            offsets=tuple(offsets_B1.tolist()),
+            starts_B=upload(starts_B, self.device),
+            offsets_B1=upload(offsets_B1, self.device),
+            block_table_BP=upload(table_BP, self.device),
+            flat_T=upload(self._flat(table_BP, sequence_T, position_T), self.device),
+        )
+        return self.view_type(self, ragged)
+
+    def fixed_view(self, table_BP: Ints, starts: Sequence[int] | Ints) -> ExtendView:
+        starts_B = np.asarray(starts, dtype=np.int32)
+        rows = len(starts_B)
+        if (ragged := self._fixed.get(rows)) is None:
+            ragged = self._fixed[rows] = FixedRagged(
+                starts=(),
+                lens=(1,) * rows,
+                offsets=tuple(range(rows + 1)),
+                starts_B=self._starts_S[:rows],
+                offsets_B1=self._offsets_S1[: rows + 1],
+                block_table_BP=self._table_SP[:rows],
+                flat_T=self._flat_S[:rows],
+            )
+        upload(starts_B, self.device, self._starts_S)
+        upload(table_BP, self.device, self._table_SP[:, : table_BP.shape[1]])
+        upload(self._flat(table_BP, self._rows[:rows], starts_B), self.device, self._flat_S)
+        vars(ragged).update(starts=starts_B, read=None)
+        return self.view_type(self, ragged)
+
+    def _flat(self, table_BP: Ints, sequence_T: Ints64, position_T: Ints | Ints64) -> Ints64:
+        """Where positions of sequences are in the blocks laid end to end."""
+        block_T, within_T = np.divmod(position_T, self.block_size)
+        return table_BP[sequence_T, block_T].astype(np.int64) * self.block_size + within_T
