@@ -26,7 +26,7 @@ inline int64_t panels_of(int64_t N, bool gated = false) {
     return (rows + columns - 1) / columns;
 }
 
-// Cache lines of a packed matrix to fetch while computing: ``lines`` per step from ``from`` on.
+// Cache lines of a packed matrix to fetch while computing: ``lines`` per step from ``from`` on, one after the other.
 struct Fetch {
     const uint32_t* from = nullptr;
     int64_t lines = 0;
@@ -45,7 +45,7 @@ inline void tile(const T* a, int64_t stride_a, const uint32_t* w, int64_t steps,
         vu words[VECTORS];
 #pragma GCC unroll 8
         for (int j = 0; j < VECTORS; j++) words[j] = load_as<vu>(w + s * PANEL + j * LANES);
-        for (int64_t l = 0; l < fetch.lines; l++) __builtin_prefetch(fetch.from + s * PANEL + l * LINE);
+        for (int64_t l = 0; l < fetch.lines; l++) __builtin_prefetch(fetch.from + (s * fetch.lines + l) * LINE);
 #pragma GCC unroll 8
         for (int m = 0; m < M; m++) {
             uint32_t word = load_as<uint32_t>(a + m * stride_a + s * STEP<T>);
@@ -72,7 +72,7 @@ void tiles(const T* a, int64_t stride_a, int64_t rows, const uint32_t* w, int64_
            const uint32_t* next = nullptr) {
     int64_t m = 0, line = 0, each = next ? (PANEL / LINE * ROWS + rows - 1) / rows : 0;
     auto fetch = [&] {
-        Fetch f{next + line * LINE, std::max<int64_t>(0, std::min(each, PANEL / LINE - line))};
+        Fetch f{next + line * steps * LINE, std::max<int64_t>(0, std::min(each, PANEL / LINE - line))};
         line += each;
         return f;
     };
@@ -124,6 +124,7 @@ constexpr int64_t TASKS = 4;         // per thread, so that nobody waits long fo
 constexpr int64_t ROW_BLOCK = 96;    // rows whose sums stay in the first-level cache
 constexpr int64_t STEPS = 128;       // of a panel that stay there meanwhile
 constexpr int64_t FEW_STEPS = 64;    // where few rows leave little time to fetch the next
+constexpr int64_t STREAMED_ROWS = 2; // so few need no fetching: the hardware keeps ahead of them, faster
 
 // What becomes of a row's sums in panel p of a product [rows][N]: results, in row ``to`` of the output. With a gate, the
 // first half of the sums are gates and the second what they let through; both are rounded as if they had been stored.
@@ -192,6 +193,7 @@ void linear(const T* x, int64_t stride_x, int64_t rows, const uint32_t* packed, 
                         next = packed + (p + 1) * steps * PANEL;
                         if (p + 1 == end) next = b + cuts < blocks ? packed + begin * steps * PANEL : nullptr;
                     }
+                    if (rows <= STREAMED_ROWS) next = nullptr;
                     auto sums = [=](int64_t m, int j) { return s ? load(c + m * PANEL + j * LANES) : vf{}; };
                     if (last)
                         tiles<T>(
