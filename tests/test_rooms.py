@@ -26,6 +26,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "core/src/infer/cache/books.py": ("torch", *TEXT),
     "core/src/infer/text": ("torch", "infer.cache", "infer.layers", "infer.kernels", *ABOVE),
     "core/src/infer/engine": ("aiohttp", "infer.server", "infer.commands", "infer.layers", "infer.checkpoint"),
+    "core/src/infer/engine/seats.py": ("torch", "numpy", *TEXT),
     "core/src/infer/engine/schedulers.py": ("torch", "numpy", *TEXT),
     "core/src/infer/engine/batch.py": ("infer.layers", "infer.cache", "infer.kernels"),
     "core/src/infer/engine/engine.py": ("infer.kernels", "infer.cache"),

@@ -139,7 +139,7 @@ from infer.engine.schedulers import ContinuousScheduler
 schedule = ContinuousScheduler.schedule
 
 def fails_with_two(self):
-    if sum(sequence.decoding for sequence in self.running) == 2:
+    if sum(sequence.decoding for sequence in self.seats.running) == 2:
         threading.Thread(target=threading.Event().wait, daemon=False).start()  # the interpreter waits for it
         raise RuntimeError("lost count")
     return schedule(self)

@@ -69,7 +69,7 @@ def test_a_sequence_without_a_slot_is_not_run() -> None:
     scheduler = checked(lambda plan: Schedule([], [waiting.extend(8)]))
     waiting = sequence("w")
     scheduler.add(waiting)
-    scheduler._scheduler.waiting.clear()  # type: ignore[attr-defined]
+    scheduler._scheduler.seats.waiting.clear()  # type: ignore[attr-defined]
     with pytest.raises(PluginError, match="though it has no slot"):
         scheduler.schedule()
 

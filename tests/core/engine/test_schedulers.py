@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
+from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +17,10 @@ from hypothesis import strategies as st
 from infer.contracts.params import SamplingParams
 from infer.contracts.request import Request
 from infer.engine.schedulers import ContinuousScheduler, StaticScheduler
-from infer.protocols import PENDING, Allocation, Schedule, Sequence
+from infer.protocols import PENDING, Allocation, Schedule, SchedulerContext, Sequence
 from infer.settings import EngineSettings
+
+DOCS = Path(__file__).parents[3] / "docs"
 
 
 class CountingPool:
@@ -51,8 +57,30 @@ class CountingPool:
         return self.tokens - sum(self.held.values())
 
 
-def sequence(order: int, prompt: int, new: int) -> Sequence:
-    request = Request(tuple(range(1, prompt + 1)), SamplingParams(max_tokens=new), id=f"r{order}")
+class SharingPool(CountingPool):
+    """One that remembers whatever was computed, though it keeps no room free by that."""
+
+    shares = True
+
+    def __init__(self, slots: int, tokens: int) -> None:
+        super().__init__(slots, tokens)
+        self.known: set[tuple[int, ...]] = set()
+
+    def allocate(self, token_ids: Seq[int], *, reuse: bool = True, salt: str = "") -> Allocation | None:
+        place = super().allocate(token_ids)
+        if place is None or not reuse:
+            return place
+        found = (n for n in range(len(token_ids) - 1, 0, -1) if tuple(token_ids[:n]) in self.known)
+        return Allocation(place.slot, next(found, 0))
+
+    def commit(self, slot: int, token_ids: Seq[int], num_computed: int) -> None:
+        super().commit(slot, token_ids, num_computed)
+        self.known |= {tuple(token_ids[:n]) for n in range(1, num_computed + 1)}
+
+
+def sequence(order: int, prompt: int, new: int, *, first: int = 1, **more: Any) -> Sequence:
+    tokens = (first, *range(2, prompt + 1))
+    request = Request(tokens, SamplingParams(max_tokens=new, **more.pop("params", {})), id=f"r{order}", **more)
     return Sequence(request, order, prompt + new)
 
 
@@ -265,11 +293,17 @@ def test_the_youngest_is_preempted_recomputed_and_resumes_first() -> None:
     assert all(len(s.tokens) == 13 for s in everyone)
 
 
-class ShortestFirst(ContinuousScheduler):
-    """Who may take the fewest tokens goes first."""
+def documented() -> dict[str, Any]:
+    """The policies of docs/plugins.md, as they stand there."""
+    blocks = re.findall(r"```python\n(.*?)```", (DOCS / "plugins.md").read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec("".join(textwrap.dedent(block) for block in blocks if "(ContinuousScheduler)" in block), names)
+    return names
 
-    def key(self, sequence: Sequence) -> tuple[int, int, int]:
-        return (sequence.request.priority, sequence.max_len, sequence.order)
+
+DOCUMENTED = documented()
+ShortestFirst: type[ContinuousScheduler] = DOCUMENTED["ShortestFirst"]
+FairShares: type[ContinuousScheduler] = DOCUMENTED["FairShares"]
 
 
 def test_a_policy_says_in_one_method_who_goes_first_and_who_yields() -> None:
@@ -284,6 +318,112 @@ def test_a_policy_says_in_one_method_who_goes_first_and_who_yields() -> None:
         driver.scheduler.add(each)
     driver.run()
     assert [each.preemptions for each in everyone] == [1, 0], "not the youngest, but the longest"
+
+
+def test_the_documented_policy_is_what_its_registration_makes() -> None:
+    (registration,) = DOCUMENTED["infer_schedulers"]()
+    context = SchedulerContext(CountingPool(2, 20), EngineSettings(max_batch_size=1))  # type: ignore[arg-type]
+    driver = Driver(registration.factory(context, registration.settings()))
+    for order, new in enumerate((5, 3, 4)):
+        driver.scheduler.add(sequence(order, 4, new))
+    driver.run()
+    assert driver.done == ["r1", "r2", "r0"]
+
+
+def test_a_policy_may_choose_anew_in_each_step() -> None:
+    """Fair shares: who asks much does not keep out who asks little, and yields to them."""
+    driver = make(CountingPool(4, 40), kind=FairShares, max_batch_size=4)
+    users = ["a"] * 6 + ["b", "b", "c"]
+    for order, user in enumerate(users):
+        driver.scheduler.add(sequence(order, 4, 3, user=user))
+    running = [work.sequence.request.user for work in driver.step().prefills]
+    assert running == ["a", "b", "c", "a"]
+    driver.run()
+    assert len(driver.done) == len(users)
+    driver = make(CountingPool(3, 18), kind=FairShares, max_batch_size=3)
+    everyone = [sequence(order, 4, 9, user=user) for order, user in enumerate("aab")]
+    for each in everyone:
+        driver.scheduler.add(each)
+    driver.run()
+    assert next(s.id for s in everyone if s.preemptions) == "r1", "not the youngest, but one of who has two"
+    assert driver.done[0] == "r0"
+
+
+def test_a_sequence_that_yields_after_its_token_was_planned_is_not_in_the_step() -> None:
+    class EldestYields(ContinuousScheduler):
+        def victim(self) -> Sequence:
+            return self.seats.running[0]
+
+    driver = make(CountingPool(2, 9), kind=EldestYields, max_batch_size=2)
+    for order in range(2):
+        driver.scheduler.add(sequence(order, 3, 4))
+    planned = [[work.sequence.id for work in driver.step().decodes] for _ in range(3)]
+    assert planned == [[], ["r0", "r1"], ["r1"]]
+
+
+def group(pool: CountingPool, *, prompt: int = 20, new: int = 3, params: Any = (), **keys: Any) -> Driver:
+    """Three answers to one prompt, and somebody else's behind them."""
+    driver = make(pool, prefill_chunk_size=8, **keys)
+    for order in range(3):
+        driver.scheduler.add(sequence(order, prompt, new, group="g", params=dict(params)))
+    driver.scheduler.add(sequence(3, 4, new, first=9))
+    return driver
+
+
+def test_answers_to_one_prompt_follow_the_first_once_its_prompt_is_in_the_cache() -> None:
+    driver = group(SharingPool(4, 1000))
+    assert [chunks(driver.step()) for _ in range(4)] == [
+        [("r0", 0, 8), ("r3", 0, 4)],
+        [("r0", 8, 8)],
+        [("r0", 16, 4)],
+        [("r1", 19, 1), ("r2", 19, 1)],
+    ]
+    driver.run()
+    assert sorted(driver.done) == ["r0", "r1", "r2", "r3"]
+
+
+def test_answers_to_one_prompt_wait_for_nobody_where_they_could_share_nothing() -> None:
+    together = [("r0", 0, 8), ("r1", 0, 8), ("r2", 0, 8), ("r3", 0, 4)]
+    assert chunks(group(CountingPool(4, 1000)).step()) == together
+    scored = group(SharingPool(4, 1000), params={"prompt_logprobs": 0})
+    assert chunks(scored.step()) == together, "who wants every position's logits finds nothing in the cache"
+
+
+def test_the_next_takes_the_place_of_a_first_that_leaves_before_its_prompt_is_computed() -> None:
+    driver = group(SharingPool(4, 1000))
+    waits = driver.scheduler.seats.waiting[0]
+    driver.scheduler.finish(waits)
+    assert chunks(driver.step()) == [("r1", 0, 8), ("r3", 0, 4)]
+    driver.scheduler.finish(driver.scheduler.seats.running[0])
+    assert chunks(driver.step()) == [("r2", 8, 8)], "and what that had computed is not lost"
+    driver.run()
+    assert sorted(driver.done) == ["r2", "r3"]
+
+
+def test_a_follower_that_leaves_leaves_the_first_and_the_others() -> None:
+    driver = group(SharingPool(4, 1000))
+    second = sequence(4, 20, 3, group="g")
+    driver.scheduler.add(second)
+    driver.step()
+    driver.scheduler.finish(second)
+    driver.run()
+    assert sorted(driver.done) == ["r0", "r1", "r2", "r3"]
+
+
+def test_a_first_that_ends_with_its_first_token_lets_all_others_follow_at_once() -> None:
+    driver = group(SharingPool(4, 1000), prompt=6, new=1)
+    driver.step()
+    assert driver.done == ["r0", "r3"]
+    assert chunks(driver.step()) == [("r1", 5, 1), ("r2", 5, 1)]
+
+
+def test_a_first_whose_last_token_is_not_read_yet_has_its_prompt_in_the_cache() -> None:
+    driver = group(SharingPool(4, 1000), prompt=6, new=1)
+    (first, *_) = (work.sequence for work in driver.scheduler.schedule().prefills)
+    first.num_computed = 6
+    first.tokens.append(PENDING)
+    first.pending = 1
+    assert [c for c in chunks(driver.scheduler.schedule()) if c[0] != "r3"] == [("r1", 5, 1), ("r2", 5, 1)]
 
 
 def test_the_end_of_whoever_waits_or_runs_frees_theirs_and_only_theirs() -> None:
@@ -309,29 +449,50 @@ limits = st.fixed_dictionaries(
         "budget_over_batch": st.none() | st.integers(0, 60),
     }
 )
-arrival = st.tuples(st.integers(0, 30), st.integers(1, 50), st.integers(1, 20))
+arrival = st.tuples(
+    st.lists(st.integers(0, 30), min_size=1, max_size=4), st.integers(1, 50), st.integers(1, 20), st.sampled_from("ab")
+)
 
 
 @settings(max_examples=500, deadline=None)
-@given(limits, st.lists(arrival, min_size=1, max_size=12), st.integers(0, 200), st.data())
+@given(
+    st.sampled_from([ContinuousScheduler, ContinuousScheduler, StaticScheduler, ShortestFirst, FairShares]),
+    limits,
+    st.lists(arrival, min_size=1, max_size=8),
+    st.integers(0, 200),
+    st.data(),
+)
 def test_whatever_comes_everyone_ends_once_within_the_limits(
-    keys: dict[str, int | None], arrivals: list[tuple[int, int, int]], spare: int, data: st.DataObject
+    kind: type[ContinuousScheduler],
+    keys: dict[str, int | None],
+    arrivals: list[tuple[list[int], int, int, str]],
+    spare: int,
+    data: st.DataObject,
 ) -> None:
+    """Of each arrival, several answers to one prompt, which come together or one by one."""
     over = keys.pop("budget_over_batch")
     batch = keys["max_batch_size"]
     assert batch is not None
     budget = None if over is None else batch + over
-    pool = CountingPool(batch, 70 + spare)
+    pool = data.draw(st.sampled_from([CountingPool, SharingPool]))(batch, 70 + spare)
     limits: dict[str, Any] = {**keys, "max_tokens_per_step": budget}
-    driver = make(pool, **limits)
-    due = sorted(enumerate(arrivals), key=lambda a: a[1][0])
+    driver = make(pool, kind, **limits)
+    due = sorted(
+        (
+            (at, prompt, new, {"first": 99 + i, "user": user, "group": f"g{i}" if len(times) > 1 else ""})
+            for i, (times, prompt, new, user) in enumerate(arrivals)
+            for at in times
+        ),
+        key=lambda each: each[0],
+    )
     everyone: list[Sequence] = []
     aborted: set[str] = set()
+    computed: Counter[tuple[str, int]] = Counter()
     steps = 0
     while due or driver.scheduler.has_work():
-        while due and due[0][1][0] <= steps:
-            _, (_, prompt, new) = due.pop(0)
-            everyone.append(sequence(len(everyone), prompt, new))
+        while due and due[0][0] <= steps:
+            _, prompt, new, more = due.pop(0)
+            everyone.append(sequence(len(everyone), prompt, new, **more))
             driver.scheduler.add(everyone[-1])
         if everyone and data.draw(st.integers(0, 15)) == 0:
             victim = data.draw(st.sampled_from(everyone))
@@ -346,12 +507,18 @@ def test_whatever_comes_everyone_ends_once_within_the_limits(
         assert cap is None or len(schedule.prefills) <= cap
         assert all(w.length <= (keys["prefill_chunk_size"] or 0) for w in schedule.prefills)
         assert works or not driver.scheduler.has_work(), "something always runs"
-        orders = [s.order for s in driver.scheduler.running]
-        assert orders == sorted(orders)
-        waiting = [s.order for s in driver.scheduler.waiting]
-        assert waiting == sorted(waiting), "nobody overtakes"
+        for here in (driver.scheduler.seats.running, driver.scheduler.seats.waiting):
+            assert here == sorted(here, key=driver.scheduler.key), "nobody overtakes"
+        computed.update(
+            (w.sequence.request.group, at)
+            for w in works
+            for at in range(w.start, min(w.end, w.sequence.num_prompt - 1))
+        )
         steps += 1
         assert steps < 5000
     assert sorted(driver.done + list(aborted)) == sorted(s.id for s in everyone)
     assert pool.free_tokens() == pool.tokens
     assert len(pool.free_slots) == batch
+    if isinstance(pool, SharingPool):
+        again = [at for at, times in computed.items() if at[0] and times > 1]
+        assert not again, "a group computes its prompt once, but for the last position"

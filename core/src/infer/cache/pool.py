@@ -17,7 +17,10 @@ View = TypeVar("View", bound=KVCacheView)
 
 class Pool(Generic[Table, View]):
     """``CachePoolProtocol`` of books and of a storage that understands their tables. Books that share nothing make a
-    pool that shares nothing; it has ``truncate`` only where the books have it."""
+    pool that shares nothing; it has ``truncate`` only where the books have it.
+
+    Books whose ``shares`` is False share nothing, although they are ``SharingBooks``.
+    """
 
     def __init__(self, books: BooksProtocol[Table], storage: StorageProtocol[Table, View]) -> None:
         self.books = books
@@ -28,7 +31,8 @@ class Pool(Generic[Table, View]):
         self.length = books.length
         if isinstance(books, TruncatingBooks):
             self.truncate = books.truncate
-        self._sharing = books if isinstance(books, SharingBooks) else None
+        self._sharing = books if isinstance(books, SharingBooks) and getattr(books, "shares", True) else None
+        self.shares = self._sharing is not None
 
     @property
     def nbytes(self) -> int:

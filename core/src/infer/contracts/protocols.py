@@ -206,8 +206,10 @@ class Allocation:
 class CachePoolProtocol(Protocol):
     """Owns the K/V of all sequences. Slots are small integers below ``max_batch_size``.
 
-    A pool that shares nothing disregards ``reuse``, ``salt`` and ``commit``. One that can take back positions has
-    ``truncate(slot, num_tokens)`` besides: see ``infer.cache.TruncatingBooks``.
+    A pool that shares nothing disregards ``reuse``, ``salt`` and ``commit``. One whose ``shares`` is True lets
+    sequences share what their tokens begin with; schedulers then have the answers to one prompt wait until the first of
+    them has its prompt in the cache. A pool that can take back positions has ``truncate(slot, num_tokens)``: see
+    ``infer.cache.TruncatingBooks``.
     """
 
     @property

@@ -44,6 +44,10 @@ class Request:
     """Only requests of equal salt share what the cache holds."""
     priority: int = 0
     """The lower, the earlier it is admitted, and the later preempted."""
+    user: str = ""
+    """Who asks; empty where that is unknown."""
+    group: str = ""
+    """The same for all requests that ask for an answer to one prompt; empty for a request that is alone."""
     grammar: Grammar | None = None
     """``params.structured_outputs``, compiled."""
     grammar_after: int | None = None
@@ -63,6 +67,8 @@ class Request:
         id: str | None = None,
         cache_salt: str | None = None,
         priority: int = 0,
+        user: str = "",
+        group: str = "",
         grammar: Grammar | None = None,
         grammar_after: int | None = None,
         trace: Mapping[str, str] | None = None,
@@ -101,6 +107,8 @@ class Request:
             seed,
             cache_salt or "",
             priority,
+            user,
+            group,
             grammar,
             grammar_after,
             trace or {},

@@ -7,6 +7,7 @@ import atexit
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 
@@ -24,8 +25,10 @@ it raises, the requests that these were of are aborted."""
 class EngineLoop:
     """Makes an engine and runs it in a thread of its own. All methods may be called from any thread.
 
-    At most ``max_batch_size`` + ``max_waiting_requests`` requests are here at a time. Every request that ``submit``
-    accepted gets exactly one event with a finish_reason, whatever happens.
+    A request takes one of ``max_open`` places. The requests of a group share a place until the first of them has an
+    event, so that answers which cannot begin yet keep nobody out; those that share are accepted only while fewer than
+    ``max_open`` requests are here in all, places or not. Every request that ``submit`` accepted gets exactly one event
+    with a finish_reason, whatever happens.
 
     ``ended`` is done once the engine has stopped and everyone has been told, with an EngineDeadError if it has failed:
     it does not come back. ``after`` is called then, in the engine's thread.
@@ -36,7 +39,10 @@ class EngineLoop:
     ) -> None:
         self._max_open = max_open
         self._after = after
-        self._open: dict[str, Mailbox] = {}
+        self._open: dict[str, tuple[Mailbox, str]] = {}
+        """By request, with its group."""
+        self._sharing: Counter[str] = Counter()
+        """How many requests share the place of a group."""
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._closing = False
@@ -79,7 +85,7 @@ class EngineLoop:
             self.check()
             if self._closing:
                 raise EngineDeadError("The engine is shutting down and takes no more requests.")
-            accepted = tuple(requests[: self._max_open - len(self._open)])
+            accepted = tuple(self._fitting(requests))
             if not accepted:
                 raise QueueFullError(
                     f"All {self._max_open} places are taken (engine.max_batch_size running and "
@@ -88,9 +94,24 @@ class EngineLoop:
             for request in accepted:
                 if request.id in self._open:
                     raise ValueError(f"request id {request.id!r} is in use")
-            self._open.update((request.id, mailbox) for request in accepted)
+            self._open.update((request.id, (mailbox, request.group)) for request in accepted)
+            self._sharing.update(request.group for request in accepted if request.group)
             self._engine.submit(accepted)
         return len(accepted)
+
+    def _fitting(self, requests: Sequence[Request]) -> Sequence[Request]:
+        """The first of the requests, as many as there are places for."""
+        here, groups = len(self._open), set(self._sharing)
+        taken = here - self._sharing.total() + len(groups)
+        for i, request in enumerate(requests):
+            shares = request.group in groups
+            if (here if shares else taken) >= self._max_open:
+                return requests[:i]
+            here += 1
+            taken += not shares
+            if request.group:
+                groups.add(request.group)
+        return requests
 
     def abort(self, request_id: str) -> None:
         """End a request within a step; no effect on one that has ended."""
@@ -139,9 +160,12 @@ class EngineLoop:
         with self._idle:
             letters: dict[Mailbox, list[Event]] = {}
             for event in events:
-                mailbox = self._open.get(event.request_id)
-                if mailbox is None:
+                found = self._open.get(event.request_id)
+                if found is None:
                     continue  # its end was published before the engine stopped
+                mailbox, group = found
+                if group:
+                    self._sharing.pop(group, None)
                 if (mine := letters.get(mailbox)) is None:
                     mine = letters[mailbox] = []
                 mine.append(event)
@@ -168,19 +192,10 @@ class AsyncDoor:
 
     async def stream(self, *requests: Request) -> AsyncGenerator[Event]:
         """Submit at once as many as there is room for, and the others as the first ones end; yield the events of all,
-        to the last. Leaving early aborts what is under way. Raises QueueFullError where there is no room at all.
-
-        Requests that share the very prompt follow the first of them when that has its first token: by then a pool that
-        shares prefixes holds the prompt.
-        """
+        to the last. Leaving early aborts what is under way. Raises QueueFullError where there is no room at all."""
         queue: asyncio.Queue[Event] = asyncio.Queue()
-        first: dict[int, str] = {}
-        followers: dict[str, list[Request]] = {}
-        waiting: list[Request] = []
+        waiting = list(requests)
         running: set[str] = set()
-        for request in requests:
-            leader = first.setdefault(id(request.prompt_token_ids), request.id)
-            (waiting if leader == request.id else followers.setdefault(leader, [])).append(request)
         try:
             while waiting or running:
                 if waiting:
@@ -194,7 +209,6 @@ class AsyncDoor:
                     self._queues.update((request.id, queue) for request in waiting[:accepted])
                     del waiting[:accepted]
                 event = await queue.get()
-                waiting += followers.pop(event.request_id, ())
                 if event.finish_reason is not None:
                     running.remove(event.request_id)
                     del self._queues[event.request_id]

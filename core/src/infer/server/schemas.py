@@ -125,7 +125,8 @@ class Common(SamplingParams, Body):
     cache_salt: str | None = Field(
         None, min_length=1, max_length=256, description="Share cached prefixes only with requests of the same salt."
     )
-    user: str | None = Field(None, max_length=512, description="The caller's own mark, for the access log.")
+    user: str | None = Field(None, max_length=512, description="The caller's own mark for who asks.")
+    safety_identifier: str | None = Field(None, max_length=512, description="The same, and goes before user.")
 
     @model_validator(mode="after")
     def _streamed(self) -> Self:
@@ -576,6 +577,7 @@ class ResponsesRequest(Body):
     priority: int = Field(0, ge=-(2**31), lt=2**31)
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
     user: str | None = Field(None, max_length=512)
+    safety_identifier: str | None = Field(None, max_length=512)
     store: Literal[False] | None = None
     background: Literal[False] | None = None
     include: Many[Literal["message.output_text.logprobs"]] | None = None
@@ -764,7 +766,7 @@ class DecisionsRequest(Questions):
     )
     prompt_cache_options: CacheOptions | None = None
     user: str | None = Field(
-        None, alias="safety_identifier", max_length=512, description="The caller's own mark, for the access log."
+        None, alias="safety_identifier", max_length=512, description="The caller's own mark for who asks."
     )
 
     @functools.cached_property

@@ -69,9 +69,9 @@ class Tally:
     def __init__(self, requests: Sequence[Request]) -> None:
         self._index = {request.id: i for i, request in enumerate(requests)}
         # A prompt counts once, however many answers it gets.
-        shared = {id(request.prompt_token_ids): request for request in reversed(requests)}
-        self._prompt = sum(len(request.prompt_token_ids) for request in shared.values())
-        self._cached = {request.id: 0 for request in shared.values()}
+        first = {request.group or request.id: request for request in reversed(requests)}
+        self._prompt = sum(len(request.prompt_token_ids) for request in first.values())
+        self._cached = {request.id: 0 for request in first.values()}
         self._generated = 0
 
     def count(self, event: Event) -> int:
@@ -140,7 +140,7 @@ class Service:
                 param="model",
                 code="model_not_found",
             )
-        http[CALLER].user = getattr(asked, "user", None)
+        http[CALLER].user = getattr(asked, "safety_identifier", None) or getattr(asked, "user", None)
         return asked
 
     async def render(self, messages: bytes, /, **form: Any) -> str:
@@ -184,7 +184,7 @@ class Service:
 
         def make() -> list[Request]:
             made: list[Request] = []
-            for prompt in prompts:
+            for p, prompt in enumerate(prompts):
                 for i in range(n):
                     each = params
                     if i and params.seed is not None:
@@ -197,6 +197,8 @@ class Service:
                         id=f"{prefix}-{http[REQUEST_ID]}" + (f"-{len(made)}" if len(prompts) * n > 1 else ""),
                         cache_salt=asked.cache_salt,
                         priority=asked.priority,
+                        user=http[CALLER].user or "",
+                        group=f"{http[REQUEST_ID]}-{p}" if n > 1 else "",
                         grammar=grammar,
                         grammar_after=grammar_after,
                         trace=trace,

@@ -45,6 +45,7 @@ class PagedBooks(BlockBooks):
     def __init__(self, num_slots: int, max_seq_len: int, pages: Pages) -> None:
         super().__init__(num_slots, max_seq_len, pages.block_size)
         self.pages = pages
+        self.shares = pages.share
 
     def allocate(self, token_ids: Sequence[int], *, reuse: bool = True, salt: str = "") -> Allocation | None:
         if not self._free_slots or len(token_ids) > self.max_seq_len:
