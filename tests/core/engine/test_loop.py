@@ -20,7 +20,7 @@ from infer.engine.engine import Engine
 from infer.engine.loop import EngineLoop, Mailbox
 from infer.engine.runner import Runner
 from infer.engine.schedulers import ContinuousScheduler
-from infer.errors import EngineDeadError
+from infer.errors import EngineDeadError, QueueFullError
 from infer.settings import EngineSettings
 
 
@@ -157,6 +157,39 @@ async def test_every_way_of_python_raises_when_the_engine_fails(monkeypatch: pyt
             patch.setattr(ContinuousScheduler, "schedule", broken)
             with pytest.raises(EngineDeadError, match="lost count"):
                 await follow(way, llm)
+
+
+def test_answers_that_cannot_begin_yet_take_no_place(looped: Looped) -> None:
+    """Eight places: a group has one until an answer of it begins, and then one for each."""
+    told: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
+
+    def submit(name: str, count: int, group: str = "") -> int:
+        requests = [
+            Request((5, 6, 7), SamplingParams(max_tokens=300, temperature=0), id=f"{name}{i}", group=group)
+            for i in range(count)
+        ]
+        return looped.loop.submit_all(requests, told.put)
+
+    def pause_after(count: int, reason: str | None) -> None:
+        looped.scheduler.go.set()
+        while count > 0:
+            count -= sum(event.finish_reason == reason for event in told.get(timeout=60))
+        looped.scheduler.go.clear()
+
+    assert submit("a", 5, "first") == 5
+    assert submit("b", 6, "second") == 3, "no more than eight are here, but for those that have a place"
+    assert submit("c", 5) == 5
+    pause_after(1, None)
+    with pytest.raises(QueueFullError, match="All 8 places"):
+        submit("d", 1)
+    for id in ("b0", "b1", "b2", *(f"c{i}" for i in range(5))):
+        looped.loop.abort(id)
+    pause_after(8, "abort")
+    assert submit("e", 9) == 3, "the five of the first have one each"
+    for refused in ("", "third"):
+        with pytest.raises(QueueFullError, match="All 8 places"):
+            submit("f", 1, refused)
+    assert looped.loop.num_open == 8
 
 
 def test_infer_generate_fails_with_the_engine() -> None:

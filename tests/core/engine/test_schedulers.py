@@ -78,9 +78,10 @@ class SharingPool(CountingPool):
         self.known |= {tuple(token_ids[:n]) for n in range(1, num_computed + 1)}
 
 
-def sequence(order: int, prompt: int, new: int, *, first: int = 1, **more: Any) -> Sequence:
+def sequence(order: int, prompt: int, new: int, first: int = 1, params: Any = (), **more: Any) -> Sequence:
+    """``first`` is the prompt's first token; ``more`` goes to the request."""
     tokens = (first, *range(2, prompt + 1))
-    request = Request(tokens, SamplingParams(max_tokens=new, **more.pop("params", {})), id=f"r{order}", **more)
+    request = Request(tokens, SamplingParams(max_tokens=new, **dict(params)), id=f"r{order}", **more)
     return Sequence(request, order, prompt + new)
 
 
@@ -365,7 +366,7 @@ def group(pool: CountingPool, *, prompt: int = 20, new: int = 3, params: Any = (
     """Three answers to one prompt, and somebody else's behind them."""
     driver = make(pool, prefill_chunk_size=8, **keys)
     for order in range(3):
-        driver.scheduler.add(sequence(order, prompt, new, group="g", params=dict(params)))
+        driver.scheduler.add(sequence(order, prompt, new, group="g", params=params))
     driver.scheduler.add(sequence(3, 4, new, first=9))
     return driver
 
@@ -477,22 +478,17 @@ def test_whatever_comes_everyone_ends_once_within_the_limits(
     pool = data.draw(st.sampled_from([CountingPool, SharingPool]))(batch, 70 + spare)
     limits: dict[str, Any] = {**keys, "max_tokens_per_step": budget}
     driver = make(pool, kind, **limits)
-    due = sorted(
-        (
-            (at, prompt, new, {"first": 99 + i, "user": user, "group": f"g{i}" if len(times) > 1 else ""})
-            for i, (times, prompt, new, user) in enumerate(arrivals)
-            for at in times
-        ),
-        key=lambda each: each[0],
-    )
+    due = sorted((at, i) for i, (times, *_) in enumerate(arrivals) for at in times)
     everyone: list[Sequence] = []
     aborted: set[str] = set()
     computed: Counter[tuple[str, int]] = Counter()
     steps = 0
     while due or driver.scheduler.has_work():
         while due and due[0][0] <= steps:
-            _, prompt, new, more = due.pop(0)
-            everyone.append(sequence(len(everyone), prompt, new, **more))
+            _, i = due.pop(0)
+            times, prompt, new, user = arrivals[i]
+            group = f"g{i}" if len(times) > 1 else ""
+            everyone.append(sequence(len(everyone), prompt, new, first=99 + i, user=user, group=group))
             driver.scheduler.add(everyone[-1])
         if everyone and data.draw(st.integers(0, 15)) == 0:
             victim = data.draw(st.sampled_from(everyone))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import hypothesis.strategies as st
@@ -172,12 +173,15 @@ class Traffic(RuleBasedStateMachine):
         own=st.lists(st.integers(1, 2), min_size=1, max_size=3),
         new=st.integers(1, 12),
         salt=st.sampled_from(["", "", "s"]),
-        times=st.integers(1, 3),
+        times=st.integers(1, 4),
+        group=st.sampled_from(["", "new", "g"]),
     )
-    def submit(self, common: int, own: list[int], new: int, salt: str, times: int) -> None:
+    def submit(self, common: int, own: list[int], new: int, salt: str, times: int, group: str = "") -> None:
+        group = f"g{len(self.requests)}" if group == "new" else group
         for _ in range(times):
             prompt = (*[1] * common, *own)
-            request = Request(prompt, SamplingParams(max_tokens=new), id=f"r{len(self.requests)}", cache_salt=salt)
+            params = SamplingParams(max_tokens=new)
+            request = Request(prompt, params, id=f"r{len(self.requests)}", cache_salt=salt, group=group)
             self.requests[request.id] = request
             self.engine.submit(request)
 
@@ -252,6 +256,18 @@ def test_whoever_stops_is_computed_once_more_for_each_pass_of_lag() -> None:
 def test_whoever_ends_by_length_is_never_computed_in_vain() -> None:
     common = next(n for n in range(8) if EOS not in expected([1] * (n + 1), 3))
     assert len(set(rows_by_lag(common, 3))) == 1
+
+
+def test_answers_to_one_prompt_compute_it_once_whatever_is_on_its_way() -> None:
+    """Nothing but its last token, which is wanted for its logits, is computed again; not even behind an answer of one
+    token that has not been read back."""
+    for lag, new in product((0, 1, 2), (1, 3)):
+        machine = Traffic()
+        machine.start(12, 1, 4, None, lag, {"prefill_chunk_size": 8})
+        common = next(n for n in range(12, 20) if EOS not in expected([1] * (n + 1), new))
+        machine.submit(common, [1], new, "", 4, "new")
+        machine.teardown()
+        assert machine.runner.computed == common + 4 * new, (lag, new)
 
 
 def test_a_late_result_does_not_reach_the_next_request_of_the_same_id() -> None:

@@ -7,7 +7,7 @@ import json
 import logging
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from tests import serving
 from tests.models.checkpoints import write_checkpoint
 from tests.serving import TEMPLATE, Body, running
 
+from infer.contracts.request import Request
 from infer.errors import RequestError
 from infer.server.rendering import Renderer
 from infer.text.templates import ChatTemplate
@@ -630,6 +631,69 @@ async def test_answers_of_one_prompt_compute_it_once(chatty: dict[str, Any]) -> 
             families = list(text_string_to_metric_families(await response.text()))
         found = {sample.name: sample.value for family in families for sample in family.samples}
         assert found["infer_prefix_cache_hits_total"] == 3 * 96
+
+
+async def test_answers_that_wait_for_their_prompt_keep_nobody_out(chatty: dict[str, Any]) -> None:
+    """Of three places, one runs, and three answers to one prompt wait in one: there is a third for somebody else."""
+    chatty["engine"] = {"max_batch_size": 1, "max_waiting_requests": 2, "max_seq_len": 2000}
+    async with running(**chatty) as server:
+        loop, (path, body) = server.engine_loop, (server.url + "/v1/completions", {"prompt": "def ", "max_tokens": 5})
+        async with server.session.post(
+            path, json=body | {"max_tokens": 1900, "ignore_eos": True, "stream": True}
+        ) as one:
+            await one.content.readline()
+            three = asyncio.create_task(server.post(body | {"n": 3}))
+            await until(lambda: loop.num_open == 3)
+            single = asyncio.create_task(server.post(body))
+            await until(lambda: loop.num_open == 4)
+            assert (await server.post(body))[0] == 503
+            leaving = asyncio.create_task(server.post(body | {"n": 3}))
+            assert (await leaving)[0] == 503
+            single.cancel()
+            await until(lambda: loop.num_open == 3)
+            leaving = asyncio.create_task(server.post(body | {"n": 2}))
+            await until(lambda: loop.num_open == 4)
+            leaving.cancel()
+            await until(lambda: loop.num_open == 3)
+            one.close()
+        status, answer, _ = await three
+        assert (status, len(answer["choices"])) == (200, 3)
+        await server.idle()
+
+
+async def test_who_asks_and_what_belongs_together_reach_the_engine(
+    chatty: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(**chatty) as server:
+        seen: list[Request] = []
+        submit_all = server.engine_loop.submit_all
+
+        def watched(requests: Sequence[Request], mailbox: Any) -> int:
+            seen.extend(requests)
+            accepted: int = submit_all(requests, mailbox)
+            return accepted
+
+        monkeypatch.setattr(server.engine_loop, "submit_all", watched)
+        talk: Body = {"messages": MESSAGES, "max_tokens": 1}
+        question = {"type": "predicate", "instructions": "It is."}
+        for path, asked, users in (
+            ("/v1/completions", {"prompt": "a", "max_tokens": 1}, [""]),
+            ("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 1, "n": 2, "user": "u"}, ["u"] * 4),
+            ("/v1/chat/completions", talk | {"user": "u", "safety_identifier": "s"}, ["s"]),
+            ("/v1/responses", {"input": "x", "max_output_tokens": 1, "safety_identifier": "s"}, ["s"]),
+            ("/v1/responses", {"input": "x", "max_output_tokens": 1, "user": "u"}, ["u"]),
+            ("/v1/decisions", {"input": "x", "questions": [question], "safety_identifier": "s"}, ["s"]),
+            ("/v1/systemone", {"state": "x", "questions": {"q": QUESTIONS["urgent"]}, "user": "u"}, ["u"]),
+        ):
+            seen.clear()
+            assert (await server.post(asked, path))[0] == 200, asked
+            assert [request.user for request in seen] == users, asked
+            groups = [request.group for request in seen]
+            if len(users) == 1:
+                assert groups == [""]
+            else:
+                assert "" not in groups
+                assert [groups.index(group) for group in groups] == [0, 0, 2, 2]
 
 
 async def test_what_is_wrong_may_be_long_but_its_answer_is_not(chatty: dict[str, Any]) -> None:
