@@ -131,3 +131,16 @@ def test_a_slot_that_gives_its_own_page_for_an_equal_one_reads_that() -> None:
     table = pool.decode_view([0, 1]).ragged.block_table_BP.tolist()
     assert table[0][0] == table[1][0]
     assert table[0][1] != table[1][1]
+
+
+@pytest.mark.parametrize("sharing", [True, False])
+def test_a_pool_says_whether_it_shares(sharing: bool) -> None:
+    pool = make(num_blocks=8, block_size=2, prefix_caching=sharing)
+    assert pool.shares == sharing
+    tokens = list(range(5))
+    for cached in (0, 4 if sharing else 0):
+        place = pool.allocate(tokens)
+        assert place is not None
+        assert place.num_cached == cached
+        pool.commit(place.slot, tokens, 5)
+        pool.free(place.slot)
