@@ -11,11 +11,12 @@ import pytest
 import torch
 from tests.support import MAX_SEQ_LEN, Stepper, letters, make_engine, paged_pool, random_prompt, tiny_model
 
-from infer.contracts.request import Event
+from infer.contracts.params import SamplingParams
+from infer.contracts.request import Event, Request
 from infer.engine.batch import Draw, Score, pack
-from infer.engine.runner import SCORED_ROWS
+from infer.engine.runner import SCORED_ROWS, Drawn
 from infer.hookspecs import RequestRecord
-from infer.protocols import ModelProtocol, Pass, Sequence
+from infer.protocols import ModelProtocol, Pass, Sequence, Work
 
 F32 = torch.float32
 
@@ -469,7 +470,52 @@ def test_the_batch_has_no_padding_and_asks_for_logits_where_tokens_are_drawn(spo
     assert isinstance(draw, Draw)
     assert [request.id for request in draw.requests] == ["a", "c"]
     assert (list(draw.of), draw.first, draw.positions_N.tolist()) == ([0, 2], 0, [5, 1])
-    assert draw.slots_N.tolist() == [batch.slots[0], batch.slots[2]]
+    assert draw.slots_M.tolist() == [batch.slots[0], batch.slots[2]]
+
+
+@pytest.mark.parametrize("decode", [False, True], ids=["prefill", "decode"])
+def test_several_tokens_are_drawn_as_they_would_be_one_by_one(decode: bool) -> None:
+    """After each of a sequence's last positions, beside one that draws a single token and one that draws none."""
+    stepper = make_engine(tiny_model("llama"), F32, max_batch_size=8)
+    pool, runner = stepper.pool, stepper.engine._runner
+    text, begin, count = random_prompt(20), 12 if decode else 0, 4
+
+    def sequence(tokens: list[int]) -> Sequence:
+        request = Request.make(
+            tokens, SamplingParams(temperature=1, seed=7, max_tokens=4), vocab_size=128, max_seq_len=64
+        )
+        found = Sequence(request, 0, 64)
+        place = pool.allocate([*tokens, 0], reuse=False)
+        assert place is not None
+        found.slot = place.slot
+        return found
+
+    def drawn(*works: Work) -> list[tuple[int, int | None]]:
+        batch = pack(works)
+        (draw,) = batch.readouts
+        (result,) = runner.launch(batch).results()
+        assert isinstance(draw, Draw)
+        assert isinstance(result, Drawn)
+        return list(zip(draw.of, result.tokens, strict=True))
+
+    alone = []
+    for length in range(16, 20):
+        ((_, token),) = drawn(Work(sequence(text[:length]), 0, length, 1, False))
+        alone.append(token)
+    many, one, none = sequence(text[:19]), sequence(text[:16]), sequence(text)
+    if begin:
+        drawn(Work(one, 0, 12, 1, False), Work(many, 0, begin, 0, False))
+    found = drawn(
+        Work(none, 0, 5, 0, False),
+        Work(many, begin, 19 - begin, count, decode),
+        Work(one, begin, 16 - begin, 1, decode),
+    )
+    assert found == [(1, token) for token in alone] + [(2, alone[0])]
+    last = runner._last_token_S.tolist()
+    assert many.slot is not None
+    assert one.slot is not None
+    assert len(set(alone)) > 1
+    assert (last[many.slot], last[one.slot]) == (alone[-1], alone[0])
 
 
 def test_a_batch_keeps_nothing_of_a_live_sequence(spoiled: Make) -> None:

@@ -148,5 +148,5 @@ def test_a_batch_is_padded_with_its_last_row() -> None:
     assert padded.positions_T.tolist() == [2, 1, 1, 1]
     (draw,) = padded.readouts
     assert isinstance(draw, Draw)
-    assert draw.slots_N.tolist() == [0, 1]
+    assert draw.slots_M.tolist() == [0, 1]
     assert decodes([[7, PENDING], [1, 2, 3]]).pad(3).fed_rows.tolist() == [0]

@@ -96,7 +96,7 @@ class Runner:
         by_slot = dict(zip(batch.slots, histories, strict=True))
         for readout in batch.readouts:
             assert isinstance(readout, Draw)
-            for slot in readout.slots_N.tolist():
+            for slot in readout.slots_M.tolist():
                 self.last[slot] = answer(by_slot[slot])
                 tokens.append(self.last[slot])
         if fault == "not finite" and tokens:

@@ -73,7 +73,8 @@ class Work(NamedTuple):
     start: int
     length: int
     draws: int
-    """Tokens it yields: one where it reaches the last known one, else none."""
+    """Tokens that it yields, one after each of its last positions: one where it reaches the last known token, else
+    none. (More than one checks drafts.)"""
     decode: bool
     """What the sequence had when it was admitted is behind it."""
 

@@ -20,12 +20,15 @@ Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """A readout: a token for each of N sequences, drawn from the logits of wanted rows first .. first+N-1."""
+    """A readout: N tokens, drawn from the logits of wanted rows first .. first+N-1; one or more for each sequence that
+    draws, in the order of its positions."""
 
     of: Seq[int]
-    """Which of the batch's sequences these are."""
+    """Which of the batch's sequences each is of."""
     first: int
-    slots_N: Ints
+    last_M: Seq[int] | slice
+    """The last token of each sequence, among N."""
+    slots_M: Ints
     positions_N: Ints
     """Each token's index in its sequence."""
     requests: list[Request]
@@ -88,9 +91,10 @@ def pack(works: Seq[Work], steering: Mapping[Sequence, Steering] | None = None) 
     slots = [sequence.slot for sequence in sequences]
     assert None not in slots, "who is in a pass has a slot"
     slots_B, starts_B = np.array(slots), np.array(starts)
-    decode_only = all(decodes) and all(draws)
+    decode_only = all(decodes) and all(draws) and sum(lens) == len(works)
     readouts: list[Score | Draw] = []
     of: Seq[int]
+    last_M: Seq[int] | slice = slice(None)
     if decode_only:
         of = range(len(works))
         token_ids_T = np.array([sequence.tokens[start] for sequence, start in zip(sequences, starts, strict=True)])
@@ -98,7 +102,10 @@ def pack(works: Seq[Work], steering: Mapping[Sequence, Steering] | None = None) 
         rows_N = ends_B = np.arange(len(works))
         drawn, scored = sequences, 0
     else:
-        of = [b for b, drawing in enumerate(draws) if drawing]
+        of = [b for b, count in enumerate(draws) for _ in range(count)]
+        back_N = np.array([i for count in draws for i in range(count - 1, -1, -1)], dtype=np.int64)
+        if len(of) > sum(map(bool, draws)):
+            last_M = np.flatnonzero(back_N == 0).tolist()
         drawn = tuple([sequences[b] for b in of])
         token_ids: list[int] = []
         rows: list[int] = []
@@ -115,7 +122,7 @@ def pack(works: Seq[Work], steering: Mapping[Sequence, Steering] | None = None) 
         token_ids_T = np.array(token_ids)
         positions_T = np.arange(len(token_ids)) - np.repeat(ends_B - lens_B - starts_B, lens_B)
         scored = len(rows)
-        rows_N = np.concatenate([np.array(rows, dtype=np.int64), ends_B[of] - 1])
+        rows_N = np.concatenate([np.array(rows, dtype=np.int64), ends_B[of] - 1 - back_N])
         ends_B = ends_B - 1
     if drawn:
         steered = []
@@ -125,8 +132,9 @@ def pack(works: Seq[Work], steering: Mapping[Sequence, Steering] | None = None) 
             Draw(
                 of=of,
                 first=scored,
-                slots_N=slots_B if decode_only else slots_B[of],
-                positions_N=starts_B + 1 if decode_only else (starts_B + lens_B)[of],
+                last_M=last_M,
+                slots_M=slots_B if decode_only else slots_B[of][last_M],
+                positions_N=starts_B + 1 if decode_only else (starts_B + lens_B)[of] - back_N,
                 requests=[sequence.request for sequence in drawn],
                 steered=steered,
             )

@@ -88,7 +88,7 @@ class Runner:
         edited_NV = steer(logits_NV, edits(draw.steered, self._masks), scored) if draw.steered else logits_NV
         token_N = self._kernels.sample(edited_NV, draws)
         known_N = token_N.clamp(min=0)
-        self._last_token_S[upload(draw.slots_N, self._device)] = known_N
+        self._last_token_S[upload(draw.slots_M, self._device)] = known_N[draw.last_M]
         chosen = score(logits_NV, known_N, self._drawing.wanted) if scored else None
         host_N = download(token_N)
 
