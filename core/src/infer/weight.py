@@ -1,4 +1,4 @@
-"""What kernels multiply by: a plain weight is a tensor [N, K], a grouped one has a few bits per value."""
+"""The weights that kernels multiply by: a plain one is a tensor [N, K], a grouped one has codes of 4 or 8 bits."""
 
 from __future__ import annotations
 
@@ -14,21 +14,23 @@ from infer.errors import CheckpointError
 
 @dataclass(frozen=True)
 class GroupedWeight:
-    """[N, K] values of ``bits`` each; every group of K / G neighbours in a row has a scale.
+    """A quantised weight [N, K]: a code of ``bits`` per value, and a scale per group of K / G neighbours in a row.
 
-    A value is ``scale * code + minimum`` where there are minima, ``scale * table[code]`` where there is a table, and
-    ``scale * (code - 2 ** (bits - 1))`` otherwise: computed in fp32, then rounded to ``dtype``.
+    A value is ``scale * code + minimum`` if there are minima, ``scale * table[code]`` if there is a table, and
+    ``scale * (code - 2 ** (bits - 1))`` otherwise; it is computed in fp32, then rounded to ``dtype``.
+
+    Raises CheckpointError if shapes or types do not fit each other.
     """
 
     codes: Tensor
-    """uint8 [N, K * bits / 8]; of two codes in a byte, the lower half is the first."""
+    """uint8 [N, K * bits / 8]; with 4 bits, a byte's lower half is the earlier code."""
     scales_NG: Tensor
     bits: Literal[4, 8] = 4
     minimum_NG: Tensor | None = None
     table: Tensor | None = None
-    """[16], for four bits."""
+    """[16]: the value of each code, for codes of 4 bits."""
     dtype: torch.dtype = torch.float32
-    """Of the activations that it is multiplied with."""
+    """The dtype of the activations that the weight is multiplied with."""
 
     def __post_init__(self) -> None:
         (N, K), G = self.shape, self.scales_NG.shape[-1]
@@ -53,16 +55,16 @@ class GroupedWeight:
 
     @property
     def floats(self) -> list[Tensor]:
-        """All that is not codes."""
+        """The scales, and the minima or the table if there are any."""
         return [x for x in (self.scales_NG, self.minimum_NG, self.table) if x is not None]
 
     def to(self, device: torch.device, dtype: torch.dtype) -> GroupedWeight:
-        """On that device, for activations of that type."""
+        """The weight on ``device``, for activations of ``dtype``."""
         moved: dict[str, Any] = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
         return replace(self, **moved, dtype=dtype)
 
     def rows(self, order_N: Tensor) -> GroupedWeight:
-        """A copy of these rows in this order."""
+        """A copy of the rows ``order_N``, in that order."""
         names = ("codes", "scales_NG", "minimum_NG")
         picked: dict[str, Any] = {
             name: x.index_select(0, order_N) for name in names if (x := getattr(self, name)) is not None
@@ -70,7 +72,7 @@ class GroupedWeight:
         return replace(self, **picked)
 
     def stacks_with(self, other: GroupedWeight) -> bool:
-        """Whether ``stack`` takes both."""
+        """Whether ``stack`` can stack the two."""
         alike = (self.bits, self.group_size, self.shape[1]) == (other.bits, other.group_size, other.shape[1])
         if (self.minimum_NG is None) != (other.minimum_NG is None):
             return False
@@ -80,7 +82,7 @@ class GroupedWeight:
 
     @staticmethod
     def stack(parts: Sequence[GroupedWeight]) -> GroupedWeight:
-        """The rows of one below those of the other."""
+        """One weight of the parts' rows, in their order."""
         first, minima = parts[0], [x for part in parts if (x := part.minimum_NG) is not None]
         return replace(
             first,

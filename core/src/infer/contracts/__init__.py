@@ -1,4 +1,4 @@
-"""What plugins, the engine and its clients agree on: types and rules, no behaviour of a backend.
+"""What plugins, the engine and its clients agree on: types and rules, but no backend's behaviour.
 
 Plugins import these by their public names, ``infer.protocols`` and ``infer.hookspecs``.
 """

@@ -1,4 +1,4 @@
-"""How a client wants its answer: sampling parameters, and the form that the answer has to have."""
+"""Sampling parameters and structured outputs: how a client wants its answer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 
 
 class StructuredOutputs(BaseModel):
-    """What an answer has to look like; exactly one of these."""
+    """The format that an answer must have. Exactly one field is given."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
 
@@ -39,7 +39,7 @@ class StructuredOutputs(BaseModel):
 
 
 class SamplingParams(BaseModel):
-    """How to continue one prompt. Frozen; every value is checked when it is made."""
+    """How to continue one prompt. Frozen; all values are checked when it is made."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -103,7 +103,7 @@ class SamplingParams(BaseModel):
 
     @property
     def steered(self) -> bool:
-        """What it may draw next depends on what it has drawn, or on more than the model says."""
+        """Whether logits are edited before each draw (penalties, biases, minimum length, a grammar)."""
         return bool(
             self.min_tokens
             or self.presence_penalty

@@ -1,7 +1,8 @@
 """The contracts between the engine and its plugins: types, no behaviour.
 
 Shape legend, used throughout: T tokens of a ragged batch, B sequences in it, D hidden size, H query heads, K key/value
-heads, E head size, V vocabulary, N sampled rows, P blocks per sequence.
+heads, E head size, V vocabulary size, N wanted rows, P blocks per sequence. Of a weight [N, K], N is the number of
+outputs and K the number of inputs.
 """
 
 from __future__ import annotations
@@ -21,74 +22,77 @@ if TYPE_CHECKING:
     from infer.weight import Weight
 
 PLUGIN_API = 1
-"""Version of the contracts in this file and in ``hooks.py``. A plugin states the version it was written for."""
+"""Version of the contracts in this file and in ``hooks.py``. A plugin states which version it was written for."""
 
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What one attention layer asks of the cache; declared once, when the pool is created."""
+    """What one attention layer needs from the cache; declared once, when the pool is created."""
 
     num_heads: int
     num_kv_heads: int
     head_size: int
     scale: float
     window: int | None = None
-    """Sliding window: position p sees positions p-window+1 .. p. None sees everything before."""
+    """Sliding window: position p attends to positions p-window+1 .. p. None: to all positions up to p."""
     soft_cap: float | None = None
-    """Scores become soft_cap * tanh(scores / soft_cap)."""
+    """If set, scores become soft_cap * tanh(scores / soft_cap)."""
 
 
 @dataclass(frozen=True)
 class Ragged:
-    """One step's queries over block-structured K/V, laid end to end without padding.
+    """Where the tokens of one pass are: the rows of its queries, and the blocks of its K/V.
 
-    Sequence b's queries are rows ``offsets[b]:offsets[b+1]`` at positions ``starts[b]...``; position p of sequence b is
-    kept in block ``block_table_BP[b, p // block_size]`` at offset ``p % block_size``.
-    """
+    The sequences' tokens are laid end to end without padding. Rows ``offsets[b]:offsets[b+1]`` belong to sequence b, at
+    positions ``starts[b]`` and up. Position p of sequence b is stored in block ``block_table_BP[b, p // block_size]``
+    at offset ``p % block_size``."""
 
     starts: tuple[int, ...]
-    """A pass that asks for them is not recorded: a replay would have those of the first pass for ever."""
+    """Each sequence's first position in this pass. A pass that reads them cannot be recorded, because every replay
+    would see the values of the recorded pass."""
     lens: tuple[int, ...]
+    """Each sequence's number of tokens in this pass."""
     offsets: tuple[int, ...]
     starts_B: Tensor
-    """``starts`` where the kernels run, int32."""
+    """``starts`` on the kernels' device, int32."""
     offsets_B1: Tensor
-    """``offsets`` where the kernels run, int32 [B + 1]."""
+    """``offsets`` on the kernels' device, int32 [B + 1]."""
     block_table_BP: Tensor
     """int32."""
     flat_T: Tensor
-    """Where each new token's K/V go, as an index into the blocks laid end to end; int64."""
+    """int64: where each new token's K/V are written, as an index into all blocks laid end to end."""
 
 
 class HeadNorms(NamedTuple):
-    """RMS norms of every head of q and of K."""
+    """RMS norms that are applied to each head of q and K."""
 
     q_weight_E: Tensor
     k_weight_E: Tensor
     eps: float
     unit_offset: bool = False
-    """As ``KernelsProtocol.rms_norm``'s."""
+    """As in ``KernelsProtocol.rms_norm``."""
 
 
 class Rotary(NamedTuple):
-    """What q and K go through before they meet: norms, where a model has them, and rotation of their halves."""
+    """What is done to q and K before attention: norms, if the model has them, then rotation of each head's two halves
+    against each other."""
 
     cos: Tensor
-    """fp32 [T, E/2], or [1, E/2] when the whole batch shares it."""
+    """fp32 [T, E/2], or [1, E/2] if all tokens share it."""
     sin: Tensor
     norms: HeadNorms | None = None
 
 
 Activation = Literal["silu", "gelu_pytorch_tanh"]
-"""By the hub's names."""
+"""Activation functions, by their names in ``config.json``."""
 
 
 @dataclass(frozen=True)
 class Draws:
-    """How N tokens are to be drawn: tensors of N values on the logits' device."""
+    """How to draw N tokens. All tensors have N values and are on the logits' device."""
 
     temperature_N: Tensor
-    """fp32; 0 takes the likeliest token, whatever the rest says."""
+    """fp32; 0 takes the likeliest token, whatever the other fields say."""
     top_k_N: Tensor
     """int64; 0 keeps all."""
     top_p_N: Tensor
@@ -96,62 +100,68 @@ class Draws:
     min_p_N: Tensor
     """fp32; 0 keeps all."""
     uniform_N: Tensor
-    """float64 in [0, 1): each row's own random number."""
+    """float64 in [0, 1): one random number per row."""
     greedy: bool
-    """No row is drawn at random."""
+    """True if every row has temperature 0."""
     ranked: bool
-    """Some row has a top-k or top-p."""
+    """True if any row has a top-k or top-p filter."""
 
 
 class RecorderProtocol(Protocol):
-    """Runs a pass, and records it on the way."""
+    """Runs a pass and records it, so that it can be replayed."""
 
     @property
     def cheap(self) -> bool:
-        """Recording costs no more than running."""
+        """True if recording a pass costs no more than running it."""
 
     def __call__(self, run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Tensor | str] | str]:
-        """What the pass yields, and a function that does it again to the same tensors; or why there is none, as who
-        did what. The function returns such words too, where it turns out that the pass has to be run.
+        """Run ``run`` and return its result, with a function that replays it on the same tensors.
 
-        Two functions of a cheap recorder's are equal if they do the same with the same numbers.
+        If the pass cannot be recorded, a reason ("who did what") stands in place of the function. The function returns
+        such a reason itself if it finds that the pass has to be run instead.
+
+        Two functions that a cheap recorder returned compare equal if they do the same operations with the same numbers.
         """
 
 
 @runtime_checkable
 class KernelsProtocol(Protocol):
-    """The arithmetic. ``infer/kernels/reference.py`` is the meaning of every method; a provider subclasses it and
-    replaces any subset. Every row of a result depends on that row of the input alone, bit for bit."""
+    """The arithmetic of a model. ``infer/kernels/reference.py`` defines what every method computes; a provider
+    subclasses it and overrides any subset. Each row of a result depends, bit for bit, on that row of the input
+    alone."""
 
     def recorder(self) -> RecorderProtocol | None:
-        """What records decode passes; None where they cannot be. Whatever differs between passes of one shape is then
-        read from tensors, where the kernels run, and nothing waits."""
+        """What records decode passes; None if these kernels cannot be recorded. With a recorder, the kernels read
+        whatever differs between passes of one shape from tensors on their device, and never wait for the device."""
 
     def pack(self, weight_NK: Weight, bias_N: Tensor | None = None) -> Any:
-        """Turn a weight, plain or grouped (``infer/weight.py``), into what ``linear`` and ``embedding`` like best. What
-        is kept of it is copied. Kernels that do not multiply such weights raise a SettingsError that says so."""
+        """Convert a weight, plain or grouped (``infer/weight.py``), to the layout that ``linear`` and ``embedding``
+        work on. The result is a copy: it keeps no reference to ``weight_NK``. Kernels that do not support such weights
+        raise a SettingsError."""
 
-    def linear(self, x_TK: Tensor, packed: Any) -> Tensor: ...
+    def linear(self, x_TK: Tensor, packed: Any) -> Tensor:
+        """x W^T + bias, [T, N]."""
 
     def pack_gated(self, gate_up_NK: Weight, bias_N: Tensor | None = None) -> Any:
-        """``pack`` for ``gated_linear``: the upper half of the rows makes the gate."""
+        """``pack`` for ``gated_linear``: the first N/2 rows of the weight compute the gate, the others the values."""
 
     def gated_linear(self, x_TK: Tensor, packed: Any, activation: Activation) -> Tensor:
-        """``gated`` of the product, [T, N/2]."""
+        """``gated`` of ``linear``, [T, N/2]."""
 
     def embedding(self, token_ids_T: Tensor, packed: Any) -> Tensor:
-        """Rows of a packed weight [V, D]: a model whose head is tied to its embedding holds it once."""
+        """Rows of a weight [V, D] that ``pack`` has packed, so that a model whose output head is tied to its embedding
+        holds the weight once."""
 
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float, unit_offset: bool = False) -> Tensor:
-        """Over the last dimension. ``unit_offset`` scales by (1 + weight), as Gemma does."""
+        """RMS norm over the last dimension. With ``unit_offset`` the scale is 1 + weight, as in Gemma."""
 
     def add_rms_norm(
         self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, unit_offset: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual)."""
+        """(rms_norm(x + residual), x + residual)."""
 
     def rope(self, q_THE: Tensor, k_TKE: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
-        """q and K, normed and rotated."""
+        """q and K, normalised if ``rotary`` has norms, and rotated."""
 
     def rope_store_kv(
         self,
@@ -169,46 +179,48 @@ class KernelsProtocol(Protocol):
         """activation(left half) * right half of the last dimension."""
 
     def store_kv(self, k_TKE: Tensor, v_TKE: Tensor, k_cache: Tensor, v_cache: Tensor, flat_T: Tensor) -> None:
-        """Write each token's K and V at its flat index of the caches [blocks, block_size, K, E]."""
+        """Write each token's K and V at its flat index into the caches [blocks, block_size, K, E]."""
 
     def extend_attention(
         self, q_THE: Tensor, k_cache: Tensor, v_cache: Tensor, ragged: Ragged, spec: AttentionSpec
     ) -> Tensor:
-        """Causal attention of each query over its sequence's cached positions up to and including its own."""
+        """Causal attention of each query over the cached positions of its sequence, up to and including its own;
+        [T, H, E]."""
 
     def sample(self, logits_NV: Tensor, draws: Draws) -> Tensor:
-        """A token per row, int64 [N]; -1 where the logits have no finite maximum.
+        """Draw one token per row, int64 [N]; -1 where the row of logits has no finite maximum.
 
-        Inverse-transform sampling in vocabulary order over what the filters keep. Filters are thresholds on
-        probability, so that ties stay together: temperature, then top-k, then top-p over what top-k left, then min-p.
+        Inverse-transform sampling in vocabulary order over the tokens that the filters keep. Filters are thresholds on
+        probability, so that tokens of equal probability are kept or dropped together: temperature, then top-k, then
+        top-p over what top-k kept, then min-p.
         """
 
 
 class KVCacheView(Protocol):
-    """One step's window on the cache; all that a model sees of it."""
+    """One pass's view of the cache: all that a model sees of it."""
 
     def attend(self, layer: int, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, rotary: Rotary | None = None) -> Tensor:
-        """Write K/V of the new tokens, then return attention over everything before and in the chunk, [T, H, E].
+        """Write the new tokens' K/V, then return causal attention over all positions up to each token's own, [T, H, E].
 
-        ``rotary`` has q and K normed and rotated first.
+        If ``rotary`` is given, q and K are normalised and rotated first.
         """
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """A place in the cache for one sequence."""
+    """A slot that the cache has given to one sequence."""
 
     slot: int
     num_cached: int = 0
-    """Leading tokens whose K/V the cache already holds; always fewer than the tokens asked for."""
+    """How many leading tokens the cache already holds the K/V of; always fewer than the tokens asked for."""
 
 
 class CachePoolProtocol(Protocol):
-    """Owns the K/V of all sequences. Slots are small integers below ``max_batch_size``.
+    """Owns the K/V of all sequences. A running sequence has a slot: an integer below ``max_batch_size``.
 
-    A pool that shares nothing disregards ``reuse``, ``salt`` and ``commit``. One whose ``shares`` is True lets
-    sequences share what their tokens begin with; schedulers then have the answers to one prompt wait until the first of
-    them has its prompt in the cache. A pool that can take back positions has ``truncate(slot, num_tokens)``: see
+    A pool that does not share K/V between sequences ignores ``reuse``, ``salt`` and ``commit``. If ``shares`` is True,
+    sequences share the K/V of a common prefix; schedulers then make the answers to one prompt wait until the first of
+    them has its prompt in the cache. A pool that can take positions back also has ``truncate(slot, num_tokens)``: see
     ``infer.cache.TruncatingBooks``.
     """
 
@@ -217,44 +229,43 @@ class CachePoolProtocol(Protocol):
         """Bytes of the K/V of all positions."""
 
     def allocate(self, token_ids: Sequence[int], *, reuse: bool = True, salt: str = "") -> Allocation | None:
-        """Room for all of ``token_ids``, or None when there is none now.
+        """Allocate a slot with room for all of ``token_ids``; None if there is no room now.
 
-        ``reuse=False`` asks for no cached tokens (prompt logprobs need every position computed). Tokens are shared
-        between sequences of equal ``salt`` only.
-        """
+        ``reuse=False`` asks that no cached tokens be used (prompt logprobs need every position computed). Only
+        sequences of equal ``salt`` share cached tokens."""
 
     def grow(self, slot: int, num_tokens: int) -> bool:
-        """Make room for ``num_tokens`` positions in all; False when there is none now."""
+        """Make room for ``num_tokens`` positions in all; False if there is no room now."""
 
     def commit(self, slot: int, token_ids: Sequence[int], num_computed: int) -> None:
-        """The K/V of the leading ``num_computed`` of the slot's tokens have been computed: they may be shared."""
+        """Say that the K/V of the slot's first ``num_computed`` tokens have been computed and may be shared."""
 
     def free(self, slot: int) -> None: ...
 
     def free_tokens(self) -> int:
-        """Positions that could still be allocated."""
+        """How many positions can still be allocated."""
 
     def length(self, slot: int) -> int:
-        """Positions of the slot that have been handed to a view for writing."""
+        """How many of the slot's positions have been handed to a view for writing."""
 
     def batched_chunked_prefill_view(
         self, slots: Sequence[int], start_positions: Sequence[int], chunk_lens: Sequence[int]
     ) -> KVCacheView:
-        """A view that extends each slot by a chunk. A start position other than ``length(slot)`` is a ValueError."""
+        """A view that extends each slot by a chunk. Raises ValueError if a start position is not ``length(slot)``."""
 
     def decode_view(self, slots: Sequence[int], rows: int | None = None) -> KVCacheView:
-        """The same with every length 1, at each slot's current length.
+        """A view that extends each slot by one position, at its current length.
 
-        ``rows`` asks for a view on tensors that stay where they are, so that a pass recorded with one such view may be
-        replayed after the next was made: of so many rows, whatever the slots need beyond the first ones repeating
-        the last slot.
+        With ``rows`` the view's tensors keep their addresses from call to call, so that a pass recorded with one view
+        can be replayed with the values of a later one. The view then has ``rows`` rows; those beyond the given slots
+        repeat the last slot.
         """
 
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """What goes through a model at once: T tokens of several sequences, end to end without padding. It may get further
-    fields; a model takes those that concern it."""
+    """One forward pass's input: T tokens of several sequences, laid end to end without padding. Later versions may add
+    fields; a model reads those it needs."""
 
     token_ids_T: Tensor
     """int64."""
@@ -262,70 +273,72 @@ class Pass:
     """int64; each token's index in its sequence."""
     cache: KVCacheView
     rows_N: Tensor | None = None
-    """int64: the tokens whose hidden states are wanted; None for all. N may be 0."""
+    """int64: indices of the tokens whose hidden states are wanted; None for all. N may be 0."""
 
 
 class ModelProtocol(Protocol):
-    """A decoder. It never sees masks, slots, pages or padding."""
+    """A decoder-only transformer. It never sees masks, slots, pages or padding."""
 
     @property
     def attention(self) -> Sequence[AttentionSpec]:
-        """One per layer, in the order of ``attend``'s layer index."""
+        """One spec per layer; ``attend`` takes a layer's index in this list."""
 
     @property
     def vocab_size(self) -> int: ...
 
     def forward(self, batch: Pass) -> Tensor:
-        """Hidden states after the last norm, [N, D], of the tokens that are wanted. What the last layer does after
-        attention need be done for these only."""
+        """The wanted tokens' hidden states after the final norm, [N, D]. The last layer may skip the other tokens after
+        its attention."""
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """[N, V] in the model's dtype."""
 
     def expected(self) -> Mapping[str, tuple[int, ...]]:
-        """Name and shape of every tensor that ``load`` asks for: what made-up weights are made from."""
+        """Name and shape of every tensor that ``load`` needs. Random weights are made from it, too."""
 
     def load(self, tensors: Iterable[tuple[str, Weight]]) -> None:
-        """Take the checkpoint's weights. A missing, unexpected or misshapen one is a CheckpointError."""
+        """Take the checkpoint's weights. Raises CheckpointError if one is missing, unexpected or of another shape."""
 
 
 class TensorFilesProtocol(Protocol):
-    """A checkpoint's tensors as its files have them."""
+    """A checkpoint's tensors as its files store them."""
 
     def names(self) -> Iterable[str]:
-        """In the order in which they are read fastest."""
+        """All tensors' names, in the order in which they are read fastest."""
 
     def tensor(self, name: str) -> Tensor:
-        """A view of the file: whoever keeps it copies it."""
+        """A tensor that may be a view of the file: a caller that keeps it has to copy it."""
 
 
 class WeightFormatProtocol(Protocol):
     """How a checkpoint stores the weights that models ask for by name."""
 
     def names(self) -> Iterable[str]:
-        """Of all weights that the checkpoint has, as models call them, in the order in which they are read fastest."""
+        """All weights' names, as models call them, in the order in which they are read fastest."""
 
     def weight(self, name: str) -> Weight:
-        """It may be a view of the file: whoever keeps it copies it. A damaged one is a CheckpointError."""
+        """A weight that may be a view of the file: a caller that keeps it has to copy it. Raises CheckpointError if it
+        is damaged."""
 
 
 class SchedulerProtocol(Protocol):
-    """Decides who computes what in a step. Integers only: no tensors, no text."""
+    """Decides which sequences compute which positions in a step. It handles integers only: no tensors, no text."""
 
     def add(self, sequence: EngineSequence) -> None: ...
 
     def schedule(self) -> Schedule:
-        """Plan one step; empty passes when nothing can run."""
+        """Plan one step; the schedule is empty if nothing can run."""
 
     def finish(self, sequence: EngineSequence) -> None:
-        """The sequence has ended, whether it runs or waits: free its room at once."""
+        """The sequence, running or waiting, has ended: free its place in the cache at once."""
 
     def has_work(self) -> bool: ...
 
 
 class ObserverProtocol(Protocol):
-    """Watches the engine. It has ``infer_step_finished``, ``infer_request_finished`` or both, called in the engine's
-    thread as the hooks of these names are, and perhaps ``close``, called once when the engine has ended."""
+    """Watches the engine. An observer has ``infer_step_finished``, ``infer_request_finished`` or both, which the
+    engine's thread calls as it calls the hooks of these names. It may have ``close``, called once when the engine has
+    ended."""
 
 
 @dataclass(frozen=True)
@@ -339,12 +352,12 @@ class CacheContext:
     device: torch.device
     kernels: KernelsProtocol
     num_tokens: int | None = None
-    """Positions that are wanted in all; None: as many as ``max_batch_size`` sequences of ``max_seq_len`` have."""
+    """How many positions the pool should hold; None: ``max_batch_size`` * ``max_seq_len``."""
 
 
 @dataclass(frozen=True)
 class ModelContext:
-    """What a model is made from, besides its config."""
+    """What a model is made from, in addition to its config."""
 
     kernels: KernelsProtocol
     dtype: torch.dtype
@@ -354,7 +367,7 @@ class ModelContext:
 
 @dataclass(frozen=True)
 class SchedulerContext:
-    """What a scheduler is made from. ``engine`` is the settings' section of that name."""
+    """What a scheduler is made from. ``engine`` is the ``[engine]`` section of the settings."""
 
     pool: CachePoolProtocol
     engine: Any
@@ -387,4 +400,4 @@ class ObserverFactory(Protocol):
 
 
 class NoSettings(BaseModel, extra="forbid"):
-    """For plugins that need none."""
+    """The settings model of a plugin that has no settings."""

@@ -1,4 +1,4 @@
-"""What observers are told: of each step, and of each request at its end."""
+"""What observers receive: a record of each step, and one of each request when it ends."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class WorkRecord:
     start: int
     length: int
     sampled: bool
-    """Whether it got a token."""
+    """Whether it drew a token."""
 
 
 class Totals(NamedTuple):
-    """Tokens of all requests since the start."""
+    """Token counts of all requests since the start."""
 
     prompt: int = 0
-    """Of prompts: counted with the first token of the answer, or with the end where none came."""
+    """Prompt tokens. A prompt is counted when its first token is generated, or when the request ends without any."""
     cached: int = 0
-    """Those of them that the cache already held."""
+    """Prompt tokens among these that the cache already held."""
     generated: int = 0
 
 
@@ -43,13 +43,13 @@ class StepRecord:
     work: Sequence[WorkRecord]
     passes: int
     decodes: int
-    """Sequences that decoded."""
+    """How many sequences decoded."""
     chunks: int
-    """Sequences that were prefilled."""
+    """How many sequences prefilled a chunk."""
     computed_tokens: int
-    """Of all passes."""
+    """Tokens that went through the model, in all passes together."""
     padded_tokens: int
-    """Tokens these passes would have had if each row were padded to the longest of its pass."""
+    """How many tokens these would be if every sequence were padded to the longest of its pass."""
     running: int
     waiting: int
     free_tokens: int
@@ -67,12 +67,12 @@ class RequestRecord:
     finish_reason: str
     arrival: float
     started: float | None
-    """When it first got into a pass."""
+    """When the request first took part in a pass."""
     first_token: float | None
     finished: float
     preemptions: int
     trace: Mapping[str, str] = field(default_factory=dict)
-    """The client's headers that name its trace (W3C's ``traceparent`` and ``tracestate``)."""
+    """The client's W3C trace headers, ``traceparent`` and ``tracestate``."""
     free_tokens: int = 0
-    """Positions that could be allocated once it had gone."""
+    """How many positions the cache could allocate after the request was freed."""
     totals: Totals = NO_TOKENS

@@ -1,4 +1,4 @@
-"""What a client asks and what it gets back: the only things that cross between a client's side and the engine."""
+"""``Request`` and ``Event``: all that passes between the client's side (server, ``LLM``) and the engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def new_request_id() -> str:
 
 
 def too_long(count: int | str, max_seq_len: int) -> RequestError:
-    """What is said of a prompt of so many tokens."""
+    """The error for a prompt of ``count`` tokens."""
     return RequestError(
         f"This model's maximum context length is {max_seq_len} tokens, and one of them is needed for the answer, but "
         f"the prompt has {count} tokens. Shorten the prompt or raise engine.max_seq_len.",
@@ -33,27 +33,27 @@ def too_long(count: int | str, max_seq_len: int) -> RequestError:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt and how to continue it. Made by the client's side, never changed."""
+    """One prompt and how to continue it. The client's side makes it; nobody changes it."""
 
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams = field(default_factory=SamplingParams)
     id: str = field(default_factory=new_request_id)
     seed: int = 0
-    """``params.seed``, or drawn once when the client gave none."""
+    """``params.seed``, or a random one if the client gave none."""
     cache_salt: str = ""
-    """Only requests of equal salt share what the cache holds."""
+    """Only requests of equal salt share cached tokens."""
     priority: int = 0
-    """The lower, the earlier it is admitted, and the later preempted."""
+    """Requests with lower numbers are admitted earlier and preempted later."""
     user: str = ""
-    """Who asks; empty where that is unknown."""
+    """The user who asks; empty if unknown."""
     group: str = ""
-    """The same for all requests that ask for an answer to one prompt; empty for a request that is alone."""
+    """The same for all requests that ask for answers to one prompt; empty for a request that is alone."""
     grammar: Grammar | None = None
     """``params.structured_outputs``, compiled."""
     grammar_after: int | None = None
-    """The token of the answer that the grammar waits for, if any: the end of reasoning."""
+    """The grammar applies only after this token (the end of reasoning); None: from the first token on."""
     trace: Mapping[str, str] = field(default_factory=dict)
-    """Headers that name the client's trace, for observers."""
+    """The client's trace headers, for observers."""
     arrival: float = field(default_factory=time.perf_counter)
 
     @classmethod
@@ -73,7 +73,7 @@ class Request:
         grammar_after: int | None = None,
         trace: Mapping[str, str] | None = None,
     ) -> Request:
-        """Check the ids and the length against the model. Raises RequestError, whose text is fit for the client."""
+        """Check token ids and length against the model. Raises RequestError with a message meant for the client."""
         assert (grammar is None) == (params.structured_outputs is None)
         n = len(prompt_token_ids)
         if n == 0:
@@ -116,8 +116,8 @@ class Request:
 
 
 class TokenLogprobs(NamedTuple):
-    """The chosen token's log-probability (natural log, before temperature, penalties and filters), and those of the
-    likeliest tokens, or of others that were asked for."""
+    """A token's log-probability (natural log, before temperature, penalties and filters), and those of the likeliest
+    tokens, or of the tokens that the request named."""
 
     token_id: int
     logprob: float
@@ -127,20 +127,20 @@ class TokenLogprobs(NamedTuple):
 
 
 class Event(NamedTuple):
-    """News of one request. Exactly one of its events, the last, has a ``finish_reason``."""
+    """What is new about one request. Only its last event has a ``finish_reason``, and every request gets one."""
 
     request_id: str
     token_ids: tuple[int, ...] = ()
     text: str = ""
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """One per token id, when asked for."""
+    """One per token id, if requested."""
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
-    """With the first event: None for the first prompt token, then one per prompt token."""
+    """Only in the first event, if requested: None for the first prompt token, then one per prompt token."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    """The token or text that ended the answer, when one did."""
+    """The stop token or stop string that ended the answer, if one did."""
     error: str | None = None
     num_cached: int = 0
-    """Prompt tokens that the cache already held."""
+    """How many prompt tokens the cache already held."""
     param: str | None = None
-    """Which of the request's parameters is to blame for the error, where one is."""
+    """The request parameter that caused the error, if one did."""

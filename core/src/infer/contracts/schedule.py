@@ -1,4 +1,4 @@
-"""The engine's own record of a request, and the plan of a step. Integers only."""
+"""``Sequence``, the engine's record of a request, and ``Schedule``, the plan of a step. Integers only."""
 
 from __future__ import annotations
 
@@ -10,40 +10,41 @@ from typing import NamedTuple
 from infer.contracts.request import Request
 
 PENDING = -1
-"""Stands in ``Sequence.tokens`` for a token that the device has drawn, or will have by the time it is needed there, but
-that has not been read back yet."""
+"""A placeholder in ``Sequence.tokens`` for a token that has not been read back from the device yet. The device has
+drawn it by the time a pass needs it there."""
 
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """A request on its way: its tokens, and how far the cache has come with them."""
+    """A request in the engine: its tokens, and how many of them the cache holds."""
 
     request: Request
     order: int
-    """Arrival order."""
+    """The sequence's place in the order of arrival."""
     max_len: int
-    """Tokens, prompt included, at which it ends for want of room."""
+    """The sequence ends at this many tokens, prompt included."""
     id: str = field(init=False)
     rank: tuple[int, int] = field(init=False)
-    """Priority, then arrival order: the key of core's schedulers."""
+    """(priority, arrival order): core's schedulers sort by it."""
     tokens: list[int] = field(init=False)
     num_prompt: int = field(init=False)
     num_computed: int = 0
-    """Leading positions whose K/V are in the cache, or will be before anything later runs. The scheduler sets it at
-    admission, the engine with each pass."""
+    """Leading positions whose K/V are in the cache, or will be before any later pass runs. The scheduler sets it at
+    admission, the engine after each pass it launches."""
     prefill_end: int = 0
-    """Positions to compute before it decodes: the tokens it had when it was admitted. Set by the scheduler."""
+    """The sequence decodes once this many positions are computed: the number of tokens it had when it was admitted. Set
+    by the scheduler."""
     slot: int | None = None
-    """Its place in the cache while it runs. Set by the scheduler."""
+    """Its slot in the cache while it runs. Set by the scheduler."""
     num_cached: int = 0
-    """Prompt tokens found in the cache at first admission. Set by the scheduler."""
+    """How many prompt tokens the cache held when the sequence was first admitted. Set by the scheduler."""
     preemptions: int = 0
     pending: int = 0
     """How many PENDING tokens ``tokens`` ends with. Set by the engine."""
     prompt_scored: int = 0
-    """Prompt positions whose logprobs have been computed. Set by the engine."""
+    """How many prompt positions have their logprobs. Set by the engine."""
     started: float | None = None
-    """When it first got into a pass, on ``time.perf_counter``. Set by the engine."""
+    """When it first took part in a pass, on ``time.perf_counter``. Set by the engine."""
 
     def __post_init__(self) -> None:
         self.id = self.request.id
@@ -57,7 +58,7 @@ class Sequence:
 
     @property
     def complete(self) -> bool:
-        """All its tokens are drawn, though perhaps not read back."""
+        """Whether all its tokens have been drawn, though perhaps not read back."""
         return len(self.tokens) >= self.max_len
 
     def extend(self, length: int) -> Work:
@@ -73,10 +74,10 @@ class Work(NamedTuple):
     start: int
     length: int
     draws: int
-    """Tokens that it yields, one after each of its last positions: one where it reaches the last known token, else
-    none. (More than one checks drafts.)"""
+    """Tokens to draw, one after each of the work's last ``draws`` positions: 1 if the work reaches the sequence's last
+    token, else 0; more than 1 to verify draft tokens."""
     decode: bool
-    """What the sequence had when it was admitted is behind it."""
+    """False while the sequence computes the tokens that it had when it was admitted."""
 
     @property
     def end(self) -> int:
@@ -84,19 +85,19 @@ class Work(NamedTuple):
 
 
 new_work: Callable[[tuple[Sequence, int, int, int, bool]], Work] = functools.partial(tuple.__new__, Work)
-"""A Work of all its fields, in a third of the time: one is made for every token."""
+"""``Work`` from a tuple of all its fields, in a third of the constructor's time: every drawn token needs one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One step. A sequence is in at most one of the lists."""
+    """The plan of one step. A sequence is in at most one of the lists."""
 
     decodes: list[Work]
     prefills: list[Work]
     mixed: bool = False
 
     def passes(self) -> Iterator[list[Work]]:
-        """What goes through the model together: everything if ``mixed``, so that the weights are read once; else
-        decodes first, for the sake of inter-token latency."""
+        """The works of each forward pass. If ``mixed``, one pass has all of them, so that the weights are read once;
+        otherwise decodes go first, for a low inter-token latency."""
         parts = [self.decodes + self.prefills] if self.mixed else [self.decodes, self.prefills]
         yield from (works for works in parts if works)
