@@ -1,4 +1,4 @@
-"""What cache pools are made of: books (integers) and storage (tensors and views)."""
+"""The parts of a cache pool: books (who has which blocks: integers) and storage (tensors and views)."""
 
 from infer.cache.books import BlockBooks, BooksProtocol, SharingBooks, TruncatingBooks
 from infer.cache.pool import Pool

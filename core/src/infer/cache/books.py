@@ -1,5 +1,5 @@
-"""A cache pool's books: which blocks each slot has, and how many positions it holds. Integers only, so that a pool can
-be tested, simulated and replaced without a tensor."""
+"""A cache pool's books: which blocks each slot has, and how many positions it holds. They are integers only, so that a
+pool can be tested, simulated and replaced without a tensor."""
 
 from __future__ import annotations
 
@@ -17,40 +17,40 @@ Table_co = TypeVar("Table_co", covariant=True)
 
 
 class BooksProtocol(Protocol[Table_co]):
-    """What ``Pool`` asks of books. ``Table`` is theirs and their storage's to choose: one array of blocks for all
-    layers, or one for each kind of layer."""
+    """What ``Pool`` needs from books. Books and their storage agree on the type of ``Table``: one array of blocks for
+    all layers, for example, or one per kind of layer."""
 
     def allocate(self, token_ids: Sequence[int]) -> Allocation | None:
-        """Room for so many tokens, or None, having done nothing, when there is none now."""
+        """Allocate a slot with room for these tokens; None, with nothing changed, if there is no room now."""
 
     def grow(self, slot: int, num_tokens: int) -> bool:
-        """Make room for ``num_tokens`` positions in all; False, having done nothing, when there is none now."""
+        """Make room for ``num_tokens`` positions in all; False, with nothing changed, if there is no room now."""
 
     def free(self, slot: int) -> None: ...
 
     def free_tokens(self) -> int:
-        """Positions that could still be allocated."""
+        """How many positions can still be allocated."""
 
     def length(self, slot: int) -> int:
-        """Positions of the slot that have been booked as written. ValueError for a slot that is not allocated."""
+        """How many positions of the slot are booked as written. Raises ValueError if the slot is not allocated."""
 
     def lengths(self, slots: Sequence[int] | Slots) -> Ints:
-        """The same of many."""
+        """``length`` of many slots, unchecked."""
 
     def extend(self, slots: Sequence[int] | Slots, starts: Sequence[int] | Ints, lens: Sequence[int] | Ints) -> int:
-        """Book positions [start, start + length) of each slot as written; the longest length afterwards.
+        """Book positions [start, start + length) of each slot as written, and return the greatest length afterwards.
 
-        A slot named twice, a start other than its length, or more positions than it has room for is a ValueError, and
-        then nothing is booked.
+        Raises ValueError, with nothing booked, if a slot occurs twice, a start is not the slot's length, or a slot has
+        too little room.
         """
 
     def table(self, slots: Sequence[int] | Slots, num_tokens: int) -> Table_co:
-        """Where the leading ``num_tokens`` positions of the slots are."""
+        """Where the first ``num_tokens`` positions of the slots are stored."""
 
 
 @runtime_checkable
 class SharingBooks(Protocol):
-    """Books of a pool whose sequences may share what their tokens have in common."""
+    """Books of a pool in which sequences may share the blocks of a common prefix."""
 
     def allocate(self, token_ids: Sequence[int], *, reuse: bool = True, salt: str = "") -> Allocation | None:
         """As ``CachePoolProtocol.allocate``."""
@@ -61,18 +61,18 @@ class SharingBooks(Protocol):
 
 @runtime_checkable
 class TruncatingBooks(Protocol):
-    """Books that can take positions back: what drafts need that turn out wrong."""
+    """Books that can take positions back, as rejected draft tokens require."""
 
     def truncate(self, slot: int, num_tokens: int) -> None:
-        """The slot holds its leading ``num_tokens`` positions only. ValueError for more than it holds, or for fewer
-        than it may share with others."""
+        """Keep only the slot's first ``num_tokens`` positions. Raises ValueError if that is more than it holds, or
+        fewer than it may share with others."""
 
 
 class BlockBooks(ABC):
-    """One table of blocks for all layers: each slot's row, its length and its room, an array for each.
+    """Books with one block table for all layers: per slot a row of blocks, a length and a room, each in one array.
 
-    A subclass says which blocks a slot has: it calls ``_open`` when it hands out a slot, ``_place`` when it gives the
-    slot blocks, and ``_close``.
+    A subclass decides which blocks a slot has. It calls ``_open`` to hand out a slot, ``_place`` to give the slot
+    blocks, and ``_close`` to take the slot back.
     """
 
     def __init__(self, num_slots: int, max_seq_len: int, block_size: int) -> None:
@@ -80,9 +80,9 @@ class BlockBooks(ABC):
         self.max_seq_len = max_seq_len
         self._table_SP: Ints = np.zeros((num_slots, -(-max_seq_len // block_size)), dtype=np.int32)
         self._lengths_S: Ints = np.full(num_slots, -1, dtype=np.int32)
-        """-1 where a slot is not allocated."""
+        """-1 if the slot is not allocated."""
         self._room_S: Ints = np.full(num_slots, -1, dtype=np.int32)
-        """Positions that a slot has blocks for; -1 where it is not allocated."""
+        """How many positions the slot has blocks for; -1 if the slot is not allocated."""
         self._free_slots = list(reversed(range(num_slots)))
 
     @abstractmethod
@@ -122,28 +122,28 @@ class BlockBooks(ABC):
         return int(ends_B.max())
 
     def table(self, slots: Sequence[int] | Slots, num_tokens: int) -> Ints:
-        """[B, P]."""
+        """Blocks, [B, P]."""
         return self._table_SP[slots, : -(-num_tokens // self.block_size)]
 
     def truncate(self, slot: int, num_tokens: int) -> None:
-        """The slot keeps its blocks."""
+        """Shorten the slot; it keeps its blocks."""
         length, least = self.length(slot), self.shared_tokens(slot)
         if not least <= num_tokens <= length:
             raise ValueError(f"slot {slot} can be cut to {least}..{length} positions, not to {num_tokens}")
         self._lengths_S[slot] = num_tokens
 
     def shared_tokens(self, slot: int) -> int:
-        """Leading positions of a slot that others may read, too."""
+        """How many of the slot's leading positions other sequences may read, too."""
         return 0
 
     def _open(self, num_tokens: int) -> int:
-        """The next free slot, which holds so many positions already."""
+        """Hand out a free slot that already holds ``num_tokens`` positions."""
         slot = self._free_slots.pop()
         self._lengths_S[slot] = num_tokens
         return slot
 
     def _place(self, slot: int, blocks: Sequence[int], begin: int = 0) -> None:
-        """The slot has these blocks; those before ``begin`` are as they were."""
+        """Set the slot's blocks. Those before index ``begin`` have not changed."""
         self._table_SP[slot, begin : len(blocks)] = blocks[begin:]
         self._room_S[slot] = len(blocks) * self.block_size
 

@@ -1,4 +1,4 @@
-"""A cache pool: books and a storage, put together."""
+"""A cache pool, made of books and a storage."""
 
 from __future__ import annotations
 
@@ -16,11 +16,9 @@ View = TypeVar("View", bound=KVCacheView)
 
 
 class Pool(Generic[Table, View]):
-    """``CachePoolProtocol`` of books and of a storage that understands their tables. Books that share nothing make a
-    pool that shares nothing; it has ``truncate`` only where the books have it.
-
-    Books whose ``shares`` is False share nothing, although they are ``SharingBooks``.
-    """
+    """A ``CachePoolProtocol`` made of books and of a storage that understands their tables. It shares tokens only if
+    the books are SharingBooks whose ``shares``, if they have it, is not False. It has ``truncate`` only if they are
+    TruncatingBooks."""
 
     def __init__(self, books: BooksProtocol[Table], storage: StorageProtocol[Table, View]) -> None:
         self.books = books
@@ -60,6 +58,6 @@ class Pool(Generic[Table, View]):
         longest = self.books.extend(slots_B, starts_B, ones_B)
         if rows is None:
             return self.storage.view(self.books.table(slots_B, longest), starts_B, ones_B)
-        if more := rows - len(slots):
-            slots_B, starts_B = (np.concatenate([x, np.repeat(x[-1:], more)]) for x in (slots_B, starts_B))
+        if padding := rows - len(slots):
+            slots_B, starts_B = (np.concatenate([x, np.repeat(x[-1:], padding)]) for x in (slots_B, starts_B))
         return self.storage.fixed_view(self.books.table(slots_B, longest), starts_B)

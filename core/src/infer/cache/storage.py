@@ -1,4 +1,4 @@
-"""K/V in blocks, and one step's view on them."""
+"""K/V in blocks, and a pass's view of them."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ View_co = TypeVar("View_co", bound=KVCacheView, covariant=True)
 
 
 class StorageProtocol(Protocol[Table_contra, View_co]):
-    """What ``Pool`` asks of a storage: views of its own making, and what it weighs."""
+    """What ``Pool`` needs from a storage: its views, and its size."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of everything that grows with the number of positions."""
 
     def view(self, table: Table_contra, starts: Sequence[int] | Ints, lens: Sequence[int] | Ints) -> View_co:
-        """A view that extends sequence b, kept where row b of the table says, by positions
+        """A view that extends sequence b, whose blocks are row b of the table, by positions
         [starts[b], starts[b] + lens[b])."""
 
     def fixed_view(self, table: Table_contra, starts: Sequence[int] | Ints) -> View_co:
-        """The same with one position each, on tensors that stay where they are from one such view to the next, as
-        ``CachePoolProtocol.decode_view`` wants them. The next one writes over them."""
+        """A view that extends each sequence by one position, on tensors that keep their addresses from one such view to
+        the next, as ``CachePoolProtocol.decode_view`` describes. The next such view overwrites them."""
 
 
 class FixedRagged(Ragged):
-    """Of a view on tensors that stay put. ``read`` says who asked for ``starts``, which do not."""
+    """A view's ``Ragged`` whose tensors keep their addresses. A replay cannot follow a change of ``starts``, which are
+    Python integers, so ``read`` names the function that has read them."""
 
     read: str | None = None
 
@@ -47,7 +48,8 @@ class FixedRagged(Ragged):
 
 
 class ExtendView:
-    """One step's window on the storage. Everything is an extend: prefill, chunk and decode differ in lengths only."""
+    """One pass's view of the storage. Everything is an extend: full prefills, chunks and decodes differ only in their
+    lengths."""
 
     def __init__(self, storage: KVStorage, ragged: Ragged) -> None:
         self.storage = storage
@@ -66,7 +68,8 @@ class ExtendView:
 class KVStorage:
     """K and V of every layer in the model's dtype: per layer two tensors [num_blocks, block_size, K, E].
 
-    Starts zeroed: whatever is read is finite. A subclass that stores or reads otherwise has a ``view_type`` of its own.
+    They start as zeros, so that a kernel that reads past what has been written reads finite values. A subclass that
+    stores or reads in another way has a ``view_type`` of its own.
     """
 
     view_type: type[ExtendView] = ExtendView
@@ -86,11 +89,11 @@ class KVStorage:
         self._table_SP = torch.zeros((size, blocks), dtype=torch.int32, device=context.device)
         self._flat_S = torch.zeros(size, dtype=torch.int64, device=context.device)
         self._fixed: dict[int, FixedRagged] = {}
-        """By number of rows."""
+        """The fixed views' ``Ragged``, by number of rows."""
 
     @staticmethod
     def bytes_per_token(layers: Iterable[AttentionSpec], dtype: torch.dtype) -> int:
-        """What a position takes in all layers."""
+        """Bytes of one position's K/V in all layers."""
         return sum(2 * spec.num_kv_heads * spec.head_size for spec in layers) * dtype.itemsize
 
     @property
@@ -134,6 +137,7 @@ class KVStorage:
         return self.view_type(self, ragged)
 
     def _flat(self, table_BP: Ints, sequence_T: Ints64, position_T: Ints | Ints64) -> Ints64:
-        """Where positions of sequences are in the blocks laid end to end."""
+        """The indices, into all blocks laid end to end, of the given positions of the given sequences (rows of the
+        table)."""
         block_T, within_T = np.divmod(position_T, self.block_size)
         return table_BP[sequence_T, block_T].astype(np.int64) * self.block_size + within_T

@@ -1,11 +1,11 @@
-"""What every kernel means, in torch, and the provider for where nothing faster is installed.
+"""The reference kernels, in torch: they define what every kernel computes, and serve where nothing faster is installed.
 
-Each result row depends on its own input row alone, bit for bit. Three habits keep that true on a CPU:
+Each row of a result depends on its own input row alone, bit for bit. Three rules ensure this on a CPU:
 
 - Matrix products get at least as many rows as the platform's library needs to treat every row alike.
-- Activations are composed of operations whose vector and scalar forms agree (``exp``, ``tanh``, arithmetic).
-  ``torch.nn.functional.silu`` is not: an element's last bit depends on whether it falls into a vector's tail.
-- Attention reduces keys in segments of fixed size counted from position 0, whatever the chunk.
+- Activations are composed of operations whose vector and scalar forms agree (``exp``, ``tanh``, arithmetic). Those of
+  ``torch.nn.functional.silu`` do not: an element's last bit depends on whether it falls into a vector's tail.
+- Attention reduces keys in segments of a fixed size counted from position 0, whatever the chunk.
 
 Shapes: T tokens, D hidden, H query heads, K key/value heads, G = H / K, E head size, S segment.
 """
@@ -36,12 +36,13 @@ SEGMENT = 128
 TILE = 128
 """Queries per block of attention."""
 EXACT_ROWS = 16
-"""Rows from which matrix products are taken to treat all rows alike; fewer are probed or padded."""
+"""Matrix products of at least this many rows are taken to treat all rows alike. Below, ``exact_rows`` finds out from
+how many rows on this is true, and products of fewer rows are padded."""
 
 
 @dataclass(frozen=True)
 class PackedLinear:
-    """A weight [N, K], its bias, and the fewest rows the platform multiplies exactly."""
+    """A weight [N, K], its bias, and the fewest rows with which a product gives each row the same bits."""
 
     weight_NK: Tensor
     bias_N: Tensor | None
@@ -50,10 +51,10 @@ class PackedLinear:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Query tiles of one size that need the same segments of keys, so that one product serves them all."""
+    """Query tiles of equal size that attend to the same segments of keys, so that one batched product computes all."""
 
     sequences: tuple[int, ...]
-    """The sequence of each of the tiles."""
+    """The index of each tile's sequence in the batch."""
     starts: tuple[int, ...]
     """The position of each tile's first query."""
     rows: tuple[int, ...]
@@ -64,13 +65,13 @@ class Tiles:
 
 
 class ReferenceKernels(KernelsProtocol):
-    """Plain torch. Providers subclass it and replace what they do better."""
+    """Kernels in plain torch. Providers subclass them and override what they compute faster."""
 
     def recorder(self) -> RecorderProtocol | None:
         return None
 
     def pack(self, weight_NK: Weight, bias_N: Tensor | None = None) -> Any:
-        """A grouped weight takes as much memory as a plain one from then on."""
+        """A grouped weight is dequantised: from then on it takes as much memory as a plain one."""
         weight_NK = weight_NK.dequantise() if isinstance(weight_NK, GroupedWeight) else weight_NK.clone()
         rows = 1
         if weight_NK.device.type == "cpu":
@@ -156,9 +157,9 @@ class ReferenceKernels(KernelsProtocol):
 
 @functools.lru_cache(maxsize=16)
 def plan_tiles(starts: tuple[int, ...], lens: tuple[int, ...], window: int | None) -> tuple[Tiles, ...]:
-    """Cut every chunk into tiles of at most ``TILE`` queries and group those of equal size and segments.
+    """Cut every chunk into tiles of at most ``TILE`` queries, and group tiles of equal size and equal segments.
 
-    Decodes of similar context become one group, and so do the inner tiles of equal prompts.
+    Decodes of similar context lengths form one group, and so do corresponding tiles of equally long prompts.
     """
     groups: dict[tuple[int, int, int], list[tuple[int, int, int]]] = {}
     row = 0
@@ -204,8 +205,8 @@ def _attend_tiles(
     acc = torch.zeros_like(q)
     for segment in range(tiles.first_segment, tiles.last_segment + 1):
         key_S = torch.arange(segment * SEGMENT, (segment + 1) * SEGMENT, device=device)
-        # A key past the tile's last query is masked below; it is read from inside the sequence all the same,
-        # since what lies beyond may be another's, and 0 x NaN is NaN.
+        # Keys past the tile's last query are masked below, but they are read, so read a key of the same sequence in
+        # their place: what lies beyond may belong to another sequence, and 0 x NaN is NaN.
         key_gS = torch.minimum(key_S, position_gn[:, -1:])
         flat_gS = table_gP.gather(1, key_gS // block_size) * block_size + key_gS % block_size
         k = k_flat[flat_gS].permute(0, 2, 3, 1).float().contiguous().view(g * K, E, SEGMENT)
@@ -230,8 +231,9 @@ def _attend_tiles(
 
 
 def _draw(logits_NV: Tensor, draws: Draws) -> Tensor:
-    """Rows are handled alike whatever the rows beside them ask for; greedy ones get a token that nobody takes."""
-    # The top logit goes first, so that a tiny temperature cannot overflow.
+    """Draw a token per row, int64 [N]. A row's token does not depend on the other rows' parameters. Greedy rows get a
+    token, too, which the caller ignores."""
+    # Subtract the top logit before dividing, so that a tiny temperature cannot overflow.
     logits_NV = logits_NV.float()
     heat_N1 = draws.temperature_N.where(draws.temperature_N > 0, 1.0)[:, None]
     scaled_NV = (logits_NV - logits_NV.amax(-1, keepdim=True)) / heat_N1
@@ -247,7 +249,7 @@ def _draw(logits_NV: Tensor, draws: Draws) -> Tensor:
         kth_R1 = descending_RV.gather(1, top_k_R1 - 1)
         descending_RV = descending_RV.where(descending_RV >= kth_R1, 0.0)
         mass_RV = descending_RV.double().cumsum(dim=-1)
-        # The token that carries the mass across top_p is the last one kept.
+        # The last token kept is the one with which the mass reaches top_p.
         before_RV = mass_RV - descending_RV
         last_R1 = (before_RV < draws.top_p_N[ranked_R, None] * mass_RV[:, -1:]).sum(dim=-1, keepdim=True) - 1
         threshold_R1 = torch.maximum(kth_R1, descending_RV.gather(1, last_R1))
@@ -268,7 +270,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _at_least(rows: int, x: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
-    """Apply a row-wise function to at least so many rows."""
+    """Apply a row-wise function to ``x``, padded to at least ``rows`` rows, and return the rows of ``x``."""
     if x.shape[0] >= rows:
         return fn(x)
     padded = x.new_zeros(rows, *x.shape[1:])
@@ -278,17 +280,16 @@ def _at_least(rows: int, x: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
 
 @functools.lru_cache(maxsize=256)
 def exact_rows(linear: Callable[[Tensor, Tensor], Tensor], n: int, k: int, dtype: torch.dtype, threads: int) -> int:
-    """The fewest rows from which ``linear`` on a weight [n, k] gives a row the same bits in whatever company.
+    """The fewest rows from which on ``linear`` with a weight [n, k] gives a row the same bits, whatever the other rows.
 
-    Found by trying: libraries switch algorithm with the number of rows. ``threads`` is part of the key, since
-    the split over threads is part of the algorithm.
-    """
+    It is found by trying, because libraries switch algorithms with the number of rows. ``threads`` is only a part of
+    the cache's key: how a product is split over threads is part of the algorithm."""
     generator = torch.Generator().manual_seed(0)
-    # A thin slice of a tall weight takes the same path, and a vocabulary is too tall to try whole.
+    # Trying a whole vocabulary would take too long, and 4096 rows of it take the same path in the library.
     half_w = torch.randn(min(n, 4096), k // 2, generator=generator)
     half_x = torch.randn(4 * EXACT_ROWS, k // 2, generator=generator)
-    # Every product has its opposite somewhere, so that the sums are rounding errors alone: another order of summation
-    # shows in nearly every value, where with plain noise bfloat16 would round it away in all but a few.
+    # Every product occurs with both signs, so that the sums are rounding errors alone. Another order of summation then
+    # shows in nearly every value; with plain noise, rounding to bfloat16 would hide it in all but a few.
     order = torch.randperm(k, generator=generator)
     odd = (0, k % 2)
     weight = torch.nn.functional.pad(torch.cat((half_w, -half_w), 1), odd)[:, order].to(dtype)

@@ -1,7 +1,7 @@
-"""What models are composed of, and the table that fits a checkpoint's tensors to them.
+"""The layers that models are composed of, and the table that gives each layer its tensors of the checkpoint.
 
-A layer declares the checkpoint names it is made from when it is constructed, so that a model's file reads
-top to bottom and every name in a checkpoint has exactly one owner. Shapes: see ``infer/contracts/protocols.py``.
+When a layer is constructed, it declares the checkpoint names it is made from, so that a model's file reads from top to
+bottom and every name in a checkpoint has exactly one owner. Shapes: see ``infer/contracts/protocols.py``.
 """
 
 from infer.layers.blocks import Attention, GatedMLP, select

@@ -1,4 +1,4 @@
-"""What a decoder's layers are made of: attention and the gated MLP."""
+"""The blocks of a decoder layer: attention and the gated MLP."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from infer.layers.table import Weights
 
 
 class GatedMLP:
-    """down(activation(gate(x)) * up(x)) (Shazeer, 2020). ``gate_up`` are the checkpoint's names of gate and up, or the
-    one name of both, gate first."""
+    """down(activation(gate(x)) * up(x)) (Shazeer, 2020).
+
+    ``gate_up`` are the checkpoint's names of the gate and up projections, or the single name of the tensor that holds
+    both, gate first.
+    """
 
     def __init__(
         self,
@@ -39,11 +42,14 @@ class GatedMLP:
 
 
 class Attention:
-    """Projections, optional norms on q and K, rotary embedding, attention over the cache, projection.
+    """The q, K and V projections, optional norms of q and K, rotary embedding, attention over the cache, and the output
+    projection.
 
-    ``biases`` names the projections that have one, by letters of "qkvo". ``qkv`` are the checkpoint's names of q, k and
-    v, or the one name of all three, one below the other. ``qk_norm_whole`` norms all heads of q together, and those of
-    K, instead of each by itself.
+    ``biases`` says which projections have a bias, by letters of "qkvo". ``qkv`` are the checkpoint's names of q, k and
+    v, or the single name of the tensor that holds all three, stacked by rows. With ``qk_norm_whole``, one norm spans
+    all heads of q, and another those of K; otherwise each head is normalised by itself.
+
+    Raises CheckpointError if the numbers of heads do not fit each other or the head size is odd.
     """
 
     def __init__(
@@ -102,7 +108,7 @@ class Attention:
         self._head_norms = HeadNorms(q.weight_D, k.weight_D, q.eps, q.unit_offset)
 
     def __call__(self, x_TD: Tensor, rotary: Rotary, cache: KVCacheView, rows_N: Tensor | None = None) -> Tensor:
-        """[T, D], or [N, D] for ``rows_N``."""
+        """[T, D], or [N, D] if ``rows_N`` is given."""
         T, E = len(x_TD), self.spec.head_size
         q, k, v = torch.split_with_sizes(self._qkv(x_TD), self._qkv.sizes, dim=-1)
         if self._whole_norms:
@@ -115,5 +121,5 @@ class Attention:
 
 
 def select(x: Tensor, rows_N: Tensor | None) -> Tensor:
-    """These rows; all for None."""
+    """The rows ``rows_N`` of x; all rows if it is None."""
     return x if rows_N is None else x.index_select(0, rows_N)

@@ -1,4 +1,4 @@
-"""Reading config.json: every fault is one sentence that names the field."""
+"""Reading config.json: every error is one sentence that names the field."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ LayerType = Literal["full_attention", "sliding_attention"]
 
 
 def layer_windows(layer_types: Sequence[LayerType], window: int | None, num_layers: int) -> list[int | None]:
-    """Each layer's sliding window, None for full attention. Raises CheckpointError where they disagree."""
+    """Each layer's sliding window; None for full attention. Raises CheckpointError if the arguments contradict each
+    other."""
     if len(layer_types) != num_layers:
         raise CheckpointError(
             f"config.json: layer_types has {len(layer_types)} entries, but num_hidden_layers is {num_layers}."
@@ -26,7 +27,7 @@ def layer_windows(layer_types: Sequence[LayerType], window: int | None, num_laye
 
 
 def read_config(cls: type[C], values: Mapping[str, Any]) -> C:
-    """Validate config.json's fields. Raises CheckpointError naming the first bad one."""
+    """Validate config.json's fields. Raises CheckpointError that names the first bad field."""
     try:
         return cls.model_validate(values)
     except ValidationError as error:
@@ -38,7 +39,7 @@ def read_config(cls: type[C], values: Mapping[str, Any]) -> C:
 
 
 def config_table(values: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """A table within a table; empty where it is absent or null."""
+    """The table at ``key``; empty if it is absent or null. Raises CheckpointError if it is not a table."""
     table = values.get(key)
     if table is not None and not isinstance(table, dict):
         raise CheckpointError(f"config.json: {key} is {table!r}, which is not a table.")

@@ -1,4 +1,4 @@
-"""The decoder that families share: of its own, a family has its config and its layer."""
+"""The decoder that model families share: a family adds its config and its layer."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from infer.weight import Weight
 
 
 class DecoderConfig(BaseModel, extra="ignore"):
-    """The fields of config.json that shape any decoder, and what follows from them."""
+    """The fields of config.json that every decoder needs, and what follows from them."""
 
     rope_kinds: ClassVar[Mapping[str, type[RopeParameters]] | None] = None
-    """The rope types that there are in this family; None for all."""
+    """The rope types that this family supports; None for all."""
     partial_rotary: ClassVar[bool] = False
-    """Whether a part of each head may stay as it is."""
+    """Whether the family supports rotating only a part of each head."""
     norm_unit_offset: ClassVar[bool] = False
 
     vocab_size: PositiveInt
@@ -56,11 +56,11 @@ class DecoderConfig(BaseModel, extra="ignore"):
 
     @property
     def logits_soft_cap(self) -> float | None:
-        """Logits become soft_cap * tanh(logits / soft_cap)."""
+        """If not None, logits become soft_cap * tanh(logits / soft_cap)."""
         return None
 
     def windows(self) -> list[int | None]:
-        """Each layer's sliding window."""
+        """Each layer's sliding window; None for full attention."""
         return [None] * self.num_hidden_layers
 
     def attention(self) -> list[AttentionSpec]:
@@ -68,7 +68,7 @@ class DecoderConfig(BaseModel, extra="ignore"):
         return [AttentionSpec(*heads, self.attention_scale, window) for window in self.windows()]
 
     def ropes(self, config: Mapping[str, Any]) -> list[RopeParameters]:
-        """Each layer's, from the whole of config.json."""
+        """Each layer's rope; ``config`` is all of config.json."""
         rope = RopeParameters.read(config, partial=self.partial_rotary, kinds=self.rope_kinds)
         return [rope] * self.num_hidden_layers
 
@@ -82,13 +82,17 @@ class DecoderLayer(Protocol):
         cache: KVCacheView,
         rows_N: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """The residual stream is x + residual (x alone for None): the sum is left to the next norm, which fuses it.
-        ``rows_N`` drops the other rows after attention."""
+        """One layer's x and residual, [T, D]; [N, D] if ``rows_N`` is given, for then the layer drops all other rows
+        after attention.
+
+        The residual stream is x + residual, or x alone if the residual is None. The next norm adds the two, because
+        kernels fuse the addition with it.
+        """
 
 
 class Decoder:
-    """A ModelProtocol: embedding, layers, norm, head. ``schema`` says how config.json is read, and ``layer`` makes a
-    layer of (weights, name, index, config, AttentionSpec, RopeParameters)."""
+    """A ModelProtocol: embedding, layers, final norm, head. ``schema`` validates config.json, and ``layer`` makes one
+    layer from (weights, name, index, config, AttentionSpec, RopeParameters)."""
 
     def __init__(
         self,
@@ -115,11 +119,11 @@ class Decoder:
         self.soft_cap = c.logits_soft_cap
 
     def forward(self, batch: Pass) -> Tensor:
-        turns = {rotary: rotary(batch.positions_T) for rotary in dict.fromkeys(self.rotary)}
+        rotations = {rotary: rotary(batch.positions_T) for rotary in dict.fromkeys(self.rotary)}
         x_TD, residual_TD, last = self.embedding(batch.token_ids_T), None, len(self.layers) - 1
         for i, (layer, rotary) in enumerate(zip(self.layers, self.rotary, strict=True)):
             rows_N = batch.rows_N if i == last else None
-            x_TD, residual_TD = layer(x_TD, residual_TD, turns[rotary], batch.cache, rows_N)
+            x_TD, residual_TD = layer(x_TD, residual_TD, rotations[rotary], batch.cache, rows_N)
         return self.norm.add(x_TD, residual_TD)[0]
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
@@ -130,5 +134,5 @@ class Decoder:
         return self.weights.shapes()
 
     def load(self, tensors: Iterable[tuple[str, Weight]]) -> None:
-        # Checkpoints with tied embeddings may hold the head a second time.
+        # Some checkpoints with tied embeddings store the head as a tensor of its own, too.
         self.weights.load(tensors, optional=[self.head.name])

@@ -1,4 +1,4 @@
-"""Products with weights, norms, and the two ends of a decoder."""
+"""Linear layers, RMS norms, the token embedding and the output head."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from infer.weight import GroupedWeight, Weight
 
 
 class Linear:
-    """y = x W^T + b, where W may be several checkpoint tensors stacked by rows: one product for q, k, v.
+    """y = x W^T + b, where W may consist of several parts stacked by rows, so that q, k and v take one product.
 
-    ``names`` are those of the parts, or the one of all where the checkpoint has them stacked. ``bias`` may say for each
-    part whether it has one. With an ``activation``, the first of two parts is the gate: activation(x G^T) * x U^T.
-    Row i of W is row ``order[i]`` of the checkpoint's, which has to be of the same part.
-    """
+    ``names`` are the checkpoint's names of the parts, or the single name of the tensor that stacks them. ``bias`` says
+    whether there is a bias, or says it for each part. With an ``activation`` there are two parts, and the first is the
+    gate: y = activation(x G^T) * x U^T. With an ``order``, row i of W is the checkpoint's row ``order[i]``, which has
+    to belong to the same part."""
 
     def __init__(
         self,
@@ -53,13 +53,13 @@ class Linear:
                     parts[kind] = zeros((rows, *weight.shape[1:]), weight.dtype, weight.device)
                 parts[kind][row : row + len(weight)] = weight
             left -= 1
-            if left == 0:  # packed at once, so that no more than one layer is in memory twice
+            if left == 0:  # Pack as soon as the layer is complete, so that only one layer is in memory twice.
                 if order is not None:
                     parts.update({kind: tensor[order.to(tensor.device)] for kind, tensor in parts.items()})
                 pack_all(parts.pop("weight", None), parts.pop("bias", None))
 
         def pack_all(plain: Tensor | None, bias_N: Tensor | None) -> None:
-            """One product of all parts, unless they are stored in ways that do not go together."""
+            """Pack the parts for one product, or each by itself if they are stored in ways that do not stack."""
             pieces: list[Weight] = []
             for row, size in spans:
                 piece: Weight | None = grouped.pop(row, None)
@@ -67,12 +67,12 @@ class Linear:
                     assert plain is not None
                     piece = plain if len(spans) == 1 else plain[row : row + size]
                 pieces.append(piece)
-            together = [piece for piece in pieces if isinstance(piece, GroupedWeight)]
-            if not together and plain is not None:
+            quantised = [piece for piece in pieces if isinstance(piece, GroupedWeight)]
+            if not quantised and plain is not None:
                 pieces = [plain]
-            elif len(together) == len(pieces) > 1 and all(map(together[0].stacks_with, together)):
-                pieces = [GroupedWeight.stack(together)]
-            del together
+            elif len(quantised) == len(pieces) > 1 and all(map(quantised[0].stacks_with, quantised)):
+                pieces = [GroupedWeight.stack(quantised)]
+            del quantised
             pack = kernels.pack if activation is None or len(pieces) > 1 else kernels.pack_gated
             begin = 0
             while pieces:
@@ -103,8 +103,8 @@ class Linear:
 
 
 class RMSNorm:
-    """Root-mean-square norm (Zhang and Sennrich, 2019); ``unit_offset`` scales by 1 + weight, and value i's weight is
-    the checkpoint's ``order[i]``."""
+    """Root-mean-square norm (Zhang and Sennrich, 2019). With ``unit_offset`` the scale is 1 + weight; with an
+    ``order``, weight i is the checkpoint's weight ``order[i]``."""
 
     def __init__(
         self,
@@ -128,14 +128,14 @@ class RMSNorm:
         return self._kernels.rms_norm(x, self.weight_D, self.eps, self.unit_offset)
 
     def add(self, x_TD: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual); no residual yet counts as zero."""
+        """(norm(x + residual), x + residual); a residual of None counts as zero."""
         if residual_TD is None:
             return self(x_TD), x_TD
         return self._kernels.add_rms_norm(x_TD, residual_TD, self.weight_D, self.eps, self.unit_offset)
 
 
 class Embedding:
-    """Token id -> row, times ``scale`` rounded to the weight's type."""
+    """Token ids -> rows of the weight, multiplied by ``scale`` rounded to the model's dtype."""
 
     def __init__(self, weights: Weights, name: str, num: int, size: int, scale: float | None = None) -> None:
         self._kernels = weights.context.kernels
@@ -149,7 +149,7 @@ class Embedding:
 
 
 class Head:
-    """Hidden states -> logits: its own weight, or the embedding's when ``tied``."""
+    """Hidden states -> logits, with a weight of its own or, if ``tied``, the embedding's."""
 
     def __init__(self, weights: Weights, embedding: Embedding, name: str, num: int, size: int, tied: bool) -> None:
         self.name, self.tied = f"{name}.weight", tied

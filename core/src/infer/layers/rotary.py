@@ -1,8 +1,8 @@
-"""Rotary embeddings (Su et al., 2021) and the ways to stretch them, each with the meaning it has in transformers.
+"""Rotary embeddings (Su et al., 2021) and the ways to stretch them, each as transformers defines it, but for one thing.
 
-A rope's frequencies are fixed when the model is made. In transformers, two kinds choose theirs by a sequence's length,
-so that an answer would depend on how its prompt is cut into chunks; here they go by the longest sequence that is
-served.
+A rope's frequencies are fixed when the model is made. In transformers, two kinds choose them by the length of a
+sequence, so that an answer would depend on how its prompt is cut into chunks; here they depend on the longest sequence
+that is served.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Length = Annotated[int, Field(gt=1)]
 
 
 class RopeParameters(BaseModel, extra="ignore", frozen=True):
-    """Rotary frequencies as config.json gives them; this class is the kind ``default``."""
+    """Rotary frequencies as config.json gives them. This class is the kind ``default``."""
 
     rope_theta: PositiveNumber
     partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] | None = None
-    """The leading part of every head that is rotated; None for all of it."""
+    """The leading fraction of every head that is rotated; None for the whole head."""
     max_position_embeddings: PositiveInt | None = None
 
     @classmethod
@@ -41,11 +41,11 @@ class RopeParameters(BaseModel, extra="ignore", frozen=True):
         partial: bool = False,
         kinds: Mapping[str, type[RopeParameters]] | None = None,
     ) -> RopeParameters:
-        """From ``rope_parameters`` (transformers 5; nested by layer type in models with several) or from
-        ``theta_key`` and ``rope_scaling`` (transformers 4, where a model's local base is never scaled).
+        """Read ``rope_parameters`` (transformers 5, a table per layer type in models with several) or ``theta_key`` and
+        ``rope_scaling`` (transformers 4, which never scales the base of local layers).
 
-        ``partial`` allows a ``partial_rotary_factor`` below 1, and ``kinds`` are the rope types that are known: all of
-        ``ROPE_KINDS`` for None.
+        ``partial`` allows a ``partial_rotary_factor`` below 1. ``kinds`` are the supported rope types; None for all of
+        ``ROPE_KINDS``. Raises CheckpointError for anything else.
         """
         kinds = ROPE_KINDS if kinds is None else kinds
         given = config_table(config, "rope_parameters")
@@ -77,7 +77,7 @@ class RopeParameters(BaseModel, extra="ignore", frozen=True):
         return rope
 
     def rotated(self, head_size: int) -> int:
-        """How many of a head's leading values are rotated; even."""
+        """How many of a head's leading values are rotated, an even number."""
         return len(self._exponents(head_size)) * 2
 
     def inverse_frequencies(self, head_size: int, max_seq_len: int = 1) -> Tensor:
@@ -85,7 +85,7 @@ class RopeParameters(BaseModel, extra="ignore", frozen=True):
         return 1.0 / (self.rope_theta ** self._exponents(head_size))
 
     def magnitude(self) -> float:
-        """What cos and sin are multiplied by."""
+        """The factor that cos and sin are multiplied by."""
         return 1.0
 
     def _size(self, head_size: int) -> int:
@@ -116,9 +116,9 @@ class LinearRope(RopeParameters, frozen=True):
 
 
 class DynamicRope(RopeParameters, frozen=True):
-    """The base grows with the length beyond ``max_position_embeddings``: here of the longest sequence that is served,
-    in transformers of the current one. Both leave the base alone up to ``max_position_embeddings``, and the engine
-    admits no longer sequences."""
+    """The base grows with the sequence's length once that exceeds ``max_position_embeddings``. Here the longest
+    sequence that is served counts, in transformers the current one. The two agree up to ``max_position_embeddings``,
+    and the engine admits no longer sequences."""
 
     factor: PositiveNumber
 
@@ -134,7 +134,7 @@ class DynamicRope(RopeParameters, frozen=True):
 
 
 class Llama3Rope(RopeParameters, frozen=True):
-    """Long wavelengths are stretched by ``factor``, short ones kept, the band between blended (Llama 3.1)."""
+    """Long wavelengths are stretched by ``factor``, short ones are kept, and those between are blended (Llama 3.1)."""
 
     factor: PositiveNumber
     low_freq_factor: PositiveNumber
@@ -158,11 +158,11 @@ class Llama3Rope(RopeParameters, frozen=True):
 
 
 class YarnRope(RopeParameters, frozen=True):
-    """Long wavelengths are stretched by ``factor``, short ones kept, with a ramp between; cos and sin are scaled up to
-    sharpen attention (Peng et al., 2023)."""
+    """Long wavelengths are stretched by ``factor``, short ones are kept, with a ramp between them; cos and sin are
+    scaled up to sharpen attention (Peng et al., 2023)."""
 
     factor: PositiveNumber | None = None
-    """None for ``max_position_embeddings`` / ``original_max_position_embeddings``."""
+    """None: ``max_position_embeddings`` / ``original_max_position_embeddings``."""
     original_max_position_embeddings: Length
     attention_factor: PositiveNumber | None = None
     beta_fast: PositiveNumber | None = None
@@ -180,7 +180,7 @@ class YarnRope(RopeParameters, frozen=True):
             raise CheckpointError("config.json: rope_type 'yarn' needs a rope_theta other than 1.")
 
         def place(rotations: float) -> float:
-            """Where among the values of a head lies the wavelength that turns so often within the original length."""
+            """The index in a head of the wavelength that makes ``rotations`` turns within the original length."""
             length = self.original_max_position_embeddings / (rotations * 2 * math.pi)
             return size * math.log(length) / (2 * math.log(self.rope_theta))
 
@@ -204,11 +204,11 @@ class YarnRope(RopeParameters, frozen=True):
 
 
 class LongRope(RopeParameters, frozen=True):
-    """Every wavelength has a factor of its own, one for short sequences and one for long ones (Ding et al., 2024).
+    """Every wavelength has two factors of its own, one for short sequences and one for long ones (Ding et al., 2024).
 
-    transformers takes the long factors once a sequence has passed ``original_max_position_embeddings``, which changes
-    what its earlier tokens' keys should have been. Here, as in vLLM, all sequences take them if any may become longer
-    than that: ``engine.max_seq_len`` decides.
+    transformers switches to the long factors once a sequence exceeds ``original_max_position_embeddings``; its earlier
+    tokens' keys, computed with the short factors, are then wrong. Here, as in vLLM, ``engine.max_seq_len`` decides for
+    all sequences: if it is above that length, all use the long factors.
     """
 
     short_factor: tuple[PositiveNumber, ...]
@@ -245,37 +245,39 @@ ROPE_KINDS: dict[str, type[RopeParameters]] = {
     "longrope": LongRope,
     "llama3": Llama3Rope,
 }
-"""By config.json's ``rope_type``. A plugin may add its own."""
+"""Classes by config.json's ``rope_type``. A plugin may add its own."""
 
 
 class RotaryEmbedding:
-    """A table of cos and sin for every position a sequence may reach.
+    """A table of cos and sin for every position that a sequence may reach.
 
-    Kernels rotate the two halves of a head against each other. Where only a head's leading part is rotated,
-    ``Attention`` has put each half of that at the beginning of a half of the head, and the pairs after it turn by
-    nothing.
+    Kernels rotate the two halves of a head against each other. If only a head's leading part is rotated, ``Attention``
+    reorders the head so that each half begins with half of the rotated part; the remaining pairs have cos = 1 and
+    sin = 0.
     """
 
     def __init__(self, context: ModelContext, rope: RopeParameters, head_size: int) -> None:
         positions = torch.arange(context.max_seq_len, dtype=torch.float32)
         inverse = rope.inverse_frequencies(head_size, context.max_seq_len)
-        # Angles in fp32, as models are trained; their cos and sin in float64, so that the table's last bits
-        # do not depend on its length.
+        # Angles are fp32, as in training. Their cos and sin are float64, because torch's fp32 functions may round a
+        # value differently in a longer table.
         angles = torch.outer(positions, inverse).double()
-        still = (0, head_size // 2 - len(inverse))
+        unrotated = (0, head_size // 2 - len(inverse))
         cos, sin = (angles.cos() * rope.magnitude()).float(), (angles.sin() * rope.magnitude()).float()
-        self._cos = torch.nn.functional.pad(cos, still, value=1.0).to(context.device)
-        self._sin = torch.nn.functional.pad(sin, still).to(context.device)
+        self._cos = torch.nn.functional.pad(cos, unrotated, value=1.0).to(context.device)
+        self._sin = torch.nn.functional.pad(sin, unrotated).to(context.device)
 
     def __call__(self, positions_T: Tensor) -> Rotary:
-        # Not by brackets: these wake a second thread for a few rows, which then spins beside those of the kernels.
+        # Indexing by brackets would wake a second OpenMP thread even for a few rows, and that thread would then spin
+        # beside the kernels' own.
         return Rotary(self._cos.index_select(0, positions_T), self._sin.index_select(0, positions_T))
 
 
 def rotary_order(rotated: int, head_size: int) -> Tensor | None:
-    """Where each value of a head comes from, so that the halves of its rotated part begin its halves; None: as it is.
+    """The order of a head's values in which each half of the head begins with half of the rotated part; None if the
+    whole head is rotated, which needs no reordering.
 
-    A score is a sum over the values of a head: it does not change when q and K are put in another order alike.
+    An attention score is a sum over the values of a head, so reordering q and K alike does not change it.
     """
     if rotated == head_size:
         return None

@@ -1,4 +1,4 @@
-"""The table that fits a checkpoint's tensors to the layers that take them."""
+"""The table that gives each layer its tensors of the checkpoint."""
 
 from __future__ import annotations
 
@@ -15,51 +15,52 @@ from infer.weight import Weight
 
 
 @dataclass(frozen=True)
-class _Slot:
+class _Expected:
     shape: tuple[int, ...]
     take: Callable[[Any], None]
 
 
 class Weights:
-    """The tensors a model expects, by checkpoint name, and the layers that take them."""
+    """The tensors that a model expects, by their names in the checkpoint, and the layers that take them."""
 
     def __init__(self, context: ModelContext) -> None:
         self.context = context
-        self._slots: dict[str, _Slot] = {}
+        self._expected: dict[str, _Expected] = {}
         self._finish: list[Callable[[], None]] = []
 
     def expect(self, name: str, shape: tuple[int, ...], take: Callable[[Any], None]) -> None:
-        """Declare that the checkpoint holds ``name``. ``take`` gets it in the model's dtype and on its device, and
-        copies what it keeps: it may be a view of a file that is replaced tomorrow. What has two dimensions may come
-        as a GroupedWeight."""
-        assert name not in self._slots, name
-        self._slots[name] = _Slot(shape, take)
+        """Declare that the checkpoint holds ``name``. ``take`` gets the tensor in the model's dtype and on its device.
+        It copies what it keeps, because the tensor may be a view of a file that is replaced later. A tensor of two
+        dimensions may come as a GroupedWeight."""
+        assert name not in self._expected, name
+        self._expected[name] = _Expected(shape, take)
 
     def when_loaded(self, finish: Callable[[], None]) -> None:
         self._finish.append(finish)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: slot.shape for name, slot in self._slots.items()}
+        return {name: expected.shape for name, expected in self._expected.items()}
 
     def load(self, tensors: Iterable[tuple[str, Weight]], optional: Sequence[str] = ()) -> None:
-        """Give every tensor to its layer. Raises CheckpointError for a missing, unexpected, misshapen or
-        unusable one.
+        """Give every tensor to its layer. Raises CheckpointError if one is missing, unexpected, of another shape, of an
+        unsupported type, or not finite.
 
-        ``optional`` names may come or not; they are not used. Nor are the rotary frequencies that some old
+        Tensors with ``optional`` names are accepted but not used, and so are the rotary frequencies that some old
         checkpoints hold, since they follow from config.json.
         """
-        missing = dict(self._slots)
+        missing = dict(self._expected)
         dtype, device = self.context.dtype, self.context.device
         for name, tensor in tensors:
-            slot = missing.pop(name, None)
-            if slot is None:
+            expected = missing.pop(name, None)
+            if expected is None:
                 if name in optional or name.endswith(".rotary_emb.inv_freq"):
                     continue
-                again = " twice" if name in self._slots else ", which this model does not have"
+                again = " twice" if name in self._expected else ", which this model does not have"
                 raise CheckpointError(f"The checkpoint holds the tensor {name!r}{again}.")
-            if tuple(tensor.shape) != slot.shape:
+            if tuple(tensor.shape) != expected.shape:
                 raise CheckpointError(
-                    f"The tensor {name!r} has shape {list(tensor.shape)}, but config.json asks for {list(slot.shape)}."
+                    f"The tensor {name!r} has shape {list(tensor.shape)}, but config.json asks for "
+                    f"{list(expected.shape)}."
                 )
             if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
                 raise CheckpointError(
@@ -71,7 +72,7 @@ class Weights:
                 raise CheckpointError(
                     f"The tensor {name!r} holds values that are not finite as {str(dtype).removeprefix('torch.')}."
                 )
-            slot.take(tensor)
+            expected.take(tensor)
         if missing:
             names = sorted(missing)
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
