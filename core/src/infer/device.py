@@ -1,4 +1,4 @@
-"""Getting a step's small arrays to where the kernels run and back, without waiting; recording what is done there."""
+"""Moving a pass's small arrays to the device and back without waiting, host memory on huge pages, and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from torch import Tensor
 
 
 def upload(values: np.ndarray[Any, Any], device: torch.device, out: Tensor | None = None) -> Tensor:
-    """``values`` on ``device``; into the leading rows of ``out`` where that is given.
+    """Copy ``values`` to ``device``, into the leading rows of ``out`` if that is given. On a CPU without ``out``, the
+    result shares memory with ``values``.
 
-    Pinned pages come from torch's caching allocator, which does not hand them out again before the copy is done.
+    The pinned pages come from torch's caching allocator, which does not hand them out again before the copy is done.
     """
     host = torch.from_numpy(values)
     if device.type == "cpu":
         if out is None:
             return host
         rows = out[: values.shape[0]]
-        rows.numpy()[...] = values  # what torch needs to copy small arrays is several times as long
+        rows.numpy()[...] = values  # torch takes several times as long to copy small arrays
         return rows
     host = host.pin_memory()
     if out is None:
@@ -32,23 +33,23 @@ def upload(values: np.ndarray[Any, Any], device: torch.device, out: Tensor | Non
 
 
 def pages(nbytes: int) -> mmap.mmap:
-    """Fresh memory of the host's: zeros that take no room before they are touched, on huge pages where the system has
-    them. With small pages, a part of the time in which a weight is read goes into finding them."""
-    memory = mmap.mmap(-1, nbytes, access=mmap.ACCESS_COPY)  # memory shared with forks has small pages
+    """New zeroed host memory, on huge pages if the system has them; it takes no room before it is touched. With small
+    pages, part of the time in which a weight is read goes into looking up pages."""
+    memory = mmap.mmap(-1, nbytes, access=mmap.ACCESS_COPY)  # private: mappings that forks share get small pages
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """As torch.zeros; on a CPU, of ``pages``."""
+    """Like ``torch.zeros``, but on a CPU in memory from ``pages``."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.frombuffer(pages(math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
 
 
 def download(values: Tensor) -> Tensor:
-    """``values`` on the host, to be read once a later ``mark`` has been reached."""
+    """Start copying ``values`` to the host. The result is valid once the device has reached a later ``mark``."""
     if values.device.type == "cpu":
         return values
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -56,13 +57,13 @@ def download(values: Tensor) -> Tensor:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Unlike torch.equal, of NaN too."""
+    """Whether two tensors are equal bit for bit. Unlike with ``torch.equal``, a NaN equals itself."""
     kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
     return a.dtype == b.dtype and torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
 
 
 def mark(device: torch.device) -> Callable[[], None]:
-    """A function that waits until the device has done all that it was told so far."""
+    """A function that waits until the device has finished everything launched before this call."""
     if device.type == "cpu":
         return lambda: None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -71,7 +72,7 @@ def mark(device: torch.device) -> Callable[[], None]:
 
 
 def caller() -> str:
-    """The innermost function, by module and name, that is neither torch's nor of the module that asks."""
+    """Module and name of the innermost calling function that belongs neither to torch nor to the module that asks."""
     frame = sys._getframe(1)
     passed = {"torch", str(frame.f_globals["__name__"])}
     while frame.f_back is not None and not passed.isdisjoint(
@@ -82,7 +83,7 @@ def caller() -> str:
 
 
 class CudaRecorder:
-    """A RecorderProtocol. CUDA graphs that share one pool of memory, since they never run at a time."""
+    """A RecorderProtocol of CUDA graphs. They share one memory pool, since no two of them run at the same time."""
 
     cheap = False
 
@@ -90,7 +91,7 @@ class CudaRecorder:
         self._memory = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Tensor | str] | str]:
-        run()  # whatever is compiled or allocated the first time may not be part of a graph
+        run()  # compiles and allocates what the first run needs, which a graph must not capture
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._memory):

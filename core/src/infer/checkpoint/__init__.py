@@ -1,4 +1,4 @@
-"""A checkpoint: where its files are, what they say, and its tensors."""
+"""Checkpoints: finding their files, and reading their configuration and tensors."""
 
 from infer.checkpoint.checkpoint import Checkpoint
 from infer.checkpoint.tensors import TensorFiles, dummy_tensors, tensor_files

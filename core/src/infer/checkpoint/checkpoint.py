@@ -1,4 +1,4 @@
-"""A checkpoint: config.json and safetensors in one folder, found by its path, a bundled name or a hub id.
+"""A checkpoint: config.json and safetensors in one folder, which is found by a path, a bundled name or a hub id.
 
 Nothing here knows a model family, and nothing is ever unpickled.
 """
@@ -22,15 +22,16 @@ from infer.errors import CheckpointError
 TOKENIZER_CONFIG = "tokenizer_config.json"
 GENERATION_CONFIG = "generation_config.json"
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-"""What generation_config.json may say of how to sample; the same names as in SamplingParams."""
+"""The sampling parameters that infer takes from generation_config.json; SamplingParams has the same names."""
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 MAX_LAYERS = 10_000
-"""More is a damaged file: the deepest published models have some hundred, and each layer costs memory before a single
-weight is read."""
+"""A file that asks for more layers is damaged: the deepest published models have about a hundred, and each layer takes
+memory before a single weight is read."""
 
 
 class Checkpoint:
-    """What a folder says of itself. Every fault in it is a CheckpointError that names the file."""
+    """What the files of a checkpoint's folder say, tensors aside. Every fault in them raises a CheckpointError that
+    names the file."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -43,8 +44,8 @@ class Checkpoint:
 
     @classmethod
     def locate(cls, path: str, *, bundled: Mapping[str, Path], revision: str | None = None) -> Checkpoint:
-        """An existing folder, else a bundled name, else a hub id ``org/name``, downloaded at ``revision`` or
-        found in the hub's cache."""
+        """Find a checkpoint: ``path`` is an existing folder, else a bundled name, else a hub id ``org/name``, which is
+        downloaded at ``revision`` or found in the hub's cache."""
         folder = Path(os.path.expanduser(path))
         if not folder.is_dir():
             if folder.exists():
@@ -60,7 +61,7 @@ class Checkpoint:
 
     @property
     def architectures(self) -> tuple[str, ...]:
-        """The names by which a model family is found; empty when config.json gives none."""
+        """The architecture names, by which a model family is found; empty if config.json gives none."""
         names = self.config.get("architectures") or []
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise self._bad("architectures", names, "a list of names")
@@ -68,7 +69,7 @@ class Checkpoint:
 
     @property
     def quant_method(self) -> str:
-        """How the weights are quantised, by the hub's name; empty where they are not."""
+        """How the weights are quantised, by the hub's name of the method; empty if they are not quantised."""
         value = self._field("quantization_config")
         if value is None:
             return ""
@@ -79,7 +80,7 @@ class Checkpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type the weights are kept in; float32 where config.json does not say."""
+        """The dtype that the model is meant for; float32 if config.json does not say."""
         name = self._field("dtype") or self._field("torch_dtype") or "float32"
         if not isinstance(name, str) or name not in DTYPES:
             raise self._bad("dtype", name, ", ".join(DTYPES))
@@ -87,7 +88,7 @@ class Checkpoint:
 
     @property
     def max_positions(self) -> int:
-        """The longest sequence the model was made for; ``sys.maxsize`` where config.json does not say."""
+        """The longest sequence, in tokens, that the model was made for; ``sys.maxsize`` if config.json does not say."""
         value = self._field("max_position_embeddings")
         if value is None:
             return sys.maxsize
@@ -98,7 +99,7 @@ class Checkpoint:
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """Every token that config.json or generation_config.json says ends an answer."""
+        """All end-of-sequence tokens that config.json and generation_config.json give."""
         configs = [self.config, self._text, self._generation_config]
         found: set[int] = set()
         for value in (config.get("eos_token_id") for config in configs):
@@ -109,7 +110,7 @@ class Checkpoint:
         return frozenset(found)
 
     def check_ids(self, vocab_size: int) -> None:
-        """Raises CheckpointError where a token that ends answers is none of the model's."""
+        """Raise CheckpointError if an end-of-sequence token is not in the model's vocabulary."""
         if beyond := [id for id in sorted(self.eos_token_ids) if id >= vocab_size]:
             raise CheckpointError(
                 f"{self.folder}: eos_token_id, in config.json or generation_config.json, has {beyond[0]}, but the "
@@ -118,7 +119,8 @@ class Checkpoint:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """The sampling parameters that generation_config.json gives, by name; ``do_sample: false`` is temperature 0."""
+        """The sampling parameters that generation_config.json gives, by name. ``do_sample: false`` means temperature
+        0."""
         config = self._generation_config
         found = {name: config[name] for name in SAMPLING if config.get(name) is not None}
         file = self.folder / GENERATION_CONFIG
@@ -137,7 +139,7 @@ class Checkpoint:
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        """The texts of special tokens by role, ``bos_token`` and so on, as tokenizer_config.json gives them."""
+        """The special tokens' texts by role (``bos_token`` and so on), as tokenizer_config.json gives them."""
         found = {}
         for role, value in self._tokenizer_config.items():
             if role.endswith("_token"):
@@ -148,7 +150,7 @@ class Checkpoint:
 
     @property
     def chat_template(self) -> str | None:
-        """The Jinja source that makes messages a prompt, where the checkpoint has one."""
+        """The Jinja source of the chat template; None if the checkpoint has none."""
         file = self.folder / "chat_template.jinja"
         if file.is_file():
             return read_text(file)
@@ -178,7 +180,7 @@ class Checkpoint:
         return file
 
     def _field(self, key: str) -> Any:
-        """A value of the text model, whether or not config.json describes other modalities too."""
+        """A field of the text model's config, which is nested in ``text_config`` if there are other modalities."""
         value = self._text.get(key)
         return self.config.get(key) if value is None else value
 

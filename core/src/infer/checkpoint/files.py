@@ -1,4 +1,4 @@
-"""Small files of a checkpoint: texts and JSON. Every fault is a CheckpointError that names the file."""
+"""Reading a checkpoint's small files, text and JSON. Every fault raises a CheckpointError that names the file."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from infer.errors import CheckpointError
 
 
 def regular(file: Path) -> Path:
-    """The file, unless reading it might never end: a pipe waits for somebody who writes. (A directory is refused by
-    whoever opens it.) Raises FileNotFoundError."""
+    """Return ``file``. Raises CheckpointError if it is a pipe or a device, since reading it might never end, and
+    FileNotFoundError if it does not exist. A directory passes: opening it raises an error of its own."""
     mode = file.stat().st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         raise CheckpointError(f"{file} is not a regular file.")

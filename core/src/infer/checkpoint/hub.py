@@ -1,4 +1,4 @@
-"""Checkpoints of the hub, downloaded or found in its cache."""
+"""Checkpoints from the Hugging Face hub, downloaded or found in its cache."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 from infer.errors import CheckpointError
 
 BUNDLED = {"demo": "infer-demo"}
-"""Checkpoints that our own distributions bring."""
+"""Bundled checkpoints, and the distributions of ours that contain them."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def download(path: str, bundled: Mapping[str, Path], revision: str | None) -> Path:
-    """The folder of a hub id in the hub's cache, fetched if need be."""
+    """The folder of the hub id ``path`` in the hub's cache, downloaded if necessary. Raises CheckpointError."""
     names = f" ({', '.join(sorted(bundled))})" if bundled else ""
     tried = f"{path!r} is neither a folder nor a bundled name{names}"
     if package := BUNDLED.get(path):
@@ -23,12 +23,12 @@ def download(path: str, bundled: Mapping[str, Path], revision: str | None) -> Pa
         )
     if not _HUB_ID.fullmatch(path):
         raise CheckpointError(f"{tried}, and it cannot be a hub id, which reads org/name.")
-    import huggingface_hub  # here, since it takes long to import and a local folder does not need it
+    import huggingface_hub  # imported late: it takes long, and local folders do not need it
     from huggingface_hub import errors
 
     where = path if revision is None else f"{path} at revision {revision}"
     try:
-        # Weights lie at the top; subfolders and "consolidated" files hold other formats of the same.
+        # The weights lie at the top level; subfolders and "consolidated" files hold the same ones in other formats.
         folder = huggingface_hub.snapshot_download(
             path,
             revision=revision,

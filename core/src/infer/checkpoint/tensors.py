@@ -1,4 +1,4 @@
-"""A checkpoint's tensors: in safetensors, memory-mapped, or made up for measuring. Nothing is ever unpickled."""
+"""A checkpoint's tensors: memory-mapped from safetensors, or random for benchmarks. Nothing is ever unpickled."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 OTHER_FORMATS = (".bin", ".pt", ".pth", ".gguf")
 DUMMY_STD = 0.02
 DUMMY_PERIOD = 1_048_573
-"""Values drawn once and repeated through all dummy weights: a prime, so that rows of a matrix differ."""
+"""How many values are drawn once and then repeated through all dummy weights. A prime, so that rows of a matrix
+differ."""
 
 MAPPED = 32
-"""Tensors for which a file is mapped at a time: what has been read of it counts as this process's memory."""
+"""A file is mapped anew after this many tensors, because the pages read so far count as this process's memory."""
 
 
 class TensorFiles:
-    """A checkpoint's tensors by name, memory-mapped: each a view of its file, to be copied by whoever keeps it. Reading
-    them in the order of ``names`` is fastest."""
+    """A checkpoint's memory-mapped tensors, by name. Each is a view of its file: a caller that keeps it has to copy it.
+    Reading them in the order of ``names`` is fastest."""
 
     def __init__(self, files: Mapping[str, Path]) -> None:
         self._files = files
@@ -42,19 +43,19 @@ class TensorFiles:
     def tensor(self, name: str) -> Tensor:
         file = self._files[name]
         if self._opened is None or self._opened[0] != file or self._reads == MAPPED:
-            self._opened = None  # before the next is mapped
+            self._opened = None  # unmap this file before the next is mapped
             self._opened, self._reads = (file, _open(file)), 0
         self._reads += 1
         try:
             tensor: Tensor = self._opened[1].get_tensor(name)
-        except Exception as error:  # the library has none of its own for types torch lacks
+        except Exception as error:  # the library raises no error of its own for types that torch lacks
             raise CheckpointError(f"The tensor {name!r} of {file} cannot be read: {error}.") from error
         return tensor
 
 
 @dataclass(frozen=True)
 class PlainFormat:
-    """A WeightFormatProtocol: every tensor is a weight, under its own name."""
+    """A WeightFormatProtocol in which every tensor of the checkpoint is a weight of the same name."""
 
     files: TensorFilesProtocol
 
@@ -66,7 +67,8 @@ class PlainFormat:
 
 
 def tensor_files(folder: Path) -> TensorFiles:
-    """The tensors, once all files have been opened and their names compared with the index."""
+    """The tensors of a folder. Opens all files and compares their tensors' names with the index; raises
+    CheckpointError."""
     files = _shards(folder)
     listed = set().union(*(names or () for names in files.values()))
     held: dict[str, list[str]] = {}
@@ -86,7 +88,7 @@ def tensor_files(folder: Path) -> TensorFiles:
 
 
 def dummy_tensors(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Made-up weights: ones for norms, N(0, 0.02) elsewhere. Names and shapes decide the values."""
+    """Random weights: ones for norms, N(0, DUMMY_STD) elsewhere. The values depend only on names and shapes."""
     generator = torch.Generator().manual_seed(0)
     period = (torch.randn(DUMMY_PERIOD, generator=generator) * DUMMY_STD).to(dtype)
     for name, shape in shapes.items():
@@ -99,7 +101,7 @@ def dummy_tensors(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> 
 
 
 def _shards(folder: Path) -> dict[str, set[str] | None]:
-    """Files of tensors and the names the index lists for each; None when there is no index."""
+    """The safetensors files, each with the names that the index lists for it; None if there is no index."""
     if (folder / SINGLE).exists():
         return {SINGLE: None}
     if not (folder / INDEX).exists():

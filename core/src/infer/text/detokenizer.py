@@ -1,4 +1,5 @@
-"""Tokens to text, as it comes: characters are never split, and nothing is shown that a stop string may take back."""
+"""Incremental decoding of tokens to text. Characters are never split, and text that may be the beginning of a stop
+string is held back."""
 
 from __future__ import annotations
 
@@ -13,12 +14,13 @@ from typing import Any
 from tokenizers import Tokenizer
 
 CONTEXT = 4
-"""Prompt tokens decoded along with the first new one, for decoders that treat the start of a text differently."""
+"""How many prompt tokens are decoded along with the first new one, since some decoders treat a text's start
+differently."""
 RECENT = 64
-"""Prompt tokens among which these are looked for: special ones, which are not shown, are no company."""
+"""These are looked for among so many last tokens of the prompt; special tokens, which are not shown, do not count."""
 INCOMPLETE = "\ufffd"
 MOST_BYTES = 4
-"""Of a character in UTF-8."""
+"""The most bytes that a character has in UTF-8."""
 FALLBACK_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 """A token that stands for one byte where the vocabulary lacks a character."""
 
@@ -35,12 +37,13 @@ BYTE_OF = _byte_characters()
 
 
 class TokenTexts:
-    """A tokenizer's decoder, and what single tokens stand for where the text of many is theirs end to end."""
+    """A tokenizer's decoder. If the text of several tokens is the texts of the single tokens end to end
+    (``end_to_end``), also a table of these."""
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         self.decode = functools.partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
         self.known: dict[int, str | bytes] = {}
-        """What tokens stand for, so far as it is known: text, or bytes that may be part of a character."""
+        """The pieces of tokens looked up so far: text, or bytes that may be part of a character."""
         self._token = tokenizer.id_to_token
         added = tokenizer.get_added_tokens_decoder().items()
         self.skipped = frozenset(i for i, token in added if token.special and skip_special_tokens)
@@ -59,24 +62,24 @@ class TokenTexts:
                 self.end_to_end = False
 
     def learn(self, token_id: int) -> str | bytes:
-        """What the token stands for, of a tokenizer whose texts join end to end."""
+        """Look up a token's piece, and remember it in ``known``. Only if ``end_to_end``."""
         token = None if token_id in self.skipped else self._token(token_id)
-        found: str | bytes
+        piece: str | bytes
         if not token:
-            found = ""
+            piece = ""
         elif self.falls_back:
             byte = FALLBACK_BYTE.fullmatch(token)
-            found = bytes.fromhex(byte[1]) if byte else token.replace(self._old, self._new)
+            piece = bytes.fromhex(byte[1]) if byte else token.replace(self._old, self._new)
         else:
             known = [BYTE_OF[c] for c in token if c in BYTE_OF]
-            found = bytes(known) if len(known) == len(token) else token.encode()
-            with suppress(UnicodeDecodeError):  # characters begin or end in it
-                found = found.decode()
-        self.known[token_id] = found
-        return found
+            piece = bytes(known) if len(known) == len(token) else token.encode()
+            with suppress(UnicodeDecodeError):  # the piece begins or ends inside a character
+                piece = piece.decode()
+        self.known[token_id] = piece
+        return piece
 
     def follow(self, prompt_token_ids: Sequence[int]) -> Detokenizer | CompanyDetokenizer:
-        """For the text of what comes after a prompt."""
+        """A detokenizer for the tokens that follow a prompt."""
         return (Detokenizer if self.end_to_end else CompanyDetokenizer)(self, prompt_token_ids)
 
 
@@ -89,7 +92,7 @@ def _steps(tokenizer: Tokenizer) -> list[dict[str, Any]]:
 
 
 def _stripped(steps: list[dict[str, Any]]) -> str | None:
-    """What these last steps take off a text's beginning; None where they do anything else."""
+    """The text that a decoder's last steps strip from the beginning; None if they do anything else."""
     match steps:
         case []:
             return ""
@@ -99,38 +102,38 @@ def _stripped(steps: list[dict[str, Any]]) -> str | None:
 
 
 class Detokenizer:
-    """Text of a growing list of tokens that stand for text or bytes of their own, in constant time per token.
+    """Decodes tokens whose pieces join end to end, in constant time per token.
 
-    It adds up to what the tokenizer makes of the whole, but in one case: the tokenizers library gives up all characters
-    of a run of fallback bytes that is no UTF-8. Those that were complete before the fault have been shown by then.
-    """
+    The result equals what the tokenizer makes of all tokens at once, with one exception: the tokenizers library
+    replaces all characters of a run of fallback bytes that is not valid UTF-8, but those that were complete before the
+    invalid byte have been shown by then."""
 
     def __init__(self, texts: TokenTexts, prompt_token_ids: Sequence[int]) -> None:
         self._known = texts.known
         self._learn = texts.learn
         self._falls_back = texts.falls_back
         self._spoiled = False
-        """The run of fallback bytes is no UTF-8."""
+        """The current run of fallback bytes is not valid UTF-8."""
         self._strip = texts.stripped
         if self._strip and any(self._piece(token_id) for token_id in prompt_token_ids):
             self._strip = ""
         self.length = 0
-        """Characters so far."""
+        """How many characters the text has so far."""
         self.begins = 0
-        """Where the last token's text begins; of one that goes on with a character, where that does."""
-        tail = b""  # a prompt may end inside a character; what completes it is new text
+        """The index at which the last token's text begins; if the token continues a character, that character's."""
+        tail = b""  # a prompt may end inside a character; the whole character is then new text
         for token_id in reversed(prompt_token_ids):
             piece = self._piece(token_id)
             if len(tail) >= MOST_BYTES - 1 or (piece and isinstance(piece, str)):
                 break
             tail = (piece or b"") + tail
         self._pending = tail[utf_8_decode(tail, "replace", False)[1] :]
-        """The bytes of a character that is not complete."""
+        """The bytes of an incomplete character."""
         self._open = bool(self._pending or self._strip)
-        """Text that comes now is not shown as it is."""
+        """The next piece cannot simply be appended: it may need completing, replacing or stripping."""
 
     def push(self, token_id: int) -> str:
-        """The text that the token completes; empty while a character is incomplete."""
+        """The text that the token adds; empty while a character is incomplete."""
         piece = self._known.get(token_id)
         if piece is None:
             piece = self._learn(token_id)
@@ -141,17 +144,18 @@ class Detokenizer:
         return piece
 
     def flush(self) -> str:
-        """What is left when no more tokens come: replacement characters."""
+        """The text that is left when no more tokens come: replacement characters for an incomplete character."""
         if self._falls_back:
             return INCOMPLETE * len(self._pending)
-        return utf_8_decode(self._pending, "replace", True)[0]  # of a surrogate's first two bytes, each is replaced
+        return utf_8_decode(self._pending, "replace", True)[0]  # each leading byte of a cut-off surrogate becomes one
 
     def _piece(self, token_id: int) -> str | bytes:
         piece = self._known.get(token_id)
         return self._learn(token_id) if piece is None else piece
 
     def _complete(self, piece: str | bytes) -> str:
-        """Of byte-level tokens: what is no UTF-8 becomes replacement characters, as soon as that is certain."""
+        """The text that a byte-level token completes. Invalid UTF-8 becomes replacement characters as soon as it is
+        certain to be invalid."""
         data = self._pending + (piece.encode() if isinstance(piece, str) else piece)
         self.begins += len(utf_8_decode(data[: len(self._pending) + 1], "replace", True)[0]) - 1
         text, read = utf_8_decode(data, "replace", False)
@@ -160,7 +164,8 @@ class Detokenizer:
         return text
 
     def _fall_back(self, piece: str | bytes) -> str:
-        """Of single bytes and text. A run of bytes that is no UTF-8 becomes one replacement character for each."""
+        """The text that a token completes which is text or a single fallback byte. A run of bytes that is not valid
+        UTF-8 becomes one replacement character per byte."""
         data = self._pending
         if isinstance(piece, str):
             text = INCOMPLETE * len(data) + piece
@@ -183,17 +188,17 @@ class Detokenizer:
 
 
 class CompanyDetokenizer:
-    """The same for decoders whose tokens read differently in company.
+    """A detokenizer for decoders that decode a token differently depending on the tokens around it.
 
-    Keeps two offsets: what lies before ``_read`` is shown, and decoding starts at ``_prefix``, a little earlier, so
-    that the decoder sees the new tokens in company.
+    It keeps two offsets into the tokens: those before ``_read`` have been shown, and decoding starts at ``_prefix``, a
+    little earlier, so that the decoder sees the tokens before the new ones.
     """
 
     def __init__(self, texts: TokenTexts, prompt_token_ids: Sequence[int]) -> None:
         self._decode = texts.decode
         self._skipped = texts.skipped
-        # One bad byte makes some decoders replace its neighbours too: the part begins where a character does. A prompt
-        # may also end inside a character; what completes it is new text.
+        # One invalid byte makes some decoders replace its neighbours, too, so decoding has to start where a character
+        # begins. A prompt may also end inside a character; the whole character is then new text.
         last = [i for i in prompt_token_ids[-RECENT:] if i not in texts.skipped]
         parts = [last[-n:] for n in range(CONTEXT, CONTEXT + MOST_BYTES)]
         ends = [(ids, max(0, len(ids) - n)) for n in range(MOST_BYTES) for ids in parts]
@@ -201,7 +206,7 @@ class CompanyDetokenizer:
         self._ids, self._read = next(whole, ends[0])
         self._prefix = 0
         self._shown = self._decode(self._ids[: self._read])
-        """The text of what lies from ``_prefix`` to ``_read``."""
+        """The text of the tokens from ``_prefix`` to ``_read``."""
         self.length = self.begins = 0
 
     def push(self, token_id: int) -> str:
@@ -210,7 +215,7 @@ class CompanyDetokenizer:
             return ""
         self._ids.append(token_id)
         if self._read < len(self._ids) - 2 * MOST_BYTES and self._incomplete(self._ids[-2 * MOST_BYTES :]):
-            return ""  # nothing valid yet after what is long invalid: all of it is not decoded again for every token
+            return ""  # still invalid after many bytes: do not decode all of them again for every token
         text = self._decode(self._ids[self._prefix :])
         if text.endswith(INCOMPLETE) or len(text) <= len(self._shown):
             return ""
@@ -222,7 +227,7 @@ class CompanyDetokenizer:
 
     def flush(self) -> str:
         text = self._decode(self._ids[self._prefix :])
-        if not text.startswith(self._shown):  # replaced along with what came after it
+        if not text.startswith(self._shown):  # the decoder has replaced shown characters because of what follows them
             return self._decode(self._ids[self._read :])
         return text[len(self._shown) :]
 
@@ -231,18 +236,17 @@ class CompanyDetokenizer:
 
 
 class StopFinder:
-    """Holds back text that may turn out to begin a stop string."""
+    """Looks for stop strings, and holds back text that may be the beginning of one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """(text to show, the stop string that was met or None). After a stop nothing more is shown.
+        """(text to show, the stop string that was found or None). After a stop string nothing more is shown.
 
-        The stop that completes first counts, the longest of those that end together: so the outcome does not depend on
-        how the text comes in pieces.
-        """
+        The stop string that is complete first counts; of several that end together, the longest. So the outcome does
+        not depend on how the text is cut into pieces."""
         if not self._stops:
             return text, None
         text = self._held + text
@@ -274,11 +278,11 @@ class TextStream:
         self._stoppable = bool(stops)
 
     def push(self, token_id: int) -> tuple[str, str | None]:
-        """(text to show, the stop string that was met or None)."""
+        """(text to show, the stop string that was found or None)."""
         text = self._detokenize(token_id)
         return self._stops.push(text) if self._stoppable else (text, None)
 
     def flush(self) -> tuple[str, str | None]:
-        """The same for what is left at the end."""
+        """As ``push``, for the text that is left when no more tokens come."""
         text, stop = self._stops.push(self._detokenizer.flush())
         return text + self._stops.flush(), stop

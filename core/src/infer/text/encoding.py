@@ -1,5 +1,5 @@
-"""Texts to token ids, with a bound on the work: what cannot fit is refused before it is encoded where that is sure, and
-before its ids are made everywhere else."""
+"""Encoding texts as token ids, with a bound on the work. A text that is certainly too long is refused before it is
+encoded, and any other text that turns out too long before its ids become Python integers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from infer.errors import RequestError
 
 
 class TooLongError(RequestError):
-    """The text has more tokens than it may."""
+    """The text has more tokens than are allowed. ``sure`` means that ``least`` is their exact number."""
 
     def __init__(self, least: int, *, sure: bool) -> None:
         self.count = str(least) if sure else f"at least {least}"
@@ -21,19 +21,19 @@ class TooLongError(RequestError):
 
 
 class Encoder:
-    """Encodes texts; the interpreter goes on meanwhile."""
+    """Encodes texts without holding the GIL."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._longest = _longest(tokenizer)
 
     def __call__(self, text: str, *, special: bool, most: int) -> list[int]:
-        """Token ids, with the special tokens that begin a text if ``special``. Raises TooLongError where there are more
-        than ``most``."""
+        """The token ids of ``text``, after the tokenizer's own leading special tokens if ``special``. Raises
+        TooLongError if there are more than ``most``."""
         least = -(-len(text) // self._longest) if self._longest else 0
         if least > most:
             raise TooLongError(least, sure=False)
-        # encode holds the interpreter for as long as it takes, and asking for the ids for 20 ns each.
+        # ``encode`` would hold the GIL for as long as it takes. Reading the ids holds it too, for 20 ns per id.
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
         if len(encoding) > most:
             raise TooLongError(len(encoding), sure=True)
@@ -42,7 +42,7 @@ class Encoder:
 
 
 def _longest(tokenizer: Tokenizer) -> int:
-    """Characters of a text that a token can stand for at most; 0 where it may be any number."""
+    """The most characters of a text that one token can stand for; 0 if there is no bound."""
     vocabulary = tokenizer.get_vocab()
     if "ByteLevel" in [step["type"] for step in _steps(tokenizer.pre_tokenizer)]:
         letters = ByteLevel.alphabet()
@@ -50,7 +50,7 @@ def _longest(tokenizer: Tokenizer) -> int:
         letters = [f"<0x{byte:02X}>" for byte in range(256)] if getattr(tokenizer.model, "byte_fallback", 0) else [""]
     if (
         type(tokenizer.model).__name__ != "BPE"
-        or not vocabulary.keys() >= set(letters)  # what is unknown is dropped, or one token however long
+        or not vocabulary.keys() >= set(letters)  # unknown text is dropped, or becomes one token however long it is
         or tokenizer.truncation is not None
         or any(added.lstrip or added.rstrip for added in tokenizer.get_added_tokens_decoder().values())
         or not all(map(_keeps, _steps(tokenizer.pre_tokenizer)))
@@ -66,7 +66,7 @@ def _longest(tokenizer: Tokenizer) -> int:
 
 
 def _steps(part: Any) -> list[dict[str, Any]]:
-    """A normalizer or a pre-tokenizer, or those that it is a sequence of."""
+    """The steps of a normalizer or a pre-tokenizer, as the tokenizers library serialises them."""
     if part is None:
         return []
     state: dict[str, Any] = json.loads(part.__getstate__())
@@ -75,13 +75,13 @@ def _steps(part: Any) -> list[dict[str, Any]]:
 
 
 def _keeps(step: dict[str, Any]) -> bool:
-    """Whether a pre-tokenizer leaves every character in."""
+    """Whether a pre-tokenizer keeps every character."""
     if step["type"] in ("Split", "Punctuation"):
         return step.get("behavior") != "Removed"
     return step["type"] in ("ByteLevel", "Digits", "Metaspace")
 
 
 def _replaces_a_character(step: dict[str, Any]) -> bool:
-    """By one or more others."""
+    """Whether a normalizer only replaces one character with one or more others."""
     pattern = step.get("pattern", {}).get("String", "")
     return step["type"] == "Replace" and len(pattern) == 1 and bool(step["content"])

@@ -1,4 +1,5 @@
-"""What an answer has to look like, compiled for a tokenizer: which tokens may come next. The work is llguidance's."""
+"""Structured outputs compiled for a tokenizer into grammars, which say which tokens may come next. llguidance does the
+work."""
 
 from __future__ import annotations
 
@@ -24,50 +25,53 @@ from infer.errors import RequestError
 
 Bits = np.ndarray[tuple[int], np.dtype[np.int32]]
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
-"""Between the parts of a JSON text: enough to indent it, and an end to it."""
+"""Whitespace between the parts of a JSON text: enough for indentation, but bounded, so that an answer cannot go on with
+whitespace for ever."""
 FORCED = 64
-"""Tokens without an alternative that a new grammar is followed through, to see whether it ends in nothing."""
+"""A new grammar is checked by following it through at most this many tokens, as long as only one token is allowed. It
+is refused if that leads to a point where none is."""
 MAX_CHARS = 1 << 20
-"""Of a grammar."""
+"""The most characters that a grammar's source may have."""
 KEPT, KEPT_BYTES = 128, 1 << 30
-"""Compiled grammars that are remembered, and the memory that all of them may take."""
+"""How many compiled grammars are cached, and how many bytes they may take together."""
 LIMITS = LLParserLimits(verbose_errors=False)
 MASK_SECONDS = 0.025
-"""Of a processor's time, for one mask. What people ask for takes a tenth of it at most, with 150,000 tokens."""
+"""The CPU time that one mask may take. Usual grammars take at most a tenth of it, with a vocabulary of 150,000."""
 
 
 class Matcher:
-    """How far one answer has come. It may give up, on an input far too complex: then no token is allowed any more."""
+    """One answer's state in its grammar. It gives up on a grammar that is far too complex; from then on no token is
+    allowed."""
 
     def __init__(self, grammar: Grammar) -> None:
         self._grammar = grammar
         self._matcher = grammar.start.deep_copy()
         self.allowed: Bits = np.zeros((grammar.vocab_size + 31) // 32, dtype=np.int32)
-        """A bit per token of the vocabulary, the first in the lowest bit: whether it may come next, as of the last
-        ``compute``."""
-        self._found: Bits = np.zeros_like(self.allowed)
+        """One bit per token of the vocabulary, the first in the lowest bit: whether the token may come next. ``settle``
+        brings it up to date."""
+        self._computed: Bits = np.zeros_like(self.allowed)
         self._raised: str | None = None
         self.fault: str | None = None
-        """Why it has given up, if it has."""
+        """Why the matcher has given up; None if it has not."""
 
     def compute(self) -> None:
-        """Find out what is allowed next. Other threads go on meanwhile."""
+        """Compute which tokens are allowed next, without holding the GIL."""
         try:
-            self._matcher.unsafe_compute_mask_ptr(self._found.ctypes.data, self._found.nbytes)
-        except BaseException as error:  # a panic of Rust's is no Exception
+            self._matcher.unsafe_compute_mask_ptr(self._computed.ctypes.data, self._computed.nbytes)
+        except BaseException as error:  # a panic in Rust does not arrive as an Exception
             self._raised = f"{type(error).__name__}: {error}"
 
     def settle(self) -> None:
-        """Take over what ``compute`` has found."""
+        """Take over the result of ``compute``."""
         if self._raised is not None:
             self._give_up(self._raised)
         elif self._matcher.is_error():
             self._give_up(_short(self._matcher.get_error()))
         else:
-            self.allowed = self._found
+            self.allowed = self._computed
 
     def abandon(self) -> None:
-        """Of one that still computes, in another thread: from now on it is left alone there."""
+        """Give up a matcher that is still computing in another thread. Nobody uses what that thread finds."""
         self._give_up(TOO_SLOW)
         self._grammar.fault = TOO_SLOW
 
@@ -84,14 +88,14 @@ TOO_SLOW = f"what may come next took more than {MASK_SECONDS * 1e3:g} ms to find
 
 
 class Masks:
-    """Computes masks in a thread, so that one that takes too long can be left behind. A thread that was left ends by
-    itself: llguidance bounds what a mask may take, by seconds. Use it from one thread."""
+    """Computes masks in a thread of its own, so that a mask that takes too long can be abandoned. An abandoned thread
+    ends by itself after some seconds, because llguidance limits the work for a mask. Not thread-safe."""
 
     def __init__(self) -> None:
         self._worker: _Worker | None = None
 
     def compute(self, matchers: Sequence[Matcher]) -> None:
-        """Bring ``allowed`` up to date. A matcher that takes longer than ``MASK_SECONDS`` gives up."""
+        """Bring each matcher's ``allowed`` up to date. A matcher that takes longer than ``MASK_SECONDS`` gives up."""
         left = [matcher for matcher in matchers if matcher.fault is None]
         while left:
             worker = self._worker = self._worker or _Worker()
@@ -114,7 +118,7 @@ class _Worker:
         self._done: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._at = 0, 0.0
-        """Which matcher of the job is computed, and the thread's time when it began."""
+        """The index of the matcher that is being computed, and the thread's CPU time when it began."""
         self._left = False
         self._thread = threading.Thread(target=self._work, name="infer-masks", daemon=True)
         self._thread.start()
@@ -122,7 +126,8 @@ class _Worker:
         self._clock = time.pthread_getcpuclockid(self._thread.ident)
 
     def run(self, matchers: Sequence[Matcher]) -> int:
-        """How many are done; where it is not all, the next one took too long, and the thread is lost."""
+        """Compute the matchers' masks, and return how many are done. If these are not all, the next one took too long,
+        and this worker cannot be used any more."""
         self._at = 0, math.inf
         self._jobs.put(matchers)
         patience = MASK_SECONDS
@@ -133,7 +138,7 @@ class _Worker:
             except queue.Empty:
                 with self._lock:
                     index, began = self._at
-                    # By its own clock: on a busy machine it may not have had its turn.
+                    # Count the thread's own CPU time: on a busy machine it may not have run at all.
                     patience = max(began + MASK_SECONDS - time.clock_gettime(self._clock), 0.001)
                     if patience > 0.001 or not self._done.empty():
                         patience = min(patience, MASK_SECONDS)
@@ -165,18 +170,18 @@ class Grammar:
 
     def __init__(self, start: LLMatcher, vocab_size: int, num_bytes: int = 0) -> None:
         self.start = start
-        """At its beginning."""
+        """A matcher at the beginning of an answer, from which answers' matchers are copied."""
         self.vocab_size = vocab_size
         self.num_bytes = num_bytes
         self.fault: str | None = None
-        """Why it is not compiled again."""
+        """Why further requests with this grammar are refused; None if they are not."""
 
     def matcher(self) -> Matcher:
         return Matcher(self)
 
 
 class Grammars:
-    """Compiles for one tokenizer, and remembers. May be called from any thread."""
+    """Compiles grammars for one tokenizer, and caches them with the reasons of those it refused. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Collection[int]) -> None:
         self._source = tokenizer
@@ -184,15 +189,16 @@ class Grammars:
         self._eos_token_ids = sorted(eos_token_ids)
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, Grammar | str] = OrderedDict()
-        """Of each text the grammar, or why it is none; the one asked for last is the last."""
+        """Per source the compiled grammar, or the reason why it cannot be compiled; the least recently used first."""
 
     def compile(self, outputs: StructuredOutputs) -> Grammar:
-        """Raises RequestError where it is no grammar, or one that llguidance does not know. Some take for ever."""
+        """Compile ``outputs``, which may take very long. Raises RequestError if they are invalid, or if llguidance does
+        not support them."""
         source = self.source(outputs)
         return self.known(source) or self.make(source)
 
     def source(self, outputs: StructuredOutputs) -> str:
-        """As llguidance reads it. Raises RequestError."""
+        """The grammar's source as llguidance reads it. Raises RequestError."""
         if not self._eos_token_ids:
             raise RequestError(
                 "Structured output needs an end-of-sequence token, and this checkpoint names none (eos_token_id).",
@@ -207,7 +213,7 @@ class Grammars:
         return source
 
     def known(self, source: str) -> Grammar | None:
-        """None where it is new. Raises RequestError where it is known not to work."""
+        """The cached grammar; None if the source is new. Raises RequestError if it was refused before."""
         with self._lock:
             found = self._kept.get(source)
             if found is None:
@@ -220,8 +226,8 @@ class Grammars:
         return found
 
     def make(self, source: str, num_bytes: int | None = None) -> Grammar:
-        """Compile, and remember. ``num_bytes``, where it has been tried already, is about what it takes. Raises
-        RequestError."""
+        """Compile and cache a grammar. ``num_bytes`` is about its size in memory; it is given if the grammar has been
+        checked already. Raises RequestError."""
         matcher = LLMatcher(self.tokenizer, source, log_level=0, limits=LIMITS)
         if num_bytes is None and (fault := first_fault(matcher)):
             raise self.refuse(source, fault)
@@ -230,7 +236,7 @@ class Grammars:
         return grammar
 
     def refuse(self, source: str, fault: str) -> RequestError:
-        """Remember why it is not compiled; the error to raise."""
+        """Cache the reason why ``source`` cannot be compiled, and return the error to raise."""
         self._keep(source, fault)
         return refused(fault)
 
@@ -243,18 +249,19 @@ class Grammars:
                 del sizes[0]
 
     def prepare(self) -> None:
-        """Make what would hold up whoever asks first."""
+        """Make now what would delay the first request."""
         if self._eos_token_ids:
             self.tokenizer  # noqa: B018
 
     @functools.cached_property
     def tokenizer(self) -> LLTokenizer:
-        """Making it takes about a second with a large vocabulary, and holds the interpreter."""
+        """llguidance's tokenizer. Making it takes about a second with a large vocabulary, and holds the GIL."""
         return LLTokenizer(*self.vocabulary)
 
     @functools.cached_property
     def vocabulary(self) -> tuple[str, int, list[int]]:
-        """What llguidance makes its tokenizer of: the tokenizer as JSON, the number of ids, those that end a text."""
+        """The arguments of ``LLTokenizer``: the tokenizer as JSON, the number of token ids, and the end-of-sequence
+        ids."""
         plain = self._source
         if plain.padding is not None or plain.truncation is not None:
             plain = Tokenizer.from_str(plain.to_str())
@@ -268,7 +275,7 @@ def refused(fault: str) -> RequestError:
 
 
 def first_fault(matcher: LLMatcher) -> str | None:
-    """Why a grammar, at its beginning, is none that an answer could fit."""
+    """Why no answer can fit the grammar, or why its masks take too long; None if nothing is wrong at its beginning."""
     if matcher.is_error():
         return str(matcher.get_error())
     matcher = matcher.deep_copy()
@@ -286,7 +293,8 @@ def first_fault(matcher: LLMatcher) -> str | None:
 
 
 def worker(first: bytes) -> Callable[[bytes], bytes]:
-    """For ``server.child``: a grammar to whether it is one (``fault``), and what it takes (``num_bytes``)."""
+    """The work of a child process (see ``server/child.py``): from a grammar's source, find out why it cannot be used,
+    if so (``fault``), and about how much memory it takes (``num_bytes``). ``first`` is the vocabulary as JSON."""
     tokenizer = LLTokenizer(*json.loads(first))
 
     def answer(source: bytes) -> bytes:
@@ -316,6 +324,6 @@ def _source(outputs: StructuredOutputs) -> str:
 
 
 def _short(error: str, most: int = 500) -> str:
-    """The sentence; llguidance may show the whole grammar after it."""
+    """The first part of an error of llguidance's, which may show the whole grammar after it."""
     text = error.partition("\n<state>")[0].partition("\n<non-verbose/>")[0].strip().rstrip(".")
     return text if len(text) <= most else text[:most] + "..."

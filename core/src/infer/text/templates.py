@@ -1,12 +1,13 @@
-"""Messages to a prompt: the checkpoint's Jinja template, read as transformers reads it.
+"""Chat templates: the checkpoint's Jinja template makes a prompt of messages, as in transformers.
 
-Messages come in one form, OpenAI's, with arguments as objects; templates differ in what they know. So that none of it
-gets lost on the way, a template is tried once with a conversation of its own making (``Manners``), and what it does not
-show of a conversation's instructions is an error.
+Messages come in OpenAI's format, with call arguments as objects, but templates differ in what they support. To lose
+nothing, a template is probed once with a made-up conversation (``Manners``), and it is an error if it leaves out any of
+a conversation's instructions.
 
 A template is code that came with the weights. It runs in Jinja's sandbox, which keeps it from files and attributes but
-not from running for ever; who cannot have that runs this file as a process (``python templates.py``) and kills it.
-That process reads a line of JSON that holds the template, then answers every line, [method, *arguments], with one.
+cannot keep it from running for ever. A caller that needs a bound runs this file as a process (``python templates.py``)
+and kills it. The process reads a line of JSON that holds the template; then it answers each line, a JSON array
+[method, *arguments], with one line of JSON.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 MAX_CHARS = 1 << 24
 MAX_MEMORY = 1 << 30
 MARK = "Q7f3aZ9k"
-"""Stands for a text in a conversation made up to see what a template does with it: no template says it by itself."""
+"""A text that no template contains: it marks places in a made-up conversation, to find them in the prompt."""
 INSTRUCTIONS = ("system", "developer")
 PROBE_TOOL: dict[str, Any] = {
     "type": "function",
@@ -50,20 +51,23 @@ Message = Mapping[str, Any]
 
 
 class Manners(NamedTuple):
-    """What is special about a template: whether it has a role ``developer``, whether it takes a call's arguments as
-    text, what it takes for the content of a message that has calls only. ``call`` is how it writes a call, namely of
-    ``PROBE_TOOL`` with ``PROBE_ARGUMENTS``; None where it shows no tools or no calls."""
+    """What a template expects, and how it writes calls, as probing it has shown."""
 
     developer: bool = False
+    """It supports the role ``developer``."""
     text_arguments: bool = False
+    """It takes the arguments of a call as JSON text rather than as an object."""
     no_content: str | None = ""
+    """What it takes as the content of a message that consists of calls only."""
     call: str | None = None
+    """How it writes a call of ``PROBE_TOOL`` with ``PROBE_ARGUMENTS``; None if it shows no tools or no calls."""
 
 
 class ChatTemplate:
-    """``tokens`` are the special tokens by their role (``bos_token``, ``eos_token``), as templates name them.
+    """A chat template. ``tokens`` are the special tokens by role (``bos_token``, ``eos_token``), as templates name
+    them.
 
-    Nothing of the source is looked at before the first ``render``: Jinja works out constants when it compiles, and
+    The source is not compiled before the first ``render``: Jinja evaluates constants when it compiles, and
     ``{{ 'x' * 10**10 }}`` is one.
     """
 
@@ -78,13 +82,13 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
-        **more: Any,
+        **variables: Any,
     ) -> str:
-        """What the template makes of messages just as they are. ``more`` goes to it too. Raises ValueError with what
-        the template complains of."""
+        """Render the messages just as they are. ``variables`` are passed to the template, too. Raises ValueError with
+        the template's error message, or if the prompt is too long."""
         values = {
             **self.tokens,
-            **more,
+            **variables,
             "messages": messages,
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
@@ -99,15 +103,15 @@ class ChatTemplate:
         return text
 
     def prompt(self, messages: Sequence[Message], /, *, continue_final_message: bool = False, **form: Any) -> str:
-        """``render`` for messages in OpenAI's form, by the template's manners. With ``continue_final_message`` the
-        prompt ends where the last message's text does. Raises ValueError also where the template hides an
-        instruction."""
+        """Render messages in OpenAI's format, adapted to the template's manners. With ``continue_final_message`` the
+        prompt ends where the last message's text ends. Raises ValueError as ``render`` does, and if the template leaves
+        out an instruction."""
         adapted = [self._adapted(message) for message in messages]
         if continue_final_message:
             last = adapted[-1]
             if last.get("tool_calls"):
                 raise ValueError("continue_final_message cannot go on with a message that has tool_calls")
-            # Text in the middle of a message keeps the blanks that many templates strip from its end.
+            # Many templates strip trailing whitespace from a message; with a mark after it, it is kept.
             adapted[-1] = last | {"content": (last.get("content") or "") + MARK}
         text = self.render(adapted, **form)
         self._check_instructions(adapted, text, form)
@@ -120,7 +124,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def manners(self) -> Manners:
-        """Raises ValueError where the template is not valid."""
+        """What probing the template has shown. Raises ValueError if the template is not valid."""
         _ = self._template
         developer = "developer" in self.source and self._shows([{"role": "developer", "content": MARK}, _USER])
         for no_content, text_arguments in itertools.product((None, ""), (False, True)):
@@ -130,7 +134,7 @@ class ChatTemplate:
             if found is None:
                 continue
             tools_shown, turn = found
-            # As Python would show them, None and a dict are not what a model was trained on.
+            # No model was trained on None or a dict as Python prints them, so such a template needs other arguments.
             if "look_up" in turn and "Rome" in turn and "None" not in turn and "{'" not in turn:
                 return Manners(developer, text_arguments, no_content, turn if tools_shown else None)
         return Manners(developer)
@@ -149,7 +153,7 @@ class ChatTemplate:
             raise ValueError(f"the chat template is not valid: {error}") from error
 
     def _adapted(self, message: Message) -> dict[str, Any]:
-        """A message as this template takes it."""
+        """``message`` in the form that this template takes."""
         found = dict(message)
         if found["role"] == "developer" and not self.manners.developer:
             found["role"] = "system"
@@ -161,7 +165,8 @@ class ChatTemplate:
         return found
 
     def _check_instructions(self, messages: Sequence[Message], text: str, form: Mapping[str, Any]) -> None:
-        """Many templates know one system message, at the beginning, or none, and drop the others in silence."""
+        """Raise ValueError if the prompt lacks an instruction. Many templates show one system message, at the
+        beginning, or none, and silently drop the others."""
         wanted = [i for i, message in enumerate(messages) if message["role"] in INSTRUCTIONS and message["content"]]
         at = 0
         for i in wanted:
@@ -172,7 +177,8 @@ class ChatTemplate:
             at = found + len(content)
         else:
             return
-        # A template may well change a text, so this has not proved anything: marks stay as they are.
+        # The template may have changed an instruction's text rather than dropped it, so look for marks, which stay as
+        # they are.
         marked = list(messages)
         for i in wanted:
             marked[i] = {**messages[i], "content": f"{MARK}{i}."}
@@ -191,7 +197,7 @@ class ChatTemplate:
             return False
 
     def _turn(self, message: Message) -> tuple[bool, str] | None:
-        """Whether the template shows tools, and what it makes of an assistant's message; None where it refuses."""
+        """Whether the template shows tools, and how it writes an assistant's message; None if it raises an error."""
         user = {"role": "user", "content": f"{MARK}user"}
         said = {"role": "assistant", "content": f"{MARK}said"}
         form: dict[str, Any] = {"tools": [PROBE_TOOL], "add_generation_prompt": False}
@@ -201,12 +207,13 @@ class ChatTemplate:
             prompt = self.render([user], **form | {"add_generation_prompt": True})
         except ValueError:
             return None
-        # Of each, what follows the question: how the turn begins, how it ends, and what lies between.
+        # Take what follows the question in each text. ``asked`` is how the assistant's turn begins, ``after`` is how it
+        # ends, and the rest of ``turn`` is the message itself.
         before, _, after = plain.rpartition(f"{MARK}user")[2].partition(f"{MARK}said")
         asked = prompt.rpartition(f"{MARK}user")[2]
         turn = text.rpartition(f"{MARK}user")[2]
         common = _common(turn, asked)
-        if common.rfind("<") > common.rfind(">"):  # in the middle of a tag, which is the next one's beginning too
+        if common.rfind("<") > common.rfind(">"):  # the common part ends inside a tag: that tag belongs to the message
             common = common[: common.rfind("<")]
         turn = turn[max(len(head) for head in (before, asked, common) if turn.startswith(head)) :]
         turn = turn.removesuffix(after).rpartition("</think>")[2]
@@ -214,7 +221,7 @@ class ChatTemplate:
 
 
 def _common(one: str, other: str) -> str:
-    """What both begin with."""
+    """The longest common prefix."""
     different = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     return one[: next(different, min(len(one), len(other)))]
 
@@ -223,7 +230,7 @@ _USER = {"role": "user", "content": "x"}
 
 
 class _Generation(Extension):
-    """``{% generation %}`` marks, for training, what the model has written; here it is only what is inside."""
+    """``{% generation %}`` marks, for training, what the model has written; here it renders its contents."""
 
     tags = {"generation"}  # noqa: RUF012  (the base class has it so)
 
@@ -239,7 +246,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike Jinja's own, leaves <, > and & alone."""
+    """Jinja's ``tojson`` without its escaping of <, > and &, as in transformers."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
