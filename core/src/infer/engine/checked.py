@@ -1,4 +1,4 @@
-"""What a scheduler plans, checked before the engine believes it."""
+"""Checks of what a scheduler plans, before the engine acts on it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from infer.contracts.schedule import Schedule, Sequence, Work
 from infer.errors import PluginError, say
 
 PATIENCE_S = 10.0
-"""How long a scheduler that has work may plan nothing before it is taken to be stuck."""
+"""How long, in seconds, a scheduler that has work may plan nothing before it counts as stuck."""
 PAUSE_S = 0.001
-"""Between two attempts of one that plans nothing, so that waiting does not keep a core busy."""
+"""The pause, in seconds, after a schedule that plans nothing, so that waiting does not keep a core busy."""
 
 
 class CheckedScheduler:
-    """A scheduler whose faults are a PluginError that names it.
+    """Wraps a scheduler, and turns its faults into a PluginError that names it (``whose``).
 
-    That it plans something at all is always checked, which costs next to nothing; each piece of its work only if
-    ``thorough``, which takes as long as a scheduler of our own needs to plan.
-    """
+    It always checks that the scheduler plans something at all, which costs next to nothing. It checks each piece of
+    work only if ``thorough``, which takes as long as core's schedulers take to plan."""
 
     def __init__(
         self, scheduler: SchedulerProtocol, whose: str, *, thorough: bool, patience_s: float = PATIENCE_S
@@ -29,7 +28,7 @@ class CheckedScheduler:
         self._thorough = thorough
         self._patience_s = patience_s
         self._idle_since: float | None = None
-        """When it began to plan nothing although it has work and nobody came or went."""
+        """Since when the scheduler has planned nothing although it has work and no sequence was added or finished."""
         self._here: dict[str, Sequence] = {}
 
     def add(self, sequence: Sequence) -> None:
@@ -61,7 +60,10 @@ class CheckedScheduler:
         return schedule
 
     def _wait(self) -> None:
-        """The engine reads what is under way when nothing is planned: from the second time on nothing is."""
+        """Pause after an empty schedule; raise PluginError after ``patience_s`` of them.
+
+        An empty schedule makes the engine read what is under way, so from the second one on nothing is.
+        """
         if not self._scheduler.has_work():
             return
         now = time.monotonic()

@@ -1,8 +1,9 @@
-"""The promise, tried at start-up on the loaded model: a row's bits do not depend on its company.
+"""The start-up check of exactness: on the loaded model, a row's bits do not depend on what else is in its pass.
 
-The whole model computes one text in a single pass, and again in chunks, in company and by decodes, recorded ones where
-passes are recorded. What it asks of the kernels on the way is then asked of them alone, where many
-more sizes cost little: each product of a layer by rows, attention at the edges of segments, and the draw.
+The whole model computes one text in a single pass, then again in chunks, together with other sequences, and by decodes,
+which are recorded if decode passes are recorded. Then the kernels that the model has called are tried alone, because
+there many more sizes cost little: each product with different numbers of rows, attention at the edges of segments, and
+sampling.
 """
 
 from __future__ import annotations
@@ -35,34 +36,36 @@ from infer.engine.graphs import DecodeGraphs
 log = logging.getLogger(__name__)
 
 SECONDS = 15.0
-"""Of computing, after which nothing new is tried. 0.6B on two cores take about one, an interpreter many minutes."""
+"""CPU time after which the check starts nothing new. It takes about one second for 0.6B on two cores, and many minutes
+in Triton's interpreter."""
 LENGTH = 80
-"""Tokens of the text that the whole model computes."""
+"""Tokens in the text that the whole model computes."""
 CHUNKS = (7, 1, 17)
-"""How far sequences get in the next pass, as far as there are so many."""
+"""Chunk lengths of the first sequences in the second pass."""
 DECODES = (1, 1, 1, 3, 16)
-"""Sequences in each of its decodes: a recorded pass is recorded, recorded again, and compared with its
-replay."""
+"""How many sequences each decode of the whole model has. The first three are of one sequence, because a pass is
+recorded, then recorded again, and then compared with its replay."""
 ROWS = (*range(1, 18), 33, 64, 76, 77, 128, 200, 512)
-"""Rows that kernels get, of the MOST_ROWS that they had at once."""
+"""Numbers of rows that kernels are tried with, and compared with the same rows among MOST_ROWS."""
 HEAD_ROWS = (1, 2, 5, 9, 16)
-"""The same of the head, which costs as much as many layers: few rows."""
+"""Numbers of rows that the output head is tried with: few, since it costs as much as many layers."""
 MORE_HEAD_ROWS = (33, 64, 65, 129, 257)
-"""And these where they cost next to nothing: not on a CPU."""
+"""Further numbers of rows for the head, except on a CPU, where they would take too long."""
 SEQUENCES = (1, 2, 3, 5, 6, 9, 12, 16, 17, 33, 64)
-"""Of decodes' attention, and of the draw."""
+"""Numbers of sequences that the attention of decodes, and sampling, are tried with."""
 MOST_ROWS = 600
 OPERATIONS = 1 << 31
-"""Of one product; a larger weight gets fewer rows than MOST_ROWS."""
+"""A bound on the operations of one product: with a large weight, fewer rows than MOST_ROWS are tried."""
 ROWWISE = {"linear": 1, "gated_linear": 1, "embedding": 1, "rms_norm": 1, "add_rms_norm": 2, "gated": 1}
-"""Kernels, and how many of their arguments have the rows."""
+"""The kernels that work row by row, and how many of their first arguments are tensors of rows."""
 EDGES = (127, 511, 1, 1023, 128, 2, 129, 255, 3, 512, 64, 5, 256, 17)
-"""Lengths at which sequences begin to be decoded."""
+"""Lengths of the sequences' first chunks in the check of attention: around the edges of segments."""
 LAST_CHUNK = 20
-"""The longest chunk after that, before decodes."""
+"""The length of the longest second chunk, after which the sequences decode."""
 POSITIONS = 1080
+"""The longest sequence in the check of attention."""
 SHIFT = 97
-"""Values by which made-up rows differ in where they begin."""
+"""How many values later in the same noise each random row begins."""
 
 
 @torch.inference_mode()
@@ -76,18 +79,20 @@ def self_check(
     max_seq_len: int,
     device: torch.device,
 ) -> list[str]:
-    """What varies, and at which rows, in words for the log; nothing where all is exact. Leaves the pool as it was."""
-    noted = Noted()
-    trial = model, pool, kernels, graphs, max_batch_size, max_seq_len, device, noted
+    """Check that a row's bits do not depend on the rest of its pass. Returns one phrase for the log per kernel, or part
+    of the model, that varies: what varies, and with how many rows; an empty list if all is exact. Frees all slots that
+    it allocates."""
+    observed = Observed()
+    trial = model, pool, kernels, graphs, max_batch_size, max_seq_len, device, observed
     began = time.thread_time()
     whole = list(_Whole(*trial).faults())
     attention = _Attention(*trial)
     parts: list[tuple[str, Callable[[], Iterable[str]]]] = [
-        *((str(call), partial(_rows, call, kernels, model.vocab_size)) for call in noted.calls.values()),
-        ("sample", partial(_sampling, kernels, model.vocab_size, max_batch_size, noted.logits)),
-        *((f"attention of layer {a[0]}", partial(attention.faults, *a)) for a in noted.attends.values()),
+        *((str(call), partial(_rows, call, kernels, model.vocab_size)) for call in observed.calls.values()),
+        ("sample", partial(_sampling, kernels, model.vocab_size, max_batch_size, observed.logits)),
+        *((f"attention of layer {a[0]}", partial(attention.faults, *a)) for a in observed.attends.values()),
     ]
-    # Of this thread alone: what else the machine does, and how long it stands still, is no reason to try less.
+    # This thread's CPU time counts, so that a busy machine does not make the check try less.
     tried = [list(faults()) for _, faults in parts if time.thread_time() - began < SECONDS]
     if left := [name for name, _ in parts[len(tried) :]]:
         log.warning(
@@ -101,7 +106,7 @@ def self_check(
 
 @dataclass(frozen=True)
 class Call:
-    """One of a kernel's, as the model makes it."""
+    """A call of a row-wise kernel, as the model makes it."""
 
     name: str
     rows: tuple[Tensor, ...]
@@ -113,21 +118,22 @@ class Call:
 
 
 @dataclass
-class Noted:
-    """What a pass asks for: the first call of each shape of a kernel, and the first of each kind of attention."""
+class Observed:
+    """The kernels' calls in a pass of the model: the first of each kernel and shape, and the first of each kind of
+    attention."""
 
     calls: dict[Any, Call] = field(default_factory=dict)
     attends: dict[Any, tuple[int, Tensor, Tensor, Rotary | None]] = field(default_factory=dict)
-    """Layer, q, K and the rotary."""
+    """Per kind of attention (layer, q, K, rotary)."""
     logits: Tensor = field(default_factory=lambda: torch.empty(0))
-    """One row's."""
+    """One row of logits, [V]."""
 
     @contextmanager
-    def calls_of(self, kernels: KernelsProtocol) -> Iterator[None]:
-        """Meanwhile, the provider's own methods are hidden behind ones that note."""
+    def observe_calls(self, kernels: KernelsProtocol) -> Iterator[None]:
+        """Until the context ends, the provider's row-wise methods are wrapped to record their calls."""
         own = vars(kernels)
         before = {name: own[name] for name in ROWWISE if name in own}
-        own.update({name: self._noting(name, getattr(kernels, name)) for name in ROWWISE})
+        own.update({name: self._observing(name, getattr(kernels, name)) for name in ROWWISE})
         try:
             yield
         finally:
@@ -135,7 +141,7 @@ class Noted:
                 own.pop(name)
             own.update(before)
 
-    def _noting(self, name: str, method: Any) -> Any:
+    def _observing(self, name: str, method: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             out = method(*args, **kwargs)
             rows, rest = args[: ROWWISE[name]], (*args[ROWWISE[name] :], *kwargs.values())
@@ -149,22 +155,22 @@ class Noted:
 
 
 @dataclass
-class NotedView:
-    """A view that notes what kinds of attention are asked for."""
+class ObservingView:
+    """A view that records which kinds of attention the model uses."""
 
     view: KVCacheView
     model: ModelProtocol
-    noted: Noted
+    observed: Observed
 
     def attend(self, layer: int, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, rotary: Rotary | None = None) -> Tensor:
         kind = self.model.attention[layer], q_THE.shape, k_TKE.shape, rotary is None
-        self.noted.attends.setdefault(kind, (layer, q_THE, k_TKE, rotary))
+        self.observed.attends.setdefault(kind, (layer, q_THE, k_TKE, rotary))
         return self.view.attend(layer, q_THE, k_TKE, v_TKE, rotary)
 
 
 @dataclass
 class _Trial:
-    """What the whole model and its attention are tried with."""
+    """What the checks of the whole model and of its attention need."""
 
     model: ModelProtocol
     pool: CachePoolProtocol
@@ -173,11 +179,11 @@ class _Trial:
     max_batch_size: int
     max_seq_len: int
     device: torch.device
-    noted: Noted
+    observed: Observed
 
     @contextmanager
     def slots(self, lengths: Iterable[int]) -> Iterator[list[int]]:
-        """For sequences of these lengths, as many as there is room for."""
+        """Slots for sequences of these lengths, as many of them as the pool has room for. Freed at the end."""
         slots: list[int] = []
         for length in lengths:
             place = self.pool.allocate([0] * length, reuse=False)
@@ -191,24 +197,24 @@ class _Trial:
                 self.pool.free(slot)
 
     def spans(self, begins: Sequence[int], lens: Sequence[int]) -> Tensor:
-        """The positions of each, end to end."""
+        """The positions [begin, begin + n) of all sequences, end to end."""
         parts = [torch.arange(begin, begin + n) for begin, n in zip(begins, lens, strict=True)]
         return torch.cat(parts).to(self.device)
 
 
 class _Whole(_Trial):
-    """All sequences have one text, so that whatever is computed has been computed before."""
+    """Checks the whole model. All sequences have the same text, so that one pass gives what every other must equal."""
 
     def faults(self) -> Iterator[str]:
         name, length = type(self.model).__name__, min(LENGTH, self.max_seq_len)
         generator = torch.Generator().manual_seed(0)
         text = torch.randint(0, self.model.vocab_size, (length,), generator=generator).to(self.device)
         at = self.spans([0], [length])
-        with self.slots([length]) as slots, self.noted.calls_of(self.kernels):
+        with self.slots([length]) as slots, self.observed.observe_calls(self.kernels):
             view = self.pool.batched_chunked_prefill_view(slots, [0], [length])
-            whole = self.model.forward(Pass(text, at, NotedView(view, self.model, self.noted)))
-        if found := self._logits(whole):
-            yield f"{name}.logits varies at {_count(found, 'row')}"
+            whole = self.model.forward(Pass(text, at, ObservingView(view, self.model, self.observed)))
+        if varying := self._logits(whole):
+            yield f"{name}.logits varies at {_count(varying, 'row')}"
         sizes = sorted(min(n, self.max_batch_size) for n in DECODES)[-(length - 1) :]
         first = length - len(sizes)
         lengths = [min(first, n) + len(sizes) for n in (*CHUNKS, *[0] * sizes[-1])][: sizes[-1]]
@@ -225,16 +231,16 @@ class _Whole(_Trial):
             for size in (n for n in sizes if n <= len(slots)):
                 at = torch.tensor(ends[:size], device=self.device)
                 if not same_bits(self._decode(slots[:size], text[at], at)[:size], whole[at]):
-                    how = "" if self.graphs is None else ", recorded or replayed"
-                    yield f"{name}.forward varies in a decode of {_count([size], 'sequence')}{how}"
+                    suffix = "" if self.graphs is None else ", recorded or replayed"
+                    yield f"{name}.forward varies in a decode of {_count([size], 'sequence')}{suffix}"
                 ends[:size] = [end + 1 for end in ends[:size]]
 
     def _logits(self, hidden: Tensor) -> list[int]:
-        """Numbers of rows at which the head varies."""
+        """The numbers of rows with which the output head varies."""
         sizes = HEAD_ROWS if self.device.type == "cpu" else HEAD_ROWS + MORE_HEAD_ROWS
         hidden = hidden[self.spans([0], [sizes[-1] + 1]) % len(hidden)]
         logits = self.model.logits(hidden)
-        self.noted.logits = logits[0].clone()
+        self.observed.logits = logits[0].clone()
         return [n for n in sizes if not same_bits(self.model.logits(hidden[:n]), logits[:n])]
 
     def _decode(self, slots: list[int], tokens: Tensor, at: Tensor) -> Tensor:
@@ -249,26 +255,27 @@ class _Whole(_Trial):
 
 
 def _rows(call: Call, kernels: KernelsProtocol, vocab_size: int) -> Iterator[str]:
-    """A kernel with few rows, against the same rows among many."""
+    """Compare a kernel's results for some rows with those of the same rows among many."""
     inner, outer = (math.prod(x.shape[1:]) for x in (call.rows[0], call.results[0]))
     most = max(129, min(MOST_ROWS, OPERATIONS // (2 * inner * outer))) if "linear" in call.name else MOST_ROWS
-    inputs = [_like(x, most, vocab_size) for x in call.rows]
+    inputs = [_random_like(x, most, vocab_size) for x in call.rows]
 
     def run(begin: int, end: int) -> tuple[Tensor, ...]:
         return _tensors(getattr(kernels, call.name)(*(x[begin:end] for x in inputs), *call.rest))
 
     whole = run(0, most)
-    found = []
+    varying = []
     for n in (n for n in ROWS if n < most):
         begins = (0, most - n) if n <= 2 else (most - n,)
         if not all(same_bits(a, b[i : i + n]) for i in begins for a, b in zip(run(i, i + n), whole, strict=True)):
-            found.append(n)
-    if found:
-        yield f"{type(kernels).__name__}.{call} varies at {_count(found, 'row')}"
+            varying.append(n)
+    if varying:
+        yield f"{type(kernels).__name__}.{call} varies at {_count(varying, 'row')}"
 
 
 class _Attention(_Trial):
-    """A layer of each kind over made-up K/V: in one pass, and again in chunks and decodes of many sequences."""
+    """Checks one attention layer of each kind on random K/V: in one pass, then in chunks and decodes of many
+    sequences."""
 
     def faults(self, layer: int, q: Tensor, k: Tensor, rotary: Rotary | None) -> Iterator[str]:
         for what, positions in self._layer(layer, q, k, rotary).items():
@@ -276,32 +283,32 @@ class _Attention(_Trial):
             yield f"{name} varies in {what}, at positions {min(positions)} to {max(positions)}"
 
     def _layer(self, layer: int, q: Tensor, k: Tensor, rotary: Rotary | None) -> dict[str, list[int]]:
-        """Positions that came out otherwise, by what was done."""
+        """The positions whose results differ, by the kind of pass in which they do."""
         length = min(POSITIONS, self.max_seq_len, self.pool.free_tokens() // 2)
         sizes = [n for n in sorted({*SEQUENCES, self.max_batch_size}) if n <= min(self.max_batch_size, 256)]
-        more = LAST_CHUNK + len(sizes)
-        edges = (n if n + more <= length else 1 + n % 5 for n in EDGES)
+        growth = LAST_CHUNK + len(sizes)
+        edges = (n if n + growth <= length else 1 + n % 5 for n in EDGES)
         lens = [*edges, *(1 + i % 5 for i in range(sizes[-1]))][: sizes[-1]]
         wrong: dict[str, list[int]] = {}
-        if length < more + 5:
+        if length < growth + 5:
             return wrong
-        q, k, v = (_like(x, length, 0) for x in (q, k, k.flip(0)))
+        q, k, v = (_random_like(x, length, 0) for x in (q, k, k.flip(0)))
         if rotary is not None and len(rotary.cos) > 1:
             angles = torch.arange(length)[:, None] * torch.logspace(0, -4, rotary.cos.shape[1])
             rotary = rotary._replace(cos=angles.cos().to(rotary.cos), sin=angles.sin().to(rotary.sin))
 
         def attend(view: KVCacheView, at: Tensor) -> Tensor:
-            turn = rotary
-            if turn is not None and len(turn.cos) > 1:
-                turn = turn._replace(cos=turn.cos[at], sin=turn.sin[at])
-            return view.attend(layer, q[at], k[at], v[at], turn)
+            rotation = rotary
+            if rotation is not None and len(rotation.cos) > 1:
+                rotation = rotation._replace(cos=rotation.cos[at], sin=rotation.sin[at])
+            return view.attend(layer, q[at], k[at], v[at], rotation)
 
         with self.slots([length]) as slots:
             whole = attend(self.pool.batched_chunked_prefill_view(slots, [0], [length]), self.spans([0], [length]))
-        with self.slots([n + more for n in lens]) as slots:
+        with self.slots([n + growth for n in lens]) as slots:
             ends = [0] * len(slots)
             everyone = list(range(len(slots)))
-            chunks = [(group, [lens[i] for i in group]) for group in _groups(lens[: len(slots)], length)]
+            chunks = [(group, [lens[i] for i in group]) for group in _groups_within(lens[: len(slots)], length)]
             chunks.append((everyone, [min(LAST_CHUNK, 1 + i) for i in everyone]))
             for turn, size in enumerate([*[0] * len(chunks), *(n for n in sizes if n <= len(slots))]):
                 if size == 0:
@@ -314,10 +321,10 @@ class _Attention(_Trial):
                     picked = [slots[i] for i in chosen]
                     view = self.pool.decode_view(picked, None if self.graphs is None else size)
                 at = self.spans([ends[i] for i in chosen], chunk)
-                found = attend(view, at)
-                if not same_bits(found, whole[at]):
+                out = attend(view, at)
+                if not same_bits(out, whole[at]):
                     what = "chunks" if size == 0 else "a decode"
-                    differ = at[(found != whole[at]).flatten(1).any(1)].tolist()
+                    differ = at[(out != whole[at]).flatten(1).any(1)].tolist()
                     wrong.setdefault(f"{what} of {_count([len(chosen)], 'sequence')}", []).extend(differ)
                 for i, n in zip(chosen, chunk, strict=True):
                     ends[i] += n
@@ -326,7 +333,7 @@ class _Attention(_Trial):
 
 @dataclass(frozen=True)
 class Draw:
-    """How one token is drawn, of a row of logits."""
+    """How to draw one token, and from which row of logits."""
 
     row: int
     temperature: float = 1.0
@@ -340,14 +347,15 @@ KINDS = (Draw(0), Draw(1, top_k=50, top_p=0.9), Draw(2, min_p=0.05))
 GREEDY = Draw(3, temperature=0.0)
 
 
-def _sampling(kernels: KernelsProtocol, vocab_size: int, max_batch_size: int, like: Tensor) -> Iterator[str]:
-    """Draws whose random numbers lie beside the edge between two tokens: any other sum draws the other one."""
-    noise_V = torch.randn(vocab_size, generator=torch.Generator().manual_seed(0)).to(like)
+def _sampling(kernels: KernelsProtocol, vocab_size: int, max_batch_size: int, example_V: Tensor) -> Iterator[str]:
+    """Compare tokens drawn alone with those drawn in a batch, for logits like ``example_V``. The random numbers lie on
+    both sides of the edge between two tokens, so that a sum that differs in its last bit draws the other token."""
+    noise_V = torch.randn(vocab_size, generator=torch.Generator().manual_seed(0)).to(example_V)
     logits_KV = torch.stack([noise_V.roll(kind) for kind in range(1 + len(KINDS))])
 
     def sample(draws: Sequence[Draw]) -> list[int]:
         def column(name: str, dtype: torch.dtype) -> Tensor:
-            return torch.tensor([getattr(draw, name) for draw in draws], dtype=dtype, device=like.device)
+            return torch.tensor([getattr(draw, name) for draw in draws], dtype=dtype, device=example_V.device)
 
         logits_NV = logits_KV[[draw.row for draw in draws]]
         tokens: list[int] = kernels.sample(
@@ -375,29 +383,31 @@ def _sampling(kernels: KernelsProtocol, vocab_size: int, max_batch_size: int, li
         ]
     draws = [GREEDY, *(replace(kind, uniform=u) for kind, edge in zip(KINDS, edges, strict=True) for u in edge)]
     alone = [(draw, sample([draw])[0]) for draw in draws]
-    found = []
+    varying = []
     for n in (n for n in SEQUENCES if 1 < n <= max_batch_size):
         chosen = [alone[(n + i) % len(alone)] for i in range(n)]
         if sample([draw for draw, _ in chosen]) != [token for _, token in chosen]:
-            found.append(n)
-    if found:
-        yield f"{type(kernels).__name__}.sample varies at {_count(found, 'row')}"
+            varying.append(n)
+    if varying:
+        yield f"{type(kernels).__name__}.sample varies at {_count(varying, 'row')}"
 
 
-def _like(x: Tensor, rows: int, vocab_size: int) -> Tensor:
-    """Made-up rows of the size of those of ``x``; token ids where these are integers."""
+def _random_like(x: Tensor, rows: int, vocab_size: int) -> Tensor:
+    """Random rows of the shape, type and scale of those of ``x``; random token ids if ``x`` has integers."""
     generator = torch.Generator().manual_seed(x.dim())
     shape = (rows, *x.shape[1:])
     if not x.dtype.is_floating_point:
         return torch.randint(0, vocab_size, shape, generator=generator).to(x)
-    # Each row begins a little later in the same noise: to draw all of them would take as long as what they are for.
+    # Each row begins a little later in the same noise: drawing new noise for every row would take as long as the
+    # kernels.
     width = math.prod(shape[1:])
     noise = torch.randn(width + SHIFT * rows, generator=generator) * float(x.float().std())
     return noise.to(x).unfold(0, width, SHIFT)[:rows].reshape(shape)
 
 
-def _groups(lens: Sequence[int], most: int) -> list[list[int]]:
-    """Neighbours that together are no longer than ``most``, so that no pass takes more memory than one so long."""
+def _groups_within(lens: Sequence[int], most: int) -> list[list[int]]:
+    """Split sequences, by index, into groups of neighbours with at most ``most`` tokens, so that no pass takes more
+    memory than one of that length."""
     groups: list[list[int]] = [[]]
     for i, n in enumerate(lens):
         if groups[-1] and sum(lens[j] for j in groups[-1]) + n > most:

@@ -1,4 +1,4 @@
-"""Decode passes recorded once per batch size and replayed: the host then says one thing, not hundreds."""
+"""Decode passes are recorded once per batch size and then replayed, which spares the host hundreds of launches."""
 
 from __future__ import annotations
 
@@ -21,31 +21,34 @@ Path = tuple[str | int, ...]
 
 
 class Recording:
-    """A pass of one size, and how far its replay may be trusted: as far as it was compared.
+    """A recorded pass of one batch size, and for which rows its replay may be trusted.
 
-    Whatever a model, a provider or a view takes from the host stays in a recording. So a row whose token, position or
-    slot is another than when it was recorded is not replayed before a second recording, of a pass where it was another,
-    has been found equal to the first; and no replay is used before one has given the bits of a pass that was run.
+    Whatever a model, a provider or a view reads on the host is fixed in a recording. Therefore, when a row has a token,
+    position or slot that differs from the recorded one, the pass is recorded a second time, and replayed from then on
+    only if the two recordings are equal. And no replay's result is used before one replay has been compared, bit for
+    bit, with a pass that was run.
     """
 
     def __init__(self, replay: Callable[[], Tensor | str], view: KVCacheView, known: Known) -> None:
         self.replay = replay
         self.tried = False
-        """A replay has been compared with the pass."""
+        """A replay has been compared with a pass that was run."""
         self._view = view
-        """Kept, since a replay reads what it holds."""
+        """The recorded pass's view; kept because a replay reads its tensors."""
         self._places: list[tuple[Path, int, torch.Size]] | None = None
-        """Where the tensors are that every view has anew."""
+        """Path, address and shape of each tensor that differs from view to view."""
         self._known = {kind: list(_numbers(values)) for kind, values in enumerate(known)}
-        """Of what has not been another in every row."""
+        """Per kind (token, position, slot), the recorded value of each row. A kind is removed once every row of it has
+        varied."""
         self._varied: dict[int, set[int]] = {kind: set() for kind in self._known}
-        """The rows in which it has, without making another recording."""
+        """Per kind, the rows whose value has differed from the recorded one without changing the recording."""
 
     def moved(self, view: KVCacheView) -> str | None:
-        """The first of the view's tensors that is elsewhere than in the recorded view, or of another shape."""
+        """The path of the first tensor of the view whose address or shape is not the recorded one; None if there is
+        none."""
         if self._places is None:
-            found = ((path, _at(self._view, path)) for path in _fresh(self._view, view))
-            self._places = [(path, x.data_ptr(), x.shape) for path, x in found if isinstance(x, Tensor)]
+            recorded = ((path, _at(self._view, path)) for path in _fresh(self._view, view))
+            self._places = [(path, x.data_ptr(), x.shape) for path, x in recorded if isinstance(x, Tensor)]
         for path, address, shape in self._places:
             x = _at(view, path)
             if x.data_ptr() != address or x.shape != shape:
@@ -53,7 +56,8 @@ class Recording:
         return None
 
     def trusts(self, known: Known) -> bool:
-        """Whether all that is known of the rows is as it was, or may be another. If not, it may be from now on."""
+        """Whether each row's token, position and slot is the recorded one, or is known to vary without changing the
+        recording. If not, the caller records again, and these rows count as varying from now on."""
         new = False
         for kind, before in list(self._known.items()):
             now, varied = _numbers(known[kind]), self._varied[kind]
@@ -66,10 +70,11 @@ class Recording:
 
 
 class DecodeGraphs:
-    """The model's forward pass over decodes. Where recording costs no more than running, each number of rows is
-    recorded when it is first met; elsewhere a few are at the start, and a batch takes the next larger one.
+    """Runs the model's decode passes, recorded if possible. If recording costs no more than running, each batch size is
+    recorded when it first occurs. Otherwise some sizes are recorded at the start, and a batch takes the next larger
+    one.
 
-    What cannot be recorded, and what does not replay the bits of a pass that is run, is run; the log says why.
+    A pass that cannot be recorded, or whose replay gives other bits, is run instead, and the log says why.
     """
 
     def __init__(
@@ -84,23 +89,24 @@ class DecodeGraphs:
         self.token_ids_T = torch.zeros(max_batch_size, dtype=torch.int64, device=device)
         self.positions_T = torch.zeros(max_batch_size, dtype=torch.int64, device=device)
         self.recordings: dict[int, Recording | None] = {}
-        """None for a size that cannot be recorded."""
+        """Recordings by batch size; None for a size that cannot be recorded."""
         self._model = model
         self._pool = pool
         self._record = record
         self._given_up = False
         self._said: set[str] = set()
         if not record.cheap:
-            for rows in reversed(self.sizes):  # the largest first: the others find room in what it leaves
+            for rows in reversed(self.sizes):  # the largest first, so that the others reuse its memory
                 self._capture(rows)
 
     def rows(self, num: int) -> int:
-        """The recorded size that ``num`` sequences take."""
+        """The batch size at which ``num`` sequences are run."""
         return next(rows for rows in self.sizes if rows >= num)
 
     def run(self, rows: int, view: KVCacheView, known: Known) -> Tensor:
-        """Hidden states, [rows, D], of what ``token_ids_T``, ``positions_T`` and the pool's latest ``decode_view`` of
-        so many rows say. The next run writes over them. ``known``: the same as the host knows it, and the slots."""
+        """Run or replay a decode pass of ``rows`` rows, whose input is in ``token_ids_T``, ``positions_T`` and
+        ``view``, the latest of the pool's ``decode_view``. ``known`` is each row's token, position and slot as the host
+        knows them. Returns hidden states, [rows, D], which the next run overwrites."""
         recording = self.recordings.get(rows)
         if recording is None:
             if self._given_up or rows in self.recordings:
@@ -111,18 +117,18 @@ class DecodeGraphs:
             if isinstance(why, str):
                 self._say(why)
             return hidden_TD
-        found: Tensor | str
+        outcome: Tensor | str
         if name := recording.moved(view):
-            found = f"the views of {type(self._pool).__name__} do not stay where they are ({name})"
+            outcome = f"the views of {type(self._pool).__name__} do not stay where they are ({name})"
         elif not recording.trusts(known):
             return self._record_again(recording, rows, view)
         elif not recording.tried:
             return self._compare(recording, rows, view)
         else:
-            found = recording.replay()
-        if isinstance(found, Tensor):
-            return found
-        self._give_up(found)
+            outcome = recording.replay()
+        if isinstance(outcome, Tensor):
+            return outcome
+        self._give_up(outcome)
         return self._run(rows, view)
 
     def _run(self, rows: int, view: KVCacheView) -> Tensor:
@@ -137,20 +143,22 @@ class DecodeGraphs:
         return hidden_TD
 
     def _compare(self, recording: Recording, rows: int, view: KVCacheView) -> Tensor:
-        """The pass; before it, lest it finds done what it should do, the replay."""
+        """Replay the pass, then run it, and compare the two. Returns the result of running it. The replay goes first:
+        after a run it would find K/V already written that it might fail to write itself."""
         recording.tried = True
-        found = recording.replay()
-        if isinstance(found, Tensor):
-            found = found.clone()
+        outcome = recording.replay()
+        if isinstance(outcome, Tensor):
+            outcome = outcome.clone()
         hidden_TD = self._run(rows, view)
-        if isinstance(found, str):
-            self._give_up(found)
-        elif not same_bits(found, hidden_TD):
+        if isinstance(outcome, str):
+            self._give_up(outcome)
+        elif not same_bits(outcome, hidden_TD):
             self._give_up(f"a replay of {rows} rows gave other bits")
         return hidden_TD
 
     def _capture(self, rows: int) -> None:
-        """Record, and compare with another token, position and slot: the pool is empty, so nothing can be harmed."""
+        """Record a pass and compare its replay with a pass that has another token, position and slot. At the start the
+        pool is empty, so this overwrites nobody's K/V."""
         if self._given_up:
             return
         places = [place for _ in self.sizes[:2] if (place := self._pool.allocate([0, 0], reuse=False)) is not None]
@@ -171,7 +179,7 @@ class DecodeGraphs:
             self._pool.free(place.slot)
 
     def _give_up(self, why: str) -> None:
-        """Neither replay nor record any more."""
+        """Stop recording and replaying; run every pass from now on."""
         self._given_up = True
         self.recordings.clear()
         self._say(why)
@@ -183,9 +191,9 @@ class DecodeGraphs:
 
 
 def read_on_host(view: KVCacheView) -> str | None:
-    """Who read, of a view of ``KVStorage``'s, what differs between passes and is not on the device."""
-    found: str | None = getattr(getattr(view, "ragged", None), "read", None)
-    return found
+    """Who has read, from one of ``KVStorage``'s views, host values that differ between passes; None if nobody has."""
+    reader: str | None = getattr(getattr(view, "ragged", None), "read", None)
+    return reader
 
 
 def _numbers(values: list[int] | np.ndarray[tuple[int], np.dtype[np.int64]]) -> list[int]:
@@ -193,7 +201,8 @@ def _numbers(values: list[int] | np.ndarray[tuple[int], np.dtype[np.int64]]) -> 
 
 
 def _fresh(old: object, new: object, path: Path = ()) -> Iterator[Path]:
-    """Where among the attributes of ``new``, and among theirs, there are tensors that ``old`` does not have."""
+    """The paths of all tensors among the attributes of ``new``, and among their attributes, that ``old`` does not
+    share."""
     if old is new:
         return
     if isinstance(new, Tensor):
@@ -217,6 +226,7 @@ def _at(x: Any, path: Path) -> Any:
 
 
 def batch_sizes(largest: int) -> list[int]:
-    """1, 2, 4, then every eighth, then every sixteenth: what is computed in vain stays small."""
+    """1, 2, 4, then multiples of 8 below 64, then multiples of 16, and ``largest``: close enough that little is wasted
+    on padding."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, largest, 16)]
     return [*(size for size in sizes if size < largest), largest]

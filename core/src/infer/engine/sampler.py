@@ -1,7 +1,7 @@
-"""What a row is drawn with, and how likely tokens were. Every row's outcome depends on its logits, its parameters, its
-seed and its position alone; the drawing itself is a kernel.
+"""The parameters and random numbers that tokens are drawn with, and the tokens' log-probabilities. A row's token
+depends only on its logits, parameters, seed and position. The drawing itself is a kernel.
 
-Shapes: N sampled rows, V vocabulary.
+Shapes: N sampled rows, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from infer.device import download, upload
 
 Words = np.ndarray[tuple[int], np.dtype[np.uint64]]
 Wanted = int | tuple[int, ...] | None
-"""How many of the likeliest tokens, or which, or no log-probabilities at all."""
+"""Which log-probabilities a request wants: those of so many likeliest tokens, those of these tokens, or none (None)."""
 
 
 class Drawing:
-    """The requests' parameters as tensors on ``device``. While the same requests draw, step after step, only the random
-    numbers are new."""
+    """The requests' sampling parameters as tensors on ``device``. As long as the same requests draw, pass after pass,
+    only the random numbers are new."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -34,14 +34,14 @@ class Drawing:
         self._draws: Draws
         self._seed_N: Words
         self.wanted: list[Wanted] = []
-        """Which log-probabilities the requests ask for."""
+        """Which log-probabilities each request wants."""
         self.scored = False
-        """Some request asks for any."""
+        """Whether any request wants log-probabilities."""
 
     def __call__(
         self, requests: list[Request], positions: Sequence[int] | np.ndarray[tuple[int], np.dtype[np.int64]]
     ) -> Draws:
-        """``positions``: each token's index in its sequence."""
+        """What to draw the requests' next tokens with. ``positions`` are these tokens' indices in their sequences."""
         if len(requests) != len(self._requests) or any(map(operator.is_not, requests, self._requests)):
             self._requests = requests
             self._seed_N = words([request.seed for request in requests])
@@ -71,12 +71,12 @@ class Drawing:
 
 
 def words(values: Sequence[int]) -> Words:
-    """Modulo 2^64."""
+    """Integers modulo 2^64."""
     return np.array([value & (2**64 - 1) for value in values], dtype=np.uint64)
 
 
 def uniform(seed_N: Words, position_N: Words) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """One number in [0, 1) per (seed, position): two rounds of SplitMix64 (Steele, Lea and Flood, 2014)."""
+    """One random number in [0, 1) per (seed, position), by two rounds of SplitMix64 (Steele, Lea and Flood, 2014)."""
     with np.errstate(over="ignore"):
         bits_N = _mix(_mix(seed_N) + position_N)
     return (bits_N >> np.uint64(11)).astype(np.float64) * 2.0**-53
@@ -91,14 +91,14 @@ def _mix(x: Words) -> Words:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Logprobs on their way to the host."""
+    """Log-probabilities on their way to the host."""
 
     num_rows: int
     _groups: list[tuple[list[int], Tensor, Tensor, Tensor, Tensor, Tensor]]
-    """Rows that ask for as many alternatives: rows, token_M, chosen_M, rank_M, ids_MC, values_MC."""
+    """Per group of rows that want the same alternatives: (rows, token_M, chosen_M, rank_M, ids_MC, values_MC)."""
 
     def read(self) -> list[TokenLogprobs | None]:
-        """One per row; None where none was asked for."""
+        """One entry per row; None for rows that want no log-probabilities. Call it once the copies have arrived."""
         result: list[TokenLogprobs | None] = [None] * self.num_rows
         for rows, *tensors in self._groups:
             columns = zip(rows, *(tensor.tolist() for tensor in tensors), strict=True)
@@ -108,10 +108,11 @@ class Scores:
 
 
 def score(logits_NV: Tensor, token_N: Tensor, wanted: Sequence[Wanted]) -> Scores:
-    """Log-probabilities of the given tokens and of those that are wanted besides, before temperature and filters."""
+    """Log-probabilities, before temperature and filters, of the tokens ``token_N`` and of the alternatives that each
+    row wants. Starts copying them to the host."""
     groups = []
     for each in {w for w in wanted if w is not None}:
-        # Rows of one count go together: which of two tied tokens is listed may depend on how many are asked for.
+        # Each count is computed by itself, since which of two tied tokens ``topk`` lists may depend on the count.
         rows = [i for i, w in enumerate(wanted) if w == each]
         rows_M = upload(np.array(rows), logits_NV.device)
         logprob_MV = torch.log_softmax(logits_NV[rows_M].float(), dim=-1)
@@ -123,6 +124,6 @@ def score(logits_NV: Tensor, token_N: Tensor, wanted: Sequence[Wanted]) -> Score
             values_MC = logprob_MV.gather(1, ids_MC)
         else:
             values_MC, ids_MC = logprob_MV.topk(min(each, logprob_MV.shape[1]), dim=-1)
-        found = (token_M, chosen_M1[:, 0], rank_M, ids_MC, values_MC)
-        groups.append((rows, *(download(tensor) for tensor in found)))
+        tensors = (token_M, chosen_M1[:, 0], rank_M, ids_MC, values_MC)
+        groups.append((rows, *(download(tensor) for tensor in tensors)))
     return Scores(len(wanted), groups)  # type: ignore[arg-type]

@@ -1,5 +1,5 @@
-"""What requests do to their logits before a token is drawn: bias, penalties, grammar. It depends on the request and its
-own tokens alone, and is done element by element, in fp32 where it is arithmetic, so it keeps answers exact."""
+"""Steering: how requests edit their logits before a token is drawn, by biases, penalties and grammars. Edits depend on
+the request and its own tokens alone, and are computed element by element in fp32, so answers stay exact."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 class Edit(NamedTuple):
-    """Of one row of logits. M tokens: (logit + bias), divided by repetition (multiplied where negative), - penalty."""
+    """The edit of one row of logits. Each of M tokens gets (logit + bias) / repetition - penalty, where a negative
+    logit + bias is multiplied by the repetition instead."""
 
     ids_M: Ints
     bias_M: Floats
     repetition_M: Floats
     penalty_M: Floats
     allowed: Bits | None
-    """As ``Matcher.allowed``; None where every token is."""
+    """Like ``Matcher.allowed``; None if every token is allowed."""
 
 
 def edits(rows: Sequence[tuple[int, Steering, Sequence[int]]], masks: Masks) -> list[tuple[int, Edit | None]]:
-    """Of rows of logits that follow prompts and answers: (row, whose, the tokens it has not seen yet)."""
+    """The edits of rows of logits, from (row, its request's steering, the tokens that it has not seen yet)."""
     matchers = [steering.see(tokens) for _, steering, tokens in rows]
     if formed := [matcher for matcher in matchers if matcher is not None]:
         masks.compute(formed)
@@ -45,8 +46,8 @@ def edits(rows: Sequence[tuple[int, Steering, Sequence[int]]], masks: Masks) -> 
 
 
 class Steering:
-    """One request's. Penalties are OpenAI's for the answer's tokens (presence, frequency), and CTRL's (Keskar et al.,
-    2019) for those of prompt and answer (repetition)."""
+    """One request's steering. Presence and frequency penalties are OpenAI's and concern the answer's tokens; the
+    repetition penalty is CTRL's (Keskar et al., 2019) and concerns those of prompt and answer."""
 
     def __init__(self, request: Request, stops: Collection[int]) -> None:
         params = request.params
@@ -56,9 +57,9 @@ class Steering:
         self._grammar_after = request.grammar_after
         self._fault: str | None = None
         self.num_seen = 0
-        """Tokens of prompt and answer, so far."""
+        """How many tokens of prompt and answer it has seen."""
         self._row: dict[int, int] = {}
-        """Token id -> where it is in the arrays."""
+        """Token id -> index in the arrays below."""
         self._stops = sorted(stops) if params.min_tokens else []
         self._ids = np.zeros(0, np.int64)
         self._bias = np.zeros(0, np.float32)
@@ -72,12 +73,13 @@ class Steering:
             self._bias[row] = -np.inf
 
     def see(self, tokens: Sequence[int]) -> Matcher | None:
-        """Take in the next ``tokens`` of prompt and answer. What has to say now which may come next, if any."""
+        """Take in the next ``tokens`` of prompt and answer. Returns the matcher, if a grammar applies to the next
+        token."""
         return self._attempt(self._see_all, tokens)
 
     def edit(self, matcher: Matcher | None) -> Edit | None:
-        """What to do to the logits that follow what it has seen. None where it has failed, which concerns nobody else:
-        no token is allowed any more."""
+        """The edit of the logits that follow the tokens it has seen. None if steering has failed, which ends this
+        request only: no token is allowed from then on."""
         return self._attempt(self._edit, matcher)
 
     def _attempt(self, run: Callable[[T], R], given: T) -> R | None:
@@ -112,14 +114,14 @@ class Steering:
 
     @property
     def fault(self) -> str | None:
-        """Why nothing is allowed any more, if so: a sentence."""
+        """Why no token is allowed any more, as a sentence; None if that is not so."""
         if self._fault is not None or self._matcher is None or self._matcher.fault is None:
             return self._fault
         return f"The structured output gave up: {self._matcher.fault}"
 
     @property
     def blamed(self) -> str | None:
-        """The request's parameter whose fault it is, if it is one's."""
+        """The request parameter that caused the fault; None if none did."""
         return None if self._fault is not None or self.fault is None else "structured_outputs"
 
     def _see(self, token: int, answer: bool) -> None:
@@ -136,7 +138,7 @@ class Steering:
                 self._grammar_after = None
 
     def _place(self, token: int) -> int:
-        """The token's row; the arrays may be others afterwards."""
+        """The token's index in the arrays, which may be reallocated."""
         row = self._row.setdefault(token, len(self._row))
         if row == len(self._ids):
             more = max(64, row)
@@ -149,7 +151,7 @@ class Steering:
 
 
 def steer(logits_NV: Tensor, edits: Sequence[tuple[int, Edit | None]], keep: bool) -> Tensor:
-    """The logits with some rows edited: (row, how). With ``keep``, the ones given stay as they are."""
+    """The logits, [N, V], with the edits (row, edit) applied. With ``keep``, ``logits_NV`` itself is not changed."""
     device = logits_NV.device
     exact = any(edit is not None and len(edit.ids_M) for _, edit in edits)
     edited_NV = logits_NV.to(torch.float32 if exact else logits_NV.dtype, copy=keep)
@@ -173,7 +175,8 @@ def steer(logits_NV: Tensor, edits: Sequence[tuple[int, Edit | None]], keep: boo
 
 @functools.cache
 def _caps(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """What eight logits may be at most, [256, 8], where these bits of a byte allow them: infinity, or minus infinity.
-    Filling by a mask takes ten times as long, with masks that no processor can foresee."""
+    """For each byte of a mask, the upper bounds of eight logits, [256, 8]: infinity where the bit allows the token,
+    minus infinity where it does not. ``masked_fill`` takes ten times as long with irregular masks, because the
+    processor cannot predict its branches."""
     bits = (torch.arange(256)[:, None] >> torch.arange(8)) & 1
     return torch.where(bits == 1, torch.inf, -torch.inf).to(device, dtype)
