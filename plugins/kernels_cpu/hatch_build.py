@@ -1,7 +1,7 @@
-"""Compile the kernels, once per level of instruction set, into the package.
+"""The build hook that compiles the kernels into the package, once per instruction set level.
 
-Without a C++ compiler the package is built all the same: it then says at run time that it has no kernels, and
-``kernels.backend = "auto"`` takes another provider.
+Without a C++ compiler the package is built all the same. It then says at run time that it has no kernels, and
+``kernels.backend = "auto"`` chooses another provider.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if platform.machine() in ("x86_64", "AMD64"):
 
 class Native(BuildHookInterface[Any]):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        for stale in PACKAGE.glob("*.so"):  # of other sources, or of another machine
+        for stale in PACKAGE.glob("*.so"):  # built from other sources or for another machine
             stale.unlink()
         compiler = shutil.which(os.environ.get("CXX", "c++"))
         if compiler is None:

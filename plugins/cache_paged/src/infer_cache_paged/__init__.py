@@ -1,4 +1,4 @@
-"""A paged KV cache: sequences take small pages as they grow and share those of common prefixes (Kwon et al., 2023)."""
+"""A paged KV cache: sequences take small pages as they grow, and share those of common prefixes (Kwon et al., 2023)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ INFER_PLUGIN_API = 1
 log = logging.getLogger(__name__)
 
 FRACTION = {"cpu": 0.5, "cuda": 0.9}
-"""Of the memory that is free once the weights are loaded, where neither setting says otherwise."""
+"""The default fraction, per device, of the memory that is free once the weights are loaded."""
 
 
 class PagedSettings(BaseModel, extra="forbid"):
@@ -40,7 +40,7 @@ class PagedSettings(BaseModel, extra="forbid"):
 
 
 class PagedBooks(BlockBooks):
-    """A table of the pages that each sequence has."""
+    """Books whose blocks are pages."""
 
     def __init__(self, num_slots: int, max_seq_len: int, pages: Pages) -> None:
         super().__init__(num_slots, max_seq_len, pages.block_size)
@@ -83,7 +83,7 @@ class PagedBooks(BlockBooks):
 
 
 class PagedPool(Pool[Ints, ExtendView]):
-    """Pages for sequences, and K/V in them."""
+    """A pool whose books hand out pages."""
 
     books: PagedBooks
     storage: KVStorage
@@ -95,7 +95,8 @@ class PagedPool(Pool[Ints, ExtendView]):
 
 
 def longest(context: CacheContext, settings: PagedSettings, yet_to_take: int) -> int:
-    """Positions of all pages, which one sequence may have to itself."""
+    """How many positions all pages have together, and so one sequence at most. ``yet_to_take`` bytes of the memory that
+    is free now will be taken before the pool is made."""
     if settings.num_blocks is not None:
         return settings.num_blocks * settings.block_size
     fraction = settings.memory_fraction or FRACTION[context.device.type]
@@ -108,7 +109,7 @@ def _page_bytes(context: CacheContext, settings: PagedSettings) -> int:
 
 
 def _num_blocks(context: CacheContext, settings: PagedSettings) -> int:
-    """How many pages to make; the arithmetic goes to the log."""
+    """How many pages to make. The log shows how that was computed."""
     size = _page_bytes(context, settings)
     if settings.num_blocks is not None:
         if settings.memory_fraction is not None:
@@ -140,7 +141,7 @@ def _num_blocks(context: CacheContext, settings: PagedSettings) -> int:
 
 
 def _free_memory(device: torch.device) -> int:
-    """Bytes that may still be taken: the GPU's, or the machine's within the limit of a container."""
+    """Bytes of free memory: the GPU's, or the machine's within the container's limit."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     free: int = psutil.virtual_memory().available

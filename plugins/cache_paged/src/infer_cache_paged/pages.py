@@ -1,10 +1,9 @@
-"""Who holds which page: integers only, no tensors.
+"""Which sequence owns which page, and which pages can be shared. Integers only, no tensors.
 
-A page is free (nobody's, nothing worth keeping), owned (by one sequence or, if shared, by several) or cached (nobody's,
-but what it holds may be wanted again). Pages whose K/V are complete are found through a trie over blocks of tokens
-(RadixAttention, Zheng et al., 2024, with an edge per block): a node stands for a page and all the tokens before it,
-and is found by comparing tokens.
-"""
+A page is free (it has no owner and nothing worth keeping), owned (by one sequence or, if shared, by several) or cached
+(it has no owner, but its K/V may be used again). Pages whose K/V are complete are in a trie over blocks of tokens
+(RadixAttention, Zheng et al., 2024, with one edge per block): a node stands for a page and for all the tokens before
+it, and is found by comparing tokens."""
 
 from __future__ import annotations
 
@@ -15,11 +14,11 @@ from dataclasses import dataclass, field
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """A page that may be shared. Whoever owns it owns its ancestors too."""
+    """A page that may be shared. A sequence that owns it owns its ancestors, too."""
 
     page: int
     edge: Hashable
-    """The block's tokens; for a first block (salt, tokens)."""
+    """The block's tokens; for the first block of a sequence, (salt, tokens)."""
     parent: Node | None
     children: dict[Hashable, Node] = field(default_factory=dict)
     owners: int = 0
@@ -27,16 +26,16 @@ class Node:
 
 @dataclass(eq=False, slots=True)
 class Holding:
-    """What one sequence owns."""
+    """The pages that one sequence owns."""
 
     pages: list[int]
     nodes: list[Node]
-    """The leading pages that may be shared."""
+    """The trie's nodes of the leading pages, which may be shared."""
     salt: str
 
 
 class Pages:
-    """``num_pages`` pages of ``block_size`` positions. Owners are named by small integers (slots)."""
+    """The books of ``num_pages`` pages of ``block_size`` positions each. An owner is a slot, a small integer."""
 
     def __init__(self, num_pages: int, block_size: int, share: bool = True) -> None:
         self.block_size = block_size
@@ -44,19 +43,19 @@ class Pages:
         self.root = Node(-1, None, None)
         self.free_list = list(reversed(range(num_pages)))
         self.cached: OrderedDict[Node, None] = OrderedDict()
-        """Least recently used first. A node comes after its children: it is let go after them, and being taken up by a
-        sequence takes it out of here. So the first one is always a leaf."""
+        """Pages without an owner, least recently used first. A node always comes after its children: ``free`` enters
+        children first, and a sequence that owns a child owns the node, too. So the first node is always a leaf."""
         self.holdings: dict[int, Holding] = {}
 
     @property
     def num_available(self) -> int:
-        """Pages that could be handed out."""
+        """How many pages can be handed out."""
         return len(self.free_list) + len(self.cached)
 
     def allocate(self, owner: int, token_ids: Sequence[int], *, reuse: bool = True, salt: str = "") -> int | None:
-        """Give the owner pages for all the tokens: leading ones from the trie, so far as it has them. Returns how many
-        tokens those hold (never all: the last one's logits are wanted), or None, having done nothing, when there
-        are too few pages."""
+        """Give the owner pages for all the tokens, the leading ones from the trie as far as it has them. Returns how
+        many tokens the pages from the trie hold (never all tokens, because the last one's logits have to be computed),
+        or None, with nothing changed, if there are too few pages."""
         found = self._find(token_ids, salt) if reuse and self.share else []
         missing = self._blocks(len(token_ids)) - len(found)
         if missing > self.num_available - sum(node.owners == 0 for node in found):
@@ -68,7 +67,7 @@ class Pages:
         return len(found) * self.block_size
 
     def grow(self, owner: int, num_tokens: int) -> bool:
-        """Have pages for so many tokens in all; False, having done nothing, when there are too few."""
+        """Give the owner pages for ``num_tokens`` tokens in all; False, with nothing changed, if there are too few."""
         pages = self.holdings[owner].pages
         missing = self._blocks(num_tokens) - len(pages)
         if missing > self.num_available:
@@ -77,8 +76,8 @@ class Pages:
         return True
 
     def commit(self, owner: int, token_ids: Sequence[int], num_computed: int) -> bool:
-        """Enter into the trie the pages that the leading ``num_computed`` tokens fill. Where an equal one is there
-        already, the owner takes that and gives its own back; True if so."""
+        """Enter the pages that the first ``num_computed`` tokens fill into the trie. If an equal page is there already,
+        the owner takes that page and frees its own. Returns whether this has changed any of the owner's pages."""
         holding, size, swapped = self.holdings[owner], self.block_size, False
         if not self.share:
             return False
@@ -99,7 +98,7 @@ class Pages:
         return swapped
 
     def free(self, owner: int) -> None:
-        """Take everything back. What is in the trie stays there until its page is needed."""
+        """Take all pages back. Those in the trie stay there until they are needed."""
         holding = self.holdings.pop(owner)
         self.free_list.extend(holding.pages[len(holding.nodes) :])
         for node in reversed(holding.nodes):
@@ -128,7 +127,7 @@ class Pages:
         node.owners += 1
 
     def _take(self) -> int:
-        """A free page, or the least recently used cached one."""
+        """A free page or, if there is none, the least recently used cached page, removed from the trie."""
         if self.free_list:
             return self.free_list.pop()
         node, _ = self.cached.popitem(last=False)

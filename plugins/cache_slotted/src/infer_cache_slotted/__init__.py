@@ -1,4 +1,4 @@
-"""A slotted KV cache: every sequence owns one region of ``max_seq_len`` positions, reserved up front."""
+"""A slotted KV cache: every sequence has one contiguous region of ``max_seq_len`` positions, reserved in advance."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ INFER_PLUGIN_API = 1
 
 
 class SlottedBooks(BlockBooks):
-    """A slot is a sequence whose block table has one block as long as a sequence may become."""
+    """Books in which each slot's block table has a single block, of ``max_seq_len`` positions."""
 
     def __init__(self, num_slots: int, max_seq_len: int) -> None:
         super().__init__(num_slots, max_seq_len, block_size=max_seq_len)
@@ -38,7 +38,7 @@ class SlottedBooks(BlockBooks):
 
 
 class SlottedPool(Pool[Ints, ExtendView]):
-    """Slots, and K/V in them."""
+    """A pool with one block of ``max_seq_len`` positions per slot."""
 
     storage: KVStorage
 

@@ -1,4 +1,4 @@
-"""Memory that is used again, since a pass asks for the same over and over."""
+"""Reusing the memory of results, since every pass needs the same sizes again."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from torch import Tensor
 from infer.device import pages
 
 SMALL = 1 << 18
-"""Bytes below which torch's own allocator does as well."""
+"""Below this many bytes torch's own allocator is as fast."""
 
 
 class Buffers:
-    """Where large results go. Freed memory of malloc's goes back to the system, which has to clear it before it gives
-    it out again; that takes as long as many a kernel. What is freed here is kept, by size."""
+    """Allocates large results, and keeps freed memory, by size. malloc returns large freed blocks to the system, which
+    has to clear them before it hands them out again; that takes as long as some kernels."""
 
     def __init__(self, small: int = SMALL) -> None:
         self._small = small
         self._free: dict[int, list[mmap.mmap]] = {}
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """As torch.empty."""
+        """Like ``torch.empty``."""
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes < self._small or nbytes == 0:
             return torch.empty(shape, dtype=dtype)

@@ -1,4 +1,4 @@
-"""The compiled libraries: which are there, which run here, and their functions."""
+"""The compiled libraries: which ones exist, which of them this processor can run, and their functions."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 
 LEVELS = ("portable", "avx2", "avx512", "avx512_bf16")
-"""As ``infer_level`` counts them."""
+"""Instruction set levels, in the order of ``infer_level``."""
 FOLDER = Path(__file__).parent
 
 _KIND, _SIZE, _POINTER, _REAL = c_int, c_int64, c_void_p, c_float
-_TENSOR = [_POINTER, _SIZE, _SIZE]  # with two strides
+_TENSOR = [_POINTER, _SIZE, _SIZE]  # a pointer and two strides
 FUNCTIONS: dict[str, list[type]] = {
     "pack": [_KIND, _POINTER, _SIZE, _SIZE, c_int, _POINTER],
     "rows": [_KIND, _POINTER, _SIZE, _POINTER, _SIZE, _POINTER],
@@ -37,7 +37,7 @@ FUNCTIONS: dict[str, list[type]] = {
 
 
 def levels() -> list[str]:
-    """Those that were built and that this processor has, best last."""
+    """The levels that were built and that this processor supports, the best one last."""
     if not (FOLDER / "portable.so").exists():
         return []
     best = ctypes.CDLL(str(FOLDER / "portable.so")).infer_level()
@@ -46,7 +46,7 @@ def levels() -> list[str]:
 
 @functools.cache
 def load(level: str) -> ctypes.CDLL:
-    """The library of a level; it takes as many threads as torch."""
+    """The library of a level. It uses as many threads as torch does."""
     library = ctypes.CDLL(str(FOLDER / f"{level}.so"))
     for name, types in FUNCTIONS.items():
         function = getattr(library, f"infer_{name}")
@@ -55,7 +55,7 @@ def load(level: str) -> ctypes.CDLL:
     library.infer_tape_length.argtypes, library.infer_tape_length.restype = [_POINTER], c_int64
     library.infer_packed_words.argtypes = [_KIND, _SIZE, _SIZE, c_int]
     library.infer_packed_words.restype = c_int64
-    # Part of torch's stable ABI (torch/csrc/stable/c/shim.h).
+    # ``torch_get_num_threads`` is part of torch's stable C ABI (torch/csrc/stable/c/shim.h).
     torch_cpu = ctypes.CDLL(str(next((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"))))
     library.infer_bind.argtypes = [c_void_p]
     library.infer_bind(ctypes.cast(torch_cpu.torch_get_num_threads, c_void_p))

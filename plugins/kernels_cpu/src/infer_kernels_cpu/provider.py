@@ -1,4 +1,4 @@
-"""The provider: torch tensors in, pointers to the native code."""
+"""The kernel provider, which passes torch tensors to the native code as pointers and strides."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from infer_kernels_cpu.memory import Buffers
 from infer_kernels_cpu.recording import Recorder
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
-"""As the native code counts element types."""
+"""The native code's numbers of the element types."""
 GATES: dict[Activation | None, int] = {None: 0, "silu": 1, "gelu_pytorch_tanh": 2}
-"""As it counts what follows a product."""
+"""The native code's numbers of the activations (its ``Gate``)."""
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A weight [N, K] in the order in which it is multiplied, and its bias."""
+    """A weight [N, K] in the layout in which the native code multiplies it, and its bias."""
 
     kind: int
     words: Tensor
@@ -39,7 +39,7 @@ class Packed:
 
 
 class CpuKernels(ReferenceKernels):
-    """For bfloat16 and float32 on CPUs. ``level`` is the instruction set; None for the best."""
+    """Kernels for bfloat16 and float32 on CPUs. ``level`` is the instruction set level; None for the best one."""
 
     def __init__(self, level: str | None = None) -> None:
         self.level = level or native.levels()[-1]
@@ -48,7 +48,7 @@ class CpuKernels(ReferenceKernels):
 
     @contextmanager
     def results_in(self, memory: Buffers) -> Iterator[None]:
-        """Have results go there meanwhile."""
+        """Allocate results from ``memory`` until the context ends."""
         before, self._empty = self._empty, memory.empty
         try:
             yield
@@ -125,7 +125,8 @@ class CpuKernels(ReferenceKernels):
         residual: Tensor | None,
         total: Tensor | None,
     ) -> Tensor:
-        """Of [T, D], or of [T, heads, D] with strides of its own."""
+        """RMS norm of x, [T, D] or [T, heads, D] with any strides but the last; if a residual is given, of x +
+        residual, which is stored in ``total``."""
         out = self._empty(*x.shape, dtype=x.dtype)
         self.native.infer_rms_norm(
             KINDS[x.dtype],

@@ -1,4 +1,4 @@
-"""A pass as a list of calls, so that the next of its kind needs no Python between two kernels."""
+"""Recording a pass as a list of native calls, so that replaying it needs no Python between two kernels."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ READS = {
     *("tolist", "numpy", "item", "__array__", "__dlpack__", "__repr__", "__format__", "__contains__"),
     *("__bool__", "__int__", "__float__", "__complex__", "__index__"),
 }
-"""Functions that tell Python what is in a tensor; it may decide by that what comes next."""
+"""Functions that give Python a tensor's values. The code may decide by them what to do next, so a pass that calls one
+cannot be replayed."""
 SHAPED = {"aten.where.default", "aten.narrow.Tensor", "aten.tensor_split.tensor_indices_or_sections"}
-"""Operations whose results' shapes depend on values, and that torch does not mark so."""
+"""Operations whose results' shapes depend on values although torch does not tag them so."""
 
 
 class Recorder:
-    """A RecorderProtocol. All its passes share one pool of memory, since they never run at a time: ``results_in`` has
-    the kernels put their results there meanwhile."""
+    """A RecorderProtocol. Its passes share one pool of memory, since no two of them run at the same time.
+    ``results_in`` makes the kernels allocate their results from that pool while a pass is recorded."""
 
     cheap = True
 
@@ -45,7 +46,7 @@ class Recorder:
 
 
 class Replay:
-    """What a tape did, again, to the tensor that it yielded."""
+    """Replays a tape, and returns the recorded pass's result tensor with its new values."""
 
     def __init__(self, tape: Tape, out: Tensor) -> None:
         self._tape = tape
@@ -61,7 +62,7 @@ class Replay:
 
 
 class Reads(TorchFunctionMode):
-    """Has a tape refuse what never gets as far as an operation of torch's."""
+    """Makes a tape refuse reads of tensors' values that do not reach ``__torch_dispatch__``."""
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
@@ -74,27 +75,27 @@ class Reads(TorchFunctionMode):
 
 
 class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """What is done while it is entered: stretches of native calls, and between them torch's operations."""
+    """Records what is computed while it is entered: runs of native calls, and torch's operations between them."""
 
     def __init__(self, native: ctypes.CDLL) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.refused: str | None = None
-        """Who did what cannot be replayed: let a tensor's values decide, in Python or in a shape, or make a tensor of
-        values of Python's."""
+        """Why the pass cannot be replayed, as "who did what": it let a tensor's values decide, in Python or through a
+        shape, or made a tensor from Python's numbers. None if it can be replayed."""
         self.done: list[object] = []
-        """Every operation with its numbers and the geometry of its tensors, and how many native calls came before."""
+        """Each of torch's operations: its numbers, its tensors' geometry, and how many native calls came before it."""
         self._native = native
         self._calls = native.infer_tape()
         weakref.finalize(self, native.infer_free_tape, self._calls)
         self._recorded = 0
         self._steps: list[Callable[[], object]] = []
         self._kept: list[Tensor] = []
-        """Memory of which native calls may know the address alone."""
+        """Tensors that are kept alive because native calls know only their addresses."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing here is compiled, so nothing has to be kept from it: or torch imports its compiler with the first
-        pass, which takes most of a second and a hundred megabytes."""
+        """False, because nothing here is compiled. Otherwise torch imports its compiler in the first pass, which takes
+        most of a second and a hundred megabytes."""
         return False
 
     def __enter__(self) -> Tape:
@@ -113,7 +114,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.refused = f"{caller()} {what}"
 
     def replay(self) -> str | None:
-        """Do it all again. Where a shape is another than it was, do not go on, and say so."""
+        """Compute everything again. If a result has another shape than when it was recorded, stop and return the
+        reason."""
         try:
             for step in self._steps:
                 step()
@@ -122,7 +124,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return None
 
     def _cut(self) -> None:
-        """End the stretch of native calls."""
+        """End the current run of native calls."""
         end = self._native.infer_tape_length(self._calls)
         if end > self._recorded:
             self._steps.append(functools.partial(self._native.infer_replay, self._calls, self._recorded, end))
@@ -143,7 +145,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         places = {_memory(x) for x in given}
         if not all(isinstance(x, Tensor) for x in outs) or _shape_depends_on_values(op, leaves):
             self.refuse(f"calls {op.name().replace('::', '.')}")
-        elif op is torch.ops.aten.lift_fresh.default:  # a tensor of values of Python's
+        elif op is torch.ops.aten.lift_fresh.default:  # a tensor made from Python's numbers
             if outs[0].dim():
                 self.refuse("makes a tensor of numbers of Python's")
             else:
@@ -160,7 +162,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _OtherShapeError(Exception):
-    """A result does not fit where the recorded one is."""
+    """A replayed operation's result has another shape than the recorded one."""
 
 
 def _memory(x: Tensor) -> int:
@@ -178,8 +180,8 @@ def _shape_depends_on_values(op: Any, leaves: Iterable[Any]) -> bool:
 
 
 def _again(outs: list[Tensor], op: Callable[..., Any], args: Any, kwargs: Any) -> None:
-    found = op(*args, **kwargs)
-    for out, new in zip(outs, found if isinstance(found, (tuple, list)) else [found], strict=True):
+    results = op(*args, **kwargs)
+    for out, new in zip(outs, results if isinstance(results, (tuple, list)) else [results], strict=True):
         if out.shape != new.shape:
             raise _OtherShapeError(f"{op} yields {list(new.shape)} where it yielded {list(out.shape)}")
         out.copy_(new)

@@ -21,7 +21,8 @@ INFER_PLUGIN_API = 1
 def _decoder(
     name: str, description: str, schema: type[DecoderConfig], layer: Callable[..., DecoderLayer] = LlamaLayer
 ) -> ModelRegistration:
-    """A family whose architecture is called as its config."""
+    """The registration of a family made of ``Decoder``. Its architecture's name follows from that of its config
+    class."""
     return ModelRegistration(
         name,
         lambda config, context, settings: Decoder(config, context, schema, layer),

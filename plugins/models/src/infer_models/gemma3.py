@@ -1,6 +1,6 @@
 """Gemma 3's language model, alone or within a checkpoint that also has a vision tower (which is not used).
 
-Shapes: T tokens, D hidden, V vocabulary, N sampled rows.
+Shapes: T tokens, D hidden size, N wanted rows.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ from infer.weight import Weight
 
 
 class Gemma3Config(DecoderConfig):
-    """The fields of config.json that change the arithmetic. Google's files leave out what has its default.
+    """The fields of config.json that change the arithmetic. Google's files omit fields that have their default values.
 
-    ``attn_logit_softcapping`` is none of them: Gemma 2 capped attention scores, and transformers reads the field of a
-    Gemma 3 without using it.
-    """
+    ``attn_logit_softcapping`` is not among them: Gemma 2 capped attention scores, but for Gemma 3 transformers reads
+    the field without using it."""
 
     norm_unit_offset: ClassVar[bool] = True
 
@@ -128,8 +127,8 @@ class Gemma3(Decoder):
 
 
 def _language_model(tensors: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
-    """Names as in a checkpoint without vision: transformers 4 wrote "language_model.model.", 5 writes
-    "model.language_model."."""
+    """The language model's tensors, named as in a checkpoint without a vision tower. With one, transformers 4 wrote
+    "language_model.model.", and transformers 5 writes "model.language_model."."""
     for name, tensor in tensors:
         if not name.removeprefix("model.").startswith(("vision_tower.", "multi_modal_projector.")):
             short = name.removeprefix("language_model.")

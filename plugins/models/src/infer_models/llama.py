@@ -1,4 +1,4 @@
-"""Llama 3.x, and the layer that most families share. Shapes: T tokens, D hidden, N wanted rows."""
+"""Llama 3.x, and the layer that most families share. Shapes: T tokens, D hidden size, N wanted rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LlamaConfig(DecoderConfig):
 
     @property
     def biases(self) -> str:
-        """As ``Attention``'s."""
+        """The ``biases`` argument of ``Attention``."""
         return "qkvo" if self.attention_bias else ""
 
 

@@ -1,4 +1,5 @@
-"""OLMo 2: norms after attention and MLP instead of before them, and over all heads of q and of K together."""
+"""OLMo 2: norms after attention and MLP instead of before them, and one norm over all heads of q and one over those of
+K."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Phi-3, Phi-3.5 and Phi-4 (mini included): Llama's decoder with stacked projections and partly rotated heads."""
+"""Phi-3, Phi-3.5 and Phi-4 (including mini): Llama's decoder with stacked projections and partly rotated heads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5, dense: Llama's decoder with biases on q, k and v, and sliding windows if asked for."""
+"""Qwen2 and Qwen2.5, dense: Llama's decoder with biases on q, k and v, and optional sliding windows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Qwen2Config(LlamaConfig):
         return "qkv"
 
     def windows(self) -> list[int | None]:
-        """The layers from ``max_window_layers`` on slide, unless ``layer_types`` says otherwise."""
+        """The layers from ``max_window_layers`` on have windows, unless ``layer_types`` says otherwise."""
         window, count = self.sliding_window if self.use_sliding_window else None, self.num_hidden_layers
         full = count if window is None else max(0, self.max_window_layers)
         types: list[LayerType] = ["full_attention" if i < full else "sliding_attention" for i in range(count)]

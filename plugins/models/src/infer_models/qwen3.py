@@ -1,4 +1,4 @@
-"""Qwen3, dense: Qwen2 with a norm on every query and key head, and biases only if asked for."""
+"""Qwen3, dense: Qwen2 with a norm on every query and key head, and biases only if the config has them."""
 
 from __future__ import annotations
 

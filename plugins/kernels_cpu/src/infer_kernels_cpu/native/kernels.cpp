@@ -1,4 +1,5 @@
-// What Python calls. One source, built once per level of instruction set; pointers and sizes were checked by the caller.
+// The functions that Python calls. This one source is built once per instruction set level. The caller has checked
+// pointers and sizes.
 #include <functional>
 #include <vector>
 
@@ -16,7 +17,7 @@ struct Type {
     using type = T;
 };
 
-// run(Type<T>) for the element type: 0 is float, 1 bfloat16.
+// Calls run(Type<T>) with the element type of ``kind``: 0 is float, 1 is bfloat16.
 template <class F>
 void typed(int kind, F run) {
     if (kind == 0)
@@ -28,7 +29,7 @@ void typed(int kind, F run) {
 using Tape = std::vector<std::function<void()>>;
 thread_local Tape* recording = nullptr;
 
-// Now, and again whenever the tape on which it is recorded is replayed.
+// Runs ``run`` now, and records it, so that it runs again whenever the tape is replayed.
 template <class F>
 void call(F run) {
     run();
@@ -41,7 +42,7 @@ void call(F run) {
 #define TYPED(kind) call([=] { typed(kind, [&](auto type) { using T = typename decltype(type)::type;
 #define END }); });
 
-// The best level that this processor has: 0 portable, 1 AVX2 with FMA, 2 AVX-512, 3 AVX-512 with BF16.
+// The best level that this processor supports: 0 portable, 1 AVX2 with FMA, 2 AVX-512, 3 AVX-512 with BF16.
 EXPORT int infer_level() {
 #if defined(__x86_64__)
     __builtin_cpu_init();
@@ -127,7 +128,7 @@ EXPORT void* infer_tape() { return new Tape; }
 
 EXPORT void infer_free_tape(void* tape) { delete static_cast<Tape*>(tape); }
 
-// This thread's calls from now on; null for none.
+// Records this thread's calls on ``tape`` from now on; null stops recording.
 EXPORT void infer_record(void* tape) { recording = static_cast<Tape*>(tape); }
 
 EXPORT int64_t infer_tape_length(void* tape) { return int64_t(static_cast<Tape*>(tape)->size()); }

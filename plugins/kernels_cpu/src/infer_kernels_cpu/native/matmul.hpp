@@ -1,5 +1,5 @@
-// x @ w.T for packed w. Every result is one chain of multiply-adds in the order of K, whatever rows there are beside
-// it and however the work is cut.
+// x @ w.T for packed w. Every result is one chain of multiply-adds in the order of K, whatever other rows there are and
+// however the work is divided.
 #pragma once
 
 #include <algorithm>
@@ -11,12 +11,12 @@ namespace infer {
 
 constexpr int64_t LINE = 16;  // words of a cache line
 
-// A packed matrix: panels of PANEL columns; in a panel, for every STEP of K, a word per column.
+// A packed matrix consists of panels of PANEL columns; a panel has, for every STEP elements of K, one word per column.
 template <class T>
 constexpr int64_t steps_of(int64_t K) {
     return (K + STEP<T> - 1) / STEP<T>;
 }
-// Of the word of a step, what is not padding.
+// How many bytes of a step's word are not padding.
 template <class T>
 constexpr int64_t word_bytes(int64_t K, int64_t step) {
     return std::min<int64_t>(STEP<T>, K - step * STEP<T>) * int64_t(sizeof(T));
@@ -32,11 +32,12 @@ struct Fetch {
     int64_t lines = 0;
 };
 
-// Sums begin with begin(row, vector), get a[M][...] . w for as many steps, and a row's go to end(row, sums) together.
+// A register tile of M rows. Sums start with begin(row, vector), a . w is added step by step, and each row's sums go
+// together to end(row, sums).
 template <class T, int M, class Begin, class End>
 inline void tile(const T* a, int64_t stride_a, const uint32_t* w, int64_t steps, int64_t row, Begin begin, End end,
                  Fetch fetch) {
-    vf acc[M][VECTORS];  // unrolled throughout, or it would live in memory
+    vf acc[M][VECTORS];  // all loops over it are unrolled, or it would live in memory
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++)
 #pragma GCC unroll 8
@@ -57,7 +58,7 @@ inline void tile(const T* a, int64_t stride_a, const uint32_t* w, int64_t steps,
     for (int m = 0; m < M; m++) end(row + m, acc[m]);
 }
 
-// An end that takes a row's sums vector by vector.
+// An ``end`` for ``tile`` that calls f(row, vector, sum) for each vector.
 template <class F>
 inline auto one_by_one(F f) {
     return [=](int64_t row, const vf(&sums)[VECTORS]) {
@@ -66,7 +67,7 @@ inline auto one_by_one(F f) {
     };
 }
 
-// The same for any number of rows. ``next`` is what will be multiplied after this, and comes closer meanwhile.
+// ``tile`` for any number of rows. ``next`` is the part of a packed matrix to prefetch, because it is multiplied next.
 template <class T, class Begin, class End>
 void tiles(const T* a, int64_t stride_a, int64_t rows, const uint32_t* w, int64_t steps, Begin begin, End end,
            const uint32_t* next = nullptr) {
@@ -88,8 +89,8 @@ void tiles(const T* a, int64_t stride_a, int64_t rows, const uint32_t* w, int64_
     }
 }
 
-// Of a ``gated`` matrix, whose upper half of rows makes gates and lower half what they let through, a panel takes half
-// of its columns from each, so that a tile has the sums of both.
+// Packs w [N][K]. The first half of the rows of a ``gated`` matrix compute gates, the second half values. Each of its
+// panels takes half of its columns from either, so that a tile has the sums of both.
 template <class T>
 void pack(const T* w, int64_t N, int64_t K, bool gated, uint32_t* packed) {
     int64_t steps = steps_of<T>(K), parts = gated ? 2 : 1, columns = PANEL / parts, rows = N / parts;
@@ -108,7 +109,7 @@ void pack(const T* w, int64_t N, int64_t K, bool gated, uint32_t* packed) {
     });
 }
 
-// Rows of the unpacked matrix.
+// Rows ``ids`` of the unpacked matrix.
 template <class T>
 void unpack_rows(const uint32_t* packed, int64_t K, const int64_t* ids, int64_t count, T* out) {
     int64_t steps = steps_of<T>(K);
@@ -120,14 +121,14 @@ void unpack_rows(const uint32_t* packed, int64_t K, const int64_t* ids, int64_t 
     });
 }
 
-constexpr int64_t TASKS = 4;         // per thread, so that nobody waits long for the last one
-constexpr int64_t ROW_BLOCK = 96;    // rows whose sums stay in the first-level cache
-constexpr int64_t STEPS = 128;       // of a panel that stay there meanwhile
-constexpr int64_t FEW_STEPS = 64;    // where few rows leave little time to fetch the next
-constexpr int64_t STREAMED_ROWS = 2; // so few need no fetching: the hardware keeps ahead of them, faster
+constexpr int64_t TASKS = 4;         // tasks per thread, so that no thread waits long for the last one
+constexpr int64_t ROW_BLOCK = 96;    // rows whose sums fit into the L1 cache
+constexpr int64_t STEPS = 128;       // steps of a panel that fit there, too
+constexpr int64_t FEW_STEPS = 64;    // the same for few rows, which leave less time to prefetch the next steps
+constexpr int64_t STREAMED_ROWS = 2; // up to so many rows, the hardware prefetches faster than we would
 
-// What becomes of a row's sums in panel p of a product [rows][N]: results, in row ``to`` of the output. With a gate, the
-// first half of the sums are gates and the second what they let through; both are rounded as if they had been stored.
+// Turns a row's sums in panel p of a product [rows][N] into results in ``to``, a row of the output. With a gate, the
+// first half of the sums are gates and the second half values; both are rounded as if they had been stored.
 template <class T>
 inline void emit(const vf (&sums)[VECTORS], int64_t p, int64_t N, const T* bias, Gate gate, T* to) {
     constexpr int HALF = VECTORS / 2;
@@ -160,7 +161,7 @@ void linear(const T* x, int64_t stride_x, int64_t rows, const uint32_t* packed, 
     bool halved = gate != Gate::NONE;
     int64_t steps = steps_of<T>(K), panels = panels_of(N, halved), columns = halved ? PANEL / 2 : PANEL;
     int64_t stride_out = halved ? N / 2 : N;
-    if (K % STEP<T>) {  // the last word would reach into the next row
+    if (K % STEP<T>) {  // pad the rows: the last word would reach into the next row
         T* padded = scratch<T, struct Padded>(rows * (K + 1));
         for (int64_t m = 0; m < rows; m++) {
             std::memcpy(padded + m * (K + 1), x + m * stride_x, K * sizeof(T));
@@ -169,7 +170,7 @@ void linear(const T* x, int64_t stride_x, int64_t rows, const uint32_t* packed, 
         x = padded;
         stride_x = K + 1;
     }
-    // A task is a few panels next to each other, with all rows; where there are few panels, rows are shared out too.
+    // A task is a few neighbouring panels with all rows. If there are few panels, the rows are divided, too.
     int64_t blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK, wanted = TASKS * threads();
     int64_t each = std::max<int64_t>(1, panels / wanted), groups = (panels + each - 1) / each;
     int64_t cuts = std::min(blocks, (wanted + groups - 1) / groups);
@@ -177,16 +178,17 @@ void linear(const T* x, int64_t stride_x, int64_t rows, const uint32_t* packed, 
     parallel(groups * cuts, [=](int64_t task) {
         float* c = scratch<float, struct Sums>(ROW_BLOCK * PANEL);
         int64_t begin = task / cuts * each, end = std::min(panels, begin + each);
-        for (int64_t b = task % cuts; b < blocks; b += cuts)  // rows stay in the second-level cache, panels pass by
+        for (int64_t b = task % cuts; b < blocks; b += cuts)  // the rows stay in the L2 cache, the panels stream through
             for (int64_t p = begin; p < end; p++) {
                 int64_t first = b * ROW_BLOCK, count = std::min(ROW_BLOCK, rows - first);
                 const T* from = x + first * stride_x;
                 T* to = out + first * stride_out;
-                for (int64_t m = 0; m < count; m++)  // stores to lines that are far away wait as long as loads do
+                for (int64_t m = 0; m < count; m++)  // stores that miss the cache wait as long as loads do
                     for (int64_t e = 0; e < columns; e += 64 / int64_t(sizeof(T)))
                         __builtin_prefetch(to + m * stride_out + p * columns + e, 1);
                 for (int64_t s = 0; s < steps; s += block) {
-                    // Panels lie end to end: what comes next is at their end, or where the next rows begin.
+                    // Panels lie end to end, so the next steps follow these; after the task's last panel, the next rows
+                    // start at its first panel again.
                     const uint32_t *w = packed + (p * steps + s) * PANEL, *next = w + block * PANEL;
                     bool last = s + block >= steps;
                     if (last) {

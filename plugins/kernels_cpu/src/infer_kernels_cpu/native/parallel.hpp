@@ -1,5 +1,6 @@
-// A team of threads that shares out a kernel's tasks. Nobody waits for a member that is not running: on a busy machine
-// the system may take a core away for milliseconds, and a barrier for all members would wait as long, product by product.
+// A team of threads that divides a kernel's tasks among them. The caller never waits for a member that is not running:
+// on a busy machine the system may take a core away for milliseconds, and a barrier for all members would wait that
+// long at every product.
 #pragma once
 
 #include <pthread.h>
@@ -17,7 +18,7 @@ typedef int32_t (*NumThreads)(uint32_t* out);
 
 inline NumThreads num_threads = nullptr;
 
-// As many as torch would take, this thread included.
+// As many threads as torch uses, including this one.
 inline int64_t threads() {
     uint32_t n = 1;
     if (num_threads) num_threads(&n);
@@ -34,8 +35,8 @@ inline void pause() {
 
 class Team {
    public:
-    // run(context) on this thread and on up to ``others`` more: on those that come before it is done here. Returns when
-    // all who came have finished. Only one thread can have the team at a time; false when it is another's.
+    // Calls run(context) on this thread and on up to ``others`` members: those that enter before this thread is done.
+    // Returns when all that entered have finished; returns false at once if another thread is using the team.
     bool run(int64_t others, void (*run)(void*), void* context) {
         if (taken.exchange(true, std::memory_order_acquire)) return false;
         for (; members < others; members++) std::thread(&Team::serve, this, members).detach();
@@ -57,19 +58,19 @@ class Team {
     static Team& instance() {
         alignas(Team) static char memory[sizeof(Team)];
         static Team* team = [] {
-            // A forked process has this memory, but not the threads.
+            // A forked process has a copy of this memory, but not the threads.
             pthread_atfork(nullptr, nullptr, [] { new (memory) Team; });
-            return new (memory) Team;  // never destroyed: members may outlive whatever is torn down at exit
+            return new (memory) Team;  // never destroyed: members may run longer than static objects live at exit
         }();
         return *team;
     }
 
    private:
-    // ``state``: how many members are inside, whether others may enter, whether somebody sleeps until the last one
-    // leaves, and the number of the job.
+    // The bits of ``state``: how many members are inside, whether others may enter, whether the caller sleeps until the
+    // last one leaves, and the number of the job.
     static constexpr uint32_t INSIDE = 0xfff, OPEN = 0x1000, AWAITED = 0x2000, EPOCH = 0x4000;
-    // Looks at ``state`` before a thread goes to sleep, some 0.1 ms: longer than it takes from one kernel to the next,
-    // and short beside what the system gives a busy neighbour at a time.
+    // How often a thread polls ``state`` before it sleeps, about 0.1 ms in all: longer than the time between two
+    // kernels, and short compared with a scheduler's time slice for another process.
     static constexpr int SPINS = 5000;
 
     void serve(int64_t index) {
@@ -82,7 +83,7 @@ class Team {
         }
     }
 
-    // Until there is a job after ``last`` that can be entered.
+    // Waits for a job other than ``last`` that can be entered, and returns ``state``.
     uint32_t await(uint32_t last) {
         auto there = [&](uint32_t now) { return now & OPEN && (now & ~(EPOCH - 1)) != last; };
         uint32_t now = state.load(std::memory_order_acquire);
@@ -108,7 +109,7 @@ class Team {
     void* argument = nullptr;
 };
 
-// run(i) for every i below n, each by whoever is free. What run computes may not depend on who runs it.
+// Calls run(i) for every i below n, each on whichever thread is free. Results must not depend on the thread.
 template <class F>
 void parallel(int64_t n, F run) {
     int64_t workers = n < 2 ? 1 : threads();
@@ -122,7 +123,7 @@ void parallel(int64_t n, F run) {
         work();
 }
 
-// Memory of a thread's own that grows to the largest size asked for; uninitialised.
+// Uninitialised thread-local memory, which grows to the largest size requested.
 template <class T, class Tag>
 T* scratch(int64_t count) {
     struct Free {
