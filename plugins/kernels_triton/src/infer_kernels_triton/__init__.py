@@ -20,7 +20,7 @@ class TritonSettings(BaseModel, extra="forbid"):
 
 
 def _make(device: torch.device, settings: TritonSettings) -> KernelsProtocol:
-    # Only who runs them pays for importing a compiler.
+    # Importing Triton's compiler takes long, so only those who use it should wait for it.
     from infer_kernels_triton.provider import TritonKernels
 
     return TritonKernels(device, settings.exact)

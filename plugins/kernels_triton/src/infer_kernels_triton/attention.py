@@ -1,9 +1,11 @@
-"""Attention of ragged chunks over block-structured K/V, bit for bit the same for a query however it is scheduled.
+"""Attention of ragged chunks over block-structured K/V. A query's result is the same, bit for bit, however it is
+scheduled.
 
-Online softmax (Milakov and Gimelshein, 2018) over tiles of keys, within segments of fixed size counted from position 0;
-then the segments' results are merged in ascending order. Whether one program walks through all segments (enough
-queries to fill the device) or several share them and a second kernel merges (flash-decoding, Dao et al., 2023), the
-arithmetic of a query is the same. A tile or segment that a query does not see leaves its every bit as it was.
+Online softmax (Milakov and Gimelshein, 2018) goes over tiles of keys within segments of a fixed size counted from
+position 0; then the segments' results are merged in ascending order. If there are enough queries to fill the device,
+one program goes through all segments of a query; otherwise several programs divide them, and a second kernel merges
+(flash-decoding, Dao et al., 2023). The arithmetic of a query is the same, and a tile or segment that it does not attend
+to changes none of its bits.
 
 The queries of all heads that share a K/V head are one tile (PackGQA of FlashAttention-3), so that K/V are read once.
 
@@ -25,18 +27,19 @@ from infer_kernels_triton.configs import AttentionConfig
 
 Launch = Callable[..., object]
 Parts = Tensor | torch.dtype | None
-"""Room for segments' results; their type alone where nothing is to run, none where one program has them all."""
+"""A tensor for the segments' results; their dtype if the kernel is only compiled; None if one program has all
+segments."""
 
 LOG2E = 1.4426950408889634
 LOWEST = tl.constexpr(-1e38)
-"""A finite start for running maxima: the difference of two of them is 0, not NaN."""
+"""The start of running maxima; finite, so that the difference of two is 0, not NaN."""
 
 
 @triton.jit
 def _locate(tile, offsets_ptr, num_sequences, BLOCK_Q: tl.constexpr):
-    """The sequence to which a query tile belongs, and its first row there.
+    """The sequence that a query tile belongs to, and the tile's first row in it.
 
-    Sequence b's tiles begin at b + (rows before it) // BLOCK_Q: room for every sequence's last, partial tile.
+    Sequence b's tiles begin at b + (rows before it) // BLOCK_Q, which leaves room for every sequence's partial tile.
     """
     origin = tl.load(offsets_ptr)
     low = 0
@@ -52,7 +55,8 @@ def _locate(tile, offsets_ptr, num_sequences, BLOCK_Q: tl.constexpr):
 
 @triton.jit
 def _merge(top, total, acc, top_s, total_s, acc_s):
-    """Add a segment's (maximum, sum, weighted values). Fused multiply-adds are explicit: every kernel has the same."""
+    """Merge a segment's (maximum, sum of weights, weighted values) into the running ones. Fused multiply-adds are
+    explicit, so that every kernel computes the same bits."""
     new = tl.maximum(top, top_s)
     decay = tl.exp2(top - new)
     decay_s = tl.exp2(top_s - new)
@@ -63,7 +67,8 @@ def _merge(top, total, acc, top_s, total_s, acc_s):
 
 @triton.jit
 def _span(start, first_row, last_row, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """First and last tile of keys that the queries at rows first_row..last_row of a chunk at ``start`` see."""
+    """The first and the last tile of keys that any of the rows first_row..last_row of a chunk at ``start`` attends
+    to."""
     first = 0
     if WINDOW > 0:
         first = tl.maximum(start + first_row - WINDOW + 1, 0) // BLOCK_N
@@ -72,11 +77,11 @@ def _span(start, first_row, last_row, WINDOW: tl.constexpr, BLOCK_N: tl.constexp
 
 @triton.jit
 def _keys(i, own_segment, stride, TILES: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Positions of a program's i-th tile of keys."""
+    """The positions of a program's i-th tile of keys."""
     return ((own_segment + i // TILES * stride) * TILES + i % TILES) * BLOCK_N + tl.arange(0, BLOCK_N)
 
 
-# What differs from step to step, or with where a slice begins, is no part of the compiled code.
+# Do not specialise on values that differ from pass to pass, or on pointers whose alignment depends on a slice's start.
 @triton.jit(
     do_not_specialize=["num_sequences", "max_segments", "stride_qt", "stride_table"],
     do_not_specialize_on_alignment=["starts_ptr", "offsets_ptr", "table_ptr"],
@@ -111,15 +116,16 @@ def extend_kernel(
     SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program: a tile of queries of the heads of one K/V head; with SPLIT, every num_programs(2)-th segment of it.
+    """One program computes a tile of queries, of all heads that share one K/V head; with SPLIT, every
+    num_programs(2)-th segment of it.
 
-    Scores are powers of two: ``scale`` and ``soft_cap`` hold the factor log2(e). tanh(x) is 2 sigmoid(2 x) - 1.
+    Scores are exponents of 2: ``scale`` and ``soft_cap`` contain the factor log2(e). tanh(x) is 2 sigmoid(2 x) - 1.
     """
     G: tl.constexpr = H // K
     BLOCK_Q: tl.constexpr = BLOCK_M // G
     TILES: tl.constexpr = SEGMENT // BLOCK_N
     kv_head = tl.program_id(0)
-    # The last tiles see the most keys: they go first.
+    # The last tiles go first, since they see the most keys.
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
     sequence, first_row = _locate(tile, offsets_ptr, num_sequences, BLOCK_Q)
     offset = tl.load(offsets_ptr + sequence)
@@ -134,7 +140,7 @@ def extend_kernel(
     own_segment = first_segment + tl.program_id(2)
     if own_segment > last_segment:
         return
-    # This program's tiles in one loop: whole segments, but for what nobody sees at either end.
+    # One loop goes through this program's tiles: whole segments, without the tiles at either end that no query sees.
     stride = tl.num_programs(2)
     num_own = (last_segment - own_segment) // stride
     begin = 0
@@ -173,7 +179,7 @@ def extend_kernel(
     for i in range(begin, end):
         key_n = _keys(i, own_segment, stride, TILES, BLOCK_N)
         place_n = (block_n.to(tl.int64) * BLOCK_SIZE + key_n % BLOCK_SIZE) * (K * E)
-        # What lies beyond the tile's last query may be another's, or NaN, and 0 x NaN is NaN: it is not read.
+        # Do not read past the tile's last query: what lies there may belong to another sequence, and 0 x NaN is NaN.
         real = (key_n <= last_key)[:, None] & real_e[None, :]
         k = tl.load(k_ptr + place_n[:, None] + size_e[None, :], mask=real, other=0.0)
         v = tl.load(v_ptr + place_n[:, None] + size_e[None, :], mask=real, other=0.0)
@@ -204,7 +210,8 @@ def extend_kernel(
         top_s = tl.where(done, LOWEST, top_s)
         total_s = tl.where(done, 0.0, total_s)
         acc_s = tl.where(done, 0.0, acc_s)
-        # Where the next tile's keys are is known a round ahead, so that they can be fetched while this one's multiply.
+        # Look up the next tile's blocks one iteration ahead, so that its keys can be loaded while this tile is
+        # multiplied.
         next_n = _keys(i + 1, own_segment, stride, TILES, BLOCK_N)
         block_n = tl.load(table_ptr + next_n // BLOCK_SIZE, mask=next_n <= last_key, other=0)
     if not SPLIT:
@@ -231,7 +238,7 @@ def merge_kernel(
     BLOCK_N: tl.constexpr,
     SEGMENT: tl.constexpr,
 ):
-    """One program: the segments of one head of one decoding sequence, in their order."""
+    """One program merges the segments of one head of one decoding sequence, in their order."""
     TILES: tl.constexpr = SEGMENT // BLOCK_N
     sequence = tl.program_id(0)
     head = tl.program_id(1)
@@ -265,8 +272,8 @@ def extend_attention(
 ) -> Tensor:
     """``KernelsProtocol.extend_attention``. Grids follow from shapes alone, and nothing waits for the device.
 
-    ``programs`` is how many the segments of decoding sequences are shared among. The ``first`` time, what any batch may
-    need is compiled.
+    The segments of decoding sequences are divided among about ``programs`` programs. The ``first`` call compiles the
+    kernels that any batch may need.
     """
     T, H, E = q_THE.shape
     K, block_size, B = spec.num_kv_heads, k_cache.shape[1], len(ragged.lens)
@@ -281,7 +288,8 @@ def extend_attention(
     common = {"WINDOW": spec.window or 0, "BLOCK_N": config.block_n, "SEGMENT": config.segment}
 
     def extend(run: Launch, begin: int, end: int, acc: Parts, sums: Parts) -> None:
-        """Sequences begin..end, whose rows are the same as long as all before them are decodes."""
+        """Launch the kernel for sequences begin..end. All sequences before ``begin`` are decodes, so that their row
+        indices equal their sequence indices."""
         run(
             q_THE,
             k_cache,

@@ -1,5 +1,5 @@
-"""Which tile sizes run where: one table. Sizes that decide the order of a sum are marked; they are the same for every
-number of rows, so that a row's bits are its own."""
+"""Tile sizes per GPU architecture. Sizes that determine the order of a sum are marked; they are the same for every
+number of rows, so that a row's bits do not depend on the other rows."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import torch
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """Tiles of attention for head sizes up to ``head_size``. One for decodes and prefills: the order in which a query's
-    weights are added follows from how a tile is laid over the warps."""
+    """Attention tiles for head sizes up to ``head_size``. Decodes and prefills use the same tiles, because the layout
+    of a tile over the warps determines the order in which a query's weights are summed."""
 
     head_size: int
     segment: int
-    """Keys that are reduced before results are merged. Decides the order of the sum."""
+    """Keys that are reduced before results are merged. Determines the order of the sum."""
     block_n: int
-    """Keys per step. Decides the order of the sum."""
+    """Keys per step. Determines the order of the sum."""
     block_m: int
-    """Queries, times the heads that share a K/V head, per program."""
+    """Rows per program: queries, times the heads that share a K/V head."""
     warps: int
     stages: int
-    """Of the pipeline; with two, a tile is fetched after the one before it has been multiplied, not meanwhile."""
+    """Pipeline stages. With two, a tile is loaded only after the previous one has been multiplied."""
 
 
 @dataclass(frozen=True)
@@ -40,20 +40,20 @@ class LinearConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """What one architecture uses for one size of values."""
+    """All tiles of one architecture for values of one size."""
 
     attention: tuple[AttentionConfig, ...]
-    """By ascending head size."""
+    """In the order of head sizes, ascending."""
     linear: tuple[LinearConfig, ...]
-    """By ascending rows. In all of them, products are summed one after the other in the order of K."""
+    """In the order of rows, ascending. All of them sum products one after the other in the order of K."""
 
 
 MANY = 1 << 62
 
-# Where heads of 128 have eight warps, they would spill registers with four.
+# Architectures with eight warps for heads of 128 would spill registers with four.
 
 FLOAT32 = Config(
-    # No matrix unit multiplies these exactly: tiles are small, and fit into 99 KiB of shared memory.
+    # No matrix unit multiplies float32 exactly, so tiles are small; they fit into 99 KiB of shared memory.
     attention=(
         AttentionConfig(64, 256, 32, block_m=32, warps=4, stages=3),
         AttentionConfig(128, 256, 16, block_m=32, warps=8, stages=3),
@@ -97,7 +97,7 @@ BLACKWELL = Config(
     linear=HOPPER.linear,
 )
 INTERPRETER = Config(
-    # Small, so that little input crosses many edges.
+    # Small tiles, so that small inputs in tests cross many edges.
     attention=(AttentionConfig(256, 64, 32, block_m=64, warps=1, stages=1),),
     linear=(
         LinearConfig(16, block_m=16, block_n=16, block_k=64, warps=1, stages=1),
@@ -106,7 +106,7 @@ INTERPRETER = Config(
 )
 
 Configs = Mapping[int, Config]
-"""By the bytes of a value."""
+"""Configs by the bytes of a value."""
 
 TABLE: Mapping[int, Configs] = {
     80: {2: AMPERE, 4: FLOAT32},
@@ -117,7 +117,8 @@ TABLE: Mapping[int, Configs] = {
 
 
 def configs(device: torch.device) -> Configs:
-    """The entry of the newest architecture that is no newer than the device's. Raises RuntimeError for older ones."""
+    """The configs of the newest architecture in TABLE that is not newer than the device's. Raises RuntimeError if all
+    are."""
     if device.type != "cuda":
         return {2: INTERPRETER, 4: INTERPRETER}
     major, minor = torch.cuda.get_device_capability(device)

@@ -1,8 +1,8 @@
-"""Norms, rotary embedding with the K/V store, and gated activations: one launch and one pass over memory each.
+"""Norms, rotary embedding with the K/V store, and gated activations, each in one launch that reads memory once.
 
 Values are rounded where ``infer.kernels.reference`` rounds them.
 
-Shapes: T tokens, D hidden, H query heads, K key/value heads, E head size.
+Shapes: T tokens, D hidden size, H query heads, K key/value heads, E head size.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def norm_kernel(
     ADD: tl.constexpr,
     UNIT_OFFSET: tl.constexpr,
 ):
-    """One program: BLOCK_R rows. Row r of x is head r % heads of token r // heads; all else is contiguous."""
+    """One program computes BLOCK_R rows. Row r of x is head r % heads of token r // heads; all else is contiguous."""
     row_r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     size_d = tl.arange(0, BLOCK_D)
     real = (row_r < num_rows)[:, None] & (size_d < D)[None, :]
@@ -53,7 +53,7 @@ def norm_kernel(
 
 @triton.jit
 def _scale(x, weight_ptr, real, dtype: tl.constexpr, UNIT_OFFSET: tl.constexpr):
-    """What a norm does with its weight, rounded."""
+    """Multiply by a norm's weight, and round the result to ``dtype``."""
     weight = tl.load(weight_ptr, mask=real, other=0.0).to(tl.float32)
     x = x * (1.0 + weight) if UNIT_OFFSET else x.to(dtype).to(tl.float32) * weight
     return x.to(dtype).to(tl.float32)
@@ -75,7 +75,7 @@ def _rotate(
     NORM: tl.constexpr,
     UNIT_OFFSET: tl.constexpr,
 ):
-    """Rotate one token's heads, the two halves of each against each other, after norms of their own."""
+    """Normalise each head of one token, if NORM, and rotate its two halves against each other."""
     HALF: tl.constexpr = E // 2
     head_h = tl.arange(0, HEADS_PAD)[:, None]
     size_e = tl.arange(0, E_PAD // 2)[None, :]
@@ -122,7 +122,7 @@ def rope_store_kernel(
     NORM: tl.constexpr,
     UNIT_OFFSET: tl.constexpr,
 ):
-    """One program: a token, its q rotated to ``out``, its K rotated and its V copied to their place in the caches."""
+    """One program handles one token: it writes the rotated q to ``out``, and the rotated K and the V to the caches."""
     HALF: tl.constexpr = E // 2
     token = tl.program_id(0).to(tl.int64)
     size_e = tl.arange(0, E_PAD // 2)
@@ -143,7 +143,7 @@ def rope_store_kernel(
 
 @triton.jit
 def gated_kernel(gate_up_ptr, out_ptr, stride_t, size, GELU: tl.constexpr, BLOCK: tl.constexpr):
-    """One program: BLOCK columns of one row."""
+    """One program computes BLOCK columns of one row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = column < size
@@ -161,7 +161,8 @@ def gated_kernel(gate_up_ptr, out_ptr, stride_t, size, GELU: tl.constexpr, BLOCK
 def rms_norm(
     x: Tensor, weight_D: Tensor, eps: float, unit_offset: bool, residual_TD: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(norm(x), x), or (norm(x + residual), x + residual). x is [T, D], or [T, heads, D] with contiguous last rows."""
+    """(norm(x), x), or (norm(x + residual), x + residual). x is [T, D], or [T, heads, D] with a contiguous last
+    dimension."""
     D = x.shape[-1]
     if x.stride(-1) != 1:
         x = x.contiguous()

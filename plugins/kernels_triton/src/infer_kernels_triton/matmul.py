@@ -1,8 +1,8 @@
-"""x @ w.T of which every row's bits are its own, however many rows there are.
+"""x @ w.T in which a row's bits do not depend on how many rows there are.
 
-Vendor libraries choose another algorithm for another number of rows, and with it another order of summation. Here every
-configuration adds the products of a row one after the other in the order of K; tiles differ in what they share, not in
-what they add. Few rows get narrow tiles of columns, so that every multiprocessor has some of the weight to stream.
+Vendor libraries choose an algorithm by the number of rows, and with it the order of summation. Here every configuration
+adds the products of a row one after the other in the order of K; tile sizes do not change that order. Few rows get
+narrow tiles of columns, so that every multiprocessor streams a part of the weight.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch import Tensor
 from infer_kernels_triton.configs import LinearConfig
 
 GROUP = 8
-"""Tiles of rows that go through the columns together, so that both stay in the L2 cache."""
+"""How many tiles of rows go through the columns together, so that rows and columns stay in the L2 cache."""
 
 
-@triton.jit(do_not_specialize=["M"])  # or it would be compiled anew for one row, and for multiples of 16
+@triton.jit(do_not_specialize=["M"])  # otherwise it is compiled again for one row, and for multiples of 16
 def linear_kernel(
     x_ptr,
     w_ptr,
@@ -40,7 +40,7 @@ def linear_kernel(
     BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program: a tile [BLOCK_M, BLOCK_N] of the result."""
+    """One program computes a tile [BLOCK_M, BLOCK_N] of the result."""
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     group = tl.program_id(0) // (GROUP * tiles_n)
@@ -49,9 +49,11 @@ def linear_kernel(
     row_m = (group * GROUP + within % height) * BLOCK_M + tl.arange(0, BLOCK_M)
     column_n = within // height * BLOCK_N + tl.arange(0, BLOCK_N)
     size_k = tl.arange(0, BLOCK_K)
-    # Or some compilers cannot tell the accumulators before the loop from those within, and wait after every product.
+    # Without this, some compilers cannot tell the accumulators before the loop from those in it, and wait after every
+    # product.
     tl.assume(K > 0)
-    # Rows and columns past the end repeat the first ones: their results are not stored, and loads need no mask.
+    # Rows and columns past the end wrap around to the first ones, so that loads need no mask. Their results are not
+    # stored.
     x_ptr += (row_m % M).to(tl.int64)[:, None] * stride_x + size_k[None, :]
     w_ptr += (column_n % N).to(tl.int64)[None, :] * stride_w + size_k[:, None]
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -74,7 +76,7 @@ def linear_kernel(
 
 
 def linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, configs: tuple[LinearConfig, ...]) -> Tensor:
-    """[T, N]; x may be strided by rows."""
+    """x @ w.T + bias, [T, N]. The rows of x may have any stride."""
     x = x_TK.flatten(0, -2)
     if x.stride(-1) != 1:
         x = x.contiguous()
@@ -88,7 +90,7 @@ def linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, configs: tupl
 
 
 def warm_up(weight_NK: Tensor, bias_N: Tensor | None, configs: tuple[LinearConfig, ...]) -> None:
-    """Compile what ``linear`` may launch for a weight."""
+    """Compile every kernel that ``linear`` may launch for this weight."""
     dtype, K = weight_NK.dtype, weight_NK.shape[1]
     for c in configs:
         _launch(functools.partial(linear_kernel.warmup, grid=(1,)), c, dtype, weight_NK, bias_N, dtype, c.block_m, K)

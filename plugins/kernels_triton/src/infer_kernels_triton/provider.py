@@ -1,4 +1,4 @@
-"""The provider: what is better in Triton than in torch."""
+"""The kernel provider: Triton kernels where they are faster than torch or keep rows exact."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from infer_kernels_triton import attention, elementwise, matmul, sampling
 from infer_kernels_triton.configs import Config, configs
 
 WAVES = 2
-"""Programs per multiprocessor that the segments of long sequences are shared among."""
+"""The segments of long sequences are divided among this many programs per multiprocessor."""
 INTERPRETED_PROGRAMS = 64
 
 
 class TritonKernels(ReferenceKernels):
-    """For NVIDIA GPUs; on CPU tensors in Triton's interpreter.
+    """Kernels for NVIDIA GPUs, and for CPU tensors in Triton's interpreter.
 
-    ``exact`` takes matrix products of our own instead of the vendor's, whose rows depend on how many there are.
+    ``exact`` chooses matrix products of our own instead of the vendor's, whose rows depend on how many there are.
     """
 
     def __init__(self, device: torch.device, exact: bool = True) -> None:
@@ -86,7 +86,8 @@ class TritonKernels(ReferenceKernels):
         return self._configs[dtype.itemsize]
 
     def _first(self, *what: Hashable) -> bool:
-        """Whether this is new: then every variant of it is compiled at once, and none while somebody waits."""
+        """Whether this kernel and shape occur for the first time. The caller then compiles all variants at once, so
+        that no later request waits for the compiler."""
         new = what not in self._met
         self._met.add(what)
         return new

@@ -1,10 +1,10 @@
 """Drawing a token per row without sorting the vocabulary.
 
-Filters are thresholds, and a threshold is found bit by bit: the largest value such that enough tokens, or enough
-probability, is at or above it. The draw runs through what is left in the order of the vocabulary. One program per row
-walks over the logits, which are in the L2 cache since they have just been written.
+Filters are thresholds, and a threshold is found bit by bit: it is the largest value such that enough tokens, or enough
+probability, are at or above it. The draw goes through the remaining tokens in vocabulary order. One program per row
+reads the logits several times; they are in the L2 cache, since they have just been written.
 
-Shapes: N rows, V vocabulary.
+Shapes: N rows, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch import Tensor
 from infer.protocols import Draws
 
 SIGNIFICANT = {torch.float32: 32, torch.float16: 19, torch.bfloat16: 16}
-"""Leading bits of a float32 in which logits of a type may differ."""
+"""In how many leading bits of a float32 logits of each dtype can differ."""
 BLOCK = 4096
 
 
 @triton.jit
 def _load(logits_ptr, begin, V, BLOCK: tl.constexpr):
-    """Logits and their keys: integers in the same order. Both zeros have one key."""
+    """A block of logits and their keys: integers in the same order. 0 and -0 have the same key."""
     index = begin + tl.arange(0, BLOCK)
     x = tl.load(logits_ptr + index, mask=index < V, other=float("-inf")).to(tl.float32)
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
@@ -35,7 +35,7 @@ def _load(logits_ptr, begin, V, BLOCK: tl.constexpr):
 
 @triton.jit
 def _above(logits_ptr, V, top, heat, threshold, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """How many tokens have a key of at least ``threshold``, or what they weigh: exp((x - top) / heat)."""
+    """The number of tokens whose key is at least ``threshold``, or the sum of their weights exp((x - top) / heat)."""
     total = tl.zeros([], tl.float64)
     for begin in range(0, V, BLOCK):
         x, key = _load(logits_ptr, begin, V, BLOCK)
@@ -47,7 +47,8 @@ def _above(logits_ptr, V, top, heat, threshold, COUNT: tl.constexpr, BLOCK: tl.c
 
 @triton.jit
 def _threshold(logits_ptr, V, top, heat, wanted, COUNT: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest key at or above which ``wanted`` tokens are, or weight is."""
+    """The largest key such that ``wanted`` tokens (with COUNT), or tokens of weight ``wanted``, have at least that
+    key."""
     zero = tl.zeros([], tl.int32)
     enough = _above(logits_ptr, V, top, heat, zero, COUNT, BLOCK) >= wanted
     threshold = tl.where(enough, zero, tl.full([], -0x80000000, tl.int32))
@@ -74,7 +75,7 @@ def sample_kernel(
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program: a row."""
+    """One program draws one row's token."""
     row = tl.program_id(0)
     logits_ptr += row.to(tl.int64) * stride_n
     index = tl.arange(0, BLOCK)
@@ -110,7 +111,8 @@ def sample_kernel(
                 kept = (key >= threshold) & (weight >= min_p) & (weight > 0.0)
                 total += tl.sum(tl.where(kept, weight, 0.0).to(tl.float64))
                 last = tl.maximum(last, tl.max(tl.where(kept, begin + index, 0)))
-            # The first kept token whose cumulative weight passes the target; rounding alone may leave none.
+            # Take the first kept token whose cumulative weight passes the target. By rounding there may be none; then
+            # take the last kept one.
             target = tl.load(uniform_ptr + row) * total
             before = tl.zeros([], tl.float64)
             token = last
@@ -126,7 +128,7 @@ def sample_kernel(
 
 
 def sample(logits_NV: Tensor, draws: Draws, first: bool) -> Tensor:
-    """``KernelsProtocol.sample``. The ``first`` time, what any draws may need is compiled."""
+    """``KernelsProtocol.sample``. The ``first`` call compiles the kernels that any draws may need."""
     N, V = logits_NV.shape
     token_N = torch.empty(N, dtype=torch.int64, device=logits_NV.device)
 
@@ -151,7 +153,7 @@ def sample(logits_NV: Tensor, draws: Draws, first: bool) -> Tensor:
         )
 
     if first:
-        for dtype in {logits_NV.dtype, torch.float32}:  # edited logits are of the latter
+        for dtype in {logits_NV.dtype, torch.float32}:  # steered logits are float32
             for greedy, ranked in ((True, False), (False, False), (False, True)):
                 launch(functools.partial(sample_kernel.warmup, grid=(1,)), dtype, greedy, ranked)
     launch(sample_kernel[(N,)], logits_NV, draws.greedy, draws.ranked and not draws.greedy)

@@ -1,4 +1,4 @@
-"""A span per finished request, by OTLP over HTTP."""
+"""An observer that sends one OpenTelemetry span per finished request, by OTLP over HTTP."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from infer.protocols import ObserverFactory
 INFER_PLUGIN_API = 1
 
 _EPOCH_NS = time.time_ns() - time.perf_counter_ns()
-"""When ``time.perf_counter`` was zero."""
+"""Unix time, in ns, at which ``time.perf_counter`` was zero."""
 
 
 class OtelSettings(BaseModel, extra="forbid"):
@@ -32,7 +32,7 @@ class OtelSettings(BaseModel, extra="forbid"):
 
 
 class Spans:
-    """Spans go out in a thread of the SDK's own, in batches; ``close`` sends what is left."""
+    """Makes spans of requests. A thread of the SDK sends them in batches; ``close`` sends those that are left."""
 
     def __init__(self, settings: OtelSettings) -> None:
         resource = {}
@@ -74,7 +74,7 @@ class Spans:
 
 
 class Nowhere:
-    """Where nobody has said where spans go."""
+    """The observer if no endpoint is configured: it does nothing."""
 
     def infer_request_finished(self, record: RequestRecord) -> None:
         pass

@@ -1,9 +1,10 @@
-// Attention of ragged chunks over block-structured K/V. Online softmax (Milakov and Gimelshein, 2018) over steps of
-// KEYS keys within segments of SEGMENT keys, both counted from position 0; then the segments' results are merged in
-// order. Who computes which segment changes no bit, nor does a step or a segment that a query does not see.
+// Attention of ragged chunks over block-structured K/V. Online softmax (Milakov and Gimelshein, 2018) goes over steps
+// of KEYS keys within segments of SEGMENT keys, both counted from position 0; then the segments' results are merged in
+// order. No bit of a result depends on which thread computes a segment, or on steps and segments that the query does
+// not attend to.
 //
-// H query heads, K key/value heads, G = H / K query heads that share one, E head size. The queries of such a group are
-// rows of one tile, so that keys and values are packed for all of them at once.
+// H query heads, K key/value heads, G = H / K query heads that share a key/value head, E head size. The queries of such
+// a group are rows of one tile, so that keys and values are packed once for all of them.
 #pragma once
 
 #include <vector>
@@ -15,9 +16,9 @@ namespace infer {
 constexpr int64_t KEYS = 128;
 constexpr int64_t SEGMENT = 512;
 constexpr int64_t TILE_ROWS = 96;
-constexpr int64_t BAND = 4 * ROWS;  // rows that are taken to see the keys that the last of them sees
+constexpr int64_t BAND = 4 * ROWS;  // rows for which scores are computed up to the last key that any of them sees
 constexpr float LOG2E = 1.44269504088896341f;
-constexpr float LOWEST = -1e38f;  // a finite start for running maxima: two of them differ by 0, not NaN
+constexpr float LOWEST = -1e38f;  // the start of running maxima; finite, so that the difference of two is 0, not NaN
 static_assert(KEYS % PANEL == 0 && SEGMENT % KEYS == 0 && TILE_ROWS % BAND == 0);
 
 template <int HALF>
@@ -33,7 +34,7 @@ inline void exchange(vu (&x)[LANES]) {
         }
 }
 
-// Eklundh (1972): exchange ever smaller off-diagonal squares.
+// Transposes by exchanging smaller and smaller off-diagonal squares (Eklundh, 1972).
 inline void transpose(vu (&x)[LANES]) {
     if constexpr (LANES > 8) exchange<8>(x);
     if constexpr (LANES > 4) exchange<4>(x);
@@ -41,14 +42,14 @@ inline void transpose(vu (&x)[LANES]) {
     exchange<1>(x);
 }
 
-// Words of consecutive rows: what is at the same place becomes neighbours.
+// Combines LANES elements of STEP consecutive rows into words: elements of the same column share a word.
 inline vu words(const float* only, const float*) { return (vu)load(only); }
 inline vu words(const bf16* low, const bf16* high) {
     return widen(load_as<vh>(low)) | widen(load_as<vh>(high)) << 16;
 }
 
-// Where the K/V of a step's keys are, from the start of the cache, for the first head; those behind the last key are
-// the last one's again.
+// The offsets in the cache of the K/V of a step's keys, for the first head. Those past the last key repeat the last
+// one.
 struct Places {
     int64_t at[KEYS];
     int64_t count;
@@ -73,7 +74,7 @@ struct Attention {
         int64_t sequence, first, count, position;
     };
 
-    // What a tile's rows have found in the keys so far.
+    // The state of a tile's online softmax: per row, the maximum score, the sum of weights and the weighted values.
     struct Found {
         float* top;    // [rows]
         float* total;  // [rows]
@@ -113,7 +114,8 @@ struct Attention {
         for (int64_t e = 0; e < elements; e += 64 / int64_t(sizeof(T))) __builtin_prefetch(row + e, 0, 2);
     }
 
-    // Keys as the columns of a packed matrix [E, KEYS]. Columns behind the last key hold it again, and are masked.
+    // Packs keys as the columns of a matrix [E, KEYS]. Columns past the last key repeat it, and are masked later.
+    // Prefetches the keys ``then`` at ``next``, which are packed next.
     void pack_keys(const Places& places, const T* keys, const Places& next, const T* then, uint32_t* packed) const {
         int64_t steps = steps_of<T>(E);
         for (int64_t n = 0; n < places.count; n += LANES) {
@@ -141,7 +143,7 @@ struct Attention {
         }
     }
 
-    // Values as a packed matrix [KEYS, E]. Rows behind the last key hold it again, and are weighted with 0.
+    // Packs values as a matrix [KEYS, E]. Rows past the last key repeat it, and get weight 0. Prefetches as above.
     void pack_values(const Places& places, const T* values, const Places& next, const T* then,
                      uint32_t* packed) const {
         int64_t steps = steps_of<T>(KEYS), used = steps_of<T>(places.count);
@@ -163,12 +165,12 @@ struct Attention {
         }
     }
 
-    // One step of keys for the rows that see some of them. ``next`` and ``then`` say which keys and values of which
-    // head come after these.
+    // One step of keys for the rows that see some of them. ``next`` are the places, and ``then`` the head, of the keys
+    // and values that come after these, to prefetch them.
     void step(const Queries& t, int64_t key, const Places& places, int64_t head, const T* queries, const Found& f,
               const Places& next, int64_t then) const {
         int64_t G = group(), count = places.count;
-        // Causally, and for a window, the first queries may see none of these keys, and so may the last.
+        // The first queries may see none of these keys because of causality, and the last ones because of the window.
         int64_t begin = std::max<int64_t>(0, key - t.position) * G, end = t.count * G;
         if (window) end = std::min(end, (key + count - 1 + window - t.position) * G);
         if (begin >= end) return;
@@ -179,7 +181,7 @@ struct Attention {
         bool more = next.count > 0;
         float units = scale * LOG2E;
         pack_keys(places, k + head * E, next, more ? k + then * E : nullptr, packed);
-        // Of these keys: the last that a row sees, how many its band does.
+        // Among these keys, the index of the last one that each row sees, and how many the row's band sees.
         auto *last = scratch<int64_t, struct Last>(tile_rows()), *seen = scratch<int64_t, struct Seen>(tile_rows());
         for (int64_t r = 0; r < rows; r += G) std::fill_n(last + r, G, t.position + (begin + r) / G - key);
         for (int64_t r = 0; r < rows; r += BAND) {
@@ -188,7 +190,7 @@ struct Attention {
         }
         for (int64_t n = 0; n < count; n += PANEL) {
             int64_t r = std::min(rows, std::max<int64_t>(0, key + n - t.position) * G - begin);
-            r = std::max<int64_t>(0, r) / BAND * BAND;  // the first band of which somebody sees some of the panel
+            r = std::max<int64_t>(0, r) / BAND * BAND;  // the first band of which a row sees some key of the panel
             float* to = scores + r * KEYS + n;
             tiles<T>(
                 queries + (begin + r) * width(), width(), rows - r, packed + n * e_steps, e_steps,
@@ -208,9 +210,9 @@ struct Attention {
             }
     }
 
-    // Scores, in units of log 2, become weights; what the rows found earlier is scaled to the new maxima. last[row] is
-    // the last key that a row sees, seen[row] how many of its scores are there. Row by row would be simpler, and wait
-    // for every row's maximum and sum.
+    // Turns scores, as logarithms to base 2, into weights, and scales the rows' earlier sums to their new maxima.
+    // last[row] is the last key that a row sees, seen[row] how many scores have been computed for it. Going through
+    // all rows three times is faster than going row by row, where every maximum and every sum would have to be awaited.
     void softmax(const int64_t* last, const int64_t* seen, int64_t rows, float* scores, T* weights, const Found& f) const {
         auto* now = scratch<float, struct Now>(tile_rows());
         auto* decay = scratch<float, struct Decay>(tile_rows() + LANES);
@@ -240,7 +242,7 @@ struct Attention {
                 for (int64_t e = 0; e < columns(); e += LANES) store(acc + e, load(acc + e) * decay[r]);
     }
 
-    // The soft cap, and minus infinity for what a row whose last key is ``last`` does not see.
+    // Applies the soft cap, and masks the keys that a row does not see whose last key is ``last``.
     void hide(int64_t last, int64_t count, float* row) const {
         if (soft_cap == 0 && last >= count - 1 && count % LANES == 0 && (!window || last < window)) return;
         vi lane = lanes_from([](int i) { return i; });
@@ -254,7 +256,7 @@ struct Attention {
         }
     }
 
-    // Queries of heads [first, end) as rows, [heads][count * G][width].
+    // Copies the queries of K/V heads [first, end) to rows, [heads][count * G][width].
     void gather(const Queries& t, int64_t first, int64_t end, T* queries) const {
         int64_t G = group();
         for (int64_t head = first; head < end; head++)
@@ -265,7 +267,7 @@ struct Attention {
             }
     }
 
-    // All keys of one segment that the tile sees, for heads [first, end).
+    // Attention over the keys of one segment that the tile sees, for K/V heads [first, end).
     void segment(const Queries& t, int64_t first, int64_t end, int64_t index, const T* queries, const Found& f) const {
         int64_t begin = std::max(index * SEGMENT, first_key(t) / KEYS * KEYS);
         int64_t stop = std::min((index + 1) * SEGMENT, last_key(t) + 1), rows = t.count * group();
@@ -301,7 +303,7 @@ struct Attention {
             int64_t head = (first + i / rows) * G + i % rows % G, row = offsets[t.sequence] + t.first + i % rows / G;
             float scale = 1.0f / f.total[i];
             over_vectors(E, [&](int64_t e, int n) {
-                // Merging with nothing makes 0 of -0; not every row was merged.
+                // Merging turns -0 into 0, but not every row has been merged: do the same to all.
                 vf sum = load(f.acc + i * columns() + e) + 0.0f;
                 give(out + (row * H + head) * E + e, sum * scale, n);
             });
@@ -316,12 +318,12 @@ struct Attention {
                 tiles.push_back({b, i, std::min(most, n - i), starts[b] + i});
                 longest = std::max(longest, segments(tiles.back()));
             }
-        // Those that see the most keys first: nobody waits for a long one at the end.
+        // The tiles with the most keys go first, so that no thread is left with a long one at the end.
         std::stable_sort(tiles.begin(), tiles.end(),
                          [&](const Queries& a, const Queries& b) { return segments(a) > segments(b); });
         int64_t count = int64_t(tiles.size()), wanted = 2 * threads(), most_rows = 0;
         for (auto& t : tiles) most_rows = std::max(most_rows, t.count * G);
-        // Small tiles take several heads, whose K/V lie side by side, unless threads would be idle.
+        // A task with a small tile takes several heads, whose K/V are adjacent in memory, unless threads would be idle.
         int64_t heads = std::max<int64_t>(1, std::min({K, TILE_ROWS / most_rows, count * K / wanted}));
         int64_t groups = (K + heads - 1) / heads, rows = heads * most_rows;
         bool split = longest > 1 && threads() > 1 && count * groups < wanted;

@@ -1,4 +1,4 @@
-// Kernels that take rows one by one: norms, rotary embedding with the K/V store, gated activations.
+// Kernels that work row by row: norms, rotary embedding with the K/V store, gated activations.
 #pragma once
 
 #include <algorithm>
@@ -8,9 +8,9 @@
 
 namespace infer {
 
-constexpr int64_t ALONE = 1 << 14;  // elements that are not worth waking another thread for
+constexpr int64_t ALONE = 1 << 14;  // elements per task: fewer are not worth waking another thread
 
-// run(first, end) over rows of ``width`` elements, in parallel where there are many.
+// Calls run(first, end) for ranges of rows of ``width`` elements, in parallel if there are many.
 template <class F>
 void over_rows(int64_t rows, int64_t width, F run) {
     int64_t each = std::max<int64_t>(1, ALONE / std::max<int64_t>(width, 1));
@@ -31,7 +31,8 @@ inline void norm_row(const T* from, const T* weight, float eps, bool unit_offset
     });
 }
 
-// x [rows][heads][width], strided; the results lie end to end. With a residual, x + residual is stored and normed.
+// RMS norms of x [rows][heads][width], which may be strided; ``out`` is contiguous. With a residual, x + residual is
+// stored in ``total`` and normalised.
 template <class T>
 void rms_norm(const T* x, int64_t stride_row, int64_t stride_head, int64_t rows, int64_t heads, int64_t width,
               const T* weight, float eps, bool unit_offset, const T* residual, T* out, T* total) {
@@ -50,7 +51,7 @@ void rms_norm(const T* x, int64_t stride_row, int64_t stride_head, int64_t rows,
     });
 }
 
-// Halves of ``from`` rotated by cos and sin [width / 2].
+// Rotates the two halves of ``from`` against each other, by cos and sin [half].
 template <class T>
 inline void rotate(const T* from, const float* cos, const float* sin, int64_t half, T* to) {
     over_vectors(half, [&](int64_t e, int n) {
@@ -61,7 +62,7 @@ inline void rotate(const T* from, const float* cos, const float* sin, int64_t ha
     });
 }
 
-// RMS norms of each head of q and k; none where there are no weights.
+// RMS norms of each head of q and k; null weights mean no norms.
 template <class T>
 struct HeadNorms {
     const T *q_weight, *k_weight;
@@ -69,7 +70,7 @@ struct HeadNorms {
     bool unit_offset;
 };
 
-// q into ``out`` [T][H][E]; k, rotated, and v into the caches' rows ``places``.
+// Normalises and rotates q and k; writes q to ``out`` [T][H][E], and k and v to rows ``places`` of the caches.
 template <class T>
 void rope_store_kv(const T* q, int64_t stride_q, int64_t stride_qh, const T* k, int64_t stride_k, int64_t stride_kh,
                    const T* v, int64_t stride_v, int64_t stride_vh, const float* cos, const float* sin,
@@ -94,7 +95,7 @@ void rope_store_kv(const T* q, int64_t stride_q, int64_t stride_qh, const T* k, 
     });
 }
 
-// Left half of each row the gates, right half what they let through.
+// out = activation(left half) * right half of each row.
 template <class T>
 void gated_rows(const T* x, int64_t stride, int64_t rows, int64_t width, Gate kind, T* out) {
     over_rows(rows, 2 * width, [&](int64_t first, int64_t end) {

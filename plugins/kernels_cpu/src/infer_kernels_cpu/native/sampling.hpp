@@ -1,11 +1,12 @@
-// Drawing a token per row: thresholds on probability found by bisection, inverse transform in vocabulary order.
+// Draws a token per row. Filters are thresholds on probability, found by bisection; the draw is an inverse transform in
+// vocabulary order.
 #pragma once
 
 #include "rows.hpp"
 
 namespace infer {
 
-constexpr int64_t BLOCK = 1024;  // tokens whose mass is added up before it joins the total
+constexpr int64_t BLOCK = 1024;  // tokens whose masses are summed in fp32 before they are added to the total
 
 struct Draw {
     float temperature;
@@ -14,11 +15,11 @@ struct Draw {
     double uniform;
 };
 
-// Tokens of a row in vocabulary order, with their unnormalised probabilities; the likeliest of the row has mass 1. A mass
-// over a set of them is added up in one fixed order.
+// Tokens of a row in vocabulary order, with their unnormalised probabilities; the row's likeliest token has mass 1.
+// Sums over the tokens above a threshold are taken in one fixed order.
 struct Candidates {
     float* mass;
-    int32_t* token;  // null where candidate i is token i
+    int32_t* token;  // null if candidate i is token i
     int64_t count;
 
     struct Kept {
@@ -44,7 +45,7 @@ struct Candidates {
         for (int64_t e = whole; e < count; e++) n += mass[e] >= threshold;
         return {total, n};
     }
-    // Only those of at least the threshold stay.
+    // Drops all candidates below the threshold.
     void drop(float threshold) {
         int64_t left = 0;
         over_vectors(count, [&](int64_t e, int n) {
@@ -58,11 +59,11 @@ struct Candidates {
         });
         count = left;
     }
-    // The largest threshold, at least ``least``, for which enough(kept); one that keeps everything has to be enough.
+    // The largest threshold for which enough(kept(threshold)), at least ``least``, for which it must be true.
     // Candidates below it may go on the way, so that few are looked at often.
     template <class F>
     float largest(float least, F enough) {
-        uint32_t low, high;  // of positive floats, the bits order as the values do
+        uint32_t low, high;  // the bits of positive floats have the same order as their values
         float one = 1.0f;
         std::memcpy(&low, &least, 4);
         std::memcpy(&high, &one, 4);
@@ -84,11 +85,11 @@ struct Candidates {
     }
 };
 
-constexpr int CHAINS = 4;  // vectors compared at a time: each waits for the one before it in its chain alone
+constexpr int CHAINS = 4;  // independent chains of comparisons: a vector waits only for the one before it in its chain
 
 struct Top {
     float value;
-    bool nan;  // there is a NaN in the row
+    bool nan;  // the row contains a NaN
 };
 
 template <class T>
@@ -113,7 +114,7 @@ Top top_of(const T* row, int64_t size) {
     return {highest(tops[0]), any(nan)};
 }
 
-// Where the value is first; it has to be in the row.
+// The first index of the value, which must be in the row.
 template <class T>
 int64_t first_of(const T* row, int64_t size, float value) {
     int64_t e = 0;
@@ -126,8 +127,8 @@ int64_t first_of(const T* row, int64_t size, float value) {
     return e;
 }
 
-// Tokens that can be among the top_k likeliest, few of them: those that are at most so much less likely than the top one
-// that there are enough, or all.
+// The tokens that can be among the top_k likeliest: those within a distance of the top logit that leaves enough of
+// them, but few, or else all tokens.
 template <class T>
 int64_t near_top(const T* logits, int64_t size, float top, const Draw& draw, int32_t* token) {
     for (float reach : {3.0f, 8.0f, INFINITY}) {  // e^-3 of the top one's probability, and so on
@@ -175,7 +176,7 @@ int64_t sample_row(const T* logits, int64_t size, const Draw& draw) {
     if (nan || !(std::fabs(top) < INFINITY)) return -1;
     if (draw.temperature == 0) return first_of(logits, size, top);
     Candidates all = candidates(logits, size, top, draw);
-    // Infinitely unlikely tokens have mass 0 and are never drawn, so the smallest threshold is above it.
+    // Tokens of mass 0 are never drawn, so the smallest threshold is above 0.
     float threshold = 1.17549435e-38f;
     if (draw.top_k > 0 && draw.top_k < size && all.kept(threshold).count > draw.top_k)
         threshold = all.largest(threshold, [&](auto kept) { return kept.count >= draw.top_k; });
@@ -183,7 +184,7 @@ int64_t sample_row(const T* logits, int64_t size, const Draw& draw) {
         double wanted = double(draw.top_p) * all.kept(threshold).mass;
         threshold = all.largest(threshold, [&](auto kept) { return kept.mass >= wanted; });
     }
-    threshold = std::max(threshold, draw.min_p);
+    threshold = std::max(threshold, draw.min_p);  // min_p is relative to the likeliest token, whose mass is 1
     double target = draw.uniform * all.kept(threshold).mass, reached = 0;
     int64_t last = -1;
     for (int64_t b = 0; b < all.count; b += BLOCK) {
@@ -207,7 +208,7 @@ int64_t sample_row(const T* logits, int64_t size, const Draw& draw) {
                     }
         }
     }
-    // Where adding one by one falls short of adding by blocks, this is the last one kept.
+    // By rounding, the sum token by token may fall short of the sum by blocks; then this is the last token kept.
     return last < 0 || !all.token ? last : all.token[last];
 }
 

@@ -1,5 +1,5 @@
-// Vectors as wide as the target's registers, and the element types. GCC and Clang lower the vector extensions used here
-// for any target; only what they cannot express has intrinsics.
+// Vectors as wide as the target's registers, and the element types. GCC and Clang compile the vector extensions used
+// here for any target; intrinsics are used only for what the extensions cannot express.
 #pragma once
 
 #include <cmath>
@@ -16,7 +16,7 @@ namespace infer {
 
 #if defined(__AVX512F__)
 constexpr int LANES = 16;
-constexpr int VECTORS = 4;  // per panel: 6 rows x 4 vectors of sums, 4 of weights and one broadcast fill 32 registers
+constexpr int VECTORS = 4;  // per panel; 6 x 4 vectors of sums, 4 of weights and a broadcast one fill 32 registers
 #elif defined(__AVX2__)
 constexpr int LANES = 8;
 constexpr int VECTORS = 2;  // 16 registers
@@ -24,7 +24,7 @@ constexpr int VECTORS = 2;  // 16 registers
 constexpr int LANES = 4;
 constexpr int VECTORS = 2;
 #endif
-constexpr int ROWS = 6;                   // of a register tile
+constexpr int ROWS = 6;                   // rows of a register tile
 constexpr int PANEL = VECTORS * LANES;    // columns of a register tile
 
 typedef float vf __attribute__((vector_size(4 * LANES)));
@@ -36,7 +36,7 @@ struct bf16 {
     uint16_t bits;
 };
 
-// Elements that share a 32-bit word of a packed matrix: consecutive along the dimension that is summed.
+// How many elements share a 32-bit word of a packed matrix; they are consecutive along K, the dimension that is summed.
 template <class T>
 constexpr int STEP = std::is_same_v<T, bf16> ? 2 : 1;
 
@@ -62,7 +62,7 @@ inline float to_float(bf16 x) {
 
 inline vu widen(vh x) {
 #if defined(__AVX512F__)
-    return (vu)_mm512_cvtepu16_epi32((__m256i)x);  // GCC would put it together from halves
+    return (vu)_mm512_cvtepu16_epi32((__m256i)x);  // GCC compiles the generic form to two halves
 #else
     return __builtin_convertvector(x, vu);
 #endif
@@ -71,7 +71,7 @@ inline vu widen(vh x) {
 inline vf load(const float* p) { return load_as<vf>(p); }
 inline vf load(const bf16* p) { return (vf)(widen(load_as<vh>(p)) << 16); }
 
-// To nearest even, as everywhere; NaN stays NaN.
+// Rounds to nearest even; NaN stays NaN.
 inline vh narrow(vf x) {
 #if defined(__AVX512BF16__)
     return (vh)_mm512_cvtneps_pbh((__m512)x);
@@ -100,7 +100,7 @@ inline void store_some(T* p, vf x, int n) {
     std::memcpy(p, some, n * sizeof(T));
 }
 
-// Whole vectors, or the first few lanes of one.
+// Loads and stores of a whole vector, or of its first lanes only.
 template <class T>
 inline vf take(const T* p, int lanes) {
     return lanes == LANES ? load(p) : load_some(p, lanes);
@@ -114,7 +114,7 @@ inline void give(T* p, vf x, int lanes) {
         store_some(p, x, lanes);
 }
 
-// body(offset, lanes) over a row, whole vectors first.
+// Calls body(offset, lanes) for a row, vector by vector; the last vector may be partial.
 template <class F>
 inline void over_vectors(int64_t width, F body) {
     int64_t e = 0;
@@ -129,7 +129,7 @@ inline vf rounded(vf x) {
     return (vf)(widen(narrow(x)) << 16);
 }
 
-// Lane ``lanes[i]`` of a followed by b.
+// Lane i of the result is lane ``lanes[i]`` of the concatenation of a and b.
 inline vu shuffle(vu a, vu b, vi lanes) {
 #if defined(__AVX512F__)
     return (vu)_mm512_permutex2var_epi32((__m512i)a, (__m512i)lanes, (__m512i)b);
@@ -144,7 +144,7 @@ inline vu shuffle(vu a, vu b, vi lanes) {
 
 inline vf maximum(vf a, vf b) { return a > b ? a : b; }
 
-// Whether a comparison holds in some lane.
+// Whether a comparison is true in any lane.
 inline bool any(vi x) {
 #if defined(__AVX512F__)
     return _mm512_test_epi32_mask((__m512i)x, (__m512i)x);
@@ -155,7 +155,7 @@ inline bool any(vi x) {
 #endif
 }
 
-// f(lane) in every lane, known to the compiler: set one by one, it would do that at run time.
+// f(lane) in every lane, as a compile-time constant; assigned lane by lane, the vector would be built at run time.
 template <class F, int... LANE>
 inline vi lanes_from(F f, std::integer_sequence<int, LANE...>) {
     return vi{f(LANE)...};
@@ -165,7 +165,7 @@ inline vi lanes_from(F f) {
     return lanes_from(f, std::make_integer_sequence<int, LANES>{});
 }
 
-// Lanes folded onto each other, halves first.
+// Reduces the lanes by ``join``: the halves of the vector first, then quarters, and so on.
 template <int HALF = LANES / 2, class F>
 inline float fold(vf x, F join) {
     vi other = lanes_from([](int lane) { return lane ^ HALF; });
@@ -182,7 +182,7 @@ inline float sum(vf x) {
 
 inline float highest(vf x) { return fold(x, maximum); }
 
-// p * 2^n for whole n from -126 to 127; AVX-512 goes on to denormal numbers, 0 and infinity.
+// p * 2^n for integers n from -126 to 127. With AVX-512 also beyond, with denormal results, 0 and infinity.
 inline vf scaled(vf p, vf n) {
 #if defined(__AVX512F__)
     return (vf)_mm512_scalef_ps((__m512)p, (__m512)n);
@@ -195,11 +195,12 @@ inline vf nearest(vf x) {
 #if defined(__AVX512F__)
     return (vf)_mm512_roundscale_ps((__m512)x, 0);
 #else
-    return x + 12582912.0f - 12582912.0f;  // numbers of this size have no fraction
+    return x + 12582912.0f - 12582912.0f;  // floats of this magnitude have no fraction bits
 #endif
 }
 
-// 2^x for x <= 0, within 2 units in the last place; 0 where that is denormal. The series of the exponential function.
+// 2^x for x <= 0, within 2 units in the last place; 0 if the result would be denormal. By the series of the
+// exponential.
 inline vf exp2(vf x) {
     vi tiny = x < -126.0f;
     x = tiny ? vf{} : x;
@@ -238,7 +239,7 @@ inline vf tanh(vf x) { return 1.0f - 2.0f / (exp(2.0f * x) + 1.0f); }
 
 enum class Gate { NONE, SILU, GELU };
 
-// The gate's activation times what it lets through; gelu is the tanh form.
+// activation(gate) * through; gelu in its tanh form.
 template <class T>
 inline vf gated(vf gate, vf through, Gate kind) {
     vf open = kind == Gate::GELU
@@ -247,7 +248,7 @@ inline vf gated(vf gate, vf through, Gate kind) {
     return rounded<T>(open) * through;
 }
 
-// acc + a . w of one step: w has a word per lane, a is one word.
+// acc + a . w for one step: w has a word per lane, a is one word for all lanes.
 template <class T>
 inline vf accumulate(vf acc, vu w, uint32_t a) {
     if constexpr (std::is_same_v<T, float>) return acc + (vf)w * load_as<float>(&a);
