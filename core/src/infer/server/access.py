@@ -1,4 +1,4 @@
-"""Who may ask, and what is written down of it."""
+"""Who may use the server (API keys, hosts, origins), and the access log."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from infer.server.http_errors import REQUEST_ID, ForbiddenError, MediaTypeError,
 from infer.server.service import CALLER, Caller
 
 OPEN = ("/health", "/ready")
-"""What answers without a key: the questions of load balancers."""
+"""Routes that need no key: load balancers ask them."""
 
 log = logging.getLogger("infer.access")
 
 
 def authorize(keys: Sequence[str]) -> Middleware:
-    """Every route but those in ``OPEN`` wants ``Authorization: Bearer KEY``. Keys are compared in constant time, by
-    their digests, so that not even a length shows."""
+    """Require ``Authorization: Bearer KEY`` on every route except those in ``OPEN``. Keys are compared by their digests
+    in constant time, so that not even their lengths show."""
     digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     @web.middleware
@@ -47,9 +47,10 @@ def authorize(keys: Sequence[str]) -> Middleware:
 
 
 def guard(host: str) -> Middleware:
-    """For a server without keys, which any page in a browser next to it could ask otherwise. Pages of foreign origins
-    may send everything but JSON unasked, so a body has to say that it is JSON. And where only this machine can connect,
-    the name that was asked for has to be this machine's: a foreign one that leads here is a trick (DNS rebinding)."""
+    """Protect a server without keys from web pages in a browser that can reach it. A page of a foreign origin may send
+    anything but JSON without a preflight, so a body has to be declared as JSON. And if the server listens on a loopback
+    address only, the Host header has to name this machine; a foreign name that resolves to it is a sign of DNS
+    rebinding."""
     local = _loopback(host)
 
     @web.middleware
@@ -74,7 +75,7 @@ def guard(host: str) -> Middleware:
 
 
 def _name(host: str) -> str:
-    """A Host header's, without the port."""
+    """The name in a Host header, without the port."""
     try:
         return (urlsplit(f"//{host}").hostname or "").rstrip(".")
     except ValueError:
@@ -89,8 +90,8 @@ def _loopback(name: str) -> bool:
 
 
 def preflight(origins: Sequence[str]) -> Middleware:
-    """Answers browsers that ask whether a page of one of the origins ("*" is any) may ask something. The answer's other
-    half is ``allow_origin``."""
+    """Answer CORS preflight requests from pages of the given origins; "*" is any. ``allow_origin`` adds the headers to
+    the answers of the requests themselves."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -108,7 +109,7 @@ def preflight(origins: Sequence[str]) -> Middleware:
 
 
 def allow_origin(origins: Sequence[str]) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
-    """Lets pages of these origins read answers, errors and streams included."""
+    """A signal handler that lets pages of these origins read answers, including errors and streams."""
 
     async def prepare(request: web.Request, response: web.StreamResponse) -> None:
         response.headers["Vary"] = "Origin"
@@ -125,7 +126,7 @@ def _allowed(request: web.Request, origins: Sequence[str]) -> bool:
 
 
 def access_log(enabled: bool) -> Middleware:
-    """A line of JSON for every request, when it has been answered or its client has left."""
+    """Log a line of JSON for every request, once it has been answered or its client has left."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -155,7 +156,7 @@ def access_log(enabled: bool) -> Middleware:
 
 
 def log_to_stderr() -> None:
-    """Lines as they are, whatever form the rest of the log has."""
+    """Write the access log's lines to stderr as they are, whatever the format of the rest of the log."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s"))
     log.handlers[:] = [handler]

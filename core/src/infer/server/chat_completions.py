@@ -27,11 +27,11 @@ log = logging.getLogger(__name__)
 
 OWN_FIELDS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 RESERVED = ("self", "loop", "caller", "varargs", "kwargs")
-"""Names that mean something else in a Jinja template."""
+"""Names with a meaning of their own in Jinja templates."""
 
 
 class Chat:
-    """The handler and what it needs."""
+    """The handler of POST /v1/chat/completions, and what other endpoints need for chats."""
 
     def __init__(self, service: Service, settings: ModelSettings) -> None:
         self._service = service
@@ -41,7 +41,7 @@ class Chat:
         self._thinks = reasons(settings.reasoning, template.source if template else "")
 
     async def prepare(self) -> None:
-        """Find out how the chat template writes tool calls, unless the settings say it. Call it before ``handle``."""
+        """Find out how the chat template writes tool calls, unless the settings say so. Call it before ``handle``."""
         if self._setting != "auto":
             self._tool_format = None if self._setting == "none" else self._setting
             return
@@ -79,12 +79,12 @@ class Chat:
                 param="tools",
             )
         prompt = await self.prompt(asked, tools)
-        more: Json = {}
+        overrides: Json = {}
         if forced is not None:
             wanted = [tool.model_dump(exclude_none=True) for tool in forced]
             one = asked.tool_choice != "required" or not asked.parallel_tool_calls
-            more["structured_outputs"] = StructuredOutputs(json_schema=calls_schema(wanted, 1 if one else None))
-        params = self._service.served.defaulted(checked(lambda: asked.sampling(**more), ChatRequest))
+            overrides["structured_outputs"] = StructuredOutputs(json_schema=calls_schema(wanted, 1 if one else None))
+        params = self._service.served.defaulted(checked(lambda: asked.sampling(**overrides), ChatRequest))
         thinks, thinking, end = self.reasoning(prompt, params)
         requests = await self._service.requests(
             http, [prompt], params, asked, n=asked.n, prefix="chatcmpl", special=False, grammar_after=end
@@ -110,9 +110,9 @@ class Chat:
         return await self._service.answer(http, frame | {"choices": choices, "usage": usage})
 
     async def prompt(self, asked: ChatRequest | ResponsesRequest | TokenizeRequest, tools: Sequence[Json]) -> str:
-        """What the template makes of the messages. Raises RequestError."""
-        more = asked.chat_template_kwargs or {}
-        for name in more:
+        """The prompt that the chat template makes of the messages. Raises RequestError."""
+        variables = asked.chat_template_kwargs or {}
+        for name in variables:
             if name in OWN_FIELDS:
                 raise RequestError(
                     f"chat_template_kwargs holds {name!r}, which has a field of its own.", param="chat_template_kwargs"
@@ -127,7 +127,7 @@ class Chat:
             tools=list(tools) or None,
             add_generation_prompt=asked.add_generation_prompt and not asked.continue_final_message,
             continue_final_message=asked.continue_final_message,
-            **more,
+            **variables,
         )
 
     async def _choice(self, index: int, asked: ChatRequest, answer: Completion, parser: Part) -> Json:
@@ -196,8 +196,8 @@ class Chat:
             yield frame | {"choices": [], "usage": usage()}
 
     def reasoning(self, prompt: str, params: SamplingParams) -> tuple[bool, bool, int | None]:
-        """Whether an answer may hold reasoning, whether the prompt opens it, and the token that a form waits for: where
-        the prompt opens the reasoning, the form that is asked for is that of what follows it."""
+        """Whether an answer may contain reasoning; whether the prompt opens it; and the token that ends it, if the
+        prompt opens it and the end is a single token. A request's format applies only after that token."""
         thinking = self._thinks and opens_reasoning(prompt)
         end = self._service.served.tokenizer.token_to_id("</think>") if thinking else None
         formed = params.structured_outputs is not None and end is None
@@ -208,7 +208,7 @@ class Chat:
         return {"content": Array(made), "refusal": None}
 
     def token_logprobs(self, entry: TokenLogprobs) -> bytes:
-        """As JSON, with the bytes of every token, of which some are no characters by themselves."""
+        """An entry as JSON, with the bytes of every token, because a token may be only a part of a character."""
         one = self._service.tokens.entry
         top = ", ".join([one(t, p) for t, p in entry.top])
         return one(entry.token_id, entry.logprob, f', "top_logprobs": [{top}]').encode()

@@ -1,7 +1,8 @@
-"""Processes that do what may run away: one that takes too long or too much memory ends, and takes nothing with it.
+"""Child processes for work whose time or memory nothing else bounds: a process that exceeds its limits ends, and
+nothing else does.
 
-Run as a file, this is such a process: ``python child.py MODULE SECONDS BYTES`` imports the module and answers every
-message with what its ``worker`` makes of it. Messages go through pipes, each behind its length.
+Run as a file, this module is such a process: ``python child.py MODULE SECONDS BYTES`` imports MODULE and answers every
+message by the module's ``worker``. Messages go through pipes, each preceded by its length.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ from typing import BinaryIO
 
 LENGTH = struct.Struct("<Q")
 OUT_OF_MEMORY = 3
-"""The exit status of a process whose Python ran out of memory; native code aborts it."""
+"""The exit status after a MemoryError. Native code that runs out of memory aborts the process."""
 
 
 class ChildError(Exception):
-    """The work was stopped: it took longer than it may, or more memory."""
+    """The work was stopped because it took too long or too much memory."""
 
 
 class Child:
-    """Answers one message after the other, each within ``seconds`` and ``memory`` bytes more than it began with.
+    """Answers one message after the other, each within ``seconds``, in a process that may take ``memory`` bytes more
+    than it had when it was ready.
 
-    ``module`` has a function ``worker``, which is called once, with ``first``, and gives the function from a message to
-    an answer. The process is started when there is work, and anew after it has ended for whatever reason. Use it in one
-    event loop.
-    """
+    ``module`` has a function ``worker``, which is called once, with the message ``first``, and returns the function
+    that answers messages. The process is started when there is work, and started again after it has ended for any
+    reason. Use a Child in one event loop."""
 
     def __init__(self, module: str, first: Callable[[], bytes], *, seconds: float, memory: int) -> None:
         self._argv = (sys.executable, "-P", __file__, module, str(seconds), str(memory))
@@ -44,7 +45,7 @@ class Child:
         self._lock = asyncio.Lock()
 
     async def ask(self, message: bytes) -> bytes:
-        """Raises ChildError. A caller that is cancelled ends the work."""
+        """The answer to a message. Raises ChildError. Cancelling the caller ends the process."""
         async with self._lock:
             try:
                 return await self._ask(message)
@@ -53,12 +54,12 @@ class Child:
                 raise
 
     async def close(self) -> None:
-        """End whatever is under way."""
+        """End the process, whatever it is doing."""
         await self._kill()
 
     async def _ask(self, message: bytes) -> bytes:
         if self._process is not None and self._process.returncode is not None:
-            await self._kill()  # it was ended from outside
+            await self._kill()  # something outside has ended it
         process = self._process
         try:
             if process is None:
@@ -67,7 +68,7 @@ class Child:
                     stdin=PIPE,
                     stdout=PIPE,
                     limit=1 << 24,
-                    start_new_session=True,  # Ctrl-C is for the server, which ends its processes itself
+                    start_new_session=True,  # Ctrl-C must reach only the server, which ends its processes itself
                 )
                 await _write(process, self._first())
             await _write(process, message)
@@ -100,7 +101,7 @@ async def _write(process: Process, message: bytes) -> None:
 
 def main() -> None:
     _, module, seconds, memory = sys.argv
-    # The package itself brings torch along, which is neither needed here nor light.
+    # Importing the real package would import torch, which is large and not needed here.
     package = types.ModuleType("infer")
     package.__path__ = [str(Path(__file__).parents[1])]
     sys.modules["infer"] = package
@@ -110,17 +111,17 @@ def main() -> None:
     most = pages * resource.getpagesize() + int(memory)
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     gc.freeze()
-    gc.disable()  # while work is under way: looking through a million parts again and again takes most of the time
+    gc.disable()  # collect only between messages: with a million objects, collections take most of a message's time
     while True:
         message = _read(source)
-        signal.setitimer(signal.ITIMER_REAL, float(seconds))  # its default is the end, in native code as well
+        signal.setitimer(signal.ITIMER_REAL, float(seconds))  # SIGALRM ends the process, even within native code
         try:
-            found = answer(message)
+            result = answer(message)
         except MemoryError:
             os._exit(OUT_OF_MEMORY)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        sink.write(LENGTH.pack(len(found)))
-        sink.write(found)
+        sink.write(LENGTH.pack(len(result)))
+        sink.write(result)
         sink.flush()
         gc.collect()
 

@@ -1,4 +1,4 @@
-"""Grammars from strangers: each new one is compiled in a process first, where it ends if it takes too much."""
+"""Compiling clients' grammars: each new one is first compiled in a child process, with limits on time and memory."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from infer.text.grammar import Grammar, Grammars
 SECONDS = 5.0
 MEMORY = 1 << 29
 MAX_WAITING = 32
-"""Grammars that wait to be compiled, one after the other."""
+"""How many requests may wait for grammars to be compiled, one after the other."""
 
 
 class Compiler:
-    """``Grammars.compile`` with a limit on time and memory, one new grammar at a time. Use it in one event loop."""
+    """``Grammars.compile`` with limits on time and memory, one new grammar at a time. Use it in one event loop."""
 
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars
-        grammars.prepare()  # now, since it would hold up every stream
+        grammars.prepare()  # at the start, since later it would hold up every stream
         self._child = Child(
             Grammars.__module__, lambda: json.dumps(grammars.vocabulary).encode(), seconds=SECONDS, memory=MEMORY
         )
@@ -29,12 +29,12 @@ class Compiler:
         self._waiting = 0
 
     async def __call__(self, outputs: StructuredOutputs | None) -> Grammar | None:
-        """Raises RequestError or QueueFullError."""
+        """The compiled grammar; None without ``outputs``. Raises RequestError or QueueFullError."""
         if outputs is None:
             return None
         source = self._grammars.source(outputs)
-        if found := self._grammars.known(source):
-            return found
+        if grammar := self._grammars.known(source):
+            return grammar
         if self._waiting == MAX_WAITING:
             raise QueueFullError(f"{MAX_WAITING} forms of structured output wait to be compiled. Try again later.")
         self._waiting += 1
@@ -46,12 +46,12 @@ class Compiler:
 
     async def _make(self, source: str) -> Grammar:
         try:
-            tried = json.loads(await self._child.ask(source.encode()))
+            checked = json.loads(await self._child.ask(source.encode()))
         except ChildError as error:
             raise self._grammars.refuse(source, f"{error}; give a simpler one") from None
-        if tried["fault"] is not None:
-            raise self._grammars.refuse(source, tried["fault"])
-        return await asyncio.to_thread(self._grammars.make, source, tried["num_bytes"])
+        if checked["fault"] is not None:
+            raise self._grammars.refuse(source, checked["fault"])
+        return await asyncio.to_thread(self._grammars.make, source, checked["num_bytes"])
 
     async def close(self) -> None:
         await self._child.close()

@@ -18,17 +18,17 @@ from infer.text.detokenizer import CompanyDetokenizer, Detokenizer, TokenTexts
 
 
 class Completions:
-    """The handler and what it needs."""
+    """The handler of POST /v1/completions."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
     async def handle(self, http: web.Request) -> web.StreamResponse:
         asked = await self._service.read(http, CompletionRequest)
-        more: Json = {"max_tokens": 1} if asked.max_tokens == 0 else {}
+        overrides: Json = {"max_tokens": 1} if asked.max_tokens == 0 else {}
         if asked.echo and asked.logprobs is not None:
-            more["prompt_logprobs"] = asked.logprobs
-        params = self._service.served.defaulted(checked(lambda: asked.sampling(**more), CompletionRequest))
+            overrides["prompt_logprobs"] = asked.logprobs
+        params = self._service.served.defaulted(checked(lambda: asked.sampling(**overrides), CompletionRequest))
         requests = await self._service.requests(
             http, asked.prompts, params, asked, n=asked.n, special=asked.add_special_tokens
         )
@@ -37,7 +37,7 @@ class Completions:
             frames = functools.partial(self._frames, frame, asked, requests)
             return await self._service.stream(http, requests, frames)
         answers, usage = await self._service.whole(http, requests)
-        if asked.max_tokens == 0:  # the token that the engine made is nobody's
+        if asked.max_tokens == 0:  # the engine makes at least one token, which was not asked for: drop it
             usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
             http[CALLER].usage = usage
             for answer in answers:
@@ -46,7 +46,7 @@ class Completions:
         choices, each = [], self._service.writer.each
         for i, (request, answer) in enumerate(zip(requests, answers, strict=True)):
             choice = _choice(i, answer.text, answer.finish_reason, answer.stop_reason)
-            if asked.echo and i % asked.n == 0:  # the same for all answers of a prompt
+            if asked.echo and i % asked.n == 0:  # once per prompt: its answers share the echo
                 echoed, places = await self._echoed(request, asked, asked.prompts[i // asked.n])
             if asked.echo:
                 choice["text"] = echoed + answer.text
@@ -94,8 +94,9 @@ class Completions:
     async def _echoed(
         self, request: Request, asked: CompletionRequest, prompt: str | Sequence[int]
     ) -> tuple[str, list[int]]:
-        """The prompt's text, and where in it each token begins. Special tokens are part of a prompt of token ids; of a
-        text they are where it has them, and what the tokenizer adds to it begins where the next token does."""
+        """The prompt's text, and the index in it at which each token begins. The text of a prompt of token ids includes
+        special tokens. A prompt that is a text is returned as it is; special tokens that the tokenizer adds to it begin
+        where the token after them begins."""
         if isinstance(prompt, str) and not scored(asked):
             return prompt, []
         tokenizer, ids = self._service.served.tokenizer, request.prompt_token_ids
@@ -111,7 +112,7 @@ class Completions:
         added = tokenizer.encode("", add_special_tokens=asked.add_special_tokens).ids
         first = next((i for i, (one, other) in enumerate(zip(ids, added, strict=False)) if one != other), len(added))
         shift = "".join(pieces).find(prompt, begins[first] if first < len(ids) else 0)
-        if shift < 0:  # it was normalised; what then stands for what is known by the tokenizer alone
+        if shift < 0:  # the tokenizer has normalised the text, so that only it knows each token's place in the original
             (encoding,) = await asyncio.to_thread(
                 tokenizer.encode_batch, [prompt], add_special_tokens=asked.add_special_tokens
             )
@@ -121,14 +122,15 @@ class Completions:
     async def _logprobs(
         self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None], begins: Sequence[int]
     ) -> Json:
-        """In the legacy shape. The first token of a prompt has an entry of None. A token's text begins at ``begins``;
-        what goes on with a character, or is held back by a stop string, where it would be shown."""
+        """Log-probabilities in the format of the completions endpoint. The entry of a prompt's first token is None.
+        ``begins`` are the indices at which the tokens' texts begin, or would begin if a stop string did not hold them
+        back."""
         quoted = self._service.tokens.quoted
 
         def write(token: int, entry: TokenLogprobs | None, begin: int) -> tuple[bytes, bytes, bytes, bytes]:
             chosen = top = "null"
             if entry is not None:
-                # Tokens that read alike share a key; the likeliest has it.
+                # Tokens with the same text share a key, which gets the likeliest one's value.
                 likely = {quoted(entry.token_id): entry.logprob} | {quoted(t): p for t, p in reversed(entry.top)}
                 chosen = number(entry.logprob)
                 top = f"{{{', '.join([f'{text}: {number(p)}' for text, p in likely.items()])}}}"
@@ -141,12 +143,12 @@ class Completions:
 
 
 def scored(asked: CompletionRequest) -> bool:
-    """Whether it asks for log-probabilities of tokens."""
+    """Whether the request asks for log-probabilities of its answer's tokens."""
     return asked.logprobs is not None or asked.logprob_token_ids is not None
 
 
 def begin(detokenizer: Detokenizer | CompanyDetokenizer, token_id: int) -> int:
-    """Where the text of the next token begins, in characters."""
+    """Push the next token, and return the index, in characters, at which its text begins."""
     detokenizer.push(token_id)
     return detokenizer.begins
 

@@ -1,4 +1,4 @@
-"""Every error a client can meet, in OpenAI's shape."""
+"""Every error that a client can get, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -21,51 +21,53 @@ log = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1
 MAX_MESSAGE, MAX_PARAM = 1000, 100
-"""Characters."""
+"""The most characters of an error's message and param."""
 READ_BYTES = 1 << 14
-"""That are taken from a connection at a time: in chunks of one byte, what asyncio takes is parsed for 100 ms."""
+"""How many bytes are read from a connection at a time. If a body comes in HTTP chunks of one byte, parsing as many as
+asyncio reads by default takes 100 ms."""
 LINGER_S = 1.0
-"""That more is taken from a connection, and forgotten, after an answer to what is no HTTP."""
+"""How long, in seconds, input is still read and discarded after the answer to something that is not HTTP."""
 REQUEST_ID = web.RequestKey("request_id", str)
 ASKED = web.RequestKey("asked", Body)
-"""The body, once it is read: it knows how it calls what an error is about."""
+"""The body, once it is parsed: it knows its own names for the parameters that an error is about."""
 
 
 class NotFoundError(RequestError):
-    """What the request names is not here."""
+    """The request names something that does not exist here."""
 
 
 class UnreadableError(RequestError):
-    """The body is not what the headers say; what else comes on the connection cannot be told from it."""
+    """The body is not what the headers say, so that the next request cannot be found on this connection."""
 
 
 class ForbiddenError(RequestError):
-    """Whoever asked may not, whatever is asked."""
+    """The client may not use this server."""
 
 
 class MediaTypeError(RequestError):
-    """The body is not JSON, as its headers say."""
+    """The headers do not declare the body as JSON."""
 
 
 class UnauthorizedError(RequestError):
-    """The request shows no key of this server's."""
+    """The request has no valid API key."""
 
 
 def error_body(message: str, type: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """Cut to a length, since what a client gets wrong may be as long as it likes."""
+    """An error as JSON. Message and param are cut, since they may quote what a client sent, which may be long."""
     if len(message) > MAX_MESSAGE:
         message = message[:MAX_MESSAGE] + "..."
     return {"error": {"message": message, "type": type, "param": param and param[:MAX_PARAM], "code": code}}
 
 
 def error_of(request: web.Request, error: Exception, kind: str | None = None) -> dict[str, Any]:
-    """The body for an error, in the words that the client used. ``kind`` is its type; None tells it from the error."""
+    """An error as JSON, with the client's own names of its parameters. ``kind`` is OpenAI's error type; None derives it
+    from the error."""
     message, param, code = str(error), None, None
     if isinstance(error, RequestError):
         param, code = error.param, error.code
         if param is not None and (asked := request.get(ASKED)) is not None:
             said = asked.said(param)
-            if "_" in param:  # else it may be a plain word of the sentence
+            if "_" in param:  # a name without an underscore may also be an ordinary word of the sentence
                 message = re.sub(rf"\b{re.escape(param)}\b", said, message)
             param = said
     if kind is None:
@@ -75,11 +77,11 @@ def error_of(request: web.Request, error: Exception, kind: str | None = None) ->
 
 @web.middleware
 async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turn whatever goes wrong into JSON with the right status, and show the request's id."""
+    """Answer every error with JSON and the right status, and add the request's id to every answer."""
     try:
         response = await handler(request)
     except (ConnectionResetError, TimeoutError):
-        raise  # nobody is there to read an answer
+        raise  # the client has left, so nobody would read an answer
     except Exception as error:
         response = _response(request, error)
     if not response.prepared:
@@ -132,7 +134,7 @@ def _response(request: web.Request, error: Exception) -> web.Response:
 
 
 class Protocol(web.RequestHandler):
-    """Answers what is no HTTP, too, as everything else that goes wrong is answered."""
+    """aiohttp's protocol, which here answers invalid HTTP with an error in the same format as all others."""
 
     __slots__ = ()
 
@@ -162,8 +164,8 @@ class Protocol(web.RequestHandler):
 
 
 class _Last(web.Response):
-    """An answer to what is not read to its end. A connection that is closed while the client still sends is reset, and
-    the answer is lost on the way; so it is kept a while after the answer's end has been sent."""
+    """An answer to a request that is not read to its end. Closing a connection while the client still sends would reset
+    it, and the client might lose the answer; so the connection stays open for ``LINGER_S`` after the answer."""
 
     async def write_eof(self, data: bytes = b"") -> None:
         transport = None if self._req is None else self._req.transport

@@ -1,4 +1,4 @@
-"""GET /openapi.json and /docs, made from the models that validate."""
+"""GET /openapi.json and GET /docs, made from the models that validate requests."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ ERRORS = {
 
 @dataclass(frozen=True)
 class Route:
-    """An endpoint, as the router and as the document see it."""
+    """An endpoint: what the router and the OpenAPI document need to know of it."""
 
     method: str
     path: str
     handler: Handler
     summary: str
     answer: Any
-    """The shape of a 200's JSON; a media type where it is something else."""
+    """The type of a 200 answer's JSON; or the media type, if the answer is not JSON."""
     body: type[BaseModel] | None = None
     chunk: Any = None
-    """The shape of an event's data, where the answer may be streamed."""
+    """The type of an event's data, if the answer may be streamed."""
 
 
 def document(routes: Sequence[Route], server_name: str) -> dict[str, Any]:
-    """OpenAPI 3.1."""
+    """The OpenAPI 3.1 document."""
     bodies = [(route.body, "validation") for route in routes if route.body is not None]
     _, schemas = models_json_schema(bodies, ref_template=REF)  # type: ignore[arg-type]
     found: dict[str, Any] = dict(schemas.get("$defs", {}))
@@ -100,7 +100,7 @@ def document(routes: Sequence[Route], server_name: str) -> dict[str, Any]:
 
 
 def pages(routes: Sequence[Route], server_name: str) -> tuple[Handler, Handler]:
-    """The handlers of /openapi.json and /docs. Both are made when somebody asks, so that no start waits for them."""
+    """The handlers of /openapi.json and /docs. The document is made at the first request, to keep the start short."""
 
     @functools.cache
     def made() -> dict[str, Any]:
@@ -116,7 +116,7 @@ def pages(routes: Sequence[Route], server_name: str) -> tuple[Handler, Handler]:
 
 
 def _page(made: dict[str, Any]) -> str:
-    """One page that needs nothing from elsewhere."""
+    """The HTML page of /docs, which loads nothing from elsewhere."""
     schemas = made["components"]["schemas"]
     rows = []
     for path, operations in made["paths"].items():

@@ -1,4 +1,5 @@
-"""Bodies to what they ask for: small ones at once, others in a process, since parsing holds the interpreter."""
+"""Parsing and checking request bodies: small ones at once, larger ones in a child process, since parsing holds the
+GIL."""
 
 from __future__ import annotations
 
@@ -13,29 +14,30 @@ from infer.server import schemas
 from infer.server.child import Child, ChildError
 
 MAX_BODIES = 8
-"""Of the largest size, that may be on their way at a time, all together."""
+"""How many bodies of the largest size may be in the process of arriving; smaller ones may be as many bytes together."""
 INLINE_BYTES = 1 << 14
-"""Smaller bodies take a few milliseconds at most, whatever is in them."""
+"""Bodies up to this size are parsed in the event loop: they take a few milliseconds at most, whatever they contain."""
 SECONDS = 5.0
 MEMORY = 1 << 30
 T = TypeVar("T", bound=schemas.Body)
 
 
 class Room:
-    """For ``most`` bytes of bodies that have arrived and are not parsed yet. ``INLINE_BYTES`` of each do not count: a
-    few that fill the room and come slowly keep out large bodies, never small ones."""
+    """Limits bodies that have arrived but are not parsed yet to ``most`` bytes in all. The first ``INLINE_BYTES`` of
+    each do not count, so that large bodies that arrive slowly can keep out other large bodies, but never small ones."""
 
     def __init__(self, most: int) -> None:
         self._left = most
 
     @contextmanager
     def body(self) -> Iterator[Callable[[int], None]]:
-        """For one body, whose size so far goes to what this gives; that raises QueueFullError if there is no room."""
+        """Room for one body. Yields a function to be called with the body's size so far, which raises QueueFullError if
+        there is no room."""
         taken = 0
 
         def grow(size: int) -> None:
             nonlocal taken
-            more = max(size - INLINE_BYTES - taken, 0)
+            more = max(size - INLINE_BYTES - taken, 0)  # bytes beyond those taken already
             if more > self._left:
                 raise QueueFullError(
                     "As much of large request bodies is on its way to this server as it takes at once; try again later."
@@ -50,32 +52,34 @@ class Room:
 
 
 class Reader:
-    """``schemas.parse``, without holding up the event loop. Use it in one event loop."""
+    """``schemas.parse`` without blocking the event loop. Use it in one event loop."""
 
     def __init__(self) -> None:
         self._child = Child(__name__, bytes, seconds=SECONDS, memory=MEMORY)
 
     async def __call__(self, body: bytes, model: type[T]) -> T:
-        """Raises RequestError."""
+        """Parse a body. Raises RequestError."""
         if len(body) <= INLINE_BYTES:
             return schemas.parse(body, model)
         try:
             answer = await self._child.ask(model.__name__.encode() + b"\n" + body)
         except ChildError as error:
             raise RequestError(f"The body cannot be checked: {error}. Send a smaller or simpler one.") from None
-        # Made by our own process. In a thread, since thousands of models take a while.
-        found: T | tuple[str, str | None, str | None] = await asyncio.to_thread(pickle.loads, answer)
-        if isinstance(found, tuple):
-            message, param, code = found
+        # Unpickling is safe, because our own process made the answer. In a thread, since it may hold thousands of
+        # models.
+        result: T | tuple[str, str | None, str | None] = await asyncio.to_thread(pickle.loads, answer)
+        if isinstance(result, tuple):
+            message, param, code = result
             raise RequestError(message, param=param, code=code)
-        return found
+        return result
 
     async def close(self) -> None:
         await self._child.close()
 
 
 def worker(first: bytes) -> Callable[[bytes], bytes]:
-    """In the process: a model's name and a body to the model or what is wrong, pickled."""
+    """The work of the child process: from a model's name and a body, make the pickled model, or the pickled (message,
+    param, code) of a RequestError."""
 
     def answer(message: bytes) -> bytes:
         name, _, body = message.partition(b"\n")

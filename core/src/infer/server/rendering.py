@@ -1,4 +1,4 @@
-"""Chat templates in a process of their own: one that runs away is killed, and takes nothing with it."""
+"""Rendering chat templates in a process of their own, which is killed if a template does not end in time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from infer.text.templates import MAX_CHARS, ChatTemplate, Manners
 
 TIMEOUT_S = 5.0
 TRIES = 2
-"""A process may be ended from outside, and the call is not to blame; one that ends two has done it itself."""
+"""How often a call is tried if the process ends. The first time something outside may have ended it; if it happens
+twice, the call itself is to blame."""
 
 
 class Renderer:
@@ -28,7 +29,7 @@ class Renderer:
         self._lock = asyncio.Lock()
 
     async def __call__(self, messages: bytes, /, **form: Any) -> str:
-        """``ChatTemplate.prompt``, of messages in JSON. Raises RequestError."""
+        """``ChatTemplate.prompt``, with messages as JSON. Raises RequestError."""
         return str(await self._call(b'["prompt",%b,%b]\n' % (messages, _json(form))))
 
     async def manners(self) -> Manners:
@@ -61,13 +62,13 @@ class Renderer:
             raise RequestError(
                 "The chat template ran out of memory, or ended its process in another way.", param="messages"
             )
-        found = from_json(answer)
-        if "error" in found:
-            raise RequestError(f"{capital(str(found['error'])[:500])}.", param="messages")
-        return found["value"]
+        result = from_json(answer)
+        if "error" in result:
+            raise RequestError(f"{capital(str(result['error'])[:500])}.", param="messages")
+        return result["value"]
 
     async def _ask(self, line: bytes) -> bytes:
-        """A line's answer; nothing where the process has ended."""
+        """The answer to a line; incomplete or empty if the process has ended."""
         process = self._process
         if process is None:
             process = self._process = await asyncio.create_subprocess_exec(

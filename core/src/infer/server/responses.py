@@ -1,4 +1,4 @@
-"""POST /v1/responses: reasoning and text, whole or as typed events. Nothing is stored."""
+"""POST /v1/responses: reasoning and text, whole or streamed as typed events. Nothing is stored."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OPEN, CLOSE = b"<think>", b"</think>"
 
 
 class Responses:
-    """The handler and what it needs."""
+    """The handler of POST /v1/responses."""
 
     def __init__(self, service: Service, chat: Chat) -> None:
         self._service = service
@@ -91,19 +91,20 @@ async def _frames(output: _Output, events: Events, usage: Callable[[], Json]) ->
 
 
 class _Thoughts:
-    """Which tokens of an answer are reasoning, its tags included, however the tokens cut the tags. As ``make_parser``
-    has it, reasoning comes before anything else. ``within`` says that the answer begins behind an opening tag."""
+    """Tells which tokens of an answer are reasoning, including its tags, however the tokens divide the tags. As in
+    ``make_parser``, reasoning comes before everything else. ``within`` means that the prompt ends with the opening
+    tag."""
 
     def __init__(self, tokens: Tokens, within: bool) -> None:
         self.count = 0
-        """Tokens of reasoning so far."""
+        """How many tokens were reasoning so far."""
         self._tokens = tokens
         self._within = within
         self._over = False
         self._tail = b""
 
     def push(self, token_id: int) -> bool:
-        """Whether the answer's next token is one."""
+        """Whether ``token_id``, the answer's next token, is reasoning."""
         thought = self._within
         self._tail += b"" if self._over else bytes(self._tokens.bytes(token_id))
         while not self._over:
@@ -125,8 +126,8 @@ class _Thoughts:
 
 
 class _Output:
-    """An answer's items as they come about, and the events that tell of them. ``chat`` makes the entries of
-    log-probabilities, if these are asked for."""
+    """Builds an answer's output items as it arrives, and makes the stream's events. ``chat`` encodes log-probabilities,
+    if these are wanted."""
 
     def __init__(self, response: Json, parser: Part, thoughts: _Thoughts | None, chat: Chat | None) -> None:
         self._response = response
@@ -138,8 +139,8 @@ class _Output:
         self._item: Json | None = None
         self._text = ""
         self._logprobs: list[bytes] = []
-        self._untold: list[bytes] = []
-        """Of the answer's tokens, the entries that no delta has carried yet."""
+        self._unsent: list[bytes] = []
+        """The log-probabilities of tokens that no delta has carried yet."""
 
     def begin(self) -> Iterator[Json]:
         yield self._event("created", response=self._response)
@@ -149,14 +150,14 @@ class _Output:
         thought = [self._thoughts is not None and self._thoughts.push(id) for id in news.token_ids]
         if self._chat is not None:
             entries = zip(news.logprobs, thought, strict=True)
-            self._untold += [self._chat.token_logprobs(entry) for entry, hidden in entries if not hidden]
+            self._unsent += [self._chat.token_logprobs(entry) for entry, hidden in entries if not hidden]
         yield from self._tell(self._parser.push(news.text))
 
     def end(self, reason: FinishReason | None, usage: Json) -> Iterator[Json]:
         yield from self._tell(self._parser.flush())
         whole = reason == "stop"
         status = "completed" if whole else "incomplete"
-        if self._untold or (self._item is None and not self._done):
+        if self._unsent or (self._item is None and not self._done):
             yield from self._tell([Piece("content", "")])
         yield from self._close(status)
         self._response = self._response | {
@@ -173,9 +174,9 @@ class _Output:
         }
         yield self._event(status, response=self._response)
 
-    def _event(self, type: str, **more: Any) -> Json:
+    def _event(self, type: str, **fields: Any) -> Json:
         self._number += 1
-        return {"type": f"response.{type}", "sequence_number": self._number - 1, **more}
+        return {"type": f"response.{type}", "sequence_number": self._number - 1, **fields}
 
     @property
     def _place(self) -> Json:
@@ -193,7 +194,7 @@ class _Output:
             if type == "reasoning":
                 yield self._event("reasoning_text.delta", **self._place, delta=text)
                 continue
-            entries, self._untold = self._untold, []
+            entries, self._unsent = self._unsent, []
             self._logprobs += entries
             if text or entries:
                 yield self._event("output_text.delta", **self._place, delta=text, logprobs=Array(entries))

@@ -1,4 +1,4 @@
-"""The bodies of requests, in OpenAI's shapes and vLLM's. What is not here is refused by name."""
+"""Request bodies, in OpenAI's and vLLM's formats. A field that is not here is refused by name."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ MAX_QUESTIONS = 400
 MAX_OPTIONS = 255
 MAX_LEVELS = 10
 MAX_COMPLAINTS = 64
-"""Of so many, the one that a client is told is chosen."""
+"""How many of pydantic's complaints are considered to choose the one that the client gets."""
 MAX_VALUE = 80
-"""Characters of a wrong value that a client is shown."""
+"""How many characters of a wrong value an error shows."""
 GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
-"""Older names for what ``structured_outputs`` says."""
+"""Older names of the fields of ``structured_outputs``."""
 MAX_VALUES = 50_000
-"""Values in a body, besides whole numbers in lists: what endpoints do with them stays short."""
+"""How many values a body may hold, not counting integers in lists. This bounds the work of the endpoints."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Many templates drop a message of any other without a word."""
+"""Other roles are refused, because many templates silently drop messages that have them."""
 Text = Annotated[str, Field(min_length=1)]
 Item = TypeVar("Item")
 Many = Annotated[tuple[Item, ...], Field(fail_fast=True)]
-"""As long as a client likes: what is wrong with one item is said of the first."""
+"""A list of any length. Validation stops at its first invalid item, so that a long list does not make many errors."""
 TokenIds = Many[TokenId]
 
 
@@ -54,10 +54,10 @@ class Body(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     NAMES: ClassVar[Mapping[str, str]] = {}
-    """What the engine and the template call a field, and what it is called here."""
+    """The engine's and the template's names of fields, and this body's names of them."""
     DERIVED: ClassVar[Mapping[str, str]] = {}
-    """Cached properties that take long where a body is long, each with the field that nothing else is needed of.
-    ``parse`` works them out, and of a body that comes from another process they are there instead of the fields."""
+    """Cached properties that take long to compute from a long body, each with the field that nothing else needs.
+    ``parse`` computes them. A pickled body has them instead of these fields."""
 
     def __getstate__(self) -> dict[Any, Any]:
         state = super().__getstate__()
@@ -66,11 +66,11 @@ class Body(BaseModel):
 
     @classmethod
     def form(cls, data: Mapping[str, Any]) -> type[Self]:
-        """The model to check ``data`` by, where a route takes several."""
+        """The model to validate ``data`` with, for a route that takes several."""
         return cls
 
     def said(self, param: str) -> str:
-        """The field that says what is ``param`` to the engine and to the template."""
+        """The name of the field in which the client gave what the engine or the template calls ``param``."""
         return self.NAMES.get(re.split(r"[.\[]", param)[0], param)
 
 
@@ -108,7 +108,7 @@ class ResponseFormat(Body):
 
 
 class Common(SamplingParams, Body):
-    """What every endpoint that generates takes."""
+    """The fields that all endpoints that generate text have in common."""
 
     model: str | None = Field(None, description="The served model's name, or nothing.")
     n: int = Field(1, ge=1, description="Answers per prompt; the i-th is drawn with seed + i.")
@@ -135,7 +135,8 @@ class Common(SamplingParams, Body):
         return self
 
     def outputs(self) -> StructuredOutputs | None:
-        """What the answer has to look like, in whichever way that was said. Raises ValueError."""
+        """The answer's format, in whichever of the possible fields the client gave it. Raises ValueError if there are
+        several."""
         guided = {kind: getattr(self, name) for name, kind in GUIDED.items()}
         said = [
             self.structured_outputs,
@@ -151,10 +152,10 @@ class Common(SamplingParams, Body):
         ways = [name for name in (param, "response_format", *GUIDED) if getattr(self, name, None) is not None]
         return ways[0] if param == "structured_outputs" and len(ways) == 1 else super().said(param)
 
-    def sampling(self, **more: Any) -> SamplingParams:
-        """The sampling parameters alone, with what was set explicitly still marked so; ``more`` goes over them."""
+    def sampling(self, **overrides: Any) -> SamplingParams:
+        """The sampling parameters, with ``overrides``. Their ``model_fields_set`` has only what was set explicitly."""
         names = (self.model_fields_set & set(SamplingParams.model_fields)) - {"structured_outputs"}
-        values = {name: getattr(self, name) for name in names} | more
+        values = {name: getattr(self, name) for name in names} | overrides
         return SamplingParams(**{"structured_outputs": self.outputs()} | values)
 
 
@@ -196,9 +197,9 @@ def _within_depth(text: str) -> str:
 
 
 Arguments = Annotated[str, AfterValidator(_within_depth)]
-"""JSON, or what a model wrote in its place."""
+"""JSON, or the text that a model wrote in its place."""
 Kept = Any
-"""What clients keep beside what they were answered, and send back; it says nothing that other fields do not."""
+"""A field that clients keep from an answer and send back. It is ignored, because other fields say the same."""
 
 
 class FunctionCall(Body):
@@ -207,7 +208,7 @@ class FunctionCall(Body):
     parsed_arguments: Kept = None
 
     def plain(self) -> dict[str, Any]:
-        """As templates expect it: arguments are an object where they are JSON."""
+        """The call as templates expect it: its arguments are an object if they are valid JSON."""
         return {"name": self.name, "arguments": _arguments(self.arguments)}
 
 
@@ -275,7 +276,7 @@ class Message(Body):
     audio: None = None
 
     def plain(self) -> dict[str, Any]:
-        """As ``ChatTemplate.prompt`` takes it: content is a text or None, arguments are objects."""
+        """The message as ``ChatTemplate.prompt`` takes it: its content is a text or None, arguments are objects."""
         nothing = self.content is None and self.refusal is None
         found: dict[str, Any] = {"role": self.role, "content": None if nothing else self.text()}
         reasoning = self.reasoning if self.reasoning_content is None else self.reasoning_content
@@ -298,7 +299,7 @@ class Message(Body):
 
 
 def turns(messages: Iterable[Message]) -> bytes:
-    """Messages as ``ChatTemplate.prompt`` takes them, in JSON. Raises RequestError."""
+    """Messages as ``ChatTemplate.prompt`` takes them, as JSON. Raises RequestError if one has an unknown role."""
     found = [message.plain() for message in messages]
     for i, message in enumerate(found):
         if message["role"] not in ROLES:
@@ -310,7 +311,7 @@ def turns(messages: Iterable[Message]) -> bytes:
 
 
 def transcript(messages: Iterable[Message]) -> str:
-    """A conversation as a text to judge."""
+    """A conversation as one text, for questions about it."""
     lines = []
     for message in messages:
         if text := message.text():
@@ -397,7 +398,7 @@ class ChatRequest(Common):
 
     @property
     def forced_tools(self) -> Many[Tool] | None:
-        """Of which tools one has to be called; None where none has to."""
+        """The tools of which one has to be called; None if no call is required."""
         if self.tool_choice == "required":
             return self.tools or ()
         if isinstance(self.tool_choice, NamedTool):
@@ -409,10 +410,10 @@ class ChatRequest(Common):
             return "tools"
         return "max_completion_tokens" if param == "max_tokens" and self.max_tokens is None else super().said(param)
 
-    def sampling(self, **more: Any) -> SamplingParams:
+    def sampling(self, **overrides: Any) -> SamplingParams:
         tokens = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
         count = (self.top_logprobs or 0) if self.logprobs else None
-        return super().sampling(**{"max_tokens": tokens, "logprobs": count} | more)
+        return super().sampling(**{"max_tokens": tokens, "logprobs": count} | overrides)
 
 
 class TextFormat(Body):
@@ -454,7 +455,7 @@ class ReasoningText(Body):
 
 
 class ReasoningItem(_Item):
-    """What a model thought before the message or the calls that follow."""
+    """A model's reasoning before the message or the calls that follow."""
 
     type: Literal["reasoning"]
     summary: Many[ReasoningText] = ()
@@ -486,7 +487,7 @@ class CallOutputItem(_Item):
 
 
 def _typed(value: Any) -> Any:
-    """A value's ``type``, where several models have one."""
+    """The ``type`` of a value, which discriminates models in a union."""
     return value.get("type", "message") if isinstance(value, dict) else getattr(value, "type", None)
 
 
@@ -502,7 +503,7 @@ InputItem = Annotated[
 
 
 def _all_called(items: str | tuple[InputItem, ...]) -> str | tuple[InputItem, ...]:
-    """What a tool put out belongs to a call before it."""
+    """Raise ValueError if a tool's output has no call before it."""
     called: set[str] = set()
     for item in items if not isinstance(items, str) else ():
         if isinstance(item, (CallItem, CustomCallItem)):
@@ -516,7 +517,8 @@ Input = Annotated[str | Annotated[Many[InputItem], Field(min_length=1)], AfterVa
 
 
 def conversation(items: Input) -> tuple[Message, ...]:
-    """The messages that items stand for; reasoning and calls are parts of the assistant's message that they go with."""
+    """The messages that input items stand for. Reasoning and calls become parts of the assistant's message that they
+    belong to."""
     if isinstance(items, str):
         return (Message(role="user", content=items),)
     found: list[dict[str, Any]] = []
@@ -528,7 +530,7 @@ def conversation(items: Input) -> tuple[Message, ...]:
             found.append({"role": item.role, "content": item.content})
             continue
         goes_on = bool(found) and found[-1]["role"] == "assistant"
-        if isinstance(item, (InputMessage, ReasoningItem)):  # these come before what else a message holds
+        if isinstance(item, (InputMessage, ReasoningItem)):  # text and reasoning come first in a message
             goes_on = goes_on and not {"content", "tool_calls"} & set(found[-1])
         if not goes_on:
             found.append({"role": "assistant"})
@@ -551,7 +553,7 @@ class NoObfuscation(Body):
 
 
 class ResponsesRequest(Body):
-    """The body of POST /v1/responses. Nothing is stored: a conversation goes along as ``input``."""
+    """The body of POST /v1/responses. Nothing is stored: ``input`` has to contain the whole conversation."""
 
     NAMES = {
         "prompt": "input",
@@ -599,7 +601,7 @@ class ResponsesRequest(Body):
         return bool(self.top_logprobs or self.include)
 
     def sampling(self) -> SamplingParams:
-        """With what was set explicitly still marked so."""
+        """The sampling parameters. Of temperature and top_p, their ``model_fields_set`` has what was set explicitly."""
         said = {name: getattr(self, name) for name in ("temperature", "top_p") if name in self.model_fields_set}
         return SamplingParams(
             max_tokens=self.max_output_tokens,
@@ -669,7 +671,7 @@ class ScoreQuestion(Body):
 
 
 class Questions(Body):
-    """What both APIs of decisions have in common."""
+    """The fields that both decision APIs have in common."""
 
     model: str | None = Field(None, description="The served model's name, or nothing.")
     priority: int = Field(0, ge=-(2**31), lt=2**31)
@@ -741,14 +743,14 @@ class Levels(_Named):
 
 
 class CacheOptions(Body):
-    """Hints, since equal prefixes are shared for as long as there is room."""
+    """Hints for a cache. They are ignored, because equal prefixes are shared anyway as long as there is room."""
 
     mode: Literal["implicit", "explicit"] | None = None
     ttl: Literal["30m"] | None = None
 
 
 class DecisionsRequest(Questions):
-    """The body of POST /v1/decisions, as OpenAI has it; one with a ``state`` is taken as /v1/systemone takes it."""
+    """The body of POST /v1/decisions, as in OpenAI's API. A body with a ``state`` is a SystemOneRequest instead."""
 
     NAMES = {"prompt": "input", "messages": "input"}
     DERIVED = {"subject": "input"}
@@ -778,8 +780,8 @@ T = TypeVar("T", bound=Body)
 
 
 def parse(body: bytes, model: type[T]) -> T:
-    """A null means that a field is not given (of ``max_tokens`` in completions, that there is no limit). Raises
-    RequestError that names the first field at fault."""
+    """Parse and validate a body. A null means that the field is not given, except that ``max_tokens: null`` means no
+    limit in completions. Raises a RequestError that names the first invalid field."""
     try:
         data = from_json(body)
     except ValueError as error:
@@ -798,7 +800,7 @@ def parse(body: bytes, model: type[T]) -> T:
 
 
 def _check_size(data: object) -> None:
-    """Raises RequestError."""
+    """Raise RequestError if the body holds more than ``MAX_VALUES`` values."""
     left = MAX_VALUES
     unseen = [data]
     while unseen:
@@ -819,12 +821,12 @@ def _check_size(data: object) -> None:
 
 R = TypeVar("R")
 Arms = tuple[Any, ...]
-"""The types of which a value may have any."""
+"""The members of a union: a value may have any of these types."""
 
 
 def checked(make: Callable[[], R], model: type[BaseModel], data: object = None) -> R:
-    """What ``make`` makes of a request's values, of ``data`` if they come straight from it; its complaints as a
-    RequestError."""
+    """Call ``make``, which validates a request's values, and turn its errors into a RequestError. ``data`` is the
+    parsed body, if the values come straight from it."""
     try:
         return make()
     except ValidationError as error:
@@ -857,23 +859,24 @@ def _types(model: type[BaseModel]) -> Arms:
 
 
 def _held(arms: Arms, *kinds: Any) -> list[Any]:
-    """What the containers of some kinds among the arms hold; of a dict, its values."""
+    """The item types of all containers of the given kinds among the arms; of a dict, the type of its values."""
     held = [typing.get_args(arm) for arm in arms if typing.get_origin(arm) in kinds]
     return [types[-1] if dict in kinds else types[0] for types in held if types]
 
 
 def _under(arms: Arms, step: int | str) -> Arms:
-    """The types of what is found one step into a value of these types."""
+    """The types that a field or item, ``step``, of a value of these types may have."""
     if isinstance(step, int):
-        found = _held(arms, tuple, list)
+        annotations = _held(arms, tuple, list)
     else:
-        found = [_fields(model)[step].annotation for model in _models(arms) if step in _fields(model)]
-        found += _held(arms, dict)
-    return tuple(each for annotation in found for each in _arms(annotation))
+        annotations = [_fields(model)[step].annotation for model in _models(arms) if step in _fields(model)]
+        annotations += _held(arms, dict)
+    return tuple(each for annotation in annotations for each in _arms(annotation))
 
 
 def _given(value: Any, arms: Arms) -> Any:
-    """A value without the nulls of its fields. What is no model's stays as it is: a schema's nulls say something."""
+    """The value without fields that are null. Only models' fields are dropped: a null in a JSON schema, for example,
+    has a meaning."""
     if isinstance(value, list):
         inner = _under(arms, 0)
         return [_given(each, inner) for each in value] if inner else value
@@ -898,8 +901,8 @@ Path = tuple[int | str, ...]
 
 
 def _paths(loc: Path, value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Where a complaint's location may be in the data, and what is there. Locations hold steps into the data and names
-    of the forms that were tried, and nothing tells one from the other but the data."""
+    """All paths in the data that a complaint's location may mean, with the value at each. A location contains steps
+    into the data and names of union members that were tried; only the data can tell which is which."""
     if not loc:
         yield path, value
         return
@@ -914,12 +917,12 @@ def _paths(loc: Path, value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]
 
 
 def _path(complaint: ErrorDetails, data: object) -> Path:
-    """Which field a complaint is about."""
+    """The path of the field that a complaint is about."""
     loc, missing = complaint["loc"], complaint["type"] == "missing"
     if data is None:
         return loc[:1]
-    found = list(_paths(loc[:-1] if missing else loc, data)) or [((), None)]
-    path = next((path for path, value in found if value == complaint["input"]), found[0][0])
+    candidates = list(_paths(loc[:-1] if missing else loc, data)) or [((), None)]
+    path = next((path for path, value in candidates if value == complaint["input"]), candidates[0][0])
     if complaint["type"].startswith("union_tag") and isinstance(complaint["input"], dict):
         return (*path, "type")
     return (*path, loc[-1]) if missing else path
@@ -934,11 +937,11 @@ _brief.maxstring = _brief.maxother = _brief.maxlong = MAX_VALUE
 
 
 def _explain(error: ValidationError, model: type[BaseModel], data: object) -> RequestError:
-    found = error.errors(include_url=False)
-    first, path = found[0], _path(found[0], data)
+    complaints = error.errors(include_url=False)
+    first, path = complaints[0], _path(complaints[0], data)
     if len(path) < len(first["loc"]):
-        # Of the forms that were tried, the one that came furthest is what was meant.
-        tried = [(each, _path(each, data)) for each in found[:MAX_COMPLAINTS]]
+        # Of the union members that were tried, the client probably meant the one that matched furthest.
+        tried = [(each, _path(each, data)) for each in complaints[:MAX_COMPLAINTS]]
         same = [(each, its) for each, its in tried if its[: len(path)] == path]
         first, path = max(same, key=lambda one: (len(one[1]), not one[0]["type"].endswith("_type")))
     field = _shown(path) or None
@@ -974,7 +977,7 @@ def _explain(error: ValidationError, model: type[BaseModel], data: object) -> Re
 
 
 def _said(what: str, model: type[BaseModel]) -> RequestError:
-    """A sentence about several fields is put down to the first that it names."""
+    """An error about several fields, attributed to the first field that its sentence names."""
     words = re.findall(r"\w+", what)
     named = next((word for word in words if word in model.model_fields), None)
     text = what if words[0] in model.model_fields else capital(what)
@@ -983,6 +986,6 @@ def _said(what: str, model: type[BaseModel]) -> RequestError:
 
 def _arguments(text: str) -> Any:
     try:
-        return from_json(text) if text.strip() else {}  # which also refuses what is nested too deep
+        return from_json(text) if text.strip() else {}  # it also refuses text that is nested too deeply
     except ValueError:
         return text

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, GET /tokenizer_info, as vLLM has them."""
+"""POST /tokenize, POST /detokenize and GET /tokenizer_info, as in vLLM."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from infer.server.writing import Array
 from infer.text.encoding import TooLongError
 
 MAX_TOKENS = 1 << 18
-"""Of an answer, or as many as the model takes: more would hold up others while they are written down."""
+"""The most tokens of an answer, unless the model takes more. Writing more of them would hold up other requests."""
 
 
 class Tokenization:
-    """The handlers and what they need."""
+    """The handlers, with what they share."""
 
     def __init__(self, service: Service, chat: Chat) -> None:
         self._service = service
@@ -64,7 +64,7 @@ class Tokenization:
                 f"tokens holds {len(asked.tokens)} ids; /detokenize takes {most} at most. Send them in parts.",
                 param="tokens",
             )
-        # decode holds the interpreter for as long as it takes.
+        # ``decode`` would hold the GIL for as long as it takes.
         (text,) = await asyncio.to_thread(served.tokenizer.decode_batch, [asked.tokens], skip_special_tokens=False)
         return web.json_response({"prompt": text})
 

@@ -1,4 +1,4 @@
-"""Single tokens as clients see them in log-probabilities."""
+"""The text and bytes of single tokens, as clients get them with log-probabilities."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from tokenizers import Tokenizer
 from infer.text.detokenizer import BYTE_OF, FALLBACK_BYTE
 
 LOWEST = -9999.0
-"""What is said of a token that cannot come, as OpenAI says it: JSON has no infinity."""
+"""The log-probability reported for impossible tokens, as by OpenAI, because JSON has no infinity."""
 KEPT = 1 << 16
-"""Tokens whose text is remembered."""
+"""How many tokens' texts are cached."""
 
 
 class Tokens:
-    """Text and bytes of a tokenizer's tokens."""
+    """The texts and bytes of a tokenizer's tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -27,7 +27,7 @@ class Tokens:
         self._entry = functools.lru_cache(KEPT)(self._around)
 
     def _text(self, token_id: int) -> str:
-        """What the token says on its own, with replacement characters where it is a part of a character."""
+        """The text of the token alone, with replacement characters for incomplete characters."""
         text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
         return text
 
@@ -36,17 +36,18 @@ class Tokens:
         return json.dumps(self.text(token_id), ensure_ascii=False)
 
     def bytes(self, token_id: int) -> list[int]:
-        """What it stands for, exactly."""
+        """The exact bytes that the token stands for."""
         piece = self._tokenizer.id_to_token(token_id) or ""
         if token_id not in self._added:
             if self._byte_level:
                 return [BYTE_OF[character] for character in piece if character in BYTE_OF]
-            if found := FALLBACK_BYTE.fullmatch(piece):
-                return [int(found[1], 16)]
+            if byte := FALLBACK_BYTE.fullmatch(piece):
+                return [int(byte[1], 16)]
         return list(self.text(token_id).encode())
 
     def entry(self, token_id: int, logprob: float, more: str = "") -> str:
-        """As JSON: the token, its log-probability and its bytes; and ``more``, members that begin with a comma."""
+        """A JSON object with the token, its log-probability and its bytes. ``more`` are further members, each after a
+        comma."""
         before, after = self._entry(token_id)
         return f"{before}{number(logprob)}{after}{more}}}"
 
@@ -55,5 +56,5 @@ class Tokens:
 
 
 def number(logprob: float) -> str:
-    """As JSON."""
+    """A log-probability as JSON."""
     return repr(max(logprob, LOWEST))

@@ -1,4 +1,5 @@
-"""Answers to JSON. What is long in them is written a few milliseconds at a time, and others have their turn between."""
+"""Writing answers as JSON. Long lists are written a few milliseconds at a time, so that the event loop can do other
+work between."""
 
 from __future__ import annotations
 
@@ -10,19 +11,20 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Self, TypeVar
 
 FEW = 16
-"""Items that are written at once: those of a step."""
+"""Up to this many items are written without a pause; a step's events have no more."""
 TURN_S = 0.004
-"""Seconds that one turn may take, whoever's it is."""
+"""How long one turn may take, in seconds."""
 RUN = 64
-"""Items that become one piece."""
+"""How many items become one piece."""
 MARK = secrets.token_hex(16)
-"""Stands for an array in the text around it; nobody outside knows it."""
+"""A placeholder for an array in the JSON around it. It is random, so that no client can send it."""
 Item = TypeVar("Item")
 Made = TypeVar("Made")
 
 
 class Array:
-    """An array whose items are JSON already; with other brackets an object, whose items are its members."""
+    """A JSON array whose items have been encoded already. With braces as brackets it is an object, and the items are
+    its members."""
 
     __slots__ = ("pieces",)
 
@@ -32,23 +34,24 @@ class Array:
 
     @classmethod
     def of(cls, values: Sequence[object]) -> Self:
-        """Of plain values, in a thread: its turns are between two of the pieces."""
+        """An array of plain values. If they are many, call it in a thread: it lets other threads run between two
+        pieces."""
         runs = (values[at : at + RUN] for at in range(0, len(values), RUN))
         return cls([json.dumps(run, ensure_ascii=False)[1:-1].encode() for run in runs])
 
 
 class Writer:
-    """Use it in one event loop."""
+    """Writes values as JSON that may contain Arrays. Use it in one event loop."""
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
         self._arrays: list[Array] = []
-        # Made once: json.dumps would make an encoder for every token.
+        # One encoder for all: json.dumps would make a new one for every token.
         self._encode = json.JSONEncoder(ensure_ascii=False, default=self._meet).encode
 
     async def each(self, make: Callable[[Item], Made], items: Iterable[Item], count: int) -> list[Made]:
-        """What ``make`` makes of each of the ``count`` items. Of all that is under way here, one turn at most comes
-        between two of the event loop's others."""
+        """``make`` applied to each of the ``count`` items. If they are many, this takes turns of ``TURN_S``; between
+        two of these, whichever call they belong to, the event loop does other work."""
         if count <= FEW:
             return [make(item) for item in items]
         made: list[Made] = []
@@ -64,7 +67,7 @@ class Writer:
         return made
 
     def pieces(self, value: object) -> list[bytes]:
-        """JSON, which is these one after the other."""
+        """The JSON of a value, in pieces to be sent one after the other."""
         try:
             head, *tails = self._encode(value).split(f'"{MARK}"')
             pieces = [head.encode()]
