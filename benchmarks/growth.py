@@ -1,8 +1,7 @@
 """python -m benchmarks.growth [--shape NAME] [--json FILE]
 
-How the cost of a step grows: decode against context and against batch, prefill against prompt, each with the fit that
-the arithmetic lets one expect. Writes a picture beside the JSON. See benchmarks/README.md.
-"""
+How the cost of a step grows: decode with context length and with batch size, prefill with prompt length, each with a
+fit of the terms that the arithmetic suggests. Writes a picture next to the JSON. See benchmarks/README.md."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ NEW, REPEAT = 12, 3
 def fit(
     name: str, of: str, x: Sequence[int], seconds: Sequence[float], terms: Sequence[tuple[str, Callable[[Any], Any]]]
 ) -> dict[str, Any]:
-    """Least squares of relative errors over the terms."""
+    """Fit the sum of the terms by least squares of relative errors."""
     n, y = np.array(x, dtype=float), np.array(seconds)
     columns = np.stack([term(n) for _, term in terms], axis=1)
     factors, *_ = np.linalg.lstsq(columns / y[:, None], np.ones_like(y), rcond=None)
@@ -70,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         def median(batch: int, prompt: int) -> tuple[float, float]:
             runs = [timed(llm, steps, draw, batch, prompt, NEW) for _ in range(REPEAT + 1)]
-            prefill, decode = zip(*runs[1:], strict=True)  # what is new takes longer
+            prefill, decode = zip(*runs[1:], strict=True)  # the first run of a size takes longer
             return statistics.median(prefill), statistics.median(decode)
 
         of_context = [median(1, n)[1] for n in CONTEXTS]

@@ -1,7 +1,7 @@
 """python -m benchmarks.http_loss [--shape NAME] [--streams N] [--repeat N] [--json FILE]
 
-What is lost between `LLM.generate` and as many streams over HTTP, with a client that costs next to nothing: it leaves
-what comes in the sockets' buffers. See benchmarks/README.md.
+How much throughput is lost between `LLM.generate` and as many streams over HTTP. The client costs next to nothing: it
+leaves answers in the sockets' buffers until they are complete. See benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def request(address: tuple[str, int], prompt: list[int]) -> socket.socket:
 
 
 def read(stream: socket.socket) -> None:
-    """To the end of the answer, which has to be whole."""
+    """Read an answer to its end, and check that it is complete."""
     answer = b"".join(iter(lambda: stream.recv(1 << 16), b""))
     stream.close()
     assert answer.startswith(b"HTTP/1.1 200"), answer[:300]

@@ -1,8 +1,8 @@
 """python -m benchmarks.overhead [--json FILE]
 
-What a decode step costs besides the model: the scheduler, the cache's books, the batch's arrays, sampling, text and
-events, on a model that computes nothing; and the same with a product in between, after which the caches hold nothing of
-the engine. See benchmarks/README.md.
+What a decode step costs in addition to the model: the scheduler, the cache's books, the batch's arrays, sampling, text
+and events. Measured with a model that computes nothing, and again with one that computes a matrix product, which evicts
+the engine's data from the CPU's caches. See benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ from infer.protocols import AttentionSpec, ModelContext, Pass
 from infer.weight import Weight
 
 LIMITS = {1: None, 64: 150, 256: 500}
-"""Microseconds that a step of so many sequences may cost."""
+"""How many microseconds a step may cost, by its number of sequences."""
 PROMPT, NEW = 128, 100
 SIZE = 1024
-"""Of the product: some milliseconds."""
+"""The size of the square product, which takes some milliseconds."""
 VOCABULARY = 4096
 REPEAT = 5
 
 
 class Nothing:
-    """A ModelProtocol that computes nothing but a product, if there is a ``weight``: the same tokens for everyone."""
+    """A ModelProtocol that computes nothing, or only a product if there is a ``weight``. All sequences get the same
+    tokens."""
 
     weight: Tensor | None = None
     busy: ClassVar[list[float]] = []
@@ -71,7 +72,8 @@ class Plugin:
 
     def __init__(self) -> None:
         self.at: list[tuple[int, float]] = []
-        """After each step: how many sequences it had, and the thread's time until then."""
+        """Per step: how many sequences decoded (0 for other steps), and the thread's CPU time at its end, in
+        seconds."""
 
     @hookimpl
     def infer_step_finished(self, record: StepRecord) -> None:
@@ -86,7 +88,8 @@ class Plugin:
 
 
 def microseconds(llm: LLM, plugin: Plugin, batch: int, params: SamplingParams) -> float:
-    """Of the engine's thread from one step of so many decodes to the next, the median; without the product."""
+    """The engine thread's median CPU time, in microseconds, from one step of ``batch`` decodes to the next, without the
+    product's."""
     plugin.at.clear()
     Nothing.busy.clear()
     llm.generate([[5 + i % 500] * PROMPT for i in range(batch)], params)

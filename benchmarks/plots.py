@@ -1,4 +1,4 @@
-"""Pictures of results, written beside their JSON."""
+"""Plots of results, written next to their JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import matplotlib as mpl
 from matplotlib import pyplot
 
 mpl.use("svg")
-mpl.rcParams.update({"svg.hashsalt": "infer", "font.size": 8})  # the same picture for the same figures
+mpl.rcParams.update({"svg.hashsalt": "infer", "font.size": 8})  # so that the same figures give the same file
 
 
 def save(figure: Any, path: Path) -> None:
@@ -24,7 +24,7 @@ def title(report: Mapping[str, Any]) -> str:
 
 
 def peers(report: Mapping[str, Any], medians: Mapping[str, Mapping[str, float]], path: Path) -> None:
-    """Times of every engine in units of infer's, cell by cell; the bound as a line."""
+    """Every engine's times relative to infer's, cell by cell, with the bound as a line."""
     bounds = report["bounds"]
     cells = list(bounds)
     figure, axes = pyplot.subplots(figsize=(1 + 0.9 * len(cells), 3.5))
@@ -42,7 +42,7 @@ def peers(report: Mapping[str, Any], medians: Mapping[str, Mapping[str, float]],
 
 
 def growth(report: Mapping[str, Any], path: Path) -> None:
-    """Measured points and the fit, a panel for each figure."""
+    """Measured points and their fit, one panel per figure."""
     panels = report["panels"]
     figure, row = pyplot.subplots(1, len(panels), figsize=(3.6 * len(panels), 3.2))
     for axes, panel in zip(row, panels, strict=True):

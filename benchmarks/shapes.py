@@ -1,4 +1,4 @@
-"""Published model shapes, as checkpoints without trained weights: what is measured is the shape's."""
+"""The shapes of published models, as checkpoints without trained weights: speed depends on the shape alone."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class Costs:
-    """What a model of a config moves and computes at the least; weights and cache of 2 bytes."""
+    """The least that a model of a given config has to read and compute, with weights and K/V of 2 bytes per value."""
 
     config: Mapping[str, Any]
 
@@ -110,14 +110,14 @@ class Costs:
 
     @property
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
-        """(N, K) of each weight of a layer, as the models pack them."""
+        """The shape (N, K) of each weight of a layer, as the models pack them."""
         D, width, E = self.hidden_size, self.intermediate_size, self.head_dim
         q, kv = self.num_attention_heads * E, self.num_key_value_heads * E
         return {"qkv": (q + 2 * kv, D), "o": (D, q), "gate_up": (2 * width, D), "down": (D, width)}
 
     @property
     def layer_weights(self) -> int:
-        """In all layers."""
+        """How many weights all layers have together."""
         return int(self.num_hidden_layers * sum(n * k for n, k in self.linear_shapes.values()))
 
     @property
@@ -125,22 +125,23 @@ class Costs:
         return int(self.vocab_size * self.hidden_size)
 
     def windows(self) -> list[int | None]:
-        """Of each layer."""
+        """Each layer's sliding window; None for full attention."""
         pattern, window = self.config.get("sliding_window_pattern"), self.config.get("sliding_window")
         return [window if pattern and (i + 1) % pattern else None for i in range(self.num_hidden_layers)]
 
     def seen(self, context: int) -> int:
-        """Positions that a query after ``context`` of them sees, itself included, over all layers."""
+        """How many positions, its own included, a query after ``context`` positions attends to, summed over all
+        layers."""
         return sum(min(context + 1, window or context + 1) for window in self.windows())
 
     def decode_bytes(self, contexts: list[int]) -> int:
-        """Of one step that extends a sequence of each length by a token."""
+        """Bytes read by one step that decodes a sequence of each of these lengths."""
         kv: int = 2 * self.num_key_value_heads * self.head_dim
         return 2 * (self.layer_weights + self.head_weights + kv * sum(map(self.seen, contexts)))
 
     def flops(self, start: int, length: int, logits: int = 1) -> int:
-        """Of extending a sequence of ``start`` positions by ``length``, with logits at so many of them: only these need
-        what comes after the last layer's attention."""
+        """Operations needed to extend a sequence of ``start`` positions by ``length``, with logits for ``logits`` of
+        them. Only these need what follows the last layer's attention."""
         per_seen: int = 4 * self.num_attention_heads * self.head_dim
         seen = sum(self.seen(start + i) for i in range(length))
         last = sum(n * k for name, (n, k) in self.linear_shapes.items() if name != "qkv")
@@ -149,7 +150,7 @@ class Costs:
 
 
 def write(folder: Path, config: Mapping[str, Any], dtype: str = "bfloat16") -> Path:
-    """A checkpoint for ``model.load_format = "dummy"``: config.json and a tokenizer with a word per id."""
+    """Write a checkpoint for ``model.load_format = "dummy"``: config.json and a tokenizer with one word per id."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**config, "torch_dtype": dtype}))
     vocabulary = {f"w{i}": i for i in range(config["vocab_size"])}
@@ -160,7 +161,7 @@ def write(folder: Path, config: Mapping[str, Any], dtype: str = "bfloat16") -> P
 
 
 def write_weights(folder: Path, config: Mapping[str, Any]) -> Path:
-    """The same with made-up bfloat16 weights, for engines that want a file."""
+    """Write such a checkpoint with random bfloat16 weights, for engines that need a file."""
     import torch
     from safetensors.torch import save_file
 

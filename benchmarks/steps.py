@@ -1,4 +1,4 @@
-"""Watching an engine's steps."""
+"""Recording an engine's steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from infer.hookspecs import StepRecord
 
 
 class Steps:
-    """An observer that keeps what it is told."""
+    """An observer that keeps all step records."""
 
     INFER_PLUGIN_API = 1
 
@@ -25,7 +25,7 @@ class Steps:
 
 
 def all_decode(record: StepRecord, batch: int) -> bool:
-    """Whether a step gave each of ``batch`` sequences a token, and did nothing else."""
+    """Whether a step decoded ``batch`` sequences and did nothing else."""
     return len(record.work) == batch and all(work.kind == "decode" for work in record.work)
 
 
@@ -36,7 +36,8 @@ def decode_gaps(steps: Steps, batch: int) -> list[float]:
 
 
 def timed(llm: LLM, steps: Steps, draw: random.Random, batch: int, prompt: int, new: int) -> tuple[float, float]:
-    """Seconds until ``batch`` prompts of so many random tokens all decode, and of a decode step, the median."""
+    """The seconds until ``batch`` prompts of ``prompt`` random tokens all decode, and the median seconds of a decode
+    step."""
     steps.records.clear()
     ids = [[draw.randrange(3, min(8000, llm.served.vocab_size)) for _ in range(prompt)] for _ in range(batch)]
     start = time.perf_counter()

@@ -1,7 +1,7 @@
 """python -m benchmarks.structured [--shape NAME] [--batch N ...] [--repeat N] [--json FILE]
 
-What a JSON schema costs a decode step: as many answers that are free and that are held to one, in turns, with a
-vocabulary of the shape's size. See benchmarks/README.md.
+What a JSON schema costs a decode step: batches with and without a schema take turns, with a vocabulary of the shape's
+size. See benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SCHEMA = {
 
 
 def vocabulary(size: int) -> dict[str, int]:
-    """Every byte, then words and signs as byte-level tokenizers have them."""
+    """A vocabulary like those of byte-level tokenizers: every byte, then words and punctuation."""
     draw = random.Random(0)
     words = dict.fromkeys(sorted(pre_tokenizers.ByteLevel.alphabet()))
     while len(words) < size:
@@ -53,7 +53,7 @@ def vocabulary(size: int) -> dict[str, int]:
 
 
 def measure(folder: str, batch: int, repeat: int) -> list[tuple[float, float]]:
-    """Seconds of a decode step, free and held to the schema: medians, once per turn."""
+    """Per turn, the median seconds of a decode step without and with the schema."""
     steps, turns = Steps(), []
     with LLM(
         folder,

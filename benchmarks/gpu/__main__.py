@@ -19,7 +19,7 @@ from infer.commands.bench import machine
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
-    """A table."""
+    """Print a table."""
     cells = [list(rows[0])] + [[_cell(v) for v in row.values()] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for line in cells:

@@ -1,7 +1,7 @@
 """python -m benchmarks.gpu.bits [--json FILE]: which ways to multiply give the same bits, and from how many rows on.
 
-Each way multiplies the same rows; what is counted is how many of them equal, bit for bit, those of the provider's own
-product. Where all rows of a way are equal, it may take the provider's place for so many rows.
+Each way multiplies the same rows, and the figures say how many of its rows equal, bit for bit, those of the provider's
+own product. If all are equal, the way may replace the provider's product for that number of rows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SIZES = sorted(set(Costs(SHAPES["Llama-3.2-1B"]).linear_shapes.values()))[: 1 if
 
 
 def cancelling(rows: int, columns: int, seed: int) -> Tensor:
-    """Values over many magnitudes: another order of adding gives other bits."""
+    """Values of many magnitudes, so that another order of summation gives other bits."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
     x = torch.randn(rows, columns, device=DEVICE, generator=generator)
     return (x * torch.exp2(8 * torch.randn(rows, columns, device=DEVICE, generator=generator))).to(torch.bfloat16)
@@ -40,12 +40,12 @@ def tiled(block_m: int, block_n: int, block_k: int = 64, warps: int = 4) -> Prod
 
 
 def swapped(product: Product) -> Product:
-    """The weight's rows in the place of the input's: few input rows then fill the narrow side of a tile."""
+    """The product with weight and input exchanged, so that few input rows fill the narrow side of a tile."""
     return lambda x, weight: product(weight, x).T.contiguous()
 
 
 def vendors(library: str, split_k: bool) -> Product:
-    """torch's own; without ``split_k``, sums stay in one piece."""
+    """torch's product by the given library; without ``split_k``, sums over K are not split."""
 
     def product(x: Tensor, weight: Tensor) -> Tensor:
         if DRY:
@@ -64,7 +64,8 @@ def vendors(library: str, split_k: bool) -> Product:
 
 
 def ways() -> dict[str, Product]:
-    """Tiles of 16 and 32 rows are mma.sync everywhere; from 64 on, Hopper has wgmma and Blackwell tcgen05."""
+    """All ways to multiply, by name. Tiles of 16 and 32 rows use mma.sync everywhere; from 64 rows on, Hopper uses
+    wgmma and Blackwell tcgen05."""
     found = {f"tile {m}x{n}": tiled(m, n) for m, n in ((16, 32), (32, 32), (64, 16), (64, 32), (64, 64), (64, 128))}
     found |= {
         "tile 64x256": tiled(64, 256),
@@ -93,7 +94,7 @@ def compare(n: int, k: int) -> Iterator[dict[str, Any]]:
                 same = (product(x[:rows], weight) == expected[:rows]).all(dim=1)
                 line["rows equal"] = f"{int(same.sum())}/{rows}"
                 line["us"] = None if DRY else 1e6 * seconds(always(partial(product, x[:rows], weight)), 2 * n * k, 0.02)
-            except Exception as error:  # one way that cannot be had says nothing about the others
+            except Exception as error:  # report it and go on: other ways may work
                 line["error"] = f"{type(error).__name__}: {error}"[:300]
             yield line
 

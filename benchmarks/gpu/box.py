@@ -1,10 +1,9 @@
-"""python3 box.py [PART ...]: run what waits for a GPU, on a bare machine without a network.
+"""python3 box.py [PART ...]: run the GPU tests and benchmarks on a bare machine without a network.
 
-Needs Python's standard library, and beside this file what ``make gpu-box`` put there. Every part has a time limit, and
-all together have one (``--limit``); a part that fails stops nothing. The folder that the environment variable OUT names
-gets ``summary.json``, ``logs.tar.gz`` (a log for each part, and the figures as JSON) and ``triton-cache.tar.xz``: put
-beside this file, that spares the next run from compiling anything again.
-"""
+Needs only Python's standard library, and next to this file what ``make gpu-box`` put there. Every part has a time
+limit, and ``--limit`` limits all parts together; if a part fails, the others still run. The folder named by the
+environment variable OUT gets ``summary.json``, ``logs.tar.gz`` (a log per part, and the figures as JSON) and
+``triton-cache.tar.xz``; if that archive is put next to this file, the next run does not compile anything again."""
 
 from __future__ import annotations
 
@@ -38,16 +37,16 @@ PARTS: dict[str, tuple[int, list[str]]] = {
     "8b-exact": (240, [*GPU, "--only", "models", "--shape", "Qwen3-8B", "--products", "exact"]),
     "8b-vendor": (240, [*GPU, "--only", "models", "--shape", "Qwen3-8B", "--products", "vendor"]),
 }
-"""Seconds at most, and what Python is to run; "{json}" is where figures go."""
+"""Per part the time limit in seconds, and Python's arguments; "{json}" stands for the file for the figures."""
 DRY = {"unit-tests": [*PYTEST, "tests/kernels_triton/test_matmul.py"]}
-"""What a dry run has instead."""
+"""What a dry run runs instead, per part, if it differs."""
 DRY_PATIENCE = 8
-"""In a dry run every limit is so many times as long."""
+"""A dry run multiplies every time limit by this."""
 CACHE_BYTES = 15 << 20
 
 
 def unpack(work: Path) -> dict[str, str]:
-    """Install the wheels and unpack the assembler under ``work``; the environment in which the parts run."""
+    """Install the wheels and unpack the assembler under ``work``. Returns the environment in which the parts run."""
     site = work / "site"
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
     wheels = sorted(map(str, (HERE / "wheels").glob("*.whl")))
@@ -71,7 +70,7 @@ def unpack(work: Path) -> dict[str, str]:
 
 
 def run(command: list[str], log: Path, limit: float, environment: dict[str, str]) -> int | None:
-    """The exit status; None where the limit ended it."""
+    """Run a command. Returns its exit status, or None if the time limit ended it."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, cwd=HERE / "tree", env=environment, stdout=output, stderr=output, start_new_session=True
@@ -81,13 +80,13 @@ def run(command: list[str], log: Path, limit: float, environment: dict[str, str]
         except subprocess.TimeoutExpired:
             return None
         finally:
-            with contextlib.suppress(ProcessLookupError):  # whatever it has started goes with it
+            with contextlib.suppress(ProcessLookupError):  # the whole process group, with all that it has started
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 
 def pack(folder: Path, out: Path, limit: int | None = None) -> None:
-    """``folder`` as an archive; with a limit, without its last files from where on it would be larger."""
+    """Write ``folder`` as an archive. With a limit on its size, the newest files are left out as far as necessary."""
     mode: Any = "w:xz" if out.suffix == ".xz" else "w:gz"
     files = sorted((file for file in folder.rglob("*") if file.is_file()), key=lambda file: file.stat().st_mtime)
     while True:
@@ -111,7 +110,7 @@ def main() -> int:
     if unknown := set(args.parts) - set(PARTS):
         parser.error(f"no such part: {', '.join(sorted(unknown))}")
     began = time.monotonic()
-    args.work = args.work.resolve()  # parts run in another folder
+    args.work = args.work.resolve()  # absolute, because parts run in another folder
     out = Path(os.environ.get("OUT", "out"))
     logs = args.work / "logs"
     for folder in (out, logs):

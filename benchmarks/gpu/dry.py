@@ -1,4 +1,4 @@
-"""GPU_DRY_RUN=1 runs the GPU's tests and benchmarks at tiny sizes on the CPU: to try the scripts, not the GPU."""
+"""GPU_DRY_RUN=1 runs the GPU tests and benchmarks at tiny sizes on the CPU, which tests the scripts, not the GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each kernel at the sizes of real models, beside its bound and torch's own."""
+"""Each kernel's time at the sizes of real models, next to its bound and to torch's own kernel."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from infer_kernels_triton.provider import TritonKernels
 
 ROWS = (1, 20) if DRY else (1, 8, 32, 128, 256, 2048, 8192)
 DECODES = ((2, 32),) if DRY else ((1, 1024), (8, 1024), (32, 1024), (128, 1024), (256, 1024), (1, 8192), (8, 8192))
-"""Sequences and positions of each."""
+"""(number of sequences, positions of each)."""
 PREFILLS = (32,) if DRY else (512, 2048, 8192)
 TOKENS = (1, 3) if DRY else (1, 256, 8192)
 BLOCK_SIZE = 16
@@ -42,7 +42,7 @@ def entry(
 
 
 def measure(config: dict[str, Any], ceilings: Ceilings) -> Iterator[dict[str, Any]]:
-    """One line per kernel and size."""
+    """Measure all kernels; one line per kernel and size."""
     costs, kernels = Costs(config), TritonKernels(DEVICE)
     yield from _linear(costs, kernels, ceilings)
     yield from _attention(costs, kernels, ceilings)
@@ -71,7 +71,7 @@ def _linear(costs: Costs, kernels: TritonKernels, ceilings: Ceilings) -> Iterato
 
 
 def ragged(lens: list[int], starts: list[int], blocks: int) -> Ragged:
-    """Sequences in blocks of their own, in random order."""
+    """A batch of sequences whose blocks are in random order."""
     per_sequence = blocks // len(lens)
     offsets = torch.tensor([0, *lens]).cumsum(0)
     table = torch.randperm(blocks)[: per_sequence * len(lens)].view(len(lens), per_sequence)

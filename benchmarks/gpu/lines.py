@@ -1,4 +1,4 @@
-"""Figures that are shown, and kept, line by line."""
+"""Printing and saving figures line by line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 
 
 def main(prog: str, description: str, lines: Iterable[dict[str, Any]]) -> int:
-    """The command line of a script that measures ``lines``: prints each, and writes all so far to ``--json`` FILE."""
+    """The main function of a script that measures ``lines``: print each line, and write all lines so far to ``--json``
+    FILE."""
     parser = argparse.ArgumentParser(prog=prog, description=description)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all lines here, as they come")
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Whole models with made-up weights: decode steps, offline throughput, how busy the device is."""
+"""Whole models with random weights: decode steps, offline throughput, and how busy the device is."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BATCHES = (1, 2) if DRY else (1, 8, 32, 128, 256)
 CONTEXT = 16 if DRY else 1024
 DECODED = 8 if DRY else 192
 OFFLINE = (2, 16, 48) if DRY else (256, 1024, 1024)
-"""Requests, prompt tokens, new tokens."""
+"""(requests, prompt tokens, new tokens)."""
 PROFILED_S = 0.01 if DRY else 1.0
 
 
@@ -52,7 +52,7 @@ def engine(config: Mapping[str, Any], device: str, **sections: Mapping[str, Any]
 
 
 def decode(llm: LLM, steps: Steps, costs: Costs, batch: int, ceilings: Ceilings | None) -> dict[str, Any]:
-    """Steps of ``batch`` sequences of CONTEXT positions and more."""
+    """Measure decode steps of ``batch`` sequences, which begin with CONTEXT positions."""
     steps.records.clear()
     llm.generate(prompts(batch, CONTEXT, costs.vocab_size, batch), exactly(DECODED))
     gaps = sorted(decode_gaps(steps, batch))
@@ -70,7 +70,7 @@ def decode(llm: LLM, steps: Steps, costs: Costs, batch: int, ceilings: Ceilings 
 
 
 def offline(llm: LLM, steps: Steps, costs: Costs, ceilings: Ceilings | None) -> dict[str, Any]:
-    """Everything at once, to the end; beside it the time of all prefill and then all decode at their bounds."""
+    """Measure all requests submitted at once, next to the time of all prefill and then all decode at their bounds."""
     requests, prompt, new = OFFLINE
     steps.records.clear()
     began = time.perf_counter()
@@ -97,7 +97,7 @@ def offline(llm: LLM, steps: Steps, costs: Costs, ceilings: Ceilings | None) -> 
 
 
 def busy(llm: LLM, costs: Costs, batch: int) -> dict[str, Any]:
-    """The part of a second of steady decode in which a kernel ran, as CUPTI saw it."""
+    """The fraction of a second of steady decode during which a kernel ran, according to CUPTI."""
     from torch._C._autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
@@ -118,8 +118,8 @@ def busy(llm: LLM, costs: Costs, batch: int) -> dict[str, Any]:
 
 
 def covered(spans: Sequence[tuple[float, float]]) -> float | None:
-    """The part of the time from the first span's start to the last one's end that lies in any; None where a profile has
-    seen nothing. ``spans`` ascend by start."""
+    """The fraction of the time from the first span's start to the last one's end that any span covers; None without
+    spans. ``spans`` are sorted by their starts."""
     if not spans:
         return None
     inside, reached = 0.0, spans[0][0]
@@ -130,10 +130,10 @@ def covered(spans: Sequence[tuple[float, float]]) -> float | None:
 
 
 def measure(config: Mapping[str, Any], ceilings: Ceilings, exact: bool) -> dict[str, Any]:
-    """All figures of one model, whose memory is free again afterwards."""
+    """Measure all figures of one model, and free its memory."""
     try:
         return _measure(config, ceilings, exact)
-    finally:  # not sooner: whoever is within a ``with`` statement still holds what it is about
+    finally:  # only here: a ``with`` statement within the function would still hold the model
         gc.collect()
         torch.cuda.empty_cache()
 
@@ -147,7 +147,7 @@ def _measure(config: Mapping[str, Any], ceilings: Ceilings, exact: bool) -> dict
     began = time.perf_counter()
     with engine(config, DEVICE.type, **sections) as (llm, steps):
         ready = time.perf_counter() - began
-        llm.generate(prompts(2, CONTEXT, costs.vocab_size, 0), exactly(8))  # compiles what is not yet
+        llm.generate(prompts(2, CONTEXT, costs.vocab_size, 0), exactly(8))  # compile what has not been compiled yet
         return {
             "exact": llm.served.exact,
             "ready s": ready,

@@ -1,7 +1,7 @@
-"""python -m benchmarks.gpu.pack FOLDER: everything that a bare GPU machine without a network needs, in one folder.
+"""python -m benchmarks.gpu.pack FOLDER: put everything that a bare GPU machine without a network needs into one folder.
 
-Wheels of our own packages, wheels of what they need and the machine lacks, an assembler (Triton's own, from a newer
-release), tests, benchmarks, and ``box.py``, which runs there.
+That is: wheels of our own packages, wheels of dependencies that the machine lacks, an assembler (Triton's own, from a
+newer release), tests, benchmarks, and ``box.py``, which runs there.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ LARGEST = 64 * 2**20
 
 
 def missing(bare: set[str]) -> list[str]:
-    """What our packages need, directly or not, and ``bare`` lacks, pinned to what is installed here."""
+    """The direct and indirect dependencies of our packages that ``bare`` lacks, pinned to the versions installed
+    here."""
     found: dict[str, str] = {}
     projects = [tomllib.loads((ROOT / path / "pyproject.toml").read_text())["project"] for path in PACKAGES]
     queue = [line for project in projects for line in project["dependencies"]]
@@ -45,7 +46,8 @@ def missing(bare: set[str]) -> list[str]:
 
 
 def newest_assembler() -> Path:
-    """Of those in Triton's package: before 13.1, products from registers on Hopper were miscompiled."""
+    """The newest ptxas in Triton's package. Versions before 13.1 miscompile products with operands in registers on
+    Hopper."""
 
     def release(tool: Path) -> tuple[int, ...]:
         said = subprocess.run([tool, "--version"], capture_output=True, text=True, check=True).stdout

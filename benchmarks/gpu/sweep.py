@@ -1,4 +1,4 @@
-"""python -m benchmarks.gpu.sweep [--json FILE]: tiles of products and attention beside those of the table."""
+"""python -m benchmarks.gpu.sweep [--json FILE]: time other tiles of products and attention than those in the table."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from infer_kernels_triton.configs import MANY, AttentionConfig, LinearConfig, co
 SHAPE = "Llama-3.2-1B"
 ROWS = (2,) if DRY else (1, 16, 64, 256, 4096)
 ATTENTION = (((1,), (40,)),) if DRY else (((1,) * 8, (1023,) * 8), ((1,) * 128, (1023,) * 128), ((4096,), (0,)))
-"""Lengths and starts of batches."""
+"""Batches, each as (lengths, starts)."""
 
 
 def linears() -> Iterator[LinearConfig]:
@@ -80,7 +80,7 @@ def timed(
     line = {"kernel": what, "size": size, "table": table, **asdict(config)}
     try:
         line["us"] = seconds(make, nbytes, 0.02) * 1e6
-    except Exception as error:  # a tile that does not fit says nothing about the others
+    except Exception as error:  # a tile that does not fit; others may
         line["error"] = f"{type(error).__name__}: {error}"[:200]
     return line
 

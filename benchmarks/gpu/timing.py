@@ -1,4 +1,4 @@
-"""Time on the device, and what the device can do at best."""
+"""Measuring time on the device, and what the device can do at best."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from benchmarks.gpu.dry import DRY
 Run = Callable[[], object]
 
 CACHES = 3
-"""Inputs are drawn so often that together they are so many times as large as the L2 cache."""
+"""As many different inputs are made as are together this many times as large as the L2 cache."""
 
 
 def seconds(make: Callable[[], Run], nbytes: int, budget_s: float = 0.15) -> float:
-    """Median device time of one run of what ``make`` makes.
+    """The median device time, in seconds, of one of the runs that ``make`` makes.
 
-    Runs over different inputs, each of ``nbytes``, are recorded as a graph, so that neither the L2 cache nor the gaps
-    between launches count; the median is over replays.
+    Runs with different inputs, of ``nbytes`` each, are recorded as one graph, so that neither the L2 cache nor gaps
+    between launches distort the time. The median is over replays.
     """
     if DRY:
         began = time.perf_counter()
@@ -52,7 +52,7 @@ def _elapsed(run: Run) -> float:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What this device does at best: bytes read and written per second, bf16 operations per second."""
+    """What this device can do at best: bytes read and written per second, and bf16 operations per second."""
 
     bandwidth: float
     flops: float
@@ -73,5 +73,5 @@ class Ceilings:
         return cls(2 * size / copy, 2 * n**3 / product)
 
     def bound(self, nbytes: float, flops: float) -> float:
-        """The least time, in seconds, that moving and computing so much takes."""
+        """The least time, in seconds, in which the device can move ``nbytes`` and compute ``flops``."""
         return max(nbytes / self.bandwidth, flops / self.flops)

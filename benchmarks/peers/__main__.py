@@ -30,15 +30,15 @@ from infer.commands.bench import machine
 from infer.device import zeros
 
 Cell = tuple[int, int, int]
-"""Sequences, prompt tokens of each, decode steps."""
+"""(sequences, prompt tokens of each, decode steps)."""
 SHORT, LONG = 24, 12
 CELLS: list[Cell] = [(1, 128, SHORT), (4, 128, SHORT), (8, 128, SHORT), (16, 128, SHORT)]
 CELLS += [(4, 512, LONG), (1, 2048, LONG), (4, 2048, LONG)]
 
 
 class Peer:
-    """An engine in a process of its own, idle but for ``run``: so that engines take turns cell by cell, and what else
-    happens on the machine meets all of them."""
+    """An engine in a process of its own, which is idle except in ``run``. So engines can take turns cell by cell, and
+    whatever else happens on the machine affects all of them."""
 
     def __init__(self, name: str, python: str, checkpoint: Path, cells: Sequence[Cell]) -> None:
         self._name = name
@@ -51,7 +51,7 @@ class Peer:
         self.ready_s = self._read()["ready_s"]
 
     def run(self, cell: Cell) -> dict[str, float]:
-        """Seconds by "prefill BxP" and "decode BxP"."""
+        """Measure one cell. Returns seconds by "prefill BxP" and "decode BxP"."""
         assert self._process.stdin is not None
         print(json.dumps(cell), file=self._process.stdin, flush=True)
         found, title = self._read(), f"{cell[0]}x{cell[1]}"
@@ -65,7 +65,7 @@ class Peer:
 
     def _read(self) -> dict[str, float]:
         assert self._process.stdout is not None
-        for line in self._process.stdout:  # engines print their own, too
+        for line in self._process.stdout:  # engines print lines of their own, too
             if line.startswith("{"):
                 found: dict[str, float] = json.loads(line)
                 return found
@@ -77,7 +77,7 @@ class Peer:
 
 @contextmanager
 def neighbours(count: int) -> Iterator[None]:
-    """Processes that would take a whole core each."""
+    """Run ``count`` busy processes meanwhile, each of which would take a whole core."""
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield
@@ -88,7 +88,7 @@ def neighbours(count: int) -> Iterator[None]:
 
 
 class Ceilings:
-    """What this machine does at best: bytes read per second, bf16 operations per second."""
+    """What this machine can do at best: bytes read per second, and bf16 operations per second."""
 
     def __init__(self) -> None:
         self._values = zeros((1 << 28,), torch.float32, torch.device("cpu"))
@@ -113,7 +113,7 @@ def _seconds(run: Any, repeat: int) -> float:
 
 
 def bounds(costs: Costs, best: Mapping[str, float], cells: Sequence[Cell]) -> dict[str, float]:
-    """The least time each figure could take here."""
+    """The least time, in seconds, that each figure could take on this machine."""
     found = {}
     for batch, prompt, _ in cells:
         flops, nbytes = batch * costs.flops(prompt, 1), costs.decode_bytes([prompt] * batch)
@@ -123,7 +123,7 @@ def bounds(costs: Costs, best: Mapping[str, float], cells: Sequence[Cell]) -> di
 
 
 def table(medians: Mapping[str, Mapping[str, float]], least: Mapping[str, float]) -> list[str]:
-    """Milliseconds; the bound over infer's own; how many times as long as infer the others take."""
+    """Print infer's milliseconds, the bound divided by them, and how many times as long the others take."""
     own = medians["infer"]
     others = [peer for peer in medians if peer != "infer"]
     lines = [f"{'':24}{'infer ms':>10}{'bound':>8}" + "".join(f"{peer + ' ms':>17}{'':8}" for peer in others)]

@@ -1,4 +1,4 @@
-"""The engines that are compared, and where they are installed."""
+"""The engines to compare, and where they are installed."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ VARIABLES: Mapping[str, Mapping[str, str]] = {
         "VLLM_LOGGING_LEVEL": "ERROR",
     },
 }
-"""With which a peer makes the best of the machine."""
+"""Environment variables with which each peer uses the whole machine."""
 
 
 def python_of(peer: str, given: Mapping[str, str]) -> str | None:
-    """The interpreter that has the peer; None where there is none."""
+    """The Python interpreter that has the peer installed; None if there is none."""
     if peer in given:
         return given[peer]
     if peer in ("infer", ALONE, "transformers"):
@@ -42,7 +42,7 @@ def python_of(peer: str, given: Mapping[str, str]) -> str | None:
 
 
 def installed(peers: list[str], given: list[str]) -> dict[str, str]:
-    """The interpreters of those that are there; the others are named. ``given`` are NAME=PATH."""
+    """The interpreters of the installed peers; the names of the others are printed. ``given`` are NAME=PATH."""
     paths, found = dict(item.split("=", 1) for item in given), {}
     for peer in dict.fromkeys(peers):
         if python := python_of(peer, paths):

@@ -30,7 +30,7 @@ START_S = 300
 
 @contextmanager
 def vllm(python: str, checkpoint: Path, max_seq_len: int) -> Iterator[str]:
-    """The URL of vLLM's server with its defaults, stopped at the end."""
+    """Run vLLM's server with its defaults. Yields its URL."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,5 +1,5 @@
 """Times llama.cpp on a checkpoint, which it gets as a GGUF file without a vocabulary: CHECKPOINT CELLS, where CELLS is
-JSON, [[batch, prompt tokens, decode steps], ...]; then one of them a line on standard input."""
+JSON, [[batch, prompt tokens, decode steps], ...]; then standard input has one of them per line."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WHOLE = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output
 
 
 def tensors(file: Path) -> Any:
-    """Name, shape and the raw bfloat16 words of each tensor (the safetensors format)."""
+    """Each tensor's name, shape and raw bfloat16 words, from a safetensors file."""
     words = np.memmap(file, dtype=np.uint8, mode="r")
     (size,) = struct.unpack("<Q", words[:8].tobytes())
     for name, entry in json.loads(words[8 : 8 + size].tobytes()).items():
@@ -84,7 +84,7 @@ def run(model: Any, batch: int, prompt: int, count: int, vocab: int) -> dict[str
     room, draw = llama_cpp.llama_batch_init(2048, 0, 1), np.random.default_rng(0)
 
     def forward(items: list[tuple[int, int, bool]]) -> None:
-        """(position, sequence, whether logits are wanted)."""
+        """Run a pass over random tokens, each given as (position, sequence, whether its logits are wanted)."""
         room.n_tokens = len(items)
         for i, (position, sequence, wanted) in enumerate(items):
             room.token[i], room.pos[i], room.n_seq_id[i] = int(draw.integers(3, vocab)), position, 1
@@ -96,7 +96,7 @@ def run(model: Any, batch: int, prompt: int, count: int, vocab: int) -> dict[str
     items = [(i, sequence, i == prompt - 1) for sequence in range(batch) for i in range(prompt)]
     for begin in range(0, len(items), 2048):
         forward(items[begin : begin + 2048])
-    llama_cpp.llama_get_logits(context)  # waits
+    llama_cpp.llama_get_logits(context)  # waits for the result
     prefill, gaps = time.perf_counter() - start, []
     for step in range(count):
         start = time.perf_counter()

@@ -1,5 +1,5 @@
 """Times vLLM on a CPU: CHECKPOINT CELLS, where CELLS is JSON,
-[[batch, prompt tokens, decode steps], ...]; then one of them a line on standard input."""
+[[batch, prompt tokens, decode steps], ...]; then standard input has one of them per line."""
 
 from __future__ import annotations
 

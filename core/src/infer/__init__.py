@@ -39,7 +39,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """LLM and Completion on demand: plugins import this module, and the engine imports plugins."""
+    """Import LLM and Completion only when they are used: plugins import this module, and the engine imports plugins."""
     if name in ("LLM", "Completion"):
         from infer import llm
 

@@ -1,4 +1,4 @@
-"""From settings to a running engine: every choice of backend is made here, once, and said in the log."""
+"""Makes a running engine from settings. Every backend is chosen here, once, and the log says which."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ from infer.weight import Weight
 log = logging.getLogger(__name__)
 
 DEFAULT_MAX_SEQ_LEN = 4096
-"""Positions of a sequence where neither settings nor checkpoint nor cache say, and those that every sequence of a batch
-has room for where more were not asked for."""
+"""``engine.max_seq_len`` if neither settings nor checkpoint nor cache limit it. If the settings do not ask for longer
+sequences, this is also how many positions per sequence of a full batch the cache should hold."""
 
 
 @dataclass(frozen=True)
 class Served:
-    """What the clients' side needs to know of the model that is served."""
+    """What the client's side needs to know about the served model."""
 
     name: str
     tokenizer: Tokenizer
@@ -64,24 +64,24 @@ class Served:
     vocab_size: int
     max_seq_len: int
     cache_tokens: int
-    """Positions of the cache's."""
+    """How many positions the cache holds."""
     sampling: Mapping[str, Any]
-    """The sampling parameters of those who do not say: the checkpoint's, unless they are not wanted."""
+    """Default sampling parameters: the checkpoint's, or none if ``model.generation_config`` says so."""
     exact: bool
-    """Whether the start-up check found answers independent of batch and chunking, bit for bit."""
+    """Whether the start-up check found that answers do not depend, bit for bit, on batching and chunking."""
 
     def encode(self, text: str, *, special: bool) -> list[int]:
-        """Token ids of a text that fits the model. Raises RequestError."""
+        """The token ids of a text. Raises RequestError if it is too long for the model."""
         try:
             return self.encoder(text, special=special, most=self.max_seq_len - 1)
         except TooLongError as error:
             raise too_long(error.count, self.max_seq_len) from None
 
     def defaulted(self, params: SamplingParams | None = None) -> SamplingParams:
-        """``params`` with the model's own values where they do not say."""
+        """``params`` with the default sampling parameters for those that are not set."""
         params = params or SamplingParams()
-        silent = {name: value for name, value in self.sampling.items() if name not in params.model_fields_set}
-        return params.model_copy(update=silent) if silent else params
+        unset = {name: value for name, value in self.sampling.items() if name not in params.model_fields_set}
+        return params.model_copy(update=unset) if unset else params
 
     def request(
         self,
@@ -90,22 +90,22 @@ class Served:
         *,
         special: bool = True,
         grammar: Grammar | None = None,
-        **more: Any,
+        **fields: Any,
     ) -> Request:
-        """Tokenise (with the special tokens that begin a text, unless not ``special``), compile (unless ``grammar`` is
-        given) and check. ``more`` as for ``Request.make``. Takes a while for a long text or a new grammar. Raises
-        RequestError."""
+        """Make a checked Request: tokenise the prompt, with the tokenizer's leading special tokens if ``special``, and
+        compile its structured outputs unless ``grammar`` is given. ``fields`` are passed to ``Request.make``. A long
+        text or a new grammar takes a while. Raises RequestError."""
         ids = self.encode(prompt, special=special) if isinstance(prompt, str) else prompt
         if grammar is None and params.structured_outputs is not None:
             grammar = self.grammars.compile(params.structured_outputs)
         return Request.make(
-            tuple(ids), params, vocab_size=self.vocab_size, max_seq_len=self.max_seq_len, grammar=grammar, **more
+            tuple(ids), params, vocab_size=self.vocab_size, max_seq_len=self.max_seq_len, grammar=grammar, **fields
         )
 
 
 def start(settings: Settings, plugins: Plugins) -> tuple[EngineLoop, Served]:
-    """Start the engine's thread and load the model there: OpenMP, on which torch's operations run, gives every thread
-    that computes a team of its own, and lets all of them sleep between operations once there are more than cores."""
+    """Start the engine's thread, and load the model in it. torch's operations run on OpenMP, which gives every thread
+    that computes a team of its own; with more than one team, the members would sleep after every operation."""
     served: Served
 
     def make_engine(publish: Callable[..., None]) -> Engine:
@@ -194,7 +194,7 @@ def _load(settings: Settings, plugins: Plugins, publish: Callable[..., None]) ->
 
 
 def choose_device(name: str) -> torch.device:
-    """``model.device``. Raises SettingsError."""
+    """The device that ``model.device`` stands for. Raises SettingsError."""
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
         raise SettingsError('model.device is "cuda", but torch sees no GPU here; use "cpu" or "auto".')
@@ -213,8 +213,8 @@ def _dtype(name: str, checkpoint: Checkpoint, device: torch.device) -> torch.dty
 
 
 def _max_seq_len(settings: Settings, family: Offer, checkpoint: Checkpoint, context: ModelContext, cache: Offer) -> int:
-    """``engine.max_seq_len``, or what the checkpoint was made for so far as the cache can hold it. ``context`` is for a
-    model of which only the shapes are looked at."""
+    """``engine.max_seq_len``, or else as many positions as the checkpoint was made for and the cache can hold. To find
+    out how large the weights are, a model is made with ``context`` but not loaded."""
     asked, own = settings.engine.max_seq_len, checkpoint.max_positions
     if asked is not None:
         if asked > own:
@@ -236,12 +236,12 @@ def _max_seq_len(settings: Settings, family: Offer, checkpoint: Checkpoint, cont
                 cache.longest(pool, plugin_settings(settings, "cache", cache.name), weights),
                 "memory holds no more",
             )
-    found = max(2, min(held, own))
-    if found < checkpoint.max_positions:
-        log.info("engine.max_seq_len: %d positions, fewer than the checkpoint may allow: %s", found, why)
+    length = max(2, min(held, own))
+    if length < checkpoint.max_positions:
+        log.info("engine.max_seq_len: %d positions, fewer than the checkpoint may allow: %s", length, why)
     else:
-        log.info("engine.max_seq_len: %d positions, all that the checkpoint was made for", found)
-    return found
+        log.info("engine.max_seq_len: %d positions, all that the checkpoint was made for", length)
+    return length
 
 
 def _kernels(settings: Settings, plugins: Plugins, device: torch.device) -> KernelsProtocol:
@@ -254,12 +254,12 @@ def _scheduler(settings: Settings, plugins: Plugins, pool: CachePoolProtocol) ->
     offer = plugins.choose("scheduler", settings)
     own = plugin_settings(settings, "scheduler", offer.name)
     made: SchedulerProtocol = offer.make(SchedulerProtocol, SchedulerContext(pool, settings.engine), own)
-    # Core's own are tested, and what they plan would take longer to check than to plan.
+    # Core's own schedulers are tested, and checking their plans would take longer than planning.
     return CheckedScheduler(made, offer.whose, thorough=offer.distribution != "infer-core")
 
 
 def _model(settings: Settings, family: Offer, checkpoint: Checkpoint, context: ModelContext) -> ModelProtocol:
-    """Without its weights."""
+    """The model, not loaded yet."""
     own = plugin_settings(settings, "model", family.name)
     model: ModelProtocol = family.make(ModelProtocol, checkpoint.config, context, own)
     checkpoint.check_ids(model.vocab_size)
@@ -267,7 +267,7 @@ def _model(settings: Settings, family: Offer, checkpoint: Checkpoint, context: M
 
 
 def _read(settings: Settings, format: Offer, checkpoint: Checkpoint) -> Iterator[tuple[str, Weight]]:
-    """The checkpoint's weights, each read when it is asked for."""
+    """The checkpoint's weights, each read when the iterator reaches it."""
     own = plugin_settings(settings, "weights", format.name)
     read: WeightFormatProtocol = format.make(
         WeightFormatProtocol, checkpoint.config, tensor_files(checkpoint.folder), own
@@ -287,7 +287,7 @@ def _pool(
 ) -> CachePoolProtocol:
     batch, enough = settings.engine.max_batch_size, None
     if settings.engine.max_seq_len is None and max_seq_len > DEFAULT_MAX_SEQ_LEN:
-        # Long sequences are for who needs them: without being asked for, they cost no more memory than shorter ones.
+        # Unless the settings ask for long sequences, the cache takes no more memory than it would for shorter ones.
         enough = max(batch * DEFAULT_MAX_SEQ_LEN, max_seq_len)
     context = CacheContext(model.attention, batch, max_seq_len, dtype, device, kernels, enough)
     try:
@@ -337,7 +337,8 @@ def _tokenizer(path: str | None, checkpoint: Checkpoint, vocab_size: int) -> Tok
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exceptions
         raise CheckpointError(f"The tokenizer {file} cannot be read: {error}.") from error
-    # Added tokens may lie beyond the model's vocabulary: Gemma 3's text models have one for images, without a row.
+    # Added tokens may lie beyond the model's vocabulary: Gemma 3's text models have one for images without an
+    # embedding.
     own = tokenizer.get_vocab(with_added_tokens=False).values()
     if own and max(own) >= vocab_size:
         raise CheckpointError(
@@ -354,8 +355,9 @@ def _tokenizer(path: str | None, checkpoint: Checkpoint, vocab_size: int) -> Tok
 
 
 def _telling(tokenizer: Tokenizer) -> Tokenizer:
-    """With the marks of tool calls and reasoning as plain tokens: text leaves out special ones, and Mistral's
-    [TOOL_CALLS] and Llama's <|python_tag|> are special."""
+    """The tokenizer with the marks of tool calls and reasoning as ordinary tokens. Decoding leaves out special tokens,
+    but the parsers need these marks, and Mistral's [TOOL_CALLS] and Llama's <|python_tag|>, for example, are
+    special."""
     added = tokenizer.get_added_tokens_decoder().values()
     if MARKS.isdisjoint(token.content for token in added if token.special):
         return tokenizer

@@ -1,5 +1,5 @@
-"""The errors that infer raises on purpose. Each text is one sentence or two that name the key, the value and the way
-out, and is fit to be shown to whoever caused it."""
+"""The errors that infer raises on purpose. Each message is one sentence or two that name the key, the value and the way
+out, and is meant for the user who caused it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import traceback
 from pathlib import Path
 
 MAX_TEXT = 300
-"""Characters of a foreign exception's text that we repeat."""
+"""The most characters of a foreign exception's text that a message repeats."""
 
 
 class InferError(Exception):
-    """Base of all; the command line prints its text and exits with 2, or 1 for an engine that has failed."""
+    """The base of all. The command line prints its message and exits with 2, or with 1 if the engine has failed."""
 
 
 class SettingsError(InferError):
-    """A setting is unknown, malformed or cannot work together with another."""
+    """A setting is unknown, malformed or incompatible with another."""
 
 
 class PluginError(InferError):
@@ -27,7 +27,7 @@ class CheckpointError(InferError):
 
 
 class RequestError(InferError):
-    """The request cannot be served as asked; the client can mend it."""
+    """The request cannot be served as it is, but the client can correct it. ``param`` is the parameter at fault."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -36,7 +36,7 @@ class RequestError(InferError):
 
 
 class QueueFullError(InferError):
-    """As many requests as allowed are running and waiting; try again later."""
+    """The server takes no more for now: the client should try again later."""
 
 
 class EngineDeadError(InferError):
@@ -44,15 +44,15 @@ class EngineDeadError(InferError):
 
 
 def capital(text: str) -> str:
-    """A library's complaint as the beginning of a sentence."""
+    """``text`` with a capital letter, to begin a sentence with a library's message."""
     return text[:1].upper() + text[1:]
 
 
 def say(error: BaseException) -> str:
-    """A foreign exception in one line: its kind, what it says, and the file and line, not ours, that raised it."""
+    """A foreign exception in one line: its type, its text, and the innermost file and line outside infer's core."""
     try:
         text = " ".join(str(error).split())
-    except Exception:  # its own text may be at fault
+    except Exception:  # its __str__ may fail, too
         text = ""
     if len(text) > MAX_TEXT:
         text = f"{text[:MAX_TEXT]}…"

@@ -1,4 +1,5 @@
-"""The hooks that plugins implement, by the name that they import; ``infer.contracts`` has their text."""
+"""What plugins need to implement hooks, under the name by which they import it. It is defined in
+``infer.contracts``."""
 
 from infer.contracts.hooks import (
     CacheRegistration,

@@ -28,9 +28,9 @@ class Completion:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None
-    """One per token, when asked for."""
+    """One per token, if requested."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """None for the first prompt token, then one per prompt token, when asked for."""
+    """If requested: None for the first prompt token, then one per prompt token."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
@@ -50,7 +50,7 @@ class Completion:
 
 
 class Handle:
-    """A request under way."""
+    """A request that is being answered."""
 
     def __init__(self, llm: LLM, request: Request) -> None:
         self.request = request
@@ -63,7 +63,7 @@ class Handle:
             self._events.put(event)
 
     def events(self) -> Iterator[Event]:
-        """Block for each event, to the last. Raises EngineDeadError if the engine fails meanwhile."""
+        """Yield events up to the last one, waiting for each. Raises EngineDeadError if the engine fails meanwhile."""
         while True:
             event = self._llm.heed(self._events.get())
             yield event
@@ -78,15 +78,14 @@ class LLM:
     """A model, ready to answer.
 
     ``path`` is a folder, a hub id or a bundled name. Further arguments are settings sections, as in settings.toml:
-    ``LLM("demo", cache={"backend": "slotted"}, engine={"prefill_chunk_size": 256})``; no file and no environment
-    variable is read. ``plugins`` are plugin modules or objects besides the installed ones.
-    """
+    ``LLM("demo", cache={"backend": "slotted"}, engine={"prefill_chunk_size": 256})``. No settings file and no
+    environment variable is read. ``plugins`` are plugin modules or objects in addition to the installed ones."""
 
     def __init__(self, path: str, *, plugins: Sequence[object] = (), **sections: Mapping[str, Any]) -> None:
         model = {"path": path, **sections.pop("model", {})}
-        found = Plugins.discover(plugins)
-        loaded = load_settings(found, env={}, overrides={"model": model, **sections}, read_file=False)
-        self._start(loaded.settings, found)
+        discovered = Plugins.discover(plugins)
+        loaded = load_settings(discovered, env={}, overrides={"model": model, **sections}, read_file=False)
+        self._start(loaded.settings, discovered)
 
     @classmethod
     def from_settings(cls, settings: Settings, plugins: Plugins) -> Self:
@@ -102,9 +101,10 @@ class LLM:
         prompts: Prompt | Sequence[Any],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
-        """Answer all prompts, in their order; without ``params``, by the sampling values of the checkpoint. Raises
-        RequestError for a prompt that cannot be served, before any is begun, and EngineDeadError if the engine fails; a
-        failure of one request is told by its ``finish_reason`` "error" and ``error``."""
+        """Answer all prompts; the answers are in the prompts' order. Without ``params``, the checkpoint's sampling
+        parameters apply. Raises RequestError, before anything is generated, if a prompt cannot be served, and
+        EngineDeadError if the engine fails. An answer that fails alone has the ``finish_reason`` "error" and an
+        ``error``."""
         many: Sequence[Any] = [prompts] if _is_one(prompts) else prompts
         each = [params or self.served.defaulted()] * len(many) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(many):
@@ -120,7 +120,7 @@ class LLM:
                         accepted = self.loop.submit_all(waiting, mailbox.put)
                         running += accepted
                         del waiting[:accepted]
-                except QueueFullError:  # their turn comes when one of ours has ended
+                except QueueFullError:  # submit the rest when one of ours has ended
                     if not running:
                         raise
                 for event in mailbox.get():
@@ -148,7 +148,8 @@ class LLM:
             raise RequestError(f"{capital(str(error))}.", param="messages") from None
 
     def encode(self, prompt: str) -> list[int]:
-        """Token ids of a text that brings its special tokens along, as chat templates do. Raises RequestError."""
+        """The token ids of a text that already contains its special tokens, such as a chat template's prompt. Raises
+        RequestError."""
         return self.served.encode(prompt, special=False)
 
     def submit(
@@ -159,11 +160,11 @@ class LLM:
         id: str | None = None,
         cache_salt: str | None = None,
     ) -> Handle:
-        """Begin a request and return at once; may be called from any thread."""
+        """Submit a request and return at once. May be called from any thread."""
         return Handle(self, self.request(prompt, params, id, cache_salt))
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Event]:
-        """Events as they come; leaving early aborts the request."""
+        """Yield a request's events as they come. Leaving the loop early aborts the request."""
         handle = self.submit(prompt, params)
         try:
             yield from handle.events()
@@ -171,13 +172,13 @@ class LLM:
             handle.abort()
 
     async def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncGenerator[Event]:
-        """The same for asyncio."""
+        """``stream`` for asyncio."""
         async with aclosing(AsyncDoor(self.loop).stream(self.request(prompt, params))) as events:
             async for event in events:
                 yield self.heed(event)
 
     def heed(self, event: Event) -> Event:
-        """The event. Raises EngineDeadError if it is an error of the whole engine's."""
+        """Return the event. Raises EngineDeadError if it reports that the whole engine has failed."""
         if event.finish_reason == "error":
             self.loop.check()
         return event
@@ -189,11 +190,11 @@ class LLM:
         id: str | None = None,
         cache_salt: str | None = None,
     ) -> Request:
-        """Tokenise and check. Raises RequestError."""
+        """Tokenise and check a request. Raises RequestError."""
         return self.served.request(prompt, params or self.served.defaulted(), id=id, cache_salt=cache_salt)
 
     def close(self, drain_s: float = 0.0) -> None:
-        """Give what runs ``drain_s`` seconds, abort the rest, and stop the engine."""
+        """Let running requests go on for ``drain_s`` seconds, abort the rest, and stop the engine."""
         self.loop.close(drain_s)
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""Bars on a terminal for what takes long; nothing where standard error is something else."""
+"""Progress bars for long work, if standard error is a terminal."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ T = TypeVar("T")
 
 @contextmanager
 def bar(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """Gives a function to be called whenever one of ``total`` things is done."""
+    """Show a bar. Yields a function to be called whenever one of ``total`` things is done."""
     if not sys.stderr.isatty():
         yield lambda: None
         return
-    from rich.console import Console  # here, since a server that logs to a file does not need it
+    from rich.console import Console  # imported late, since a server that logs to a file does not need it
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -33,7 +33,7 @@ def bar(what: str, total: int) -> Iterator[Callable[[], None]]:
 
 
 def track(items: Iterable[T], what: str, total: int) -> Iterator[T]:
-    """The items, with a bar while they are taken."""
+    """Yield the items, with a bar that shows how many have been taken."""
     with bar(what, total) as done:
         for item in items:
             yield item

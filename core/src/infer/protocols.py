@@ -1,4 +1,4 @@
-"""The contracts of backends, by the name that plugins import; ``infer.contracts`` has their text."""
+"""The contracts of backends, under the name by which plugins import them. They are defined in ``infer.contracts``."""
 
 from infer.contracts.protocols import (
     PLUGIN_API,

@@ -332,7 +332,7 @@ class _Attention(_Trial):
 
 
 @dataclass(frozen=True)
-class Draw:
+class DrawCase:
     """How to draw one token, and from which row of logits."""
 
     row: int
@@ -343,8 +343,8 @@ class Draw:
     uniform: float = 0.0
 
 
-KINDS = (Draw(0), Draw(1, top_k=50, top_p=0.9), Draw(2, min_p=0.05))
-GREEDY = Draw(3, temperature=0.0)
+KINDS = (DrawCase(0), DrawCase(1, top_k=50, top_p=0.9), DrawCase(2, min_p=0.05))
+GREEDY = DrawCase(3, temperature=0.0)
 
 
 def _sampling(kernels: KernelsProtocol, vocab_size: int, max_batch_size: int, example_V: Tensor) -> Iterator[str]:
@@ -353,7 +353,7 @@ def _sampling(kernels: KernelsProtocol, vocab_size: int, max_batch_size: int, ex
     noise_V = torch.randn(vocab_size, generator=torch.Generator().manual_seed(0)).to(example_V)
     logits_KV = torch.stack([noise_V.roll(kind) for kind in range(1 + len(KINDS))])
 
-    def sample(draws: Sequence[Draw]) -> list[int]:
+    def sample(draws: Sequence[DrawCase]) -> list[int]:
         def column(name: str, dtype: torch.dtype) -> Tensor:
             return torch.tensor([getattr(draw, name) for draw in draws], dtype=dtype, device=example_V.device)
 
