@@ -22,9 +22,9 @@ class StructuredOutputs(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
 
     json_schema: dict[str, Any] | bool | str | None = Field(
-        None, alias="json", description="A JSON schema that the answer, a JSON text, has to fit."
+        None, alias="json", description="A JSON schema that the answer, which is JSON, has to match."
     )
-    json_object: bool | None = Field(None, description="The answer is a JSON object, whatever is in it.")
+    json_object: bool | None = Field(None, description="The answer is a JSON object with any contents.")
     regex: str | None = Field(None, min_length=1, description="A regular expression that the whole answer matches.")
     choice: tuple[str, ...] | None = Field(
         None, min_length=1, max_length=MAX_CHOICES, description="The answer is one of these texts."
@@ -43,34 +43,38 @@ class SamplingParams(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    max_tokens: int | None = Field(16, ge=1, description="New tokens at most; null for as many as fit.")
+    max_tokens: int | None = Field(16, ge=1, description="The most tokens to generate; null: as many as fit.")
     temperature: float = Field(1.0, ge=0, le=100, allow_inf_nan=False, description="0 takes the likeliest token.")
     top_k: int = Field(0, ge=-1, lt=2**31, description="Keep the k likeliest tokens; 0 or -1 keeps all.")
-    top_p: float = Field(1.0, gt=0, le=1, description="Keep the likeliest tokens that together reach this mass.")
-    min_p: float = Field(0.0, ge=0, le=1, description="Drop tokens below this fraction of the likeliest one.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Keep the likeliest tokens whose probabilities add up to this.")
+    min_p: float = Field(0.0, ge=0, le=1, description="Drop tokens less likely than this fraction of the likeliest.")
     seed: int | None = Field(None, ge=-(2**63), lt=2**63, description="The same seed gives the same text.")
-    stop: tuple[str, ...] = Field((), description="Texts that end the answer; they are not part of it.")
+    stop: tuple[str, ...] = Field((), description="Texts that end the answer, which does not include them.")
     stop_token_ids: tuple[TokenId, ...] = Field((), max_length=64, description="Tokens that end the answer.")
-    ignore_eos: bool = Field(False, description="Go on after the end-of-sequence token.")
-    min_tokens: int = Field(0, ge=0, lt=2**31, description="No stop token before so many new tokens.")
+    ignore_eos: bool = Field(False, description="Do not end the answer at the end-of-sequence token.")
+    min_tokens: int = Field(0, ge=0, lt=2**31, description="No stop token is drawn before so many tokens.")
     presence_penalty: float = Field(
-        0.0, ge=-2, le=2, description="Taken off the logit of every token that the answer has already."
+        0.0, ge=-2, le=2, description="Subtracted from the logit of every token that the answer already has."
     )
     frequency_penalty: float = Field(
-        0.0, ge=-2, le=2, description="Taken off a token's logit for each time that the answer has it."
+        0.0, ge=-2, le=2, description="Subtracted from a token's logit for each time that the answer has it."
     )
     repetition_penalty: float = Field(
-        1.0, ge=0.01, le=100, description="Divides the logit (multiplies a negative one) of what prompt or answer have."
+        1.0, ge=0.01, le=100, description="Divides (if negative, multiplies) the logits of tokens of prompt and answer."
     )
     logit_bias: dict[TokenId, Bias] = Field(
-        {}, max_length=MAX_BIASES, description="Token id to what is added to its logit, -100 to 100."
+        {}, max_length=MAX_BIASES, description="Token ids, each with a number from -100 to 100 to add to its logit."
     )
-    structured_outputs: StructuredOutputs | None = Field(None, description="What the answer has to look like.")
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="Likeliest tokens to report per token.")
+    structured_outputs: StructuredOutputs | None = Field(None, description="The format that the answer must have.")
+    logprobs: int | None = Field(
+        None, ge=0, le=MAX_LOGPROBS, description="Report log-probabilities, and those of so many likeliest tokens."
+    )
     logprob_token_ids: tuple[TokenId, ...] | None = Field(
-        None, min_length=1, max_length=256, description="Report these tokens instead of the likeliest."
+        None, min_length=1, max_length=256, description="Report the log-probabilities of these tokens instead."
     )
-    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="The same for the prompt's tokens.")
+    prompt_logprobs: int | None = Field(
+        None, ge=0, le=MAX_LOGPROBS, description="As logprobs, for the prompt's tokens."
+    )
 
     @field_validator("stop", mode="before")
     @classmethod

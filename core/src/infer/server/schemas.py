@@ -75,8 +75,8 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    include_usage: bool = Field(False, description="End the stream with a chunk that carries the usage.")
-    continuous_usage_stats: bool = Field(False, description="Carry the usage so far in every chunk.")
+    include_usage: bool = Field(False, description="End the stream with a chunk that contains the usage.")
+    continuous_usage_stats: bool = Field(False, description="Put the usage so far into every chunk.")
     include_obfuscation: Literal[False] = False
 
 
@@ -84,7 +84,7 @@ class SchemaFormat(Body):
     name: str = Field(min_length=1, max_length=64)
     schema_: dict[str, Any] | None = Field(None, alias="schema")
     description: str | None = None
-    strict: bool | None = Field(None, description="The answer fits the schema either way.")
+    strict: bool | None = Field(None, description="Ignored: the answer always matches the schema.")
 
 
 class ResponseFormat(Body):
@@ -114,19 +114,19 @@ class Common(SamplingParams, Body):
     n: int = Field(1, ge=1, description="Answers per prompt; the i-th is drawn with seed + i.")
     stream: bool = Field(False, description="Answer with server-sent events.")
     stream_options: StreamOptions | None = None
-    response_format: ResponseFormat | None = Field(None, description="What the answer has to look like.")
+    response_format: ResponseFormat | None = Field(None, description="The format that the answer must have.")
     guided_json: dict[str, Any] | str | None = Field(None, description="As structured_outputs.json.")
     guided_regex: Text | None = Field(None, description="As structured_outputs.regex.")
     guided_choice: Many[str] | None = Field(
         None, min_length=1, max_length=MAX_CHOICES, description="As structured_outputs.choice."
     )
     guided_grammar: Text | None = Field(None, description="As structured_outputs.grammar.")
-    priority: int = Field(0, ge=-(2**31), lt=2**31, description="The lower, the earlier.")
+    priority: int = Field(0, ge=-(2**31), lt=2**31, description="Requests with lower numbers are served earlier.")
     cache_salt: str | None = Field(
         None, min_length=1, max_length=256, description="Share cached prefixes only with requests of the same salt."
     )
-    user: str | None = Field(None, max_length=512, description="The caller's own mark for who asks.")
-    safety_identifier: str | None = Field(None, max_length=512, description="The same, and goes before user.")
+    user: str | None = Field(None, max_length=512, description="The end user's id.")
+    safety_identifier: str | None = Field(None, max_length=512, description="As user, over which it takes precedence.")
 
     @model_validator(mode="after")
     def _streamed(self) -> Self:
@@ -165,9 +165,11 @@ class CompletionRequest(Common):
     prompt: str | TokenIds | Many[str | TokenIds] = Field(
         union_mode="left_to_right", description="Text or token ids, or a list of these."
     )
-    max_tokens: int | None = Field(16, ge=0, description="New tokens at most; 0 only with echo; null: all that fit.")
-    echo: bool = Field(False, description="Begin the answer with the prompt; with logprobs, with the prompt's too.")
-    add_special_tokens: bool = Field(True, description="Begin a text as the tokenizer does, with a BOS token say.")
+    max_tokens: int | None = Field(
+        16, ge=0, description="The most tokens to generate; 0 only with echo; null: all that fit."
+    )
+    echo: bool = Field(False, description="Begin the answer with the prompt; logprobs then include the prompt's.")
+    add_special_tokens: bool = Field(True, description="Add the tokenizer's special tokens, such as BOS, to a text.")
     best_of: Literal[1] | None = None
     suffix: Literal[""] | None = None
 
@@ -220,8 +222,8 @@ class ToolCall(Body):
 
 
 class _Part(Body):
-    cache_control: Kept = Field(None, description="A hint to caches elsewhere; here equal prefixes are shared anyway.")
-    prompt_cache_breakpoint: Kept = Field(None, description="The same.")
+    cache_control: Kept = Field(None, description="Ignored: equal prefixes are shared anyway.")
+    prompt_cache_breakpoint: Kept = Field(None, description="Ignored, as cache_control.")
 
 
 class TextPart(_Part):
@@ -268,7 +270,7 @@ class Message(Body):
     reasoning: str | None = Field(None, description="As reasoning_content.")
     tool_calls: Many[ToolCall] | None = None
     tool_call_id: str | None = None
-    function_call: FunctionCall | None = Field(None, description="A call as the API had it before tools.")
+    function_call: FunctionCall | None = Field(None, description="A call in the format that preceded tool_calls.")
     refusal: str | None = Field(None, description="The text of a message that has no content.")
     parsed: Kept = None
     annotations: Kept = None
@@ -326,7 +328,7 @@ class Function(Body):
     name: str = Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = Field(None, description="With a required or named tool the arguments fit either way.")
+    strict: bool | None = Field(None, description="Ignored: a forced call's arguments always match.")
 
 
 class Tool(Body):
@@ -350,19 +352,19 @@ class ChatRequest(Common):
     DERIVED = {"turns": "messages"}
 
     messages: Many[Message] = Field(min_length=1)
-    max_tokens: int | None = Field(None, ge=1, description="New tokens at most; null for as many as fit.")
-    max_completion_tokens: int | None = Field(None, ge=1, description="The same.")
+    max_tokens: int | None = Field(None, ge=1, description="The most tokens to generate; null: as many as fit.")
+    max_completion_tokens: int | None = Field(None, ge=1, description="As max_tokens.")
     logprobs: bool = Field(False, description="Report each token's log-probability.")
     top_logprobs: int | None = Field(
-        None, ge=0, le=MAX_LOGPROBS, description="And those of so many of the likeliest tokens."
+        None, ge=0, le=MAX_LOGPROBS, description="Also report the log-probabilities of so many likeliest tokens."
     )
     tools: Many[Tool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: bool = Field(True, description="false: one call at most.")
+    parallel_tool_calls: bool = Field(True, description="false: at most one call.")
     add_generation_prompt: bool = True
-    continue_final_message: bool = Field(False, description="Go on with the last message instead of a new one.")
+    continue_final_message: bool = Field(False, description="Continue the last message instead of a new one.")
     chat_template_kwargs: dict[str, Any] | None = Field(
-        None, description="For the template, enable_thinking say; what it does not know it ignores."
+        None, description="Variables for the chat template, such as enable_thinking."
     )
     echo: Literal[False] | None = None
     store: Literal[False] | None = None
@@ -446,7 +448,7 @@ class InputMessage(_Item):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Content
-    phase: str | None = Field(None, description="What an answer's part was; the template does not see it.")
+    phase: str | None = Field(None, description="Ignored: the chat template does not see it.")
 
 
 class ReasoningText(Body):
@@ -583,13 +585,15 @@ class ResponsesRequest(Body):
     store: Literal[False] | None = None
     background: Literal[False] | None = None
     include: Many[Literal["message.output_text.logprobs"]] | None = None
-    metadata: dict[str, str] | None = Field(None, max_length=16, description="Comes back with the response.")
+    metadata: dict[str, str] | None = Field(None, max_length=16, description="Returned with the response.")
     parallel_tool_calls: bool | None = None
     tools: tuple[()] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     truncation: Literal["disabled"] | None = None
     service_tier: Literal["auto", "default"] | None = None
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="For the template, enable_thinking say.")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Variables for the chat template, such as enable_thinking."
+    )
 
     @functools.cached_property
     def turns(self) -> bytes:
@@ -653,7 +657,7 @@ class Truth(Body):
 class YesNoQuestion(Body):
     type: Literal["noul", "yes_no"]
     instructions: Text
-    criteria: Truth | None = Field(None, description="What yes and no stand for.")
+    criteria: Truth | None = Field(None, description="What yes and no mean.")
 
 
 class ChoiceQuestion(Body):
@@ -705,7 +709,7 @@ Asking = str | Annotated[Many[Annotated[TextPart | JsonPart, Field(discriminator
 
 
 class _Named(Body):
-    name: str | None = Field(None, description="Comes back with the answer.")
+    name: str | None = Field(None, description="Returned with the answer.")
     instructions: Asking
 
 
@@ -768,7 +772,7 @@ class DecisionsRequest(Questions):
     )
     prompt_cache_options: CacheOptions | None = None
     user: str | None = Field(
-        None, alias="safety_identifier", max_length=512, description="The caller's own mark for who asks."
+        None, alias="safety_identifier", max_length=512, description="The end user's id."
     )
 
     @functools.cached_property
