@@ -101,13 +101,13 @@ class Checkpoint:
     def eos_token_ids(self) -> frozenset[int]:
         """All end-of-sequence tokens that config.json and generation_config.json give."""
         configs = [self.config, self._text, self._generation_config]
-        found: set[int] = set()
+        eos: set[int] = set()
         for value in (config.get("eos_token_id") for config in configs):
             ids = [] if value is None else value if isinstance(value, list) else [value]
             if not all(map(_is_id, ids)):
                 raise self._bad("eos_token_id", value, "a token id or a list of them")
-            found.update(ids)
-        return frozenset(found)
+            eos.update(ids)
+        return frozenset(eos)
 
     def check_ids(self, vocab_size: int) -> None:
         """Raise CheckpointError if an end-of-sequence token is not in the model's vocabulary."""
@@ -122,31 +122,31 @@ class Checkpoint:
         """The sampling parameters that generation_config.json gives, by name. ``do_sample: false`` means temperature
         0."""
         config = self._generation_config
-        found = {name: config[name] for name in SAMPLING if config.get(name) is not None}
+        given = {name: config[name] for name in SAMPLING if config.get(name) is not None}
         file = self.folder / GENERATION_CONFIG
         way_out = 'mend the file, or do without its values by model.generation_config = "none"'
         draws = config.get("do_sample")
         if not isinstance(draws, bool | None):
             raise CheckpointError(f"{file}: do_sample is {draws!r}; it has to be true or false: {way_out}.")
         try:
-            SamplingParams.model_validate(found, strict=True)
+            SamplingParams.model_validate(given, strict=True)
         except ValidationError as error:
             first = error.errors()[0]
             raise CheckpointError(
                 f"{file}: {first['loc'][0]} is {first['input']!r}: {first['msg']}; {way_out}."
             ) from None
-        return found | ({"temperature": 0.0} if draws is False else {})
+        return given | ({"temperature": 0.0} if draws is False else {})
 
     @property
     def special_tokens(self) -> dict[str, str]:
         """The special tokens' texts by role (``bos_token`` and so on), as tokenizer_config.json gives them."""
-        found = {}
+        tokens = {}
         for role, value in self._tokenizer_config.items():
             if role.endswith("_token"):
                 text = value.get("content") if isinstance(value, dict) else value
                 if isinstance(text, str):
-                    found[role] = text
-        return found
+                    tokens[role] = text
+        return tokens
 
     @property
     def chat_template(self) -> str | None:

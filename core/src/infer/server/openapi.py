@@ -48,13 +48,13 @@ def document(routes: Sequence[Route], server_name: str) -> dict[str, Any]:
     """The OpenAPI 3.1 document."""
     bodies = [(route.body, "validation") for route in routes if route.body is not None]
     _, schemas = models_json_schema(bodies, ref_template=REF)  # type: ignore[arg-type]
-    found: dict[str, Any] = dict(schemas.get("$defs", {}))
+    components: dict[str, Any] = dict(schemas.get("$defs", {}))
 
     def shape(kind: Any) -> dict[str, Any]:
         schema = TypeAdapter(kind).json_schema(ref_template=REF.replace("{model}", "Answer.{model}"))
         for name, definition in schema.pop("$defs", {}).items():
-            found[f"Answer.{name}"] = definition
-        found[f"Answer.{kind.__name__}"] = schema
+            components[f"Answer.{name}"] = definition
+        components[f"Answer.{kind.__name__}"] = schema
         return {"$ref": REF.replace("{model}", f"Answer.{kind.__name__}")}
 
     error = {"application/json": {"schema": shape(answers.Error)}}
@@ -92,7 +92,7 @@ def document(routes: Sequence[Route], server_name: str) -> dict[str, Any]:
         "info": {"title": f"infer: {server_name}", "version": version("infer-core")},
         "paths": paths,
         "components": {
-            "schemas": found,
+            "schemas": components,
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
         "security": [{"key": []}, {}],

@@ -280,7 +280,7 @@ class Message(Body):
     def plain(self) -> dict[str, Any]:
         """The message as ``ChatTemplate.prompt`` takes it: its content is a text or None, arguments are objects."""
         nothing = self.content is None and self.refusal is None
-        found: dict[str, Any] = {"role": self.role, "content": None if nothing else self.text()}
+        message: dict[str, Any] = {"role": self.role, "content": None if nothing else self.text()}
         reasoning = self.reasoning if self.reasoning_content is None else self.reasoning_content
         for name, value in (
             ("name", self.name),
@@ -288,13 +288,13 @@ class Message(Body):
             ("tool_call_id", self.tool_call_id),
         ):
             if value is not None:
-                found[name] = value
+                message[name] = value
         calls = [(call.id, call.function) for call in self.tool_calls or ()]
         if self.function_call is not None:
             calls.append((self.function_call.name, self.function_call))
         if calls:
-            found["tool_calls"] = [{"id": id, "type": "function", "function": call.plain()} for id, call in calls]
-        return found
+            message["tool_calls"] = [{"id": id, "type": "function", "function": call.plain()} for id, call in calls]
+        return message
 
     def text(self) -> str:
         return self.refusal or "" if self.content is None else shown(self.content)
@@ -302,14 +302,14 @@ class Message(Body):
 
 def turns(messages: Iterable[Message]) -> bytes:
     """Messages as ``ChatTemplate.prompt`` takes them, as JSON. Raises RequestError if one has an unknown role."""
-    found = [message.plain() for message in messages]
-    for i, message in enumerate(found):
+    plain_messages = [message.plain() for message in messages]
+    for i, message in enumerate(plain_messages):
         if message["role"] not in ROLES:
             raise RequestError(
                 f"Unknown role {message['role'][:80]} in messages[{i}]; it may be {', '.join(ROLES)}.",
                 param="messages",
             )
-    return to_json(found, inf_nan_mode="constants")
+    return to_json(plain_messages, inf_nan_mode="constants")
 
 
 def transcript(messages: Iterable[Message]) -> str:
@@ -523,20 +523,20 @@ def conversation(items: Input) -> tuple[Message, ...]:
     belong to."""
     if isinstance(items, str):
         return (Message(role="user", content=items),)
-    found: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
     for item in items:
         if isinstance(item, CallOutputItem):
-            found.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
             continue
         if isinstance(item, InputMessage) and item.role != "assistant":
-            found.append({"role": item.role, "content": item.content})
+            messages.append({"role": item.role, "content": item.content})
             continue
-        goes_on = bool(found) and found[-1]["role"] == "assistant"
+        goes_on = bool(messages) and messages[-1]["role"] == "assistant"
         if isinstance(item, (InputMessage, ReasoningItem)):  # text and reasoning come first in a message
-            goes_on = goes_on and not {"content", "tool_calls"} & set(found[-1])
+            goes_on = goes_on and not {"content", "tool_calls"} & set(messages[-1])
         if not goes_on:
-            found.append({"role": "assistant"})
-        answer = found[-1]
+            messages.append({"role": "assistant"})
+        answer = messages[-1]
         match item:
             case InputMessage():
                 answer["content"] = item.content
@@ -547,7 +547,7 @@ def conversation(items: Input) -> tuple[Message, ...]:
                 arguments = item.arguments if isinstance(item, CallItem) else item.input
                 call = ToolCall(id=item.call_id, function=FunctionCall(name=item.name, arguments=arguments))
                 answer["tool_calls"] = (*answer.get("tool_calls", ()), call)
-    return tuple(Message(**({} if "tool_calls" in message else {"content": ""}) | message) for message in found)
+    return tuple(Message(**({} if "tool_calls" in message else {"content": ""}) | message) for message in messages)
 
 
 class NoObfuscation(Body):

@@ -215,15 +215,15 @@ class Grammars:
     def known(self, source: str) -> Grammar | None:
         """The cached grammar; None if the source is new. Raises RequestError if it was refused before."""
         with self._lock:
-            found = self._kept.get(source)
-            if found is None:
+            kept = self._kept.get(source)
+            if kept is None:
                 return None
             self._kept.move_to_end(source)
-        fault = found if isinstance(found, str) else found.fault
+        fault = kept if isinstance(kept, str) else kept.fault
         if fault is not None:
             raise refused(fault)
-        assert isinstance(found, Grammar)
-        return found
+        assert isinstance(kept, Grammar)
+        return kept
 
     def make(self, source: str, num_bytes: int | None = None) -> Grammar:
         """Compile and cache a grammar. ``num_bytes`` is about its size in memory; it is given if the grammar has been
@@ -240,9 +240,9 @@ class Grammars:
         self._keep(source, fault)
         return refused(fault)
 
-    def _keep(self, source: str, found: Grammar | str) -> None:
+    def _keep(self, source: str, result: Grammar | str) -> None:
         with self._lock:
-            self._kept[source] = found
+            self._kept[source] = result
             sizes = [g.num_bytes if isinstance(g, Grammar) else 0 for g in self._kept.values()]
             while len(sizes) > KEPT or (sum(sizes) > KEPT_BYTES and len(sizes) > 1):
                 self._kept.popitem(last=False)

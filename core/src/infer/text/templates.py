@@ -130,10 +130,10 @@ class ChatTemplate:
         for no_content, text_arguments in itertools.product((None, ""), (False, True)):
             arguments = json.dumps(PROBE_ARGUMENTS) if text_arguments else PROBE_ARGUMENTS
             call = {"id": "probe0001", "type": "function", "function": {"name": "look_up", "arguments": arguments}}
-            found = self._turn({"role": "assistant", "content": no_content, "tool_calls": [call]})
-            if found is None:
+            shown = self._turn({"role": "assistant", "content": no_content, "tool_calls": [call]})
+            if shown is None:
                 continue
-            tools_shown, turn = found
+            tools_shown, turn = shown
             # No model was trained on None or a dict as Python prints them, so such a template needs other arguments.
             if "look_up" in turn and "Rome" in turn and "None" not in turn and "{'" not in turn:
                 return Manners(developer, text_arguments, no_content, turn if tools_shown else None)
@@ -154,15 +154,15 @@ class ChatTemplate:
 
     def _adapted(self, message: Message) -> dict[str, Any]:
         """``message`` in the form that this template takes."""
-        found = dict(message)
-        if found["role"] == "developer" and not self.manners.developer:
-            found["role"] = "system"
-        calls = found.get("tool_calls")
-        if found.get("content") is None:
-            found["content"] = self.manners.no_content if calls else ""
+        adapted = dict(message)
+        if adapted["role"] == "developer" and not self.manners.developer:
+            adapted["role"] = "system"
+        calls = adapted.get("tool_calls")
+        if adapted.get("content") is None:
+            adapted["content"] = self.manners.no_content if calls else ""
         if calls and self.manners.text_arguments:
-            found["tool_calls"] = [call | {"function": _with_text(call["function"])} for call in calls]
-        return found
+            adapted["tool_calls"] = [call | {"function": _with_text(call["function"])} for call in calls]
+        return adapted
 
     def _check_instructions(self, messages: Sequence[Message], text: str, form: Mapping[str, Any]) -> None:
         """Raise ValueError if the prompt lacks an instruction. Many templates show one system message, at the
@@ -171,10 +171,10 @@ class ChatTemplate:
         at = 0
         for i in wanted:
             content = messages[i]["content"].strip()
-            found = text.find(content, at)
-            if found < 0:
+            begin = text.find(content, at)
+            if begin < 0:
                 break
-            at = found + len(content)
+            at = begin + len(content)
         else:
             return
         # The template may have changed an instruction's text rather than dropped it, so look for marks, which stay as
