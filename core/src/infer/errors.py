@@ -36,7 +36,7 @@ class RequestError(InferError):
 
 
 class QueueFullError(InferError):
-    """The server takes no more for now: the client should try again later."""
+    """No more requests are taken for now; try again later."""
 
 
 class EngineDeadError(InferError):

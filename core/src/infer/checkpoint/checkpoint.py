@@ -80,7 +80,7 @@ class Checkpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that the model is meant for; float32 if config.json does not say."""
+        """The dtype that config.json gives; float32 if it gives none."""
         name = self._field("dtype") or self._field("torch_dtype") or "float32"
         if not isinstance(name, str) or name not in DTYPES:
             raise self._bad("dtype", name, ", ".join(DTYPES))

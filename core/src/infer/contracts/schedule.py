@@ -30,7 +30,7 @@ class Sequence:
     num_prompt: int = field(init=False)
     num_computed: int = 0
     """Leading positions whose K/V are in the cache, or will be before any later pass runs. The scheduler sets it at
-    admission, the engine after each pass it launches."""
+    admission, the engine with each pass."""
     prefill_end: int = 0
     """The sequence decodes once this many positions are computed: the number of tokens it had when it was admitted. Set
     by the scheduler."""

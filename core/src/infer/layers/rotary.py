@@ -259,8 +259,8 @@ class RotaryEmbedding:
     def __init__(self, context: ModelContext, rope: RopeParameters, head_size: int) -> None:
         positions = torch.arange(context.max_seq_len, dtype=torch.float32)
         inverse = rope.inverse_frequencies(head_size, context.max_seq_len)
-        # Angles are fp32, as in training. Their cos and sin are float64, because torch's fp32 functions may round a
-        # value differently in a longer table.
+        # Angles are fp32, as in training. Their cos and sin are computed in float64, so that the table's last bits do
+        # not depend on its length.
         angles = torch.outer(positions, inverse).double()
         unrotated = (0, head_size // 2 - len(inverse))
         cos, sin = (angles.cos() * rope.magnitude()).float(), (angles.sin() * rope.magnitude()).float()

@@ -123,8 +123,8 @@ class Completions:
         self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None], begins: Sequence[int]
     ) -> Json:
         """Log-probabilities in the format of the completions endpoint. The entry of a prompt's first token is None.
-        ``begins`` are the indices at which the tokens' texts begin, or would begin if a stop string did not hold them
-        back."""
+        ``begins`` are the indices at which the tokens' texts begin or, if a stop string holds them back, would begin. A
+        token that continues a character begins where the character does."""
         quoted = self._service.tokens.quoted
 
         def write(token: int, entry: TokenLogprobs | None, begin: int) -> tuple[bytes, bytes, bytes, bytes]:

@@ -14,7 +14,7 @@ from infer.server import schemas
 from infer.server.child import Child, ChildError
 
 MAX_BODIES = 8
-"""How many bodies of the largest size may be in the process of arriving; smaller ones may be as many bytes together."""
+"""Bodies that are still arriving may take as many bytes together as this many of the largest size."""
 INLINE_BYTES = 1 << 14
 """Bodies up to this size are parsed in the event loop: they take a few milliseconds at most, whatever they contain."""
 SECONDS = 5.0

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Self, TypeVar
 
 FEW = 16
-"""Up to this many items are written without a pause; a step's events have no more."""
+"""Up to this many items, such as the tokens of one step, are written without a pause."""
 TURN_S = 0.004
 """How long one turn may take, in seconds."""
 RUN = 64
