@@ -771,9 +771,7 @@ class DecisionsRequest(Questions):
         description="Share cached prefixes only with requests of the same key.",
     )
     prompt_cache_options: CacheOptions | None = None
-    user: str | None = Field(
-        None, alias="safety_identifier", max_length=512, description="The end user's id."
-    )
+    user: str | None = Field(None, alias="safety_identifier", max_length=512, description="The end user's id.")
 
     @functools.cached_property
     def subject(self) -> str:
