@@ -6,7 +6,7 @@ import asyncio
 import json
 import shutil
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -45,15 +45,16 @@ TEMPLATE = """\
 
 
 class _Server:
-    """The demo model on one thread, unless ``sections`` of the settings say otherwise."""
+    """The demo model on one thread, unless ``sections`` of the settings say otherwise. ``plugins`` come besides the
+    installed ones."""
 
-    def __init__(self, **sections: Any) -> None:
+    def __init__(self, plugins: Sequence[object] = (), **sections: Any) -> None:
         overrides = {"model": {"path": "demo"}, "kernels": {"threads": 1}, "server": {"access_log": False}} | sections
-        plugins = Plugins.discover()
-        self._settings = load_settings(plugins, env={}, overrides=overrides, read_file=False).settings
+        found = Plugins.discover(plugins)
+        self._settings = load_settings(found, env={}, overrides=overrides, read_file=False).settings
         self._metrics = Metrics()
-        plugins.manager.register(self._metrics)
-        self.engine_loop, self._served = start(self._settings, plugins)
+        found.manager.register(self._metrics)
+        self.engine_loop, self._served = start(self._settings, found)
 
     def app(self) -> web.Application:
         return make_app(self.engine_loop, self._served, self._metrics, self._settings)
@@ -92,8 +93,8 @@ class Running:
 
 
 @asynccontextmanager
-async def running(**sections: Any) -> AsyncIterator[Running]:
-    served = await asyncio.to_thread(_Server, **sections)
+async def running(plugins: Sequence[object] = (), **sections: Any) -> AsyncIterator[Running]:
+    served = await asyncio.to_thread(_Server, plugins, **sections)
     engine_loop = served.engine_loop
     try:
         async with listen(served.app(), bind("127.0.0.1", 0)) as url, aiohttp.ClientSession() as session:

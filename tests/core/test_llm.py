@@ -14,9 +14,12 @@ import pytest
 from tests.models.checkpoints import write_checkpoint
 from tokenizers import Tokenizer
 
-from infer import LLM, CheckpointError, RequestError, SamplingParams, SettingsError
+from infer import LLM, PLUGIN_API, CheckpointError, RequestError, SamplingParams, SettingsError, hookimpl
 from infer.engine.engine import Engine, Message
+from infer.hookspecs import ToolFormatRegistration
 from infer.plugins import Plugins
+from infer.text.tool_formats.objects import bare
+from infer.text.tool_formats.reader import scripted
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +156,17 @@ def test_chat_is_generate_of_what_the_template_makes(llm: LLM) -> None:
     assert answer.text == llm.generate(llm.encode("# a loop\n"), params)[0].text
 
 
-@pytest.mark.parametrize("mark", ["[TOOL_CALLS]", "<|python_tag|>", "<think>"])
+class Marked:
+    """A plugin with a format of tool calls."""
+
+    INFER_PLUGIN_API = PLUGIN_API
+
+    @hookimpl
+    def infer_tool_formats(self) -> list[ToolFormatRegistration]:
+        return [ToolFormatRegistration("marked", scripted(bare), "a test's", marks=("<|call|>",))]
+
+
+@pytest.mark.parametrize("mark", ["[TOOL_CALLS]", "<|python_tag|>", "<|action_start|>", "<think>", "<|call|>"])
 def test_marks_of_calls_are_told_though_they_are_special_tokens(tmp_path: Path, mark: str) -> None:
     folder = write_checkpoint(tmp_path / "c", "llama")
     file = folder / "tokenizer.json"
@@ -163,7 +176,8 @@ def test_marks_of_calls_are_told_though_they_are_special_tokens(tmp_path: Path, 
     state["model"]["vocab"] = {mark if id == 1 else text: id for text, id in state["model"]["vocab"].items()}
     file.write_text(json.dumps(state))
     before = Tokenizer.from_file(str(file))
-    with LLM(str(folder), model={"dtype": "float32"}, kernels={"threads": 1}, engine={"max_seq_len": 64}) as llm:
+    sections = {"model": {"dtype": "float32"}, "kernels": {"threads": 1}, "engine": {"max_seq_len": 64}}
+    with LLM(str(folder), plugins=[Marked()], **sections) as llm:
         served = llm.served.tokenizer
         answer = llm.generate(["x"], SamplingParams(max_tokens=2, min_tokens=2, logit_bias={1: 100}, temperature=0))[0]
     text = f"a{mark}b <eos>"

@@ -53,6 +53,7 @@ HOOKS = {
     "infer_weight_formats": "WeightFormatRegistration",
     "infer_schedulers": "SchedulerRegistration",
     "infer_kernels": "KernelsRegistration",
+    "infer_tool_formats": "ToolFormatRegistration",
     "infer_observers": "Registration",
 }
 VALUES = (
@@ -106,6 +107,7 @@ MORE_FIELDS: dict[str, dict[str, tuple[str, ...]]] = {
     "ModelRegistration": {"architectures": ("'LlamaForCausalLM'", "[1]", "None")},
     "KernelsRegistration": {"devices": ("'cpu'", "[1]", "None", "3")},
     "SchedulerRegistration": {"chunks": ("None", "1", "'no'")},
+    "ToolFormatRegistration": {"marks": ("'[CALL]'", "[1]", "None", "('a', b'b')")},
     "CacheRegistration": {"longest": ("1", "'no'", "[print]")},
 }
 DEFS = {

@@ -7,7 +7,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from infer.contracts.protocols import (
     KernelsProtocol,
     ModelContext,
     ModelProtocol,
+    PartProtocol,
     SchedulerContext,
     SchedulerProtocol,
     WeightFormatProtocol,
@@ -35,14 +36,15 @@ from infer.engine.graphs import DecodeGraphs
 from infer.engine.loop import EngineLoop
 from infer.engine.runner import Runner
 from infer.errors import CheckpointError, InferError, SettingsError
-from infer.inspection import named
+from infer.inspection import CheckedPart, named
 from infer.plugins import Offer, Plugins
 from infer.progress import track
 from infer.settings import Settings, compose, plugin_settings
 from infer.text.encoding import Encoder, TooLongError
 from infer.text.grammar import Grammar, Grammars
 from infer.text.templates import ChatTemplate
-from infer.text.tool_formats import MARKS
+from infer.text.tool_formats import ToolFormat
+from infer.text.tools import THINK
 from infer.weight import Weight
 
 log = logging.getLogger(__name__)
@@ -60,6 +62,8 @@ class Served:
     tokenizer: Tokenizer
     encoder: Encoder
     template: ChatTemplate | None
+    tool_formats: Sequence[ToolFormat]
+    """How the model may write tool calls: as the settings say, or all that are installed, in the order to try."""
     grammars: Grammars
     vocab_size: int
     max_seq_len: int
@@ -131,6 +135,7 @@ def _load(settings: Settings, plugins: Plugins, publish: Callable[..., None]) ->
         raise SettingsError("model.path is not set: give a folder, a hub id or a bundled name, e.g. --model demo.")
     device = choose_device(settings.model.device)
     plugins.check_bundled(settings.model.path)
+    formats = plugins.candidates("tool_format", settings)
     checkpoint = Checkpoint.locate(settings.model.path, bundled=plugins.checkpoints, revision=settings.model.revision)
     family = plugins.choose("model", settings, checkpoint.architectures)
     format = plugins.choose("weights", settings, [checkpoint.quant_method])
@@ -150,7 +155,8 @@ def _load(settings: Settings, plugins: Plugins, publish: Callable[..., None]) ->
     if settings.engine.max_seq_len is None and pool.free_tokens() < max_seq_len:
         max_seq_len = pool.free_tokens()
         log.info("engine.max_seq_len: %d positions, since the cache has no more", max_seq_len)
-    tokenizer = _tokenizer(settings.model.tokenizer, checkpoint, model.vocab_size)
+    marks = {mark for offer in plugins.offers["tool_format"] for mark in getattr(offer.registration, "marks", ())}
+    tokenizer = _tokenizer(settings.model.tokenizer, checkpoint, model.vocab_size, marks.union(THINK))
     graphs = _graphs(settings, model, pool, kernels, device)
     size = settings.engine.max_batch_size
     faults = self_check(model, pool, kernels, graphs, max_batch_size=size, max_seq_len=max_seq_len, device=device)
@@ -184,6 +190,7 @@ def _load(settings: Settings, plugins: Plugins, publish: Callable[..., None]) ->
         tokenizer=tokenizer,
         encoder=Encoder(tokenizer),
         template=_template(settings.model.chat_template, checkpoint),
+        tool_formats=[_tool_format(settings, offer) for offer in formats],
         grammars=Grammars(tokenizer, model.vocab_size, checkpoint.eos_token_ids),
         vocab_size=model.vocab_size,
         max_seq_len=max_seq_len,
@@ -331,7 +338,13 @@ def _graphs(
     return graphs
 
 
-def _tokenizer(path: str | None, checkpoint: Checkpoint, vocab_size: int) -> Tokenizer:
+def _tool_format(settings: Settings, offer: Offer) -> ToolFormat:
+    own = plugin_settings(settings, "tool_format", offer.name)
+    return ToolFormat(offer.name, lambda tools: CheckedPart(offer.make(PartProtocol, tools, own), offer.whose))
+
+
+def _tokenizer(path: str | None, checkpoint: Checkpoint, vocab_size: int, marks: Set[str]) -> Tokenizer:
+    """With ``marks`` as plain tokens."""
     file = checkpoint.tokenizer_file if path is None else path
     try:
         tokenizer = Tokenizer.from_file(str(file))
@@ -351,19 +364,18 @@ def _tokenizer(path: str | None, checkpoint: Checkpoint, vocab_size: int) -> Tok
                 f"{checkpoint.folder} says that token {id} ends an answer (eos_token_id), but the tokenizer {file} has "
                 "no such token: it belongs to another model."
             )
-    return _telling(tokenizer)
+    return _telling(tokenizer, marks)
 
 
-def _telling(tokenizer: Tokenizer) -> Tokenizer:
-    """The tokenizer with the marks of tool calls and reasoning as ordinary tokens. Decoding leaves out special tokens,
-    but the parsers need these marks, and Mistral's [TOOL_CALLS] and Llama's <|python_tag|>, for example, are
-    special."""
+def _telling(tokenizer: Tokenizer, marks: Set[str]) -> Tokenizer:
+    """With the marks of tool calls and reasoning as plain tokens: text leaves out special ones, and Mistral's
+    [TOOL_CALLS] and Llama's <|python_tag|> are special."""
     added = tokenizer.get_added_tokens_decoder().values()
-    if MARKS.isdisjoint(token.content for token in added if token.special):
+    if marks.isdisjoint(token.content for token in added if token.special):
         return tokenizer
     state = json.loads(tokenizer.to_str())
     for token in state["added_tokens"]:
-        token["special"] = token["special"] and token["content"] not in MARKS
+        token["special"] = token["special"] and token["content"] not in marks
     return Tokenizer.from_str(json.dumps(state))
 
 

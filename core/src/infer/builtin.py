@@ -1,11 +1,19 @@
-"""Core's own schedulers, weight format and reference kernels, registered through the hooks that every plugin uses."""
+"""What core itself brings, registered through the hooks that every plugin uses."""
 
 from __future__ import annotations
 
 from infer.checkpoint.tensors import PlainFormat
-from infer.contracts.hooks import KernelsRegistration, SchedulerRegistration, WeightFormatRegistration, hookimpl
+from infer.contracts.hooks import (
+    KernelsRegistration,
+    SchedulerRegistration,
+    ToolFormatRegistration,
+    WeightFormatRegistration,
+    hookimpl,
+)
 from infer.engine.schedulers import ContinuousScheduler, StaticScheduler
 from infer.kernels.reference import ReferenceKernels
+from infer.text.tool_formats import mistral, objects, python, xml
+from infer.text.tool_formats.reader import scripted
 
 INFER_PLUGIN_API = 1
 
@@ -47,4 +55,26 @@ def infer_kernels() -> list[KernelsRegistration]:
             lambda device, settings: ReferenceKernels(),
             "plain torch: the meaning of every kernel",
         )
+    ]
+
+
+@hookimpl
+def infer_tool_formats() -> list[ToolFormatRegistration]:
+    """Those that nothing need announce are tried last."""
+    return [
+        ToolFormatRegistration(
+            "tags", scripted(objects.tagged), "JSON objects between tags (Qwen, Hermes)", marks=objects.TOKENS
+        ),
+        ToolFormatRegistration(
+            "xml", scripted(xml.xml), "functions and their parameters as tags (Qwen3-Coder)", marks=xml.TOKENS
+        ),
+        ToolFormatRegistration(
+            "mistral", scripted(mistral.mistral), "JSON behind [TOOL_CALLS] (Mistral)", marks=mistral.TOKENS
+        ),
+        ToolFormatRegistration(
+            "python", scripted(python.python), "Python's calls (Llama 4)", priority=-10, marks=python.TOKENS
+        ),
+        ToolFormatRegistration(
+            "json", scripted(objects.bare), "bare JSON objects (Llama 3)", priority=-20, marks=(objects.PYTHON_TAG,)
+        ),
     ]

@@ -7,6 +7,7 @@ from infer.contracts.hooks import (
     ModelRegistration,
     Registration,
     SchedulerRegistration,
+    ToolFormatRegistration,
     WeightFormatRegistration,
     hookimpl,
 )
@@ -20,6 +21,7 @@ __all__ = [
     "RequestRecord",
     "SchedulerRegistration",
     "StepRecord",
+    "ToolFormatRegistration",
     "Totals",
     "WeightFormatRegistration",
     "WorkRecord",

@@ -16,14 +16,14 @@ from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, cast, get_args, get_type_hints
 
 from pydantic import BaseModel, create_model
 from typing_extensions import get_protocol_members
 
 from infer.contracts import hooks as hookspecs
 from infer.contracts.hooks import Registration
-from infer.contracts.protocols import PLUGIN_API
+from infer.contracts.protocols import PLUGIN_API, PartProtocol, Piece
 from infer.errors import InferError, PluginError, say
 from infer.settings import ENV_FILE, ENV_PREFIX, Section, Settings, describe
 from infer.slots import SLOTS
@@ -32,6 +32,7 @@ RECORDS = ("infer_step_finished", "infer_request_finished")
 """The hooks that are told of what the engine does."""
 SPECS = {name: spec for name, spec in vars(hookspecs).items() if name.startswith("infer_")}
 NAME = re.compile(r"[a-z0-9]+(_[a-z0-9]+)*")
+PIECES = get_args(get_type_hints(Piece)["kind"])
 RESERVED = ("auto", "none", "null")
 
 Hook = tuple[str, str, Callable[..., Any]]
@@ -191,7 +192,7 @@ def _registration(slot: str, at: str, kind: type[Registration[Any]], value: obje
     why = given["unavailable"]
     if why is not None and not (isinstance(why, str) and why and why.isprintable()):
         raise PluginError(f"{at} unavailable is {_show(why)}, neither None nor one line that says why.")
-    for field in {"architectures", "devices", "methods"} & given.keys():
+    for field in {"architectures", "devices", "methods", "marks"} & given.keys():
         several = given[field]
         if not isinstance(several, (list, tuple)) or not all(isinstance(one, str) for one in several):
             raise PluginError(f"{at} {field} is {_show(several)}, not a tuple of strings.")
@@ -281,6 +282,31 @@ def make(whose: str, contract: type, factory: Callable[..., Any], *given: Any) -
             f"{', '.join(lacking)} of {contract.__name__}."
         )
     return made
+
+
+class CheckedPart:
+    """What a plugin reads an answer with. A fault of it names the plugin, and fails that answer only."""
+
+    def __init__(self, part: PartProtocol, whose: str) -> None:
+        self._part = part
+        self._what = f"{whose} cannot read an answer"
+        self._called = False
+
+    def push(self, text: str) -> Iterator[Piece]:
+        yield from self._checked(lambda: self._part.push(text))
+
+    def flush(self) -> Iterator[Piece]:
+        yield from self._checked(self._part.flush)
+
+    def _checked(self, pieces: Callable[[], Iterator[Piece]]) -> Iterator[Piece]:
+        with named(self._what):
+            for piece in pieces():
+                if not isinstance(piece, Piece) or piece.kind not in PIECES or type(piece.text) is not str:
+                    raise TypeError(f"it gave {_show(piece)}, not a Piece of a known kind with a text")
+                self._called |= piece.kind == "call"
+                if piece.kind == "arguments" and not self._called:
+                    raise ValueError("it gave arguments before a call")
+                yield piece
 
 
 def short_of_memory(error: BaseException) -> bool:

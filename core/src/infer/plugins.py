@@ -157,8 +157,8 @@ class Plugins:
         if not found:
             names = sorted({offer.name for offer in self.offers[slot]})
             raise PluginError(
-                f"{setting} is {name!r}, but no such plugin is installed; {_installed(names)}{_pip(slot, name)}"
-                f"{self.culprits()}"
+                f"{setting} is {name!r}, but no such plugin is installed; {_installed(names)}"
+                f"{_advice(slot, name, names)}{self.culprits()}"
             )
         offer = self._only(found, setting)
         if offer.registration.unavailable:
@@ -219,6 +219,24 @@ class Plugins:
             f" over {', '.join(others)} (priority {best})" if others else " (the only one)",
         )
         return chosen
+
+    def candidates(self, slot: str, settings: Settings) -> list[Offer]:
+        """For a slot where the checkpoint decides among several: the offer that the settings name, none for "none", and
+        for "auto" all that can be used, the highest priority first. Of two with one name auto takes neither, and the
+        log says so. Raises PluginError."""
+        setting = SLOTS[slot].setting
+        assert setting is not None
+        section, key = setting.split(".")
+        name = getattr(getattr(settings, section), key)
+        if name != "auto":
+            return [] if name == "none" else [self.get(slot, name, setting)]
+        found = []
+        for offer in sorted(self.offers[slot], key=lambda offer: (-offer.registration.priority, offer.name)):
+            try:
+                found.append(self.get(slot, offer.name, setting))
+            except PluginError as error:
+                log.warning("%s: auto passes over %s of %s: %s", setting, offer.name, offer.distribution, error)
+        return found
 
     @property
     def checkpoints(self) -> dict[str, Path]:
@@ -316,9 +334,9 @@ def _installed(names: Sequence[str]) -> str:
     return f"installed: {', '.join(names)}." if names else "none is installed."
 
 
-def _pip(slot: str, name: str) -> str:
+def _advice(slot: str, name: str, installed: Sequence[str]) -> str:
     packages = SLOTS[slot].packages
     if package := packages.get(name):
         return f" Install it: pip install {package}."
-    close = difflib.get_close_matches(name, packages, n=1)
+    close = difflib.get_close_matches(name, {*packages, *installed}, n=1)
     return f" Did you mean {close[0]!r}?" if close else ""

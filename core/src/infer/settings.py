@@ -34,7 +34,6 @@ from infer.contracts.hooks import Registration
 from infer.contracts.protocols import NoSettings
 from infer.errors import SettingsError, say
 from infer.slots import SLOTS
-from infer.text.tool_formats import FormatName
 
 DEFAULT_FILE = "settings.toml"
 ENV_PREFIX = "INFER_"
@@ -76,10 +75,10 @@ class ModelSettings(Section):
     family: str = Field("auto", description="The model plugin; auto goes by the checkpoint's architecture.")
     tokenizer: str | None = Field(None, description="A tokenizer.json other than the checkpoint's.")
     chat_template: str | None = Field(None, description="A file with a Jinja template other than the checkpoint's.")
-    tool_format: Literal["auto", FormatName, "none"] = Field(
+    tool_format: str = Field(
         "auto",
         description="How the model writes tool calls: JSON in tags (Qwen), xml (Qwen3-Coder), mistral, bare json "
-        "(Llama 3), python (Llama 4); auto takes what the chat template itself writes.",
+        "(Llama 3), python (Llama 4), or a plugin's; auto takes what the chat template itself writes; none for none.",
     )
     reasoning: Literal["auto", "think", "none"] = Field(
         "auto", description="think: what is in <think> tags is reasoning; auto goes by the chat template."

@@ -12,6 +12,7 @@ from infer.contracts.hooks import (
     ModelRegistration,
     Registration,
     SchedulerRegistration,
+    ToolFormatRegistration,
     WeightFormatRegistration,
 )
 
@@ -95,6 +96,13 @@ SLOTS: Mapping[str, Slot] = {
         "kernels.backend",
         fits="devices",
         packages={"cpu": "infer-kernels-cpu", "triton": "infer-kernels-triton"},
+    ),
+    "tool_format": Slot(
+        "infer_tool_formats",
+        "model",
+        ToolFormatRegistration,
+        "model.tool_format",
+        when="by what the chat template writes",
     ),
     "observer": Slot("infer_observers", "observers", packages={"otel": "infer-otel"}),
 }

@@ -10,10 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infer.text.tool_formats import FORMATS, FormatName, recognise
+from infer.builtin import infer_tool_formats
+from infer.protocols import NoSettings
+from infer.text.tool_formats import ToolFormat, recognise
 from infer.text.tool_formats.reader import Script
 from infer.text.tools import Calls, calls_schema, make_parser, opens_reasoning, reasons
 
+FORMATS = {
+    each.name: ToolFormat(each.name, lambda tools, make=each.factory: make(tools, NoSettings()))  # type: ignore[misc]
+    for each in sorted(infer_tool_formats(), key=lambda each: -each.priority)
+}
 TOOLS: dict[str, Any] = {
     "weather": {
         "properties": {
@@ -29,9 +35,9 @@ TOOLS: dict[str, Any] = {
 }
 
 
-def told(parts: Sequence[str], format: FormatName | None, **how: bool) -> dict[str, Any]:
+def told(parts: Sequence[str], format: str | None, **how: bool) -> dict[str, Any]:
     """The message that the parts of a text amount to."""
-    parser = make_parser(TOOLS, format, **({"thinks": True} | how))
+    parser = make_parser(TOOLS, FORMATS.get(format or ""), **({"thinks": True} | how))
     message: dict[str, Any] = {"content": "", "reasoning_content": "", "calls": []}
     numbering = Calls()
     pieces = [piece for part in parts for piece in parser.push(part)] + list(parser.flush())
@@ -73,7 +79,7 @@ True
 </function>"""
 TYPED = '{"city": "Rome", "days": [1, {"a": null}], "n": 3, "x": 0.5, "sure": true}'
 CODE = 'if (a) {\n  "</parameter>"\n}\n</tool_call>'
-TEXTS: list[tuple[str, FormatName | None, str, str, list[list[str]]]] = [
+TEXTS: list[tuple[str, str | None, str, str, list[list[str]]]] = [
     ("Hello <b>there</b>", "tags", "Hello <b>there</b>", "", []),
     ("<think>\nhm\n\nso\n</think>\n\nHello", "tags", "Hello", "hm\n\nso", []),
     ("<think>never ends\n", None, "", "never ends", []),
@@ -165,9 +171,7 @@ TEXTS: list[tuple[str, FormatName | None, str, str, list[list[str]]]] = [
 
 
 @pytest.mark.parametrize(("text", "format", "content", "reasoning", "calls"), TEXTS)
-def test_what_a_text_says(
-    text: str, format: FormatName | None, content: str, reasoning: str, calls: list[list[str]]
-) -> None:
+def test_what_a_text_says(text: str, format: str | None, content: str, reasoning: str, calls: list[list[str]]) -> None:
     expected = {"content": content, "reasoning_content": reasoning, "calls": calls}
     assert told([text], format) == expected
     assert told(list(text), format) == expected
@@ -184,7 +188,7 @@ HOW = st.fixed_dictionaries({name: st.booleans() for name in ("thinks", "thinkin
 
 
 @given(TEXT, st.sampled_from([*FORMATS, None]), HOW, st.data())
-def test_cutting_changes_nothing(text: str, format: FormatName | None, how: dict[str, bool], data: Any) -> None:
+def test_cutting_changes_nothing(text: str, format: str | None, how: dict[str, bool], data: Any) -> None:
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=12)))
     parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     assert told(parts, format, **how) == told([text], format, **how)
@@ -198,7 +202,7 @@ ENDLESS += ["<", "weather(a=", "[TOOL_CALLS]weather[ARGS]"]
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_parser_looks_ahead_a_little_and_no_further(format: FormatName) -> None:
+def test_a_parser_looks_ahead_a_little_and_no_further(format: str) -> None:
     """What it holds is copied and searched with every piece, so that it must not grow with the text."""
     for begin in ENDLESS:
         for text in (begin * (LONG // len(begin)), begin + " " * LONG, begin + "x" * LONG):
@@ -212,14 +216,14 @@ def test_a_parser_looks_ahead_a_little_and_no_further(format: FormatName) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
-def test_long_texts_are_read_as_short_ones_are(format: FormatName) -> None:
+def test_long_texts_are_read_as_short_ones_are(format: str) -> None:
     for begin in ENDLESS:
         for text in (begin * (100_000 // len(begin)), begin + " " * 100_000, begin + "x" * 100_000):
             assert told([text[i : i + 64] for i in range(0, len(text), 64)], format) == told([text], format)
 
 
 DEEP = "[" * 100_000 + "]" * 100_000
-HOSTILE: list[tuple[FormatName, str]] = [
+HOSTILE: list[tuple[str, str]] = [
     ("json", f'{{"id": 1, "name": "weather", "arguments": {DEEP}}}'),
     ("json", f'{{"name": "weather", "arguments": {DEEP}}}'),
     ("json", '{"id": 1, "name": "weather", "arguments": {"a": "\\ud800"}}'),
@@ -236,7 +240,7 @@ HOSTILE: list[tuple[FormatName, str]] = [
 
 
 @pytest.mark.parametrize(("format", "text"), HOSTILE, ids=range(len(HOSTILE)))
-def test_no_text_is_too_much(format: FormatName, text: str) -> None:
+def test_no_text_is_too_much(format: str, text: str) -> None:
     json.dumps(told([text], format), ensure_ascii=False).encode()
 
 
@@ -266,7 +270,8 @@ def test_a_format_is_recognised_by_what_it_says() -> None:
         ('[weather(city="Ro"me", n=3)]', None),
         (f"weather\n{body}", None),
     ):
-        assert recognise(text, TOOLS, ("weather", arguments)) == format, text
+        found = recognise(FORMATS.values(), text, TOOLS, ("weather", arguments))
+        assert (found and found.name) == format, text
 
 
 def test_a_prompt_that_opens_the_reasoning() -> None:

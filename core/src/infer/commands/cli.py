@@ -208,7 +208,7 @@ def _plugins(args: argparse.Namespace, loaded: Loaded, plugins: Plugins) -> int:
         else:
             try:
                 device = choose_device(loaded.settings.model.device).type
-                chosen = plugins.choose(slot, loaded.settings, [device])
+                chosen = None if asked == "none" else plugins.choose(slot, loaded.settings, [device])
             except InferError as error:
                 failed = error
         for offer in offers:

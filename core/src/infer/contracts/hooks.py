@@ -1,8 +1,8 @@
 """The hooks that a plugin may implement.
 
 A plugin is a module named by an entry point of the group ``infer``. It states the contract it was written for
-(``INFER_PLUGIN_API = 1``) and marks its functions with ``infer.hookimpl``. Core's own schedulers and kernels come in
-the same way (``infer/builtin.py``).
+(``INFER_PLUGIN_API = 1``) and marks its functions with ``infer.hookimpl``. What core itself brings comes in the same
+way (``infer/builtin.py``).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from infer.contracts.protocols import (
     NoSettings,
     ObserverFactory,
     SchedulerFactory,
+    ToolFormatFactory,
     WeightFormatFactory,
 )
 from infer.contracts.records import RequestRecord, StepRecord
@@ -92,6 +93,16 @@ class KernelsRegistration(Registration[KernelsFactory]):
     """Device types (``cpu``, ``cuda``) it can run on; empty for all."""
 
 
+@dataclass(frozen=True)
+class ToolFormatRegistration(Registration[ToolFormatFactory]):
+    """A way in which a model family writes tool calls. ``priority`` orders those that ``auto`` tries: formats that a
+    mark announces come before those that nothing does."""
+
+    marks: tuple[str, ...] = ()
+    """The tokens that it is written with (``[TOOL_CALLS]``), each whole: a tokenizer may have them as special tokens,
+    which an answer's text would leave out."""
+
+
 @hookspec
 def infer_cache_pools() -> list[Registration[CacheFactory]]:  # type: ignore[empty-body]
     """Cache pools, chosen by ``cache.backend``."""
@@ -115,6 +126,11 @@ def infer_schedulers() -> list[SchedulerRegistration]:  # type: ignore[empty-bod
 @hookspec
 def infer_kernels() -> list[KernelsRegistration]:  # type: ignore[empty-body]
     """Kernel providers, chosen by ``kernels.backend``."""
+
+
+@hookspec
+def infer_tool_formats() -> list[ToolFormatRegistration]:  # type: ignore[empty-body]
+    """Ways to write tool calls, chosen by ``model.tool_format``, or by what the chat template itself writes."""
 
 
 @hookspec

@@ -7,7 +7,7 @@ outputs and K the number of inputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -335,6 +335,33 @@ class SchedulerProtocol(Protocol):
     def has_work(self) -> bool: ...
 
 
+Tools = Mapping[str, Mapping[str, Any]]
+"""The functions that an answer may call, by name, with the JSON schema of their arguments."""
+
+
+class Piece(NamedTuple):
+    """A bit of an answer. A ``call`` begins one, ``text`` being the function's name, and ``arguments`` go on with its
+    arguments, in JSON."""
+
+    kind: Literal["content", "reasoning", "call", "arguments"]
+    text: str
+
+
+class PartProtocol(Protocol):
+    """Reads one answer: takes its text as it comes, cut anywhere, and gives the same pieces however it is cut, as early
+    as it can tell them.
+
+    It runs in the server's event loop with every delta: it must take no longer than the text is long, and hold no more
+    of it than a bounded look ahead. ``infer.text.tool_formats.reader`` has the means.
+    """
+
+    def push(self, text: str) -> Iterator[Piece]: ...
+
+    def flush(self) -> Iterator[Piece]:
+        """What is left at the end."""
+        ...
+
+
 class ObserverProtocol(Protocol):
     """Watches the engine. An observer has ``infer_step_finished``, ``infer_request_finished`` or both, which the
     engine's thread calls as it calls the hooks of these names. It may have ``close``, called once when the engine has
@@ -393,6 +420,13 @@ class SchedulerFactory(Protocol):
 
 class KernelsFactory(Protocol):
     def __call__(self, device: torch.device, settings: Any) -> KernelsProtocol: ...
+
+
+class ToolFormatFactory(Protocol):
+    """Called for each answer that may call functions. What looks like a call of any other function than ``tools`` is
+    content."""
+
+    def __call__(self, tools: Tools, settings: Any, /) -> PartProtocol: ...
 
 
 class ObserverFactory(Protocol):

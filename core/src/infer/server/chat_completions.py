@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from aiohttp import web
 
 from infer.contracts.params import SamplingParams, StructuredOutputs
+from infer.contracts.protocols import PartProtocol
 from infer.contracts.request import FinishReason, Request, TokenLogprobs
 from infer.errors import RequestError
 from infer.llm import Completion
@@ -19,8 +20,7 @@ from infer.server.service import Events, Json, Service
 from infer.server.writing import Array
 from infer.settings import ModelSettings
 from infer.text.templates import PROBE_ARGUMENTS, PROBE_TOOL
-from infer.text.tool_formats import FormatName, recognise
-from infer.text.tool_formats.reader import Part
+from infer.text.tool_formats import ToolFormat, recognise
 from infer.text.tools import Calls, calls_schema, make_parser, opens_reasoning, reasons
 
 log = logging.getLogger(__name__)
@@ -36,14 +36,15 @@ class Chat:
     def __init__(self, service: Service, settings: ModelSettings) -> None:
         self._service = service
         template = service.served.template
-        self._setting: Literal["auto", FormatName, "none"] = settings.tool_format
-        self._tool_format: FormatName | None = None
+        self._setting = settings.tool_format
+        self._tool_format: ToolFormat | None = None
         self._thinks = reasons(settings.reasoning, template.source if template else "")
 
     async def prepare(self) -> None:
-        """Find out how the chat template writes tool calls, unless the settings say so. Call it before ``handle``."""
+        """Find out how the chat template writes tool calls, unless the settings say it. Call it before ``handle``."""
+        formats = self._service.served.tool_formats
         if self._setting != "auto":
-            self._tool_format = None if self._setting == "none" else self._setting
+            self._tool_format = next(iter(formats), None)
             return
         if self._service.served.template is None:
             return
@@ -55,7 +56,7 @@ class Chat:
         if written is not None:
             function = PROBE_TOOL["function"]
             known = {function["name"]: function["parameters"]}
-            self._tool_format = recognise(written, known, (function["name"], PROBE_ARGUMENTS))
+            self._tool_format = recognise(formats, written, known, (function["name"], PROBE_ARGUMENTS))
             why = f"a call, which it writes as {written[:200]!r}, cannot be read back"
         if self._tool_format is None:
             log.warning(
@@ -64,7 +65,7 @@ class Chat:
                 why,
             )
         else:
-            log.info("tool calls are read as model.tool_format = %s", self._tool_format)
+            log.info("tool calls are read as model.tool_format = %s", self._tool_format.name)
 
     async def handle(self, http: web.Request) -> web.StreamResponse:
         asked = await self._service.read(http, ChatRequest)
@@ -130,7 +131,7 @@ class Chat:
             **variables,
         )
 
-    async def _choice(self, index: int, asked: ChatRequest, answer: Completion, parser: Part) -> Json:
+    async def _choice(self, index: int, asked: ChatRequest, answer: Completion, parser: PartProtocol) -> Json:
         message: Json = {"role": "assistant", "content": None, "refusal": None}
         calls: list[Json] = []
         numbering = Calls()
@@ -164,7 +165,7 @@ class Chat:
         frame: Json,
         asked: ChatRequest,
         requests: Sequence[Request],
-        make: Callable[[], Part],
+        make: Callable[[], PartProtocol],
         events: Events,
         usage: Callable[[], Json],
     ) -> AsyncGenerator[Json]:

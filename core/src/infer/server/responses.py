@@ -10,6 +10,7 @@ from typing import Any
 from aiohttp import web
 
 from infer.contracts.params import SamplingParams
+from infer.contracts.protocols import PartProtocol, Piece
 from infer.contracts.request import Event, FinishReason
 from infer.server.chat_completions import Chat
 from infer.server.http_errors import REQUEST_ID
@@ -17,7 +18,6 @@ from infer.server.schemas import ResponsesRequest, checked
 from infer.server.service import Events, Json, Service
 from infer.server.tokens import Tokens
 from infer.server.writing import Array
-from infer.text.tool_formats.reader import Part, Piece
 from infer.text.tools import make_parser
 
 OPEN, CLOSE = b"<think>", b"</think>"
@@ -129,7 +129,7 @@ class _Output:
     """Builds an answer's output items as it arrives, and makes the stream's events. ``chat`` encodes log-probabilities,
     if these are wanted."""
 
-    def __init__(self, response: Json, parser: Part, thoughts: _Thoughts | None, chat: Chat | None) -> None:
+    def __init__(self, response: Json, parser: PartProtocol, thoughts: _Thoughts | None, chat: Chat | None) -> None:
         self._response = response
         self._parser = parser
         self._thoughts = thoughts

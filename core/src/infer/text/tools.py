@@ -11,11 +11,12 @@ import string
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from infer.text.tool_formats import FORMATS, FormatName
-from infer.text.tool_formats.reader import Marks, Part, Piece, Reader, Script, Steps, Tools, comes, spaces
+from infer.contracts.protocols import PartProtocol, Piece, Tools
+from infer.text.tool_formats import ToolFormat, objects
+from infer.text.tool_formats.reader import Marks, Reader, Script, Steps, comes, spaces
 
-OPEN = "<think>"
-CLOSE = Marks("</think>")
+THINK = OPEN, END = "<think>", "</think>"
+CLOSE = Marks(END)
 ID_CHARACTERS = string.ascii_letters + string.digits
 ID_LENGTH = 9
 """Of a call's id. Mistral's templates take ids of just this form; the others take any."""
@@ -36,7 +37,7 @@ class Answer:
     """What is left of text and calls together: blanks beside calls are no content, ``most`` calls pass, and with
     ``only`` nothing but calls, which of a call that was cut off may be the name alone."""
 
-    def __init__(self, part: Part, *, most: int | None, only: bool) -> None:
+    def __init__(self, part: PartProtocol, *, most: int | None, only: bool) -> None:
         self._part = part
         self._most = most
         self._only = only
@@ -70,7 +71,7 @@ class Answer:
             yield piece
 
 
-def reasoned(reader: Reader, part: Part, within: bool) -> Steps[None]:
+def reasoned(reader: Reader, part: PartProtocol, within: bool) -> Steps[None]:
     """Reasoning, between tags at the beginning of an answer (further on they are text like any other), then the rest,
     for ``part``. Blank lines around the reasoning belong to neither. ``within``: an opening tag is there already."""
     blank = "" if within else (yield from spaces(reader))
@@ -130,20 +131,23 @@ class Calls:
 
 def make_parser(
     tools: Tools,
-    tool_format: FormatName | None,
+    tool_format: ToolFormat | None,
     *,
     parallel: bool = True,
     forced: bool = False,
     thinks: bool = False,
     thinking: bool = False,
-) -> Part:
+) -> PartProtocol:
     """For one answer. It may call ``tools``, several times if ``parallel``; ``forced`` says that a schema
     (``calls_schema``) holds it to calls, ``thinks`` that the model reasons in <think> tags, ``thinking`` that the
     prompt has opened one."""
-    part: Part = Plain()
+    part: PartProtocol = Plain()
     if tools and (forced or tool_format is not None):
-        format = FORMATS["json" if forced or tool_format is None else tool_format]
-        part = Answer(format.reader(tools), most=None if parallel else 1, only=forced)
+        # The calls of a schema are bare JSON, however the family writes its own.
+        calls: PartProtocol = Script(functools.partial(objects.bare, tools=tools))
+        if not forced and tool_format is not None:
+            calls = tool_format.reader(tools)
+        part = Answer(calls, most=None if parallel else 1, only=forced)
     return Script(functools.partial(reasoned, part=part, within=thinking)) if thinks else part
 
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import re
 
+from infer.contracts.protocols import Piece, Tools
 from infer.text.tool_formats.objects import arguments, calls
-from infer.text.tool_formats.reader import Marks, Piece, Reader, Steps, Tools, comes, prose, spaces
+from infer.text.tool_formats.reader import Marks, Reader, Steps, comes, prose, spaces
 
 MARK = "[TOOL_CALLS]"
-MARKS = Marks(MARK)
+TOKENS = (MARK, "[CALL_ID]", "[ARGS]")
+_MARKS = Marks(MARK)
 LOOK_AHEAD = 512
 _NAMED = re.compile(r"([\w.:-]{1,128})\s*(?:\[CALL_ID\]\s*[\w-]*\s*)?(?:\[ARGS\]\s*)?(?=[{\"])")
 
 
 def mistral(reader: Reader, tools: Tools) -> Steps[None]:
     """What is no call is content, without the mark."""
-    while (yield from prose(reader, MARKS)) is not None:
+    while (yield from prose(reader, _MARKS)) is not None:
         reader.take(len(MARK))
         blank = yield from spaces(reader)
         if (yield from comes(reader, "[", "{")):

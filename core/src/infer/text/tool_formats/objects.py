@@ -10,13 +10,12 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from infer.contracts.protocols import Piece, Tools
 from infer.text.tool_formats.reader import (
     Extent,
     Marks,
-    Piece,
     Reader,
     Steps,
-    Tools,
     comes,
     prose,
     run,
@@ -33,6 +32,8 @@ TAGS = {
     "<|tool_call|>": "<|/tool_call|>",
     "<|action_start|><|plugin|>": "<|action_end|>",
 }
+TOKENS = tuple(re.findall(r"<[^<>]+>", "".join([*TAGS, *TAGS.values()])))
+"""What tags consist of."""
 PYTHON_TAG = "<|python_tag|>"
 BARE = Marks("{", "[", FENCE, PYTHON_TAG)
 LOOK_AHEAD = 512

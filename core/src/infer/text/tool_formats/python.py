@@ -8,14 +8,13 @@ import re
 from collections.abc import Collection
 from typing import Any
 
+from infer.contracts.protocols import Piece, Tools
 from infer.text.tool_formats.objects import FENCE
 from infer.text.tool_formats.reader import (
     Extent,
     Marks,
-    Piece,
     Reader,
     Steps,
-    Tools,
     comes,
     prose,
     run,
@@ -25,6 +24,7 @@ from infer.text.tool_formats.reader import (
 
 OPENINGS = ("<|python_start|>", "<|tool_call_start|>", FENCE)
 CLOSINGS = ("<|python_end|>", "<|tool_call_end|>", FENCE)
+TOKENS = tuple(mark for mark in (*OPENINGS, *CLOSINGS) if mark != FENCE)
 MOST_CODE = 1 << 17
 """Characters of calls that are parsed; Python's parser takes a microsecond for each."""
 CONSTANTS = {"true": True, "false": False, "null": None}

@@ -8,34 +8,14 @@ than a bounded look ahead; what is longer it takes in parts.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Iterator, Mapping
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Generator, Iterator
+from typing import Any, TypeVar
 
-Kind = Literal["content", "reasoning", "call", "arguments"]
+from infer.contracts.protocols import Piece, ToolFormatFactory, Tools
+
 T = TypeVar("T")
 TAIL = 64
-Tools = Mapping[str, Mapping[str, Any]]
-"""The functions that may be called, by name, with the JSON schema of their arguments."""
-
-
-class Piece(NamedTuple):
-    """A bit of an answer. A ``call`` begins one, ``text`` being the function's name; ``arguments`` go on with it."""
-
-    kind: Kind
-    text: str
-
-
 Steps = Generator[Piece | None, None, T]
-
-
-class Part(Protocol):
-    """Takes text, gives pieces."""
-
-    def push(self, text: str) -> Iterator[Piece]: ...
-
-    def flush(self) -> Iterator[Piece]:
-        """What is left at the end."""
-        ...
 
 
 class Reader:
@@ -103,6 +83,15 @@ class Script:
         while (piece := next(self._steps, None)) is not None:
             if piece.text or piece.kind == "call":
                 yield piece
+
+
+def scripted(script: Callable[[Reader, Tools], Steps[None]]) -> ToolFormatFactory:
+    """The factory of a format that has a script and no settings."""
+
+    def make(tools: Tools, settings: Any, /) -> Script:
+        return Script(lambda reader: script(reader, tools))
+
+    return make
 
 
 class Marks:

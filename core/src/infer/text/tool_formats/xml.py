@@ -9,9 +9,11 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from infer.text.tool_formats.reader import Marks, Piece, Reader, Steps, Tools, comes, prose, spaces, up_to
+from infer.contracts.protocols import Piece, Tools
+from infer.text.tool_formats.reader import Marks, Reader, Steps, comes, prose, spaces, up_to
 
 TAGS = {"<tool_call>": "</tool_call>", "<seed:tool_call>": "</seed:tool_call>"}
+TOKENS = (*TAGS, *TAGS.values())
 FUNCTION, PARAMETER = "<function=", "<parameter="
 END_FUNCTION, END_PARAMETER = "</function>", "</parameter>"
 MOST_NAME = 256

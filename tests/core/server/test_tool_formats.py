@@ -1,0 +1,151 @@
+"""Formats of tool calls that plugins bring: found, read, and no harm to others where they fail."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.serving import TEMPLATE, chatty, running
+
+from infer import PLUGIN_API, PluginError, hookimpl
+from infer.contracts.hooks import Registration
+from infer.hookspecs import ToolFormatRegistration
+from infer.plugins import Plugins
+from infer.protocols import Piece, ToolFormatFactory, Tools
+from infer.settings import Settings
+from infer.text.tool_formats.reader import Marks, Reader, Steps, prose, scripted, up_to
+
+MARKS = Marks("«")
+LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+BODY = {"messages": [{"role": "user", "content": "hi"}], "tools": [LOOK], "max_tokens": 60}
+CHAT = "/v1/chat/completions"
+
+
+def quills(reader: Reader, tools: Tools) -> Steps[None]:
+    """``«name|{...}»`` is a call."""
+    while (yield from prose(reader, MARKS)) is not None:
+        reader.take(1)
+        inside = yield from up_to(reader, "»", 512)
+        name, _, arguments = (inside or "").partition("|")
+        if name in tools:
+            yield Piece("call", name)
+            yield Piece("arguments", arguments)
+        else:
+            yield reader.content("«" if inside is None else f"«{inside}»")
+
+
+class Stranger:
+    """A plugin that brings formats."""
+
+    INFER_PLUGIN_API = PLUGIN_API
+
+    def __init__(self, *formats: Registration[ToolFormatFactory]) -> None:
+        self.formats: list[Any] = list(formats)
+
+    @hookimpl
+    def infer_tool_formats(self) -> list[ToolFormatRegistration]:
+        return self.formats
+
+
+class Odd:
+    """Gives what it was made with, whatever it is, and raises it where it can be raised."""
+
+    def __init__(self, given: Any) -> None:
+        self.given = given
+
+    def push(self, text: str) -> Iterator[Piece]:
+        if isinstance(self.given, Exception):
+            raise self.given
+        yield self.given
+
+    def flush(self) -> Iterator[Piece]:
+        yield from ()
+
+
+def odd(given: object, priority: int = 50) -> ToolFormatRegistration:
+    make: Callable[..., Any] = lambda tools, settings: Odd(given)  # noqa: E731
+    return ToolFormatRegistration("odd", make, "a test's", priority=priority)
+
+
+QUILLS = ToolFormatRegistration("quills", scripted(quills), "calls in guillemets", marks=("«",))
+
+
+def quilled(folder: Path, **model: Any) -> dict[str, Any]:
+    """The section ``model`` of a server whose template writes calls in guillemets."""
+    section = chatty(folder, **model)
+    Path(section["chat_template"]).write_text(
+        TEMPLATE.replace(
+            "<tool_call>{{ call.function | tojson }}</tool_call>",
+            "«{{ call.function.name }}|{{ call.function.arguments | tojson }}»",
+        )
+    )
+    return section
+
+
+async def test_a_strangers_format_is_found_by_what_the_template_writes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Though one with a higher priority fails, and whether the answer comes whole or streamed."""
+    written = 'Well. «look|{"at": "«"}»'
+    body = BODY | {"structured_outputs": {"choice": [written]}}
+    with caplog.at_level(logging.INFO):
+        async with running([Stranger(QUILLS, odd(KeyError("lost")))], model=quilled(tmp_path)) as server:
+            _, answer, _ = await server.post(body, CHAT)
+            *events, _ = await server.stream(body, CHAT)
+    assert "tool calls are read as model.tool_format = quills" in caplog.text
+    assert (
+        "auto passes over odd: The tool_format plugin 'odd' of Stranger cannot read an answer: KeyError" in caplog.text
+    )
+    message = answer["choices"][0]["message"]
+    (call,) = message["tool_calls"]
+    assert (message["content"], call["function"]) == ("Well. ", {"name": "look", "arguments": '{"at": "«"}'})
+    deltas = [event["choices"][0]["delta"] for event in events]
+    calls = [call["function"] for delta in deltas for call in delta.get("tool_calls", ())]
+    assert [call["name"] for call in calls if "name" in call] == ["look"]
+    assert "".join(call["arguments"] for call in calls) == '{"at": "«"}'
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (KeyError("lost"), "KeyError: 'lost'"),
+        (("call", "look"), "it gave a tuple, not a Piece"),
+        (Piece("thought", "hm"), "it gave a Piece, not a Piece of a known kind"),  # type: ignore[arg-type]
+        (Piece("arguments", "{}"), "arguments before a call"),
+    ],
+    ids=["raises", "tuple", "kind", "order"],
+)
+async def test_a_format_that_fails_names_itself_and_ends_its_answers_only(
+    tmp_path: Path, given: object, says: str
+) -> None:
+    async with running([Stranger(odd(given))], model=chatty(tmp_path, tool_format="odd")) as server:
+        status, answer, _ = await server.post(BODY, CHAT)
+        assert (status, answer["error"]["type"]) == (500, "server_error")
+        assert "The tool_format plugin 'odd' of Stranger cannot read an answer" in answer["error"]["message"]
+        assert says in answer["error"]["message"]
+        *_, error, done = await server.stream(BODY, CHAT)
+        assert says in error["error"]["message"]
+        assert done == "[DONE]"
+        assert (await server.post({key: BODY[key] for key in ("messages", "max_tokens")}, CHAT))[0] == 200
+
+
+def names(plugins: Plugins, tool_format: str) -> list[str]:
+    found = plugins.candidates("tool_format", Settings(model={"tool_format": tool_format}))
+    return [offer.name for offer in found]
+
+
+def test_a_format_is_named_or_all_are_tried_by_priority(caplog: pytest.LogCaptureFixture) -> None:
+    own = Plugins.discover()
+    assert names(own, "auto") == ["mistral", "tags", "xml", "python", "json"]
+    assert (names(own, "xml"), names(own, "none")) == (["xml"], [])
+    with pytest.raises(PluginError, match=r"model.tool_format is 'tgas', .* xml\. Did you mean 'tags'\?"):
+        names(own, "tgas")
+    both = Plugins.discover([Stranger(QUILLS, odd(None)), Stranger(QUILLS)])
+    assert names(both, "auto")[0] == "odd"
+    assert "quills" not in names(both, "auto")
+    assert "auto passes over quills of Stranger: Stranger and Stranger both offer 'quills'" in caplog.text
+    with pytest.raises(PluginError, match=r"both offer 'quills' for model\.tool_format"):
+        names(both, "quills")
