@@ -20,7 +20,7 @@ from infer.plugins import Plugins
 HEAD = """
 import sys
 from unittest.mock import ANY, Mock
-from pydantic import BaseModel, Field, RootModel
+from pydantic import BaseModel, Field, RootModel, create_model
 from infer import hookimpl
 from infer.hookspecs import *
 from infer.hookspecs import CacheRegistration, KernelsRegistration, Registration
@@ -55,6 +55,7 @@ HOOKS = {
     "infer_kernels": "KernelsRegistration",
     "infer_tool_formats": "ToolFormatRegistration",
     "infer_observers": "Registration",
+    "infer_commands": "CommandRegistration",
 }
 VALUES = (
     *(
@@ -108,6 +109,13 @@ MORE_FIELDS: dict[str, dict[str, tuple[str, ...]]] = {
     "KernelsRegistration": {"devices": ("'cpu'", "[1]", "None", "3")},
     "SchedulerRegistration": {"chunks": ("None", "1", "'no'")},
     "ToolFormatRegistration": {"marks": ("'[CALL]'", "[1]", "None", "('a', b'b')")},
+    "CommandRegistration": {
+        "add_arguments": (
+            *("3", "'--x'", "Awkward()", "lambda: None", "lambda parser: parser.add_argument('--settings')"),
+            *("lambda parser: parser.error('no')", "lambda parser: parser.add_argument('--x', help='%(nowhere)s')"),
+        ),
+        "settings": ("create_model('Own', size=(int, 3))",),
+    },
     "CacheRegistration": {"longest": ("1", "'no'", "[print]")},
 }
 DEFS = {

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -44,6 +46,23 @@ class Token(BaseModel):
 def infer_cache_pools():
     pool = lambda context, settings: None
     return [Registration("{name}", pool, "a test's pool", priority={priority}, unavailable={why})]
+"""
+
+COMMANDS = """
+from infer import hookimpl
+from infer.hookspecs import CommandRegistration
+INFER_PLUGIN_API = {api}
+
+def arguments(parser):
+    parser.add_argument("--who", default="nobody")
+
+def run(args, context):
+    print("hello", args.who, context.settings.server.port, context.sources["server.port"], *context.argv)
+    return {code}
+
+@hookimpl
+def infer_commands():
+    return [CommandRegistration("{name}", run, "100 % a test's", add_arguments=arguments)]
 """
 
 Install = Callable[..., None]
@@ -143,6 +162,10 @@ def test_duplicate_names_both_distributions_and_the_setting(install: Install) ->
         (
             SOUND.replace("priority={priority}", "settings=Token"),
             r"its settings have no value without.*token Field requ",
+        ),
+        (
+            COMMANDS.replace("{code}", "0").replace('"--who"', '"--settings"'),
+            r"offers 'mine', but its add_arguments failed: ArgumentError: .*conflicting option string: --settings",
         ),
         (SOUND + "INFER_PLUGIN_ENV = ['INFER_CACHE__TOKEN']", r"INFER_PLUGIN_ENV has 'INFER_CACHE__TOKEN'"),
     ],
@@ -278,6 +301,53 @@ def test_infer_plugins_chooses_as_serve_does(capsys: pytest.CaptureFixture[str])
     assert " no " in row
     with pytest.raises(SettingsError, match="runs on cuda, but the model is on cpu"):
         LLM("demo", kernels={"backend": "triton"}, model={"device": "cpu"})
+
+
+def test_a_plugins_command_gets_its_arguments_and_settings(
+    install: Install, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    install("greeter", COMMANDS, name="hello", code=1)
+    assert cli.main(["hello", "--who", "you", "--server.port", "9"]) == 1
+    assert capsys.readouterr().out == "hello you 9 --server.port --server.port 9\n"
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["hello", "--help"])
+    listed = capsys.readouterr().out
+    assert "100 % a test's" in listed
+    assert "--who" in listed
+    assert "--settings FILE" in listed
+    assert cli.main(["hello", "--server.prot", "9"]) == 2
+    assert "mean 'server.port'" in capsys.readouterr().err
+    assert cli.main(["plugins", "--json"]) == 0
+    rows = [row for row in json.loads(capsys.readouterr().out) if row["slot"] == "command"]
+    assert [row["name"] for row in rows if row["distribution"] == "greeter"] == ["hello"]
+    assert {row["name"] for row in rows} > {"serve", "generate", "chat", "demo", "bench", "plugins", "settings"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["helo"], "infer COMMAND is 'helo', but no such plugin is installed; installed: bench, .*mean 'hello'"),
+        (["hello"], "first and second both offer 'hello' for infer COMMAND; uninstall one"),
+        (["settings"], "infer-core and third both offer 'settings' for infer COMMAND; uninstall one"),
+        (["odd"], "The command plugin 'odd' of fourth returned a str, not an exit code"),
+    ],
+)
+def test_a_command_has_one_owner(
+    install: Install,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    argv: list[str],
+    says: str,
+) -> None:
+    """Whoever else clashes."""
+    monkeypatch.chdir(tmp_path)
+    for distribution, name in (("first", "hello"), ("second", "hello"), ("third", "settings"), ("fourth", "odd")):
+        install(distribution, COMMANDS, name=name, code="'fine'")
+    assert cli.main(argv) == 2
+    assert re.search(says, capsys.readouterr().err)
+    assert cli.main(["plugins"]) == 0
 
 
 class Making:

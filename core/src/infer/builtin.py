@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from infer.checkpoint.tensors import PlainFormat
+from infer.commands import COMMANDS
 from infer.contracts.hooks import (
+    CommandRegistration,
     KernelsRegistration,
     SchedulerRegistration,
     ToolFormatRegistration,
@@ -78,3 +80,8 @@ def infer_tool_formats() -> list[ToolFormatRegistration]:
             "json", scripted(objects.bare), "bare JSON objects (Llama 3)", priority=-20, marks=(objects.PYTHON_TAG,)
         ),
     ]
+
+
+@hookimpl
+def infer_commands() -> list[CommandRegistration]:
+    return [*COMMANDS]

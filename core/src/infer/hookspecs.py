@@ -3,6 +3,7 @@
 
 from infer.contracts.hooks import (
     CacheRegistration,
+    CommandRegistration,
     KernelsRegistration,
     ModelRegistration,
     Registration,
@@ -15,6 +16,7 @@ from infer.contracts.records import RequestRecord, StepRecord, Totals, WorkRecor
 
 __all__ = [
     "CacheRegistration",
+    "CommandRegistration",
     "KernelsRegistration",
     "ModelRegistration",
     "Registration",

@@ -5,6 +5,7 @@ Whatever is wrong with a plugin is a PluginError whose text goes on after "The p
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import inspect
 import json
@@ -201,16 +202,34 @@ def _registration(slot: str, at: str, kind: type[Registration[Any]], value: obje
         raise PluginError(f"{at} chunks is {_show(given['chunks'])}, neither True nor False.")
     if given.get("longest") is not None and not callable(given["longest"]):
         raise PluginError(f"{at} longest is {_show(given['longest'])}, which cannot be called.")
+    if "add_arguments" in given:
+        _try_arguments(given["add_arguments"], at)
     given["settings"] = _settings(given["settings"], at)
-    if given["settings"].model_fields and _taken(slot, name):
-        raise PluginError(f"{at} settings cannot be a table of that name, which is infer's own; rename it.")
+    if given["settings"].model_fields:
+        if (section := SLOTS[slot].section) is None:
+            raise PluginError(f"{at} settings have no place in settings.toml; a {slot} takes arguments.")
+        if _taken(section, name):
+            raise PluginError(f"{at} settings cannot be a table of that name, which is infer's own; rename it.")
     return kind(**given)
 
 
-def _taken(slot: str, name: str) -> bool:
+def _try_arguments(add: object, at: str) -> None:
+    """A command's: whether a parser can have them."""
+    if add is None:
+        return
+    if not callable(add):
+        raise PluginError(f"{at} add_arguments is {_show(add)}, which cannot be called.")
+    with blame(f"{at} add_arguments failed"):
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--settings")
+        add(parser)
+        parser.format_help()
+
+
+def _taken(section: str, name: str) -> bool:
     """Whether a section has that name for something else."""
-    section: Any = Settings.model_fields[SLOTS[slot].section].annotation
-    return name in section.model_fields or hasattr(Section, name)
+    model: Any = Settings.model_fields[section].annotation
+    return name in model.model_fields or hasattr(Section, name)
 
 
 def _settings(model: object, at: str) -> type[BaseModel]:

@@ -326,7 +326,8 @@ def compose(settings: Settings, plugins: Installed) -> Settings:
 
 def plugin_settings(settings: Settings, slot: str, name: str) -> BaseModel:
     """The plugin's own table, validated; its NoSettings where it has none."""
-    table = getattr(getattr(settings, SLOTS[slot].section), name, None)
+    section = SLOTS[slot].section
+    table = section and getattr(getattr(settings, section), name, None)
     return table if isinstance(table, BaseModel) else NoSettings()
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from infer.contracts.hooks import (
     CacheRegistration,
+    CommandRegistration,
     KernelsRegistration,
     ModelRegistration,
     Registration,
@@ -23,8 +24,8 @@ class Slot:
 
     hook: str
     """What fills it."""
-    section: str
-    """The settings' section that has the tables of its plugins."""
+    section: str | None
+    """The settings' section that has the tables of its plugins, which have no settings where there is none."""
     registration: type[Registration[Any]] = Registration
     setting: str | None = None
     """What names the choice. Where there is none, the checkpoint chooses, or all are taken."""
@@ -105,4 +106,5 @@ SLOTS: Mapping[str, Slot] = {
         when="by what the chat template writes",
     ),
     "observer": Slot("infer_observers", "observers", packages={"otel": "infer-otel"}),
+    "command": Slot("infer_commands", None, CommandRegistration),
 }

@@ -24,6 +24,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
+from infer.commands.arguments import LOADING, add_settings
+from infer.contracts.hooks import CommandRegistration
+from infer.contracts.protocols import CommandContext
 from infer.errors import InferError, SettingsError
 
 if TYPE_CHECKING:
@@ -349,10 +352,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", help="a running server; default: one of our own with the settings given")
     parser.add_argument("--vocab-size", type=int, help="token ids to draw from; default: what the server says")
     parser.add_argument("--json", metavar="FILE", help="write everything to a file, or - for standard output")
+    add_settings(parser, LOADING)
 
 
-def main(args: argparse.Namespace, settings_argv: Sequence[str]) -> int:
+def run(args: argparse.Namespace, context: CommandContext) -> int:
     """Run the workloads and print a table of each; 1 when a request failed."""
+    settings_argv = [*(("--settings", args.settings) if args.settings else ()), *context.argv]
     if args.scale <= 0 or args.repeat < 1 or (args.rate is not None and args.rate <= 0):
         raise SettingsError("--scale, --rate and --repeat must be positive.")
     if args.shared is not None and not 0 <= args.shared <= 1:
@@ -399,3 +404,6 @@ def main(args: argparse.Namespace, settings_argv: Sequence[str]) -> int:
     elif args.json:
         Path(args.json).write_text(json.dumps(report, indent=2) + "\n")
     return int(any(m["errors"] for w in report["workloads"].values() for m in w["median"].values()))
+
+
+COMMAND = CommandRegistration("bench", run, "measure the workloads over HTTP", add_arguments=add_arguments)

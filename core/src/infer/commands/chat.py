@@ -2,34 +2,49 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
-from rich.console import Console, Group
-from rich.live import Live
-from rich.markdown import Markdown
-from rich.text import Text
-
+from infer.commands.arguments import LOADING, NAMED, add_sampling, add_settings, sampling
+from infer.contracts.hooks import CommandRegistration
 from infer.contracts.params import SamplingParams
+from infer.contracts.protocols import CommandContext
 from infer.errors import InferError
-from infer.llm import LLM
-from infer.plugins import Plugins
-from infer.settings import Settings
 from infer.text.tools import make_parser, opens_reasoning, reasons
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from infer.llm import LLM
 
 HELP = "/reset begins anew, /exit or Ctrl-D ends, Ctrl-C stops an answer."
 
 
-def main(settings: Settings, plugins: Plugins, params: SamplingParams, system: str | None) -> int:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--system", metavar="TEXT", help="what the conversation begins with")
+    add_settings(parser, NAMED | LOADING)
+    add_sampling(parser)
+
+
+def run(args: argparse.Namespace, context: CommandContext) -> int:
     """Read a line, stream the answer, until there are no more lines."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from infer.llm import LLM
+
+    params = sampling(args, {"max_tokens": None})
     console = Console(highlight=False)
-    with LLM.from_settings(settings, plugins) as llm:
+    with LLM.from_settings(context.settings, context.plugins) as llm:
         if console.is_terminal:
             console.print(Text(f"{llm.served.name}. {HELP}", style="dim"))
-        thinks = llm.served.template is not None and reasons(settings.model.reasoning, llm.served.template.source)
+        template, setting = llm.served.template, context.settings.model.reasoning
+        thinks = template is not None and reasons(setting, template.source)
         params = llm.served.defaulted(params)
-        beginning = [] if system is None else [{"role": "system", "content": system}]
+        beginning = [] if args.system is None else [{"role": "system", "content": args.system}]
         messages = list(beginning)
         while (line := _read(console)) is not None:
             match line.strip():
@@ -57,6 +72,11 @@ def _answer(
     llm: LLM, console: Console, messages: Sequence[dict[str, str]], params: SamplingParams, thinks: bool
 ) -> str:
     """Show the answer as it comes; Ctrl-C keeps what is there."""
+    from rich.console import Group
+    from rich.live import Live
+    from rich.markdown import Markdown
+    from rich.text import Text
+
     prompt = llm.render(messages)
     parser = make_parser({}, None, thinks=thinks, thinking=opens_reasoning(prompt))
     shown = {"reasoning": "", "content": ""}
@@ -77,3 +97,6 @@ def _answer(
     if live is None:
         console.print()
     return shown["content"]
+
+
+COMMAND = CommandRegistration("chat", run, "talk with the model on the terminal", add_arguments=add_arguments)

@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from infer.contracts.hooks import hookimpl
+from infer.commands.arguments import LOADING, add_settings
+from infer.contracts.hooks import CommandRegistration, hookimpl
 from infer.contracts.params import SamplingParams
+from infer.contracts.protocols import CommandContext
 from infer.contracts.records import RequestRecord, StepRecord
 from infer.plugins import Plugins
 from infer.settings import Settings
@@ -115,6 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget", type=int, help="engine.max_tokens_per_step of the chunked run")
     parser.add_argument("--prompt-tokens", type=int, default=1200, help="length of the long prompt")
     parser.add_argument("--json", action="store_true", help="print the records instead")
+    add_settings(parser, LOADING)
 
 
 def scene(prompt_tokens: int) -> list[Arrival]:
@@ -151,7 +154,7 @@ def play(settings: Settings, plugins: Plugins, arrivals: Sequence[Arrival]) -> R
     return recorder
 
 
-def main(settings: Settings, plugins: Plugins, args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, context: CommandContext) -> int:
     arrivals = scene(args.prompt_tokens)
     names = [arrival.id for arrival in arrivals]
     runs = {}
@@ -161,8 +164,8 @@ def main(settings: Settings, plugins: Plugins, args: argparse.Namespace) -> int:
         "max_tokens_per_step": args.budget,
     }
     for title, keys in (("chunked prefill", chunking), ("whole prefill", {"use_chunked_prefill": False})):
-        engine = settings.engine.model_copy(update=keys)
-        runs[title] = play(settings.model_copy(update={"engine": engine}), plugins, arrivals)
+        engine = context.settings.engine.model_copy(update=keys)
+        runs[title] = play(context.settings.model_copy(update={"engine": engine}), context.plugins, arrivals)
     if args.json:
         print(json.dumps({title: [asdict(step) for step in run.steps] for title, run in runs.items()}))
         return 0
@@ -172,3 +175,11 @@ def main(settings: Settings, plugins: Plugins, args: argparse.Namespace) -> int:
     both = [latencies(run.steps, run.requests) for run in runs.values()]
     print("\n".join(compare(*both)))
     return 0
+
+
+COMMAND = CommandRegistration(
+    "demo",
+    run,
+    "print a timeline of steps, chunked prefill on and off side by side",
+    add_arguments=add_arguments,
+)

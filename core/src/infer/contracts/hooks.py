@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import pluggy
 from pydantic import BaseModel
@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from infer.contracts.protocols import (
     CacheContext,
     CacheFactory,
+    CommandFactory,
     KernelsFactory,
     ModelFactory,
     NoSettings,
@@ -27,6 +28,9 @@ from infer.contracts.protocols import (
     WeightFormatFactory,
 )
 from infer.contracts.records import RequestRecord, StepRecord
+
+if TYPE_CHECKING:
+    import argparse
 
 hookspec = pluggy.HookspecMarker("infer")
 hookimpl = pluggy.HookimplMarker("infer")
@@ -103,6 +107,15 @@ class ToolFormatRegistration(Registration[ToolFormatFactory]):
     which an answer's text would leave out."""
 
 
+@dataclass(frozen=True)
+class CommandRegistration(Registration[CommandFactory]):
+    """A command, ``infer NAME``. Its ``factory`` is what runs it, and its ``description`` its line of help."""
+
+    add_arguments: Callable[[argparse.ArgumentParser], object] | None = None
+    """Gives the command's parser its arguments. It is called whenever plugins are looked for: be quick, and import in
+    ``factory`` what takes long. ``--settings`` and ``--section.key`` are there already."""
+
+
 @hookspec
 def infer_cache_pools() -> list[Registration[CacheFactory]]:  # type: ignore[empty-body]
     """Cache pools, chosen by ``cache.backend``."""
@@ -136,6 +149,11 @@ def infer_tool_formats() -> list[ToolFormatRegistration]:  # type: ignore[empty-
 @hookspec
 def infer_observers() -> list[Registration[ObserverFactory]]:  # type: ignore[empty-body]
     """Observers with settings, ``[observers.NAME]``, or with something to close. Each is made once per engine."""
+
+
+@hookspec
+def infer_commands() -> list[CommandRegistration]:  # type: ignore[empty-body]
+    """Commands of the command line."""
 
 
 @hookspec

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_ch
 from pydantic import BaseModel
 
 if TYPE_CHECKING:
+    import argparse
+
     import torch
     from torch import Tensor
 
@@ -398,6 +400,27 @@ class SchedulerContext:
 
     pool: CachePoolProtocol
     engine: Any
+
+
+@dataclass(frozen=True)
+class CommandContext:
+    """What a command works with, besides its own arguments."""
+
+    settings: Any
+    """``infer.settings.Settings``: what all sources say together, checked."""
+    sources: Mapping[str, str]
+    """Where each setting's value came from, by its dotted key."""
+    plugins: Any
+    """``infer.plugins.Plugins``: what is installed. ``LLM.from_settings(settings, plugins)`` loads the model."""
+    argv: tuple[str, ...]
+    """The settings that the command line gave, as words, for a process of its own."""
+
+
+class CommandFactory(Protocol):
+    """Runs a command and returns its exit code: 0, or 1 where its work has failed. What the user can mend it raises as
+    an InferError, whose text is shown, and the exit code is 2."""
+
+    def __call__(self, args: argparse.Namespace, context: CommandContext, /) -> int: ...
 
 
 class CacheFactory(Protocol):

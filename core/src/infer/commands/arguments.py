@@ -1,0 +1,79 @@
+"""What commands share: arguments that are settings or sampling parameters, and tables."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from infer.contracts.params import SamplingParams
+from infer.errors import InferError, capital
+from infer.settings import Settings
+
+PLAIN_PARAMS = (
+    *("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos", "min_tokens"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
+"""Sampling parameters that a command line can say."""
+NAMED = {"MODEL": "model.path"}
+LOADING = {"--model": "model.path", "--max-model-len": "engine.max_seq_len"}
+SERVING = {
+    "--host": "server.host",
+    "--port": "server.port",
+    "--api-key": "server.api_keys",
+    "--served-model-name": "server.served_model_name",
+}
+"""Plain names of the settings that everyone types; other servers have the same."""
+
+
+class _Plain(argparse.Action):
+    """A flag or an argument that is a setting's other name."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        key = str(self.const)
+        given: list[str] = namespace.__dict__.setdefault("plain_settings", [])
+        if any(word.startswith(f"--{key}=") for word in given):
+            parser.error(f"{key} is given twice; the second is {values!r}.")
+        given.append(f"--{key}={values}")
+
+
+def add_settings(sub: argparse.ArgumentParser, flags: Mapping[str, str]) -> None:
+    """Arguments that are settings, by the names that ``flags`` gives them."""
+    sections = {name: field.annotation for name, field in Settings.model_fields.items()}
+    for flag, key in flags.items():
+        section, name = key.split(".")
+        text = sections[section].model_fields[name].description  # type: ignore[union-attr]
+        names: dict[str, Any] = {} if flag.startswith("--") else {"nargs": "?"}
+        sub.add_argument(flag, action=_Plain, const=key, default=argparse.SUPPRESS, help=f"{key}: {text}", **names)
+
+
+def add_sampling(sub: argparse.ArgumentParser) -> None:
+    for name in PLAIN_PARAMS:
+        flag = {"action": "store_true", "default": None} if name == "ignore_eos" else {}
+        many = {"action": "append"} if name == "stop" else {}
+        text = SamplingParams.model_fields[name].description
+        sub.add_argument(f"--{name.replace('_', '-')}", help=text, **flag, **many)  # type: ignore[arg-type]
+
+
+def sampling(args: argparse.Namespace, defaults: dict[str, object]) -> SamplingParams:
+    """What ``add_sampling``'s arguments say. Raises InferError."""
+    given = {name: v for name in PLAIN_PARAMS if (v := getattr(args, name, None)) is not None}
+    try:
+        return SamplingParams.model_validate(defaults | given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        what = first["msg"].removeprefix("Value error, ")
+        if not first["loc"]:
+            raise InferError(f"{capital(what)}.") from None
+        flag = str(first["loc"][0]).replace("_", "-")
+        raise InferError(f"--{flag} {first['input']}: {what}.") from None
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows with their columns aligned."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)

@@ -1,0 +1,40 @@
+"""`infer generate`: answers to prompts, on the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from infer.commands.arguments import LOADING, add_sampling, add_settings, sampling
+from infer.contracts.hooks import CommandRegistration
+from infer.contracts.protocols import CommandContext
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompts", nargs="*", help="texts; none reads one from standard input")
+    add_settings(parser, LOADING)
+    add_sampling(parser)
+
+
+def run(args: argparse.Namespace, context: CommandContext) -> int:
+    from infer.llm import LLM
+
+    params = sampling(args, {"max_tokens": 128})
+    prompts = args.prompts if args.prompts and args.prompts != ["-"] else [sys.stdin.read()]
+    with LLM.from_settings(context.settings, context.plugins) as llm:
+        params = llm.served.defaulted(params)
+        if len(prompts) > 1:
+            answers = llm.generate(prompts, params)
+            for prompt, answer in zip(prompts, answers, strict=True):
+                print(f"{prompt}{answer.text}\n")
+            return int(any(answer.finish_reason == "error" for answer in answers))
+        print(prompts[0], end="", flush=True)
+        for event in llm.stream(prompts[0], params):
+            print(event.text, end="", flush=True)
+        print()
+        if event.finish_reason == "error":
+            print(f"infer: {event.error}", file=sys.stderr)
+        return int(event.finish_reason == "error")
+
+
+COMMAND = CommandRegistration("generate", run, "answer prompts on the terminal", add_arguments=add_arguments)

@@ -1,0 +1,23 @@
+"""`infer serve`: the model over HTTP."""
+
+from __future__ import annotations
+
+import argparse
+
+from infer.commands.arguments import LOADING, NAMED, SERVING, add_settings
+from infer.contracts.hooks import CommandRegistration
+from infer.contracts.protocols import CommandContext
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_settings(parser, NAMED | LOADING | SERVING)
+
+
+def run(args: argparse.Namespace, context: CommandContext) -> int:
+    from infer.server import app
+
+    app.run(context.settings, context.plugins)
+    return 0
+
+
+COMMAND = CommandRegistration("serve", run, "serve the model over HTTP", add_arguments=add_arguments)

@@ -1,0 +1,43 @@
+"""`infer settings`: each setting's value and source, or their schema."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from infer.commands.arguments import table
+from infer.contracts.hooks import CommandRegistration
+from infer.contracts.protocols import CommandContext
+from infer.plugins import Plugins
+from infer.settings import describe, describe_schema, schema
+
+
+class _Schema(argparse.Action):
+    """Prints the schema and ends, whatever the settings say."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *given: Any) -> None:
+        print(json.dumps(schema(Plugins.discover()).model_json_schema(), indent=2))
+        parser.exit()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json-schema", action=_Schema, nargs=0, help="print the schema of settings.toml")
+
+
+def run(args: argparse.Namespace, context: CommandContext) -> int:
+    values = dict(describe(context.settings))
+    if args.json:
+        both = {key: {"value": value, "source": context.sources[key]} for key, value in values.items()}
+        print(json.dumps(both, indent=2, default=str))
+        return 0
+    descriptions = {key: text for key, text, _ in describe_schema(schema(context.plugins))}
+    rows = [
+        (key, json.dumps(value, default=str), context.sources[key], descriptions[key]) for key, value in values.items()
+    ]
+    print(table([("key", "value", "source", "what it is"), *rows]))
+    return 0
+
+
+COMMAND = CommandRegistration("settings", run, "show each setting's value and source", add_arguments=add_arguments)
