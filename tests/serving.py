@@ -20,7 +20,6 @@ from infer.assemble import start
 from infer.engine.loop import EngineLoop
 from infer.plugins import Plugins
 from infer.server.app import bind, listen, make_app
-from infer.server.metrics import Metrics
 from infer.settings import load_settings
 
 Body = dict[str, Any]
@@ -52,12 +51,11 @@ class _Server:
         overrides = {"model": {"path": "demo"}, "kernels": {"threads": 1}, "server": {"access_log": False}} | sections
         found = Plugins.discover(plugins)
         self._settings = load_settings(found, env={}, overrides=overrides, read_file=False).settings
-        self._metrics = Metrics()
-        found.manager.register(self._metrics)
+        self._plugins = found
         self.engine_loop, self._served = start(self._settings, found)
 
     def app(self) -> web.Application:
-        return make_app(self.engine_loop, self._served, self._metrics, self._settings)
+        return make_app(self.engine_loop, self._served, self._plugins, self._settings)
 
 
 class Running:

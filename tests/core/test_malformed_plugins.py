@@ -55,6 +55,7 @@ HOOKS = {
     "infer_kernels": "KernelsRegistration",
     "infer_tool_formats": "ToolFormatRegistration",
     "infer_observers": "Registration",
+    "infer_routes": "Registration",
     "infer_commands": "CommandRegistration",
 }
 VALUES = (

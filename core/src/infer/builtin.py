@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
 from infer.checkpoint.tensors import PlainFormat
 from infer.commands import COMMANDS
 from infer.contracts.hooks import (
     CommandRegistration,
     KernelsRegistration,
+    Registration,
     SchedulerRegistration,
     ToolFormatRegistration,
     WeightFormatRegistration,
     hookimpl,
 )
+from infer.contracts.protocols import Route, RoutesFactory
 from infer.engine.schedulers import ContinuousScheduler, StaticScheduler
 from infer.kernels.reference import ReferenceKernels
 from infer.text.tool_formats import mistral, objects, python, xml
@@ -85,3 +91,26 @@ def infer_tool_formats() -> list[ToolFormatRegistration]:
 @hookimpl
 def infer_commands() -> list[CommandRegistration]:
     return [*COMMANDS]
+
+
+@hookimpl
+def infer_routes() -> list[Registration[RoutesFactory]]:
+    return [
+        Registration("chat", _endpoints("chat_completions"), "POST /v1/chat/completions"),
+        Registration("completions", _endpoints("completions"), "POST /v1/completions"),
+        Registration("responses", _endpoints("responses"), "POST /v1/responses"),
+        Registration("decisions", _endpoints("decisions"), "POST /v1/decisions and /v1/systemone"),
+        Registration("tokenization", _endpoints("tokenization"), "POST /tokenize and /detokenize, GET /tokenizer_info"),
+        Registration("about", _endpoints("about"), "GET /v1/models, /health and /ready"),
+        Registration("metrics", _endpoints("metrics"), "GET /metrics, for Prometheus"),
+    ]
+
+
+def _endpoints(module: str) -> RoutesFactory:
+    """The routes of a module of the server, which is imported when there is one."""
+
+    def make(service: Any, settings: Any, /) -> Sequence[Route]:
+        routes: Sequence[Route] = importlib.import_module(f"infer.server.{module}").routes(service, settings)
+        return routes
+
+    return make

@@ -257,13 +257,18 @@ class Plugins:
             try:
                 self.get("observer", offer.name, f"observers.{offer.name}")
                 observer = offer.make(ObserverProtocol, plugin_settings(settings, "observer", offer.name))
-                module = self._register(f"{offer.whose} {id(observer)}", _records(offer, observer))
+                untell = self.tell(offer.whose, observer)
             except InferError as error:
                 log.warning("the observer %s of %s is left out: %s", offer.name, offer.distribution, error)
                 continue
             made.callback(_close, offer, observer)
-            made.callback(self.manager.unregister, module)
+            made.callback(untell)
         return made.close
+
+    def tell(self, whose: str, observer: object) -> Callable[[], None]:
+        """Have an object observe, until what comes back is called. Raises PluginError."""
+        module = self._register(f"{whose} {id(observer)}", _records(whose, observer))
+        return lambda: self.manager.unregister(module)
 
     def notify(self, hook: str, record: object) -> None:
         """Tell every observer. One that raises is logged, and not asked again."""
@@ -297,7 +302,7 @@ def _whence(entry: EntryPoint) -> tuple[str, str]:
         return f"of the entry point {entry.name}", ""
 
 
-def _records(offer: Offer, observer: object) -> dict[str, Callable[..., object]]:
+def _records(whose: str, observer: object) -> dict[str, Callable[..., object]]:
     """The hooks that an observer wants to be called by."""
 
     def forward(call: Callable[..., object]) -> Callable[..., object]:
@@ -312,11 +317,11 @@ def _records(offer: Offer, observer: object) -> dict[str, Callable[..., object]]
             try:
                 inspection.check_function(hook, hook, call, {})
             except PluginError as error:
-                raise PluginError(f"{offer.whose} cannot be used: {error}") from None
+                raise PluginError(f"{whose} cannot be used: {error}") from None
             found[hook] = forward(call)
     if not found:
         raise PluginError(
-            f"{offer.whose} cannot be used: its factory made one of type {type(observer).__name__}, which has "
+            f"{whose} cannot be used: its factory made one of type {type(observer).__name__}, which has "
             f"neither {RECORDS[0]} nor {RECORDS[1]}."
         )
     return found

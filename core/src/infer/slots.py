@@ -106,5 +106,6 @@ SLOTS: Mapping[str, Slot] = {
         when="by what the chat template writes",
     ),
     "observer": Slot("infer_observers", "observers", packages={"otel": "infer-otel"}),
+    "routes": Slot("infer_routes", "server"),
     "command": Slot("infer_commands", None, CommandRegistration),
 }

@@ -23,6 +23,7 @@ from infer.contracts.protocols import (
     ModelFactory,
     NoSettings,
     ObserverFactory,
+    RoutesFactory,
     SchedulerFactory,
     ToolFormatFactory,
     WeightFormatFactory,
@@ -149,6 +150,11 @@ def infer_tool_formats() -> list[ToolFormatRegistration]:  # type: ignore[empty-
 @hookspec
 def infer_observers() -> list[Registration[ObserverFactory]]:  # type: ignore[empty-body]
     """Observers with settings, ``[observers.NAME]``, or with something to close. Each is made once per engine."""
+
+
+@hookspec
+def infer_routes() -> list[Registration[RoutesFactory]]:  # type: ignore[empty-body]
+    """Endpoints of ``infer serve``, with settings in ``[server.NAME]``. All are taken."""
 
 
 @hookspec

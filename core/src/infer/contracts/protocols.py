@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import argparse
 
     import torch
+    from aiohttp.typedefs import Handler
     from torch import Tensor
 
     from infer.contracts.schedule import Schedule
@@ -403,6 +404,26 @@ class SchedulerContext:
 
 
 @dataclass(frozen=True)
+class Route:
+    """An endpoint of the server, as its router and /openapi.json see it."""
+
+    method: str
+    """``GET``, ``POST`` and so on."""
+    path: str
+    """As aiohttp has it: ``/v1/models/{model}``."""
+    handler: Handler
+    """An async function from aiohttp's request to its response. What it raises is answered as an error in JSON."""
+    summary: str
+    """One line."""
+    answer: Any
+    """The shape of a 200's JSON, a type such as a TypedDict; a media type where it is something else."""
+    body: type[BaseModel] | None = None
+    """The request's, an ``infer.server.schemas.Body`` at the top of its module; ``Service.read`` checks it."""
+    chunk: Any = None
+    """The shape of an event's data, where the answer may be streamed."""
+
+
+@dataclass(frozen=True)
 class CommandContext:
     """What a command works with, besides its own arguments."""
 
@@ -421,6 +442,13 @@ class CommandFactory(Protocol):
     an InferError, whose text is shown, and the exit code is 2."""
 
     def __call__(self, args: argparse.Namespace, context: CommandContext, /) -> int: ...
+
+
+class RoutesFactory(Protocol):
+    """Called once, in the server's event loop, before it serves. ``service`` is ``infer.server.service.Service``: the
+    model, as endpoints see it, and what they share."""
+
+    def __call__(self, service: Any, settings: Any, /) -> Sequence[Route]: ...
 
 
 class CacheFactory(Protocol):

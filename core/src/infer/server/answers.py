@@ -1,4 +1,5 @@
-"""The shapes of answers, for /openapi.json and for who reads it."""
+"""The shapes of answers: each endpoint's ``Route`` names its own, and /openapi.json tells clients of them, which
+``tests/clients`` holds answers against."""
 
 from __future__ import annotations
 

@@ -11,7 +11,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
@@ -20,30 +19,14 @@ from typing import Any
 from aiohttp import web
 
 from infer.assemble import Served, start
-from infer.engine.loop import AsyncDoor, EngineLoop
+from infer.engine.loop import EngineLoop
 from infer.errors import SettingsError
 from infer.plugins import Plugins
-from infer.server import answers
 from infer.server.access import access_log, allow_origin, authorize, guard, log_to_stderr, preflight
-from infer.server.chat_completions import Chat
-from infer.server.completions import Completions
-from infer.server.decisions import Decisions
-from infer.server.http_errors import NotFoundError, Protocol, errors
-from infer.server.metrics import Metrics
-from infer.server.openapi import Route, pages
-from infer.server.rendering import Renderer
-from infer.server.responses import Responses
-from infer.server.schemas import (
-    ChatRequest,
-    CompletionRequest,
-    DecisionsRequest,
-    DetokenizeRequest,
-    ResponsesRequest,
-    SystemOneRequest,
-    TokenizeRequest,
-)
+from infer.server.http_errors import Protocol, errors
+from infer.server.openapi import PAGES, pages
+from infer.server.routing import gather
 from infer.server.service import Service
-from infer.server.tokenization import Tokenization
 from infer.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -59,13 +42,11 @@ def run(settings: Settings, plugins: Plugins) -> None:
     for number in SIGNALS:
         signal.signal(number, lambda number, frame: _leave(number))
     sockets = bind(settings.server.host, settings.server.port)
-    metrics = Metrics()
-    plugins.manager.register(metrics)
     engine_loop, served = start(settings, plugins)
     engine_loop.ended.add_done_callback(_leave_soon)
     try:
         log_to_stderr()
-        asyncio.run(serve(engine_loop, served, metrics, settings, sockets))
+        asyncio.run(serve(engine_loop, served, plugins, settings, sockets))
     finally:
         engine_loop.close()
 
@@ -77,7 +58,7 @@ def _leave(number: int) -> None:
 
 
 async def serve(
-    engine_loop: EngineLoop, served: Served, metrics: Metrics, settings: Settings, sockets: Sequence[socket.socket]
+    engine_loop: EngineLoop, served: Served, plugins: Plugins, settings: Settings, sockets: Sequence[socket.socket]
 ) -> None:
     """Serve until a signal; then let the requests under way finish within ``drain_timeout_s``. A second signal ends the
     process. Raises EngineDeadError once the engine has failed and those under way have had a second to be told."""
@@ -91,7 +72,7 @@ async def serve(
 
     for number in SIGNALS:
         loop.add_signal_handler(number, signalled, number)
-    app = make_app(engine_loop, served, metrics, settings)
+    app = make_app(engine_loop, served, plugins, settings)
     # What is loaded by now stays; looking through it again and again would hold up a step each time.
     gc.collect()
     gc.freeze()
@@ -171,100 +152,12 @@ async def listen(app: web.Application, sockets: Sequence[socket.socket]) -> Asyn
         await runner.cleanup()
 
 
-def make_app(engine_loop: EngineLoop, served: Served, metrics: Metrics, settings: Settings) -> web.Application:
-    """The routes. Call it inside the event loop that will serve them."""
+def make_app(engine_loop: EngineLoop, served: Served, plugins: Plugins, settings: Settings) -> web.Application:
+    """The endpoints, and what every request goes through. Call it inside the event loop that will serve them. Raises
+    PluginError."""
     server = settings.server
-    renderer = None if served.template is None else Renderer(served.template)
-    service = Service(served, AsyncDoor(engine_loop), renderer, server)
-    chat = Chat(service, settings.model)
-    tokenization = Tokenization(service, chat)
-    decisions = Decisions(service)
-    metrics.watch(engine_loop, served, server.metrics_names, settings.engine.max_tokens_per_step)
-    entry: answers.Model = {
-        "id": served.name,
-        "object": "model",
-        "created": int(time.time()),
-        "owned_by": "infer",
-        "max_model_len": served.max_seq_len,
-        "vocab_size": served.vocab_size,
-        "exact": served.exact,
-        "default_sampling_params": dict(served.sampling),
-    }
-
-    async def models(http: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [entry]})
-
-    async def model(http: web.Request) -> web.Response:
-        name = http.match_info["model"]
-        if name != served.name:
-            raise NotFoundError(
-                f"The model {name!r} is not served here; this server has {served.name!r}.", code="model_not_found"
-            )
-        return web.json_response(entry)
-
-    async def health(http: web.Request) -> web.Response:
-        alive = engine_loop.healthy
-        return web.json_response({"status": "ok" if alive else "dead"}, status=200 if alive else 503)
-
-    async def ready(http: web.Request) -> web.Response:
-        takes = engine_loop.accepting
-        return web.json_response({"status": "ready" if takes else "draining"}, status=200 if takes else 503)
-
-    routes = [
-        Route(
-            "POST",
-            "/v1/chat/completions",
-            chat.handle,
-            "Go on with a conversation.",
-            answers.ChatCompletion,
-            ChatRequest,
-            answers.ChatChunk,
-        ),
-        Route(
-            "POST",
-            "/v1/completions",
-            Completions(service).handle,
-            "Continue texts.",
-            answers.Completion,
-            CompletionRequest,
-            answers.Completion,
-        ),
-        Route(
-            "POST",
-            "/v1/responses",
-            Responses(service, chat).handle,
-            "OpenAI's responses: reasoning and text, and nothing is stored.",
-            answers.Response,
-            ResponsesRequest,
-            answers.ResponseEvent,
-        ),
-        Route(
-            "POST",
-            "/v1/decisions",
-            decisions.handle,
-            "Answer typed questions on an input, as OpenAI asks them.",
-            answers.Decision,
-            DecisionsRequest,
-        ),
-        Route(
-            "POST",
-            "/v1/systemone",
-            functools.partial(decisions.handle, model=SystemOneRequest),
-            "Answer typed questions on a state, as TypeSafe's System One asks them.",
-            answers.SystemOne,
-            SystemOneRequest,
-        ),
-        Route("POST", "/tokenize", tokenization.tokenize, "Text to token ids.", answers.Tokenized, TokenizeRequest),
-        Route(
-            "POST", "/detokenize", tokenization.detokenize, "Token ids to text.", answers.Detokenized, DetokenizeRequest
-        ),
-        Route("GET", "/tokenizer_info", tokenization.info, "What the tokenizer is.", answers.TokenizerInfo),
-        Route("GET", "/v1/models", models, "The model that is served.", answers.Models),
-        Route("GET", "/v1/models/{model:.+}", model, "The model of this name.", answers.Model),
-        Route("GET", "/health", health, "200 while the engine lives.", answers.Status),
-        Route("GET", "/ready", ready, "200 while new requests are taken.", answers.Status),
-        Route("GET", "/metrics", metrics.handle, "Figures for Prometheus.", "text/plain"),
-    ]
+    service = Service(engine_loop, served, plugins, settings)
+    routes = gather(service, plugins)
     # The outermost comes first: whatever goes wrong inside has a status by the time it is logged.
     keys = [key.get_secret_value() for key in server.api_keys]
     app = web.Application(
@@ -280,9 +173,8 @@ def make_app(engine_loop: EngineLoop, served: Served, metrics: Metrics, settings
         app.on_response_prepare.append(allow_origin(server.cors_origins))
     for route in routes:
         app.router.add_route(route.method, route.path, route.handler)
-    openapi, docs = pages(routes, served.name)
-    app.router.add_get("/openapi.json", openapi)
-    app.router.add_get("/docs", docs)
+    for path, page in zip(PAGES, pages(routes, served.name), strict=True):
+        app.router.add_get(path, page)
+    app.on_startup.append(lambda app: service.conversation.prepare())
     app.on_cleanup.append(lambda app: service.close())
-    app.on_startup.append(lambda app: chat.prepare())
     return app

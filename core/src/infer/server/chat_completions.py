@@ -3,69 +3,44 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from aiohttp import web
 
-from infer.contracts.params import SamplingParams, StructuredOutputs
-from infer.contracts.protocols import PartProtocol
+from infer.contracts.params import StructuredOutputs
+from infer.contracts.protocols import PartProtocol, Route
 from infer.contracts.request import FinishReason, Request, TokenLogprobs
 from infer.errors import RequestError
 from infer.llm import Completion
+from infer.server import answers
 from infer.server.http_errors import REQUEST_ID
-from infer.server.schemas import ChatRequest, ResponsesRequest, StreamOptions, TokenizeRequest, checked
+from infer.server.schemas import ChatRequest, StreamOptions, checked
 from infer.server.service import Events, Json, Service
 from infer.server.writing import Array
-from infer.settings import ModelSettings
-from infer.text.templates import PROBE_ARGUMENTS, PROBE_TOOL
-from infer.text.tool_formats import ToolFormat, recognise
-from infer.text.tools import Calls, calls_schema, make_parser, opens_reasoning, reasons
+from infer.text.tools import Calls, calls_schema, make_parser
 
-log = logging.getLogger(__name__)
 
-OWN_FIELDS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
-RESERVED = ("self", "loop", "caller", "varargs", "kwargs")
-"""Names with a meaning of their own in Jinja templates."""
+def routes(service: Service, settings: object) -> list[Route]:
+    return [
+        Route(
+            "POST",
+            "/v1/chat/completions",
+            Chat(service).handle,
+            "Go on with a conversation.",
+            answers.ChatCompletion,
+            ChatRequest,
+            answers.ChatChunk,
+        )
+    ]
 
 
 class Chat:
     """The handler of POST /v1/chat/completions, and what other endpoints need for chats."""
 
-    def __init__(self, service: Service, settings: ModelSettings) -> None:
+    def __init__(self, service: Service) -> None:
         self._service = service
-        template = service.served.template
-        self._setting = settings.tool_format
-        self._tool_format: ToolFormat | None = None
-        self._thinks = reasons(settings.reasoning, template.source if template else "")
-
-    async def prepare(self) -> None:
-        """Find out how the chat template writes tool calls, unless the settings say it. Call it before ``handle``."""
-        formats = self._service.served.tool_formats
-        if self._setting != "auto":
-            self._tool_format = next(iter(formats), None)
-            return
-        if self._service.served.template is None:
-            return
-        why = "it shows no tools, or no calls"
-        try:
-            written = (await self._service.manners()).call
-        except RequestError as error:
-            written, why = None, str(error)
-        if written is not None:
-            function = PROBE_TOOL["function"]
-            known = {function["name"]: function["parameters"]}
-            self._tool_format = recognise(formats, written, known, (function["name"], PROBE_ARGUMENTS))
-            why = f"a call, which it writes as {written[:200]!r}, cannot be read back"
-        if self._tool_format is None:
-            log.warning(
-                "requests with tools are refused: the chat template has none of the known formats (%s); set "
-                "model.tool_format if the model has one",
-                why,
-            )
-        else:
-            log.info("tool calls are read as model.tool_format = %s", self._tool_format.name)
+        self._conversation = service.conversation
 
     async def handle(self, http: web.Request) -> web.StreamResponse:
         asked = await self._service.read(http, ChatRequest)
@@ -73,27 +48,27 @@ class Chat:
         forced = asked.forced_tools
         if asked.tool_choice == "none":
             tools = []
-        elif tools and forced is None and self._tool_format is None:
+        elif tools and forced is None and self._conversation.tool_format is None:
             raise RequestError(
                 "This model's chat template writes tool calls in no format that is known here; set model.tool_format, "
                 "or force a call with tool_choice.",
                 param="tools",
             )
-        prompt = await self.prompt(asked, tools)
-        overrides: Json = {}
+        prompt = await self._conversation.prompt(asked, tools)
+        more: Json = {}
         if forced is not None:
             wanted = [tool.model_dump(exclude_none=True) for tool in forced]
             one = asked.tool_choice != "required" or not asked.parallel_tool_calls
-            overrides["structured_outputs"] = StructuredOutputs(json_schema=calls_schema(wanted, 1 if one else None))
-        params = self._service.served.defaulted(checked(lambda: asked.sampling(**overrides), ChatRequest))
-        thinks, thinking, end = self.reasoning(prompt, params)
+            more["structured_outputs"] = StructuredOutputs(json_schema=calls_schema(wanted, 1 if one else None))
+        params = self._service.served.defaulted(checked(lambda: asked.sampling(**more), ChatRequest))
+        thinks, thinking, end = self._conversation.reasoning(prompt, params)
         requests = await self._service.requests(
             http, [prompt], params, asked, n=asked.n, prefix="chatcmpl", special=False, grammar_after=end
         )
         make = functools.partial(
             make_parser,
             {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools},
-            self._tool_format,
+            self._conversation.tool_format,
             parallel=asked.parallel_tool_calls,
             forced=forced is not None,
             thinks=thinks,
@@ -109,27 +84,6 @@ class Chat:
         choices = [await self._choice(i, asked, answer, make()) for i, answer in enumerate(answers)]
         frame = self._service.frame(id, "chat.completion")
         return await self._service.answer(http, frame | {"choices": choices, "usage": usage})
-
-    async def prompt(self, asked: ChatRequest | ResponsesRequest | TokenizeRequest, tools: Sequence[Json]) -> str:
-        """The prompt that the chat template makes of the messages. Raises RequestError."""
-        variables = asked.chat_template_kwargs or {}
-        for name in variables:
-            if name in OWN_FIELDS:
-                raise RequestError(
-                    f"chat_template_kwargs holds {name!r}, which has a field of its own.", param="chat_template_kwargs"
-                )
-            if name in RESERVED:
-                raise RequestError(
-                    f"chat_template_kwargs holds {name!r}, which templates cannot be given.",
-                    param="chat_template_kwargs",
-                )
-        return await self._service.render(
-            asked.turns,
-            tools=list(tools) or None,
-            add_generation_prompt=asked.add_generation_prompt and not asked.continue_final_message,
-            continue_final_message=asked.continue_final_message,
-            **variables,
-        )
 
     async def _choice(self, index: int, asked: ChatRequest, answer: Completion, parser: PartProtocol) -> Json:
         message: Json = {"role": "assistant", "content": None, "refusal": None}
@@ -196,23 +150,9 @@ class Chat:
         if options.include_usage:
             yield frame | {"choices": [], "usage": usage()}
 
-    def reasoning(self, prompt: str, params: SamplingParams) -> tuple[bool, bool, int | None]:
-        """Whether an answer may contain reasoning; whether the prompt opens it; and the token that ends it, if the
-        prompt opens it and the end is a single token. A request's format applies only after that token."""
-        thinking = self._thinks and opens_reasoning(prompt)
-        end = self._service.served.tokenizer.token_to_id("</think>") if thinking else None
-        formed = params.structured_outputs is not None and end is None
-        return self._thinks and not formed, thinking, end
-
     async def logprobs(self, entries: Sequence[TokenLogprobs]) -> Json:
-        made = await self._service.writer.each(self.token_logprobs, entries, len(entries))
+        made = await self._service.writer.each(self._service.tokens.ranked, entries, len(entries))
         return {"content": Array(made), "refusal": None}
-
-    def token_logprobs(self, entry: TokenLogprobs) -> bytes:
-        """An entry as JSON, with the bytes of every token, because a token may be only a part of a character."""
-        one = self._service.tokens.entry
-        top = ", ".join([one(t, p) for t, p in entry.top])
-        return one(entry.token_id, entry.logprob, f', "top_logprobs": [{top}]').encode()
 
 
 def _reason(reason: FinishReason | None, calls: object) -> str | None:

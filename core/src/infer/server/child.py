@@ -8,6 +8,7 @@ message by the module's ``worker``. Messages go through pipes, each preceded by 
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import importlib
 import os
@@ -101,9 +102,10 @@ async def _write(process: Process, message: bytes) -> None:
 
 def main() -> None:
     _, module, seconds, memory = sys.argv
-    # Importing the real package would import torch, which is large and not needed here.
+    # All that the package itself brings along is not light, and only a plugin's module needs it.
     package = types.ModuleType("infer")
     package.__path__ = [str(Path(__file__).parents[1])]
+    package.__getattr__ = functools.partial(_whole, package)  # type: ignore[method-assign]
     sys.modules["infer"] = package
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     answer = importlib.import_module(module).worker(_read(source))
@@ -124,6 +126,15 @@ def main() -> None:
         sink.write(result)
         sink.flush()
         gc.collect()
+
+
+def _whole(package: types.ModuleType, name: str) -> object:
+    """An attribute of the package, which is now executed."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    file = Path(package.__path__[0]) / "__init__.py"
+    exec(compile(file.read_text(), file, "exec"), vars(package))
+    return getattr(package, name)
 
 
 def _read(source: BinaryIO) -> bytes:

@@ -9,12 +9,28 @@ from typing import Any
 
 from aiohttp import web
 
+from infer.contracts.protocols import Route
 from infer.contracts.request import Request, TokenLogprobs
+from infer.server import answers
 from infer.server.schemas import CompletionRequest, StreamOptions, checked
 from infer.server.service import CALLER, Events, Json, Service
 from infer.server.tokens import number
 from infer.server.writing import Array
 from infer.text.detokenizer import CompanyDetokenizer, Detokenizer, TokenTexts
+
+
+def routes(service: Service, settings: object) -> list[Route]:
+    return [
+        Route(
+            "POST",
+            "/v1/completions",
+            Completions(service).handle,
+            "Continue texts.",
+            answers.Completion,
+            CompletionRequest,
+            answers.Completion,
+        )
+    ]
 
 
 class Completions:

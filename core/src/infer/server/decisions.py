@@ -20,9 +20,11 @@ from aiohttp import web
 from pydantic_core import to_json
 
 from infer.contracts.params import SamplingParams
+from infer.contracts.protocols import Route
 from infer.contracts.request import Request
 from infer.errors import RequestError
 from infer.llm import Completion
+from infer.server import answers
 from infer.server.http_errors import REQUEST_ID
 from infer.server.schemas import (
     ChoiceQuestion,
@@ -45,6 +47,28 @@ SYSTEM = (
 )
 TAIL_CHARS = 32
 LETTERS = [*ascii_uppercase, *ascii_lowercase, *map("".join, product(ascii_uppercase, repeat=2))]
+
+
+def routes(service: Service, settings: object) -> list[Route]:
+    own = Decisions(service)
+    return [
+        Route(
+            "POST",
+            "/v1/decisions",
+            own.handle,
+            "Answer typed questions on an input, as OpenAI asks them.",
+            answers.Decision,
+            DecisionsRequest,
+        ),
+        Route(
+            "POST",
+            "/v1/systemone",
+            functools.partial(own.handle, model=SystemOneRequest),
+            "Answer typed questions on a state, as TypeSafe's System One asks them.",
+            answers.SystemOne,
+            SystemOneRequest,
+        ),
+    ]
 
 
 class Asked(NamedTuple):
@@ -142,7 +166,7 @@ class Decisions:
         if self._service.served.template is None:
             return f"{SYSTEM}\n\n{text}Label:\n", True
         messages = [{"role": "user", "content": f"{SYSTEM}\n\n{text}"}]
-        return await self._service.render(
+        return await self._service.conversation.render(
             to_json(messages), tools=None, add_generation_prompt=True, enable_thinking=False
         ), False
 

@@ -10,10 +10,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from infer.assemble import Served
-from infer.contracts.hooks import hookimpl
+from infer.contracts.protocols import Route
 from infer.contracts.records import RequestRecord, StepRecord, Totals
-from infer.engine.loop import EngineLoop
+from infer.server.service import Service
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
 LONG_SECONDS = (*SECONDS[6:], 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)
@@ -21,6 +20,12 @@ POWERS = tuple(float(2**i) for i in range(17))
 FEW = tuple(map(float, (0, 1, 2, 4, 8, 16, 32, 64, 128, 256)))
 FILL = tuple(i / 10 for i in range(1, 11))
 REASONS = ("stop", "length", "abort", "error")
+
+
+def routes(service: Service, settings: object) -> list[Route]:
+    metrics = Metrics(service)
+    service.observe(metrics)
+    return [Route("GET", "/metrics", metrics.handle, "Figures for Prometheus.", "text/plain")]
 
 
 class Tally:
@@ -51,12 +56,12 @@ class Metrics:
     Tokens are positions of the model's input, times are seconds. Names are those that vLLM has where it has the same.
     """
 
-    INFER_PLUGIN_API = 1
-
-    def __init__(self) -> None:
+    def __init__(self, service: Service) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
-        self._engine_loop: EngineLoop | None = None
-        self._prefix, self._model, self._cache_tokens, self._budget = "infer_", "", 0, 0
+        self._engine_loop, settings = service.engine_loop, service.settings
+        self._prefix = "vllm:" if settings.server.metrics_names == "vllm" else "infer_"
+        self._model, self._cache_tokens = service.served.name, service.served.cache_tokens
+        self._budget = settings.engine.max_tokens_per_step or 0
         self._passes = self._computed = self._padded = self._useful = 0
         self._preemptions = 0
         self._totals = Totals()
@@ -77,13 +82,6 @@ class Metrics:
         self._step_fill = Tally(FILL)
         self._registry.register(self)
 
-    def watch(self, engine_loop: EngineLoop, served: Served, names: str, budget: int | None) -> None:
-        """What is served and by whom, how names begin (``infer`` or ``vllm``), and the step's token budget."""
-        self._engine_loop = engine_loop
-        self._prefix = "vllm:" if names == "vllm" else "infer_"
-        self._model, self._cache_tokens, self._budget = served.name, served.cache_tokens, budget or 0
-
-    @hookimpl
     def infer_step_finished(self, record: StepRecord) -> None:
         self._passes += record.passes
         self._computed += record.computed_tokens
@@ -101,7 +99,6 @@ class Metrics:
             self._inter_token_latency.observe(record.finished - self._last_step, record.decodes)
         self._last_step = record.finished if record.running else None
 
-    @hookimpl
     def infer_request_finished(self, record: RequestRecord) -> None:
         self._used_tokens = self._cache_tokens - record.free_tokens
         self._totals = record.totals
@@ -120,7 +117,7 @@ class Metrics:
             self._decode.observe(record.finished - record.first_token)
 
     def collect(self) -> Iterator[Metric]:
-        if self._engine_loop is not None and self._engine_loop.num_open == 0:
+        if self._engine_loop.num_open == 0:
             self._running = self._waiting = 0  # of the end of the last request no step tells
         counters = (
             ("passes", "Forward passes.", self._passes),

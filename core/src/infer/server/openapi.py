@@ -6,17 +6,18 @@ import functools
 import html
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
-from pydantic import BaseModel, TypeAdapter
+from pydantic import TypeAdapter
 from pydantic.json_schema import models_json_schema
 
+from infer.contracts.protocols import Route
 from infer.server import answers
 
+PAGES = ("/openapi.json", "/docs")
 REF = "#/components/schemas/{model}"
 ERRORS = {
     400: "Something in the request is wrong; the message names it.",
@@ -29,33 +30,20 @@ ERRORS = {
 }
 
 
-@dataclass(frozen=True)
-class Route:
-    """An endpoint: what the router and the OpenAPI document need to know of it."""
-
-    method: str
-    path: str
-    handler: Handler
-    summary: str
-    answer: Any
-    """The type of a 200 answer's JSON; or the media type, if the answer is not JSON."""
-    body: type[BaseModel] | None = None
-    chunk: Any = None
-    """The type of an event's data, if the answer may be streamed."""
-
-
 def document(routes: Sequence[Route], server_name: str) -> dict[str, Any]:
     """The OpenAPI 3.1 document."""
     bodies = [(route.body, "validation") for route in routes if route.body is not None]
-    _, schemas = models_json_schema(bodies, ref_template=REF)  # type: ignore[arg-type]
-    components: dict[str, Any] = dict(schemas.get("$defs", {}))
+    asked, schemas = models_json_schema(bodies, ref_template=REF)  # type: ignore[arg-type]
+    found: dict[str, Any] = dict(schemas.get("$defs", {}))
+    kinds = [answers.Error, *(kind for route in routes for kind in (route.answer, route.chunk) if _is_shape(kind))]
+    shapes, schemas = TypeAdapter.json_schemas(
+        [(str(i), "validation", TypeAdapter(kind)) for i, kind in enumerate(kinds)],
+        ref_template=REF.replace("{model}", "Answer.{model}"),
+    )
+    found |= {f"Answer.{name}": definition for name, definition in schemas.get("$defs", {}).items()}
 
-    def shape(kind: Any) -> dict[str, Any]:
-        schema = TypeAdapter(kind).json_schema(ref_template=REF.replace("{model}", "Answer.{model}"))
-        for name, definition in schema.pop("$defs", {}).items():
-            components[f"Answer.{name}"] = definition
-        components[f"Answer.{kind.__name__}"] = schema
-        return {"$ref": REF.replace("{model}", f"Answer.{kind.__name__}")}
+    def shape(kind: Any) -> Any:
+        return shapes[str(kinds.index(kind)), "validation"]
 
     error = {"application/json": {"schema": shape(answers.Error)}}
     paths: dict[str, Any] = {}
@@ -65,8 +53,8 @@ def document(routes: Sequence[Route], server_name: str) -> dict[str, Any]:
         else:
             content = {"application/json": {"schema": shape(route.answer)}}
         if route.chunk is not None:
-            shape(route.chunk)
-            data = {"type": "string", "description": f"[DONE], an error, or {route.chunk.__name__} as JSON."}
+            name = getattr(route.chunk, "__name__", str(route.chunk))
+            data = {"type": "string", "description": f"[DONE], an error, or {name} as JSON."}
             event = {"type": "object", "properties": {"event": {"type": "string"}, "data": data}, "required": ["data"]}
             content["text/event-stream"] = {"schema": event}
         codes = ERRORS if route.body is not None else {code: ERRORS[code] for code in (401, 404, 500, 503)}
@@ -80,7 +68,7 @@ def document(routes: Sequence[Route], server_name: str) -> dict[str, Any]:
             operation["security"] = []
             operation["responses"]["503"]["content"] = content
         if route.body is not None:
-            schema = {"$ref": REF.replace("{model}", route.body.__name__)}
+            schema = asked[route.body, "validation"]
             operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
         if "{" in route.path:
             name = route.path.partition("{")[2].partition(":")[0].partition("}")[0]
@@ -97,6 +85,10 @@ def document(routes: Sequence[Route], server_name: str) -> dict[str, Any]:
         },
         "security": [{"key": []}, {}],
     }
+
+
+def _is_shape(kind: Any) -> bool:
+    return kind is not None and not isinstance(kind, str)
 
 
 def pages(routes: Sequence[Route], server_name: str) -> tuple[Handler, Handler]:

@@ -4,7 +4,10 @@ GIL."""
 from __future__ import annotations
 
 import asyncio
+import importlib
 import pickle
+import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -55,14 +58,21 @@ class Reader:
     """``schemas.parse`` without blocking the event loop. Use it in one event loop."""
 
     def __init__(self) -> None:
-        self._child = Child(__name__, bytes, seconds=SECONDS, memory=MEMORY)
+        self._modules = {schemas.__name__}
+        self._child = Child(__name__, lambda: "\n".join(self._modules).encode(), seconds=SECONDS, memory=MEMORY)
+
+    def expect(self, model: type[schemas.Body]) -> None:
+        """Have the process know a model before there is work. Raises ValueError for one that it could not find."""
+        if getattr(sys.modules.get(model.__module__), model.__name__, None) is not model:
+            raise ValueError(f"the body {model.__qualname__} does not stand at the top of a module of its own name")
+        self._modules.add(model.__module__)
 
     async def __call__(self, body: bytes, model: type[T]) -> T:
         """Parse a body. Raises RequestError."""
         if len(body) <= INLINE_BYTES:
             return schemas.parse(body, model)
         try:
-            answer = await self._child.ask(model.__name__.encode() + b"\n" + body)
+            answer = await self._child.ask(f"{model.__module__} {model.__name__}\n".encode() + body)
         except ChildError as error:
             raise RequestError(f"The body cannot be checked: {error}. Send a smaller or simpler one.") from None
         # Unpickling is safe, because our own process made the answer. In a thread, since it may hold thousands of
@@ -78,13 +88,20 @@ class Reader:
 
 
 def worker(first: bytes) -> Callable[[bytes], bytes]:
-    """The work of the child process: from a model's name and a body, make the pickled model, or the pickled (message,
-    param, code) of a RequestError."""
+    """In the process: a model's module and name, and a body, to the model or what is wrong, pickled. ``first`` are the
+    modules."""
+    for module in first.decode().split("\n"):
+        try:
+            importlib.import_module(module)
+        except Exception:  # a plugin's; other bodies are read as before
+            traceback.print_exc()
 
     def answer(message: bytes) -> bytes:
-        name, _, body = message.partition(b"\n")
+        head, _, body = message.partition(b"\n")
+        module, name = head.decode().split(" ")
         try:
-            return pickle.dumps(schemas.parse(body, getattr(schemas, name.decode())), pickle.HIGHEST_PROTOCOL)
+            model = getattr(sys.modules[module], name)
+            return pickle.dumps(schemas.parse(body, model), pickle.HIGHEST_PROTOCOL)
         except RequestError as error:
             return pickle.dumps((str(error), error.param, error.code))
 

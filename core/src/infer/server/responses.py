@@ -10,9 +10,9 @@ from typing import Any
 from aiohttp import web
 
 from infer.contracts.params import SamplingParams
-from infer.contracts.protocols import PartProtocol, Piece
+from infer.contracts.protocols import PartProtocol, Piece, Route
 from infer.contracts.request import Event, FinishReason
-from infer.server.chat_completions import Chat
+from infer.server import answers
 from infer.server.http_errors import REQUEST_ID
 from infer.server.schemas import ResponsesRequest, checked
 from infer.server.service import Events, Json, Service
@@ -23,26 +23,38 @@ from infer.text.tools import make_parser
 OPEN, CLOSE = b"<think>", b"</think>"
 
 
+def routes(service: Service, settings: object) -> list[Route]:
+    return [
+        Route(
+            "POST",
+            "/v1/responses",
+            Responses(service).handle,
+            "OpenAI's responses: reasoning and text, and nothing is stored.",
+            answers.Response,
+            ResponsesRequest,
+            answers.ResponseEvent,
+        )
+    ]
+
+
 class Responses:
     """The handler of POST /v1/responses."""
 
-    def __init__(self, service: Service, chat: Chat) -> None:
+    def __init__(self, service: Service) -> None:
         self._service = service
-        self._chat = chat
 
     async def handle(self, http: web.Request) -> web.StreamResponse:
         asked = await self._service.read(http, ResponsesRequest)
         params = self._service.served.defaulted(checked(asked.sampling, ResponsesRequest))
-        prompt = await self._chat.prompt(asked, ())
-        thinks, thinking, end = self._chat.reasoning(prompt, params)
+        prompt = await self._service.conversation.prompt(asked, ())
+        thinks, thinking, end = self._service.conversation.reasoning(prompt, params)
         requests = await self._service.requests(
             http, [prompt], params, asked, prefix="resp", special=False, grammar_after=end
         )
         parser = make_parser({}, None, thinks=thinks, thinking=thinking)
         thoughts = _Thoughts(self._service.tokens, thinking) if thinks else None
-        output = _Output(
-            self._response(http, asked, params), parser, thoughts, self._chat if asked.wants_logprobs else None
-        )
+        tokens = self._service.tokens if asked.wants_logprobs else None
+        output = _Output(self._response(http, asked, params), parser, thoughts, tokens)
         frames = functools.partial(_frames, output)
         if asked.stream:
             return await self._service.stream(http, requests, frames, named=True)
@@ -126,14 +138,14 @@ class _Thoughts:
 
 
 class _Output:
-    """Builds an answer's output items as it arrives, and makes the stream's events. ``chat`` encodes log-probabilities,
-    if these are wanted."""
+    """An answer's items as they come about, and the events that tell of them. ``tokens`` makes the entries of
+    log-probabilities, if these are asked for."""
 
-    def __init__(self, response: Json, parser: PartProtocol, thoughts: _Thoughts | None, chat: Chat | None) -> None:
+    def __init__(self, response: Json, parser: PartProtocol, thoughts: _Thoughts | None, tokens: Tokens | None) -> None:
         self._response = response
         self._parser = parser
         self._thoughts = thoughts
-        self._chat = chat
+        self._tokens = tokens
         self._number = 0
         self._done: list[Json] = []
         self._item: Json | None = None
@@ -148,9 +160,9 @@ class _Output:
 
     def push(self, news: Event) -> Iterator[Json]:
         thought = [self._thoughts is not None and self._thoughts.push(id) for id in news.token_ids]
-        if self._chat is not None:
+        if self._tokens is not None:
             entries = zip(news.logprobs, thought, strict=True)
-            self._unsent += [self._chat.token_logprobs(entry) for entry, hidden in entries if not hidden]
+            self._untold += [self._tokens.ranked(entry) for entry, hidden in entries if not hidden]
         yield from self._tell(self._parser.push(news.text))
 
     def end(self, reason: FinishReason | None, usage: Json) -> Iterator[Json]:

@@ -16,19 +16,19 @@ from aiohttp.http_exceptions import HttpProcessingError
 from infer.assemble import Served
 from infer.contracts.params import SamplingParams
 from infer.contracts.request import Event, Request, TokenLogprobs
-from infer.engine.loop import AsyncDoor
+from infer.engine.loop import AsyncDoor, EngineLoop
 from infer.errors import EngineDeadError, InferError, RequestError
 from infer.llm import Completion
+from infer.plugins import Plugins
 from infer.server.compiling import Compiler
+from infer.server.conversation import Conversation
 from infer.server.http_errors import ASKED, REQUEST_ID, NotFoundError, UnreadableError, error_of
 from infer.server.reading import MAX_BODIES, Reader, Room
-from infer.server.rendering import Renderer
 from infer.server.schemas import Body
 from infer.server.tokens import Tokens, number
 from infer.server.writing import Array, Writer
-from infer.settings import ServerSettings
+from infer.settings import Settings
 from infer.text.detokenizer import TokenTexts
-from infer.text.templates import Manners
 
 SHUTTING_DOWN = "The server is shutting down; send the request again."
 PIECE_BYTES = 1 << 18
@@ -91,26 +91,41 @@ class Tally:
 
 
 class Service:
-    """The model, as endpoints see it."""
+    """The model, as endpoints see it: what is ``served`` by which ``engine_loop`` with which ``settings``, and what
+    they share. Use it in one event loop."""
 
-    def __init__(self, served: Served, door: AsyncDoor, renderer: Renderer | None, settings: ServerSettings) -> None:
+    def __init__(self, engine_loop: EngineLoop, served: Served, plugins: Plugins, settings: Settings) -> None:
+        self.engine_loop = engine_loop
         self.served = served
+        self.settings = settings
+        self.conversation = Conversation(served, settings.model)
         self.tokens = Tokens(served.tokenizer)
         self.texts = TokenTexts(served.tokenizer)
         self.writer = Writer()
-        self._door = door
-        self._renderer = renderer
+        self._door = AsyncDoor(engine_loop)
+        self._plugins = plugins
+        self._untell: list[Callable[[], None]] = []
         self._reader = Reader()
-        self._room = Room(MAX_BODIES * settings.max_body_bytes)
+        self._settings = settings.server
+        self._room = Room(MAX_BODIES * self._settings.max_body_bytes)
         self._compile = Compiler(served.grammars)
-        self._settings = settings
 
     async def close(self) -> None:
-        """End the processes that it has."""
+        """End the processes that it has, and let observers go."""
+        for untell in self._untell:
+            untell()
         await self._reader.close()
         await self._compile.close()
-        if self._renderer is not None:
-            await self._renderer.close()
+        await self.conversation.close()
+
+    def observe(self, observer: object) -> None:
+        """Have an endpoint's object told of steps and requests, by ``infer_step_finished(record)``,
+        ``infer_request_finished(record)`` or both, as observers are."""
+        self._untell.append(self._plugins.tell(f"The observer {type(observer).__name__}", observer))
+
+    def expect(self, model: type[Body]) -> None:
+        """Bodies of this kind will be read. Call it before any is. Raises ValueError."""
+        self._reader.expect(model)
 
     async def read(self, http: web.Request, model: type[T]) -> T:
         """The body, checked. Raises RequestError, or QueueFullError."""
@@ -142,23 +157,6 @@ class Service:
             )
         http[CALLER].user = getattr(asked, "safety_identifier", None) or getattr(asked, "user", None)
         return asked
-
-    async def render(self, messages: bytes, /, **form: Any) -> str:
-        """The prompt that the chat template makes of messages in JSON, ``ChatTemplate.prompt``. Raises RequestError."""
-        return await self._template_process(messages, **form)
-
-    async def manners(self) -> Manners:
-        """``ChatTemplate.manners``. Raises RequestError."""
-        return await self._template_process.manners()
-
-    @property
-    def _template_process(self) -> Renderer:
-        if self._renderer is None:
-            raise RequestError(
-                "This checkpoint has no chat template; give one with model.chat_template, or use /v1/completions.",
-                param="messages",
-            )
-        return self._renderer
 
     async def requests(
         self,

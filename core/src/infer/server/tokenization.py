@@ -6,8 +6,9 @@ import asyncio
 
 from aiohttp import web
 
+from infer.contracts.protocols import Route
 from infer.errors import RequestError
-from infer.server.chat_completions import Chat
+from infer.server import answers
 from infer.server.schemas import DetokenizeRequest, TokenizeRequest
 from infer.server.service import INLINE_CHARS, Json, Service
 from infer.server.writing import Array
@@ -17,19 +18,27 @@ MAX_TOKENS = 1 << 18
 """The most tokens of an answer, unless the model takes more. Writing more of them would hold up other requests."""
 
 
+def routes(service: Service, settings: object) -> list[Route]:
+    own = Tokenization(service)
+    return [
+        Route("POST", "/tokenize", own.tokenize, "Text to token ids.", answers.Tokenized, TokenizeRequest),
+        Route("POST", "/detokenize", own.detokenize, "Token ids to text.", answers.Detokenized, DetokenizeRequest),
+        Route("GET", "/tokenizer_info", own.info, "What the tokenizer is.", answers.TokenizerInfo),
+    ]
+
+
 class Tokenization:
     """The handlers, with what they share."""
 
-    def __init__(self, service: Service, chat: Chat) -> None:
+    def __init__(self, service: Service) -> None:
         self._service = service
-        self._chat = chat
 
     async def tokenize(self, http: web.Request) -> web.StreamResponse:
         asked = await self._service.read(http, TokenizeRequest)
         text, special = asked.prompt, asked.add_special_tokens
         if text is None:
             tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or ()]
-            text, special = await self._chat.prompt(asked, tools), bool(special)
+            text, special = await self._service.conversation.prompt(asked, tools), bool(special)
         served = self._service.served
         most = max(served.max_seq_len, MAX_TOKENS)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import builtins
 import functools
 import json
 
 from tokenizers import Tokenizer
 
+from infer.contracts.request import TokenLogprobs
 from infer.text.detokenizer import BYTE_OF, FALLBACK_BYTE
 
 LOWEST = -9999.0
@@ -50,6 +52,11 @@ class Tokens:
         comma."""
         before, after = self._entry(token_id)
         return f"{before}{number(logprob)}{after}{more}}}"
+
+    def ranked(self, entry: TokenLogprobs) -> builtins.bytes:
+        """``entry`` of a token and, in it, of the most likely ones, as chat completions have them."""
+        top = ", ".join([self.entry(t, p) for t, p in entry.top])
+        return self.entry(entry.token_id, entry.logprob, f', "top_logprobs": [{top}]').encode()
 
     def _around(self, token_id: int) -> tuple[str, str]:
         return f'{{"token": {self.quoted(token_id)}, "logprob": ', f', "bytes": {self.bytes(token_id)}'

@@ -1,0 +1,52 @@
+"""GET /v1/models, /health and /ready: what is served, and whether it is."""
+
+from __future__ import annotations
+
+import time
+
+from aiohttp import web
+
+from infer.contracts.protocols import Route
+from infer.server import answers
+from infer.server.http_errors import NotFoundError
+from infer.server.service import Service
+
+
+def routes(service: Service, settings: object) -> list[Route]:
+    served, engine_loop = service.served, service.engine_loop
+    entry: answers.Model = {
+        "id": served.name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "infer",
+        "max_model_len": served.max_seq_len,
+        "vocab_size": served.vocab_size,
+        "exact": served.exact,
+        "default_sampling_params": dict(served.sampling),
+    }
+
+    async def models(http: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [entry]})
+
+    async def model(http: web.Request) -> web.Response:
+        name = http.match_info["model"]
+        if name != served.name:
+            raise NotFoundError(
+                f"The model {name!r} is not served here; this server has {served.name!r}.", code="model_not_found"
+            )
+        return web.json_response(entry)
+
+    async def health(http: web.Request) -> web.Response:
+        alive = engine_loop.healthy
+        return web.json_response({"status": "ok" if alive else "dead"}, status=200 if alive else 503)
+
+    async def ready(http: web.Request) -> web.Response:
+        takes = engine_loop.accepting
+        return web.json_response({"status": "ready" if takes else "draining"}, status=200 if takes else 503)
+
+    return [
+        Route("GET", "/v1/models", models, "The model that is served.", answers.Models),
+        Route("GET", "/v1/models/{model:.+}", model, "The model of this name.", answers.Model),
+        Route("GET", "/health", health, "200 while the engine lives.", answers.Status),
+        Route("GET", "/ready", ready, "200 while new requests are taken.", answers.Status),
+    ]

@@ -1,0 +1,111 @@
+"""What a chat template decides: prompts out of messages, and how answers to them are read."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from infer.assemble import Served
+from infer.contracts.params import SamplingParams
+from infer.errors import RequestError
+from infer.server.rendering import Renderer
+from infer.server.schemas import ChatRequest, ResponsesRequest, TokenizeRequest
+from infer.settings import ModelSettings
+from infer.text.templates import PROBE_ARGUMENTS, PROBE_TOOL
+from infer.text.tool_formats import ToolFormat, recognise
+from infer.text.tools import opens_reasoning, reasons
+
+log = logging.getLogger(__name__)
+
+OWN_FIELDS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
+RESERVED = ("self", "loop", "caller", "varargs", "kwargs")
+"""Names that mean something else in a Jinja template."""
+
+
+class Conversation:
+    """The model's chat template, at work in a process of its own."""
+
+    def __init__(self, served: Served, settings: ModelSettings) -> None:
+        self._served = served
+        self._renderer = None if served.template is None else Renderer(served.template)
+        self._setting = settings.tool_format
+        self._thinks = reasons(settings.reasoning, served.template.source if served.template else "")
+        self.tool_format: ToolFormat | None = None
+        """How the model writes calls, if that is known; ``prepare`` finds out."""
+
+    async def prepare(self) -> None:
+        """Find out how the chat template writes tool calls, unless the settings say it. Call it before any other."""
+        formats = self._served.tool_formats
+        if self._setting != "auto":
+            self.tool_format = next(iter(formats), None)
+            return
+        if self._served.template is None:
+            return
+        why = "it shows no tools, or no calls"
+        try:
+            written = (await self._process.manners()).call
+        except RequestError as error:
+            written, why = None, str(error)
+        if written is not None:
+            function = PROBE_TOOL["function"]
+            known = {function["name"]: function["parameters"]}
+            self.tool_format = recognise(formats, written, known, (function["name"], PROBE_ARGUMENTS))
+            why = f"a call, which it writes as {written[:200]!r}, cannot be read back"
+        if self.tool_format is None:
+            log.warning(
+                "requests with tools are refused: the chat template has none of the known formats (%s); set "
+                "model.tool_format if the model has one",
+                why,
+            )
+        else:
+            log.info("tool calls are read as model.tool_format = %s", self.tool_format.name)
+
+    async def close(self) -> None:
+        """End the process."""
+        if self._renderer is not None:
+            await self._renderer.close()
+
+    async def render(self, messages: bytes, /, **form: Any) -> str:
+        """The prompt that the chat template makes of messages in JSON, ``ChatTemplate.prompt``. Raises RequestError."""
+        return await self._process(messages, **form)
+
+    async def prompt(
+        self, asked: ChatRequest | ResponsesRequest | TokenizeRequest, tools: Sequence[dict[str, Any]]
+    ) -> str:
+        """What the template makes of the messages. Raises RequestError."""
+        more = asked.chat_template_kwargs or {}
+        for name in more:
+            if name in OWN_FIELDS:
+                raise RequestError(
+                    f"chat_template_kwargs holds {name!r}, which has a field of its own.", param="chat_template_kwargs"
+                )
+            if name in RESERVED:
+                raise RequestError(
+                    f"chat_template_kwargs holds {name!r}, which templates cannot be given.",
+                    param="chat_template_kwargs",
+                )
+        return await self.render(
+            asked.turns,
+            tools=list(tools) or None,
+            add_generation_prompt=asked.add_generation_prompt and not asked.continue_final_message,
+            continue_final_message=asked.continue_final_message,
+            **more,
+        )
+
+    def reasoning(self, prompt: str, params: SamplingParams) -> tuple[bool, bool, int | None]:
+        """Whether an answer may hold reasoning, whether the prompt opens it, and the token that a form waits for: where
+        the prompt opens the reasoning, the form that is asked for is that of what follows it."""
+        thinking = self._thinks and opens_reasoning(prompt)
+        end = self._served.tokenizer.token_to_id("</think>") if thinking else None
+        formed = params.structured_outputs is not None and end is None
+        return self._thinks and not formed, thinking, end
+
+    @property
+    def _process(self) -> Renderer:
+        if self._renderer is None:
+            raise RequestError(
+                "This checkpoint has no chat template; give one with model.chat_template, or use /v1/completions.",
+                param="messages",
+            )
+        return self._renderer

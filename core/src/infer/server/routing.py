@@ -1,0 +1,64 @@
+"""The endpoints that are installed, checked: what is wrong with one is a sentence at the start."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import re
+from collections.abc import Sequence
+
+from aiohttp import web
+
+from infer.contracts.protocols import Route
+from infer.errors import PluginError
+from infer.inspection import named
+from infer.plugins import Plugins
+from infer.server.openapi import PAGES, document
+from infer.server.schemas import Body
+from infer.server.service import Service
+from infer.settings import plugin_settings
+
+log = logging.getLogger(__name__)
+
+
+def gather(service: Service, plugins: Plugins) -> list[Route]:
+    """Everybody's routes, in the order of discovery. Raises PluginError where a plugin's cannot be served, or two
+    serve one path."""
+    owners = dict.fromkeys((("GET", path) for path in PAGES), "infer-core")
+    found: list[Route] = []
+    for offer in plugins.offers["routes"]:
+        if offer.registration.unavailable:
+            log.warning("%s is left out: %s", offer.whose, offer.registration.unavailable)
+            continue
+        plugins.get("routes", offer.name, "the server's routes")
+        with named(f"{offer.whose} cannot be used"):
+            own = plugin_settings(service.settings, "routes", offer.name)
+            routes = checked(offer.registration.factory(service, own), service)
+            if offer.distribution != "infer-core":  # whose shapes are tested, and take a while to describe
+                document(routes, "")
+        for route in routes:
+            place = (route.method, re.sub(r"{[^{}]*}", "{}", route.path))
+            if place in owners:
+                both = f"{owners[place]} and {offer.distribution}"
+                raise PluginError(f"{both} both serve {route.method} {route.path}; uninstall one of them.")
+            owners[place] = offer.distribution
+        found += routes
+    return found
+
+
+def checked(routes: object, service: Service) -> Sequence[Route]:
+    """What a factory made. Raises TypeError, ValueError or whatever aiohttp raises for a route that it cannot serve."""
+    if not isinstance(routes, (list, tuple)) or not all(isinstance(route, Route) for route in routes):
+        raise TypeError("its factory returned something other than a list of Routes")
+    router = web.UrlDispatcher()
+    for route in routes:
+        if not isinstance(route.summary, str) or not route.summary.isprintable():
+            raise TypeError(f"the summary of {route.method} {route.path} is not one line of text")
+        if not inspect.iscoroutinefunction(route.handler):
+            raise TypeError(f"the handler of {route.method} {route.path} is not an async function")
+        router.add_route(route.method, route.path, route.handler)
+        if route.body is not None:
+            if not (isinstance(route.body, type) and issubclass(route.body, Body)):
+                raise TypeError(f"the body of {route.method} {route.path} does not extend infer.server.schemas.Body")
+            service.expect(route.body)
+    return routes

@@ -1,0 +1,244 @@
+"""Endpoints that plugins bring: what goes for core's goes for them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from aiohttp import web
+from tests.serving import running
+from typing_extensions import TypedDict
+
+from infer import PLUGIN_API, PluginError, hookimpl
+from infer.contracts.hooks import Registration
+from infer.hookspecs import RequestRecord
+from infer.plugins import Plugins
+from infer.protocols import Route, RoutesFactory
+from infer.server.schemas import Body
+from infer.server.service import Service
+
+GREETER = '''
+from aiohttp import web
+from pydantic import BaseModel
+
+from infer import RequestError, SamplingParams, hookimpl
+from infer.hookspecs import Registration
+from infer.protocols import Route
+from infer.server.schemas import Body
+from typing_extensions import TypedDict
+
+INFER_PLUGIN_API = 1
+
+
+class Own(BaseModel):
+    greeting: str = "hello"
+
+
+class Ask(Body):
+    prompt: str
+    cache_salt: str | None = None
+    priority: int = 0
+
+
+class Status(TypedDict):
+    """Core has one of that name."""
+
+    text: str
+    length: int
+    finished: int
+
+
+class Greeter:
+    def __init__(self, service, settings):
+        self.service, self.settings, self.finished = service, settings, 0
+        service.observe(self)
+
+    def infer_request_finished(self, record):
+        self.finished += 1
+
+    async def ask(self, http):
+        asked = await self.service.read(http, Ask)
+        if asked.prompt == "boom":
+            raise KeyError("lost")
+        if asked.prompt == "no":
+            raise RequestError("prompt is no.", param="prompt")
+        params = SamplingParams(max_tokens=4, ignore_eos=True)
+        requests = await self.service.requests(http, [asked.prompt[:100]], params, asked)
+        (answer,), _ = await self.service.whole(http, requests)
+        text = f"{self.settings.greeting} {answer.finish_reason}"
+        return await self.service.answer(
+            http, {"text": text, "length": len(asked.prompt), "finished": self.finished}
+        )
+
+
+@hookimpl
+def infer_routes():
+    def routes(service, settings):
+        return [Route("POST", "/greeter/ask", Greeter(service, settings).ask, "Greets.", Status, Ask)]
+
+    return [Registration("greeter", routes, "greets", Own)]
+'''
+
+
+@pytest.fixture
+def greeter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A plugin's module that the server's processes can import, too."""
+    (tmp_path / "greeter.py").write_text(GREETER)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "greeter", raising=False)
+    import greeter  # type: ignore[import-not-found]
+
+    return greeter  # type: ignore[no-any-return]
+
+
+async def test_what_goes_for_cores_endpoints_goes_for_a_plugins(
+    greeter: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Keys, limits, errors, the log, the document; and it has settings, observes, and is sent large bodies."""
+    path, key = "/greeter/ask", {"Authorization": "Bearer key"}
+    server_settings = {"api_keys": "key", "max_body_bytes": 50_000, "greeter": {"greeting": "good day"}}
+    with caplog.at_level(logging.INFO, "infer.access"):
+        async with running([greeter], server=server_settings | {"access_log": True}) as server:
+            url = server.url + path
+            async with server.session.post(url, json={"prompt": "x"}) as response:
+                assert response.status == 401
+
+            async def ask(prompt: str, **more: object) -> tuple[int, Any]:
+                async with server.session.post(url, json={"prompt": prompt} | more, headers=key) as response:
+                    assert response.headers["X-Request-Id"]
+                    return response.status, await response.json()
+
+            assert await ask("x") == (200, {"text": "good day length", "length": 1, "finished": 1})
+            assert await ask("x" * 40_000) == (200, {"text": "good day length", "length": 40_000, "finished": 2})
+            for prompt, more, status, param in (
+                ("x", {"promt": 3}, 400, "promt"),
+                ("no", {}, 400, "prompt"),
+                ("x" * 60_000, {}, 413, None),
+                ("boom", {}, 500, None),
+            ):
+                found, answer = await ask(prompt, **more)
+                assert (found, answer["error"]["param"]) == (status, param), answer
+            _, made = await server.get("/openapi.json", **key)
+    lines = [json.loads(record.message) for record in caplog.records if record.name == "infer.access"]
+    assert [line["status"] for line in lines if line["path"] == path] == [401, 200, 200, 400, 400, 413, 500]
+    assert lines[1]["usage"]["completion_tokens"] == 4
+    schemas = made["components"]["schemas"]
+
+    def answer_of(path: str, method: str) -> Any:
+        shape = made["paths"][path][method]["responses"]["200"]["content"]["application/json"]["schema"]
+        return set(schemas[shape["$ref"].rpartition("/")[2]]["properties"])
+
+    assert answer_of(path, "post") == {"text", "length", "finished"}
+    assert answer_of("/health", "get") == {"status"}
+    asked = made["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+    assert set(schemas[asked.rpartition("/")[2]]["properties"]) == {"prompt", "cache_salt", "priority"}
+
+
+class Stranger:
+    """A plugin whose routes are given."""
+
+    INFER_PLUGIN_API = PLUGIN_API
+
+    def __init__(self, routes: Any) -> None:
+        self.routes: RoutesFactory = lambda service, settings: routes(service) if callable(routes) else routes
+
+    @hookimpl
+    def infer_routes(self) -> list[Registration[RoutesFactory]]:
+        return [Registration("mine", self.routes, "a test's")]
+
+
+async def handler(http: web.Request) -> web.Response:
+    return web.json_response({})
+
+
+def sync(http: web.Request) -> web.Response:
+    return web.json_response({})
+
+
+class Fine(TypedDict):
+    text: str
+
+
+class Inner:
+    class Ask(Body):
+        prompt: str
+
+
+def route(method: str = "GET", path: str = "/mine", does: Any = handler, **more: Any) -> Route:
+    given: dict[str, Any] = {"summary": "A test's.", "answer": Fine}
+    return Route(method, path, does, **given | more)
+
+
+def lost(service: Service) -> Sequence[Route]:
+    raise KeyError("lost")
+
+
+@pytest.mark.parametrize(
+    ("routes", "says"),
+    [
+        (lost, r"KeyError: 'lost' \(test_routes.py:\d+\)"),
+        (None, "its factory returned something other than a list of Routes"),
+        ([route(), "/x"], "something other than a list of Routes"),
+        ([route(does=sync)], "the handler of GET /mine is not an async function"),
+        ([route(path="mine")], "path should be started with /"),
+        ([route(path="/{")], "Invalid path"),
+        ([route("G T")], "not allowed HTTP method|not an allowed|HTTP method"),
+        ([route(), route()], "already registered"),
+        ([route(summary="two\nlines")], "the summary of GET /mine is not one line"),
+        ([route(body=dict)], "the body of GET /mine does not extend infer.server.schemas.Body"),
+        ([route("POST", body=Inner.Ask)], "the body Inner.Ask does not stand at the top"),
+        ([route(answer=sync)], "PydanticSchemaGenerationError"),
+    ],
+    ids=range(12),
+)
+async def test_routes_that_cannot_be_served_are_one_sentence(routes: object, says: str) -> None:
+    whose = "The routes plugin 'mine' of Stranger"
+    with pytest.raises(PluginError, match=rf"{whose} cannot be used: .*({says})") as raised:
+        async with running([Stranger(routes)]):
+            pass
+    assert str(raised.value).isprintable()
+    assert str(raised.value).endswith(".")
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/docs", "/v1/models/{any}"])
+async def test_a_path_has_one_owner(path: str) -> None:
+    with pytest.raises(PluginError, match=r"infer-core and Stranger both serve GET /.*; uninstall one of them"):
+        async with running([Stranger([route(path=path)])]):
+            pass
+    async with running([Stranger([route("POST", path)])]) as server:
+        assert (await server.post({}, path.replace("{any}", "x")))[0] == 200, "another method is another endpoint"
+
+
+async def test_a_servers_observers_leave_with_it() -> None:
+    told: list[RequestRecord] = []
+    services: list[Service] = []
+
+    class Observer:
+        def infer_request_finished(self, record: RequestRecord) -> None:
+            told.append(record)
+
+    def observing(service: Service) -> Sequence[Route]:
+        services.append(service)
+        service.observe(Observer())
+        with pytest.raises(PluginError, match="The observer object cannot be used"):
+            service.observe(object())
+        return []
+
+    plugin = Stranger(observing)
+    async with running([plugin]) as server:
+        await server.post({"prompt": "x", "max_tokens": 1})
+        assert len(told) == 1
+    services[0]._plugins.notify("infer_request_finished", told[0])
+    assert len(told) == 1
+
+
+def test_routes_are_listed() -> None:
+    names = {offer.name for offer in Plugins.discover().offers["routes"]}
+    assert names == {"chat", "completions", "responses", "decisions", "tokenization", "about", "metrics"}
