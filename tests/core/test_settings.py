@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
+import textwrap
 import tomllib
 from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from infer import SettingsError, hookimpl
+from infer import SettingsError, hookimpl, inspection
+from infer.contracts import hooks as hookspecs
 from infer.hookspecs import Registration, SchedulerRegistration
 from infer.plugins import Plugins
 from infer.protocols import CacheFactory
@@ -312,8 +315,15 @@ def test_every_setting_is_documented() -> None:
     assert not missing
 
 
-def test_every_hook_is_documented() -> None:
-    from infer.contracts import hooks as hookspecs
-
+def test_every_hook_is_documented_with_an_example() -> None:
+    """The page's examples, one after the other, are a plugin that implements every hook."""
     text = (ROOT / "docs" / "plugins.md").read_text()
-    assert not [name for name in vars(hookspecs) if name.startswith("infer_") and f"`{name}`" not in text]
+    blocks = re.findall(r"^( *)```python\n(.*?)^\1```", text, flags=re.MULTILINE | re.DOTALL)
+    page = ModuleType("page")
+    page.__file__ = str(ROOT / "docs" / "page.py")
+    exec("\n".join(textwrap.dedent(block) for _, block in blocks), vars(page))
+    found = Plugins.discover([page])
+    hooks = [name for name in vars(hookspecs) if name.startswith("infer_")]
+    assert [hook for _, hook, _ in inspection.hooks(page)] == sorted(hooks)
+    assert not [name for name in hooks if f"`{name}`" not in text]
+    assert not [slot for slot, offers in found.offers.items() if offers[-1].distribution != "page"]
