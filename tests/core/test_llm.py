@@ -176,7 +176,11 @@ def test_marks_of_calls_are_told_though_they_are_special_tokens(tmp_path: Path, 
     state["model"]["vocab"] = {mark if id == 1 else text: id for text, id in state["model"]["vocab"].items()}
     file.write_text(json.dumps(state))
     before = Tokenizer.from_file(str(file))
-    sections = {"model": {"dtype": "float32"}, "kernels": {"threads": 1}, "engine": {"max_seq_len": 64}}
+    sections: dict[str, dict[str, object]] = {
+        "model": {"dtype": "float32"},
+        "kernels": {"threads": 1},
+        "engine": {"max_seq_len": 64},
+    }
     with LLM(str(folder), plugins=[Marked()], **sections) as llm:
         served = llm.served.tokenizer
         answer = llm.generate(["x"], SamplingParams(max_tokens=2, min_tokens=2, logit_bias={1: 100}, temperature=0))[0]
