@@ -54,6 +54,7 @@ HOOKS = {
     "infer_schedulers": "SchedulerRegistration",
     "infer_kernels": "KernelsRegistration",
     "infer_tool_formats": "ToolFormatRegistration",
+    "infer_reasoning_formats": "Registration",
     "infer_observers": "Registration",
     "infer_routes": "Registration",
     "infer_commands": "CommandRegistration",

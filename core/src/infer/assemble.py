@@ -24,6 +24,7 @@ from infer.contracts.protocols import (
     ModelContext,
     ModelProtocol,
     PartProtocol,
+    ReasoningTags,
     SchedulerContext,
     SchedulerProtocol,
     WeightFormatProtocol,
@@ -35,7 +36,7 @@ from infer.engine.exactness import self_check
 from infer.engine.graphs import DecodeGraphs
 from infer.engine.loop import EngineLoop
 from infer.engine.runner import Runner
-from infer.errors import CheckpointError, InferError, SettingsError
+from infer.errors import CheckpointError, InferError, PluginError, SettingsError
 from infer.inspection import CheckedPart, named
 from infer.plugins import Offer, Plugins
 from infer.progress import track
@@ -44,7 +45,6 @@ from infer.text.encoding import Encoder, TooLongError
 from infer.text.grammar import Grammar, Grammars
 from infer.text.templates import ChatTemplate
 from infer.text.tool_formats import ToolFormat
-from infer.text.tools import THINK
 from infer.weight import Weight
 
 log = logging.getLogger(__name__)
@@ -64,6 +64,8 @@ class Served:
     template: ChatTemplate | None
     tool_formats: Sequence[ToolFormat]
     """How the model may write tool calls: as the settings say, or all that are installed, in the order to try."""
+    reasoning: ReasoningTags | None
+    """What the model's reasoning stands between, if it has any."""
     grammars: Grammars
     vocab_size: int
     max_seq_len: int
@@ -155,8 +157,10 @@ def _load(settings: Settings, plugins: Plugins, publish: Callable[..., None]) ->
     if settings.engine.max_seq_len is None and pool.free_tokens() < max_seq_len:
         max_seq_len = pool.free_tokens()
         log.info("engine.max_seq_len: %d positions, since the cache has no more", max_seq_len)
+    template = _template(settings.model.chat_template, checkpoint)
+    reasoning, reasonings = _reasoning(settings, plugins, template.source if template else "")
     marks = {mark for offer in plugins.offers["tool_format"] for mark in getattr(offer.registration, "marks", ())}
-    tokenizer = _tokenizer(settings.model.tokenizer, checkpoint, model.vocab_size, marks.union(THINK))
+    tokenizer = _tokenizer(settings.model.tokenizer, checkpoint, model.vocab_size, marks.union(*reasonings))
     graphs = _graphs(settings, model, pool, kernels, device)
     size = settings.engine.max_batch_size
     faults = self_check(model, pool, kernels, graphs, max_batch_size=size, max_seq_len=max_seq_len, device=device)
@@ -189,8 +193,9 @@ def _load(settings: Settings, plugins: Plugins, publish: Callable[..., None]) ->
         name=settings.server.served_model_name or settings.model.path,
         tokenizer=tokenizer,
         encoder=Encoder(tokenizer),
-        template=_template(settings.model.chat_template, checkpoint),
+        template=template,
         tool_formats=[_tool_format(settings, offer) for offer in formats],
+        reasoning=reasoning,
         grammars=Grammars(tokenizer, model.vocab_size, checkpoint.eos_token_ids),
         vocab_size=model.vocab_size,
         max_seq_len=max_seq_len,
@@ -341,6 +346,29 @@ def _graphs(
 def _tool_format(settings: Settings, offer: Offer) -> ToolFormat:
     own = plugin_settings(settings, "tool_format", offer.name)
     return ToolFormat(offer.name, lambda tools: CheckedPart(offer.make(PartProtocol, tools, own), offer.whose))
+
+
+def _reasoning(settings: Settings, plugins: Plugins, template: str) -> tuple[ReasoningTags | None, list[ReasoningTags]]:
+    """The model's tags, and all that are installed. One that cannot be made is left out, unless it is asked for."""
+    chosen, auto = plugins.candidates("reasoning", settings), settings.model.reasoning == "auto"
+    made: dict[str, ReasoningTags] = {}
+    for offer in plugins.offers["reasoning"]:
+        try:
+            made[offer.whose] = _tags(settings, offer)
+        except PluginError as error:
+            if not auto and offer in chosen:
+                raise
+            log.warning("%s", error)
+    wanted = [made[offer.whose] for offer in chosen if offer.whose in made]
+    return next((tags for tags in wanted if not auto or tags.closing in template), None), [*made.values()]
+
+
+def _tags(settings: Settings, offer: Offer) -> ReasoningTags:
+    with named(f"{offer.whose} cannot be used"):
+        tags = offer.registration.factory(plugin_settings(settings, "reasoning", offer.name))
+        if not isinstance(tags, ReasoningTags) or not all(isinstance(tag, str) and tag.strip() for tag in tags):
+            raise TypeError("its factory made no ReasoningTags of two texts")
+    return tags
 
 
 def _tokenizer(path: str | None, checkpoint: Checkpoint, vocab_size: int, marks: Set[str]) -> Tokenizer:

@@ -17,7 +17,7 @@ from infer.contracts.hooks import (
     WeightFormatRegistration,
     hookimpl,
 )
-from infer.contracts.protocols import Route, RoutesFactory
+from infer.contracts.protocols import ReasoningFactory, ReasoningTags, Route, RoutesFactory
 from infer.engine.schedulers import ContinuousScheduler, StaticScheduler
 from infer.kernels.reference import ReferenceKernels
 from infer.text.tool_formats import mistral, objects, python, xml
@@ -86,6 +86,11 @@ def infer_tool_formats() -> list[ToolFormatRegistration]:
             "json", scripted(objects.bare), "bare JSON objects (Llama 3)", priority=-20, marks=(objects.PYTHON_TAG,)
         ),
     ]
+
+
+@hookimpl
+def infer_reasoning_formats() -> list[Registration[ReasoningFactory]]:
+    return [Registration("think", lambda settings: ReasoningTags("<think>", "</think>"), "between <think> tags")]
 
 
 @hookimpl

@@ -80,8 +80,10 @@ class ModelSettings(Section):
         description="How the model writes tool calls: JSON in tags (Qwen), xml (Qwen3-Coder), mistral, bare json "
         "(Llama 3), python (Llama 4), or a plugin's; auto takes what the chat template itself writes; none for none.",
     )
-    reasoning: Literal["auto", "think", "none"] = Field(
-        "auto", description="think: what is in <think> tags is reasoning; auto goes by the chat template."
+    reasoning: str = Field(
+        "auto",
+        description="think: what is in <think> tags is reasoning; or a plugin's; auto goes by the chat template; none "
+        "for none.",
     )
     generation_config: Literal["auto", "none"] = Field(
         "auto",

@@ -105,6 +105,7 @@ SLOTS: Mapping[str, Slot] = {
         "model.tool_format",
         when="by what the chat template writes",
     ),
+    "reasoning": Slot("infer_reasoning_formats", "model", setting="model.reasoning", when="by the chat template"),
     "observer": Slot("infer_observers", "observers", packages={"otel": "infer-otel"}),
     "routes": Slot("infer_routes", "server"),
     "command": Slot("infer_commands", None, CommandRegistration),

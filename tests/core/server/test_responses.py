@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tests.serving import Body, Running, running, thinker
 
+from infer.protocols import ReasoningTags
 from infer.server.responses import _Thoughts
 
 ASKED: Body = {
@@ -146,6 +147,6 @@ class Pieces:
     ],
 )
 def test_tokens_of_reasoning_however_they_cut_its_tags(within: bool, texts: list[str], thought: list[int]) -> None:
-    thoughts = _Thoughts(Pieces(*texts), within)  # type: ignore[arg-type]
+    thoughts = _Thoughts(Pieces(*texts), ReasoningTags("<think>", "</think>"), within)  # type: ignore[arg-type]
     assert [thoughts.push(i) for i in range(len(texts))] == list(map(bool, thought))
     assert thoughts.count == sum(thought)

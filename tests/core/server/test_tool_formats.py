@@ -1,4 +1,4 @@
-"""Formats of tool calls that plugins bring: found, read, and no harm to others where they fail."""
+"""Formats of tool calls and reasoning that plugins bring: found, read, and no harm to others where they fail."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.serving import TEMPLATE, chatty, running
+from tests.serving import TEMPLATE, chatty, running, thinker
 
-from infer import PLUGIN_API, PluginError, hookimpl
+from infer import LLM, PLUGIN_API, PluginError, hookimpl
 from infer.contracts.hooks import Registration
 from infer.hookspecs import ToolFormatRegistration
 from infer.plugins import Plugins
-from infer.protocols import Piece, ToolFormatFactory, Tools
+from infer.protocols import Piece, ReasoningFactory, ReasoningTags, ToolFormatFactory, Tools
 from infer.settings import Settings
 from infer.text.tool_formats.reader import Marks, Reader, Steps, prose, scripted, up_to
 
@@ -149,3 +149,57 @@ def test_a_format_is_named_or_all_are_tried_by_priority(caplog: pytest.LogCaptur
     assert "auto passes over quills of Stranger: Stranger and Stranger both offer 'quills'" in caplog.text
     with pytest.raises(PluginError, match=r"both offer 'quills' for model\.tool_format"):
         names(both, "quills")
+
+
+class Muse:
+    """A plugin that brings ways to write reasoning, one of them broken."""
+
+    INFER_PLUGIN_API = PLUGIN_API
+
+    @hookimpl
+    def infer_reasoning_formats(self) -> list[Registration[ReasoningFactory]]:
+        broken: Any = lambda settings: "[MUSE]"  # noqa: E731
+        return [
+            Registration("muse", lambda settings: ReasoningTags("<think>", "[/MUSE]"), "a test's"),
+            Registration("broken", broken, "makes no tags", priority=9),
+        ]
+
+
+@pytest.mark.parametrize("setting", ["auto", "muse"])
+async def test_a_strangers_reasoning_is_told_apart(
+    tmp_path: Path, setting: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By the template or by name, though another's cannot be made: in the text, in usage and before a form."""
+    model = thinker(tmp_path) | {"reasoning": setting}
+    for name in ("tokenizer.json", "template.jinja"):
+        file = tmp_path / name
+        file.write_text(file.read_text().replace("</think>", "[/MUSE]"))
+    kwargs = {"chat_template_kwargs": {"enable_thinking": True}}
+    asked = {"input": "a loop", "max_output_tokens": 24, "temperature": 0} | kwargs
+    async with running([Muse()], model=model, engine={"max_seq_len": 256}) as server:
+        _, answer, _ = await server.post(asked, "/v1/responses")
+        _, prompt, _ = await server.post({"messages": [{"role": "user", "content": "a loop"}]} | kwargs, "/tokenize")
+        plain = {"prompt": prompt["tokens"], "max_tokens": 24, "temperature": 0, "logprobs": 0}
+        _, raw, _ = await server.post(plain)
+    tokens = raw["choices"][0]["logprobs"]["tokens"]
+    count = tokens.index("[/MUSE]") + 1
+    reasoning, message = answer["output"]
+    assert reasoning["content"][0]["text"] == "".join(tokens[: count - 1]).strip()
+    assert message["content"][0]["text"] == "".join(tokens[count:]).lstrip()
+    assert answer["usage"]["output_tokens_details"] == {"reasoning_tokens": count}
+    assert "'broken' of Muse cannot be used: TypeError: its factory made no ReasoningTags" in caplog.text
+
+
+def test_reasoning_that_is_asked_for_has_to_be_there() -> None:
+    for name, says in (("broken", "made no ReasoningTags"), ("mose", r"Did you mean 'muse'\?")):
+        with pytest.raises(PluginError, match=says):
+            LLM("demo", plugins=[Muse()], model={"reasoning": name})
+
+
+@pytest.mark.parametrize(("setting", "expected"), [("auto", "muse"), ("none", None), ("think", "think")])
+def test_the_setting_decides_whether_a_model_reasons(tmp_path: Path, setting: str, expected: str | None) -> None:
+    (tmp_path / "t.jinja").write_text("{{ messages }}[/MUSE]")
+    model = {"chat_template": str(tmp_path / "t.jinja"), "reasoning": setting}
+    with LLM("demo", plugins=[Muse()], model=model) as llm:
+        tags = {"muse": ("<think>", "[/MUSE]"), "think": ("<think>", "</think>"), None: None}
+        assert llm.served.reasoning == tags[expected]

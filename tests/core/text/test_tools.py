@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infer.builtin import infer_tool_formats
-from infer.protocols import NoSettings
+from infer.protocols import NoSettings, ReasoningTags
 from infer.text.tool_formats import ToolFormat, recognise
 from infer.text.tool_formats.reader import Script
-from infer.text.tools import Calls, calls_schema, make_parser, opens_reasoning, reasons
+from infer.text.tools import Calls, calls_schema, make_parser, opens_reasoning
 
 FORMATS = {
     each.name: ToolFormat(each.name, lambda tools, make=each.factory: make(tools, NoSettings()))  # type: ignore[misc]
@@ -35,9 +35,12 @@ TOOLS: dict[str, Any] = {
 }
 
 
-def told(parts: Sequence[str], format: str | None, **how: bool) -> dict[str, Any]:
+THINK = ReasoningTags("<think>", "</think>")
+
+
+def told(parts: Sequence[str], format: str | None, *, thinks: bool = True, **how: bool) -> dict[str, Any]:
     """The message that the parts of a text amount to."""
-    parser = make_parser(TOOLS, FORMATS.get(format or ""), **({"thinks": True} | how))
+    parser = make_parser(TOOLS, FORMATS.get(format or ""), tags=THINK if thinks else None, **how)
     message: dict[str, Any] = {"content": "", "reasoning_content": "", "calls": []}
     numbering = Calls()
     pieces = [piece for part in parts for piece in parser.push(part)] + list(parser.flush())
@@ -279,16 +282,21 @@ def test_a_prompt_that_opens_the_reasoning() -> None:
     assert told(["hm</think>ok"], None, thinking=True) == expected
 
 
+@pytest.mark.parametrize("size", [1, 3, 99])
+def test_reasoning_stands_between_the_tags_that_are_given(size: int) -> None:
+    text = "\n[M]hm </think>[/M]<think>ok[/M]"
+    parser = make_parser({}, None, tags=ReasoningTags("[M]", "[/M]"))
+    said = {"reasoning": "", "content": ""}
+    for piece in [*(p for i in range(0, len(text), size) for p in parser.push(text[i : i + size])), *parser.flush()]:
+        said[piece.kind] += piece.text
+    assert said == {"reasoning": "hm </think>", "content": "<think>ok[/M]"}
+    assert opens_reasoning("assistant: [M]\n", ReasoningTags("[M]", "[/M]"))
+
+
 def test_only_the_end_of_a_prompt_opens_reasoning() -> None:
-    assert opens_reasoning("user: hi\nassistant: <think>\n")
-    assert not opens_reasoning("user: what is <think>?\nassistant: ")
-    assert not opens_reasoning("user: hi\nassistant: <think>\n\n</think>\n\n")
-
-
-def test_the_setting_decides_whether_a_model_reasons() -> None:
-    with_tags, without = "... </think> ...", "{{ messages }}"
-    assert [reasons("auto", with_tags), reasons("auto", without)] == [True, False]
-    assert [reasons("none", with_tags), reasons("think", without)] == [False, True]
+    assert opens_reasoning("user: hi\nassistant: <think>\n", THINK)
+    assert not opens_reasoning("user: what is <think>?\nassistant: ", THINK)
+    assert not opens_reasoning("user: hi\nassistant: <think>\n\n</think>\n\n", THINK)
 
 
 def test_one_call_at_most() -> None:

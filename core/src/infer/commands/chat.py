@@ -13,7 +13,7 @@ from infer.contracts.hooks import CommandRegistration
 from infer.contracts.params import SamplingParams
 from infer.contracts.protocols import CommandContext
 from infer.errors import InferError
-from infer.text.tools import make_parser, opens_reasoning, reasons
+from infer.text.tools import make_parser, opens_reasoning
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -41,8 +41,6 @@ def run(args: argparse.Namespace, context: CommandContext) -> int:
     with LLM.from_settings(context.settings, context.plugins) as llm:
         if console.is_terminal:
             console.print(Text(f"{llm.served.name}. {HELP}", style="dim"))
-        template, setting = llm.served.template, context.settings.model.reasoning
-        thinks = template is not None and reasons(setting, template.source)
         params = llm.served.defaulted(params)
         beginning = [] if args.system is None else [{"role": "system", "content": args.system}]
         messages = list(beginning)
@@ -56,7 +54,7 @@ def run(args: argparse.Namespace, context: CommandContext) -> int:
                     messages = list(beginning)
                     continue
             messages.append({"role": "user", "content": line})
-            answer = _answer(llm, console, messages, params, thinks)
+            answer = _answer(llm, console, messages, params)
             messages.append({"role": "assistant", "content": answer})
     return 0
 
@@ -68,9 +66,7 @@ def _read(console: Console) -> str | None:
         return None
 
 
-def _answer(
-    llm: LLM, console: Console, messages: Sequence[dict[str, str]], params: SamplingParams, thinks: bool
-) -> str:
+def _answer(llm: LLM, console: Console, messages: Sequence[dict[str, str]], params: SamplingParams) -> str:
     """Show the answer as it comes; Ctrl-C keeps what is there."""
     from rich.console import Group
     from rich.live import Live
@@ -78,7 +74,8 @@ def _answer(
     from rich.text import Text
 
     prompt = llm.render(messages)
-    parser = make_parser({}, None, thinks=thinks, thinking=opens_reasoning(prompt))
+    tags = llm.served.reasoning
+    parser = make_parser({}, None, tags=tags, thinking=tags is not None and opens_reasoning(prompt, tags))
     shown = {"reasoning": "", "content": ""}
     live = Live(console=console, vertical_overflow="visible") if console.is_terminal else None
     with live or nullcontext():

@@ -23,6 +23,7 @@ from infer.contracts.protocols import (
     ModelFactory,
     NoSettings,
     ObserverFactory,
+    ReasoningFactory,
     RoutesFactory,
     SchedulerFactory,
     ToolFormatFactory,
@@ -145,6 +146,11 @@ def infer_kernels() -> list[KernelsRegistration]:  # type: ignore[empty-body]
 @hookspec
 def infer_tool_formats() -> list[ToolFormatRegistration]:  # type: ignore[empty-body]
     """Ways to write tool calls, chosen by ``model.tool_format``, or by what the chat template itself writes."""
+
+
+@hookspec
+def infer_reasoning_formats() -> list[Registration[ReasoningFactory]]:  # type: ignore[empty-body]
+    """Ways to write reasoning, chosen by ``model.reasoning``, or by the closing tag that the chat template has."""
 
 
 @hookspec

@@ -365,6 +365,14 @@ class PartProtocol(Protocol):
         ...
 
 
+class ReasoningTags(NamedTuple):
+    """What stands between these at the beginning of an answer is reasoning. A prompt that ends in the opening one
+    leaves the model within it."""
+
+    opening: str
+    closing: str
+
+
 class ObserverProtocol(Protocol):
     """Watches the engine. An observer has ``infer_step_finished``, ``infer_request_finished`` or both, which the
     engine's thread calls as it calls the hooks of these names. It may have ``close``, called once when the engine has
@@ -478,6 +486,10 @@ class ToolFormatFactory(Protocol):
     content."""
 
     def __call__(self, tools: Tools, settings: Any, /) -> PartProtocol: ...
+
+
+class ReasoningFactory(Protocol):
+    def __call__(self, settings: Any, /) -> ReasoningTags: ...
 
 
 class ObserverFactory(Protocol):

@@ -61,7 +61,7 @@ class Chat:
             one = asked.tool_choice != "required" or not asked.parallel_tool_calls
             more["structured_outputs"] = StructuredOutputs(json_schema=calls_schema(wanted, 1 if one else None))
         params = self._service.served.defaulted(checked(lambda: asked.sampling(**more), ChatRequest))
-        thinks, thinking, end = self._conversation.reasoning(prompt, params)
+        tags, thinking, end = self._conversation.reasoning(prompt, params)
         requests = await self._service.requests(
             http, [prompt], params, asked, n=asked.n, prefix="chatcmpl", special=False, grammar_after=end
         )
@@ -71,7 +71,7 @@ class Chat:
             self._conversation.tool_format,
             parallel=asked.parallel_tool_calls,
             forced=forced is not None,
-            thinks=thinks,
+            tags=tags,
             thinking=thinking,
         )
         id = f"chatcmpl-{http[REQUEST_ID]}"

@@ -8,13 +8,14 @@ from typing import Any
 
 from infer.assemble import Served
 from infer.contracts.params import SamplingParams
+from infer.contracts.protocols import ReasoningTags
 from infer.errors import RequestError
 from infer.server.rendering import Renderer
 from infer.server.schemas import ChatRequest, ResponsesRequest, TokenizeRequest
 from infer.settings import ModelSettings
 from infer.text.templates import PROBE_ARGUMENTS, PROBE_TOOL
 from infer.text.tool_formats import ToolFormat, recognise
-from infer.text.tools import opens_reasoning, reasons
+from infer.text.tools import opens_reasoning
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +31,6 @@ class Conversation:
         self._served = served
         self._renderer = None if served.template is None else Renderer(served.template)
         self._setting = settings.tool_format
-        self._thinks = reasons(settings.reasoning, served.template.source if served.template else "")
         self.tool_format: ToolFormat | None = None
         """How the model writes calls, if that is known; ``prepare`` finds out."""
 
@@ -93,13 +93,15 @@ class Conversation:
             **more,
         )
 
-    def reasoning(self, prompt: str, params: SamplingParams) -> tuple[bool, bool, int | None]:
-        """Whether an answer may hold reasoning, whether the prompt opens it, and the token that a form waits for: where
-        the prompt opens the reasoning, the form that is asked for is that of what follows it."""
-        thinking = self._thinks and opens_reasoning(prompt)
-        end = self._served.tokenizer.token_to_id("</think>") if thinking else None
+    def reasoning(self, prompt: str, params: SamplingParams) -> tuple[ReasoningTags | None, bool, int | None]:
+        """What an answer's reasoning stands between, if it may hold any, whether the prompt opens it, and the token
+        that a form waits for: where the prompt opens the reasoning, the form that is asked for is that of what follows
+        it."""
+        tags = self._served.reasoning
+        thinking = tags is not None and opens_reasoning(prompt, tags)
+        end = self._served.tokenizer.token_to_id(tags.closing) if tags and thinking else None
         formed = params.structured_outputs is not None and end is None
-        return self._thinks and not formed, thinking, end
+        return None if formed else tags, thinking, end
 
     @property
     def _process(self) -> Renderer:

@@ -10,7 +10,7 @@ from typing import Any
 from aiohttp import web
 
 from infer.contracts.params import SamplingParams
-from infer.contracts.protocols import PartProtocol, Piece, Route
+from infer.contracts.protocols import PartProtocol, Piece, ReasoningTags, Route
 from infer.contracts.request import Event, FinishReason
 from infer.server import answers
 from infer.server.http_errors import REQUEST_ID
@@ -19,8 +19,6 @@ from infer.server.service import Events, Json, Service
 from infer.server.tokens import Tokens
 from infer.server.writing import Array
 from infer.text.tools import make_parser
-
-OPEN, CLOSE = b"<think>", b"</think>"
 
 
 def routes(service: Service, settings: object) -> list[Route]:
@@ -47,12 +45,12 @@ class Responses:
         asked = await self._service.read(http, ResponsesRequest)
         params = self._service.served.defaulted(checked(asked.sampling, ResponsesRequest))
         prompt = await self._service.conversation.prompt(asked, ())
-        thinks, thinking, end = self._service.conversation.reasoning(prompt, params)
+        tags, thinking, end = self._service.conversation.reasoning(prompt, params)
         requests = await self._service.requests(
             http, [prompt], params, asked, prefix="resp", special=False, grammar_after=end
         )
-        parser = make_parser({}, None, thinks=thinks, thinking=thinking)
-        thoughts = _Thoughts(self._service.tokens, thinking) if thinks else None
+        parser = make_parser({}, None, tags=tags, thinking=thinking)
+        thoughts = _Thoughts(self._service.tokens, tags, thinking) if tags else None
         tokens = self._service.tokens if asked.wants_logprobs else None
         output = _Output(self._response(http, asked, params), parser, thoughts, tokens)
         frames = functools.partial(_frames, output)
@@ -107,10 +105,11 @@ class _Thoughts:
     ``make_parser``, reasoning comes before everything else. ``within`` means that the prompt ends with the opening
     tag."""
 
-    def __init__(self, tokens: Tokens, within: bool) -> None:
+    def __init__(self, tokens: Tokens, tags: ReasoningTags, within: bool) -> None:
         self.count = 0
         """How many tokens were reasoning so far."""
         self._tokens = tokens
+        self._opening, self._closing = tags.opening.encode(), tags.closing.encode()
         self._within = within
         self._over = False
         self._tail = b""
@@ -121,17 +120,17 @@ class _Thoughts:
         self._tail += b"" if self._over else bytes(self._tokens.bytes(token_id))
         while not self._over:
             if self._within:
-                _, closed, rest = self._tail.partition(CLOSE)
+                _, closed, rest = self._tail.partition(self._closing)
                 if not closed:
-                    self._tail = self._tail[1 - len(CLOSE) :]
+                    self._tail = self._tail[1 - len(self._closing) :]
                     break
                 self._within, self._tail = False, rest
             else:
                 text = self._tail = self._tail.lstrip()
-                if not text.startswith(OPEN):
-                    self._over = not OPEN.startswith(text)
+                if not text.startswith(self._opening):
+                    self._over = not self._opening.startswith(text)
                     break
-                self._within, self._tail = True, text.removeprefix(OPEN)
+                self._within, self._tail = True, text.removeprefix(self._opening)
                 thought = True
         self.count += thought
         return thought

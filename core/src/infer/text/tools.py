@@ -9,14 +9,12 @@ import functools
 import secrets
 import string
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
-from infer.contracts.protocols import PartProtocol, Piece, Tools
+from infer.contracts.protocols import PartProtocol, Piece, ReasoningTags, Tools
 from infer.text.tool_formats import ToolFormat, objects
 from infer.text.tool_formats.reader import Marks, Reader, Script, Steps, comes, spaces
 
-THINK = OPEN, END = "<think>", "</think>"
-CLOSE = Marks(END)
 ID_CHARACTERS = string.ascii_letters + string.digits
 ID_LENGTH = 9
 """Of a call's id. Mistral's templates take ids of just this form; the others take any."""
@@ -71,13 +69,13 @@ class Answer:
             yield piece
 
 
-def reasoned(reader: Reader, part: PartProtocol, within: bool) -> Steps[None]:
+def reasoned(reader: Reader, part: PartProtocol, tags: ReasoningTags, within: bool) -> Steps[None]:
     """Reasoning, between tags at the beginning of an answer (further on they are text like any other), then the rest,
     for ``part``. Blank lines around the reasoning belong to neither. ``within``: an opening tag is there already."""
     blank = "" if within else (yield from spaces(reader))
-    while within or (yield from comes(reader, OPEN)):
-        reader.take(0 if within else len(OPEN))
-        yield from _thought(reader)
+    while within or (yield from comes(reader, tags.opening)):
+        reader.take(0 if within else len(tags.opening))
+        yield from _thought(reader, Marks(tags.closing))
         yield from spaces(reader)
         within, blank = False, ""
     yield from part.push(blank)
@@ -89,12 +87,12 @@ def reasoned(reader: Reader, part: PartProtocol, within: bool) -> Steps[None]:
     yield from part.flush()
 
 
-def _thought(reader: Reader) -> Steps[None]:
+def _thought(reader: Reader, closing: Marks) -> Steps[None]:
     yield from spaces(reader)
     blank: list[str] = []
     while True:
-        found = reader.find(CLOSE.pattern)
-        text = reader.before(found) if found else reader.take(len(reader) - CLOSE.begun(reader.last(CLOSE.longest)))
+        found = reader.find(closing.pattern)
+        text = reader.before(found) if found else reader.take(len(reader) - closing.begun(reader.last(closing.longest)))
         if not found and reader.ended:
             text += reader.take()
         if shown := text.rstrip():
@@ -102,7 +100,7 @@ def _thought(reader: Reader) -> Steps[None]:
             blank = []
         blank.append(text[len(shown) :])
         if found or reader.ended:
-            reader.take(CLOSE.longest)
+            reader.take(closing.longest)
             return
         yield None
 
@@ -135,12 +133,12 @@ def make_parser(
     *,
     parallel: bool = True,
     forced: bool = False,
-    thinks: bool = False,
+    tags: ReasoningTags | None = None,
     thinking: bool = False,
 ) -> PartProtocol:
     """For one answer. It may call ``tools``, several times if ``parallel``; ``forced`` says that a schema
-    (``calls_schema``) holds it to calls, ``thinks`` that the model reasons in <think> tags, ``thinking`` that the
-    prompt has opened one."""
+    (``calls_schema``) holds it to calls, the model reasons between ``tags``, and ``thinking`` says that the prompt
+    has opened them."""
     part: PartProtocol = Plain()
     if tools and (forced or tool_format is not None):
         # The calls of a schema are bare JSON, however the family writes its own.
@@ -148,18 +146,13 @@ def make_parser(
         if not forced and tool_format is not None:
             calls = tool_format.reader(tools)
         part = Answer(calls, most=None if parallel else 1, only=forced)
-    return Script(functools.partial(reasoned, part=part, within=thinking)) if thinks else part
+    return Script(functools.partial(reasoned, part=part, tags=tags, within=thinking)) if tags else part
 
 
-def reasons(setting: Literal["auto", "think", "none"], template: str) -> bool:
-    """Whether the model writes its reasoning in <think> tags: as ``model.reasoning`` says, or its chat template."""
-    return "</think>" in template if setting == "auto" else setting == "think"
-
-
-def opens_reasoning(prompt: str) -> bool:
+def opens_reasoning(prompt: str, tags: ReasoningTags) -> bool:
     """Whether a rendered prompt leaves the model in the middle of its reasoning, as some templates do. What messages
     say of such tags does not count."""
-    return prompt.rstrip().endswith("<think>")
+    return prompt.rstrip().endswith(tags.opening)
 
 
 def calls_schema(tools: Sequence[dict[str, Any]], most: int | None) -> dict[str, Any]:
