@@ -396,8 +396,9 @@ def _tokenizer(path: str | None, checkpoint: Checkpoint, vocab_size: int, marks:
 
 
 def _telling(tokenizer: Tokenizer, marks: Set[str]) -> Tokenizer:
-    """With the marks of tool calls and reasoning as plain tokens: text leaves out special ones, and Mistral's
-    [TOOL_CALLS] and Llama's <|python_tag|> are special."""
+    """The tokenizer with the marks of tool calls and reasoning as ordinary tokens. Decoding leaves out special tokens,
+    but the parsers need these marks, and Mistral's [TOOL_CALLS] and Llama's <|python_tag|>, for example, are
+    special."""
     added = tokenizer.get_added_tokens_decoder().values()
     if marks.isdisjoint(token.content for token in added if token.special):
         return tokenizer

@@ -36,7 +36,7 @@ def routes(service: Service, settings: object) -> list[Route]:
 
 
 class Chat:
-    """The handler of POST /v1/chat/completions, and what other endpoints need for chats."""
+    """The handler of POST /v1/chat/completions."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -55,12 +55,12 @@ class Chat:
                 param="tools",
             )
         prompt = await self._conversation.prompt(asked, tools)
-        more: Json = {}
+        overrides: Json = {}
         if forced is not None:
             wanted = [tool.model_dump(exclude_none=True) for tool in forced]
             one = asked.tool_choice != "required" or not asked.parallel_tool_calls
-            more["structured_outputs"] = StructuredOutputs(json_schema=calls_schema(wanted, 1 if one else None))
-        params = self._service.served.defaulted(checked(lambda: asked.sampling(**more), ChatRequest))
+            overrides["structured_outputs"] = StructuredOutputs(json_schema=calls_schema(wanted, 1 if one else None))
+        params = self._service.served.defaulted(checked(lambda: asked.sampling(**overrides), ChatRequest))
         tags, thinking, end = self._conversation.reasoning(prompt, params)
         requests = await self._service.requests(
             http, [prompt], params, asked, n=asked.n, prefix="chatcmpl", special=False, grammar_after=end

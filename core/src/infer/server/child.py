@@ -102,7 +102,7 @@ async def _write(process: Process, message: bytes) -> None:
 
 def main() -> None:
     _, module, seconds, memory = sys.argv
-    # All that the package itself brings along is not light, and only a plugin's module needs it.
+    # Importing the real package takes a while, and only plugins' modules need it.
     package = types.ModuleType("infer")
     package.__path__ = [str(Path(__file__).parents[1])]
     package.__getattr__ = functools.partial(_whole, package)  # type: ignore[method-assign]

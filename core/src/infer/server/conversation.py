@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 OWN_FIELDS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 RESERVED = ("self", "loop", "caller", "varargs", "kwargs")
-"""Names that mean something else in a Jinja template."""
+"""Names with a meaning of their own in Jinja templates."""
 
 
 class Conversation:
@@ -35,7 +35,7 @@ class Conversation:
         """How the model writes calls, if that is known; ``prepare`` finds out."""
 
     async def prepare(self) -> None:
-        """Find out how the chat template writes tool calls, unless the settings say it. Call it before any other."""
+        """Find out how the chat template writes tool calls, unless the settings say so. Call it before any other."""
         formats = self._served.tool_formats
         if self._setting != "auto":
             self.tool_format = next(iter(formats), None)
@@ -73,9 +73,9 @@ class Conversation:
     async def prompt(
         self, asked: ChatRequest | ResponsesRequest | TokenizeRequest, tools: Sequence[dict[str, Any]]
     ) -> str:
-        """What the template makes of the messages. Raises RequestError."""
-        more = asked.chat_template_kwargs or {}
-        for name in more:
+        """The prompt that the chat template makes of the messages. Raises RequestError."""
+        variables = asked.chat_template_kwargs or {}
+        for name in variables:
             if name in OWN_FIELDS:
                 raise RequestError(
                     f"chat_template_kwargs holds {name!r}, which has a field of its own.", param="chat_template_kwargs"
@@ -90,13 +90,13 @@ class Conversation:
             tools=list(tools) or None,
             add_generation_prompt=asked.add_generation_prompt and not asked.continue_final_message,
             continue_final_message=asked.continue_final_message,
-            **more,
+            **variables,
         )
 
     def reasoning(self, prompt: str, params: SamplingParams) -> tuple[ReasoningTags | None, bool, int | None]:
-        """What an answer's reasoning stands between, if it may hold any, whether the prompt opens it, and the token
-        that a form waits for: where the prompt opens the reasoning, the form that is asked for is that of what follows
-        it."""
+        """The tags of an answer's reasoning, if it may contain any; whether the prompt opens it; and the token that
+        ends it, if the prompt opens it and the end is a single token. A request's format applies only after that
+        token."""
         tags = self._served.reasoning
         thinking = tags is not None and opens_reasoning(prompt, tags)
         end = self._served.tokenizer.token_to_id(tags.closing) if tags and thinking else None

@@ -34,13 +34,13 @@ def document(routes: Sequence[Route], server_name: str) -> dict[str, Any]:
     """The OpenAPI 3.1 document."""
     bodies = [(route.body, "validation") for route in routes if route.body is not None]
     asked, schemas = models_json_schema(bodies, ref_template=REF)  # type: ignore[arg-type]
-    found: dict[str, Any] = dict(schemas.get("$defs", {}))
+    components: dict[str, Any] = dict(schemas.get("$defs", {}))
     kinds = [answers.Error, *(kind for route in routes for kind in (route.answer, route.chunk) if _is_shape(kind))]
     shapes, schemas = TypeAdapter.json_schemas(
         [(str(i), "validation", TypeAdapter(kind)) for i, kind in enumerate(kinds)],
         ref_template=REF.replace("{model}", "Answer.{model}"),
     )
-    found |= {f"Answer.{name}": definition for name, definition in schemas.get("$defs", {}).items()}
+    components |= {f"Answer.{name}": definition for name, definition in schemas.get("$defs", {}).items()}
 
     def shape(kind: Any) -> Any:
         return shapes[str(kinds.index(kind)), "validation"]

@@ -88,8 +88,8 @@ class Reader:
 
 
 def worker(first: bytes) -> Callable[[bytes], bytes]:
-    """In the process: a model's module and name, and a body, to the model or what is wrong, pickled. ``first`` are the
-    modules."""
+    """The work of the child process: from a model's module and name and a body, make the pickled model, or the pickled
+    (message, param, code) of a RequestError. ``first`` names the modules."""
     for module in first.decode().split("\n"):
         try:
             importlib.import_module(module)

@@ -137,8 +137,8 @@ class _Thoughts:
 
 
 class _Output:
-    """An answer's items as they come about, and the events that tell of them. ``tokens`` makes the entries of
-    log-probabilities, if these are asked for."""
+    """Builds an answer's output items as it arrives, and makes the stream's events. ``tokens`` encodes
+    log-probabilities, if these are wanted."""
 
     def __init__(self, response: Json, parser: PartProtocol, thoughts: _Thoughts | None, tokens: Tokens | None) -> None:
         self._response = response
@@ -161,7 +161,7 @@ class _Output:
         thought = [self._thoughts is not None and self._thoughts.push(id) for id in news.token_ids]
         if self._tokens is not None:
             entries = zip(news.logprobs, thought, strict=True)
-            self._untold += [self._tokens.ranked(entry) for entry, hidden in entries if not hidden]
+            self._unsent += [self._tokens.ranked(entry) for entry, hidden in entries if not hidden]
         yield from self._tell(self._parser.push(news.text))
 
     def end(self, reason: FinishReason | None, usage: Json) -> Iterator[Json]:

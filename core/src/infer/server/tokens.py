@@ -54,7 +54,7 @@ class Tokens:
         return f"{before}{number(logprob)}{after}{more}}}"
 
     def ranked(self, entry: TokenLogprobs) -> builtins.bytes:
-        """``entry`` of a token and, in it, of the most likely ones, as chat completions have them."""
+        """An entry as JSON, with those of the most likely tokens in it, as chat completions have them."""
         top = ", ".join([self.entry(t, p) for t, p in entry.top])
         return self.entry(entry.token_id, entry.logprob, f', "top_logprobs": [{top}]').encode()
 
