@@ -40,7 +40,7 @@ from infer.errors import CheckpointError, InferError, PluginError, SettingsError
 from infer.inspection import CheckedPart, named
 from infer.plugins import Offer, Plugins
 from infer.progress import track
-from infer.settings import Settings, compose, plugin_settings
+from infer.settings import Settings, compose, plugin_settings, slow_dtype
 from infer.text.encoding import Encoder, TooLongError
 from infer.text.grammar import Grammar, Grammars
 from infer.text.templates import ChatTemplate
@@ -215,9 +215,9 @@ def choose_device(name: str) -> torch.device:
 
 def _dtype(name: str, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
     dtype = checkpoint.dtype if name == "auto" else getattr(torch, name)
-    if dtype == torch.float16 and device.type == "cpu":
+    if why := slow_dtype(str(dtype).removeprefix("torch."), device.type):
         if name != "auto":
-            raise SettingsError('model.dtype "float16" is slow on a CPU; use "bfloat16" or "float32".')
+            raise SettingsError(why)
         log.info("model.dtype: the checkpoint's float16 is slow on a CPU; using bfloat16")
         return torch.bfloat16
     assert isinstance(dtype, torch.dtype)

@@ -5,6 +5,10 @@ from __future__ import annotations
 
 import traceback
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from pydantic_core import ValidationError
 
 MAX_TEXT = 300
 """The most characters of a foreign exception's text that a message repeats."""
@@ -41,6 +45,31 @@ class QueueFullError(InferError):
 
 class EngineDeadError(InferError):
     """The engine has stopped and takes no more requests."""
+
+
+class Fault(NamedTuple):
+    """One thing that pydantic found wrong."""
+
+    path: tuple[int | str, ...]
+    """Where, from the outside in; empty where it concerns the whole."""
+    value: Any
+    text: str
+    """What is wrong, without a period."""
+    kind: str
+    """pydantic's name for that."""
+    context: dict[str, Any]
+
+
+def faults(error: ValidationError) -> list[Fault]:
+    """All that pydantic found wrong, in its order."""
+    return [
+        Fault(each["loc"], each["input"], each["msg"].removeprefix("Value error, "), each["type"], each.get("ctx", {}))
+        for each in error.errors(include_url=False)
+    ]
+
+
+def first_fault(error: ValidationError) -> Fault:
+    return faults(error)[0]
 
 
 def capital(text: str) -> str:

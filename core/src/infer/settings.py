@@ -32,7 +32,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from infer.contracts.hooks import Registration
 from infer.contracts.protocols import NoSettings
-from infer.errors import SettingsError, say
+from infer.errors import SettingsError, first_fault, say
 from infer.slots import SLOTS
 
 DEFAULT_FILE = "settings.toml"
@@ -70,6 +70,13 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
 
+def slow_dtype(dtype: str, device: str) -> str | None:
+    """Why a model of this dtype cannot be served on this type of device, if so."""
+    if (dtype, device) == ("float16", "cpu"):
+        return 'model.dtype = "float16" is slow with a CPU as model.device; use "bfloat16" or "float32".'
+    return None
+
+
 class ModelSettings(Section):
     path: str | None = Field(None, description="A folder, a hub id (org/name) or a bundled name (demo).")
     family: str = Field("auto", description="The model plugin; auto goes by the checkpoint's architecture.")
@@ -101,8 +108,8 @@ class ModelSettings(Section):
 
     @model_validator(mode="after")
     def _float16(self) -> Self:
-        if self.dtype == "float16" and self.device == "cpu":
-            raise _rule('model.dtype = "float16" is slow with model.device = "cpu"; use "bfloat16" or "float32".')
+        if why := slow_dtype(self.dtype, self.device):
+            raise _rule(why)
         return self
 
     @field_validator("tool_format", "reasoning", "generation_config", mode="before")
@@ -488,17 +495,17 @@ def _rule(text: str, of: str = "") -> PydanticCustomError:
 def _explain(
     error: ValidationError, model: type[Settings], origins: Mapping[str, str], plugins: Installed
 ) -> SettingsError:
-    first = error.errors(include_url=False)[0]
-    if first["type"] == "rule":
-        text, of = first["ctx"]["text"], first["ctx"]["of"]
+    fault = first_fault(error)
+    if fault.kind == "rule":
+        text, of = fault.context["text"], fault.context["of"]
         source = _origin(of.partition(" ")[0], origins)
         return SettingsError(text.replace(of, f"{of} (from {source})", 1) if of and source else text)
-    path = [str(part) for part in first["loc"]]
+    path = [str(part) for part in fault.path]
     key = ".".join(path)
     source = _origin(key, origins)
     origin = f" (from {source})" if source else ""
-    if first["type"] != "extra_forbidden":
-        return SettingsError(f"{key} = {first['input']!r}{origin}: {first['msg']}.")
+    if fault.kind != "extra_forbidden":
+        return SettingsError(f"{key} = {fault.value!r}{origin}: {fault.text}.")
     packages = {name: at for slot in SLOTS.values() if slot.section == path[0] for name, at in slot.packages.items()}
     if len(path) > 1 and (package := packages.get(str(path[1]))):
         return SettingsError(

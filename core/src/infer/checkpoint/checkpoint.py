@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from infer.checkpoint.files import read_json, read_text
 from infer.checkpoint.hub import download
 from infer.contracts.params import SamplingParams
-from infer.errors import CheckpointError
+from infer.errors import CheckpointError, first_fault
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -131,10 +131,8 @@ class Checkpoint:
         try:
             SamplingParams.model_validate(given, strict=True)
         except ValidationError as error:
-            first = error.errors()[0]
-            raise CheckpointError(
-                f"{file}: {first['loc'][0]} is {first['input']!r}: {first['msg']}; {way_out}."
-            ) from None
+            fault = first_fault(error)
+            raise CheckpointError(f"{file}: {fault.path[0]} is {fault.value!r}: {fault.text}; {way_out}.") from None
         return given | ({"temperature": 0.0} if draws is False else {})
 
     @property

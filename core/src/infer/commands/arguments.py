@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from infer.contracts.params import SamplingParams
-from infer.errors import InferError, capital
+from infer.errors import InferError, capital, first_fault
 from infer.settings import Settings
 
 PLAIN_PARAMS = (
@@ -65,12 +65,11 @@ def sampling(args: argparse.Namespace, defaults: dict[str, object]) -> SamplingP
     try:
         return SamplingParams.model_validate(defaults | given)
     except ValidationError as error:
-        first = error.errors()[0]
-        what = first["msg"].removeprefix("Value error, ")
-        if not first["loc"]:
-            raise InferError(f"{capital(what)}.") from None
-        flag = str(first["loc"][0]).replace("_", "-")
-        raise InferError(f"--{flag} {first['input']}: {what}.") from None
+        fault = first_fault(error)
+        if not fault.path:
+            raise InferError(f"{capital(fault.text)}.") from None
+        flag = str(fault.path[0]).replace("_", "-")
+        raise InferError(f"--{flag} {fault.value}: {fault.text}.") from None
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 
-from infer.errors import CheckpointError
+from infer.errors import CheckpointError, first_fault
 
 C = TypeVar("C", bound=BaseModel)
 PositiveNumber = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -31,11 +31,10 @@ def read_config(cls: type[C], values: Mapping[str, Any]) -> C:
     try:
         return cls.model_validate(values)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = "".join(f"{key}: " for key in first["loc"])
-        message = first["msg"].removeprefix("Value error, ")
-        got = "" if first["type"] == "missing" or not place else f" (it is {first['input']!r})"
-        raise CheckpointError(f"config.json: {place}{message}{got}.") from None
+        fault = first_fault(error)
+        place = "".join(f"{key}: " for key in fault.path)
+        got = "" if fault.kind == "missing" or not place else f" (it is {fault.value!r})"
+        raise CheckpointError(f"config.json: {place}{fault.text}{got}.") from None
 
 
 def config_table(values: Mapping[str, Any], key: str) -> dict[str, Any]:

@@ -24,10 +24,10 @@ from pydantic import (
     model_validator,
 )
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails, from_json, to_json
+from pydantic_core import from_json, to_json
 
 from infer.contracts.params import MAX_CHOICES, MAX_LOGPROBS, SamplingParams, StructuredOutputs, TokenId
-from infer.errors import RequestError, capital
+from infer.errors import Fault, RequestError, capital, faults
 
 MAX_TOOLS = 128
 MAX_QUESTIONS = 400
@@ -918,14 +918,14 @@ def _paths(loc: Path, value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]
         yield from _paths(rest, value, path)
 
 
-def _path(complaint: ErrorDetails, data: object) -> Path:
+def _path(complaint: Fault, data: object) -> Path:
     """The path of the field that a complaint is about."""
-    loc, missing = complaint["loc"], complaint["type"] == "missing"
+    loc, missing = complaint.path, complaint.kind == "missing"
     if data is None:
         return loc[:1]
     candidates = list(_paths(loc[:-1] if missing else loc, data)) or [((), None)]
-    path = next((path for path, value in candidates if value == complaint["input"]), candidates[0][0])
-    if complaint["type"].startswith("union_tag") and isinstance(complaint["input"], dict):
+    path = next((path for path, value in candidates if value == complaint.value), candidates[0][0])
+    if complaint.kind.startswith("union_tag") and isinstance(complaint.value, dict):
         return (*path, "type")
     return (*path, loc[-1]) if missing else path
 
@@ -939,20 +939,20 @@ _brief.maxstring = _brief.maxother = _brief.maxlong = MAX_VALUE
 
 
 def _explain(error: ValidationError, model: type[BaseModel], data: object) -> RequestError:
-    complaints = error.errors(include_url=False)
+    complaints = faults(error)
     first, path = complaints[0], _path(complaints[0], data)
-    if len(path) < len(first["loc"]):
+    if len(path) < len(first.path):
         # Of the union members that were tried, the client probably meant the one that matched furthest.
         tried = [(each, _path(each, data)) for each in complaints[:MAX_COMPLAINTS]]
         same = [(each, its) for each, its in tried if its[: len(path)] == path]
-        first, path = max(same, key=lambda one: (len(one[1]), not one[0]["type"].endswith("_type")))
+        first, path = max(same, key=lambda one: (len(one[1]), not one[0].kind.endswith("_type")))
     field = _shown(path) or None
-    value = _brief.repr(first["input"])
+    value = _brief.repr(first.value)
     value = value if len(value) <= MAX_VALUE else value[: MAX_VALUE - 3] + "..."
-    what = first["msg"].removeprefix("Value error, ")
-    match first["type"]:
+    what = first.text
+    match first.kind:
         case "missing" | "union_tag_not_found":
-            if isinstance(first["input"], dict):
+            if isinstance(first.value, dict):
                 return RequestError(f"The field {field!r} is missing.", param=field)
             what = "Input should be an object"
         case "extra_forbidden":
@@ -968,7 +968,7 @@ def _explain(error: ValidationError, model: type[BaseModel], data: object) -> Re
                 f"{field} = {value} is not supported; {what.removeprefix('Input should be ')} is.", param=field
             )
         case "union_tag_invalid":
-            context = first["ctx"]
+            context = first.context
             return RequestError(
                 f"{field} = {_brief.repr(context['tag'])} is not supported; one of {context['expected_tags']} is.",
                 param=field,
