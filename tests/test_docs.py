@@ -28,7 +28,7 @@ def shown(values: Any) -> str:
 def test_the_worked_step() -> None:
     model = tiny_model("llama")
     pool = paged_pool(model, torch.float32, 4, num_blocks=24, block_size=16)
-    limits = {"max_tokens_per_step": 64, "prefill_chunk_size": 32, "mixed_batches": True}
+    limits: dict[str, Any] = {"max_tokens_per_step": 64, "prefill_chunk_size": 32, "mixed_batches": True}
     stepper = make_engine(model, torch.float32, pool=pool, **limits)
     batches: list[Batch] = []
     views: list[Any] = []
@@ -44,7 +44,7 @@ def test_the_worked_step() -> None:
         return views[-1]
 
     runner.launch = see_batch  # type: ignore[method-assign]
-    pool.storage.view = see_view  # type: ignore[method-assign]
+    pool.storage.view = see_view  # type: ignore[assignment, method-assign]
     for name, length in (("a", 7), ("b", 10), ("c", 20)):
         stepper.submit(random_prompt(length), name, temperature=0, max_tokens=20, ignore_eos=True)
     stepper.engine.step()
