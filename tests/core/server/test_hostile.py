@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from tests import serving
 from tests.serving import Body, running
 
-from infer.server import app, compiling, completions, decisions, reading, schemas, service, tokens, writing
+from infer.server import app, compiling, completions, decisions, parsing, reading, schemas, service, tokens, writing
 from infer.server.child import Child, ChildError
 from infer.server.http_errors import Protocol
 from infer.text import grammar
@@ -93,13 +93,13 @@ async def ticking() -> AsyncIterator[list[float]]:
 
 async def test_no_body_holds_up_the_loop(chatty: Body, monkeypatch: pytest.MonkeyPatch) -> None:
     parsed: list[int] = []
-    parse = schemas.parse
+    parse = parsing.parse
 
     def counted(body: bytes, model: Any) -> Any:
         parsed.append(len(body))
         return parse(body, model)
 
-    monkeypatch.setattr(schemas, "parse", counted)
+    monkeypatch.setattr(parsing, "parse", counted)
     async with running(**chatty) as server:
         for path, body, message in BODIES:
             async with ticking() as longest:

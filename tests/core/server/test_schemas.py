@@ -12,18 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infer.errors import RequestError
+from infer.server.decision_schemas import DecisionsRequest, Questions, SystemOneRequest
+from infer.server.parsing import parse
 from infer.server.schemas import (
     Body,
     ChatRequest,
     CompletionRequest,
-    DecisionsRequest,
     DetokenizeRequest,
-    Questions,
     ResponsesRequest,
-    SystemOneRequest,
     TokenizeRequest,
     conversation,
-    parse,
 )
 
 USER = {"role": "user", "content": "x"}

@@ -15,7 +15,8 @@ from infer.errors import RequestError
 from infer.llm import Completion
 from infer.server import answers
 from infer.server.http_errors import REQUEST_ID
-from infer.server.schemas import ChatRequest, StreamOptions, checked
+from infer.server.parsing import checked
+from infer.server.schemas import ChatRequest, StreamOptions
 from infer.server.service import Events, Json, Service
 from infer.server.writing import Array
 from infer.text.tools import Calls, calls_schema, make_parser

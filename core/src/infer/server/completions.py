@@ -12,7 +12,8 @@ from aiohttp import web
 from infer.contracts.protocols import Route
 from infer.contracts.request import Request, TokenLogprobs
 from infer.server import answers
-from infer.server.schemas import CompletionRequest, StreamOptions, checked
+from infer.server.parsing import checked
+from infer.server.schemas import CompletionRequest, StreamOptions
 from infer.server.service import CALLER, Events, Json, Service
 from infer.server.tokens import number
 from infer.server.writing import Array

@@ -25,8 +25,7 @@ from infer.contracts.request import Request
 from infer.errors import RequestError
 from infer.llm import Completion
 from infer.server import answers
-from infer.server.http_errors import REQUEST_ID
-from infer.server.schemas import (
+from infer.server.decision_schemas import (
     ChoiceQuestion,
     Choices,
     DecisionsRequest,
@@ -36,8 +35,9 @@ from infer.server.schemas import (
     ScoreQuestion,
     SystemOneRequest,
     YesNoQuestion,
-    shown,
 )
+from infer.server.http_errors import REQUEST_ID
+from infer.server.schemas import shown
 from infer.server.service import CALLER, Json, Service
 from infer.server.writing import Array
 

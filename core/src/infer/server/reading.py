@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from infer.errors import QueueFullError, RequestError
-from infer.server import schemas
+from infer.server import parsing, schemas
 from infer.server.child import Child, ChildError
 
 MAX_BODIES = 8
@@ -55,7 +55,7 @@ class Room:
 
 
 class Reader:
-    """``schemas.parse`` without blocking the event loop. Use it in one event loop."""
+    """``parsing.parse`` without blocking the event loop. Use it in one event loop."""
 
     def __init__(self) -> None:
         self._modules = {schemas.__name__}
@@ -70,7 +70,7 @@ class Reader:
     async def __call__(self, body: bytes, model: type[T]) -> T:
         """Parse a body. Raises RequestError."""
         if len(body) <= INLINE_BYTES:
-            return schemas.parse(body, model)
+            return parsing.parse(body, model)
         try:
             answer = await self._child.ask(f"{model.__module__} {model.__name__}\n".encode() + body)
         except ChildError as error:
@@ -101,7 +101,7 @@ def worker(first: bytes) -> Callable[[bytes], bytes]:
         module, name = head.decode().split(" ")
         try:
             model = getattr(sys.modules[module], name)
-            return pickle.dumps(schemas.parse(body, model), pickle.HIGHEST_PROTOCOL)
+            return pickle.dumps(parsing.parse(body, model), pickle.HIGHEST_PROTOCOL)
         except RequestError as error:
             return pickle.dumps((str(error), error.param, error.code))
 

@@ -14,7 +14,8 @@ from infer.contracts.protocols import PartProtocol, Piece, ReasoningTags, Route
 from infer.contracts.request import Event, FinishReason
 from infer.server import answers
 from infer.server.http_errors import REQUEST_ID
-from infer.server.schemas import ResponsesRequest, checked
+from infer.server.parsing import checked
+from infer.server.schemas import ResponsesRequest
 from infer.server.service import Events, Json, Service
 from infer.server.tokens import Tokens
 from infer.server.writing import Array

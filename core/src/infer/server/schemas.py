@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import json
 import re
-import reprlib
-import types
-import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import NoneType
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
@@ -20,27 +15,16 @@ from pydantic import (
     Discriminator,
     Field,
     Tag,
-    ValidationError,
     model_validator,
 )
-from pydantic.fields import FieldInfo
 from pydantic_core import from_json, to_json
 
 from infer.contracts.params import MAX_CHOICES, MAX_LOGPROBS, SamplingParams, StructuredOutputs, TokenId
-from infer.errors import Fault, RequestError, capital, faults
+from infer.errors import RequestError
 
 MAX_TOOLS = 128
-MAX_QUESTIONS = 400
-MAX_OPTIONS = 255
-MAX_LEVELS = 10
-MAX_COMPLAINTS = 64
-"""How many of pydantic's complaints are considered to choose the one that the client gets."""
-MAX_VALUE = 80
-"""How many characters of a wrong value an error shows."""
 GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 """Older names of the fields of ``structured_outputs``."""
-MAX_VALUES = 50_000
-"""How many values a body may hold, not counting integers in lists. This bounds the work of the endpoints."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Other roles are refused, because many templates silently drop messages that have them."""
 Text = Annotated[str, Field(min_length=1)]
@@ -196,6 +180,13 @@ def _within_depth(text: str) -> str:
         if "recursion limit" in str(error):
             raise ValueError("this JSON is nested too deeply") from None
     return text
+
+
+def _arguments(text: str) -> Any:
+    try:
+        return from_json(text) if text.strip() else {}  # it also refuses text that is nested too deeply
+    except ValueError:
+        return text
 
 
 Arguments = Annotated[str, AfterValidator(_within_depth)]
@@ -488,7 +479,7 @@ class CallOutputItem(_Item):
     output: Content
 
 
-def _typed(value: Any) -> Any:
+def typed(value: Any) -> Any:
     """The ``type`` of a value, which discriminates models in a union."""
     return value.get("type", "message") if isinstance(value, dict) else getattr(value, "type", None)
 
@@ -500,7 +491,7 @@ InputItem = Annotated[
     | Annotated[CustomCallItem, Tag("custom_tool_call")]
     | Annotated[CallOutputItem, Tag("function_call_output")]
     | Annotated[CallOutputItem, Tag("custom_tool_call_output")],
-    Discriminator(_typed),
+    Discriminator(typed),
 ]
 
 
@@ -647,347 +638,3 @@ class DetokenizeRequest(Body):
 
     model: str | None = None
     tokens: TokenIds
-
-
-class Truth(Body):
-    true: str | None = None
-    false: str | None = None
-
-
-class YesNoQuestion(Body):
-    type: Literal["noul", "yes_no"]
-    instructions: Text
-    criteria: Truth | None = Field(None, description="What yes and no mean.")
-
-
-class ChoiceQuestion(Body):
-    type: Literal["choice"]
-    instructions: Text
-    criteria: dict[Text, str | None] = Field(
-        min_length=2, max_length=MAX_OPTIONS, description="Each option and its meaning."
-    )
-
-
-class ScoreQuestion(Body):
-    type: Literal["score"]
-    instructions: Text
-    criteria: Many[Text] = Field(min_length=2, max_length=MAX_LEVELS, description="The levels, from 0 on.")
-
-
-class Questions(Body):
-    """The fields that both decision APIs have in common."""
-
-    model: str | None = Field(None, description="The served model's name, or nothing.")
-    priority: int = Field(0, ge=-(2**31), lt=2**31)
-    cache_salt: str | None = Field(None, min_length=1, max_length=256)
-    user: str | None = Field(None, max_length=512)
-
-    @classmethod
-    def form(cls, data: Mapping[str, Any]) -> type[Any]:
-        if cls is not Questions:
-            return cls
-        return SystemOneRequest if "state" in data else DecisionsRequest
-
-
-class SystemOneRequest(Questions):
-    """The body of POST /v1/systemone: TypeSafe's System One."""
-
-    NAMES = {"prompt": "state", "messages": "state"}
-    DERIVED = {"subject": "state"}
-
-    state: str | dict[str, Any] | list[Any] = Field(description="What the questions are about.")
-    questions: dict[Text, Annotated[YesNoQuestion | ChoiceQuestion | ScoreQuestion, Field(discriminator="type")]] = (
-        Field(min_length=1, max_length=MAX_QUESTIONS)
-    )
-
-    @functools.cached_property
-    def subject(self) -> str:
-        return self.state if isinstance(self.state, str) else json.dumps(self.state, ensure_ascii=False, indent=1)
-
-
-Asking = str | Annotated[Many[Annotated[TextPart | JsonPart, Field(discriminator="type")]], Field(min_length=1)]
-
-
-class _Named(Body):
-    name: str | None = Field(None, description="Returned with the answer.")
-    instructions: Asking
-
-
-class Predicate(_Named):
-    type: Literal["predicate"]
-
-
-class Option(Body):
-    value: bool | Text
-    description: str | None = None
-
-
-def _distinct(options: tuple[Option, ...]) -> tuple[Option, ...]:
-    seen = set()
-    for option in options:
-        if (key := (type(option.value), option.value)) in seen:
-            raise ValueError(f"it holds {option.value!r} twice")
-        seen.add(key)
-    return options
-
-
-class Choices(_Named):
-    type: Literal["choice"]
-    choices: Annotated[Many[Option], Field(min_length=2, max_length=MAX_OPTIONS), AfterValidator(_distinct)]
-
-
-class Level(Body):
-    label: Text
-    description: str | None = None
-
-
-class Levels(_Named):
-    type: Literal["score"]
-    levels: Many[Level] = Field(min_length=2, max_length=MAX_LEVELS, description="From 0 on.")
-
-
-class CacheOptions(Body):
-    """Hints for a cache. They are ignored, because equal prefixes are shared anyway as long as there is room."""
-
-    mode: Literal["implicit", "explicit"] | None = None
-    ttl: Literal["30m"] | None = None
-
-
-class DecisionsRequest(Questions):
-    """The body of POST /v1/decisions, as in OpenAI's API. A body with a ``state`` is a SystemOneRequest instead."""
-
-    NAMES = {"prompt": "input", "messages": "input"}
-    DERIVED = {"subject": "input"}
-
-    input: Input = Field(description="What the questions are about.")
-    questions: Many[Annotated[Predicate | Choices | Levels, Field(discriminator="type")]] = Field(
-        min_length=1, max_length=MAX_QUESTIONS
-    )
-    cache_salt: str | None = Field(
-        None,
-        alias="prompt_cache_key",
-        min_length=1,
-        max_length=256,
-        description="Share cached prefixes only with requests of the same key.",
-    )
-    prompt_cache_options: CacheOptions | None = None
-    user: str | None = Field(None, alias="safety_identifier", max_length=512, description="The end user's id.")
-
-    @functools.cached_property
-    def subject(self) -> str:
-        return self.input if isinstance(self.input, str) else transcript(conversation(self.input))
-
-
-T = TypeVar("T", bound=Body)
-
-
-def parse(body: bytes, model: type[T]) -> T:
-    """Parse and validate a body. A null means that the field is not given, except that ``max_tokens: null`` means no
-    limit in completions. Raises a RequestError that names the first invalid field."""
-    try:
-        data = from_json(body)
-    except ValueError as error:
-        raise RequestError(f"The body is not valid JSON: {error}.") from None
-    if not isinstance(data, dict):
-        raise RequestError("The body must be a JSON object.")
-    _check_size(data)
-    model = model.form(data)
-    if b"null" in body:
-        data = _given(data, (model,))
-        body = to_json(data, inf_nan_mode="constants")
-    asked = checked(lambda: model.model_validate_json(body, strict=True), model, data)
-    for name in asked.DERIVED:
-        getattr(asked, name)
-    return asked
-
-
-def _check_size(data: object) -> None:
-    """Raise RequestError if the body holds more than ``MAX_VALUES`` values."""
-    left = MAX_VALUES
-    unseen = [data]
-    while unseen:
-        value = unseen.pop()
-        if isinstance(value, dict):
-            parts = list(value.values())
-        elif isinstance(value, list):
-            parts = [part for part in value if type(part) is not int]
-        else:
-            continue
-        left -= len(parts)
-        if left < 0:
-            raise RequestError(
-                f"The body holds more than {MAX_VALUES} values besides token ids; send less, in several requests say."
-            )
-        unseen += parts
-
-
-R = TypeVar("R")
-Arms = tuple[Any, ...]
-"""The members of a union: a value may have any of these types."""
-
-
-def checked(make: Callable[[], R], model: type[BaseModel], data: object = None) -> R:
-    """Call ``make``, which validates a request's values, and turn its errors into a RequestError. ``data`` is the
-    parsed body, if the values come straight from it."""
-    try:
-        return make()
-    except ValidationError as error:
-        raise _explain(error, model, data) from None
-    except ValueError as error:
-        raise _said(str(error), model) from None
-
-
-def _arms(annotation: Any) -> Arms:
-    origin = typing.get_origin(annotation)
-    if origin is Annotated:
-        return _arms(typing.get_args(annotation)[0])
-    if origin in (typing.Union, types.UnionType):
-        return tuple(arm for each in typing.get_args(annotation) for arm in _arms(each))
-    return (annotation,)
-
-
-@functools.cache
-def _fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
-    return {field.alias or name: field for name, field in model.model_fields.items()}
-
-
-def _models(arms: Arms) -> list[type[BaseModel]]:
-    return [arm for arm in arms if isinstance(arm, type) and issubclass(arm, BaseModel)]
-
-
-def _types(model: type[BaseModel]) -> Arms:
-    field = _fields(model).get("type")
-    return typing.get_args(field.annotation) if field is not None else ()
-
-
-def _held(arms: Arms, *kinds: Any) -> list[Any]:
-    """The item types of all containers of the given kinds among the arms; of a dict, the type of its values."""
-    held = [typing.get_args(arm) for arm in arms if typing.get_origin(arm) in kinds]
-    return [types[-1] if dict in kinds else types[0] for types in held if types]
-
-
-def _under(arms: Arms, step: int | str) -> Arms:
-    """The types that a field or item, ``step``, of a value of these types may have."""
-    if isinstance(step, int):
-        annotations = _held(arms, tuple, list)
-    else:
-        annotations = [_fields(model)[step].annotation for model in _models(arms) if step in _fields(model)]
-        annotations += _held(arms, dict)
-    return tuple(each for annotation in annotations for each in _arms(annotation))
-
-
-def _given(value: Any, arms: Arms) -> Any:
-    """The value without fields that are null. Only models' fields are dropped: a null in a JSON schema, for example,
-    has a meaning."""
-    if isinstance(value, list):
-        inner = _under(arms, 0)
-        return [_given(each, inner) for each in value] if inner else value
-    if isinstance(value, dict):
-        models = _models(arms)
-        meant = [model for model in models if _typed(value) in _types(model)] or models
-        fields = {key: field for model in meant for key, field in _fields(model).items()}
-        arms = (*meant, *(arm for arm in arms if arm not in models))
-        return {
-            key: _given(each, _under(arms, key))
-            for key, each in value.items()
-            if each is not None or not meant or _means_null(fields.get(key))
-        }
-    return value
-
-
-def _means_null(field: FieldInfo | None) -> bool:
-    return field is not None and field.default is not None and NoneType in _arms(field.annotation)
-
-
-Path = tuple[int | str, ...]
-
-
-def _paths(loc: Path, value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """All paths in the data that a complaint's location may mean, with the value at each. A location contains steps
-    into the data and names of union members that were tried; only the data can tell which is which."""
-    if not loc:
-        yield path, value
-        return
-    part, rest = loc[0], loc[1:]
-    if isinstance(part, int):
-        if isinstance(value, list) and part < len(value):
-            yield from _paths(rest, value[part], (*path, part))
-    else:
-        if isinstance(value, dict) and part in value:
-            yield from _paths(rest, value[part], (*path, part))
-        yield from _paths(rest, value, path)
-
-
-def _path(complaint: Fault, data: object) -> Path:
-    """The path of the field that a complaint is about."""
-    loc, missing = complaint.path, complaint.kind == "missing"
-    if data is None:
-        return loc[:1]
-    candidates = list(_paths(loc[:-1] if missing else loc, data)) or [((), None)]
-    path = next((path for path, value in candidates if value == complaint.value), candidates[0][0])
-    if complaint.kind.startswith("union_tag") and isinstance(complaint.value, dict):
-        return (*path, "type")
-    return (*path, loc[-1]) if missing else path
-
-
-def _shown(path: Path) -> str:
-    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).removeprefix(".")
-
-
-_brief = reprlib.Repr()
-_brief.maxstring = _brief.maxother = _brief.maxlong = MAX_VALUE
-
-
-def _explain(error: ValidationError, model: type[BaseModel], data: object) -> RequestError:
-    complaints = faults(error)
-    first, path = complaints[0], _path(complaints[0], data)
-    if len(path) < len(first.path):
-        # Of the union members that were tried, the client probably meant the one that matched furthest.
-        tried = [(each, _path(each, data)) for each in complaints[:MAX_COMPLAINTS]]
-        same = [(each, its) for each, its in tried if its[: len(path)] == path]
-        first, path = max(same, key=lambda one: (len(one[1]), not one[0].kind.endswith("_type")))
-    field = _shown(path) or None
-    value = _brief.repr(first.value)
-    value = value if len(value) <= MAX_VALUE else value[: MAX_VALUE - 3] + "..."
-    what = first.text
-    match first.kind:
-        case "missing" | "union_tag_not_found":
-            if isinstance(first.value, dict):
-                return RequestError(f"The field {field!r} is missing.", param=field)
-            what = "Input should be an object"
-        case "extra_forbidden":
-            arms: Arms = (model,)
-            for step in path[:-1]:
-                arms = _under(arms, step)
-            known = [name for each in _models(arms) for name in _fields(each)]
-            close = difflib.get_close_matches(str(path[-1]).lower()[:100], known, n=1) if path else []
-            hint = f" Did you mean {close[0]!r}?" if close else ""
-            return RequestError(f"The field {field!r} is not known.{hint}", param=field)
-        case "literal_error":
-            return RequestError(
-                f"{field} = {value} is not supported; {what.removeprefix('Input should be ')} is.", param=field
-            )
-        case "union_tag_invalid":
-            context = first.context
-            return RequestError(
-                f"{field} = {_brief.repr(context['tag'])} is not supported; one of {context['expected_tags']} is.",
-                param=field,
-            )
-    if path[:1] == ("prompt",):
-        return RequestError("prompt must be a text or a list of token ids, or a list of these.", param="prompt")
-    return _said(what, model) if field is None else RequestError(f"{field} = {value}: {what}.", param=field)
-
-
-def _said(what: str, model: type[BaseModel]) -> RequestError:
-    """An error about several fields, attributed to the first field that its sentence names."""
-    words = re.findall(r"\w+", what)
-    named = next((word for word in words if word in model.model_fields), None)
-    text = what if words[0] in model.model_fields else capital(what)
-    return RequestError(f"{text}.", param=named)
-
-
-def _arguments(text: str) -> Any:
-    try:
-        return from_json(text) if text.strip() else {}  # it also refuses text that is nested too deeply
-    except ValueError:
-        return text
