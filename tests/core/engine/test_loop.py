@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import re
 import subprocess
@@ -17,7 +18,7 @@ from tests.support import CPU, KERNELS, MAX_SEQ_LEN, random_prompt, slotted_pool
 from infer import LLM, SamplingParams
 from infer.contracts.request import Event, Request
 from infer.engine.engine import Engine
-from infer.engine.loop import EngineLoop, Mailbox
+from infer.engine.loop import AT_ONCE, AsyncDoor, EngineLoop, Mailbox
 from infer.engine.runner import Runner
 from infer.engine.schedulers import ContinuousScheduler
 from infer.errors import EngineDeadError, QueueFullError
@@ -204,3 +205,31 @@ sys.exit(main(["generate", "--model.path", "demo", "--kernels.threads", "1", *sy
         done = subprocess.run([sys.executable, "-c", program, *prompts], capture_output=True, text=True, check=False)
         assert done.returncode == 1
         assert re.search("infer: The engine has stopped: .*ZeroDivisionError", done.stderr)
+
+
+class Ready:
+    """An engine that has answered before anybody asks for the first event."""
+
+    def submit_all(self, requests: list[Request], mailbox: Mailbox) -> int:
+        events = [Event(requests[0].id, (i,)) for i in range(100)]
+        mailbox([*events, Event(requests[0].id, finish_reason="length")])
+        return 1
+
+
+async def test_events_that_have_piled_up_do_not_hold_up_the_event_loop() -> None:
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(others())
+    request = Request.make([1], SamplingParams(), vocab_size=9, max_seq_len=64)
+    seen = []
+    async for event in AsyncDoor(Ready()).stream(request):  # type: ignore[arg-type]
+        seen.append((event.token_ids, turns))
+    task.cancel()
+    assert [tokens for tokens, _ in seen] == [*((i,) for i in range(100)), ()]
+    assert max([turn for _, turn in seen].count(turn) for turn in range(turns + 1)) <= AT_ONCE + 1

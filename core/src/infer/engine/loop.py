@@ -182,6 +182,10 @@ class EngineLoop:
                         self.abort(event.request_id)
 
 
+AT_ONCE = 8
+"""How many events that have piled up a stream yields before the event loop does other work."""
+
+
 class AsyncDoor:
     """An EngineLoop as an asyncio program sees it. Make it, and use it, in one event loop."""
 
@@ -196,6 +200,7 @@ class AsyncDoor:
         queue: asyncio.Queue[Event] = asyncio.Queue()
         waiting = list(requests)
         running: set[str] = set()
+        at_once = 0
         try:
             while waiting or running:
                 if waiting:
@@ -208,6 +213,10 @@ class AsyncDoor:
                     running.update(request.id for request in waiting[:accepted])
                     self._queues.update((request.id, queue) for request in waiting[:accepted])
                     del waiting[:accepted]
+                at_once = at_once + 1 if queue.qsize() else 0
+                if at_once == AT_ONCE:
+                    at_once = 0
+                    await asyncio.sleep(0)
                 event = await queue.get()
                 if event.finish_reason is not None:
                     running.remove(event.request_id)
