@@ -13,23 +13,37 @@ import torch
 from torch import Tensor
 
 
-def upload(values: np.ndarray[Any, Any], device: torch.device, out: Tensor | None = None) -> Tensor:
-    """Copy ``values`` to ``device``, into the leading rows of ``out`` if that is given. On a CPU without ``out``, the
-    result shares memory with ``values``.
+def upload(values: np.ndarray[Any, Any], device: torch.device) -> Tensor:
+    """``values`` on ``device``. On a CPU, the result shares memory with ``values``.
 
     The pinned pages come from torch's caching allocator, which does not hand them out again before the copy is done.
     """
     host = torch.from_numpy(values)
-    if device.type == "cpu":
-        if out is None:
-            return host
-        rows = out[: values.shape[0]]
-        rows.numpy()[...] = values  # torch takes several times as long to copy small arrays
-        return rows
-    host = host.pin_memory()
-    if out is None:
-        return host.to(device, non_blocking=True)
-    return out[: len(host)].copy_(host, non_blocking=True)
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+
+
+class FixedTensor:
+    """A tensor that stays where it is, for recorded passes to read what the host writes before each replay."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self._array = tensor.numpy() if tensor.device.type == "cpu" else None
+        """The same memory. torch takes several times as long as numpy to copy small arrays."""
+
+    def write(self, values: np.ndarray[Any, Any]) -> None:
+        """Copy ``values`` into the leading rows, and columns, without waiting."""
+        place = tuple(map(slice, values.shape))
+        if self._array is not None:
+            self._array[place] = values
+        else:
+            self.tensor[place].copy_(torch.from_numpy(values).pin_memory(), non_blocking=True)
+
+    def put(self, rows: np.ndarray[Any, Any], values: Tensor) -> None:
+        """Copy ``values``, which are on the same device, into the given rows."""
+        if self._array is not None:
+            self._array[rows] = values.numpy()
+        else:
+            self.tensor[upload(rows, self.tensor.device)] = values
 
 
 def pages(nbytes: int) -> mmap.mmap:

@@ -511,7 +511,7 @@ def test_several_tokens_are_drawn_as_they_would_be_one_by_one(decode: bool) -> N
         Work(one, begin, 16 - begin, 1, decode),
     )
     assert found == [(1, token) for token in alone] + [(2, alone[0])]
-    last = runner._last_token_S.tolist()
+    last = runner._last_tokens.tensor.tolist()
     assert many.slot is not None
     assert one.slot is not None
     assert len(set(alone)) > 1

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from infer.cache.books import Ints
 from infer.contracts.protocols import AttentionSpec, CacheContext, KernelsProtocol, KVCacheView, Ragged, Rotary
-from infer.device import caller, upload, zeros
+from infer.device import FixedTensor, caller, upload, zeros
 
 Ints64 = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 Table_contra = TypeVar("Table_contra", contravariant=True)
@@ -84,10 +84,10 @@ class KVStorage:
         self.v = [zeros(s, context.dtype, context.device) for s in shapes]
         size, blocks = context.max_batch_size, -(-context.max_seq_len // block_size)
         self._rows = np.arange(size)
-        self._starts_S = torch.zeros(size, dtype=torch.int32, device=context.device)
         self._offsets_S1 = torch.arange(size + 1, dtype=torch.int32, device=context.device)
-        self._table_SP = torch.zeros((size, blocks), dtype=torch.int32, device=context.device)
-        self._flat_S = torch.zeros(size, dtype=torch.int64, device=context.device)
+        self._starts_S = FixedTensor(torch.zeros(size, dtype=torch.int32, device=context.device))
+        self._table_SP = FixedTensor(torch.zeros((size, blocks), dtype=torch.int32, device=context.device))
+        self._flat_S = FixedTensor(torch.zeros(size, dtype=torch.int64, device=context.device))
         self._fixed: dict[int, FixedRagged] = {}
         """The fixed views' ``Ragged``, by number of rows."""
 
@@ -125,14 +125,14 @@ class KVStorage:
                 starts=(),
                 lens=(1,) * rows,
                 offsets=tuple(range(rows + 1)),
-                starts_B=self._starts_S[:rows],
+                starts_B=self._starts_S.tensor[:rows],
                 offsets_B1=self._offsets_S1[: rows + 1],
-                block_table_BP=self._table_SP[:rows],
-                flat_T=self._flat_S[:rows],
+                block_table_BP=self._table_SP.tensor[:rows],
+                flat_T=self._flat_S.tensor[:rows],
             )
-        upload(starts_B, self.device, self._starts_S)
-        upload(table_BP, self.device, self._table_SP[:, : table_BP.shape[1]])
-        upload(self._flat(table_BP, self._rows[:rows], starts_B), self.device, self._flat_S)
+        self._starts_S.write(starts_B)
+        self._table_SP.write(table_BP)
+        self._flat_S.write(self._flat(table_BP, self._rows[:rows], starts_B))
         vars(ragged).update(starts=starts_B, read=None)
         return self.view_type(self, ragged)
 

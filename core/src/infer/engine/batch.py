@@ -16,6 +16,7 @@ from infer.contracts.schedule import PENDING, Sequence, Work
 from infer.engine.steering import Steering
 
 Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
+NONE: Ints = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +27,8 @@ class Draw:
     of: Seq[int]
     """Which of the batch's sequences each is of."""
     first: int
-    last_M: Seq[int] | slice
-    """The last token of each sequence, among N."""
+    last_M: Seq[int] | None
+    """The last token of each sequence, among N. None if each has one token."""
     slots_M: Ints
     positions_N: Ints
     """Each token's index in its sequence."""
@@ -94,10 +95,12 @@ def pack(works: Seq[Work], steering: Mapping[Sequence, Steering] | None = None) 
     decode_only = all(decodes) and all(draws) and sum(lens) == len(works)
     readouts: list[Score | Draw] = []
     of: Seq[int]
-    last_M: Seq[int] | slice = slice(None)
+    token_ids: list[int]
+    last_M: Seq[int] | None = None
     if decode_only:
         of = range(len(works))
-        token_ids_T = np.array([sequence.tokens[start] for sequence, start in zip(sequences, starts, strict=True)])
+        token_ids = [sequence.tokens[start] for sequence, start in zip(sequences, starts, strict=True)]
+        token_ids_T = np.array(token_ids)
         positions_T = starts_B
         rows_N = ends_B = np.arange(len(works))
         drawn, scored = sequences, 0
@@ -107,7 +110,7 @@ def pack(works: Seq[Work], steering: Mapping[Sequence, Steering] | None = None) 
         if len(of) > sum(map(bool, draws)):
             last_M = np.flatnonzero(back_N == 0).tolist()
         drawn = tuple([sequences[b] for b in of])
-        token_ids: list[int] = []
+        token_ids = []
         rows: list[int] = []
         for b, (sequence, start, length, _, decode) in enumerate(works):
             count = sequence.request.params.prompt_logprobs
@@ -133,13 +136,13 @@ def pack(works: Seq[Work], steering: Mapping[Sequence, Steering] | None = None) 
                 of=of,
                 first=scored,
                 last_M=last_M,
-                slots_M=slots_B if decode_only else slots_B[of][last_M],
+                slots_M=slots_B if decode_only else slots_B[of] if last_M is None else slots_B[of][last_M],
                 positions_N=starts_B + 1 if decode_only else (starts_B + lens_B)[of] - back_N,
                 requests=[sequence.request for sequence in drawn],
                 steered=steered,
             )
         )
-    fed_rows = np.flatnonzero(token_ids_T == PENDING)
+    fed_rows = np.flatnonzero(token_ids_T == PENDING) if PENDING in token_ids else NONE
     return Batch(
         decode_only=decode_only,
         slots=slots,
@@ -147,7 +150,7 @@ def pack(works: Seq[Work], steering: Mapping[Sequence, Steering] | None = None) 
         lens=list(lens),
         token_ids_T=token_ids_T,
         fed_rows=fed_rows,
-        fed_slots=slots_B[np.searchsorted(ends_B, fed_rows)],
+        fed_slots=slots_B[np.searchsorted(ends_B, fed_rows)] if len(fed_rows) else NONE,
         positions_T=positions_T,
         rows_N=rows_N,
         readouts=readouts,

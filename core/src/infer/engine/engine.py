@@ -193,6 +193,8 @@ class Engine:
                                 events.append(event)
                                 if answer.ended:
                                     self._leave(answer, event)
+                    case _:
+                        raise TypeError(f"a {type(readout).__name__} yielded a {type(result).__name__}")
         return events
 
     def _end(self, answer: Answer, reason: FinishReason, error: str | None = None) -> Event:

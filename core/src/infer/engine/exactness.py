@@ -248,8 +248,8 @@ class _Whole(_Trial):
             return self.model.forward(Pass(tokens, at, self.pool.decode_view(slots)))
         rows = self.graphs.rows(len(slots))
         padding = self.spans([0], [rows]).clamp(max=len(slots) - 1)
-        self.graphs.token_ids_T[:rows] = tokens[padding]
-        self.graphs.positions_T[:rows] = at[padding]
+        self.graphs.token_ids.tensor[:rows] = tokens[padding]
+        self.graphs.positions.tensor[:rows] = at[padding]
         view = self.pool.decode_view(slots, rows)
         return self.graphs.run(rows, view, (tokens[padding].tolist(), at[padding].tolist(), slots))
 

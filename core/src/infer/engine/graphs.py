@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from infer.contracts.protocols import CachePoolProtocol, KVCacheView, ModelProtocol, Pass, RecorderProtocol
-from infer.device import same_bits
+from infer.device import FixedTensor, same_bits
 
 log = logging.getLogger(__name__)
 
@@ -86,8 +86,9 @@ class DecodeGraphs:
         record: RecorderProtocol,
     ) -> None:
         self.sizes: Sequence[int] = range(1, max_batch_size + 1) if record.cheap else batch_sizes(max_batch_size)
-        self.token_ids_T = torch.zeros(max_batch_size, dtype=torch.int64, device=device)
-        self.positions_T = torch.zeros(max_batch_size, dtype=torch.int64, device=device)
+        self.token_ids, self.positions = (
+            FixedTensor(torch.zeros(max_batch_size, dtype=torch.int64, device=device)) for _ in range(2)
+        )
         self.recordings: dict[int, Recording | None] = {}
         """Recordings by batch size; None for a size that cannot be recorded."""
         self._model = model
@@ -104,7 +105,7 @@ class DecodeGraphs:
         return next(rows for rows in self.sizes if rows >= num)
 
     def run(self, rows: int, view: KVCacheView, known: Known) -> Tensor:
-        """Run or replay a decode pass of ``rows`` rows, whose input is in ``token_ids_T``, ``positions_T`` and
+        """Run or replay a decode pass of ``rows`` rows, whose input is in ``token_ids``, ``positions`` and
         ``view``, the latest of the pool's ``decode_view``. ``known`` is each row's token, position and slot as the host
         knows them. Returns hidden states, [rows, D], which the next run overwrites."""
         recording = self.recordings.get(rows)
@@ -132,7 +133,7 @@ class DecodeGraphs:
         return self._run(rows, view)
 
     def _run(self, rows: int, view: KVCacheView) -> Tensor:
-        return self._model.forward(Pass(self.token_ids_T[:rows], self.positions_T[:rows], view))
+        return self._model.forward(Pass(self.token_ids.tensor[:rows], self.positions.tensor[:rows], view))
 
     def _record_again(self, recording: Recording, rows: int, view: KVCacheView) -> Tensor:
         hidden_TD, again = self._record(lambda: self._run(rows, view))
@@ -165,14 +166,14 @@ class DecodeGraphs:
         assert places, "the pool is empty before the first request"
         first, last = places[0].slot, places[-1].slot
         with torch.inference_mode():
-            self.token_ids_T.fill_(0)
-            self.positions_T.fill_(0)
+            self.token_ids.tensor.fill_(0)
+            self.positions.tensor.fill_(0)
             self.run(rows, self._pool.decode_view([first], rows), ())
             if recording := self.recordings[rows]:
                 if last != first:
                     self._pool.decode_view([last])
-                self.token_ids_T.fill_(self._model.vocab_size - 1)
-                self.positions_T.fill_(1)
+                self.token_ids.tensor.fill_(self._model.vocab_size - 1)
+                self.positions.tensor.fill_(1)
                 self.run(rows, self._pool.decode_view([last], rows), ())
                 assert self._given_up or recording.tried
         for place in places:

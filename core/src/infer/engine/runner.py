@@ -12,7 +12,7 @@ from torch import Tensor
 
 from infer.contracts.protocols import CachePoolProtocol, KernelsProtocol, ModelProtocol, Pass
 from infer.contracts.request import TokenLogprobs
-from infer.device import download, mark, upload
+from infer.device import FixedTensor, download, mark, upload
 from infer.engine.batch import Batch, Draw, Score
 from infer.engine.graphs import DecodeGraphs
 from infer.engine.sampler import Drawing, score
@@ -67,7 +67,7 @@ class Runner:
         self._graphs = graphs
         self._drawing = Drawing(device)
         self._masks = Masks()
-        self._last_token_S = torch.zeros(max_batch_size, dtype=torch.int64, device=device)
+        self._last_tokens = FixedTensor(torch.zeros(max_batch_size, dtype=torch.int64, device=device))
         """The token last drawn for each slot: what the next pass starts from, though the host may not know it yet."""
 
     @torch.inference_mode()
@@ -88,7 +88,7 @@ class Runner:
         edited_NV = steer(logits_NV, edits(draw.steered, self._masks), scored) if draw.steered else logits_NV
         token_N = self._kernels.sample(edited_NV, draws)
         known_N = token_N.clamp(min=0)
-        self._last_token_S[upload(draw.slots_M, self._device)] = known_N[draw.last_M]
+        self._last_tokens.put(draw.slots_M, known_N if draw.last_M is None else known_N[draw.last_M])
         chosen = score(logits_NV, known_N, self._drawing.wanted) if scored else None
         host_N = download(token_N)
 
@@ -118,15 +118,19 @@ class Runner:
         rows = self._graphs.rows(len(batch.slots))
         view = self._pool.decode_view(batch.slots, rows)
         padded = batch.pad(rows)
-        self._inputs(padded, self._graphs.token_ids_T, self._graphs.positions_T)
+        self._graphs.token_ids.write(padded.token_ids_T)
+        self._feed(self._graphs.token_ids.tensor, padded)
+        self._graphs.positions.write(padded.positions_T)
         return self._graphs.run(rows, view, (padded.token_ids_T, padded.positions_T, batch.slots))
 
-    def _inputs(
-        self, batch: Batch, token_ids_out: Tensor | None = None, positions_out: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def _inputs(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Token ids and positions, [T] each."""
-        token_ids_T = upload(batch.token_ids_T, self._device, token_ids_out)
+        token_ids_T = upload(batch.token_ids_T, self._device)
+        self._feed(token_ids_T, batch)
+        return token_ids_T, upload(batch.positions_T, self._device)
+
+    def _feed(self, token_ids_T: Tensor, batch: Batch) -> None:
+        """Fill in the tokens that only the device knows yet."""
         if len(batch.fed_rows):
             fed_slots = upload(batch.fed_slots, self._device)
-            token_ids_T[upload(batch.fed_rows, self._device)] = self._last_token_S[fed_slots]
-        return token_ids_T, upload(batch.positions_T, self._device, positions_out)
+            token_ids_T[upload(batch.fed_rows, self._device)] = self._last_tokens.tensor[fed_slots]
