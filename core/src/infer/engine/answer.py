@@ -1,4 +1,4 @@
-"""What a request is answered: tokens come in, events go out, the last of which says why it ended."""
+"""The answer to a request: tokens come in, events go out, and the last event says why the answer ended."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ log = logging.getLogger(__name__)
 NOT_FINITE = "The model's output is not finite (NaN or infinity)."
 
 new_event: Callable[[tuple[object, ...]], Event] = functools.partial(tuple.__new__, Event)
-"""An Event of all its fields, in a third of the time: one is made for every token."""
+"""``Event`` from a tuple of all its fields, in a third of the constructor's time: every token needs one."""
 
 
 @dataclass(slots=True)
 class Counts:
-    """Tokens of all requests since the start, as ``Totals``."""
+    """Token counts of all requests since the engine started, as in ``Totals``."""
 
     prompt: int = 0
     cached: int = 0
@@ -35,9 +35,9 @@ class Counts:
 
 
 class Answer:
-    """One request's: its text, what may end it, and its log-probabilities.
+    """The answer to one request: its text, its stop conditions and its logprobs.
 
-    A fault in a part that is its alone (text, stop strings, steering) ends it, and nobody else.
+    A fault in a part that belongs to this answer alone (text, stop strings, steering) ends this answer only.
     """
 
     __slots__ = (
@@ -57,35 +57,35 @@ class Answer:
         self._fault: str | None = None
         self.sequence = sequence
         self.steering: Steering | None = None
-        """What the request does to its logits, if anything."""
+        """How the request edits its logits; None if it does not."""
         self.prompt_logprobs: list[TokenLogprobs | None] = [None]
-        """As far as they have come."""
+        """Those that have been computed so far."""
         self.first_token: float | None = None
-        """When its first token was taken, on ``time.perf_counter``."""
+        """When the first token was taken, on ``time.perf_counter``."""
         self.ended = False
         try:
             if texts is not None:
                 self._text = TextStream(texts, request.prompt_token_ids, params.stop)
             if params.steered:
                 self.steering = Steering(request, self._stops)
-        except BaseException as error:  # a panic of Rust's is no Exception
+        except BaseException as error:  # a panic in Rust code is not an Exception
             self._spoil(error)
         self._push = None if self._text is None else self._text.push
 
     @property
     def spoilt(self) -> bool:
-        """It cannot even begin: end it."""
+        """Whether the answer cannot even begin; the engine then ends it at once."""
         return self._fault is not None
 
     @property
     def num_tokens(self) -> int:
-        """Of the answer, as far as they have been taken."""
+        """How many tokens of the answer have been taken."""
         sequence = self.sequence
         return len(sequence.tokens) - sequence.pending - sequence.num_prompt
 
     def take(self, token: int | None, logprobs: TokenLogprobs | None) -> Event:
-        """The event of its oldest pending token, which is ``token``; the last event if that ends it. None where there
-        is no token, because the model's output was not finite or nothing may come next."""
+        """Replace the oldest pending token with ``token`` and return its event, which is the last one if the token ends
+        the answer. ``token`` is None if the model's output was not finite or the steering allows no token."""
         if token is None:
             return self._take_none()
         sequence = self.sequence
@@ -125,7 +125,7 @@ class Answer:
         return event if reason is None else self._last(event, reason, stop)
 
     def end(self, reason: FinishReason, error: str | None = None, param: str | None = None) -> Event:
-        """Its last event, where something else than a token ends it."""
+        """The last event of an answer that something other than a token ends."""
         return self._last(Event(self._id, param=param), reason, None, error)
 
     def _take_none(self) -> Event:
@@ -134,7 +134,8 @@ class Answer:
         return self.end("error", self.steering.fault, self.steering.blamed)
 
     def _last(self, event: Event, reason: FinishReason, stop: int | str | None, error: str | None = None) -> Event:
-        """With the text that was held back. A fault of its own goes before any other reason."""
+        """Make ``event`` the last one: add the text that was held back, and the reason. A fault of this answer
+        overrides any other reason."""
         self.ended = True
         text = event.text
         if self._text is not None and not isinstance(stop, str):
@@ -156,7 +157,7 @@ class Answer:
         self._counts.cached += self.sequence.num_cached
 
     def _spoil(self, error: BaseException) -> None:
-        """Take note of a fault; its text is not asked again."""
+        """Record a fault. The text decoder is not called again."""
         log.error("request %s failed", self._id, exc_info=error)
         self._fault = f"The request failed: {type(error).__name__}: {error}"
         self._text = None

@@ -1,6 +1,6 @@
-"""A pass as arrays: tokens laid end to end, without padding, and what is to be read from it.
+"""A pass as arrays: its tokens, laid end to end without padding, and its readouts, which say what to read from it.
 
-A batch holds values only: what becomes of a sequence while its pass is on its way is not the device's concern.
+A batch holds values only, so that it stays true when a sequence changes or ends while the pass is in flight.
 """
 
 from __future__ import annotations
@@ -21,57 +21,59 @@ NONE: Ints = np.zeros(0, dtype=np.int64)
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """A readout: N tokens, drawn from the logits of wanted rows first .. first+N-1; one or more for each sequence that
-    draws, in the order of its positions."""
+    """A readout: N tokens, drawn from the logits of wanted rows first .. first+N-1. Each of the M sequences that draw
+    has one or more of them, in the order of its positions."""
 
     of: Seq[int]
-    """Which of the batch's sequences each is of."""
+    """For each token, the index of its sequence in the batch."""
     first: int
     last_M: Seq[int] | None
-    """The last token of each sequence, among N. None if each has one token."""
+    """The index among N of each sequence's last token; None if each has one token."""
     slots_M: Ints
     positions_N: Ints
     """Each token's index in its sequence."""
     requests: list[Request]
-    """Parameters and seeds."""
+    """Each token's request, with its sampling parameters and seed."""
     steered: list[tuple[int, Steering, Seq[int]]]
-    """Rows of N whose logits are edited: row, how, and the tokens that the steering has not seen yet."""
+    """The rows among N whose logits are edited: (row, its steering, the tokens that the steering has not seen yet)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A readout: how likely tokens of a prompt were, by the logits of wanted rows first .. first+len(targets)-1."""
+    """A readout: the logprobs of prompt tokens, from the logits of wanted rows first .. first+len(targets)-1."""
 
     of: int
-    """Which of the batch's sequences it is."""
+    """The sequence's index in the batch."""
     first: int
     targets: list[int]
+    """The prompt token that follows each row."""
     count: int
-    """Likeliest tokens to report besides."""
+    """How many of the likeliest tokens to report as well."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The ragged step. T tokens, B sequences."""
+    """The input of one pass: T tokens of B sequences."""
 
     decode_only: bool
-    """Each sequence has one token, after which one is drawn: the wanted rows are all rows."""
+    """Each sequence has one token and draws one, so that all rows are wanted."""
     slots: list[int]
     starts: list[int]
     lens: list[int]
     token_ids_T: Ints
-    """PENDING where the device knows better: ``fed_rows``, whose tokens were last drawn for ``fed_slots``."""
+    """PENDING at ``fed_rows``: the host has not read these tokens back yet, and the device puts in the token that it
+    drew last for the slot in ``fed_slots``."""
     fed_rows: Ints
     fed_slots: Ints
     positions_T: Ints
     rows_N: Ints
     """The rows of T whose hidden states are wanted."""
     readouts: list[Score | Draw]
-    """What is to be made of them, the draw last."""
+    """What to compute from the wanted rows; a Draw comes last."""
 
     def pad(self, rows: int) -> Batch:
-        """A batch of decodes with its last row repeated, to ``rows`` in all: that writes the same once more to the same
-        place, and nobody reads the result."""
+        """A decode batch padded to ``rows`` rows by repeating its last row. A repeated row writes the same values to
+        the same place again, and nobody reads its result."""
         if rows == len(self.token_ids_T):
             return self
         more = (0, rows - len(self.token_ids_T))
@@ -87,7 +89,7 @@ class Batch:
 
 
 def pack(works: Seq[Work], steering: Mapping[Sequence, Steering] | None = None) -> Batch:
-    """Lay the works' tokens end to end and note what is to be read. ``steering`` has that of those that are steered."""
+    """Lay the works' tokens end to end and work out the readouts. ``steering`` holds the steered sequences only."""
     sequences, starts, lens, draws, decodes = zip(*works, strict=True)
     slots = [sequence.slot for sequence in sequences]
     assert None not in slots, "who is in a pass has a slot"

@@ -1,4 +1,4 @@
-"""The engine: drain the inbox, schedule, pack, run, publish. It owns the device and knows neither HTTP nor clients."""
+"""The engine: drain the inbox, schedule, pack, run, publish. It owns the device and knows nothing of HTTP or clients."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """All that a client may still say after submission."""
+    """Ends a request: the only message that a client can send about a request that it has submitted."""
 
     request_id: str
 
@@ -37,23 +37,23 @@ Message = Request | tuple[Request, ...] | Abort | None
 
 
 class _Flight(NamedTuple):
-    """A pass on its way, and whose answers it is for."""
+    """A pass in flight, and the answers that its results belong to."""
 
     launched: Launched
     readouts: Seq[Score | Draw]
     answers: list[Answer]
-    """One per sequence of the batch."""
+    """One for each sequence of the batch."""
 
 
 class Engine:
     """One model, one cache, one scheduler. ``submit`` may be called from any thread, ``step`` from one only.
 
-    ``lag`` passes may be on their way through the device while the next is planned, so that it never waits for the
-    host. Planning needs to know how many tokens there are, not which; whoever turns out to have ended meanwhile was
-    computed in vain for that many passes, and the result is dropped.
+    Up to ``lag`` passes may be in flight on the device while the host plans the next one, so that the device never
+    waits for the host. Planning needs to know how many tokens there are, but not which. If a sequence turns out to have
+    ended, its tokens in the passes still in flight are dropped.
 
-    A fault in a request's text or steering ends that request, one while a pass is set going those in the pass. Whatever
-    else raises in ``step`` leaves the books as nobody knows: the engine is not to be used again.
+    A fault in a request's text or steering ends that request. A fault while a pass is launched ends the requests in
+    that pass. Any other exception from ``step`` leaves an unknown state, and the engine must not be used again.
     """
 
     def __init__(
@@ -81,28 +81,28 @@ class Engine:
         self._notify = notify
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._answers: dict[str, Answer] = {}
-        """Of all requests that are here."""
+        """The answers of all open requests, by request id."""
         self._steering: dict[Sequence, Steering] = {}
-        """Of those that are steered. What they may draw next depends on what they drew last: while one is here, no pass
-        is on its way when the next is planned."""
+        """The steering of open requests that have one. It needs each token before it can edit the next logits, so while
+        any request is steered, the engine reads every pass before it plans the next."""
         self._counts = Counts()
         self._steps = 0
         self._arrivals = 0
 
     def submit(self, message: Message) -> None:
-        """Hand over requests or an abort; it counts from the next step. None only wakes ``wait``."""
+        """Put requests or an abort into the inbox, which the next step reads. None only wakes ``wait``."""
         self._inbox.put(message)
 
     def has_work(self) -> bool:
         return self._scheduler.has_work() or bool(self._in_flight) or not self._inbox.empty()
 
     def wait(self) -> None:
-        """Block until there is a message."""
+        """Block until a message arrives, and take it."""
         self._receive(self._inbox.get())
 
     def step(self) -> None:
-        """One iteration: everyone who runs gets ahead by a token or a chunk. Observers are told of it before the last
-        events go out, so that whoever has these finds what they were told."""
+        """One iteration: scheduled sequences advance by a token or a chunk. Observers are notified before the step's
+        last events are published, so that a client that has received those finds them in what observers report."""
         started = time.perf_counter()
         self._drain_inbox()
         schedule = self._scheduler.schedule()
@@ -121,7 +121,7 @@ class Engine:
         self._publish(events)
 
     def fail_all(self, reason: FinishReason, error: str | None) -> None:
-        """End every request that is here; for shutting down."""
+        """End every open request; for shutting down."""
         self._drain_inbox()
         self._in_flight.clear()
         self._publish([self._end(answer, reason, error) for answer in list(self._answers.values())])
@@ -152,7 +152,8 @@ class Engine:
             self._publish([self._end(known, "abort")])
 
     def _launch(self, works: Seq[Work]) -> list[Event]:
-        """Set a pass going, and book what it will have computed. If it cannot be set going, those in it end."""
+        """Launch a pass and record what it will have computed. If the launch fails, the requests in the pass end; their
+        last events are returned."""
         answers = [self._answers[work.sequence.id] for work in works]
         try:
             batch = pack(works, self._steering)
@@ -175,12 +176,12 @@ class Engine:
         return []
 
     def _settle(self, left: int) -> list[Event]:
-        """Read the results of all but the last ``left`` passes: an event for every sequence that got a token. Whoever
-        ended while the pass was on its way gets nothing more."""
+        """Read the results of all but the last ``left`` passes in flight and return an event for every token. Tokens of
+        sequences that ended while the pass was in flight are dropped."""
         events: list[Event] = []
         while len(self._in_flight) > left:
             launched, readouts, answers = self._in_flight.popleft()
-            results = launched.results()  # a device that has failed here stays so: not caught
+            results = launched.results()  # not caught: a device that fails here does not recover
             for readout, result in zip(readouts, results, strict=True):
                 match readout, result:
                     case Score(of=b), list():
@@ -203,7 +204,7 @@ class Engine:
         return event
 
     def _leave(self, answer: Answer, last: Event) -> None:
-        """Free the room of a request that has ended, and tell the observers."""
+        """Remove a request that has ended, free its slot, and notify the observers."""
         sequence = answer.sequence
         self._scheduler.finish(sequence)
         self._steering.pop(sequence, None)
@@ -252,7 +253,7 @@ class Engine:
 
 
 class Records(Seq[WorkRecord]):
-    """Made when somebody looks."""
+    """A step's WorkRecords, each made only when it is read: most steps have no observer that reads them."""
 
     def __init__(self, works: list[Work]) -> None:
         self._works = works

@@ -1,4 +1,4 @@
-"""The engine's thread, and the door to it: submit, abort, drain."""
+"""The engine's thread, and how other threads reach it: submit, abort, close."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ from infer.errors import EngineDeadError, InferError, QueueFullError
 log = logging.getLogger(__name__)
 
 Mailbox = Callable[[list[Event]], None]
-"""Where a client's side wants its events: called in the engine's thread, once per pass, with all that are its own. If
-it raises, the requests that these were of are aborted."""
+"""Receives the events of a client's requests. It is called in the engine's thread, once per pass, with all events of
+that client. If it raises, the requests of these events are aborted."""
 
 
 class EngineLoop:
     """Makes an engine and runs it in a thread of its own. All methods may be called from any thread.
 
     A request takes one of ``max_open`` places. The requests of a group share a place until the first of them has an
-    event, so that answers which cannot begin yet keep nobody out; those that share are accepted only while fewer than
-    ``max_open`` requests are here in all, places or not. Every request that ``submit`` accepted gets exactly one event
-    with a finish_reason, whatever happens.
+    event, so that answers that cannot begin yet keep no other request out; a request that shares a place is accepted
+    only while fewer than ``max_open`` requests are open in all. Every request that ``submit`` accepted gets exactly one
+    event with a finish_reason, whatever happens.
 
-    ``ended`` is done once the engine has stopped and everyone has been told, with an EngineDeadError if it has failed:
-    it does not come back. ``after`` is called then, in the engine's thread.
+    The future ``ended`` is done once the engine has stopped and all last events have been published. It holds an
+    EngineDeadError if the engine failed; a failed engine is not started again. ``after`` is called then, in the
+    engine's thread.
     """
 
     def __init__(
@@ -40,9 +41,9 @@ class EngineLoop:
         self._max_open = max_open
         self._after = after
         self._open: dict[str, tuple[Mailbox, str]] = {}
-        """By request, with its group."""
+        """The mailbox and the group of each open request, by request id."""
         self._sharing: Counter[str] = Counter()
-        """How many requests share the place of a group."""
+        """How many requests share the place of each group."""
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._closing = False
@@ -58,7 +59,7 @@ class EngineLoop:
 
     @property
     def healthy(self) -> bool:
-        """The engine's thread lives and has not failed."""
+        """Whether the engine's thread is alive and has not failed."""
         return self._thread.is_alive() and self._fault is None
 
     def check(self) -> None:
@@ -79,8 +80,9 @@ class EngineLoop:
         self.submit_all([request], mailbox)
 
     def submit_all(self, requests: Sequence[Request], mailbox: Mailbox) -> int:
-        """Accept the first ones, as many as there is room for, and say how many. They arrive together: a step sees all
-        of them or none. Raises QueueFullError where there is no room at all, or EngineDeadError."""
+        """Accept as many of the requests as there are places for, from the first on, and return how many. They arrive
+        together: a step sees all of them or none. Raises QueueFullError if there is no place at all, or
+        EngineDeadError."""
         with self._lock:
             self.check()
             if self._closing:
@@ -100,7 +102,7 @@ class EngineLoop:
         return len(accepted)
 
     def _fitting(self, requests: Sequence[Request]) -> Sequence[Request]:
-        """The first of the requests, as many as there are places for."""
+        """As many of the requests as there are places for, from the first on."""
         here, groups = len(self._open), set(self._sharing)
         taken = here - self._sharing.total() + len(groups)
         for i, request in enumerate(requests):
@@ -114,11 +116,11 @@ class EngineLoop:
         return requests
 
     def abort(self, request_id: str) -> None:
-        """End a request within a step; no effect on one that has ended."""
+        """End a request within a step. A request that has ended already is not affected."""
         self._engine.submit(Abort(request_id))
 
     def close(self, drain_s: float = 0.0) -> None:
-        """Take no more requests, give those that are here ``drain_s`` seconds, end the rest with an abort, and stop."""
+        """Accept no more requests, let open ones finish for up to ``drain_s`` seconds, abort the rest, and stop."""
         deadline = time.monotonic() + drain_s
         with self._idle:
             self._closing = True
@@ -187,7 +189,7 @@ AT_ONCE = 8
 
 
 class AsyncDoor:
-    """An EngineLoop as an asyncio program sees it. Make it, and use it, in one event loop."""
+    """An EngineLoop for an asyncio program. Create and use it in one event loop."""
 
     def __init__(self, engine_loop: EngineLoop) -> None:
         self._engine_loop = engine_loop
@@ -195,8 +197,9 @@ class AsyncDoor:
         self._queues: dict[str, asyncio.Queue[Event]] = {}
 
     async def stream(self, *requests: Request) -> AsyncGenerator[Event]:
-        """Submit at once as many as there is room for, and the others as the first ones end; yield the events of all,
-        to the last. Leaving early aborts what is under way. Raises QueueFullError where there is no room at all."""
+        """Submit as many requests as there are places for, and the others as places become free; yield the events of
+        all of them. Closing the generator early aborts the unfinished requests. Raises QueueFullError if there is no
+        place at all."""
         queue: asyncio.Queue[Event] = asyncio.Queue()
         waiting = list(requests)
         running: set[str] = set()
@@ -206,7 +209,7 @@ class AsyncDoor:
                 if waiting:
                     try:
                         accepted = self._engine_loop.submit_all(waiting, self._post)
-                    except QueueFullError:  # their turn comes when one of ours has ended
+                    except QueueFullError:  # try again when one of our own requests has ended
                         if not running:
                             raise
                         accepted = 0
@@ -228,10 +231,10 @@ class AsyncDoor:
                 self._engine_loop.abort(request_id)
 
     def _post(self, events: list[Event]) -> None:
-        """In the engine's thread: one wake-up of the event loop for all events of a pass."""
+        """Called in the engine's thread; wakes the event loop once for all events of a pass."""
         self._asyncio_loop.call_soon_threadsafe(self._deliver, events)
 
     def _deliver(self, events: list[Event]) -> None:
         for event in events:
-            if queue := self._queues.get(event.request_id):  # none: its reader has left
+            if queue := self._queues.get(event.request_id):  # None if its reader has left
                 queue.put_nowait(event)

@@ -1,4 +1,4 @@
-"""The only place where the model runs."""
+"""Runs passes: the model's forward pass, logits, and sampling. Nothing else in the engine runs the model."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from infer.engine.steering import edits, steer
 from infer.text.grammar import Masks
 
 SCORED_ROWS = 128
-"""Prompt positions whose logits are in memory at once."""
+"""How many prompt positions are scored at a time, which bounds the memory for their logits."""
 
 
 class Drawn(NamedTuple):
-    """What a Draw yields: one of each per row."""
+    """The result of a Draw, with one entry per drawn token."""
 
     tokens: list[int | None]
     """None where the model's output was not finite."""
@@ -32,18 +32,18 @@ class Drawn(NamedTuple):
 
 
 Result = Drawn | list[TokenLogprobs | None]
-"""What a Draw yields, and what a Score does."""
+"""The result of a Draw or of a Score."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A pass on its way through the device."""
+    """A pass in flight on the device."""
 
     _readers: list[Callable[[], Result]]
     _wait: Callable[[], None]
 
     def results(self) -> list[Result]:
-        """Wait for the pass and read what it yields, one result for each of the batch's readouts."""
+        """Wait for the pass and read its results, one for each of the batch's readouts."""
         self._wait()
         return [read() for read in self._readers]
 
@@ -68,11 +68,12 @@ class Runner:
         self._drawing = Drawing(device)
         self._masks = Masks()
         self._last_tokens = FixedTensor(torch.zeros(max_batch_size, dtype=torch.int64, device=device))
-        """The token last drawn for each slot: what the next pass starts from, though the host may not know it yet."""
+        """The token last drawn for each slot. The next pass reads it here, because the host may not have it yet."""
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Launched:
-        """Forward, then logits at the rows that need them, then tokens; nothing waits for the device."""
+        """Start a pass: forward, then logits of the rows that need them, then sampling. Nothing here waits for the
+        device."""
         hidden_ND = self._forward(batch)
         readers = [
             self._draw(readout, hidden_ND) if isinstance(readout, Draw) else self._score(readout, hidden_ND)
@@ -99,7 +100,7 @@ class Runner:
         return read
 
     def _score(self, readout: Score, hidden_ND: Tensor) -> Callable[[], Result]:
-        """In slices: a whole chunk's logits are large."""
+        """Works in slices, because the logits of a whole chunk would take much memory."""
         targets = upload(np.array(readout.targets), self._device)
         found = []
         for i in range(0, len(targets), SCORED_ROWS):
@@ -109,7 +110,7 @@ class Runner:
         return lambda: [entry for part in found for entry in part.read()]
 
     def _forward(self, batch: Batch) -> Tensor:
-        """Hidden states of the wanted rows, and of a few more where a recorded pass is replayed."""
+        """Hidden states of the wanted rows; a replayed pass returns padding rows after them."""
         if not batch.decode_only:
             view = self._pool.batched_chunked_prefill_view(batch.slots, batch.starts, batch.lens)
             return self._model.forward(Pass(*self._inputs(batch), view, upload(batch.rows_N, self._device)))

@@ -1,5 +1,5 @@
-"""Who computes what in a step: iteration-level scheduling (Orca, 2022) with chunked prefill (Sarathi-Serve, 2024).
-Policies over ``Seats``."""
+"""Scheduling policies over ``Seats``: iteration-level scheduling (Orca, 2022) with chunked prefill (Sarathi-Serve,
+2024)."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
 
 
 class ContinuousScheduler:
-    """Each step: a token for everyone who decodes, then chunks of prompts under way, then new prompts in arrival order,
-    all within ``max_tokens_per_step``. Where requests have priorities, these come before arrival.
+    """Continuous batching. Each step computes a token for every decoding sequence, then chunks of the prompts in
+    prefill, then new prompts in order of priority and arrival, all within ``max_tokens_per_step``.
 
-    A policy that differs in the order alone overrides ``key``; one that chooses anew in each step overrides ``admit``
-    and ``victim``.
+    A policy that only changes the order overrides ``key``; one that chooses anew in each step overrides ``admit`` and
+    ``victim``.
     """
 
     def __init__(self, pool: CachePoolProtocol, settings: EngineSettings) -> None:
         self.seats = Seats(pool, settings, self.key)
 
     def key(self, sequence: Sequence) -> Any:
-        """The sequence with the lowest key is admitted first and gets its tokens first; the one with the highest is
-        preempted first. A sequence's key must not change while the sequence is here."""
+        """The sort key. The sequence with the lowest key is admitted first and gets its tokens first; the one with the
+        highest is preempted first. A sequence's key must not change while the sequence runs or waits."""
         return sequence.rank
 
     def add(self, sequence: Sequence) -> None:
@@ -44,18 +44,19 @@ class ContinuousScheduler:
         return step.schedule
 
     def admit(self, step: Step) -> None:
-        """Admit whom the step and the pool have room for: by key, and nobody overtakes."""
+        """Admit waiting sequences in order of their keys until the step or the pool has no room for the next one."""
         waiting = self.seats.waiting
         while waiting and self.seats.admit(waiting[0], step):
             pass
 
     def victim(self) -> Sequence:
-        """Whom to preempt, among those that run, when the pool has no room for the next token of one of them."""
+        """The running sequence to preempt when the pool has no room for another one's next token, or for its own."""
         return self.seats.running[-1]
 
 
 class StaticScheduler(ContinuousScheduler):
-    """Holds a batch until all its members finish, then takes the next. Stays as the comparison."""
+    """Static batching: runs a batch until all its sequences have finished, then admits the next. It is the baseline
+    that continuous batching is compared with."""
 
     def admit(self, step: Step) -> None:
         if not self.seats.running:

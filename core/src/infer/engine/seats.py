@@ -1,5 +1,5 @@
-"""Seats: which sequences run and which wait, and what a step may still compute. Policies (``schedulers.py``) decide who
-is admitted and who is preempted."""
+"""Seats: which sequences run and which wait, and what a step may still compute. Policies (``schedulers.py``) decide
+which sequences are admitted and which are preempted."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 
 class Seats:
-    """The sequences that run, at most ``max_batch_size`` and each with a slot of the pool, and those that wait.
+    """The running sequences, at most ``max_batch_size`` and each with a slot in the pool, and the waiting ones.
 
-    A policy plans a step with ``begin``, then calls ``admit`` for those of ``waiting`` that it chooses, and returns the
-    step's ``schedule``. It passes on ``add``, ``finish`` and ``has_work``.
+    A policy begins a step with ``begin``, calls ``admit`` for the waiting sequences that it chooses, and returns the
+    step's ``schedule``. It forwards its own ``add``, ``finish`` and ``has_work`` to the seats.
 
-    The pool must have room for one sequence of full length. Then a sequence that runs alone can always go on, and every
-    request ends, provided that the policy does not let two sequences preempt each other for ever.
+    The pool must have room for one sequence of full length. A sequence that runs alone can then always continue, and
+    every request ends, provided that the policy does not let two sequences preempt each other for ever.
 
-    Where the pool shares prefixes, the requests of a group compute their prompt once: until the first of them has its
+    If the pool shares prefixes, the requests of a group compute their prompt once: until the first of them has its
     prompt in the cache, the others are not in ``waiting``. If the first leaves before that, the next takes its place.
     """
 
@@ -34,18 +34,19 @@ class Seats:
         settings: EngineSettings,
         key: Callable[[Sequence], Any] = lambda sequence: sequence.rank,
     ) -> None:
-        """``key`` sorts ``running`` and ``waiting``. A sequence's key must not change while the sequence is here."""
+        """``key`` gives the sort key for ``running`` and ``waiting``. A sequence's key must not change while the
+        sequence runs or waits."""
         self._pool = pool
         self._settings = settings
         self._key = key
         self.running: list[Sequence] = []
-        """Sorted by key. Prompts under way get their chunks in this order."""
+        """Sorted by key. Sequences in prefill get their chunks in this order."""
         self.waiting: list[Sequence] = []
-        """Sorted by key: the sequences that may be admitted. By the default key, preempted sequences come before all
-        sequences of their priority that never ran, because they are older."""
+        """The sequences that may be admitted, sorted by key. By the default key, preempted sequences come before those
+        of the same priority that never ran, because they arrived earlier."""
         self._shares: bool = getattr(pool, "shares", False)
         self._groups: dict[str, list[Sequence]] = {}
-        """The groups of which no sequence has its prompt in the cache yet. The first of each runs or is in ``waiting``;
+        """The groups whose prompt is not in the cache yet. The first sequence of each group runs or is in ``waiting``;
         the others are only here."""
 
     def add(self, sequence: Sequence) -> None:
@@ -62,7 +63,7 @@ class Seats:
         return bool(self.running or self.waiting)
 
     def finish(self, sequence: Sequence) -> None:
-        """Let go of a sequence that has ended, whether it runs or waits."""
+        """Remove a sequence that has ended, whether it was running or waiting, and free its slot."""
         members = self._groups.get(sequence.request.group, [])
         if sequence in members[1:]:
             members.remove(sequence)
@@ -75,9 +76,9 @@ class Seats:
             self._release(sequence)
 
     def begin(self, victim: Callable[[], Sequence]) -> Step:
-        """Begin a step with a token for every sequence that decodes, then a chunk of each prompt under way, as far as
-        the limits go. While the pool has no room for a sequence's next token, the running sequence that ``victim``
-        names is preempted."""
+        """Begin a step: plan one token for every decoding sequence, then a chunk for each sequence in prefill, as far
+        as the limits allow. While the pool has no room for a sequence's next token, preempt the running sequence that
+        ``victim`` returns."""
         decodes: list[Work] = []
         prefilling: list[Sequence] = []
         preempted = False
@@ -100,7 +101,7 @@ class Seats:
                     break
             else:
                 decodes.append(new_work((sequence, start, 1, 1, True)))
-        if preempted:  # perhaps one whose token was planned already
+        if preempted:  # perhaps a sequence whose token was already planned
             decodes = [work for work in decodes if work.sequence.slot is not None]
         step = Step(decodes, self._settings)
         for sequence in prefilling:
@@ -111,8 +112,8 @@ class Seats:
         return step
 
     def admit(self, sequence: Sequence, step: Step) -> bool:
-        """Give a waiting sequence a seat and room for its whole prompt, so that no prefill fails half-way for want of
-        room, and plan its first chunk. False, having changed nothing, where a limit or the pool does not allow it."""
+        """Give a waiting sequence a slot with room for its whole prompt, so that no prefill runs out of room half-way,
+        and plan its first chunk. Return False, with nothing changed, if a limit or the pool does not allow it."""
         if len(self.running) >= self._settings.max_batch_size or sequence.pending:
             return False
         if not step.has_room(len(sequence.tokens)):
@@ -133,15 +134,16 @@ class Seats:
         return True
 
     def preempt(self, sequence: Sequence) -> None:
-        """Take a running sequence's room. It waits, keeps its tokens, and computes again what the cache loses of it."""
+        """Take a running sequence's slot. The sequence waits again and keeps its tokens; once admitted, it computes
+        again whatever the cache no longer holds of it."""
         self.running.remove(sequence)
         self._release(sequence)
         sequence.preemptions += 1
         insort(self.waiting, sequence, key=self._key)
 
     def _let_follow(self, first: Sequence) -> None:
-        """The first of a group has its prompt in the cache, so that the others may be admitted; or it leaves without,
-        so that the next is the first."""
+        """If ``first`` leads a group, let others follow: all of them if its prompt is in the cache; if it leaves before
+        that, the next one, which then leads the group."""
         members = self._groups.get(first.request.group, [])
         if members[:1] != [first]:
             return
@@ -169,26 +171,26 @@ class Seats:
 
 
 class Step:
-    """What is planned for a step, and what is left of the step's limits."""
+    """The plan of a step so far, and what remains of the step's limits."""
 
     def __init__(self, decodes: list[Work], settings: EngineSettings) -> None:
         unlimited = 1 << 62
         tokens, chunks = settings.max_tokens_per_step, settings.max_prefill_chunks_per_step
         partial = settings.max_num_partial_prefills
         self.schedule = Schedule(decodes, [], settings.mixed_batches)
-        """The plan so far."""
         self._tokens = (unlimited if tokens is None else tokens) - len(decodes)
         self._chunks = unlimited if chunks is None else chunks
         self._partial = unlimited if partial is None else partial
         self._chunk_size = settings.prefill_chunk_size if settings.use_chunked_prefill else None
 
     def has_room(self, remaining: int) -> bool:
-        """Whether a prompt with so many tokens to go could get its next chunk (a cheap test before allocating)."""
+        """Whether a prompt with ``remaining`` tokens to compute could get its next chunk: a cheap test before
+        allocating."""
         whole = self._chunk_size is None and remaining > self._tokens
         return self._tokens > 0 and self._chunks > 0 and not whole
 
     def extend(self, sequence: Sequence) -> bool:
-        """Plan the sequence's next chunk. False when a limit forbids it."""
+        """Plan the sequence's next chunk; return False if a limit forbids it."""
         remaining = sequence.prefill_end - sequence.num_computed
         length = remaining if self._chunk_size is None else min(remaining, self._chunk_size, self._tokens)
         left_partial = length < remaining
@@ -202,6 +204,5 @@ class Step:
 
 
 def _reuses(request: Request) -> bool:
-    """Whether the request takes K/V that the cache holds already: log-probabilities of a prompt need every position
-    computed."""
+    """Whether the request may use K/V that the cache already holds. Prompt logprobs need every position computed."""
     return request.params.prompt_logprobs is None
