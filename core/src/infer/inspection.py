@@ -1,6 +1,6 @@
-"""What a plugin brings, checked before anybody relies on it: its hooks, its registrations and what its factories make.
+"""Checks what a plugin brings before anything relies on it: its hooks, its registrations and what its factories make.
 
-Whatever is wrong with a plugin is a PluginError whose text goes on after "The plugin of NAME is broken: ".
+Whatever is wrong with a plugin raises a PluginError whose text continues "The plugin of NAME is broken: ".
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from infer.settings import ENV_FILE, ENV_PREFIX, Section, Settings, describe
 from infer.slots import SLOTS
 
 RECORDS = ("infer_step_finished", "infer_request_finished")
-"""The hooks that are told of what the engine does."""
+"""The hooks that the engine calls with records of its steps and requests."""
 SPECS = {name: spec for name, spec in vars(hookspecs).items() if name.startswith("infer_")}
 NAME = re.compile(r"[a-z0-9]+(_[a-z0-9]+)*")
 PIECES = get_args(get_type_hints(Piece)["kind"])
 RESERVED = ("auto", "none", "null")
 
 Hook = tuple[str, str, Callable[..., Any]]
-"""(the attribute, the hook that it implements, the function)"""
+"""(attribute of the plugin, hook that it implements, function)"""
 
 
 @contextmanager
 def blame(what: str) -> Iterator[None]:
-    """Turn whatever a plugin's code raises, ``sys.exit`` included, into a PluginError that begins with ``what``."""
+    """Turn whatever a plugin's code raises, including ``sys.exit``, into a PluginError that begins with ``what``."""
     try:
         yield
     except KeyboardInterrupt:
@@ -52,6 +52,7 @@ def blame(what: str) -> Iterator[None]:
 
 
 def check_api(plugin: object) -> None:
+    """Raises PluginError if the plugin was not written for this version of the contracts."""
     with blame("its INFER_PLUGIN_API cannot be read"):
         written_for = getattr(plugin, "INFER_PLUGIN_API", None)
     if written_for is None:
@@ -69,7 +70,7 @@ def check_api(plugin: object) -> None:
 
 
 def environment(plugin: object) -> frozenset[str]:
-    """The INFER_* variables that a plugin reads itself, by its INFER_PLUGIN_ENV."""
+    """The INFER_* variables that a plugin reads itself, as its INFER_PLUGIN_ENV lists them. Raises PluginError."""
     with blame("its INFER_PLUGIN_ENV cannot be read"):
         names = getattr(plugin, "INFER_PLUGIN_ENV", ())
     if not isinstance(names, (list, tuple, set, frozenset)):
@@ -84,7 +85,7 @@ def environment(plugin: object) -> frozenset[str]:
 
 
 def hooks(plugin: object) -> list[Hook]:
-    """The hooks that a plugin implements, whatever it calls its functions."""
+    """The hooks that a plugin implements, whatever the names of its functions. Raises PluginError."""
     with blame("its attributes cannot be listed"):
         attributes = [str(name) for name in dir(plugin)]
     found = []
@@ -98,7 +99,7 @@ def hooks(plugin: object) -> list[Hook]:
                 raise PluginError(f"its {attribute} cannot be read: {say(error)}.") from error
             continue
         if isinstance(function, ModuleType) or function is SPECS.get(attribute):
-            continue  # a module may well be called infer_models, and an import of all of hookspecs brings the specs
+            continue  # a module may be called infer_models, and ``from hooks import *`` brings in the hookspecs
         if isinstance(marks, dict):
             hook = marks.get("specname") or attribute
             if hook not in SPECS and marks.get("optionalhook"):
@@ -116,14 +117,14 @@ def hooks(plugin: object) -> list[Hook]:
 
 
 def _own_function(function: object, plugin: object) -> bool:
-    """A function that was written in the plugin, not imported by it."""
+    """Whether it is a function that the plugin defines, rather than one that it imports."""
     if not inspect.isroutine(function):
         return False
     return not isinstance(plugin, ModuleType) or getattr(function, "__module__", None) == plugin.__name__
 
 
 def check_function(attribute: str, hook: str, function: Callable[..., Any], marks: Mapping[str, Any]) -> None:
-    """Whether it can be called as the hook is."""
+    """Raises PluginError if the function cannot be called as the hook is called."""
     if hook not in SPECS:
         close = difflib.get_close_matches(hook, SPECS, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else f"; the hooks are {', '.join(SPECS)}."
@@ -141,7 +142,7 @@ def check_function(attribute: str, hook: str, function: Callable[..., Any], mark
     wanted = list(inspect.signature(SPECS[hook]).parameters)
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # native code does not always tell
+    except (TypeError, ValueError):  # native code does not always have a signature
         return
     empty, positional = inspect.Parameter.empty, inspect.Parameter.POSITIONAL_OR_KEYWORD
     needed = [p.name for p in signature.parameters.values() if p.kind is positional and p.default is empty]
@@ -156,7 +157,7 @@ def check_function(attribute: str, hook: str, function: Callable[..., Any], mark
 
 
 def registrations(slot: str, hook: str, returned: object) -> list[Registration[Any]]:
-    """What a hook returned, each a sound registration of its slot's kind."""
+    """The registrations that a hook returned, each checked to be a valid one for its slot. Raises PluginError."""
     kind = SLOTS[slot].registration
     if not isinstance(returned, (list, tuple)):
         raise PluginError(f"its {hook}() returned {_show(returned)}, not a list of {kind.__name__}s.")
@@ -171,7 +172,7 @@ def registrations(slot: str, hook: str, returned: object) -> list[Registration[A
 
 
 def _registration(slot: str, at: str, kind: type[Registration[Any]], value: object) -> Registration[Any]:
-    """A copy of core's own class, so that what was checked stays so."""
+    """The checked registration, copied to core's own class so that the plugin cannot change it afterwards."""
     if not isinstance(value, Registration) or (SLOTS[slot].bound and not isinstance(value, kind)):
         raise PluginError(f"{at} lists {_show(value)}, not a {kind.__name__}.")
     with blame(f"a registration of {at} cannot be read"):
@@ -214,7 +215,7 @@ def _registration(slot: str, at: str, kind: type[Registration[Any]], value: obje
 
 
 def _try_arguments(add: object, at: str) -> None:
-    """A command's: whether a parser can have them."""
+    """Raises PluginError if a command's ``add_arguments`` does not work on a parser."""
     if add is None:
         return
     if not callable(add):
@@ -227,13 +228,14 @@ def _try_arguments(add: object, at: str) -> None:
 
 
 def _taken(section: str, name: str) -> bool:
-    """Whether a section has that name for something else."""
+    """Whether a section of the settings already uses that name."""
     model: Any = Settings.model_fields[section].annotation
     return name in model.model_fields or hasattr(Section, name)
 
 
 def _settings(model: object, at: str) -> type[BaseModel]:
-    """The model of a plugin's own table, with unknown keys forbidden: every command validates and describes it."""
+    """The model of a plugin's own table, with unknown keys forbidden. It is checked here because every command
+    validates and describes it."""
     if not (isinstance(model, type) and issubclass(model, BaseModel)):
         raise PluginError(f"{at} settings is {_show(model)}, not a class that extends pydantic's BaseModel.")
     with blame(f"{at} settings have no value without the user's"):
@@ -260,7 +262,7 @@ def _strict(model: type[BaseModel]) -> type[BaseModel]:
 
 
 def checkpoints(returned: object) -> dict[str, Path]:
-    """Of ``infer_checkpoints``."""
+    """What ``infer_checkpoints`` returned, checked. Raises PluginError."""
     if not isinstance(returned, Mapping):
         raise PluginError(f"its infer_checkpoints() returned {_show(returned)}, not names with their folders.")
     with blame("what its infer_checkpoints() returned cannot be read"):
@@ -276,8 +278,8 @@ def checkpoints(returned: object) -> dict[str, Path]:
 
 @contextmanager
 def named(what: str) -> Iterator[None]:
-    """As ``blame``, for what a chosen plugin does while the engine is made: errors of infer's own, a SettingsError say,
-    and a lack of memory speak for themselves."""
+    """Like ``blame``, for the code of a chosen plugin. Errors of infer's own, such as a SettingsError, and a lack of
+    memory pass unchanged, because they say themselves what is wrong."""
     try:
         yield
     except InferError:
@@ -289,7 +291,7 @@ def named(what: str) -> Iterator[None]:
 
 
 def make(whose: str, contract: type, factory: Callable[..., Any], *given: Any) -> Any:
-    """What a factory makes, with all that the contract asks for. Raises PluginError."""
+    """Call a factory and check that the result has all members of the contract. Raises PluginError."""
     with named(f"{whose} cannot be made"):
         made = factory(*given)
     if made is None:
@@ -304,7 +306,8 @@ def make(whose: str, contract: type, factory: Callable[..., Any], *given: Any) -
 
 
 class CheckedPart:
-    """What a plugin reads an answer with. A fault of it names the plugin, and fails that answer only."""
+    """A plugin's part that reads an answer. A fault in it raises an error that names the plugin and fails this answer
+    only."""
 
     def __init__(self, part: PartProtocol, whose: str) -> None:
         self._part = part
@@ -329,7 +332,7 @@ class CheckedPart:
 
 
 def short_of_memory(error: BaseException) -> bool:
-    """torch says so with a RuntimeError."""
+    """Whether an error means that memory ran out, which torch reports with a RuntimeError."""
     return isinstance(error, MemoryError) or (
         isinstance(error, (RuntimeError, OSError))
         and any(words in str(error) for words in ("out of memory", "allocate memory"))
@@ -339,13 +342,13 @@ def short_of_memory(error: BaseException) -> bool:
 def _has(made: object, name: str, contract: type) -> bool:
     try:
         value = getattr(made, name)
-    except Exception:  # a property may raise anything; what it would give is not there
+    except Exception:  # a property may raise anything, and then the member is missing
         return False
     return callable(value) or not callable(getattr(contract, name, None))
 
 
 def _show(value: object) -> str:
-    """A foreign value in a sentence."""
+    """A foreign value as a sentence shows it."""
     if inspect.isroutine(value) or isinstance(value, (type, ModuleType)):
         return f"the {type(value).__name__} {getattr(value, '__name__', '')}".rstrip()
     if type(value) in (type(None), bool, int, float, str, bytes):

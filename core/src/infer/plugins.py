@@ -1,4 +1,4 @@
-"""Finding plugins, and choosing among them by name."""
+"""Finds the installed plugins and chooses among them by name."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GROUP = "infer"
 
 @dataclass(frozen=True)
 class Offer:
-    """A registration and where it comes from."""
+    """A registration and the distribution that it comes from."""
 
     slot: str
     registration: Registration[Any]
@@ -43,21 +43,21 @@ class Offer:
 
     @property
     def whose(self) -> str:
-        """As a sentence names it."""
+        """The plugin as an error message names it."""
         return f"The {self.slot} plugin {self.name!r} of {self.distribution}"
 
     @property
     def chunks(self) -> bool:
-        """Whether it can prefill in chunks."""
+        """Whether it can prefill in chunks; only a scheduler may say that it cannot."""
         return not isinstance(self.registration, SchedulerRegistration) or self.registration.chunks
 
     @property
     def longest(self) -> Callable[[CacheContext, Any, int], int] | None:
-        """Of a cache, what tells how many positions one sequence may have."""
+        """``CacheRegistration.longest``; None for other plugins."""
         return self.registration.longest if isinstance(self.registration, CacheRegistration) else None
 
     def make(self, contract: type, *given: Any) -> Any:
-        """What its factory makes, checked against the contract. Raises PluginError."""
+        """Call the factory with ``given`` and check the result against the contract. Raises PluginError."""
         return inspection.make(self.whose, contract, self.registration.factory, *given)
 
 
@@ -72,20 +72,20 @@ class Broken:
 
 @dataclass
 class Plugins:
-    """Everything installed, by slot. A broken plugin is reported, and takes nobody else down."""
+    """All installed plugins, by slot. A broken plugin is reported and does not affect the others."""
 
     manager: pluggy.PluginManager
     offers: dict[str, list[Offer]] = field(default_factory=lambda: {slot: [] for slot in SLOTS})
     broken: list[Broken] = field(default_factory=list)
     environment: frozenset[str] = frozenset()
-    """INFER_* variables that plugins read themselves."""
+    """The INFER_* variables that plugins read themselves."""
     _checkpoints: list[tuple[str, Path, str]] = field(default_factory=list)
 
     @classmethod
     def discover(cls, extra: Sequence[object] = (), *, installed: Iterable[EntryPoint] | None = None) -> Self:
-        """Load every entry point of the group ``infer`` and register ``extra`` (modules or objects) besides.
+        """Load every entry point of the group ``infer``, and register ``extra`` (modules or objects) as well.
 
-        ``extra`` is asked for explicitly, so what is wrong with it is raised as a PluginError.
+        The caller asks for ``extra`` explicitly, so a fault in it is raised as a PluginError.
         """
         manager = pluggy.PluginManager(GROUP)
         manager.add_hookspecs(hookspecs)
@@ -110,7 +110,7 @@ class Plugins:
         return plugins
 
     def _add(self, plugin: object, distribution: str, version: str) -> None:
-        """Take a plugin, or raise a PluginError that says what is wrong with it, and nothing of it stays."""
+        """Add a plugin. If anything is wrong with it, raise a PluginError and add nothing."""
         try:
             inspection.check_api(plugin)
             self.environment |= inspection.environment(plugin)
@@ -131,11 +131,11 @@ class Plugins:
             label = f"{distribution} {version}"
             while self.manager.has_plugin(label):  # one distribution may bring several entry points
                 label += "+"
-            # pluggy gets the hooks alone: it compares plugins with each other, and asks for all they have.
+            # pluggy compares plugins and reads all their attributes, which may raise, so it gets the hooks alone.
             self._register(label, {attribute: function for attribute, _, function in hooks})
         except (PluginError, KeyboardInterrupt):
             raise
-        except BaseException as error:  # an object may raise wherever it is touched
+        except BaseException as error:  # any access to a foreign object may raise
             raise PluginError(f"it cannot be inspected: {say(error)}.") from error
         for offer in offers:
             self.offers[offer.slot].append(offer)
@@ -152,7 +152,7 @@ class Plugins:
         return module
 
     def get(self, slot: str, name: str, setting: str) -> Offer:
-        """The one offer of that name. Raises PluginError; an explicit choice never falls back."""
+        """The only offer of that name. Raises PluginError: an explicit choice never falls back to another."""
         found = [offer for offer in self.offers[slot] if offer.name == name]
         if not found:
             names = sorted({offer.name for offer in self.offers[slot]})
@@ -167,9 +167,9 @@ class Plugins:
         return offer
 
     def choose(self, slot: str, settings: Settings, there: Sequence[str] = ()) -> Offer:
-        """What the settings choose for a slot; for "auto", or where no setting names the choice, the offer of highest
-        priority among those that go with what is there: the device's type, the checkpoint's architectures, the way its
-        weights are quantised. The log says which and why. Raises PluginError or SettingsError.
+        """The offer that the settings name for a slot. For "auto", or if the slot has no setting, the offer of highest
+        priority among those that suit ``there``: the device's type, the checkpoint's architectures or its quantization
+        method. The log says which offer was chosen and why. Raises PluginError or SettingsError.
         """
         about, name = SLOTS[slot], "auto"
         if about.setting is not None:
@@ -221,9 +221,9 @@ class Plugins:
         return chosen
 
     def candidates(self, slot: str, settings: Settings) -> list[Offer]:
-        """For a slot where the checkpoint decides among several: the offer that the settings name, none for "none", and
-        for "auto" all that can be used, the highest priority first. Of two with one name auto takes neither, and the
-        log says so. Raises PluginError."""
+        """The offers among which the checkpoint decides: the one that the settings name, none for "none", and for
+        "auto" all that can be used, the highest priority first. If two have the same name, auto leaves out both and
+        logs it. Raises PluginError."""
         setting = SLOTS[slot].setting
         assert setting is not None
         section, key = setting.split(".")
@@ -244,14 +244,14 @@ class Plugins:
         return {name: path for name, path, _ in self._checkpoints}
 
     def check_bundled(self, name: str) -> None:
-        """Raises PluginError where two distributions bring a checkpoint of that name."""
+        """Raises PluginError if two distributions bring a checkpoint of that name."""
         owners = sorted(distribution for found, _, distribution in self._checkpoints if found == name)
         if len(owners) > 1:
             raise PluginError(f"{' and '.join(owners)} both bring a checkpoint {name!r}; uninstall one of them.")
 
     def observe(self, settings: Settings) -> Callable[[], None]:
-        """Make the installed observers. One that cannot be made is left out, and the log says why. What comes back ends
-        them: it closes each once."""
+        """Make the installed observers and register them. An observer that cannot be made is left out, and the log says
+        why. The returned function unregisters and closes them."""
         made = ExitStack()
         for offer in self.offers["observer"]:
             try:
@@ -266,12 +266,12 @@ class Plugins:
         return made.close
 
     def tell(self, whose: str, observer: object) -> Callable[[], None]:
-        """Have an object observe, until what comes back is called. Raises PluginError."""
+        """Notify an object from now on, until the returned function is called. Raises PluginError."""
         module = self._register(f"{whose} {id(observer)}", _records(whose, observer))
         return lambda: self.manager.unregister(module)
 
     def notify(self, hook: str, record: object) -> None:
-        """Tell every observer. One that raises is logged, and not asked again."""
+        """Notify every observer. An observer that raises is logged and not called again."""
         caller: pluggy.HookCaller = getattr(self.manager.hook, hook)
         for implementation in caller.get_hookimpls():
             call: Callable[..., object] = implementation.function
@@ -290,20 +290,20 @@ class Plugins:
         return found[0]
 
     def culprits(self) -> str:
-        """What may explain that something is missing."""
+        """A sentence for each broken plugin, which may explain why something is missing."""
         return "".join(f" The plugin of {b.distribution} is broken: {b.reason}" for b in self.broken)
 
 
 def _whence(entry: EntryPoint) -> tuple[str, str]:
-    """(distribution, version), as far as its metadata can be read."""
+    """The entry point's (distribution, version), as far as its metadata can be read."""
     try:
         return (str(entry.dist.name), str(entry.dist.version)) if entry.dist else ("unknown", "")
-    except Exception:  # a half-removed distribution has no metadata, and none of the errors that it gives is documented
+    except Exception:  # a half-removed distribution has no metadata, and the errors that this raises are undocumented
         return f"of the entry point {entry.name}", ""
 
 
 def _records(whose: str, observer: object) -> dict[str, Callable[..., object]]:
-    """The hooks that an observer wants to be called by."""
+    """The hooks that an observer has methods for, each a function that calls the method. Raises PluginError."""
 
     def forward(call: Callable[..., object]) -> Callable[..., object]:
         def told(record: object) -> object:

@@ -1,8 +1,9 @@
-"""Settings: command line over environment over file over default, each value with its source.
+"""Settings: the command line overrides the environment, which overrides the file, which overrides defaults. Each value
+keeps its source.
 
-The sections below are core's. A plugin's own table, ``[cache.paged]`` say, is validated by the plugin's own model:
-the whole schema is composed from what is installed, so that unknown keys and the JSON schema come out right by
-themselves. Rules between keys are validators of the models, so they hold however a model is built.
+The sections below are core's. A plugin's own table, such as ``[cache.paged]``, is validated by the plugin's own model.
+The whole schema is composed from what is installed, so that unknown keys are found and the JSON schema is complete.
+Rules between keys are validators of the models, so they hold however a model is built.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ SERVICE_LINK = re.compile(
     r"INFER_(\w+_)?"
     r"((SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_PROTO|_PORT|_ADDR)?)=.*|PORT=(tcp|udp|sctp)://.*)"
 )
-"""``NAME=value`` as Kubernetes sets it in every pod beside a Service called ``infer`` or ``infer-...``."""
+"""``NAME=value`` as Kubernetes sets it in every pod of a namespace with a Service ``infer`` or ``infer-...``."""
 
 
 class Offered(Protocol):
-    """A plugin's offer, as far as settings are concerned."""
+    """What settings need of a plugin's offer."""
 
     @property
     def name(self) -> str: ...
@@ -57,7 +58,7 @@ class Offered(Protocol):
 
 
 class Installed(Protocol):
-    """What is installed, as far as settings are concerned; ``infer.plugins.Plugins`` is."""
+    """What settings need of the installed plugins; ``infer.plugins.Plugins`` has it."""
 
     @property
     def offers(self) -> Mapping[str, Sequence[Offered]]: ...
@@ -115,7 +116,7 @@ class ModelSettings(Section):
     @field_validator("tool_format", "reasoning", "generation_config", mode="before")
     @classmethod
     def _named_none(cls, value: object) -> object:
-        """Here ``none`` is a choice like others, though it says "no value" wherever else it is written."""
+        """For these keys ``none`` is one of the choices; for all others it means "no value"."""
         return "none" if value is None else value
 
 
@@ -125,7 +126,7 @@ class CacheSettings(Section):
 
 class EngineSettings(Section):
     whole_prompts: ClassVar[frozenset[str]] = frozenset()
-    """Schedulers that do not prefill in chunks, by their registrations; ``schema`` fills it in."""
+    """The schedulers that cannot prefill in chunks, by name; ``schema`` fills it in from their registrations."""
 
     max_batch_size: int = Field(16, ge=1, le=65536, description="Requests that run at a time.")
     max_waiting_requests: int = Field(
@@ -154,7 +155,8 @@ class EngineSettings(Section):
     @model_validator(mode="before")
     @classmethod
     def _chunks_by_default(cls, values: Any) -> Any:
-        """Chunking is on by default, and impossible with some schedulers: only asking for it is an error."""
+        """Turn chunking off for schedulers that cannot do it. It is on by default, so only asking for it explicitly is
+        an error."""
         if (
             isinstance(values, dict)
             and "use_chunked_prefill" not in values
@@ -165,7 +167,7 @@ class EngineSettings(Section):
 
     @model_validator(mode="after")
     def _rules(self) -> Self:
-        """Combinations that cannot work, and options that would have no effect."""
+        """Refuse combinations that cannot work, and options that would have no effect."""
         whole = self.batching_mode in self.whole_prompts
         if whole and self.use_chunked_prefill:
             raise _rule(
@@ -175,7 +177,7 @@ class EngineSettings(Section):
         if not self.use_chunked_prefill:
             why = f"engine.use_chunked_prefill is false{f' ({self.batching_mode} batching)' if whole else ''}"
             names = ["prefill_chunk_size", "max_num_partial_prefills"]
-            if whole:  # elsewhere a whole prompt counts as one chunk
+            if whole:  # with other schedulers, a whole prompt counts as one chunk
                 names.append("max_prefill_chunks_per_step")
             for name in names:
                 if name in self.model_fields_set and (value := getattr(self, name)) is not None:
@@ -254,15 +256,15 @@ class LogSettings(Section):
 
 
 class ObserversSettings(Section):
-    """Of observer plugins; nothing of core's own."""
+    """The tables of observer plugins; core has no settings here."""
 
 
 class Settings(BaseSettings):
-    """All sections. Built directly, it has what it is given and defaults; ``load_settings`` gives it ``sources``."""
+    """All sections. Built directly, it has the given values and defaults; ``load_settings`` also reads ``sources``."""
 
     model_config = SettingsConfigDict(frozen=True, extra="forbid", protected_namespaces=(), case_sensitive=True)
     sources: ClassVar[Sequence[Said]] = ()
-    """The first wins."""
+    """Where values come from; the first source that has a key wins."""
 
     model: ModelSettings = ModelSettings()
     cache: CacheSettings = CacheSettings()
@@ -285,7 +287,7 @@ class Settings(BaseSettings):
 
 
 class Said(PydanticBaseSettingsSource):
-    """What one place says: values by dotted key, each with the words by which it was said there."""
+    """One source of settings: values by dotted key, each with its origin as messages name it."""
 
     def __init__(self, settings_cls: type[Settings], said: Iterable[tuple[str, Any, str]]) -> None:
         super().__init__(settings_cls)
@@ -302,11 +304,11 @@ class Said(PydanticBaseSettingsSource):
 class Loaded:
     settings: Settings
     sources: Mapping[str, str]
-    """Dotted key -> where its value came from."""
+    """Where each key's value came from, by dotted key."""
 
 
 def schema(plugins: Installed) -> type[Settings]:
-    """The settings' model with a table for every installed plugin that has settings of its own."""
+    """The model of the settings, with a table for every installed plugin that has settings."""
     sections: dict[str, Any] = {}
     for name, field in Settings.model_fields.items():
         base: Any = field.annotation
@@ -327,14 +329,14 @@ def schema(plugins: Installed) -> type[Settings]:
 
 
 def compose(settings: Settings, plugins: Installed) -> Settings:
-    """Settings that were built without asking what is installed, checked against it. Raises SettingsError."""
+    """Check settings that were built without knowledge of the installed plugins against them. Raises SettingsError."""
     if type(settings) is not Settings:
         return settings
     return _build(schema(plugins), settings.model_dump(exclude_unset=True), {}, plugins)
 
 
 def plugin_settings(settings: Settings, slot: str, name: str) -> BaseModel:
-    """The plugin's own table, validated; its NoSettings where it has none."""
+    """The plugin's own table, validated; NoSettings if it has none."""
     section = SLOTS[slot].section
     table = section and getattr(getattr(settings, section), name, None)
     return table if isinstance(table, BaseModel) else NoSettings()
@@ -349,9 +351,9 @@ def load_settings(
     overrides: Mapping[str, Any] | None = None,
     read_file: bool = True,
 ) -> Loaded:
-    """Merge all sources and validate. ``overrides`` (nested, from Python) goes over everything.
+    """Merge all sources and validate. ``overrides``, nested and from Python, takes precedence over all others.
 
-    The file is ``--settings``, or INFER_SETTINGS, or ./settings.toml if there is one. Raises SettingsError.
+    The settings file is ``file``, or INFER_SETTINGS, or ./settings.toml if it exists. Raises SettingsError.
     """
     env = os.environ if env is None else env
     model = schema(plugins)
@@ -362,7 +364,7 @@ def load_settings(
         Said(model, _file(model, file or env.get(ENV_FILE)) if read_file else ()),
     )
     said = {key: value for source in reversed(model.sources) for key, value in source.said.items()}
-    _nest(said)  # what one place calls a table may be a value elsewhere
+    _nest(said)  # raises if one source has a table where another has a value
     origins = {key: origin for key, (_, origin) in said.items()}
     settings = _build(model, {}, origins, plugins)
     mode = settings.engine.batching_mode
@@ -377,12 +379,12 @@ def _build(model: type[Settings], values: dict[str, Any], origins: Mapping[str, 
         return model(**values)
     except ValidationError as error:
         raise _explain(error, model, origins, plugins) from None
-    except (Exception, SystemExit) as error:  # out of a plugin's own validators
+    except (Exception, SystemExit) as error:  # raised by a plugin's own validators
         raise SettingsError(f"The settings cannot be checked: {say(error)}.") from error
 
 
 def describe(settings: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every key, dotted, with its value."""
+    """Every dotted key with its value."""
     for name in type(settings).model_fields:
         value = getattr(settings, name)
         if isinstance(value, BaseModel):
@@ -392,7 +394,7 @@ def describe(settings: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def describe_schema(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, Any]]:
-    """Every key, dotted, with its description and default."""
+    """Every dotted key with its description and default."""
     for name, field in model.model_fields.items():
         default = field.get_default(call_default_factory=True)
         if isinstance(default, BaseModel):
@@ -402,7 +404,8 @@ def describe_schema(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[
 
 
 def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(settings, the rest): ``--a.b value`` and ``--a.b=value`` wherever they stand before a ``--``."""
+    """Split off the settings, ``--a.b value`` and ``--a.b=value``, wherever they stand before a ``--``. Returns
+    (settings, the rest)."""
     settings, rest, words = [], [], list(argv)
     while words and words[0] != "--":
         word = words.pop(0)
@@ -428,12 +431,13 @@ def _file(model: type[Settings], named: str | None) -> Iterator[tuple[str, Any, 
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         raise SettingsError(f"The settings file {path} cannot be read: {error}.") from None
     for key, value in _leaves(content):
-        # TOML has no null; "none" says it there as on the command line.
+        # TOML has no null, so "none" means it there, as on the command line.
         yield key, _none(value) if isinstance(value, str) else value, str(path)
 
 
 def _variables(env: Mapping[str, str], foreign: frozenset[str]) -> Iterator[tuple[str, Any, str]]:
-    """``INFER_A__B=value``; ``foreign`` ones are read by plugins themselves, and Kubernetes has some of its own."""
+    """The settings among the variables: ``INFER_A__B=value``. Plugins read ``foreign`` ones themselves, and Kubernetes
+    sets some that are not settings."""
     for variable, text in env.items():
         if not variable.startswith(ENV_PREFIX) or variable == ENV_FILE or variable in foreign:
             continue
@@ -463,12 +467,12 @@ def _nest(said: Mapping[str, tuple[Any, str]]) -> dict[str, Any]:
 
 
 def _origin(key: str, origins: Mapping[str, str]) -> str:
-    """Where a key's value, or a part of it, came from; empty where nobody gave one."""
+    """Where a key's value, or a part of it, came from; empty if no source has it."""
     return origins.get(key) or next((o for k, o in origins.items() if k.startswith(f"{key}.")), "")
 
 
 def _arguments(argv: Sequence[str]) -> Iterator[tuple[str, Any, str]]:
-    """``--a.b value`` and ``--a.b=value``."""
+    """Parse ``--a.b value`` and ``--a.b=value``. Raises SettingsError."""
     rest = list(argv)
     while rest:
         word = rest.pop(0)
@@ -488,7 +492,7 @@ def _none(text: str) -> str | None:
 
 
 def _rule(text: str, of: str = "") -> PydanticCustomError:
-    """A broken rule. ``of`` is the part of the text after which the value's source is to be named."""
+    """The error of a broken rule. The source of the value is put into the text after ``of``, which is a part of it."""
     return PydanticCustomError("rule", "{text}", {"text": text, "of": of})
 
 

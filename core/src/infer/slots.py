@@ -1,4 +1,5 @@
-"""What plugins can fill. Discovery, choice, the settings' tables and the advice in errors follow from one table."""
+"""The slots that plugins can fill. Discovery, choice, the settings' tables and the advice in errors all follow from one
+table."""
 
 from __future__ import annotations
 
@@ -20,39 +21,40 @@ from infer.contracts.hooks import (
 
 @dataclass(frozen=True)
 class Slot:
-    """One thing that the engine is made of."""
+    """One kind of part that plugins offer."""
 
     hook: str
-    """What fills it."""
+    """The hook that returns the registrations."""
     section: str | None
-    """The settings' section that has the tables of its plugins, which have no settings where there is none."""
+    """The section of the settings that holds the plugins' tables; None if these plugins have no settings."""
     registration: type[Registration[Any]] = Registration
     setting: str | None = None
-    """What names the choice. Where there is none, the checkpoint chooses, or all are taken."""
+    """The setting that names the choice. If there is none, the checkpoint decides, or all offers are used."""
     fits: str | None = None
-    """The registrations' field of what they go with: ``auto`` takes only those that name what is there."""
+    """The field of a registration that lists what it suits, such as ``devices``: ``auto`` takes only offers whose list
+    has what is there."""
     when: str = ""
-    """What decides in place of a setting, as ``infer plugins`` says it."""
+    """What decides in place of a setting, in the words of ``infer plugins``."""
     missing: str = '{setting} is "auto", but nothing suitable is installed; try: pip install {package}.'
-    """The error where nothing goes with what is there. It may name {there}, {known}, {installed}, {package} and
-    {setting}."""
+    """The error if no offer suits what is there. It may name {there}, {known}, {installed}, {package} and {setting}."""
     tie: str = '{setting} is "auto", but {names} have equal priority; name one of them.'
-    """The error where several do, and none comes first. It may name {names}, {there} and {setting}."""
+    """The error if several suit it and have equal priority. It may name {names}, {there} and {setting}."""
     packages: Mapping[str, str] = field(default_factory=dict)
-    """Names that our own distributions offer, for advice."""
+    """Offers of our own distributions and the package of each, for the advice in errors."""
 
     def suits(self, registration: Registration[Any], there: Sequence[str]) -> bool:
-        """Whether a registration goes with one of what is there. One bound to no device goes with all."""
+        """Whether a registration suits one of ``there``. One that need not say what it suits, and does not, suits
+        all."""
         named = self.named(registration)
         return bool(set(named) & set(there)) or not (named or self.bound)
 
     def named(self, registration: Registration[Any]) -> tuple[str, ...]:
-        """What a registration says that it goes with."""
+        """What a registration says that it suits."""
         return getattr(registration, self.fits, ()) if self.fits else ()
 
     @property
     def bound(self) -> bool:
-        """Whether a registration must say what it goes with."""
+        """Whether a registration must say what it suits."""
         return self.fits not in (None, "devices")
 
 

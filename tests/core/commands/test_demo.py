@@ -1,6 +1,6 @@
 """The step log, from records made by hand."""
 
-from infer.commands.demo import Arrival, Recorder, latencies, render
+from infer.commands.demo import Arrival, SceneObserver, latencies, render
 from infer.hookspecs import RequestRecord, StepRecord, WorkRecord
 
 
@@ -41,6 +41,6 @@ def test_latencies_in_milliseconds() -> None:
 
 def test_later_requests_come_at_their_steps() -> None:
     submitted: list[Arrival] = []
-    recorder = Recorder([Arrival("B", 1, 4, 4), Arrival("C", 3, 4, 4)], submitted.append)
-    recorder.infer_step_finished(first := step(0, 1.0, 2.0, WorkRecord("A", "prefill", 0, 4, True)))
-    assert (recorder.steps, [a.id for a in submitted]) == ([first], ["B"])
+    observer = SceneObserver([Arrival("B", 1, 4, 4), Arrival("C", 3, 4, 4)], submitted.append)
+    observer.infer_step_finished(first := step(0, 1.0, 2.0, WorkRecord("A", "prefill", 0, 4, True)))
+    assert (observer.steps, [a.id for a in submitted]) == ([first], ["B"])

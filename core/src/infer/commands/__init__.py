@@ -1,4 +1,5 @@
-"""The command line. Core's commands stand here, where nothing imports torch, and come in by the hook of any plugin."""
+"""The command line. Core's commands are registered by the same hook as a plugin's. Nothing here imports torch when it
+is loaded."""
 
 from infer.commands import bench, chat, demo, generate, plugins, serve, settings
 

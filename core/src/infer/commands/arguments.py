@@ -1,4 +1,4 @@
-"""What commands share: arguments that are settings or sampling parameters, and tables."""
+"""What commands share: arguments for settings and for sampling parameters, and tables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PLAIN_PARAMS = (
     *("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos", "min_tokens"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 )
-"""Sampling parameters that a command line can say."""
+"""The sampling parameters that have a flag."""
 NAMED = {"MODEL": "model.path"}
 LOADING = {"--model": "model.path", "--max-model-len": "engine.max_seq_len"}
 SERVING = {
@@ -25,11 +25,11 @@ SERVING = {
     "--api-key": "server.api_keys",
     "--served-model-name": "server.served_model_name",
 }
-"""Plain names of the settings that everyone types; other servers have the same."""
+"""Short names for the settings that users type most; other servers use the same names."""
 
 
 class _Plain(argparse.Action):
-    """A flag or an argument that is a setting's other name."""
+    """A flag or a positional argument that stands for a setting."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
@@ -42,7 +42,7 @@ class _Plain(argparse.Action):
 
 
 def add_settings(sub: argparse.ArgumentParser, flags: Mapping[str, str]) -> None:
-    """Arguments that are settings, by the names that ``flags`` gives them."""
+    """Add arguments that stand for settings; ``flags`` maps each argument's name to a setting's key."""
     sections = {name: field.annotation for name, field in Settings.model_fields.items()}
     for flag, key in flags.items():
         section, name = key.split(".")
@@ -60,7 +60,7 @@ def add_sampling(sub: argparse.ArgumentParser) -> None:
 
 
 def sampling(args: argparse.Namespace, defaults: dict[str, object]) -> SamplingParams:
-    """What ``add_sampling``'s arguments say. Raises InferError."""
+    """The sampling parameters given by the arguments of ``add_sampling``. Raises InferError."""
     given = {name: v for name in PLAIN_PARAMS if (v := getattr(args, name, None)) is not None}
     try:
         return SamplingParams.model_validate(defaults | given)

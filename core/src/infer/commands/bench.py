@@ -1,7 +1,7 @@
-"""`infer bench`: the named workloads over HTTP, against infer or any server that speaks /v1/completions.
+"""`infer bench`: plays named workloads over HTTP, against infer or any server that has /v1/completions.
 
-Percentiles are numpy's with linear interpolation. TTFT is from sending to the first chunk with text; ITL is the gap
-between successive chunks; one chunk carries one token unless a character needs several.
+Percentiles are numpy's with linear interpolation. TTFT is the time from sending to the first chunk with text; ITL is
+the gap between successive chunks; one chunk carries one token unless a character needs several.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ if TYPE_CHECKING:
 
 READY = "infer: ready on "
 AUTO_LOAD = 0.7
-"""The fraction of the measured capacity that ``--rate auto`` offers: what the machine can just carry without a
-queue that only grows."""
+"""Without ``--rate``, requests arrive at this fraction of the measured capacity: high, but low enough that the queue
+does not keep growing."""
 CALIBRATION = 8
-"""Requests of the calibration run, sent at once."""
+"""How many requests the calibration run sends, all at once."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests whose lengths are drawn uniformly from one of ``mixture``'s (probability, low, high) prompt ranges."""
+    """A kind of traffic. ``mixture`` has (probability, low, high) for each range that prompt lengths are drawn from,
+    uniformly; ``output`` is the range of answers' lengths. Lengths are in tokens."""
 
     requests: int
     mixture: tuple[tuple[float, int, int], ...]
@@ -50,7 +51,7 @@ class Workload:
     arrivals: str
     """``sequential``, ``at once``, ``uniform`` or ``poisson``."""
     shared_prefix: int = 0
-    """Tokens that all prompts begin with, besides their own."""
+    """How many tokens all prompts have in common before their own tokens."""
 
 
 WORKLOADS: Mapping[str, Workload] = {
@@ -64,7 +65,7 @@ WORKLOADS: Mapping[str, Workload] = {
 
 @dataclass(frozen=True)
 class Planned:
-    """One request of a plan; ``at`` is seconds after the start at a rate of one request per second."""
+    """One request of a plan. ``at`` is its time in seconds after the start, at a rate of one request per second."""
 
     at: float
     prompt_token_ids: tuple[int, ...]
@@ -73,7 +74,7 @@ class Planned:
 
 @dataclass
 class Sample:
-    """What one request met. Times in seconds."""
+    """The measurements of one request, with times in seconds on ``time.perf_counter``."""
 
     sent: float = 0.0
     chunks: list[float] = field(default_factory=list)
@@ -84,8 +85,8 @@ class Sample:
 
 
 def plan(workload: Workload, *, scale: float, seed: int, vocab_size: int, shared: float | None = None) -> list[Planned]:
-    """The requests, the same for the same arguments. ``scale`` multiplies the number of requests and every length;
-    ``shared`` has that part of every prompt in common, its length as it was."""
+    """The workload's requests, the same for the same arguments. ``scale`` multiplies the number of requests and every
+    length. ``shared`` is the fraction of every prompt that all have in common; it does not change lengths."""
     rng = np.random.default_rng(seed)
 
     def scaled(n: int) -> int:
@@ -125,7 +126,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def summarise(samples: Sequence[Sample], counters: Mapping[str, float]) -> dict[str, Any]:
-    """The figures of a run. Latencies in milliseconds, throughput in tokens per second."""
+    """The figures of a run: latencies in milliseconds, throughput in tokens per second."""
     good = [s for s in samples if s.error is None]
     wall = max((s.done for s in samples), default=0.0) - min((s.sent for s in samples), default=0.0)
     output = sum(s.output_tokens for s in good)
@@ -148,7 +149,7 @@ def summarise(samples: Sequence[Sample], counters: Mapping[str, float]) -> dict[
 
 
 def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """One column per run."""
+    """The figures as text, with one column per run."""
     lines = {"output tok/s": "output_tok_s", "total tok/s": "total_tok_s", "requests/s": "requests_s"}
     cells = [["", *rows]]
     cells += [[title, *(f"{r[key]:.1f}" for r in rows.values())] for title, key in lines.items()]
@@ -172,7 +173,7 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 async def send(session: aiohttp.ClientSession, url: str, model: str, planned: Planned) -> Sample:
-    """One streamed completion."""
+    """Send one request and read its streamed completion."""
     import aiohttp
 
     sample = Sample(prompt_tokens=len(planned.prompt_token_ids))
@@ -211,7 +212,7 @@ COUNTERS = ("passes", "computed_tokens", "padded_tokens", "useful_tokens", "pref
 
 
 async def count(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
-    """The server's counters; none where it is not infer."""
+    """The server's counters; empty if the server is not infer."""
     async with session.get(f"{url}/metrics") as response:
         text = await response.text() if response.status == 200 else ""
     found = {sample.name: sample.value for family in text_string_to_metric_families(text) for sample in family.samples}
@@ -221,7 +222,8 @@ async def count(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
 async def play(
     url: str, model: str, planned: Sequence[Planned], arrivals: str, rate: float, warm_up: Planned
 ) -> tuple[list[Sample], dict[str, float]]:
-    """Send a plan at its arrival times; what each request met, and by how much the server's counters rose."""
+    """Send a plan at its arrival times. Returns the sample of each request, and how much each of the server's counters
+    rose."""
     import aiohttp
 
     async def later(one: Planned) -> Sample:
@@ -241,7 +243,7 @@ async def play(
 
 
 async def served(url: str) -> dict[str, Any]:
-    """The entry of /v1/models."""
+    """The first entry of /v1/models. Raises InferError."""
     import aiohttp
 
     try:
@@ -254,7 +256,7 @@ async def served(url: str) -> dict[str, Any]:
 
 @contextmanager
 def server(settings_argv: Sequence[str]) -> Iterator[str]:
-    """The URL of an `infer serve` of our own, stopped at the end."""
+    """Start an `infer serve` with these settings, yield its URL, and stop it at the end. Raises InferError."""
     command = [sys.executable, "-m", "infer.commands.cli", "serve", *settings_argv, "--server.port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -269,7 +271,7 @@ def server(settings_argv: Sequence[str]) -> Iterator[str]:
 
 
 def measure(url: str, name: str, args: argparse.Namespace, rate: float | None) -> tuple[dict[str, Any], float]:
-    """Play a workload; returns its figures and the rate it was played at."""
+    """Play a workload. Returns its figures and its rate in requests per second."""
     entry = asyncio.run(served(url))
     vocab_size = args.vocab_size or entry.get("vocab_size") or 1000
     workload = WORKLOADS[name]
@@ -278,7 +280,7 @@ def measure(url: str, name: str, args: argparse.Namespace, rate: float | None) -
         return plan(workload, scale=args.scale, seed=seed, vocab_size=vocab_size, shared=args.shared)
 
     planned = drawn(args.seed)
-    # Of the same kind, but nothing that the cache could later find again.
+    # Requests of the same kind for calibration, with other tokens, so that the cache holds nothing of the plan.
     others = [Planned(0.0, p.prompt_token_ids, p.max_tokens) for p in drawn(args.seed + 1)[:CALIBRATION]]
     warm_up = Planned(0.0, others[-1].prompt_token_ids, 2)
     longest = max(len(p.prompt_token_ids) + p.max_tokens for p in planned)
@@ -298,7 +300,7 @@ def measure(url: str, name: str, args: argparse.Namespace, rate: float | None) -
 
 
 def median_run(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Each figure's median over repeated runs; errors of all."""
+    """The median of each figure over repeated runs, and the errors of all runs."""
     first = runs[0]
     merged: dict[str, Any] = {}
     for key, value in first.items():
@@ -313,7 +315,7 @@ def median_run(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
+    """The machine and the versions that the figures were measured with."""
     from importlib.metadata import version
 
     info = Path("/proc/cpuinfo")
@@ -356,7 +358,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, context: CommandContext) -> int:
-    """Run the workloads and print a table of each; 1 when a request failed."""
+    """Run the workloads and print a table for each. Returns 1 if a request failed, else 0."""
     settings_argv = [*(("--settings", args.settings) if args.settings else ()), *context.argv]
     if args.scale <= 0 or args.repeat < 1 or (args.rate is not None and args.rate <= 0):
         raise SettingsError("--scale, --rate and --repeat must be positive.")

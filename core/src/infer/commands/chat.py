@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, context: CommandContext) -> int:
-    """Read a line, stream the answer, until there are no more lines."""
+    """Read a line and stream the answer, until there are no more lines."""
     from rich.console import Console
     from rich.text import Text
 
@@ -67,7 +67,7 @@ def _read(console: Console) -> str | None:
 
 
 def _answer(llm: LLM, console: Console, messages: Sequence[dict[str, str]], params: SamplingParams) -> str:
-    """Show the answer as it comes; Ctrl-C keeps what is there."""
+    """Show the answer as it arrives, and return it. Ctrl-C stops the answer and keeps what has arrived."""
     from rich.console import Group
     from rich.live import Live
     from rich.markdown import Markdown

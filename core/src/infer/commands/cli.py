@@ -20,7 +20,7 @@ SETTINGS = "Any setting can be given as --section.key value; `infer settings` li
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code: 0, 1 for failed work, 2 for what the user can mend."""
+    """Run a command. Returns the exit code: 0 for success, 1 for failed work, 2 for an error that the user can fix."""
     settings_argv, rest = split_arguments(sys.argv[1:] if argv is None else argv)
     try:
         return _run(settings_argv, rest)
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # Whoever read the output has left; keep the interpreter from complaining when it flushes.
+        # The reader of the output has gone; keep the interpreter from complaining when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(settings_argv: Sequence[str], rest: Sequence[str]) -> int:
     commands, plugins = {command.name: command for command in COMMANDS}, None
     if rest and not rest[0].startswith("-") and rest[0] not in commands:
-        # Only now, since loading plugins takes as long as importing torch does.
+        # Load plugins only if needed, because it takes as long as importing torch.
         plugins = Plugins.discover()
         commands[rest[0]] = _command(plugins, rest[0]).registration
     args = _parser(commands.values()).parse_args(rest)
@@ -58,7 +58,7 @@ def _run(settings_argv: Sequence[str], rest: Sequence[str]) -> int:
 
 
 def _command(plugins: Plugins, name: str) -> Offer:
-    """Raises PluginError where nobody offers it, or two do."""
+    """The offer of a command. Raises PluginError if no plugin or more than one offers it."""
     return plugins.get("command", name, "infer COMMAND")
 
 

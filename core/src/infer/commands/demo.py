@@ -1,4 +1,4 @@
-"""`infer demo`: what the engine does, step by step, with chunked prefill and without."""
+"""`infer demo`: shows what the engine does, step by step, with chunked prefill and without."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SNIPPET = "def parse(text):\n    return [int(part) for part in text.split(',')]\
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request of the scene: it is submitted when the step before ``step`` has finished."""
+    """A request of the scene. It is submitted as soon as ``step`` steps have finished."""
 
     id: str
     step: int
@@ -44,8 +44,8 @@ class Latency:
 
 
 @dataclass
-class Recorder:
-    """An observer that keeps the records and lets the scene's later requests arrive at their steps."""
+class SceneObserver:
+    """An observer that keeps all records and submits the scene's later requests after their steps."""
 
     INFER_PLUGIN_API = 1
     later: list[Arrival] = field(default_factory=list)
@@ -65,7 +65,7 @@ class Recorder:
 
 
 def latencies(steps: Sequence[StepRecord], requests: dict[str, RequestRecord]) -> dict[str, Latency]:
-    """Per request; a token's time is the end of the step that gave it."""
+    """The latencies of each request, by its id. A token's time is the end of the step that drew it."""
     times: dict[str, list[float]] = {}
     for step in steps:
         for work in step.work:
@@ -80,7 +80,7 @@ def latencies(steps: Sequence[StepRecord], requests: dict[str, RequestRecord]) -
 
 
 def render(steps: Sequence[StepRecord], names: Sequence[str], budget: int | None) -> list[str]:
-    """One line per step and a column per request: ``start:end`` for a chunk, ``*`` for a token."""
+    """The timeline: one line per step and one column per request, ``start:end`` for a chunk and ``*`` for a token."""
     width = 11
     lines = ["step       ms  tokens  " + "".join(name.ljust(width) for name in names)]
     for index, step in enumerate(steps):
@@ -97,7 +97,7 @@ def render(steps: Sequence[StepRecord], names: Sequence[str], budget: int | None
 
 
 def compare(chunked: dict[str, Latency], whole: dict[str, Latency]) -> list[str]:
-    """Both runs' latencies, request by request."""
+    """The latencies of both runs side by side, one line per request."""
     head = f"{'':8}{'TTFT':>9}{'ITL mean':>10}{'min':>8}{'max':>8}{'jitter':>8}"
     lines = [
         f"{'milliseconds':14}{'chunked prefill':^43}   {'whole prefill':^43}",
@@ -121,16 +121,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def scene(prompt_tokens: int) -> list[Arrival]:
-    """Three short requests decode while a long prompt comes, and one more short one after it."""
+    """Three short requests decode while a request with a long prompt arrives, and another short one after it."""
     short = [Arrival(name, 0, 12, 40) for name in "ABC"]
     return [*short, Arrival("LONG", 6, prompt_tokens, 8), Arrival("D", 10, 20, 16)]
 
 
-def play(settings: Settings, plugins: Plugins, arrivals: Sequence[Arrival]) -> Recorder:
-    """Run the scene on the settings' model."""
+def play(settings: Settings, plugins: Plugins, arrivals: Sequence[Arrival]) -> SceneObserver:
+    """Run the scene on the model that the settings name."""
     from infer.llm import LLM
 
-    recorder = Recorder([arrival for arrival in arrivals if arrival.step > 0])
+    observer = SceneObserver([arrival for arrival in arrivals if arrival.step > 0])
     try:
         with LLM.from_settings(settings, plugins) as llm:
             tokenizer = llm.served.tokenizer
@@ -139,19 +139,19 @@ def play(settings: Settings, plugins: Plugins, arrivals: Sequence[Arrival]) -> R
             def submit(arrival: Arrival) -> Any:
                 prompt = (ids * (arrival.prompt_tokens // len(ids) + 1))[: arrival.prompt_tokens]
                 params = SamplingParams(temperature=0, max_tokens=arrival.max_tokens, ignore_eos=True)
-                return llm.submit(prompt, params, id=arrival.id, cache_salt=arrival.id)  # each computes its own
+                return llm.submit(prompt, params, id=arrival.id, cache_salt=arrival.id)  # nothing is shared
 
             llm.generate([ids], SamplingParams(max_tokens=2))  # first passes are slower than the rest
-            recorder.submit = submit
-            plugins.manager.register(recorder)
+            observer.submit = submit
+            plugins.manager.register(observer)
             handles = [submit(a) for a in arrivals if a.step == 0]
             for handle in handles:
                 for _ in handle.events():
                     pass
             llm.close(drain_s=60.0)
     finally:
-        plugins.manager.unregister(recorder)
-    return recorder
+        plugins.manager.unregister(observer)
+    return observer
 
 
 def run(args: argparse.Namespace, context: CommandContext) -> int:

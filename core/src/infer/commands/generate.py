@@ -1,4 +1,4 @@
-"""`infer generate`: answers to prompts, on the terminal."""
+"""`infer generate`: answers prompts on the terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`infer plugins`: what is installed, what is chosen, and why."""
+"""`infer plugins`: lists what is installed, what is chosen, and why."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, context: CommandContext) -> int:
-    """The resolved table; an error when a choice cannot be made."""
+    """Print the table of plugins. Raises the error of a choice that cannot be made, after the table."""
     from infer.assemble import choose_device
 
     rows: list[dict[str, str]] = []

@@ -1,4 +1,4 @@
-"""`infer serve`: the model over HTTP."""
+"""`infer serve`: serves the model over HTTP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`infer settings`: each setting's value and source, or their schema."""
+"""`infer settings`: prints each setting's value and source, or the schema of all settings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from infer.settings import describe, describe_schema, schema
 
 
 class _Schema(argparse.Action):
-    """Prints the schema and ends, whatever the settings say."""
+    """Prints the schema and exits. It does so while arguments are parsed, so that wrong settings do not matter."""
 
     def __call__(self, parser: argparse.ArgumentParser, *given: Any) -> None:
         print(json.dumps(schema(Plugins.discover()).model_json_schema(), indent=2))

@@ -1,8 +1,8 @@
 """The hooks that a plugin may implement.
 
 A plugin is a module named by an entry point of the group ``infer``. It states the contract it was written for
-(``INFER_PLUGIN_API = 1``) and marks its functions with ``infer.hookimpl``. What core itself brings comes in the same
-way (``infer/builtin.py``).
+(``INFER_PLUGIN_API = 1``) and marks its functions with ``infer.hookimpl``. Core registers its own parts in the same way
+(``infer/builtin.py``).
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ F = TypeVar("F")
 
 @dataclass(frozen=True)
 class Registration(Generic[F]):
-    """One thing that a plugin offers for a slot."""
+    """One part that a plugin offers for a slot."""
 
     name: str
-    """What a user writes in settings.toml: lower-case letters, digits and single underscores between them."""
+    """The name that a user writes in settings.toml: lower-case letters and digits, with single underscores between
+    them."""
     factory: F
     description: str
     """One line for ``infer plugins``."""
@@ -53,9 +54,10 @@ class Registration(Generic[F]):
     """Validates the plugin's own table in settings.toml, e.g. ``[cache.paged]``. Every field has a default. Unknown
     keys are errors, whatever its ``extra`` says."""
     priority: int = 0
-    """Where a setting says ``auto``, the highest wins; a tie is an error that asks for a choice."""
+    """If a setting says ``auto``, the highest priority wins; a tie is an error that asks for a choice."""
     unavailable: str | None = None
-    """Why it cannot be used here, if so: ``auto`` passes it over and says why, and naming it is an error."""
+    """Why the part cannot be used on this machine; None if it can. ``auto`` passes over an unavailable part and logs
+    why; to name it is an error."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,8 @@ class CacheRegistration(Registration[CacheFactory]):
     """A cache pool that says how long a sequence may become in it."""
 
     longest: Callable[[CacheContext, Any, int], int] | None = None
-    """Given a context, the pool's settings and how many bytes the weights will yet take: the positions that memory
-    holds for one sequence. Without it, sequences have 4096 positions at most unless ``engine.max_seq_len`` is set."""
+    """(context, the pool's settings, bytes that the weights have still to take) -> how many positions of one sequence
+    fit into memory. Without it, sequences have at most 4096 positions unless ``engine.max_seq_len`` is set."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class WeightFormatRegistration(Registration[WeightFormatFactory]):
     """A way to store weights, found by the ``quant_method`` of config.json's ``quantization_config``."""
 
     methods: tuple[str, ...] = ()
-    """The empty one is that of checkpoints without a ``quantization_config``."""
+    """The ``quant_method`` values; "" stands for checkpoints without a ``quantization_config``."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +89,7 @@ class SchedulerRegistration(Registration[SchedulerFactory]):
     """A scheduler, and whether it can prefill a prompt in chunks."""
 
     chunks: bool = True
-    """False for one that prefills whole prompts: ``engine.use_chunked_prefill`` is then off, and asking for it is an
-    error."""
+    """False if it prefills whole prompts: ``engine.use_chunked_prefill`` is then off, and asking for it is an error."""
 
 
 @dataclass(frozen=True)
@@ -101,21 +102,21 @@ class KernelsRegistration(Registration[KernelsFactory]):
 
 @dataclass(frozen=True)
 class ToolFormatRegistration(Registration[ToolFormatFactory]):
-    """A way in which a model family writes tool calls. ``priority`` orders those that ``auto`` tries: formats that a
-    mark announces come before those that nothing does."""
+    """A way in which a model family writes tool calls. ``auto`` tries formats in order of ``priority``: formats whose
+    calls begin with a mark come before those without."""
 
     marks: tuple[str, ...] = ()
-    """The tokens that it is written with (``[TOOL_CALLS]``), each whole: a tokenizer may have them as special tokens,
-    which an answer's text would leave out."""
+    """The complete tokens that mark calls, such as ``[TOOL_CALLS]``. If the tokenizer has them as special tokens, they
+    are kept in an answer's text, which otherwise leaves special tokens out."""
 
 
 @dataclass(frozen=True)
 class CommandRegistration(Registration[CommandFactory]):
-    """A command, ``infer NAME``. Its ``factory`` is what runs it, and its ``description`` its line of help."""
+    """A command, ``infer NAME``. ``factory`` runs it, and ``description`` is its line of help."""
 
     add_arguments: Callable[[argparse.ArgumentParser], object] | None = None
-    """Gives the command's parser its arguments. It is called whenever plugins are looked for: be quick, and import in
-    ``factory`` what takes long. ``--settings`` and ``--section.key`` are there already."""
+    """Adds the command's arguments to its parser. It is called whenever plugins are discovered, so it must be quick;
+    slow imports belong in ``factory``. ``--settings`` and ``--section.key`` are there already."""
 
 
 @hookspec
@@ -145,22 +146,22 @@ def infer_kernels() -> list[KernelsRegistration]:  # type: ignore[empty-body]
 
 @hookspec
 def infer_tool_formats() -> list[ToolFormatRegistration]:  # type: ignore[empty-body]
-    """Ways to write tool calls, chosen by ``model.tool_format``, or by what the chat template itself writes."""
+    """Ways to write tool calls, chosen by ``model.tool_format`` or by the calls that the chat template writes."""
 
 
 @hookspec
 def infer_reasoning_formats() -> list[Registration[ReasoningFactory]]:  # type: ignore[empty-body]
-    """Ways to write reasoning, chosen by ``model.reasoning``, or by the closing tag that the chat template has."""
+    """Ways to write reasoning, chosen by ``model.reasoning`` or by the closing tag in the chat template."""
 
 
 @hookspec
 def infer_observers() -> list[Registration[ObserverFactory]]:  # type: ignore[empty-body]
-    """Observers with settings, ``[observers.NAME]``, or with something to close. Each is made once per engine."""
+    """Observers that have settings, ``[observers.NAME]``, or something to close. Each is made once per engine."""
 
 
 @hookspec
 def infer_routes() -> list[Registration[RoutesFactory]]:  # type: ignore[empty-body]
-    """Endpoints of ``infer serve``, with settings in ``[server.NAME]``. All are taken."""
+    """Endpoints of ``infer serve``, with settings in ``[server.NAME]``. All installed ones are served."""
 
 
 @hookspec
@@ -175,9 +176,10 @@ def infer_checkpoints() -> Mapping[str, Path]:  # type: ignore[empty-body]
 
 @hookspec
 def infer_step_finished(record: StepRecord) -> None:
-    """Called in the engine's thread after every step; be quick. One that raises is logged and not called again."""
+    """Called in the engine's thread after every step, so it must be quick. An observer that raises is logged and not
+    called again."""
 
 
 @hookspec
 def infer_request_finished(record: RequestRecord) -> None:
-    """Called in the engine's thread after a request's last event; the same rules."""
+    """Called in the engine's thread after a request has ended; the same rules apply."""

@@ -1,4 +1,4 @@
-"""The engine: drain the inbox, schedule, pack, run, publish. It owns the device and knows nothing of HTTP or clients."""
+"""The engine: drain the inbox, schedule, pack, run, publish. It owns the device and knows neither HTTP nor clients."""
 
 from __future__ import annotations
 
@@ -253,7 +253,7 @@ class Engine:
 
 
 class Records(Seq[WorkRecord]):
-    """A step's WorkRecords, each made only when it is read: most steps have no observer that reads them."""
+    """A step's WorkRecords, each made only when it is read, because often no observer reads them."""
 
     def __init__(self, works: list[Work]) -> None:
         self._works = works
