@@ -1,4 +1,4 @@
-"""GET /v1/models, /health and /ready: what is served, and whether it is."""
+"""GET /v1/models, /health and /ready: which model is served, and whether the server works."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The shapes of answers: each endpoint's ``Route`` names its own, and /openapi.json tells clients of them, which
-``tests/clients`` holds answers against."""
+"""The types of answers. Each endpoint's ``Route`` names its own, and /openapi.json describes them to clients;
+``tests/clients`` checks real answers against that description."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class CompletionChoice(TypedDict):
     prompt_logprobs: NotRequired[PromptLogprobs]
 
 
-class Completion(TypedDict):
-    """An answer, or a chunk of one."""
+class TextCompletion(TypedDict):
+    """An answer, or a chunk of a streamed one."""
 
     id: str
     object: Literal["text_completion"]
@@ -228,7 +228,7 @@ class Response(TypedDict):
 
 
 class ResponseEvent(TypedDict):
-    """One of OpenAI's ``response.*`` events; what else it holds depends on its type."""
+    """One of OpenAI's ``response.*`` events. Its other fields depend on its type."""
 
     type: str
     sequence_number: int
@@ -266,7 +266,7 @@ class Choice(TypedDict):
 
 
 class Score(TypedDict):
-    """Both maps are keyed by the level's number."""
+    """``probabilities`` and ``legend`` are keyed by the level's number."""
 
     type: Literal["score"]
     score: float

@@ -1,4 +1,4 @@
-"""The HTTP server: routes, life and death."""
+"""The HTTP server: its routes, start and shutdown."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ log = logging.getLogger(__name__)
 
 KEEPALIVE_S = 15.0
 LEAVE_S = 1.5
-"""From the engine's failure to the end of the process, at most."""
+"""The process ends at most this many seconds after the engine has failed."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def run(settings: Settings, plugins: Plugins) -> None:
-    """Load the model, serve until SIGINT or SIGTERM, drain, stop. Raises InferError."""
+    """Load the model, serve until SIGINT or SIGTERM, then drain and stop. Raises InferError."""
     for number in SIGNALS:
         signal.signal(number, lambda number, frame: _leave(number))
     sockets = bind(settings.server.host, settings.server.port)
@@ -52,7 +52,8 @@ def run(settings: Settings, plugins: Plugins) -> None:
 
 
 def _leave(number: int) -> None:
-    """End at once, whatever native code is under way: before there is anything to finish, or when told twice."""
+    """End the process at once, even while native code runs. This is for signals during the start, when there is no
+    request to finish, and for a second signal."""
     print(f"infer: stopped by {signal.Signals(number).name}", file=sys.stderr, flush=True)
     os._exit(128 + number)
 
@@ -60,8 +61,8 @@ def _leave(number: int) -> None:
 async def serve(
     engine_loop: EngineLoop, served: Served, plugins: Plugins, settings: Settings, sockets: Sequence[socket.socket]
 ) -> None:
-    """Serve until a signal; then let the requests under way finish within ``drain_timeout_s``. A second signal ends the
-    process. Raises EngineDeadError once the engine has failed and those under way have had a second to be told."""
+    """Serve until a signal, then let running requests finish within ``drain_timeout_s``. A second signal ends the
+    process. If the engine fails, running requests have a second to send their errors, and EngineDeadError is raised."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -73,7 +74,7 @@ async def serve(
     for number in SIGNALS:
         loop.add_signal_handler(number, signalled, number)
     app = make_app(engine_loop, served, plugins, settings)
-    # What is loaded by now stays; looking through it again and again would hold up a step each time.
+    # What is loaded by now stays, and each collection that looks through it again would hold up a step.
     gc.collect()
     gc.freeze()
     async with listen(app, sockets) as url:
@@ -87,7 +88,7 @@ async def serve(
 
 
 def _leave_soon(ended: Future[None]) -> None:
-    """A process whose engine has failed ends soon, whatever a thread or a client may hold up."""
+    """End the process within ``LEAVE_S`` of the engine's failure, whatever a thread or a client may hold up."""
     if ended.exception() is not None:
         timer = threading.Timer(LEAVE_S, os._exit, [1])
         timer.daemon = True
@@ -95,7 +96,7 @@ def _leave_soon(ended: Future[None]) -> None:
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
-    """A socket for every address of the host. Raises SettingsError."""
+    """Bind a socket to every address of the host. Raises SettingsError."""
     try:
         found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
@@ -107,7 +108,7 @@ def bind(host: str, port: int) -> list[socket.socket]:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
                 bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            # With port 0, all addresses share the one that the first got.
+            # With port 0, all addresses use the port that the first one got.
             bound.bind((address[0], sockets[0].getsockname()[1] or port, *address[2:]))
     except OSError as error:
         for bound in sockets:
@@ -125,10 +126,10 @@ def _taken(host: str, port: int, error: OSError) -> SettingsError:
 
 @asynccontextmanager
 async def listen(app: web.Application, sockets: Sequence[socket.socket]) -> AsyncIterator[str]:
-    """Serve the app, to the end of the block. Gives the address."""
+    """Serve the app until the end of the block. Yields the URL."""
     runner = web.AppRunner(
         app,
-        handler_cancellation=True,  # a client that leaves ends its handler, and so its request
+        handler_cancellation=True,  # if a client disconnects, its handler is cancelled, and so its request
         shutdown_timeout=1.0,
     )
     await runner.setup()
@@ -139,7 +140,7 @@ async def listen(app: web.Application, sockets: Sequence[socket.socket]) -> Asyn
         protocol = functools.partial(Protocol, runner.server, loop=loop, **how)
         try:
             listening = [await loop.create_server(protocol, sock=bound) for bound in sockets]
-        except OSError as error:  # another has bound it as well, and was faster
+        except OSError as error:  # another process has bound the port as well and listens already
             host, port = sockets[0].getsockname()[:2]
             raise _taken(host, port, error) from None
         try:
@@ -147,18 +148,18 @@ async def listen(app: web.Application, sockets: Sequence[socket.socket]) -> Asyn
             yield f"http://{f'[{address}]' if ':' in address else address}:{port}"
         finally:
             for server in listening:
-                server.close()  # not waited for: it would wait for clients that keep their connection
+                server.close()  # waiting for it would wait for clients that keep their connection open
     finally:
         await runner.cleanup()
 
 
 def make_app(engine_loop: EngineLoop, served: Served, plugins: Plugins, settings: Settings) -> web.Application:
-    """The endpoints, and what every request goes through. Call it inside the event loop that will serve them. Raises
-    PluginError."""
+    """The application: all endpoints, and the middlewares that every request passes. Call it inside the event loop that
+    will serve them. Raises PluginError."""
     server = settings.server
     service = Service(engine_loop, served, plugins, settings)
     routes = gather(service, plugins)
-    # The outermost comes first: whatever goes wrong inside has a status by the time it is logged.
+    # The outermost middleware comes first: any error inside has become a status by the time it is logged.
     keys = [key.get_secret_value() for key in server.api_keys]
     app = web.Application(
         middlewares=[

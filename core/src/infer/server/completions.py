@@ -27,9 +27,9 @@ def routes(service: Service, settings: object) -> list[Route]:
             "/v1/completions",
             Completions(service).handle,
             "Continue texts.",
-            answers.Completion,
+            answers.TextCompletion,
             CompletionRequest,
-            answers.Completion,
+            answers.TextCompletion,
         )
     ]
 

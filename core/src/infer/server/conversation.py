@@ -1,4 +1,4 @@
-"""What a chat template decides: prompts out of messages, and how answers to them are read."""
+"""What the chat template decides: the prompt made from messages, and how the answer is read."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ log = logging.getLogger(__name__)
 
 OWN_FIELDS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 RESERVED = ("self", "loop", "caller", "varargs", "kwargs")
-"""Names with a meaning of their own in Jinja templates."""
+"""Names that have a meaning of their own in Jinja templates."""
 
 
 class Conversation:
-    """The model's chat template, at work in a process of its own."""
+    """The model's chat template, which is rendered in a process of its own."""
 
     def __init__(self, served: Served, settings: ModelSettings) -> None:
         self._served = served
         self._renderer = None if served.template is None else Renderer(served.template)
         self._setting = settings.tool_format
         self.tool_format: ToolFormat | None = None
-        """How the model writes calls, if that is known; ``prepare`` finds out."""
+        """How the model writes tool calls; None if unknown. ``prepare`` sets it."""
 
     async def prepare(self) -> None:
-        """Find out how the chat template writes tool calls, unless the settings say so. Call it before any other."""
+        """Find out how the chat template writes tool calls, unless the settings say it. Call this first."""
         formats = self._served.tool_formats
         if self._setting != "auto":
             self.tool_format = next(iter(formats), None)
@@ -62,18 +62,19 @@ class Conversation:
             log.info("tool calls are read as model.tool_format = %s", self.tool_format.name)
 
     async def close(self) -> None:
-        """End the process."""
+        """End the renderer's process."""
         if self._renderer is not None:
             await self._renderer.close()
 
     async def render(self, messages: bytes, /, **form: Any) -> str:
-        """The prompt that the chat template makes of messages in JSON, ``ChatTemplate.prompt``. Raises RequestError."""
+        """The prompt that the chat template makes from messages in JSON: ``ChatTemplate.prompt``. Raises
+        RequestError."""
         return await self._process(messages, **form)
 
     async def prompt(
         self, asked: ChatRequest | ResponsesRequest | TokenizeRequest, tools: Sequence[dict[str, Any]]
     ) -> str:
-        """The prompt that the chat template makes of the messages. Raises RequestError."""
+        """The prompt that the chat template makes from a request's messages. Raises RequestError."""
         variables = asked.chat_template_kwargs or {}
         for name in variables:
             if name in OWN_FIELDS:

@@ -1,8 +1,8 @@
-"""POST /v1/decisions and /v1/systemone: typed questions on a state, answered by how likely the model finds each label.
+"""POST /v1/decisions and /v1/systemone: answer typed questions about a state by the model's probability of each label.
 
-The shapes are those of OpenAI's decisions and of TypeSafe's System One. Nothing is generated: a question is a prompt
-whose next token is the label of an answer. All questions begin with the state, so a pool that shares prefixes holds it
-once.
+Requests and answers have the formats of OpenAI's decisions and of TypeSafe's System One. No text is generated: each
+question becomes a prompt whose next token is the label of an answer. All prompts begin with the state, so a pool that
+shares prefixes holds the state once.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def routes(service: Service, settings: object) -> list[Route]:
 
 
 class Asked(NamedTuple):
-    """A question, as the model is asked it: with a label for each answer, and what it means."""
+    """A question as the model is asked it, with the label and the meaning of each possible answer."""
 
     text: str
     labels: tuple[str, ...]
@@ -80,7 +80,7 @@ class Asked(NamedTuple):
 
 
 class Decisions:
-    """The handler and what it needs."""
+    """The handler of POST /v1/decisions and POST /v1/systemone."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -88,7 +88,7 @@ class Decisions:
         self._label_ids = functools.lru_cache(256)(self._label_ids_after)
 
     async def handle(self, http: web.Request, model: type[Questions] = Questions) -> web.StreamResponse:
-        """``model`` is the body's, where the route takes one only."""
+        """Answer a request. ``model`` is the kind of body that the route takes; ``Questions`` stands for all kinds."""
         asked = await self._service.read(http, model)
         match asked:
             case SystemOneRequest():
@@ -107,7 +107,7 @@ class Decisions:
             (request,) = await self._service.requests(http, [prompt], params, asked, prefix=prefix, special=special)
             made.append((request, ids))
         requests = [request for request, _ in made]
-        # The first puts the state into the cache, where the others find it.
+        # The first request puts the state into the cache, where the others find it.
         answers, tokens, cached = [], 0, 0
         for part in (requests[:1], requests[1:]):
             found, used = await self._service.whole(http, part)
@@ -134,7 +134,7 @@ class Decisions:
         return await self._service.answer(http, frame | {"answers": Array(decided), "usage": usage | more})
 
     def _put(self, question: Question) -> Asked:
-        """Raises RequestError."""
+        """The question's text, labels and meanings. Raises RequestError."""
         match question:
             case YesNoQuestion():
                 criteria = question.criteria
@@ -158,7 +158,7 @@ class Decisions:
                 return Asked(f"Question: {shown(question.instructions)}", labels, meanings)
 
     async def _prompt(self, state: str, asked: Asked) -> tuple[str, bool]:
-        """And whether special tokens are still to be added."""
+        """The prompt, and whether the tokenizer has to add special tokens to it."""
         text = f"State:\n{state}\n\n{asked.text}\nAnswers:\n" + "".join(
             f"{label}: {meaning}\n" if meaning else f"{label}\n"
             for label, meaning in zip(asked.labels, asked.meanings, strict=True)
@@ -171,7 +171,8 @@ class Decisions:
         ), False
 
     def _letters_of_one_token(self, count: int) -> tuple[str, ...]:
-        """So many labels that the tokenizer writes as one token each, and no two alike. Raises RequestError."""
+        """``count`` labels, each a single letter or a single token, no two of which end in the same token. Raises
+        RequestError."""
         found: dict[int, str] = {}
         for letters in LETTERS:
             ids = self._service.served.tokenizer.encode(letters, add_special_tokens=False).ids
@@ -185,7 +186,7 @@ class Decisions:
         )
 
     def _label_ids_after(self, tail: str, labels: tuple[str, ...]) -> tuple[int, ...]:
-        """The token that each label begins with behind a text. Raises RequestError."""
+        """The first token of each label when it follows a text. Raises RequestError if two labels share one."""
         encode = self._service.served.tokenizer.encode
         before = encode(tail, add_special_tokens=False).ids
         ids = []
@@ -211,7 +212,7 @@ def _meaning(name: str, description: str | None) -> str:
 
 
 def _normalized(logprobs: Mapping[int, float], ids: Sequence[int]) -> list[float]:
-    """Probabilities of the labels among themselves."""
+    """The probabilities of the labels, normalized to a sum of 1."""
     most = max(logprobs[id] for id in ids)
     weights = [math.exp(logprobs[id] - most) for id in ids]
     whole = sum(weights)
@@ -250,6 +251,6 @@ def _answer(question: Question, probabilities: Sequence[float]) -> Json:
 
 
 def _confidence(probabilities: Sequence[float]) -> float:
-    """1 where one answer has it all, 0 where all are alike: one minus the entropy's share of its maximum."""
+    """One minus the entropy as a fraction of its maximum: 1 if one answer is certain, 0 if all are equally likely."""
     entropy = -sum(p * math.log(p) for p in probabilities if p > 0)
     return 1 - entropy / math.log(len(probabilities))

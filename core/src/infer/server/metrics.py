@@ -1,4 +1,4 @@
-"""What Prometheus reads, fed by the hooks that any observer gets."""
+"""GET /metrics for Prometheus, made from the records that observers get."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def routes(service: Service, settings: object) -> list[Route]:
     return [Route("GET", "/metrics", metrics.handle, "Figures for Prometheus.", "text/plain")]
 
 
-class Tally:
-    """A histogram's numbers."""
+class Histogram:
+    """Counts observed values by the bucket that they fall into."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
@@ -41,6 +41,7 @@ class Tally:
         self._sum += value * times
 
     def buckets(self) -> tuple[list[tuple[str, float]], float]:
+        """Each bucket's bound with the number of values up to it, and the sum of all values."""
         total = 0.0
         buckets: list[tuple[str, float]] = []
         for bound, count in zip([*map(str, self._bounds), "+Inf"], self._counts, strict=True):
@@ -50,10 +51,10 @@ class Tally:
 
 
 class Metrics:
-    """An observer, a collector, and the handler of GET /metrics. Written by the engine's thread, read by others: these
-    may see a step half counted, and the whole of it the next time.
+    """An observer, a Prometheus collector, and the handler of GET /metrics. The engine's thread writes and others read,
+    without a lock: a reader may see a part of a step's numbers, and the rest of them the next time.
 
-    Tokens are positions of the model's input, times are seconds. Names are those that vLLM has where it has the same.
+    Computed tokens are positions of the model's input; times are in seconds. Metrics that vLLM has too have its names.
     """
 
     def __init__(self, service: Service) -> None:
@@ -68,18 +69,18 @@ class Metrics:
         self._running = self._waiting = self._used_tokens = 0
         self._finished = dict.fromkeys(REASONS, 0)
         self._last_step: float | None = None
-        self._time_to_first_token = Tally(LONG_SECONDS)
-        self._inter_token_latency = Tally(SECONDS)
-        self._e2e = Tally(LONG_SECONDS)
-        self._queue = Tally(LONG_SECONDS)
-        self._prefill = Tally(LONG_SECONDS)
-        self._decode = Tally(LONG_SECONDS)
-        self._prompt_tokens = Tally(POWERS)
-        self._generation_tokens = Tally(POWERS)
-        self._step_tokens = Tally(POWERS)
-        self._step_seconds = Tally(SECONDS)
-        self._step_chunks = Tally(FEW)
-        self._step_fill = Tally(FILL)
+        self._time_to_first_token = Histogram(LONG_SECONDS)
+        self._inter_token_latency = Histogram(SECONDS)
+        self._e2e = Histogram(LONG_SECONDS)
+        self._queue = Histogram(LONG_SECONDS)
+        self._prefill = Histogram(LONG_SECONDS)
+        self._decode = Histogram(LONG_SECONDS)
+        self._prompt_tokens = Histogram(POWERS)
+        self._generation_tokens = Histogram(POWERS)
+        self._step_tokens = Histogram(POWERS)
+        self._step_seconds = Histogram(SECONDS)
+        self._step_chunks = Histogram(FEW)
+        self._step_fill = Histogram(FILL)
         self._registry.register(self)
 
     def infer_step_finished(self, record: StepRecord) -> None:
@@ -95,7 +96,7 @@ class Metrics:
         if self._budget:
             self._step_fill.observe(record.computed_tokens / self._budget)
         if record.decodes and self._last_step is not None:
-            # Everyone who decodes gets a token in every step: the time between two is that between steps.
+            # Every decoding sequence gets a token in each step, so the time between two steps is its ITL.
             self._inter_token_latency.observe(record.finished - self._last_step, record.decodes)
         self._last_step = record.finished if record.running else None
 
@@ -118,7 +119,7 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         if self._engine_loop.num_open == 0:
-            self._running = self._waiting = 0  # of the end of the last request no step tells
+            self._running = self._waiting = 0  # no step reports the end of the last request
         counters = (
             ("passes", "Forward passes.", self._passes),
             ("computed_tokens", "Tokens that went through the model.", self._computed),
@@ -149,7 +150,7 @@ class Metrics:
         )
         for name, text, level in gauges:
             yield self._with(GaugeMetricFamily(self._prefix + name, text, labels=["model_name"]), level)
-        tallies = (
+        histograms = (
             ("time_to_first_token_seconds", "From arrival to the first token.", self._time_to_first_token),
             ("inter_token_latency_seconds", "Between two tokens of a request.", self._inter_token_latency),
             ("e2e_request_latency_seconds", "From arrival to the end.", self._e2e),
@@ -163,9 +164,9 @@ class Metrics:
             ("step_chunks", "Prefill chunks per step.", self._step_chunks),
             ("step_budget_fill", "The share of engine.max_tokens_per_step that steps use.", self._step_fill),
         )
-        for name, text, tally in tallies:
+        for name, text, histogram in histograms:
             family = HistogramMetricFamily(self._prefix + name, text, labels=["model_name"])
-            buckets, summed = tally.buckets()
+            buckets, summed = histogram.buckets()
             family.add_metric([self._model], buckets, summed)
             yield family
 

@@ -62,7 +62,8 @@ class Reader:
         self._child = Child(__name__, lambda: "\n".join(self._modules).encode(), seconds=SECONDS, memory=MEMORY)
 
     def expect(self, model: type[schemas.Body]) -> None:
-        """Have the process know a model before there is work. Raises ValueError for one that it could not find."""
+        """Have the child process import a model before there is work. Raises ValueError for a model that it could not
+        find."""
         if getattr(sys.modules.get(model.__module__), model.__name__, None) is not model:
             raise ValueError(f"the body {model.__qualname__} does not stand at the top of a module of its own name")
         self._modules.add(model.__module__)
@@ -93,7 +94,7 @@ def worker(first: bytes) -> Callable[[bytes], bytes]:
     for module in first.decode().split("\n"):
         try:
             importlib.import_module(module)
-        except Exception:  # a plugin's; other bodies are read as before
+        except Exception:  # a plugin's module is broken; all other bodies can still be read
             traceback.print_exc()
 
     def answer(message: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""The endpoints that are installed, checked: what is wrong with one is a sentence at the start."""
+"""Collects the installed endpoints and checks them, so that a fault in one is reported when the server starts."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ log = logging.getLogger(__name__)
 
 
 def gather(service: Service, plugins: Plugins) -> list[Route]:
-    """Everybody's routes, in the order of discovery. Raises PluginError where a plugin's cannot be served, or two
-    serve one path."""
+    """The routes of core and of all plugins, in the order of discovery. Raises PluginError if a plugin's routes cannot
+    be served, or if two distributions serve the same path."""
     owners = dict.fromkeys((("GET", path) for path in PAGES), "infer-core")
     found: list[Route] = []
     for offer in plugins.offers["routes"]:
@@ -34,7 +34,7 @@ def gather(service: Service, plugins: Plugins) -> list[Route]:
         with named(f"{offer.whose} cannot be used"):
             own = plugin_settings(service.settings, "routes", offer.name)
             routes = checked(offer.registration.factory(service, own), service)
-            if offer.distribution != "infer-core":  # whose shapes are tested, and take a while to describe
+            if offer.distribution != "infer-core":  # describing core's takes a while, and tests check it
                 document(routes, "")
         for route in routes:
             place = (route.method, re.sub(r"{[^{}]*}", "{}", route.path))
@@ -47,7 +47,8 @@ def gather(service: Service, plugins: Plugins) -> list[Route]:
 
 
 def checked(routes: object, service: Service) -> Sequence[Route]:
-    """What a factory made. Raises TypeError, ValueError or whatever aiohttp raises for a route that it cannot serve."""
+    """The routes that a factory made, checked. Raises TypeError, ValueError or whatever aiohttp raises for a route that
+    it cannot serve."""
     if not isinstance(routes, (list, tuple)) or not all(isinstance(route, Route) for route in routes):
         raise TypeError("its factory returned something other than a list of Routes")
     router = web.UrlDispatcher()

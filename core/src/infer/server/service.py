@@ -1,4 +1,4 @@
-"""What all endpoints that ask the model something share: bodies in, requests to the engine, events back, answers."""
+"""What the endpoints that use the model share: reading bodies, making requests to the engine, answering from events."""
 
 from __future__ import annotations
 
@@ -32,20 +32,21 @@ from infer.text.detokenizer import TokenTexts
 
 SHUTTING_DOWN = "The server is shutting down; send the request again."
 PIECE_BYTES = 1 << 18
-"""Longer answers are sent in pieces of this size, and other streams go on in between."""
+"""Longer answers are sent in pieces of about this size, so that other streams can continue in between."""
 INLINE_CHARS = 4096
-"""Longer prompts, all of a request's together, are tokenised in a thread, so that other streams go on meanwhile."""
+"""If a request's prompts are longer than this in all, they are tokenized in a thread, so that other streams can
+continue."""
 T = TypeVar("T", bound=Body)
 Json = dict[str, Any]
 Events = AsyncGenerator[tuple[int, Event]]
-"""Each with the index of its request."""
+"""Events, each with the index of its request."""
 Frames = Callable[[Events, Callable[[], Json]], AsyncGenerator[Json]]
-"""Events, and the usage so far, to what is sent."""
+"""Makes what is sent from the events and a function that returns the usage so far."""
 
 
 @dataclass
 class Caller:
-    """What the access log tells of a request besides its line."""
+    """What handlers add to a request's line in the access log."""
 
     user: str | None = None
     usage: Json | None = None
@@ -55,7 +56,7 @@ CALLER = web.RequestKey("caller", Caller)
 
 
 class Asked(Protocol):
-    """What requests to the engine are made of, besides prompts."""
+    """The fields of a body that every request to the engine takes over."""
 
     @property
     def cache_salt(self) -> str | None: ...
@@ -63,25 +64,26 @@ class Asked(Protocol):
     def priority(self) -> int: ...
 
 
-class Tally:
-    """Tokens of several requests so far."""
+class TokenCount:
+    """Counts the tokens of several requests as their events arrive."""
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self._index = {request.id: i for i, request in enumerate(requests)}
-        # A prompt counts once, however many answers it gets.
+        # A prompt counts once, however many answers it has.
         first = {request.group or request.id: request for request in reversed(requests)}
         self._prompt = sum(len(request.prompt_token_ids) for request in first.values())
         self._cached = {request.id: 0 for request in first.values()}
         self._generated = 0
 
-    def count(self, event: Event) -> int:
-        """Which of the requests it is of."""
+    def add(self, event: Event) -> int:
+        """Count an event's tokens, and return the index of its request."""
         self._generated += len(event.token_ids)
         if event.request_id in self._cached:
             self._cached[event.request_id] = event.num_cached
         return self._index[event.request_id]
 
     def usage(self) -> Json:
+        """The usage so far, as answers report it."""
         return {
             "prompt_tokens": self._prompt,
             "completion_tokens": self._generated,
@@ -91,8 +93,8 @@ class Tally:
 
 
 class Service:
-    """The model, as endpoints see it: what is ``served`` by which ``engine_loop`` with which ``settings``, and what
-    they share. Use it in one event loop."""
+    """The model as endpoints see it: what is ``served``, the ``engine_loop`` that runs it, the ``settings``, and the
+    helpers that endpoints share. Use it in one event loop."""
 
     def __init__(self, engine_loop: EngineLoop, served: Served, plugins: Plugins, settings: Settings) -> None:
         self.engine_loop = engine_loop
@@ -111,7 +113,7 @@ class Service:
         self._compile = Compiler(served.grammars)
 
     async def close(self) -> None:
-        """End the processes that it has, and let observers go."""
+        """End the child processes and unregister the observers."""
         for untell in self._untell:
             untell()
         await self._reader.close()
@@ -119,16 +121,16 @@ class Service:
         await self.conversation.close()
 
     def observe(self, observer: object) -> None:
-        """Have an endpoint's object told of steps and requests, by ``infer_step_finished(record)``,
-        ``infer_request_finished(record)`` or both, as observers are."""
+        """Register an endpoint's object as an observer: it has ``infer_step_finished(record)``,
+        ``infer_request_finished(record)`` or both."""
         self._untell.append(self._plugins.tell(f"The observer {type(observer).__name__}", observer))
 
     def expect(self, model: type[Body]) -> None:
-        """Bodies of this kind will be read. Call it before any is. Raises ValueError."""
+        """Announce that bodies of this kind will be read. Call it before any body is read. Raises ValueError."""
         self._reader.expect(model)
 
     async def read(self, http: web.Request, model: type[T]) -> T:
-        """The body, checked. Raises RequestError, or QueueFullError."""
+        """Read and check the body. Raises RequestError, QueueFullError or an aiohttp HTTP error."""
         most = self._settings.max_body_bytes
         with self._room.body() as grow:
             try:
@@ -137,13 +139,13 @@ class Service:
             except TimeoutError:
                 raise web.HTTPRequestTimeout(text="The request's body did not arrive in time.") from None
             except (HttpProcessingError, web.RequestPayloadError) as error:
-                http.content.feed_eof()  # or aiohttp would read on, and meet the same again
+                http.content.feed_eof()  # otherwise aiohttp reads on and meets the same error again
                 why = " ".join(getattr(error, "message", "").split())
                 raise UnreadableError(
                     f"The body cannot be read: what was sent of it is not complete{why and f' ({why})'}."
                 ) from None
             if (encoding := http.headers.get("Content-Encoding", "identity").lower()) != "identity":
-                # In a thread and no further than it may be, since a few bytes may stand for a thousand times as many.
+                # In a thread and up to a limit, because a few bytes may inflate to a thousand times as many.
                 body = await asyncio.to_thread(_inflated, body, encoding, most)
                 grow(len(body))
             asked = await self._reader(body, model)
@@ -170,7 +172,7 @@ class Service:
         special: bool = True,
         grammar_after: int | None = None,
     ) -> list[Request]:
-        """``n`` for each prompt, in order. Raises RequestError."""
+        """Make ``n`` requests for each prompt, in order. Raises RequestError."""
         if len(prompts) * n > self._settings.max_choices:
             raise RequestError(
                 f"This asks for {len(prompts) * n} answers at once; server.max_choices allows "
@@ -210,30 +212,31 @@ class Service:
         return self._door.stream(*requests)
 
     async def whole(self, http: web.Request, requests: Sequence[Request]) -> tuple[list[Completion], Json]:
-        """All answers, in the order of the requests, and the usage. The first failure ends the others and is raised."""
-        tally = Tally(requests)
+        """Run requests. Returns all answers, in the order of the requests, and the usage. If one fails, the others are
+        aborted and its error is raised."""
+        count = TokenCount(requests)
         answers = [Completion(request.prompt_token_ids) for request in requests]
         async with aclosing(self.run(requests)) as events:
             async for event in events:
                 raise_if_failed(event)
-                answers[tally.count(event)].add(event)
-        http[CALLER].usage = tally.usage()
-        return answers, tally.usage()
+                answers[count.add(event)].add(event)
+        http[CALLER].usage = count.usage()
+        return answers, count.usage()
 
     async def last(self, http: web.Request, requests: Sequence[Request], frames: Frames) -> Json:
-        """The last of what ``frames`` makes of the events. The first failure is raised."""
-        tally = Tally(requests)
+        """Run requests and return the last frame that ``frames`` makes of their events. The first failure is raised."""
+        count = TokenCount(requests)
         async with (
             aclosing(self.run(requests)) as events,
-            aclosing(frames(_counted(await anext(events), events, tally), tally.usage)) as made,
+            aclosing(frames(_counted(await anext(events), events, count), count.usage)) as made,
         ):
             async for frame in made:
                 last = frame
-        http[CALLER].usage = tally.usage()
+        http[CALLER].usage = count.usage()
         return last
 
     async def answer(self, http: web.Request, value: Json) -> web.StreamResponse:
-        """Answer with JSON."""
+        """Answer with a value as JSON."""
         pieces = self.writer.pieces(value)
         length = sum(map(len, pieces))
         if length <= PIECE_BYTES:
@@ -249,17 +252,18 @@ class Service:
     async def stream(
         self, http: web.Request, requests: Sequence[Request], frames: Frames, *, named: bool = False
     ) -> web.StreamResponse:
-        """Answer with server-sent events: what ``frames`` makes of the events. With ``named``, each has its ``type``
-        for a name, and no [DONE] ends them. A failure before the first event is an error status."""
-        tally = Tally(requests)
+        """Run requests and answer with server-sent events: the frames that ``frames`` makes of their events. If
+        ``named``, each frame's ``type`` is its event's name, and no [DONE] ends the stream. A failure at the first
+        event is answered with an error status, a later one with an error in the stream."""
+        count = TokenCount(requests)
         async with aclosing(self.run(requests)) as events:
-            # The first event decides between an answer and an error status; headers wait for it.
+            # The first event decides between an answer and an error status, so the headers wait for it.
             first = await anext(events)
             raise_if_failed(first)
             response = web.StreamResponse(headers={"Cache-Control": "no-cache", "X-Request-Id": http[REQUEST_ID]})
             response.content_type = "text/event-stream"
             await response.prepare(http)
-            async with aclosing(frames(_counted(first, events, tally), tally.usage)) as made:
+            async with aclosing(frames(_counted(first, events, count), count.usage)) as made:
                 try:
                     async for frame in made:
                         name = b"event: " + frame["type"].encode() + b"\n" if named else b""
@@ -269,7 +273,7 @@ class Service:
                     if named:
                         body = {"type": "error", "sequence_number": 0, **body["error"]}
                     await self._send(http, response, [b"data: ", *self.writer.pieces(body), b"\n\n"])
-        http[CALLER].usage = tally.usage()
+        http[CALLER].usage = count.usage()
         if not named:
             await self._write(http, response, b"data: [DONE]\n\n")
         await response.write_eof()
@@ -281,14 +285,14 @@ class Service:
             size += len(piece)
             if size > PIECE_BYTES:
                 await self._write(http, response, b"".join(pieces[begin:end]))
-                await asyncio.sleep(0)  # the write waits only for a client that reads slowly
+                await asyncio.sleep(0)  # let others run: the write itself waits only if the client reads slowly
                 size, begin = 0, end
         await self._write(http, response, b"".join(pieces[begin:]))
 
     async def _write(self, http: web.Request, response: web.StreamResponse, data: bytes) -> None:
-        """A client that does not read for so long is taken to have left."""
+        """Write to the client. One that reads nothing for ``stall_timeout_s`` counts as disconnected."""
         if http.transport is not None and http.transport.get_write_buffer_size() == 0:
-            await response.write(data)  # nothing is there to wait for
+            await response.write(data)  # the buffer is empty, so this does not wait
             return
         try:
             async with asyncio.timeout(self._settings.stall_timeout_s):
@@ -297,10 +301,11 @@ class Service:
             raise ConnectionResetError("the client does not read") from None
 
     def frame(self, id: str, kind: str) -> Json:
+        """The fields that every answer begins with."""
         return {"id": id, "object": kind, "created": int(time.time()), "model": self.served.name}
 
     async def prompt_logprobs(self, answer: Completion | Event) -> Array | None:
-        """Keyed by token id, as vLLM reports them."""
+        """The prompt's logprobs, keyed by token id as in vLLM."""
         entries = answer.prompt_logprobs
         return None if entries is None else Array(await self.writer.each(self._ranked, entries, len(entries)))
 
@@ -317,6 +322,7 @@ class Service:
 
 
 def raise_if_failed(event: Event) -> None:
+    """Raises the error of a request that has failed or was aborted."""
     if event.finish_reason == "error":
         raise InferError(event.error) if event.param is None else RequestError(str(event.error), param=event.param)
     if event.finish_reason == "abort":
@@ -324,7 +330,7 @@ def raise_if_failed(event: Event) -> None:
 
 
 async def _arrived(http: web.Request, most: int, grow: Callable[[int], None]) -> bytes:
-    """The body as it was sent. Raises HTTPRequestEntityTooLarge, and what ``grow`` does."""
+    """The body as it was sent. Raises HTTPRequestEntityTooLarge, and whatever ``grow`` raises."""
     body = bytearray()
     while chunk := await http.content.readany():
         body += chunk
@@ -335,7 +341,7 @@ async def _arrived(http: web.Request, most: int, grow: Callable[[int], None]) ->
 
 
 def _inflated(body: bytes, encoding: str, most: int) -> bytes:
-    """Raises RequestError, or HTTPRequestEntityTooLarge where more than ``most`` bytes come out."""
+    """The decompressed body. Raises RequestError, or HTTPRequestEntityTooLarge if it has more than ``most`` bytes."""
     windows = {"gzip": 31, "deflate": zlib.MAX_WBITS}
     if encoding not in windows:
         raise RequestError(f"The Content-Encoding {encoding[:40]!r} is not read here; send gzip, deflate or none.")
@@ -351,9 +357,10 @@ def _inflated(body: bytes, encoding: str, most: int) -> bytes:
     return found
 
 
-async def _counted(first: Event, events: AsyncGenerator[Event], tally: Tally) -> Events:
+async def _counted(first: Event, events: AsyncGenerator[Event], count: TokenCount) -> Events:
+    """``first`` and the further events, each counted and with the index of its request. Raises the first failure."""
     event: Event | None = first
     while event is not None:
         raise_if_failed(event)
-        yield tally.count(event), event
+        yield count.add(event), event
         event = await anext(events, None)

@@ -1,6 +1,6 @@
-"""What a chat model writes, told apart: its reasoning, its text, its tool calls.
+"""Parsers that separate a chat model's answer into reasoning, text and tool calls.
 
-All of these take text in pieces, cut anywhere, and say the same however it is cut.
+They take the answer's text in pieces, and their result does not depend on where the text was cut.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from infer.text.tool_formats.reader import Marks, Reader, Script, Steps, comes, 
 
 ID_CHARACTERS = string.ascii_letters + string.digits
 ID_LENGTH = 9
-"""Of a call's id. Mistral's templates take ids of just this form; the others take any."""
+"""The length of a call's id. Mistral's templates accept only ids of this form; the others accept any."""
 
 
 class Plain:
-    """All of it is content."""
+    """A parser for answers without tool calls: all text is content."""
 
     def push(self, text: str) -> Iterator[Piece]:
         if text:
@@ -32,8 +32,8 @@ class Plain:
 
 
 class Answer:
-    """What is left of text and calls together: blanks beside calls are no content, ``most`` calls pass, and with
-    ``only`` nothing but calls, which of a call that was cut off may be the name alone."""
+    """Filters the pieces of an answer that may contain calls. Whitespace next to calls is dropped, and so are calls
+    beyond ``most``. With ``only``, all content is dropped; of a call that was cut off, the name alone may remain."""
 
     def __init__(self, part: PartProtocol, *, most: int | None, only: bool) -> None:
         self._part = part
@@ -70,8 +70,8 @@ class Answer:
 
 
 def reasoned(reader: Reader, part: PartProtocol, tags: ReasoningTags, within: bool) -> Steps[None]:
-    """Reasoning, between tags at the beginning of an answer (further on they are text like any other), then the rest,
-    for ``part``. Blank lines around the reasoning belong to neither. ``within``: an opening tag is there already."""
+    """Read reasoning between tags at the beginning of an answer, then pass the rest to ``part``. Tags further on are
+    ordinary text. Whitespace around the reasoning is dropped. ``within`` means that the prompt has opened the tags."""
     blank = "" if within else (yield from spaces(reader))
     while within or (yield from comes(reader, tags.opening)):
         reader.take(0 if within else len(tags.opening))
@@ -106,7 +106,7 @@ def _thought(reader: Reader, closing: Marks) -> Steps[None]:
 
 
 class Calls:
-    """Pieces as the deltas of an answer's ``tool_calls``, with ids and indices."""
+    """Turns pieces into deltas of an answer, with ids and indices of its ``tool_calls``."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -136,12 +136,12 @@ def make_parser(
     tags: ReasoningTags | None = None,
     thinking: bool = False,
 ) -> PartProtocol:
-    """For one answer. It may call ``tools``, several times if ``parallel``; ``forced`` says that a schema
-    (``calls_schema``) holds it to calls, the model reasons between ``tags``, and ``thinking`` says that the prompt
-    has opened them."""
+    """The parser of one answer. The answer may call ``tools``, more than once if ``parallel``. ``forced`` means that a
+    schema (``calls_schema``) restricts it to calls. The model reasons between ``tags``, if given; ``thinking`` means
+    that the prompt has opened them."""
     part: PartProtocol = Plain()
     if tools and (forced or tool_format is not None):
-        # The calls of a schema are bare JSON, however the family writes its own.
+        # Calls that follow the schema are bare JSON, whatever the model's own format.
         calls: PartProtocol = Script(functools.partial(objects.bare, tools=tools))
         if not forced and tool_format is not None:
             calls = tool_format.reader(tools)
@@ -150,13 +150,13 @@ def make_parser(
 
 
 def opens_reasoning(prompt: str, tags: ReasoningTags) -> bool:
-    """Whether a rendered prompt leaves the model in the middle of its reasoning, as some templates do. What messages
-    say of such tags does not count."""
+    """Whether a rendered prompt ends with the opening tag, as some templates write it. Tags within messages do not
+    count."""
     return prompt.rstrip().endswith(tags.opening)
 
 
 def calls_schema(tools: Sequence[dict[str, Any]], most: int | None) -> dict[str, Any]:
-    """The JSON schema of a list of calls of these functions."""
+    """The JSON schema of a list of at least one and at most ``most`` calls to these tools; None is no limit."""
     each = [
         {
             "type": "object",

@@ -1,4 +1,5 @@
-"""How models write tool calls. Core's formats, each a script, come in through ``infer_tool_formats`` as any other."""
+"""How models write tool calls. Core's formats, each a script, are registered by ``infer_tool_formats`` like any
+other."""
 
 from __future__ import annotations
 
@@ -14,15 +15,15 @@ log = logging.getLogger(__name__)
 
 
 class ToolFormat(NamedTuple):
-    """A format as it is installed. ``reader`` makes what reads one answer that may call these functions."""
+    """An installed format. ``reader`` makes the parser of one answer that may call the given tools."""
 
     name: str
     reader: Callable[[Tools], PartProtocol]
 
 
 def recognise(formats: Iterable[ToolFormat], text: str, tools: Tools, call: tuple[str, object]) -> ToolFormat | None:
-    """The first format in which a text says one call, of a name and arguments, and nothing else. One that fails is
-    passed over, and the log says why."""
+    """The first format that reads ``text`` as the one call (name, arguments) and nothing else; None if there is none. A
+    plugin's format that fails is passed over, and the log says why."""
     for format in formats:
         said = {"call": "", "arguments": "", "content": "", "reasoning": ""}
         try:

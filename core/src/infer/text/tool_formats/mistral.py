@@ -1,4 +1,4 @@
-"""Mistral's calls: ``[TOOL_CALLS]`` and a list of objects, or ``[TOOL_CALLS]name[ARGS]{...}`` for each."""
+"""Mistral's calls: ``[TOOL_CALLS]`` and a list of objects, or ``[TOOL_CALLS]name[ARGS]{...}`` for each call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NAMED = re.compile(r"([\w.:-]{1,128})\s*(?:\[CALL_ID\]\s*[\w-]*\s*)?(?:\[ARGS\]
 
 
 def mistral(reader: Reader, tools: Tools) -> Steps[None]:
-    """What is no call is content, without the mark."""
+    """Anything that is no call is content; the mark is dropped."""
     while (yield from prose(reader, _MARKS)) is not None:
         reader.take(len(MARK))
         blank = yield from spaces(reader)

@@ -1,4 +1,4 @@
-"""Calls as JSON objects: ``{"name": ..., "arguments": ...}``, bare, in a list, in a fence, between tags."""
+"""Calls as JSON objects, ``{"name": ..., "arguments": ...}``: bare, in a list, in a code fence or between tags."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ TAGS = {
     "<|action_start|><|plugin|>": "<|action_end|>",
 }
 TOKENS = tuple(re.findall(r"<[^<>]+>", "".join([*TAGS, *TAGS.values()])))
-"""What tags consist of."""
+"""The tokens that the tags consist of."""
 PYTHON_TAG = "<|python_tag|>"
 BARE = Marks("{", "[", FENCE, PYTHON_TAG)
 LOOK_AHEAD = 512
-"""Where a call begins as most do within so many characters, its arguments are passed on as they come."""
+"""If a call's first characters, up to this many, match ``HEADER``, its arguments are streamed; otherwise the call is
+read as a whole."""
 NAMES = ("name", "tool_name", "function")
 ARGUMENTS = ("arguments", "parameters")
 KEYS = (*NAMES, *ARGUMENTS, "type", "id", "tool_call_id", "index")
@@ -51,7 +52,7 @@ _NO_SEPARATOR = re.compile(r"[^\s,;]")
 
 
 def bare(reader: Reader, tools: Tools) -> Steps[None]:
-    """Calls that nothing announces: objects wherever a text has none."""
+    """Calls without tags: objects at places where ordinary text has none."""
     while (mark := (yield from prose(reader, BARE))) is not None:
         if _inside(reader.tail):
             yield reader.content(reader.take(len(mark)))
@@ -62,7 +63,7 @@ def bare(reader: Reader, tools: Tools) -> Steps[None]:
 
 
 def tagged(reader: Reader, tools: Tools) -> Steps[None]:
-    """Calls between tags. What is no call there is content, without the tags."""
+    """Calls between tags. Anything else between the tags is content; the tags are dropped."""
     close = ""
     while (mark := (yield from prose(reader, _tags(close)))) is not None:
         reader.take(len(mark))
@@ -75,8 +76,8 @@ def tagged(reader: Reader, tools: Tools) -> Steps[None]:
 
 
 def calls(reader: Reader, names: Collection[str], taken: str = "") -> Steps[str]:
-    """One call or several, from here on. Returns what has been taken and is no part of one; ``taken`` belongs to it if
-    there is none."""
+    """Read one call or several from here on. Returns the text that was taken but belongs to no call; if there is no
+    call, it begins with ``taken``."""
     taken += yield from spaces(reader)
     fenced = bool((yield from comes(reader, FENCE)))
     if fenced:
@@ -102,7 +103,7 @@ def calls(reader: Reader, names: Collection[str], taken: str = "") -> Steps[str]
 
 
 def arguments(reader: Reader) -> Steps[None]:
-    """A call's arguments, as they come: an object, or one in a string."""
+    """Stream a call's arguments: an object, or a string that contains one."""
     if (yield from comes(reader, '"')):
         text, whole = yield from value(reader, Extent())
         if whole:
@@ -118,7 +119,7 @@ def arguments(reader: Reader) -> Steps[None]:
 
 
 def _call(reader: Reader, names: Collection[str]) -> Steps[str]:
-    """An object. Returns its text, or the beginning of it, if it is no call."""
+    """Read an object. Returns "" if it is a call, else its text or the beginning of it."""
     extent, seen, end = Extent(), 0, None
     while True:
         held = reader.peek(LOOK_AHEAD)
@@ -150,7 +151,7 @@ def _call(reader: Reader, names: Collection[str]) -> Steps[str]:
 
 
 def _may_be_call(held: str) -> bool:
-    """Whether what an object begins with leaves it open, by the first key."""
+    """Whether an object that begins with ``held`` may be a call, judged by its first key."""
     found = _OPENING.match(held)
     assert found is not None
     key, closed, other = found.groups()
@@ -160,7 +161,7 @@ def _may_be_call(held: str) -> bool:
 
 
 def _read(text: str, names: Collection[str]) -> tuple[str, str] | None:
-    """Name and arguments, in whatever order the keys stand."""
+    """The call's (name, arguments as JSON), whatever the order of its keys; None if it is no call."""
     try:
         call = from_json(text)
     except ValueError:
@@ -174,7 +175,7 @@ def _read(text: str, names: Collection[str]) -> tuple[str, str] | None:
 
 
 def _unquoted(literal: str) -> str:
-    """Arguments out of the string that they come in; as they are where there are none in it."""
+    """The object inside a JSON string; the string literal itself if it contains none."""
     text = _string(literal)
     try:
         return text if isinstance(from_json(text), dict) else literal
@@ -194,7 +195,7 @@ def _dumped(value: Any) -> str:
 
 
 def _inside(tail: str) -> bool:
-    """Whether a text has come to where JSON or code has a value of its own."""
+    """Whether a text ends where JSON or code continues with a value, so that a bracket there begins no call."""
     end = tail.rstrip()
     return end.endswith((",", "[", "{", "(", '":', "="))
 

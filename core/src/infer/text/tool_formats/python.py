@@ -1,4 +1,4 @@
-"""Calls as Python: ``[f(a=1), g(b="x")]``, bare or in a fence."""
+"""Calls as Python: ``[f(a=1), g(b="x")]``, bare, in a code fence or between special tokens."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ OPENINGS = ("<|python_start|>", "<|tool_call_start|>", FENCE)
 CLOSINGS = ("<|python_end|>", "<|tool_call_end|>", FENCE)
 TOKENS = tuple(mark for mark in (*OPENINGS, *CLOSINGS) if mark != FENCE)
 MOST_CODE = 1 << 17
-"""Characters of calls that are parsed; Python's parser takes a microsecond for each."""
+"""Calls with more characters are not parsed: Python's parser takes a microsecond for each character."""
 CONSTANTS = {"true": True, "false": False, "null": None}
 _NO_LETTER = re.compile(r"[^A-Za-z_]")
 _NO_SEPARATOR = re.compile(r"[^\s,;]")
 
 
 def python(reader: Reader, tools: Tools) -> Steps[None]:
-    """Calls begin a line. They come when they have ended."""
+    """Calls begin on a new line. They are not streamed: each list of calls is parsed once it is complete."""
     names = [f"{name}(" for name in tools]
     marks = Marks(*OPENINGS, "[", *names)
     while (mark := (yield from prose(reader, marks))) is not None:
@@ -66,7 +66,7 @@ def python(reader: Reader, tools: Tools) -> Steps[None]:
 
 
 def _parse(code: str, names: Collection[str]) -> list[tuple[str, str]] | None:
-    """Names and arguments in JSON; None where it is anything but calls."""
+    """The calls' (name, arguments as JSON); None if the code is anything but calls."""
     if len(code) > MOST_CODE:
         return None
     try:
@@ -89,12 +89,12 @@ def _one(call: ast.expr, names: Collection[str]) -> tuple[str, str]:
             raise ValueError("not by keyword")
         arguments[keyword.arg] = ast.literal_eval(_Constants().visit(keyword.value))
     text = json.dumps(arguments, ensure_ascii=False)
-    text.encode()  # which half a surrogate pair has no place in
+    text.encode()  # raises if there is half a surrogate pair
     return name, text
 
 
 class _Constants(ast.NodeTransformer):
-    """Lets JSON's words stand for Python's."""
+    """Replaces JSON's ``true``, ``false`` and ``null`` by Python's constants."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(CONSTANTS[node.id]) if node.id in CONSTANTS else node

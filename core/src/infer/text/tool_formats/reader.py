@@ -1,8 +1,8 @@
-"""What formats of tool calls are read with: text that comes in pieces, read as if all of it were there.
+"""Tools for reading formats of tool calls: text arrives in pieces, and a script reads it as if all of it were there.
 
-A format is a script, a generator over a ``Reader``: it yields pieces of the answer, and None where it needs more text.
-Nothing in it depends on where the text was cut. To take no longer than the text is long, a script holds on to no more
-than a bounded look ahead; what is longer it takes in parts.
+A script is a generator over a ``Reader``. It yields pieces of the answer, and None when it needs more text. Its result
+does not depend on where the text was cut. To take time in proportion to the text, a script never waits with more than a
+bounded look-ahead; it takes anything longer in parts.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Steps = Generator[Piece | None, None, T]
 
 
 class Reader:
-    """Text that has come and is not taken yet."""
+    """Text that has arrived and has not been taken yet."""
 
     def __init__(self) -> None:
         self.ended = False
         self.tail = ""
-        """What stood last in the content."""
+        """The last characters of the content."""
         self._text = ""
         self._at = 0
 
@@ -38,7 +38,7 @@ class Reader:
         return self._text[self._at : self._at + most]
 
     def take(self, count: int | None = None) -> str:
-        """So many characters, or all."""
+        """Take ``count`` characters, or all."""
         end = len(self._text) if count is None else min(self._at + count, len(self._text))
         taken, self._at = self._text[self._at : end], end
         return taken
@@ -47,25 +47,25 @@ class Reader:
         return pattern.search(self._text, self._at)
 
     def before(self, found: re.Match[str]) -> str:
-        """Take what stands before something found."""
+        """Take the text before a match."""
         return self.take(found.start() - self._at)
 
     def last(self, most: int) -> str:
         return self._text[max(self._at, len(self._text) - most) :]
 
     def end_of(self, value: Extent) -> int | None:
-        """How many characters of what is here belong to the value; None for all, and more may come."""
+        """How many of the characters here belong to the value; None if all do and more may follow."""
         end = value.end(self._text, self._at)
         return None if end is None else end - self._at
 
     def content(self, text: str) -> Piece:
-        """A piece of it, of which ``tail`` keeps the end."""
+        """A piece of content; ``tail`` keeps its end."""
         self.tail = (self.tail + text[-TAIL:])[-TAIL:]
         return Piece("content", text)
 
 
 class Script:
-    """A script as a part of an answer's reading."""
+    """Runs a script as the parser of an answer, or of a part of it."""
 
     def __init__(self, script: Callable[[Reader], Steps[None]]) -> None:
         self.reader = Reader()
@@ -86,7 +86,7 @@ class Script:
 
 
 def scripted(script: Callable[[Reader, Tools], Steps[None]]) -> ToolFormatFactory:
-    """The factory of a format that has a script and no settings."""
+    """The factory of a format that consists of a script and has no settings."""
 
     def make(tools: Tools, settings: Any, /) -> Script:
         return Script(lambda reader: script(reader, tools))
@@ -95,7 +95,7 @@ def scripted(script: Callable[[Reader, Tools], Steps[None]]) -> ToolFormatFactor
 
 
 class Marks:
-    """Texts to look for."""
+    """Texts to search for."""
 
     def __init__(self, *texts: str) -> None:
         self.texts = texts
@@ -104,7 +104,7 @@ class Marks:
         self._beginnings = {text[:n] for text in texts for n in range(1, len(text))}
 
     def begun(self, tail: str) -> int:
-        """How many characters at the end may be the beginning of one."""
+        """How many characters at the end of ``tail`` may be the beginning of one of the texts."""
         for count in range(min(len(tail), self.longest - 1), 0, -1):
             if tail[-count:] in self._beginnings:
                 return count
@@ -112,7 +112,7 @@ class Marks:
 
 
 def prose(reader: Reader, marks: Marks) -> Steps[str | None]:
-    """Content, up to the next mark, which is not taken; None at the end."""
+    """Yield content up to the next mark. Returns the mark, which is not taken, or None at the end of the text."""
     while True:
         found = reader.find(marks.pattern)
         if found:
@@ -127,7 +127,7 @@ def prose(reader: Reader, marks: Marks) -> Steps[str | None]:
 
 
 def run(reader: Reader, characters: re.Pattern[str]) -> Steps[str]:
-    """What comes of these characters. ``characters`` finds any other."""
+    """Take text up to the next match of ``characters``, a pattern of the characters that end it."""
     taken = []
     while not (found := reader.find(characters)):
         taken.append(reader.take())
@@ -138,11 +138,12 @@ def run(reader: Reader, characters: re.Pattern[str]) -> Steps[str]:
 
 
 def spaces(reader: Reader) -> Steps[str]:
+    """Take whitespace."""
     return (yield from run(reader, _NO_SPACE))
 
 
 def comes(reader: Reader, *texts: str) -> Steps[str | None]:
-    """Which of the texts comes next, if any; it is not taken."""
+    """The one of the texts that comes next, which is not taken; None if none of them does."""
     while True:
         held = reader.peek(max(map(len, texts)))
         for text in texts:
@@ -154,8 +155,8 @@ def comes(reader: Reader, *texts: str) -> Steps[str | None]:
 
 
 def up_to(reader: Reader, end: str, most: int) -> Steps[str | None]:
-    """What stands before ``end``, which is taken too; None, and nothing taken, where it is not among the next ``most``
-    characters."""
+    """Take the text before ``end``, and ``end`` itself. Returns None, with nothing taken, if ``end`` is not within the
+    next ``most`` characters."""
     while True:
         held = reader.peek(most)
         before, found, _ = held.partition(end)
@@ -168,8 +169,9 @@ def up_to(reader: Reader, end: str, most: int) -> Steps[str | None]:
 
 
 class Extent:
-    """Finds where a value ends, of JSON or of Python: behind its last bracket or quote, or before what follows.
-    ``depth`` brackets are open already. ``rest`` is all that an object still holds, up to its closing bracket."""
+    """Finds the end of a value in JSON or Python: after its last bracket or quote, or before the comma or bracket that
+    follows it. ``depth`` brackets are open already. With ``rest``, the value is the rest of an object, up to its
+    closing bracket."""
 
     def __init__(self, *, python: bool = False, depth: int = 0, rest: bool = False) -> None:
         self._plain = _PYTHON if python else _JSON
@@ -179,7 +181,8 @@ class Extent:
         self._escaped = False
 
     def end(self, text: str, at: int) -> int | None:
-        """Where in ``text``, from ``at`` on; None where it goes on, and the next text takes it up."""
+        """The value's end in ``text``, searched from ``at`` on. None if it goes on: call this again with the text that
+        follows."""
         if self._escaped and at < len(text):
             self._escaped = False
             at += 1
@@ -214,7 +217,7 @@ class Extent:
 
 
 def value(reader: Reader, extent: Extent) -> Steps[tuple[str, bool]]:
-    """All of a value, and whether it has ended."""
+    """Take a whole value. Returns it, and whether it is complete."""
     taken: list[str] = []
     while True:
         end = reader.end_of(extent)

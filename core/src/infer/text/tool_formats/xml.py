@@ -1,4 +1,4 @@
-"""Qwen3-Coder's calls: ``<function=name>``, and in it ``<parameter=key>`` with a text that the schema gives a type."""
+"""Qwen3-Coder's calls: ``<function=name>``, and in it ``<parameter=key>`` with a text whose type the schema says."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ TYPES: dict[str, tuple[type, ...]] = {
     "null": (type(None),),
 }
 WORDS = {"True": True, "False": False, "None": None}
-"""As templates write them that take Python's values as they are."""
+"""Python's constants, as templates write them that print Python values."""
 
 
 def xml(reader: Reader, tools: Tools) -> Steps[None]:
-    """What is no call is content; so is what stands beside functions between the tags, without these."""
+    """Anything that is no call is content, also between the tags; the tags are dropped."""
     close = ""
     while (mark := (yield from prose(reader, _marks(close)))) is not None:
         reader.take(len(mark))
@@ -63,7 +63,7 @@ def _function(reader: Reader, tools: Tools) -> Steps[None]:
         key = yield from up_to(reader, ">", MOST_NAME)
         text = None if key is None else (yield from _text(reader))
         if key is None or text is None:
-            return  # cut off, as half an object would be
+            return  # the text was cut off, so the JSON of the arguments stays unfinished too
         schema = schemas.get(key) if isinstance(schemas, Mapping) else None
         yield Piece("arguments", before + _dumped(key) + ": " + _dumped(typed(text, schema)))
         before = ", "
@@ -75,8 +75,8 @@ def _function(reader: Reader, tools: Tools) -> Steps[None]:
 
 
 def _text(reader: Reader) -> Steps[str | None]:
-    """A parameter's text; None where it does not end. Its end is a closing tag that another tag follows: code may well
-    contain one by itself."""
+    """A parameter's text; None if it does not end. It ends at a closing tag only if another tag follows, because code
+    in a parameter may contain the closing tag."""
     taken: list[str] = []
     while True:
         found = reader.find(_END.pattern)
@@ -94,7 +94,7 @@ def _text(reader: Reader) -> Steps[str | None]:
 
 
 def typed(text: str, schema: Any) -> Any:
-    """The value that a text stands for, by the JSON schema of its place; the text where that says nothing else."""
+    """A parameter's value by its JSON schema; the text itself if the schema allows no other type that fits."""
     names = _types(schema)
     if not names or names == {"string"}:
         return text
@@ -108,7 +108,7 @@ def typed(text: str, schema: Any) -> Any:
 
 
 def _types(schema: Any, depth: int = 4) -> set[str]:
-    """The names of the types that a schema allows, so far as it says so plainly."""
+    """The names of the types that a schema allows by ``type``, ``anyOf`` and ``oneOf``."""
     if not isinstance(schema, Mapping) or not depth:
         return set()
     found = schema.get("type")
