@@ -1,4 +1,4 @@
-"""Sequences in blocks to attend over, and what attention means, one query at a time in float64."""
+"""Sequences in blocks for tests of attention, and attention itself, computed one query at a time in float64."""
 
 from __future__ import annotations
 

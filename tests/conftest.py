@@ -1,4 +1,4 @@
-"""For all tests."""
+"""Fixtures for all tests."""
 
 import os
 from collections.abc import Iterator

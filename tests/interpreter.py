@@ -1,4 +1,4 @@
-"""Importing this mends what Triton's interpreter gets wrong: bfloat16."""
+"""Importing this module fixes Triton's interpreter, which computes bfloat16 wrongly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a matrix product in bfloat16 may be off by."""
+"""The error that a matrix product in bfloat16 may have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers on sockets: in the test's own event loop, or in a thread for clients that know nothing of asyncio."""
+"""Servers on sockets: in the test's own event loop, or in a thread, for clients that do not use asyncio."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '# assistant: ' }}{% if enable_thinking %}<think>{% endif %}{% endif %}
 """
-"""Small, but with the parts that Qwen3's has: tools, reasoning, an error for what it does not know."""
+"""A small chat template with the parts of Qwen3's: tools, reasoning, and an error for roles that it does not know."""
 
 
 class _Server:
-    """The demo model on one thread, unless ``sections`` of the settings say otherwise. ``plugins`` come besides the
-    installed ones."""
+    """Serves the demo model on one thread, unless ``sections`` of the settings say otherwise. ``plugins`` are added to
+    the installed ones."""
 
     def __init__(self, plugins: Sequence[object] = (), **sections: Any) -> None:
         overrides = {"model": {"path": "demo"}, "kernels": {"threads": 1}, "server": {"access_log": False}} | sections
@@ -75,7 +75,7 @@ class Running:
             return response.status, await response.json()
 
     async def stream(self, body: Body, path: str = "/v1/completions") -> list[Any]:
-        """The data of each event; "[DONE]" as it is."""
+        """The data of each event, parsed; "[DONE]" is left as it is."""
         async with self.session.post(self.url + path, json=body | {"stream": True}) as response:
             assert response.status == 200
             assert response.content_type == "text/event-stream"
@@ -84,7 +84,7 @@ class Running:
         return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
     async def idle(self) -> None:
-        """Until nothing is open; fails by the test's own timeout."""
+        """Wait until no request is open. Raises TimeoutError."""
         async with asyncio.timeout(20):
             while self.engine_loop.num_open:
                 await asyncio.sleep(0)
@@ -102,7 +102,7 @@ async def running(plugins: Sequence[object] = (), **sections: Any) -> AsyncItera
 
 
 class Serving:
-    """Where it listens, and what is behind it."""
+    """A running server's URL and its engine loop."""
 
     def __init__(self, url: str, engine_loop: EngineLoop) -> None:
         self.url, self.engine_loop = url, engine_loop
@@ -135,15 +135,15 @@ def serving(**sections: Any) -> Iterator[Serving]:
 
 
 def chatty(folder: Path, **model: Any) -> Body:
-    """The section ``model`` of a server that can chat; the template is written to ``folder``."""
+    """The section ``model`` of a server that can chat. The template is written to ``folder``."""
     (folder / "template.jinja").write_text(TEMPLATE)
     return {"path": "demo", "chat_template": str(folder / "template.jinja")} | model
 
 
 def thinker(folder: Path) -> Body:
-    """The section ``model`` of one whose demo ends its reasoning: a token for ``</think>`` is as likely as a closing
-    parenthesis, and a bit more. ``{"enable_thinking": true}`` makes the template open it, which shows what messages say
-    of theirs, too."""
+    """The section ``model`` of a server whose demo model ends its reasoning: its token for ``</think>`` is a bit
+    likelier than a closing parenthesis. With ``{"enable_thinking": true}`` the template opens the reasoning; it also
+    shows the reasoning in messages."""
     source = Path(infer_demo.__file__).parent / "checkpoint"
     for name in ("config.json", "tokenizer_config.json"):
         shutil.copy(source / name, folder)

@@ -91,20 +91,20 @@ families = pytest.mark.parametrize(
     "family",
     [f if f in ("llama", "qwen3", "gemma3") else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES],
 )
-"""All of them; where many other things vary too, ``make test`` takes those that differ most."""
+"""Every family. Where other parameters vary too, ``make test`` leaves out all but those that differ most."""
 DTYPES = (torch.float32, torch.bfloat16)
 CPU = torch.device("cpu")
 
 
 def random_tensors(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
-    """Weights large enough for attention to matter."""
+    """Random weights, large enough for attention to matter."""
     generator = torch.Generator().manual_seed(1)
     for name, shape in shapes.items():
         yield name, torch.randn(shape, generator=generator) * 0.3
 
 
 KERNELS: ReferenceKernels = ReferenceKernels()
-"""What models, pools and engines made here compute with; ``tests/conftest.py`` has a fixture that sets it."""
+"""The kernels of models, pools and engines made here; ``tests/conftest.py`` has a fixture that sets them."""
 
 
 def tiny_model(family: str, dtype: torch.dtype = torch.float32) -> ModelProtocol:
@@ -130,7 +130,7 @@ def slotted_pool(model: ModelProtocol, dtype: torch.dtype, max_batch_size: int =
 
 
 def paged_pool(model: ModelProtocol, dtype: torch.dtype, max_batch_size: int = 4, **keys: Any) -> PagedPool:
-    """With pages for one full sequence and a half, unless ``num_blocks`` says otherwise."""
+    """A paged pool with pages for one and a half sequences of full length, unless ``num_blocks`` says otherwise."""
     context = CacheContext(model.attention, max_batch_size, MAX_SEQ_LEN, dtype, CPU, KERNELS)
     settings = PagedSettings.model_validate({"num_blocks": 30} | keys)
     return PagedPool(context, settings)
@@ -151,7 +151,7 @@ def letters() -> Tokenizer:
 
 
 class Recorder:
-    """Runs again what it ran once, into the same tensor."""
+    """A recorder for any pass: a replay runs the pass again and copies its result into the recorded tensor."""
 
     def __init__(self, cheap: bool = False) -> None:
         self.cheap = cheap
@@ -164,7 +164,7 @@ class Recorder:
 
 @dataclass
 class Replay:
-    """Any two are the same, if they belong to one recorder."""
+    """A replay function. All of one recorder compare equal."""
 
     recorder: Recorder
     run: Callable[[], Tensor] = field(compare=False)
@@ -184,7 +184,7 @@ class Stepper:
     max_batch_size: int
     lag: int
     room: int
-    """Positions that were free at the start."""
+    """How many positions were free at the start."""
     events: dict[str, list[Event]] = field(default_factory=dict)
     steps: list[StepRecord] = field(default_factory=list)
     finished: list[RequestRecord] = field(default_factory=list)
@@ -210,7 +210,7 @@ class Stepper:
             self.engine.step()
 
     def run_six(self) -> Any:
-        """Batches of every size up to five; the answers."""
+        """Run six requests, whose batches have every size up to five, and return the answers."""
         for index, length in enumerate([3, 130, 140, 15, 1, 30]):
             prompt = random_prompt(length, seed=index)
             self.submit(prompt, str(index), temperature=1.0, seed=index, max_tokens=6 + index, logprobs=5)

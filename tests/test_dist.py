@@ -1,4 +1,4 @@
-"""What `make dist` makes, installed where nothing else is."""
+"""The distributions that `make dist` makes, installed into an empty environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every planted bug can be planted, and the command tells those that are noticed from those that are not."""
+"""Every planted bug can be planted, and the command tells which of them the tests notice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Imports point one way: who may import what, directly or through others, and that nobody imports in a circle."""
+"""The import rules: which room may import which, directly or through others, and that no imports form a circle."""
 
 from __future__ import annotations
 

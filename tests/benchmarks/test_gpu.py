@@ -1,4 +1,4 @@
-"""The GPU benchmarks' arithmetic, and what the box carries."""
+"""The GPU benchmarks' arithmetic, and the contents of the box."""
 
 from __future__ import annotations
 

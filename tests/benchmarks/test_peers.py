@@ -1,4 +1,5 @@
-"""The side-by-side benchmark, with the engines that are here: infer and transformers, on a tiny checkpoint."""
+"""The comparison with other engines, run with those that are installed here (infer and transformers) on a tiny
+checkpoint."""
 
 from __future__ import annotations
 

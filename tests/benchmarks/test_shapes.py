@@ -1,4 +1,4 @@
-"""The shapes that are measured are the published ones, and what they cost is what the models hold."""
+"""The measured shapes are the published ones, and their cost is computed from what the models hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LangChain, LiteLLM and Instructor, as their users write them."""
+"""LangChain, LiteLLM and Instructor, used as in their documentation."""
 
 from __future__ import annotations
 

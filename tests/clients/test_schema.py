@@ -1,4 +1,4 @@
-"""Schemathesis over /openapi.json: what is documented is what happens, whatever is sent."""
+"""Schemathesis against /openapi.json: the server does what the document says, whatever is sent."""
 
 from __future__ import annotations
 

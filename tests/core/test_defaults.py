@@ -1,4 +1,4 @@
-"""What requests get that do not say how to sample, and how long they may be: the checkpoint's values, and memory's."""
+"""The defaults of requests: sampling parameters from the checkpoint, and the longest length that memory allows."""
 
 from __future__ import annotations
 

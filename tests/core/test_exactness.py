@@ -1,5 +1,5 @@
-"""The promise: what a request is answered does not depend on chunks, company, arrival, budget, pool, prefix hits or
-preemption. Bit for bit."""
+"""The promise: an answer does not depend, bit for bit, on chunks, other requests, arrival, token budget, pool, prefix
+hits or preemption."""
 
 from __future__ import annotations
 

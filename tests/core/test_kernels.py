@@ -1,4 +1,4 @@
-"""Every provider for the CPU: its meaning, against float64, and the promise that a row's bits are its own."""
+"""Every kernel provider for the CPU: its results against float64, and that each row's bits depend on that row alone."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The layers' own promises: which tensors they take, which configs they refuse, and their arithmetic where no
-model of ``tests/models`` would notice."""
+"""The layers: which tensors they take, which configs they refuse, and arithmetic that no model of ``tests/models``
+covers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""infer in Python."""
+"""``infer.LLM``: infer in Python."""
 
 from __future__ import annotations
 

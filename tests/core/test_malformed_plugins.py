@@ -1,4 +1,4 @@
-"""Plugins with every fault that we could think of leave everybody else standing."""
+"""Malformed plugins of every kind that we could think of do no harm to others."""
 
 from __future__ import annotations
 

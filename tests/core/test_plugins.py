@@ -1,4 +1,4 @@
-"""Plugins as they come: real distributions on sys.path, sound and broken."""
+"""Plugins as users install them: real distributions on sys.path, valid and broken."""
 
 from __future__ import annotations
 

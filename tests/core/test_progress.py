@@ -1,4 +1,4 @@
-"""Bars where somebody looks, and nowhere else."""
+"""Progress bars appear on a terminal and nowhere else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Precedence, provenance, and one sentence for everything that can be wrong."""
+"""Precedence and sources of settings, and one clear sentence for every error."""
 
 from __future__ import annotations
 

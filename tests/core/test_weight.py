@@ -1,4 +1,4 @@
-"""Grouped weights: their meaning in float64, and layers that are made of them."""
+"""Grouped weights: their values against float64, and layers made from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""These run where there is a GPU: ``pytest tests/gpu tests/kernels_triton``; GPU_DRY_RUN=1 tries them without one."""
+"""Tests that need a GPU: ``pytest tests/gpu tests/kernels_triton``. With GPU_DRY_RUN=1 they run without one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels at the sizes of real models: right, and every row's bits its own, on this GPU's units."""
+"""The kernels at the sizes of real models: their results are right, and each row's bits depend on that row alone."""
 
 from __future__ import annotations
 

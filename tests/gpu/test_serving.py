@@ -1,4 +1,4 @@
-"""Engines on a GPU: the same answers alone and among others, recorded or not, whole or in chunks, from any pool."""
+"""Engines on a GPU give the same answers alone and among others, recorded or not, whole or in chunks, from any pool."""
 
 from __future__ import annotations
 

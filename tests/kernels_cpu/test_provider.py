@@ -1,4 +1,4 @@
-"""What is around the native code: libraries that are missing, memory that is used again, threads."""
+"""What surrounds the native code: missing libraries, reused memory, threads."""
 
 from __future__ import annotations
 

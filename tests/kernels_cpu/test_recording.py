@@ -1,4 +1,4 @@
-"""Recorded passes: what is replayed, what is refused, and that an engine on them answers as it did."""
+"""Recorded passes: which are replayed, which are refused, and that an engine's answers do not change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Without a GPU, or with TRITON_INTERPRET=1, Triton's interpreter gives the kernels' meaning on CPU tensors."""
+"""Without a GPU, or with TRITON_INTERPRET=1, Triton's interpreter runs the kernels on CPU tensors."""
 
 from __future__ import annotations
 

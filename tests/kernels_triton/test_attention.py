@@ -1,4 +1,4 @@
-"""Attention: its meaning, and the promise that a query's bits do not depend on how it is scheduled."""
+"""Attention: its results, and that a query's bits do not depend on how it is scheduled."""
 
 from __future__ import annotations
 

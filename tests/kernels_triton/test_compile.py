@@ -1,4 +1,4 @@
-"""Every kernel compiles for every architecture of the table, on a machine without a GPU too, and into what is meant."""
+"""Every kernel compiles to the expected code for every architecture of the table, also on a machine without a GPU."""
 
 from __future__ import annotations
 

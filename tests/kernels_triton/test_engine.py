@@ -1,4 +1,4 @@
-"""Whole models on these kernels, in an engine: chunks, company, preemption and replay change no bit."""
+"""Whole models with these kernels in an engine: chunks, other requests, preemption and replay change no bit."""
 
 from __future__ import annotations
 

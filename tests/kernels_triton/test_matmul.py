@@ -1,4 +1,4 @@
-"""Matrix products: their meaning against float64, and that a row's bits are its own."""
+"""Matrix products: their results against float64, and that each row's bits depend on that row alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drawing without sorting: the same tokens as the reference, whose sums run in another order."""
+"""Sampling without sorting draws the same tokens as the reference, whose sums run in another order."""
 
 from __future__ import annotations
 

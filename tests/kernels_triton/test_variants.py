@@ -1,4 +1,4 @@
-"""Nothing is compiled while somebody waits: what serving launches, one short pass at the start has compiled."""
+"""No kernel is compiled while a request waits: one short pass at the start compiles all that serving launches."""
 
 from __future__ import annotations
 

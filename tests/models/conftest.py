@@ -1,4 +1,4 @@
-"""Shared by the tests of models."""
+"""Fixtures for the tests of models."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Mixtures of experts as anybody would write them first: a loop over experts, masks, host lists. Their decode passes
-cannot be recorded, are not, and the answers are those of transformers."""
+"""Mixtures of experts written in the simplest way: a loop over experts, masks, lists on the host. Their decode passes
+cannot be recorded and are run instead, with the answers of transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Spans that arrive at a collector: a socket that takes what OTLP sends."""
+"""Spans arrive at a collector: a socket that accepts OTLP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pool's books: what they refuse, what they take back, and that they need no tensors."""
+"""A pool's books: what they refuse, how they take positions back, and that they need no tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A storage of another kind: a pool whose K/V are 8-bit integers with a scale per token and head, of core's parts."""
+"""A storage of another kind, made from core's parts: K/V as 8-bit integers with a scale per token and head."""
 
 from __future__ import annotations
 

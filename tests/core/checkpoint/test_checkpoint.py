@@ -1,4 +1,4 @@
-"""Checkpoints of every kind that is sound, and one sentence for each that is not."""
+"""Every kind of valid checkpoint loads, and every broken one is refused in one sentence."""
 
 from __future__ import annotations
 

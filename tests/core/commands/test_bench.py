@@ -1,4 +1,4 @@
-"""Plans, figures, and the client against a server of the test's own."""
+"""Plans, figures, and the client against a server in the test's own event loop."""
 
 from __future__ import annotations
 

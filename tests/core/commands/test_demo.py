@@ -1,4 +1,4 @@
-"""The step log, from records made by hand."""
+"""The timeline, made from records that the test writes itself."""
 
 from infer.commands.demo import Arrival, SceneObserver, latencies, render
 from infer.hookspecs import RequestRecord, StepRecord, WorkRecord

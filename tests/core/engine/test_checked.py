@@ -1,4 +1,4 @@
-"""A scheduler's plans, good and bad, as the engine sees them."""
+"""The engine accepts valid plans of a scheduler and refuses invalid ones."""
 
 from __future__ import annotations
 

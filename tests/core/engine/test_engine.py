@@ -1,4 +1,4 @@
-"""The engine's life with its requests: ends, failures, aborts. Nothing leaks."""
+"""How the engine ends requests: normally, by failure or by abort. Nothing leaks."""
 
 from __future__ import annotations
 

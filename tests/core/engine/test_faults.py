@@ -1,6 +1,7 @@
-"""A raise in every call that the engine makes, one after another: it ends what it concerns, and nobody is left waiting.
+"""Faults in every call that the engine makes, one after another: each ends the requests that it concerns, and no client
+is left waiting.
 
-The model is integers only, as in ``test_traffic``; texts, stop strings and steering are the engine's own.
+The model works on integers only, as in ``test_traffic``; texts, stop strings and steering are the engine's own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Recorded decode passes: the same path, the same bits. The recorder here runs again what it ran once."""
+"""Recorded decode passes take the same path and give the same bits. The recorder here runs the pass again to replay
+it."""
 
 from __future__ import annotations
 

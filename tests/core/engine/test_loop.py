@@ -1,4 +1,4 @@
-"""The loop around an engine: who is told what, and that its end is known."""
+"""The loop around an engine: who gets which events, and how its end is reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampling against computations of the test's own, in float64."""
+"""Sampling against the tests' own computations in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scheduling on integers alone: a pool that counts, and a model that takes no time."""
+"""Scheduling on integers alone, with a pool that only counts and a model that takes no time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The check at start-up: what is broken in one way only, and only there, is found and named."""
+"""The check at start-up: kernels that are broken in one way only are found, and the log names what varies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Penalties, biases and minimum lengths against a computation of their own; and that they disturb nobody."""
+"""Penalties, biases and minimum lengths against independent computations, and without effect on other requests."""
 
 from __future__ import annotations
 

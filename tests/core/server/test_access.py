@@ -1,4 +1,4 @@
-"""Pages in a browser next to the server: which may ask it something, and which may read what it answers."""
+"""Web pages in a browser that can reach the server: which may send requests, and which may read the answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat, tokens, decisions, keys, figures: what is no matter of completions alone."""
+"""Chat, tokenization, decisions, API keys and metrics: everything that is not about completions alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a stranger may send: nothing of it holds up the others, and each gets one sentence."""
+"""Hostile requests: none of them holds up other requests, and each is answered with one sentence."""
 
 from __future__ import annotations
 

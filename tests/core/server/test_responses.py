@@ -1,4 +1,4 @@
-"""POST /v1/responses where the model reasons."""
+"""POST /v1/responses with a model that reasons."""
 
 from __future__ import annotations
 

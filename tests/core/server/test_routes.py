@@ -1,4 +1,4 @@
-"""Endpoints that plugins bring: what goes for core's goes for them."""
+"""Plugins' endpoints: the same rules apply to them as to core's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What bodies are taken, and what is said of those that are not."""
+"""Which bodies are accepted, and what the errors say of the others."""
 
 from __future__ import annotations
 

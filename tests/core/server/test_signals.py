@@ -1,4 +1,4 @@
-"""``infer serve`` as a process: how it begins, and how it ends."""
+"""``infer serve`` as a process: how it starts and how it ends."""
 
 from __future__ import annotations
 

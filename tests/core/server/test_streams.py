@@ -1,4 +1,4 @@
-"""What a stream says besides its text: where tokens begin, log-probabilities, ends, usage, and what is logged of it."""
+"""What a stream reports besides its text: where tokens begin, logprobs, ends, usage, and the access log's line."""
 
 from __future__ import annotations
 

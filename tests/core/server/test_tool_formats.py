@@ -1,4 +1,4 @@
-"""Formats of tool calls and reasoning that plugins bring: found, read, and no harm to others where they fail."""
+"""Plugins' formats of tool calls and reasoning are found and used, and do no harm to others if they fail."""
 
 from __future__ import annotations
 

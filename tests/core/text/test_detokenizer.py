@@ -1,4 +1,4 @@
-"""Text as it comes: never half a character, never what a stop string takes back."""
+"""Streamed text never contains half a character, nor anything that a stop string removes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts to token ids: as the tokenizer has it, or refused before the work."""
+"""Texts become the tokenizer's token ids, or are refused before they are encoded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Structured output on the demo model: it always fits."""
+"""Structured output on the demo model: the answer always conforms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reasoning, text and tool calls told apart, however the text is cut."""
+"""Reasoning, text and tool calls are separated correctly, however the text is cut."""
 
 from __future__ import annotations
 
