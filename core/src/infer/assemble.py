@@ -65,7 +65,7 @@ class Served:
     tool_formats: Sequence[ToolFormat]
     """How the model may write tool calls: as the settings say, or all that are installed, in the order to try."""
     reasoning: ReasoningTags | None
-    """What the model's reasoning stands between, if it has any."""
+    """The tags around the model's reasoning; None if it does not reason."""
     grammars: Grammars
     vocab_size: int
     max_seq_len: int
@@ -372,7 +372,7 @@ def _tags(settings: Settings, offer: Offer) -> ReasoningTags:
 
 
 def _tokenizer(path: str | None, checkpoint: Checkpoint, vocab_size: int, marks: Set[str]) -> Tokenizer:
-    """With ``marks`` as plain tokens."""
+    """The tokenizer, with ``marks`` as ordinary tokens. Raises CheckpointError."""
     file = checkpoint.tokenizer_file if path is None else path
     try:
         tokenizer = Tokenizer.from_file(str(file))
