@@ -234,4 +234,4 @@ class PagesMachine(RuleBasedStateMachine):
 
 
 TestPages = PagesMachine.TestCase
-TestPages.settings = settings(max_examples=1000, stateful_step_count=30, deadline=None)
+TestPages.settings = settings(max_examples=600, stateful_step_count=30, deadline=None)

@@ -203,7 +203,7 @@ arrivals = st.lists(
 pools = st.just(None) | st.tuples(st.sampled_from([1, 7, 16, 128, 400]), st.integers(0, 200))
 
 
-@settings(max_examples=240, deadline=None)
+@settings(max_examples=160, deadline=None)
 @given(st.sampled_from(FAMILIES), st.sampled_from(DTYPES), mixes, arrivals, pools, st.integers(0, 2))
 def test_any_mix_of_arrivals_chunks_budgets_and_pools(
     family: str,

@@ -74,7 +74,7 @@ def test_large_scores(device: str) -> None:
     close(scene.attend(), scene.attend64())
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.data(),
     st.sampled_from([torch.float32, torch.bfloat16]),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support import CONFIGS, CPU, Recorder, Stepper, build_model, families, make_engine, paged_pool, random_prompt
+from tests.support import CONFIGS, CPU, Recorder, Stepper, build_model, make_engine, paged_pool, random_prompt
 
 from infer.engine.graphs import DecodeGraphs
 from infer.kernels.reference import ReferenceKernels
@@ -56,7 +56,10 @@ def test_chunks_company_preemption_and_replay(family: str, dtype: torch.dtype) -
         assert found == expected
 
 
-@families
+@pytest.mark.parametrize(
+    "family",
+    [f if f in ("llama", "gemma3") else pytest.param(f, marks=pytest.mark.slow) for f in CONFIGS],
+)
 def test_answers_are_the_references(family: str) -> None:
     found, expected = (
         play(family, torch.float32, kernels, num_blocks=40) for kernels in (TritonKernels(CPU), ReferenceKernels())

@@ -126,7 +126,7 @@ def test_frequencies(kernels: TritonKernels, device: str) -> None:
     assert (np.abs(found - n * weights / weights.sum()) <= 1).all()
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=18, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     vocab=st.integers(1, 60),
     seed=st.integers(0, 1000),

@@ -232,7 +232,7 @@ class Traffic(RuleBasedStateMachine):
 
 
 TestTraffic = Traffic.TestCase
-TestTraffic.settings = settings(max_examples=1000, stateful_step_count=25, deadline=None)
+TestTraffic.settings = settings(max_examples=600, stateful_step_count=25, deadline=None)
 
 
 def rows_by_lag(common: int, new: int) -> list[int]:
