@@ -37,6 +37,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "plugins/kernels_triton/src": ("infer.layers", "infer.cache", "infer.checkpoint", *TEXT, *ABOVE),
     "plugins/kernels_cpu/src": ("infer.layers", "infer.cache", "infer.checkpoint", *TEXT, *ABOVE),
     "plugins/models/src": ("infer.cache", "infer.kernels", "infer.checkpoint", *TEXT, *ABOVE),
+    "plugins/formats/src": ("infer.cache", "infer.kernels", "infer.layers", "infer.checkpoint", *TEXT, *ABOVE),
 }
 
 
