@@ -3,6 +3,7 @@ same weights dequantised."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ import transformers
 from safetensors.torch import load_file
 from tests.formats import writers
 from tests.formats.writers import awq, compressed, compressed_config, fp8, gptq, linear, scheme
+from tests.models.checkpoints import edit_tensors
 from torch import Tensor
 
 from infer import LLM, SamplingParams
 from infer.checkpoint import Checkpoint, tensor_files
+from infer.errors import CheckpointError
 from infer.protocols import WeightFormatProtocol
 from infer.weight import GroupedWeight
 from infer_formats import infer_weight_formats
@@ -118,6 +121,25 @@ def test_answers_of_compressed_tensors(case: str, tmp_path: Path) -> None:
     check_answers(*made, *([] if "asymmetric" in case else made[:1]))
 
 
+def test_groups_of_modules(tmp_path: Path) -> None:
+    """A whole name comes before a pattern, a pattern before the class; each group has a format of its own."""
+    whole = scheme(targets=["model.layers.1.mlp.up_proj"], **W4 | {"group_size": 16})
+    patterns = scheme("int-quantized", ["re:.*mlp.up", r"re:model\.layers\.0\.mlp"], **W8)
+    classes = scheme("float-quantized", ["Embedding", "Linear"], **FP8, strategy="tensor")
+
+    def pack(module: str, weight: Tensor) -> writers.Packed | None:
+        if module.endswith(("embed_tokens", "lm_head", "layers.1.self_attn.o_proj")):
+            return None
+        patterned = "mlp.up" in module or "layers.0.mlp" in module
+        return compressed(whole if module in whole.targets else patterns if patterned else classes)(module, weight)
+
+    config = compressed_config(classes, patterns, whole, ignore=["lm_head", r"re:.*1\.self_attn\.o_proj$"])
+    assert config["format"] == "mixed-precision"
+    quantised, plain = writers.write(tmp_path, pack, config)
+    check_weights(quantised, plain)
+    check_answers(quantised, plain)
+
+
 GPTQ: dict[str, tuple[Any, dict[str, Any]]] = {
     "int4": (gptq(), {"bits": 4, "group_size": 32, "sym": True, "desc_act": False}),
     "int4-asymmetric": (gptq(symmetric=False), {"bits": 4, "group_size": 32, "sym": False}),
@@ -150,6 +172,22 @@ def test_weights_that_gptq_writes(case: str, tmp_path: Path) -> None:
 def test_answers_of_gptq(case: str, tmp_path: Path) -> None:
     pack, config = GPTQ[case]
     check_answers(*writers.write(tmp_path, linear(pack), {"quant_method": "gptq"} | config, family="qwen2"))
+
+
+def test_biases_of_zeros(tmp_path: Path) -> None:
+    """AutoGPTQ writes one for every layer; other biases that the model does not have are refused."""
+    pack, config = GPTQ["int4"]
+
+    def biased(module: str, weight: Tensor) -> writers.Packed:
+        kinds, dequantised = pack(module, weight)
+        return kinds | {"bias": torch.zeros(len(weight), dtype=torch.float16)}, dequantised
+
+    quantised, plain = writers.write(tmp_path, linear(biased), {"quant_method": "gptq"} | config, num_hidden_layers=1)
+    check_answers(quantised, plain)
+    name = "model.layers.0.self_attn.q_proj.bias"
+    edit_tensors(quantised, lambda tensors: tensors[name].__setitem__(3, 0.5))
+    with pytest.raises(CheckpointError, match=f"holds the tensor '{name}', which this model does not have"):
+        LLM(str(quantised), kernels=REFERENCE)
 
 
 def test_modules_that_gptq_stores_in_other_ways(tmp_path: Path) -> None:
@@ -203,6 +241,21 @@ FP8_CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 def test_weights_of_fp8(case: str, tmp_path: Path) -> None:
     pack, config = FP8_CASES[case]
     check_weights(*writers.write(tmp_path, linear(pack), {"quant_method": "fp8"} | config))
+
+
+def test_a_text_model_inside_another(tmp_path: Path) -> None:
+    """config.json has the quantization_config in its text_config."""
+    pack, config = FP8_CASES["block"]
+    text = lambda module, weight: pack(module, weight) if "language_model.model.layers" in module else None  # noqa: E731
+    quantised, plain = writers.write(tmp_path, text, {}, family="gemma3_vision", num_hidden_layers=4)
+    file = quantised / "config.json"
+    whole = json.loads(file.read_text())
+    whole["text_config"]["quantization_config"] = {"quant_method": "fp8"} | config
+    del whole["quantization_config"]
+    file.write_text(json.dumps(whole))
+    names = [name for name, weight in check_weights(quantised, plain).items() if "language_model.model.layers" in name]
+    assert names
+    check_answers(quantised, plain)
 
 
 def test_answers_of_fp8(tmp_path: Path) -> None:

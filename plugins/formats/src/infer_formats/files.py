@@ -64,7 +64,7 @@ class QuantisedFiles:
         return f"{module}.{kind}" in self._all
 
     def lacks(self, module: str, kind: str) -> CheckpointError:
-        return CheckpointError(f"The checkpoint lacks {module + '.' + kind!r}, which a {self.method} weight needs.")
+        return CheckpointError(f"The checkpoint lacks {module + '.' + kind!r}, which {self.method} weights need.")
 
     def tensor(self, module: str, kind: str, dtypes: Sequence[torch.dtype], *shapes: tuple[int | None, ...]) -> Tensor:
         """A module's tensor of one of some types and, if there are any, shapes; None stands for any size. Raises
