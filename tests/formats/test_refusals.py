@@ -220,7 +220,8 @@ def test_further_tensors_that_are_refused() -> None:
     qzeros, g_idx = good[f"{Q}.qzeros"], good[f"{Q}.g_idx"]
     assert f"'{Q}.qzeros' has shape [2, 1]" in refusal("gptq", files=good | {f"{Q}.qzeros": qzeros[:, :1]})
     for beyond in (2, -1):
-        wrong = torch.full_like(g_idx, beyond)
+        wrong = g_idx.clone()
+        wrong[3] = beyond
         says = f"A column of '{Q}' is in a group other than 0 to 1 (gptq)"
         assert says in refusal("gptq", files=good | {f"{Q}.g_idx": wrong})
     assert "g_idx' is of type float32" in refusal("gptq", files=good | {f"{Q}.g_idx": g_idx.float()})
@@ -284,7 +285,15 @@ def test_patterns_take_time_in_proportion() -> None:
 
 def test_patterns_match_as_those_of_python() -> None:
     """From the beginning of a name on, but not to its end."""
-    for pattern in (r".*q_proj", r"q_proj", r"layers\.[0-9]+\.q", r"layers\.0\.q_proj$", r"layers.0$", r"k|layers\.1"):
+    for pattern in (
+        r".*q_proj",
+        r"q_proj",
+        r"layers\.[0-9]+\.q",
+        r"layers\.0\.q_proj$",
+        r"layers.0$",
+        r"k|layers\.1",
+        r"k|proj",
+    ):
         for name in (Q, V, "layers.11.q_proj"):
             assert Patterns("test").compile("here", pattern).matches(name) == bool(re.match(pattern, name))
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import ClassVar, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -126,8 +127,8 @@ class QuantisedFiles:
         )
         groups = groups if groups_K is None else groups_K.long()
         values_NK = unpacked(codes, bits)[:, :K].float()
-        values_NK -= 2 ** (bits - 1) if zeros_NG is None else zeros_NG.float()[:, groups]
-        values_NK *= scales_NG.float()[:, groups]
+        values_NK -= 2 ** (bits - 1) if zeros_NG is None else _columns(zeros_NG, groups)
+        values_NK *= _columns(scales_NG, groups)
         return values_NK
 
 
@@ -147,6 +148,11 @@ def in_words(words_MW: Tensor, bits: int, count: int) -> Tensor:
 def words(count: int, bits: int) -> int:
     """How many words of 32 bits hold so many codes."""
     return -(-count * bits // 32)
+
+
+def _columns(x_NG: Tensor, groups_K: Tensor) -> Tensor:
+    """fp32 [N, K]: the column of each group in ``groups_K``."""
+    return torch.from_numpy(np.take(x_NG.float().numpy(), groups_K.numpy(), axis=1))  # torch takes four times as long
 
 
 def _called(dtype: torch.dtype) -> str:
