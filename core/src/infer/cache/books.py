@@ -112,8 +112,9 @@ class BlockBooks(ABC):
             raise ValueError(f"slots {slots_B.tolist()} repeat; a step extends a slot once")
         ends_B, lengths_B, room_B = starts_B + lens_B, self._lengths_S[slots_B], self._room_S[slots_B]
         # A slot that is not allocated has the length -1, and room for -1 positions.
-        if (starts_B != lengths_B).any() or (ends_B > room_B).any() or lens_B.min() < 1:
-            b = int(((starts_B != lengths_B) | (ends_B > room_B) | (lens_B < 1)).argmax())
+        wrong_B = (starts_B != lengths_B) | (ends_B > room_B) | (lens_B < 1)
+        if wrong_B.any():
+            b = int(wrong_B.argmax())
             slot, start, room = int(slots_B[b]), int(starts_B[b]), int(room_B[b])
             if start != lengths_B[b] or start < 0:
                 raise ValueError(f"slot {slot} holds {self.length(slot)} positions; a chunk cannot start at {start}")
