@@ -246,6 +246,7 @@ def test_answers_of_awq(backend: str, tmp_path: Path) -> None:
 FP8_CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "block": (fp8((16, 32)), {"weight_block_size": [16, 32]}),
     "block-uneven": (fp8((128, 40)), {"weight_block_size": [128, 40], "modules_to_not_convert": ["lm_head"]}),
+    "powers-of-two": (fp8((16, 32), dtype=torch.float8_e8m0fnu), {"weight_block_size": [16, 32], "scale_fmt": "ue8m0"}),
     "tensor": (fp8(None, "weight_scale"), {"activation_scheme": "dynamic"}),
     "tensor-inverse": (fp8(None), {"fmt": "e4m3"}),
 }
