@@ -154,7 +154,7 @@ def _load(settings: Settings, plugins: Plugins, publish: Callable[..., None]) ->
         weights: Iterable[tuple[str, Weight]]
         weights = dummy_tensors(shapes, dtype) if dummy else _read(settings, format, checkpoint)
         quantiser = Quantiser(
-            {"none": None, "int8": 8, "int4": 4}[settings.model.quantization],
+            settings.model.quantization,
             settings.model.plain_layers,
             settings.model.activations,
             model.vocab_size,
@@ -162,7 +162,7 @@ def _load(settings: Settings, plugins: Plugins, publish: Callable[..., None]) ->
         model.load(track(quantiser(weights), "weights", len(shapes)))
     if quantiser.after != quantiser.before:
         log.info(
-            "weights: %s, %.1f MiB, which were %.1f MiB",
+            "weights: %s, %.1f MiB, which were %.1f MiB before",
             settings.model.quantization,
             quantiser.after / 2**20,
             quantiser.before / 2**20,

@@ -103,10 +103,10 @@ class ModelSettings(Section):
         "auto", description="The weights' and the cache's type; auto takes the checkpoint's."
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the model runs.")
-    quantization: Literal["none", "int8", "int4"] = Field(
-        "none",
-        description="Quantise a plain checkpoint's weights as they are loaded, in groups of 32; with int4, the embedding "
-        "and the output head get int8.",
+    quantization: Literal["int8", "int4"] | None = Field(
+        None,
+        description="int8 or int4: quantise a plain checkpoint's weights while they are loaded; with int4, the "
+        "embedding and the output head get int8.",
     )
     plain_layers: list[str] = Field(
         ["*.mlp.gate.weight", "*.router.*", "*.block_sparse_moe.gate.weight"],
@@ -127,7 +127,7 @@ class ModelSettings(Section):
             raise _rule(why)
         return self
 
-    @field_validator("tool_format", "reasoning", "generation_config", "quantization", mode="before")
+    @field_validator("tool_format", "reasoning", "generation_config", mode="before")
     @classmethod
     def _named_none(cls, value: object) -> object:
         """For these keys ``none`` is one of the choices; for all others it means "no value"."""

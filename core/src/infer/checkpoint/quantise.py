@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,9 @@ from torch import Tensor
 from infer.errors import SettingsError
 from infer.weight import GroupedWeight, Weight
 
-GROUP = 32
+GROUP = {4: 32, 8: 64}
+"""How many neighbours share a scale, by the bits of their codes, or the largest part of it that divides a row. With 8
+bits, groups of 32 are hardly more accurate, and a product with them takes a fifth longer."""
 CHUNK = 1 << 17
 """How many values are quantised at a time, so that they stay in a CPU's caches."""
 STEPS = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.76, 0.7)
@@ -22,14 +25,14 @@ STEPS = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.76, 0.7)
 
 
 def quantise(weight_NK: Tensor, bits: Literal[4, 8]) -> GroupedWeight:
-    """The weight in groups of 32 neighbours (or the largest part of 32 that divides K), with bfloat16 scales.
+    """The weight in groups of ``GROUP`` neighbours, with bfloat16 scales.
 
     Codes of 8 bits are rounded to nearest. For codes of 4 bits, a group's scale is the one of several that leaves the
     smallest squared error: for each, the values are rounded to codes, and then the scale is fitted to these by least
     squares.
     """
     N, K = weight_NK.shape
-    group = next(size for size in (32, 16, 8, 4, 2, 1) if K % size == 0)
+    group = math.gcd(K, GROUP[bits])
     fit = _fit4 if bits == 4 else _fit8
     scales_NG = torch.empty(N, K // group, dtype=torch.bfloat16, device=weight_NK.device)
     codes = torch.empty(N, K * bits // 8, dtype=torch.uint8, device=weight_NK.device)
@@ -74,8 +77,7 @@ class Quantiser:
     """Turns plain weights into grouped ones as ``model.quantization``, ``model.plain_layers`` and ``model.activations``
     say."""
 
-    bits: Literal[4, 8] | None
-    """None: weights stay as they are."""
+    quantization: Literal["int8", "int4"] | None
     plain: Sequence[str]
     """Patterns of names (``*`` and ``?``) that stay plain."""
     activations: Literal["auto", "int8", "plain"]
@@ -89,14 +91,15 @@ class Quantiser:
         plain = re.compile("|".join(map(fnmatch.translate, self.plain)) or r"(?!)")
         for name, weight in weights:
             self.before += weight.nbytes
-            if self.bits is not None:
+            if self.quantization is not None:
                 if isinstance(weight, GroupedWeight):
                     raise SettingsError(
                         f"model.quantization quantises plain weights, but the checkpoint's {name!r} has {weight}; "
                         "leave it out."
                     )
                 if weight.dim() == 2 and weight.dtype.is_floating_point and not plain.fullmatch(name):
-                    weight = quantise(weight, 8 if len(weight) == self.vocab_size else self.bits)
+                    whole = self.quantization == "int8" or len(weight) == self.vocab_size
+                    weight = quantise(weight, 8 if whole else 4)
             if isinstance(weight, GroupedWeight) and self.activations != "auto":
                 weight = replace(weight, int8_activations=self.activations == "int8")
             self.after += weight.nbytes
