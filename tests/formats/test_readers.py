@@ -90,6 +90,7 @@ COMPRESSED: dict[str, tuple[writers.Scheme, torch.dtype]] = {
     "w8a16": (scheme("int-quantized", **W8), torch.float32),
     "w8-tensor": (scheme("naive-quantized", num_bits=8, strategy="tensor"), torch.float32),
     "w8-asymmetric": (scheme("int-quantized", **W8 | {"symmetric": False}), HALF),
+    "w4-in-bytes": (scheme("naive-quantized", num_bits=4, strategy="channel", symmetric=False), HALF),
     "fp8-tensor": (scheme("float-quantized", **FP8, strategy="tensor"), torch.float32),
     "fp8-channel": (scheme("float-quantized", **FP8, strategy="channel"), HALF),
     "fp8-block": (scheme("float-quantized", **FP8, strategy="block", block_structure=[16, 32]), torch.float32),

@@ -26,7 +26,7 @@ class QuantisedFiles:
 
     method: ClassVar[str]
     codes: ClassVar[tuple[str, ...]]
-    """The kinds of tensors that hold codes. A ``weight`` does if the first of ``beside`` is there, too."""
+    """The kinds of tensors that hold codes. A ``weight`` does if one of ``beside`` is there, too."""
     beside: ClassVar[tuple[str, ...]]
     """The kinds that stand beside codes."""
 
