@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from infer.protocols import AttentionSpec, Ragged
+from infer.protocols import KV, AttentionSpec, Ragged
 from infer_kernels_triton.configs import AttentionConfig
 
 Launch = Callable[..., object]
@@ -262,8 +262,8 @@ def merge_kernel(
 
 def extend_attention(
     q_THE: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: KV,
+    v_cache: KV,
     ragged: Ragged,
     spec: AttentionSpec,
     config: AttentionConfig,

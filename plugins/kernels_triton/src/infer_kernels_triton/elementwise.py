@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from infer.protocols import Activation, Rotary
+from infer.protocols import KV, Activation, Rotary
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -199,8 +199,8 @@ def rope_store_kv(
     k_TKE: Tensor,
     v_TKE: Tensor,
     rotary: Rotary,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: KV,
+    v_cache: KV,
     flat_T: Tensor,
 ) -> Tensor:
     """``KernelsProtocol.rope_store_kv``."""
