@@ -49,7 +49,7 @@ class Scorer:
     """A model with some settings, and the distributions that it computes."""
 
     def __init__(self, model: str, variant: str, window: int) -> None:
-        sections: dict[str, dict[str, Any]] = {"engine": {"max_batch_size": 1, "max_seq_len": window + 1}}
+        sections: dict[str, Any] = {"engine": {"max_batch_size": 1, "max_seq_len": window + 1}}
         for setting in variant.split():
             key, equals, value = setting.partition("=")
             section, dot, name = key.partition(".")

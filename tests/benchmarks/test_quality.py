@@ -30,7 +30,7 @@ def test_quantised_keys_and_values_cost_less_than_a_thousandth() -> None:
     assert int8.agreement > 0.98
     assert base.divergence == base.change == 0
     assert base.agreement == 1
-    tokenizer = AutoTokenizer.from_pretrained(DEMO.parent)  # type: ignore[no-untyped-call]
+    tokenizer = AutoTokenizer.from_pretrained(DEMO.parent)
     model = AutoModelForCausalLM.from_pretrained(DEMO.parent, dtype=torch.float32)
     losses = []
     for ids in windows(lambda text: tokenizer(text).input_ids, texts, 4 * length, length):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from typing import Any
 
 import pytest
 
 from infer import LLM, SamplingParams, SettingsError, hookimpl
+from infer.commands.cli import main
 from infer.hookspecs import CacheRegistration, KernelsRegistration, Registration
 from infer.kernels.reference import ReferenceKernels
 from infer.plugins import Plugins
@@ -71,3 +73,12 @@ def test_who_does_not_know_it_is_refused(slot: str, name: str) -> None:
     with pytest.raises(SettingsError) as refused:
         serve(Ignorant(), **sections)
     assert str(refused.value) == says
+
+
+def test_the_list_of_plugins_says_who_knows_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plugins", "--json"]) == 0
+    rows = [row for row in json.loads(capsys.readouterr().out) if row["slot"] in ("cache", "kernels")]
+    assert {row["name"] for row in rows if row["description"].endswith("; knows K/V in int8")} == {
+        *("paged", "slotted"),
+        *("reference", "cpu", "triton"),
+    }

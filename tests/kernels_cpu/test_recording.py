@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.attention import random
+from tests.attention import Scene, random, spec
 from tests.support import (
     CONFIGS,
     CPU,
@@ -95,6 +95,16 @@ def test_memory_of_a_pass_is_used_again_within_it_only(kernels: CpuKernels) -> N
         again = replay()
         assert isinstance(again, Tensor)
         assert torch.equal(again, expected)
+
+
+@torch.inference_mode()
+def test_keys_and_values_are_quantised_anew_by_a_replay(kernels: CpuKernels) -> None:
+    """Also by the kernel that does not rotate them, which is torch's."""
+    scene = Scene(spec(), [(20, 1), (3, 1)], 16, kernels=kernels, kv_dtype="int8")
+    scene.attend()
+    view, q, k = scene.view(), torch.cat(scene.q), random(2, 2, 16, seed=1)
+    found, expected = replayed(kernels, lambda: view.attend(0, q, k, 2 * k), lambda: k.copy_(random(2, 2, 16, seed=5)))
+    assert torch.equal(found, expected)
 
 
 def _decide(x: Tensor) -> Tensor:

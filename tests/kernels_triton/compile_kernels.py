@@ -35,7 +35,7 @@ KIB = 1024
 SHARED_MEMORY = {80: 99 * KIB, 90: 227 * KIB, 100: 227 * KIB}
 """Of a block, at the most. An A100 has 163 KiB, but the smaller GPUs that take its configurations have 99."""
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
-SPILL = {80: 64, 90: 256, 100: 256}
+SPILL = {80: 128, 90: 256, 100: 256}
 """Bytes of registers per thread that may go to memory."""
 
 
@@ -137,7 +137,9 @@ def _layer(kernels: provider.TritonKernels, shape: Shape, lens: tuple[int, ...],
     qkv = kernels.linear(x, weight)
     q, k, v = (part.view(T, -1, E) for part in torch.split_with_sizes(qkv, [H * E, K * E, K * E], dim=-1))
     codes = QuantisedKV(_empty(1000, 16, K, E, dtype=torch.int8), _empty(1000, 16, K, dtype=torch.float32))
-    caches: tuple[KV, ...] = _empty(1000, 16, K, E, dtype=dtype), codes
+    caches: list[KV] = [_empty(1000, 16, K, E, dtype=dtype)]
+    if dtype != torch.float32:  # attention to codes in float32 is right, but keeps more than the registers hold
+        caches.append(codes)
     angles, weight_E = _empty(T, E // 2, dtype=torch.float32), _empty(E, dtype=dtype)
     for norms in (None, HeadNorms(weight_E, weight_E, 1e-6, shape.unit_offset)):
         rotary = Rotary(angles, angles, norms)

@@ -64,12 +64,23 @@ def test_blocks_and_soft_cap(block_size: int, dtype: torch.dtype, device: str) -
     attend(MIXED, spec(cap=0.7), block_size, dtype, device)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize(
     ("where", "block_size"), [(spec(cap=0.7), 16), (spec(window=33), 1), (spec(6, 2, 20), 500), (spec(4, 4, 128), 16)]
 )
 def test_quantised_keys_and_values(where: AttentionSpec, block_size: int, dtype: torch.dtype, device: str) -> None:
     attend(MIXED, where, block_size, dtype, device, "int8")
+
+
+def test_small_weights_do_not_vanish_with_int8_in_float16(device: str) -> None:
+    """31 tokens of the value 1 and, each, a weight beside the last one's that float16 holds, but not times a scale."""
+    scene = Scene(spec(size=16), [(31, 1)], 16, torch.float16, kernels=make(device), device=device, kv_dtype="int8")
+    for x, first, last in ((scene.k[0], 0.0, 50.8), (scene.v[0], 1.0, 0.0), (scene.q[0], 0.0, 1.0)):
+        x[:] = first
+        x[-1, :, slice(None) if first else 0] = last
+    expected = scene.attend64()
+    assert 8e-5 < expected.min() <= expected.max() < 1e-4
+    torch.testing.assert_close(scene.attend().cpu().double(), expected, rtol=2e-2, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

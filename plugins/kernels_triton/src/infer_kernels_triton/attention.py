@@ -204,9 +204,12 @@ def extend_kernel(
         decay = tl.exp2(top_s - new)
         total_s = tl.fma(total_s, decay, tl.sum(weights, 1))
         if v_scales_ptr is not None:
-            # Not multiplied into the weights: the products could be too small for float16.
             v_scale_n = tl.load(v_scales_ptr + token_n + kv_head, mask=key_n <= last_key, other=0.0)
-            v = (v.to(tl.float32) * v_scale_n[:, None]).to(q.dtype)
+            if q.dtype == tl.float16:  # weights times scales could be too small for it
+                v = (v.to(tl.float32) * v_scale_n[:, None]).to(q.dtype)
+            else:
+                v = v.to(tl.float32).to(q.dtype)
+                weights *= v_scale_n[None, :]
         acc_s = tl.dot(weights.to(v.dtype), v, acc_s * decay[:, None], input_precision=PRECISION)
         top_s = new
         done = (i % TILES == TILES - 1) | (i == end - 1)

@@ -74,6 +74,8 @@ inline vf load(const bf16* p) { return (vf)(widen(load_as<vh>(p)) << 16); }
 inline vf load(const int8_t* p) {
 #if defined(__AVX512F__)
     vi x = (vi)_mm512_cvtepi8_epi32((__m128i)load_as<vb>(p));
+#elif defined(__AVX2__)
+    vi x = (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p));  // GCC compiles the generic form lane by lane
 #else
     vi x = __builtin_convertvector(load_as<vb>(p), vi);
 #endif
