@@ -1,6 +1,7 @@
 """The contracts of backends, under the name by which plugins import them. They are defined in ``infer.contracts``."""
 
 from infer.contracts.protocols import (
+    KV,
     PLUGIN_API,
     Activation,
     Allocation,
@@ -15,6 +16,7 @@ from infer.contracts.protocols import (
     KernelsFactory,
     KernelsProtocol,
     KVCacheView,
+    KVDtype,
     ModelContext,
     ModelFactory,
     ModelProtocol,
@@ -24,6 +26,7 @@ from infer.contracts.protocols import (
     PartProtocol,
     Pass,
     Piece,
+    QuantisedKV,
     Ragged,
     ReasoningFactory,
     ReasoningTags,
@@ -43,6 +46,7 @@ from infer.contracts.protocols import (
 from infer.contracts.schedule import PENDING, Schedule, Sequence, Work
 
 __all__ = [
+    "KV",
     "PENDING",
     "PLUGIN_API",
     "Activation",
@@ -56,6 +60,7 @@ __all__ = [
     "Draws",
     "HeadNorms",
     "KVCacheView",
+    "KVDtype",
     "KernelsFactory",
     "KernelsProtocol",
     "ModelContext",
@@ -67,6 +72,7 @@ __all__ = [
     "PartProtocol",
     "Pass",
     "Piece",
+    "QuantisedKV",
     "Ragged",
     "ReasoningFactory",
     "ReasoningTags",

@@ -57,19 +57,25 @@ def _fit4(x_kM: Tensor) -> tuple[Tensor, Tensor]:
     low_M, high_M = x_kM.amin(0), x_kM.amax(0)
     # The codes reach from -8 to 7, so the value that is furthest from zero gets the code -8.
     top_M = torch.where(-low_M > high_M, low_M, high_M) / -8
-    best_M, error_M = top_M.bfloat16().float(), torch.full_like(top_M, torch.inf)
+    best_M, gain_M = top_M, torch.full_like(top_M, -1)
     for step in STEPS:
-        q_kM = _codes(x_kM, top_M * step, 8).sub_(8)
-        fitted_M = ((x_kM * q_kM).sum(0) / q_kM.square().sum(0).clamp_(min=1)).bfloat16().float()
-        now_M = (x_kM - q_kM.mul_(fitted_M)).square_().sum(0)
-        better_M = now_M < error_M
-        best_M, error_M = fitted_M.where(better_M, best_M), now_M.where(better_M, error_M)
+        q_kM = (x_kM * _inverse(top_M * step)).round_().clamp_(-8, 7)
+        square_M = q_kM.square().sum(0).clamp_(min=1)
+        product_M = q_kM.mul_(x_kM).sum(0)
+        # With the scale product / square, the squared error is the sum of x^2 less this.
+        now_M = product_M * product_M / square_M
+        better_M = now_M > gain_M
+        best_M, gain_M = (product_M / square_M).where(better_M, best_M), now_M.where(better_M, gain_M)
+    best_M = best_M.bfloat16().float()
     return best_M, _codes(x_kM, best_M, 8)
 
 
 def _codes(x_kM: Tensor, scale_M: Tensor, zero: int) -> Tensor:
-    inverse_M = torch.where(scale_M == 0, 0.0, 1 / scale_M)
-    return (x_kM * inverse_M).round_().add_(zero).clamp_(0, 2 * zero - 1)
+    return (x_kM * _inverse(scale_M)).round_().add_(zero).clamp_(0, 2 * zero - 1)
+
+
+def _inverse(scale_M: Tensor) -> Tensor:
+    return torch.where(scale_M == 0, 0.0, 1 / scale_M)
 
 
 @dataclass
