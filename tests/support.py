@@ -12,6 +12,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 
+from infer.checkpoint.quantise import Quantiser
 from infer.contracts.params import SamplingParams
 from infer.contracts.request import Event, Request
 from infer.engine.engine import Abort, Engine
@@ -92,6 +93,8 @@ families = pytest.mark.parametrize(
     [f if f in ("llama", "qwen3", "gemma3") else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES],
 )
 """Every family. Where other parameters vary too, ``make test`` leaves out all but those that differ most."""
+QUANTISED = tuple(f"{family} {bits}" for family in FAMILIES for bits in ("int8", "int4"))
+"""The families with quantised weights, also for ``tiny_model``."""
 DTYPES = (torch.float32, torch.bfloat16)
 CPU = torch.device("cpu")
 
@@ -113,15 +116,21 @@ def tiny_model(family: str, dtype: torch.dtype = torch.float32) -> ModelProtocol
 
 @functools.cache
 def _tiny_model(family: str, dtype: torch.dtype, kernels: Any) -> ModelProtocol:
-    return build_model(CONFIGS[family], dtype, kernels)
+    family, _, quantization = family.partition(" ")
+    return build_model(CONFIGS[family], dtype, kernels, quantization or None)
 
 
-def build_model(config: Mapping[str, Any], dtype: torch.dtype, kernels: KernelsProtocol | None = None) -> ModelProtocol:
+def build_model(
+    config: Mapping[str, Any],
+    dtype: torch.dtype,
+    kernels: KernelsProtocol | None = None,
+    quantization: Any = None,
+) -> ModelProtocol:
     architecture = config["architectures"][0]
     (family,) = [r for r in infer_models() if architecture in r.architectures]
     context = ModelContext(kernels or KERNELS, dtype, CPU, MAX_SEQ_LEN)
     model = family.factory(config, context, family.settings())
-    model.load(random_tensors(model.expected()))
+    model.load(Quantiser(quantization, [], "auto", model.vocab_size)(random_tensors(model.expected())))
     return model
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from benchmarks import plots
-from benchmarks.peers.engines import ALONE, DRIVERS, PEERS, environment, installed
+from benchmarks.peers.engines import DRIVERS, PEERS, USUAL, environment, installed
 from benchmarks.shapes import CONFIGS, Costs, write_weights
 
 from infer.commands.bench import machine
@@ -42,7 +42,7 @@ class Peer:
 
     def __init__(self, name: str, python: str, checkpoint: Path, cells: Sequence[Cell]) -> None:
         self._name = name
-        self._command = [python, str(DRIVERS / PEERS[name]), str(checkpoint), json.dumps(cells)]
+        self._command = [python, str(DRIVERS / PEERS[name][0]), str(checkpoint), json.dumps(cells), *PEERS[name][1:]]
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the process)
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(
@@ -142,7 +142,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__)
     parser.add_argument("--shape", choices=list(CONFIGS), default="Qwen3-0.6B")
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--peer", action="append", choices=list(PEERS), help="may be repeated; default: all")
+    parser.add_argument(
+        "--peer", action="append", choices=list(PEERS), help=f"may be repeated; default: {', '.join(USUAL)}"
+    )
     parser.add_argument("--python", action="append", default=[], metavar="NAME=PATH", help="an interpreter that has it")
     parser.add_argument("--checkpoint", type=Path, help="where the weights are, or are to be; default: made anew")
     names = [f"{batch}x{prompt}" for batch, prompt, _ in CELLS]
@@ -151,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     cells = [cell for cell, name in zip(CELLS, names, strict=True) if name in (args.cell or names)]
-    pythons = installed(["infer", *(args.peer or [peer for peer in PEERS if peer != ALONE])], args.python)
+    pythons = installed(["infer", *(args.peer or USUAL)], args.python)
     with tempfile.TemporaryDirectory() as made:
         checkpoint = args.checkpoint or Path(made) / args.shape
         if not (checkpoint / "config.json").exists():

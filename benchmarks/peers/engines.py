@@ -9,13 +9,20 @@ from pathlib import Path
 
 DRIVERS = Path(__file__).parent / "drivers"
 ALONE = "infer, 1 thread"
-PEERS = {
-    "infer": "infer_.py",
-    ALONE: "infer_.py",
-    "vllm": "vllm_.py",
-    "llama.cpp": "llamacpp.py",
-    "transformers": "transformers_.py",
+PEERS: Mapping[str, tuple[str, ...]] = {
+    "infer": ("infer_.py",),
+    ALONE: ("infer_.py",),
+    "infer int8": ("infer_.py", "int8"),
+    "infer int4": ("infer_.py", "int4"),
+    "vllm": ("vllm_.py",),
+    "llama.cpp": ("llamacpp.py",),
+    "llama.cpp Q8_0": ("llamacpp.py", "Q8_0"),
+    "llama.cpp Q4_0": ("llamacpp.py", "Q4_0"),
+    "llama.cpp Q4_K_M": ("llamacpp.py", "Q4_K_M"),
+    "transformers": ("transformers_.py",),
 }
+"""Each engine's driver, and how it quantises the weights, if it does."""
+USUAL = ("infer", "vllm", "llama.cpp", "transformers")
 ENVIRONMENTS = Path(".peers")
 VARIABLES: Mapping[str, Mapping[str, str]] = {
     ALONE: {"OMP_NUM_THREADS": "1"},
@@ -32,12 +39,13 @@ VARIABLES: Mapping[str, Mapping[str, str]] = {
 
 
 def python_of(peer: str, given: Mapping[str, str]) -> str | None:
-    """The Python interpreter that has the peer installed; None if there is none."""
-    if peer in given:
-        return given[peer]
-    if peer in ("infer", ALONE, "transformers"):
+    """The Python interpreter that has the peer's engine installed; None if there is none."""
+    engine = peer.replace(",", "").split()[0]
+    if engine in given:
+        return given[engine]
+    if engine in ("infer", "transformers"):
         return sys.executable
-    path = ENVIRONMENTS / peer / "bin" / "python"
+    path = ENVIRONMENTS / engine / "bin" / "python"
     return str(path) if path.exists() else None
 
 

@@ -16,7 +16,7 @@ from tests.support import (
     DTYPES,
     FAMILIES,
     MAX_SEQ_LEN,
-    families,
+    QUANTISED,
     make_engine,
     paged_pool,
     random_prompt,
@@ -29,6 +29,14 @@ from infer.engine.exactness import self_check
 from infer.protocols import CachePoolProtocol, KVDtype, ModelProtocol, Pass, QuantisedKV
 
 pytestmark = pytest.mark.usefixtures("each_provider")
+families = pytest.mark.parametrize(
+    "family",
+    [
+        *(f if f in ("llama", "qwen3", "gemma3") else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES),
+        *(f if f == "gemma3 int4" else pytest.param(f, marks=pytest.mark.slow) for f in QUANTISED),
+    ],
+)
+"""Every family, with plain and with quantised weights."""
 
 CHUNK = 16
 KV_DTYPES: tuple[KVDtype, ...] = ("auto", "int8")
@@ -212,7 +220,7 @@ pools = st.just(None) | st.tuples(st.sampled_from([1, 7, 16, 128, 400]), st.inte
 
 @settings(max_examples=160, deadline=None)
 @given(
-    st.sampled_from(FAMILIES),
+    st.sampled_from(FAMILIES + QUANTISED),
     st.sampled_from(DTYPES),
     st.sampled_from(KV_DTYPES),
     mixes,

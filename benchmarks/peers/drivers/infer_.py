@@ -1,4 +1,4 @@
-"""Times infer on a checkpoint: CHECKPOINT CELLS, where CELLS is JSON,
+"""Times infer on a checkpoint: CHECKPOINT CELLS [QUANTIZATION], where CELLS is JSON,
 [[batch, prompt tokens, decode steps], ...]; then standard input has one of them per line."""
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ def main() -> None:
     longest = max(prompt + 64 for _, prompt, _ in cells)
     engine = {"max_batch_size": max(batch for batch, _, _ in cells), "max_seq_len": longest}
     chunk = {"prefill_chunk_size": 2048, "max_tokens_per_step": 2048}
-    with LLM(path, plugins=[steps], engine=engine | chunk, cache={"paged": {"prefix_caching": False}}) as llm:
+    model = {"quantization": sys.argv[3]} if sys.argv[3:] else {}
+    with LLM(
+        path, plugins=[steps], model=model, engine=engine | chunk, cache={"paged": {"prefix_caching": False}}
+    ) as llm:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         print(json.dumps({"ready_s": time.perf_counter() - began, "peak_bytes": peak}), flush=True)
         for batch, prompt, count in map(json.loads, sys.stdin):

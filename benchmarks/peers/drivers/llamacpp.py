@@ -1,5 +1,6 @@
-"""Times llama.cpp on a checkpoint, which it gets as a GGUF file without a vocabulary: CHECKPOINT CELLS, where CELLS is
-JSON, [[batch, prompt tokens, decode steps], ...]; then standard input has one of them per line."""
+"""Times llama.cpp on a checkpoint, which it gets as a GGUF file without a vocabulary: CHECKPOINT CELLS [TYPE], where
+CELLS is JSON, [[batch, prompt tokens, decode steps], ...]; then standard input has one of them per line. With a TYPE
+(Q8_0, Q4_K_M, ...), its own quantiser makes the file first."""
 
 from __future__ import annotations
 
@@ -75,6 +76,16 @@ def write_gguf(folder: Path, out: Path) -> None:
     writer.close()
 
 
+def quantise(file: Path, kind: str) -> Path:
+    out = file.with_name(f"model-{kind}.gguf")
+    if not out.exists():
+        params = llama_cpp.llama_model_quantize_default_params()
+        params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
+        if llama_cpp.llama_model_quantize(str(file).encode(), str(out).encode(), params):
+            raise RuntimeError(f"llama.cpp cannot quantise {file} to {kind}")
+    return out
+
+
 def run(model: Any, batch: int, prompt: int, count: int, vocab: int) -> dict[str, Any]:
     params = llama_cpp.llama_context_default_params()
     params.n_ctx = (prompt + count + 8) * batch
@@ -112,6 +123,8 @@ def main() -> None:
     file = folder / "model.gguf"
     if not file.exists():
         write_gguf(folder, file)
+    if sys.argv[3:]:
+        file = quantise(file, sys.argv[3])
     vocab = json.loads((folder / "config.json").read_text())["vocab_size"]
     began = time.perf_counter()
     llama_cpp.llama_backend_init()
