@@ -16,7 +16,7 @@ from tests import support
 from tests.models.checkpoints import VOCAB, Family, as_transformers_4, edit_tensors, write_checkpoint
 from torch import Tensor
 
-from infer.checkpoint import Checkpoint, dummy_tensors, tensor_files
+from infer.checkpoint import Checkpoint, Folder, dummy_tensors
 from infer.errors import CheckpointError
 from infer.protocols import CacheContext, ModelContext, ModelProtocol, Pass
 from infer_cache_slotted import SlottedPool
@@ -101,14 +101,14 @@ class Driver:
     """One sequence through a checkpoint's model and a slotted pool."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, dummy: bool = False, max_seq_len: int = MAX_SEQ_LEN) -> None:
-        checkpoint = Checkpoint.locate(str(folder), bundled={})
+        checkpoint = Checkpoint(Folder(folder))
         (family,) = [r for r in infer_models() if set(r.architectures) & set(checkpoint.architectures)]
         context = ModelContext(support.KERNELS, dtype, torch.device("cpu"), max_seq_len)
         self.model: ModelProtocol = family.factory(checkpoint.config, context, family.settings())
         if dummy:
             self.model.load(dummy_tensors(self.model.expected(), dtype))
         else:
-            files = tensor_files(checkpoint.folder)
+            files = checkpoint.container.tensors()
             self.model.load((name, files.tensor(name)) for name in files.names())
         cache = CacheContext(self.model.attention, 1, max_seq_len, dtype, context.device, context.kernels)
         self.pool = SlottedPool(cache)
@@ -254,7 +254,7 @@ def test_configs_of_transformers_4(case: str, tmp_path: Path) -> None:
     text = (folder / "config.json").read_text()
     assert "rope_theta" in text
     assert "rope_parameters" not in text
-    assert Checkpoint(folder).dtype == torch.float32
+    assert Checkpoint(Folder(folder)).dtype == torch.float32
     assert torch.equal(new, logits_of(folder))
 
 
