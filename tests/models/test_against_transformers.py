@@ -16,9 +16,12 @@ from tests import support
 from tests.models.checkpoints import VOCAB, Family, as_transformers_4, edit_tensors, write_checkpoint
 from torch import Tensor
 
+from infer.assemble import _checkpoint, _read
 from infer.checkpoint import Checkpoint, Folder, dummy_tensors
 from infer.errors import CheckpointError
+from infer.plugins import Plugins
 from infer.protocols import CacheContext, ModelContext, ModelProtocol, Pass
+from infer.settings import ModelSettings, Settings
 from infer_cache_slotted import SlottedPool
 from infer_models import infer_models
 
@@ -98,18 +101,19 @@ pytestmark = pytest.mark.usefixtures("each_provider")
 
 
 class Driver:
-    """One sequence through a checkpoint's model and a slotted pool."""
+    """One sequence through a checkpoint's model and a slotted pool. The checkpoint may be a file."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, dummy: bool = False, max_seq_len: int = MAX_SEQ_LEN) -> None:
-        checkpoint = Checkpoint(Folder(folder))
+        settings, plugins = Settings(model=ModelSettings(path=str(folder))), Plugins.discover()
+        checkpoint = _checkpoint(settings, str(folder), plugins)
         (family,) = [r for r in infer_models() if set(r.architectures) & set(checkpoint.architectures)]
         context = ModelContext(support.KERNELS, dtype, torch.device("cpu"), max_seq_len)
         self.model: ModelProtocol = family.factory(checkpoint.config, context, family.settings())
         if dummy:
             self.model.load(dummy_tensors(self.model.expected(), dtype))
         else:
-            files = checkpoint.container.tensors()
-            self.model.load((name, files.tensor(name)) for name in files.names())
+            format = plugins.choose("weights", settings, [checkpoint.quant_method])
+            self.model.load(_read(settings, format, checkpoint))
         cache = CacheContext(self.model.attention, 1, max_seq_len, dtype, context.device, context.kernels)
         self.pool = SlottedPool(cache)
 

@@ -140,7 +140,8 @@ def hub_config(meta: Metadata, tensors: Mapping[str, TensorInfo], read: Callable
         if window is not None:
             config |= {"architectures": ["MistralForCausalLM"], "sliding_window": window}
     elif arch == "phi3":
-        config["sliding_window"] = window
+        made_for = meta.whole(at("rope.scaling.original_context_length"), 4096, least=2)
+        config |= {"sliding_window": window, "original_max_position_embeddings": made_for}
     elif arch == "gemma3":
         config |= _gemma3(meta, head_dim, hidden // heads) | ({} if window is None else {"sliding_window": window})
     else:

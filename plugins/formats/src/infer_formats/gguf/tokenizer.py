@@ -7,7 +7,7 @@ where the scores of the pieces stand for the list of merges.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from infer.errors import CheckpointError
 from infer_formats.gguf.metadata import Metadata
@@ -31,29 +31,43 @@ _CASED = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{{ending}}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{{ending}}|{{digits}}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_LLAMA3, _QWEN = _WORDS.replace("{digits}", r"\p{N}{1,3}"), _WORDS.replace("{digits}", r"\p{N}")
-_TEKKEN = _CASED.replace("{ending}", "").replace("{digits}", r"\p{N}")
-_O200K = _CASED.replace("{ending}", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?").replace("{digits}", r"\p{N}{1,3}")
-SPLITS: Mapping[str, str | None] = {
+
+
+class Split(NamedTuple):
+    """How texts are split into words, and what else goes by the same name."""
+
+    pattern: str | None
+    """None is GPT-2's way, which ``tokenizers`` knows."""
+    whole_words: bool = False
+    """A word that is a token is that token, whatever the merges say."""
+    begins: bool = False
+    """Texts begin with the bos token unless the file says otherwise."""
+    nfc: bool = False
+    digits: bool = False
+    """Every digit is a word."""
+
+
+_LLAMA3 = Split(_WORDS.replace("{digits}", r"\p{N}{1,3}"), whole_words=True, begins=True)
+_CL100K = Split(_LLAMA3.pattern)
+_QWEN2 = Split(_WORDS.replace("{digits}", r"\p{N}"), nfc=True)
+SPLITS: Mapping[str, Split] = {
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
-    "dbrx": _LLAMA3,
-    "qwen2": _QWEN,
-    "deepseek-r1-qwen": _QWEN,
-    "tekken": _TEKKEN,
-    "gpt-4o": _O200K,
-    "gpt-2": None,
-    "olmo": None,
+    "falcon3": _LLAMA3,
+    "dbrx": _CL100K,
+    "smaug-bpe": _CL100K,
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "tekken": Split(_CASED.replace("{ending}", "").replace("{digits}", r"\p{N}"), whole_words=True, begins=True),
+    "gpt-4o": Split(_CASED.replace("{ending}", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?").replace("{digits}", r"\p{N}{1,3}")),
+    "gpt-2": Split(None),
+    "olmo": Split(None),
+    "smollm": Split(None, digits=True),
 }
-"""How texts are split into words, by ``tokenizer.ggml.pre``; None is GPT-2's way, which ``tokenizers`` knows."""
+"""By ``tokenizer.ggml.pre``."""
 DEFAULT_SPLITS = {"llama": "llama-bpe", "qwen2": "qwen2", "qwen3": "qwen2", "phi3": "dbrx", "olmo2": "dbrx"}
 """For files that do not name one, by architecture."""
-WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken")
-"""Where a word that is a token is that token, whatever the merges say."""
-BEGINS = ("llama-bpe", "llama3", "llama-v3", "tekken")
-"""Where texts begin with the bos token unless the file says otherwise; so they do with all "llama" tokenizers."""
-NFC = ("qwen2", "deepseek-r1-qwen")
 
 
 def hub_tokenizer(meta: Metadata) -> dict[str, Any]:
@@ -108,22 +122,22 @@ def _byte_level(meta: Metadata, tokens: list[str], kinds: list[int]) -> dict[str
     split, merges = SPLITS[pre], meta.several(f"{KEY}merges", str)
     if merges is None:
         raise CheckpointError(f"{meta.path} has no {KEY}merges, without which its tokens cannot be used.")
-    bytes_: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    bytes_["use_regex"] = split is None
-    words = {"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", "invert": False}
-    # Ids without a token are filled up with texts that are never meant.
-    vocab = {token: id for id, token in enumerate(tokens) if not (kinds[id] == UNUSED and token == f"[PAD{id}]")}
+    words: list[dict[str, Any]] = [{"type": "Digits", "individual_digits": True}] if split.digits else []
+    if split.pattern:
+        words.append({"type": "Split", "pattern": {"Regex": split.pattern}, "behavior": "Isolated", "invert": False})
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": not split.pattern}
     return _tokenizer(
         meta,
         tokens,
         kinds,
-        normalizer={"type": "NFC"} if pre in NFC else None,
-        pre_tokenizer={"type": "Sequence", "pretokenizers": [words, bytes_]} if split else bytes_,
-        decoder=bytes_,
-        begins=pre in BEGINS,
-        vocab=vocab,
+        normalizer={"type": "NFC"} if split.nfc else None,
+        pre_tokenizer={"type": "Sequence", "pretokenizers": [*words, byte_level]},
+        decoder=byte_level,
+        begins=split.begins,
+        # Ids without a token are filled up with texts that are never meant.
+        vocab={text: id for id, text in enumerate(tokens) if not (kinds[id] == UNUSED and text == f"[PAD{id}]")},
         merges=[[merge[:at], merge[at + 1 :]] for merge in merges if (at := merge.find(" ", 1)) > 0],
-        ignore_merges=pre in WHOLE_WORDS,
+        ignore_merges=split.whole_words,
     )
 
 
@@ -131,6 +145,11 @@ def _sentence_piece(meta: Metadata, tokens: list[str], kinds: list[int]) -> dict
     scores = _numbers(meta, "scores", float, tokens)
     if scores is None:
         raise CheckpointError(f"{meta.path} has no {KEY}scores, without which its tokens cannot be used.")
+    pieces = {token: (id, scores[id]) for id, token in enumerate(tokens) if kinds[id] == NORMAL}
+    if (meta.text("general.architecture") or "").startswith("gemma"):
+        # Gemma's merges follow the order of its tokens. Its runs of spaces, pieces like others, are written as spaces.
+        tokens = [SPACE * len(token) if len(token) > 1 and not token.strip(" ") else token for token in tokens]
+        pieces = {token: (id, -id) for id, token in enumerate(tokens) if kinds[id] in (NORMAL, USER_DEFINED)}
     prefixed = meta.truth(f"{KEY}add_space_prefix", True)
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     back: list[dict[str, Any]] = [
@@ -152,7 +171,7 @@ def _sentence_piece(meta: Metadata, tokens: list[str], kinds: list[int]) -> dict
         decoder={"type": "Sequence", "decoders": back},
         begins=True,
         vocab={token: id for id, token in enumerate(tokens)},
-        merges=_merges({token: (id, scores[id]) for id, token in enumerate(tokens) if kinds[id] == NORMAL}),
+        merges=_merges(pieces),
         unk_token=unknown,
         fuse_unk=True,
         byte_fallback=BYTE in kinds,
