@@ -88,8 +88,8 @@ SLOTS: Mapping[str, Slot] = {
         ContainerRegistration,
         fits="suffixes",
         when="by the ending of the checkpoint's file",
-        missing="model.path leads to a file, but infer reads folders that hold config.json and safetensors; {there} is "
-        "none of the files that installed plugins read{known}. pip install {package} brings .gguf.",
+        missing="model.path leads to a file ({there}) that no installed plugin reads; infer reads folders that hold "
+        "config.json and safetensors, and pip install {package} brings .gguf.",
         tie="{names} both read {there}; uninstall one of them.",
         packages={"gguf": "infer-formats"},
     ),

@@ -118,7 +118,7 @@ def test_what_cannot_be_a_hub_id(path: str) -> None:
 
 
 def test_a_file_that_nothing_reads() -> None:
-    with pytest.raises(PluginError, match=r"but infer reads folders .*; \.json is none of the files .* infer-formats"):
+    with pytest.raises(PluginError, match=r"a file \(\.json\) that no installed plugin reads; .* infer-formats"):
         LLM(str(DEMO / "config.json"))
 
 
