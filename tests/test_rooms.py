@@ -75,14 +75,14 @@ def imports(module: str, types: bool = False) -> frozenset[str]:
 def reached(module: str) -> dict[str, tuple[str, ...]]:
     """Every module that one imports, directly or not, and by which way."""
     ways: dict[str, tuple[str, ...]] = {module: (module,)}
-    todo = [module]
-    while todo:
-        at = todo.pop()
+    unseen = [module]
+    while unseen:
+        at = unseen.pop()
         for other in imports(at):
             if other not in ways:
                 ways[other] = (*ways[at], other)
                 if other in FILES and other not in DOORS:
-                    todo.append(other)
+                    unseen.append(other)
     del ways[module]
     return ways
 

@@ -23,7 +23,7 @@ FLAGS += ["-fno-math-errno", "-ffp-contract=fast"]
 AVX512 = ["-mfma", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
 LEVELS = {"portable": []}
 if platform.machine() in ("x86_64", "AMD64"):
-    LEVELS |= {"avx2": ["-mavx2", "-mfma"], "avx512": AVX512, "avx512_bf16": [*AVX512, "-mavx512bf16"]}
+    LEVELS |= {"avx2": ["-mavx2", "-mfma"], "avx512": AVX512, "avx512_bf16": [*AVX512, "-mavx512bf16", "-mavx512vnni"]}
 
 
 class Native(BuildHookInterface[Any]):

@@ -297,7 +297,7 @@ class HostPool(PagedPool):
     """Its views know on the host where they write."""
 
     def decode_view(self, slots: Sequence[int], rows: int | None = None) -> ExtendView:
-        places = self.books.lengths(slots).tolist()
+        places = [self.length(slot) for slot in slots]
         view = super().decode_view(slots, rows)
         attend = view.attend
 

@@ -16,6 +16,7 @@ import torch
 from tokenizers import Tokenizer
 
 from infer.checkpoint import Checkpoint, dummy_tensors, ending, locate
+from infer.checkpoint.quantise import Quantiser
 from infer.contracts.params import SamplingParams
 from infer.contracts.protocols import (
     CacheContext,
@@ -154,7 +155,20 @@ def _load(settings: Settings, plugins: Plugins, publish: Callable[..., None]) ->
         dummy = settings.model.load_format == "dummy"
         weights: Iterable[tuple[str, Weight]]
         weights = dummy_tensors(shapes, dtype) if dummy else _read(settings, format, checkpoint)
-        model.load(track(weights, "weights", len(shapes)))
+        quantiser = Quantiser(
+            {"none": None, "int8": 8, "int4": 4}[settings.model.quantization],
+            settings.model.plain_layers,
+            settings.model.activations,
+            model.vocab_size,
+        )
+        model.load(track(quantiser(weights), "weights", len(shapes)))
+    if quantiser.after != quantiser.before:
+        log.info(
+            "weights: %s, %.1f MiB, which were %.1f MiB",
+            settings.model.quantization,
+            quantiser.after / 2**20,
+            quantiser.before / 2**20,
+        )
     pool = _pool(settings, cache, model, kernels, dtype, device, max_seq_len)
     if settings.engine.max_seq_len is None and pool.free_tokens() < max_seq_len:
         max_seq_len = pool.free_tokens()

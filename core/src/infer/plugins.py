@@ -171,10 +171,8 @@ class Plugins:
         priority among those that suit ``there``: the device's type, the checkpoint's architectures or its quantization
         method. The log says which offer was chosen and why. Raises PluginError or SettingsError.
         """
-        about, name = SLOTS[slot], "auto"
-        if about.setting is not None:
-            section, key = about.setting.split(".")
-            name = getattr(getattr(settings, section), key)
+        about = SLOTS[slot]
+        name = about.asked(settings)
         if about.setting is None or name == "auto":
             return self._auto(slot, there)
         offer = self.get(slot, name, about.setting)
@@ -224,10 +222,8 @@ class Plugins:
         """The offers among which the checkpoint decides: the one that the settings name, none for "none", and for
         "auto" all that can be used, the highest priority first. If two have the same name, auto leaves out both and
         logs it. Raises PluginError."""
-        setting = SLOTS[slot].setting
+        setting, name = SLOTS[slot].setting, SLOTS[slot].asked(settings)
         assert setting is not None
-        section, key = setting.split(".")
-        name = getattr(getattr(settings, section), key)
         if name != "auto":
             return [] if name == "none" else [self.get(slot, name, setting)]
         found = []

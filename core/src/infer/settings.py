@@ -106,6 +106,20 @@ class ModelSettings(Section):
         "auto", description="The weights' and the cache's type; auto takes the checkpoint's."
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the model runs.")
+    quantization: Literal["none", "int8", "int4"] = Field(
+        "none",
+        description="Quantise a plain checkpoint's weights as they are loaded, in groups of 32; with int4, the embedding "
+        "and the output head get int8.",
+    )
+    plain_layers: list[str] = Field(
+        ["*.mlp.gate.weight", "*.router.*", "*.block_sparse_moe.gate.weight"],
+        description="Names of weights that quantization leaves as they are; * stands for any text.",
+    )
+    activations: Literal["auto", "int8", "plain"] = Field(
+        "auto",
+        description="What quantised weights are multiplied with: activations rounded to int8 (faster), or as they are; "
+        "auto: int8 for model.quantization, else what the checkpoint says.",
+    )
     load_format: Literal["auto", "dummy"] = Field(
         "auto", description="dummy makes up weights from config.json, for measuring shapes."
     )
@@ -116,7 +130,7 @@ class ModelSettings(Section):
             raise _rule(why)
         return self
 
-    @field_validator("tool_format", "reasoning", "generation_config", mode="before")
+    @field_validator("tool_format", "reasoning", "generation_config", "quantization", mode="before")
     @classmethod
     def _named_none(cls, value: object) -> object:
         """For these keys ``none`` is one of the choices; for all others it means "no value"."""

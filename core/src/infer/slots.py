@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import BaseModel
+
 from infer.contracts.hooks import (
     CacheRegistration,
     CommandRegistration,
@@ -42,6 +44,14 @@ class Slot:
     """The error if several suit it and have equal priority. It may name {names}, {there} and {setting}."""
     packages: Mapping[str, str] = field(default_factory=dict)
     """Offers of our own distributions and the package of each, for the advice in errors."""
+
+    def asked(self, settings: BaseModel) -> str:
+        """What the settings ask for; "auto" if there is no setting."""
+        if self.setting is None:
+            return "auto"
+        section, key = self.setting.split(".")
+        name: str = getattr(getattr(settings, section), key)
+        return name
 
     def suits(self, registration: Registration[Any], there: Sequence[str]) -> bool:
         """Whether a registration suits one of ``there``. One that need not say what it suits, and does not, suits

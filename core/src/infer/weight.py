@@ -11,6 +11,9 @@ from torch import Tensor
 
 from infer.errors import CheckpointError
 
+SMALLEST = 2.0**-120
+"""Groups of smaller activations count as zero: 127 / x would not be finite."""
+
 
 @dataclass(frozen=True)
 class GroupedWeight:
@@ -29,6 +32,9 @@ class GroupedWeight:
     minimum_NG: Tensor | None = None
     table: Tensor | None = None
     """[16]: the value of each code, for codes of 4 bits."""
+    int8_activations: bool = False
+    """Whether a product rounds the activations to int8, too, with a scale per row and ``activation_group`` neighbours:
+    ``quantise_rows``. A table then has integers from -128 to 127."""
     dtype: torch.dtype = torch.float32
     """The dtype of the activations that the weight is multiplied with."""
 
@@ -44,6 +50,8 @@ class GroupedWeight:
             raise CheckpointError("A grouped weight has a minimum per scale, or a table, but not both.")
         if self.table is not None and (self.bits != 4 or self.table.shape != (16,)):
             raise CheckpointError("A grouped weight has a table of 16 values for its codes of 4 bits.")
+        if self.table is not None and self.int8_activations and not _int8(self.table):
+            raise CheckpointError("Activations are int8 for weights with a table of integers only.")
 
     @property
     def shape(self) -> torch.Size:
@@ -52,6 +60,16 @@ class GroupedWeight:
     @property
     def group_size(self) -> int:
         return self.shape[1] // self.scales_NG.shape[1]
+
+    @property
+    def activation_group(self) -> int:
+        """How many neighbouring activations share a scale if they are int8: the weight's group, or the largest part of
+        it with at most 128."""
+        return max(size for size in range(1, 129) if self.group_size % size == 0)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in (self.codes, *self.floats))
 
     @property
     def floats(self) -> list[Tensor]:
@@ -73,8 +91,10 @@ class GroupedWeight:
 
     def stacks_with(self, other: GroupedWeight) -> bool:
         """Whether ``stack`` can stack the two."""
-        alike = (self.bits, self.group_size, self.shape[1]) == (other.bits, other.group_size, other.shape[1])
-        if (self.minimum_NG is None) != (other.minimum_NG is None):
+        alike = all(
+            getattr(self, name) == getattr(other, name) for name in ("bits", "group_size", "int8_activations", "dtype")
+        )
+        if self.shape[1] != other.shape[1] or (self.minimum_NG is None) != (other.minimum_NG is None):
             return False
         if self.table is None or other.table is None:
             return alike and self.table is other.table
@@ -109,6 +129,20 @@ class GroupedWeight:
 
     def __str__(self) -> str:
         return f"{self.bits}-bit weights in groups of {self.group_size}"
+
+
+def quantise_rows(x_TK: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Round activations to integers q from -127 to 127 and scales s, so that x is about q * s: q fp32 [T, G, group], s
+    fp32 [T, G, 1]. A group's scale is its greatest absolute value / 127; halves round to even. A value that is not
+    finite makes its group's scale so."""
+    x_TGk = x_TK.float().unflatten(-1, (-1, group))
+    top_TG1 = x_TGk.abs().amax(-1, keepdim=True)
+    inverse_TG1 = torch.where(top_TG1 < SMALLEST, 0.0, 127 / top_TG1)
+    return (x_TGk * inverse_TG1).round(), top_TG1 / 127
+
+
+def _int8(values: Tensor) -> bool:
+    return bool(((values == values.round()) & (values >= -128) & (values <= 127)).all())
 
 
 Weight: TypeAlias = Tensor | GroupedWeight

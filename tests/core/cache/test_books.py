@@ -45,6 +45,23 @@ def test_what_would_be_written_elsewhere_is_refused(
     assert pool.length(0) == 320
 
 
+def test_a_decode_that_would_write_elsewhere_is_refused() -> None:
+    """And nothing is booked for the other slots."""
+    pool = slotted_pool(tiny_model("llama"), torch.float32, 3)
+    assert [pool.allocate([slot + 1]) for slot in (0, 1)] == [Allocation(0), Allocation(1)]
+    pool.batched_chunked_prefill_view([0, 1], [0, 0], [4, 320])
+    for slots, says in (
+        ([0, 0], "slots [0, 0] repeat"),
+        ([0, 1], "slot 1 has room for 320 positions, not for 320+1"),
+        ([0, 2], "slot 2 is not allocated"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(says)):
+            pool.decode_view(slots)
+        assert (pool.length(0), pool.length(1)) == (4, 320)
+    pool.decode_view([0])
+    assert pool.length(0) == 5
+
+
 def books(kind: str) -> BlockBooks:
     if kind == "slotted":
         return SlottedBooks(3, 40)
@@ -112,7 +129,7 @@ class OnlySlots:
 
     def __init__(self) -> None:
         self.inner = SlottedBooks(2, 8)
-        for name in ("grow", "free", "free_tokens", "length", "lengths", "extend"):
+        for name in ("grow", "free", "free_tokens", "length", "extend", "advance"):
             setattr(self, name, getattr(self.inner, name))
 
     def allocate(self, token_ids: Sequence[int]) -> Allocation | None:

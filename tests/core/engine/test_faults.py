@@ -105,7 +105,7 @@ class World:
         class Text(TextStream):
             def __init__(self, *args: Any) -> None:
                 faults.call("text", lambda: super(Text, self).__init__(*args))
-                faults.watch(self, "push", "flush", name="text")
+                faults.watch(self, "decode", "flush", name="text")
 
         class Watched(Steering):
             def __init__(self, *args: Any) -> None:

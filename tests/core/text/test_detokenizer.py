@@ -266,7 +266,8 @@ def test_nothing_is_held_that_cannot_begin_a_stop_any_more() -> None:
 def test_a_stop_that_only_the_flush_completes() -> None:
     ids = tokenizer().encode("a中").ids
     stream = TextStream(texts_of(), [], ["\ufffd"])
-    shown = "".join(stream.push(i)[0] for i in ids[:-1])
+    assert stream.find is not None
+    shown = "".join(stream.find(stream.decode(i))[0] for i in ids[:-1])
     rest, stop = stream.flush()
     assert (shown + rest, stop) == ("a", "\ufffd")
 
@@ -283,7 +284,9 @@ def test_what_is_streamed_is_what_the_whole_would_be(noise: list[int], text: str
     stream = TextStream(texts_of(), [], stops)
     shown, stop = "", None
     for token in ids:
-        more, stop = stream.push(token)
+        more = stream.decode(token)
+        if stream.find is not None:
+            more, stop = stream.find(more)
         shown += more
         if stop is not None:
             break

@@ -34,15 +34,15 @@ class BooksProtocol(Protocol[Table_co]):
     def length(self, slot: int) -> int:
         """How many positions of the slot are booked as written. Raises ValueError if the slot is not allocated."""
 
-    def lengths(self, slots: Sequence[int] | Slots) -> Ints:
-        """``length`` of many slots, unchecked."""
-
     def extend(self, slots: Sequence[int] | Slots, starts: Sequence[int] | Ints, lens: Sequence[int] | Ints) -> int:
         """Book positions [start, start + length) of each slot as written, and return the greatest length afterwards.
 
         Raises ValueError, with nothing booked, if a slot occurs twice, a start is not the slot's length, or a slot has
         too little room.
         """
+
+    def advance(self, slots_B: Slots) -> tuple[Ints, int]:
+        """``extend`` each slot by its next position. Returns these positions and the greatest length afterwards."""
 
     def table(self, slots: Sequence[int] | Slots, num_tokens: int) -> Table_co:
         """Where the first ``num_tokens`` positions of the slots are stored."""
@@ -83,6 +83,8 @@ class BlockBooks(ABC):
         """-1 if the slot is not allocated."""
         self._room_S: Ints = np.full(num_slots, -1, dtype=np.int32)
         """How many positions the slot has blocks for; -1 if the slot is not allocated."""
+        self._room = self._room_S.data
+        """The same numbers as Python's integers, which numpy takes several times as long to make."""
         self._free_slots = list(reversed(range(num_slots)))
 
     @abstractmethod
@@ -102,9 +104,6 @@ class BlockBooks(ABC):
             raise ValueError(f"slot {slot} is not allocated")
         return int(self._lengths_S[slot])
 
-    def lengths(self, slots: Sequence[int] | Slots) -> Ints:
-        return self._lengths_S[slots]
-
     def extend(self, slots: Sequence[int] | Slots, starts: Sequence[int] | Ints, lens: Sequence[int] | Ints) -> int:
         starts_B, lens_B = np.asarray(starts, dtype=np.int32), np.asarray(lens, dtype=np.int32)
         slots_B = np.asarray(slots)
@@ -112,14 +111,23 @@ class BlockBooks(ABC):
             raise ValueError(f"slots {slots_B.tolist()} repeat; a step extends a slot once")
         ends_B, lengths_B, room_B = starts_B + lens_B, self._lengths_S[slots_B], self._room_S[slots_B]
         # A slot that is not allocated has the length -1, and room for -1 positions.
-        if (starts_B != lengths_B).any() or (ends_B > room_B).any() or lens_B.min() < 1:
-            b = int(((starts_B != lengths_B) | (ends_B > room_B) | (lens_B < 1)).argmax())
+        wrong_B = (starts_B != lengths_B) | (ends_B > room_B) | (lens_B < 1)
+        if wrong_B.any():
+            b = int(wrong_B.argmax())
             slot, start, room = int(slots_B[b]), int(starts_B[b]), int(room_B[b])
             if start != lengths_B[b] or start < 0:
                 raise ValueError(f"slot {slot} holds {self.length(slot)} positions; a chunk cannot start at {start}")
             raise ValueError(f"slot {slot} has room for {room} positions, not for {start}+{int(lens_B[b])}")
         self._lengths_S[slots_B] = ends_B
         return int(ends_B.max())
+
+    def advance(self, slots_B: Slots) -> tuple[Ints, int]:
+        starts_B = self._lengths_S[slots_B]
+        ends_B = starts_B + 1
+        if (ends_B > self._room_S[slots_B]).any() or len(set(slots_B.tolist())) < len(slots_B):
+            self.extend(slots_B, starts_B, np.ones_like(starts_B))  # raises, and says why
+        self._lengths_S[slots_B] = ends_B
+        return starts_B, int(ends_B.max())
 
     def table(self, slots: Sequence[int] | Slots, num_tokens: int) -> Ints:
         """Blocks, [B, P]."""

@@ -52,12 +52,10 @@ class Pool(Generic[Table, View]):
         return self.storage.view(self.books.table(slots, longest), start_positions, chunk_lens)
 
     def decode_view(self, slots: Sequence[int], rows: int | None = None) -> View:
-        slots_B = np.array(slots)
-        starts_B = self.books.lengths(slots_B)
-        ones_B = np.ones_like(starts_B)
-        longest = self.books.extend(slots_B, starts_B, ones_B)
+        slots_B = np.fromiter(slots, np.int64, len(slots))
+        starts_B, longest = self.books.advance(slots_B)
         if rows is None:
-            return self.storage.view(self.books.table(slots_B, longest), starts_B, ones_B)
+            return self.storage.view(self.books.table(slots_B, longest), starts_B, np.ones_like(starts_B))
         if padding := rows - len(slots):
             slots_B, starts_B = (np.concatenate([x, np.repeat(x[-1:], padding)]) for x in (slots_B, starts_B))
         return self.storage.fixed_view(self.books.table(slots_B, longest), starts_B)

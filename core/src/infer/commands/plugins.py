@@ -24,10 +24,9 @@ def run(args: argparse.Namespace, context: CommandContext) -> int:
     failed = None
     for slot, offers in context.plugins.offers.items():
         chosen, why, all_of_them = None, "", ""
-        about, asked = SLOTS[slot], "auto"
+        about = SLOTS[slot]
+        asked = about.asked(context.settings)
         if about.setting is not None:
-            section, key = about.setting.split(".")
-            asked = getattr(getattr(context.settings, section), key)
             why = f"{about.setting} = {asked} (from {context.sources[about.setting]})"
         if about.when and asked == "auto":
             all_of_them, why = "when met", about.when

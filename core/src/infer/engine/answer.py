@@ -41,7 +41,7 @@ class Answer:
     """
 
     __slots__ = (
-        "_counts", "_fault", "_id", "_push", "_stops", "_text",
+        "_counts", "_decode", "_fault", "_find", "_id", "_stops", "_text",
         "ended", "first_token", "prompt_logprobs", "sequence", "steering",
     )  # fmt: skip
 
@@ -70,7 +70,8 @@ class Answer:
                 self.steering = Steering(request, self._stops)
         except BaseException as error:  # a panic in Rust code is not an Exception
             self._spoil(error)
-        self._push = None if self._text is None else self._text.push
+        self._decode = None if self._text is None else self._text.decode
+        self._find = None if self._text is None else self._text.find
 
     @property
     def spoilt(self) -> bool:
@@ -107,9 +108,12 @@ class Answer:
             if token in sequence.request.params.stop_token_ids:
                 stop = token
         else:
-            if self._push is not None:
+            if self._decode is not None:
                 try:
-                    text, stop = self._push(token)
+                    if self._find is None:
+                        text = self._decode(token)
+                    else:
+                        text, stop = self._find(self._decode(token))
                 except BaseException as error:
                     self._spoil(error)
             if self._fault is not None:

@@ -229,7 +229,7 @@ class Engine:
         )
 
     def _observe(self, started: float, schedule: Schedule, passes: Seq[Seq[Work]]) -> None:
-        running = sum([answer.sequence.slot is not None for answer in self._answers.values()])
+        waiting = [answer.sequence.slot for answer in self._answers.values()].count(None)
         lengths = [[work.length for work in works] for works in passes]
         self._notify(
             "infer_step_finished",
@@ -243,8 +243,8 @@ class Engine:
                 chunks=len(schedule.prefills),
                 computed_tokens=sum(map(sum, lengths)),
                 padded_tokens=sum(len(row) * max(row) for row in lengths),
-                running=running,
-                waiting=len(self._answers) - running,
+                running=len(self._answers) - waiting,
+                waiting=waiting,
                 free_tokens=self._pool.free_tokens(),
                 totals=self._counts.totals(),
             ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -102,7 +103,7 @@ class DecodeGraphs:
 
     def rows(self, num: int) -> int:
         """The batch size at which ``num`` sequences are run."""
-        return next(rows for rows in self.sizes if rows >= num)
+        return self.sizes[bisect_left(self.sizes, num)]
 
     def run(self, rows: int, view: KVCacheView, known: Known) -> Tensor:
         """Run or replay a decode pass of ``rows`` rows, whose input is in ``token_ids``, ``positions`` and

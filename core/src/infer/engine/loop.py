@@ -159,7 +159,7 @@ class EngineLoop:
             self._after()
 
     def _publish(self, events: list[Event]) -> None:
-        with self._idle:
+        with self._lock:
             letters: dict[Mailbox, list[Event]] = {}
             for event in events:
                 found = self._open.get(event.request_id)
@@ -173,7 +173,8 @@ class EngineLoop:
                 mine.append(event)
                 if event.finish_reason is not None:
                     del self._open[event.request_id]
-            self._idle.notify_all()
+            if not self._open:
+                self._idle.notify_all()
         for mailbox, mine in letters.items():
             try:
                 mailbox(mine)

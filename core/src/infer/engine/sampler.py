@@ -6,7 +6,6 @@ Shapes: N sampled rows, V vocabulary size.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -42,7 +41,7 @@ class Drawing:
         self, requests: list[Request], positions: Sequence[int] | np.ndarray[tuple[int], np.dtype[np.int64]]
     ) -> Draws:
         """What to draw the requests' next tokens with. ``positions`` are these tokens' indices in their sequences."""
-        if len(requests) != len(self._requests) or any(map(operator.is_not, requests, self._requests)):
+        if requests != self._requests:
             self._requests = requests
             self._seed_N = words([request.seed for request in requests])
             params = [request.params for request in requests]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from infer.contracts.protocols import (
     RecorderProtocol,
     Rotary,
 )
-from infer.weight import GroupedWeight, Weight
+from infer.weight import GroupedWeight, Weight, quantise_rows
 
 SEGMENT = 128
 """Keys per reduction step of attention."""
@@ -47,6 +47,10 @@ class PackedLinear:
     weight_NK: Tensor
     bias_N: Tensor | None
     min_rows: int
+    dtype: torch.dtype
+    """The dtype of the activations and the results."""
+    int8_group: int | None = None
+    """If the activations are rounded to int8, how many of them share a scale; the weight is then fp32."""
 
 
 @dataclass(frozen=True)
@@ -72,17 +76,28 @@ class ReferenceKernels(KernelsProtocol):
 
     def pack(self, weight_NK: Weight, bias_N: Tensor | None = None) -> Any:
         """A grouped weight is dequantised: from then on it takes as much memory as a plain one."""
-        weight_NK = weight_NK.dequantise() if isinstance(weight_NK, GroupedWeight) else weight_NK.clone()
+        dtype, int8_group = weight_NK.dtype, None
+        if isinstance(weight_NK, GroupedWeight):
+            if weight_NK.int8_activations:
+                int8_group = weight_NK.activation_group
+                weight_NK = replace(weight_NK, dtype=torch.float32)
+            weight_NK = weight_NK.dequantise()
+        else:
+            weight_NK = weight_NK.clone()
         rows = 1
         if weight_NK.device.type == "cpu":
             n, k = weight_NK.shape
             rows = exact_rows(torch.nn.functional.linear, n, k, weight_NK.dtype, torch.get_num_threads())
-        return PackedLinear(weight_NK, None if bias_N is None else bias_N.clone(), rows)
+        bias_N = None if bias_N is None else bias_N.to(weight_NK.dtype, copy=True)
+        return PackedLinear(weight_NK, bias_N, rows, dtype, int8_group)
 
     def linear(self, x_TK: Tensor, packed: Any) -> Tensor:
+        if packed.int8_group is not None:
+            q_TGk, scale_TG1 = quantise_rows(x_TK, packed.int8_group)
+            x_TK = (q_TGk * scale_TG1).flatten(1)
         return _at_least(
             packed.min_rows, x_TK, lambda x: torch.nn.functional.linear(x, packed.weight_NK, packed.bias_N)
-        )
+        ).to(packed.dtype)
 
     def pack_gated(self, gate_up_NK: Weight, bias_N: Tensor | None = None) -> Any:
         return self.pack(gate_up_NK, bias_N)
@@ -91,7 +106,7 @@ class ReferenceKernels(KernelsProtocol):
         return self.gated(self.linear(x_TK, packed), activation)
 
     def embedding(self, token_ids_T: Tensor, packed: Any) -> Tensor:
-        return torch.nn.functional.embedding(token_ids_T, packed.weight_NK)
+        return torch.nn.functional.embedding(token_ids_T, packed.weight_NK).to(packed.dtype)
 
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float, unit_offset: bool = False) -> Tensor:
         x = x_TD.float()

@@ -273,16 +273,14 @@ class TextStream:
 
     def __init__(self, texts: TokenTexts, prompt_token_ids: Sequence[int], stops: Sequence[str]) -> None:
         self._detokenizer = texts.follow(prompt_token_ids)
-        self._detokenize = self._detokenizer.push
         self._stops = StopFinder(stops)
-        self._stoppable = bool(stops)
-
-    def push(self, token_id: int) -> tuple[str, str | None]:
-        """(text to show, the stop string that was found or None)."""
-        text = self._detokenize(token_id)
-        return self._stops.push(text) if self._stoppable else (text, None)
+        self.decode = self._detokenizer.push
+        """The text that a token adds."""
+        self.find = self._stops.push if stops else None
+        """(text to show, the stop string that was found or None), from the text that a token adds; None if all text is
+        to be shown."""
 
     def flush(self) -> tuple[str, str | None]:
-        """As ``push``, for the text that is left when no more tokens come."""
+        """As ``find``, for the text that is left when no more tokens come."""
         text, stop = self._stops.push(self._detokenizer.flush())
         return text + self._stops.flush(), stop

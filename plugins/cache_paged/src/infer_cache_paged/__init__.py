@@ -59,7 +59,7 @@ class PagedBooks(BlockBooks):
         return Allocation(slot, num_cached)
 
     def grow(self, slot: int, num_tokens: int) -> bool:
-        room = int(self._room_S[slot])
+        room = self._room[slot]
         if num_tokens <= room:
             return num_tokens <= self.max_seq_len
         if num_tokens > self.max_seq_len or not self.pages.grow(slot, num_tokens):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from ctypes import c_float, c_int, c_int64, c_void_p
+from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path
 
 import torch
@@ -13,12 +13,28 @@ LEVELS = ("portable", "avx2", "avx512", "avx512_bf16")
 """Instruction set levels, in the order of ``infer_level``."""
 FOLDER = Path(__file__).parent
 
+
+
+class GroupedMatrix(ctypes.Structure):
+    """A packed grouped weight; ``Grouped`` in grouped.hpp."""
+
+    _fields_ = (
+        ("packed", c_void_p),
+        *((name, c_int64) for name in ("N", "K", "group")),
+        *((name, c_int32) for name in ("bits", "scales", "minimum", "table", "int8", "gated")),
+        ("values", c_float * 16),
+    )
+
+
 _KIND, _SIZE, _POINTER, _REAL = c_int, c_int64, c_void_p, c_float
 _TENSOR = [_POINTER, _SIZE, _SIZE]  # a pointer and two strides
 FUNCTIONS: dict[str, list[type]] = {
     "pack": [_KIND, _POINTER, _SIZE, _SIZE, c_int, _POINTER],
     "rows": [_KIND, _POINTER, _SIZE, _POINTER, _SIZE, _POINTER],
     "linear": [_KIND, _POINTER, _SIZE, _SIZE, _POINTER, _SIZE, _SIZE, _POINTER, c_int, _POINTER],
+    "pack_grouped": [_KIND, _POINTER, _POINTER, _POINTER, _POINTER, _SIZE],
+    "grouped_rows": [_KIND, _POINTER, _POINTER, _SIZE, _POINTER],
+    "grouped_linear": [_KIND, _POINTER, _POINTER, _SIZE, _SIZE, _POINTER, c_int, _POINTER],
     "rms_norm": [_KIND, *_TENSOR, _SIZE, _SIZE, _SIZE, _POINTER, _REAL, c_int, _POINTER, _POINTER, _POINTER],
     "rope_store_kv": [
         *(_KIND, *_TENSOR, *_TENSOR, *_TENSOR, _POINTER, _POINTER, _SIZE),
@@ -55,6 +71,7 @@ def load(level: str) -> ctypes.CDLL:
     library.infer_tape_length.argtypes, library.infer_tape_length.restype = [_POINTER], c_int64
     library.infer_packed_words.argtypes = [_KIND, _SIZE, _SIZE, c_int]
     library.infer_packed_words.restype = c_int64
+    library.infer_grouped_bytes.argtypes, library.infer_grouped_bytes.restype = [_POINTER], c_int64
     # ``torch_get_num_threads`` is part of torch's stable C ABI (torch/csrc/stable/c/shim.h).
     torch_cpu = ctypes.CDLL(str(next((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"))))
     library.infer_bind.argtypes = [c_void_p]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,7 +12,6 @@ import torch
 from torch import Tensor
 
 from infer.device import pages
-from infer.errors import SettingsError
 from infer.kernels.reference import ReferenceKernels
 from infer.protocols import Activation, AttentionSpec, Draws, Ragged, RecorderProtocol, Rotary
 from infer.weight import GroupedWeight, Weight
@@ -21,6 +21,8 @@ from infer_kernels_cpu.recording import Recorder
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
 """The native code's numbers of the element types."""
+SCALES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""The native code's numbers of the types of scales."""
 GATES: dict[Activation | None, int] = {None: 0, "silu": 1, "gelu_pytorch_tanh": 2}
 """The native code's numbers of the activations (its ``Gate``)."""
 
@@ -29,8 +31,21 @@ GATES: dict[Activation | None, int] = {None: 0, "silu": 1, "gelu_pytorch_tanh": 
 class Packed:
     """A weight [N, K] in the layout in which the native code multiplies it, and its bias."""
 
-    kind: int
     words: Tensor
+    N: int
+    K: int
+    gated: bool
+    dtype: torch.dtype
+    bias_N: Tensor | None
+
+
+@dataclass(frozen=True)
+class PackedGrouped:
+    """A grouped weight [N, K] in the layout in which the native code multiplies it, and its bias."""
+
+    matrix: native.GroupedMatrix
+    words: Tensor
+    """The memory that ``matrix`` points to."""
     N: int
     K: int
     gated: bool
@@ -58,22 +73,51 @@ class CpuKernels(ReferenceKernels):
     def recorder(self) -> RecorderProtocol | None:
         return Recorder(self.native, self.results_in)
 
-    def pack(self, weight_NK: Weight, bias_N: Tensor | None = None) -> Packed:
+    def pack(self, weight_NK: Weight, bias_N: Tensor | None = None) -> Packed | PackedGrouped:
         return self._pack(weight_NK, bias_N, gated=False)
 
-    def pack_gated(self, gate_up_NK: Weight, bias_N: Tensor | None = None) -> Packed:
+    def pack_gated(self, gate_up_NK: Weight, bias_N: Tensor | None = None) -> Packed | PackedGrouped:
         return self._pack(gate_up_NK, bias_N, gated=True)
 
-    def _pack(self, weight_NK: Weight, bias_N: Tensor | None, gated: bool) -> Packed:
+    def _pack(self, weight_NK: Weight, bias_N: Tensor | None, gated: bool) -> Packed | PackedGrouped:
         if isinstance(weight_NK, GroupedWeight):
-            raise SettingsError(
-                f'kernels.backend "cpu" does not multiply {weight_NK}; "reference" does, once it has dequantised them.'
-            )
+            return self._pack_grouped(weight_NK, bias_N, gated)
         (N, K), kind = weight_NK.shape, KINDS[weight_NK.dtype]
         weight_NK = weight_NK.contiguous()
         words = torch.frombuffer(pages(4 * self.native.infer_packed_words(kind, N, K, gated)), dtype=torch.int32)
         self.native.infer_pack(kind, weight_NK.data_ptr(), N, K, gated, words.data_ptr())
-        return Packed(kind, words, N, K, gated, weight_NK.dtype, None if bias_N is None else bias_N.clone())
+        return Packed(words, N, K, gated, weight_NK.dtype, None if bias_N is None else bias_N.clone())
+
+    def _pack_grouped(self, weight: GroupedWeight, bias_N: Tensor | None, gated: bool) -> PackedGrouped:
+        N, K = weight.shape
+        floats = [weight.scales_NG] if weight.minimum_NG is None else [weight.scales_NG, weight.minimum_NG]
+        kind = floats[0].dtype if len({x.dtype for x in floats}) == 1 and floats[0].dtype in SCALES else torch.float32
+        floats = [x.to(kind).contiguous() for x in floats]
+        matrix = native.GroupedMatrix(
+            N=N,
+            K=K,
+            group=weight.activation_group,
+            bits=weight.bits,
+            scales=SCALES[kind],
+            minimum=weight.minimum_NG is not None,
+            table=weight.table is not None,
+            int8=weight.int8_activations,
+            gated=gated,
+        )
+        if weight.table is not None:
+            matrix.values[:] = weight.table.tolist()
+        words = torch.frombuffer(pages(self.native.infer_grouped_bytes(ctypes.byref(matrix))), dtype=torch.uint8)
+        matrix.packed = words.data_ptr()
+        codes = weight.codes.contiguous()
+        self.native.infer_pack_grouped(
+            KINDS[weight.dtype],
+            ctypes.byref(matrix),
+            codes.data_ptr(),
+            floats[0].data_ptr(),
+            floats[-1].data_ptr(),
+            floats[0].shape[1],
+        )
+        return PackedGrouped(matrix, words, N, K, gated, weight.dtype, None if bias_N is None else bias_N.clone())
 
     def linear(self, x_TK: Tensor, packed: Any) -> Tensor:
         return self._linear(x_TK, packed, None)
@@ -81,30 +125,28 @@ class CpuKernels(ReferenceKernels):
     def gated_linear(self, x_TK: Tensor, packed: Any, activation: Activation) -> Tensor:
         return self._linear(x_TK, packed, activation)
 
-    def _linear(self, x_TK: Tensor, packed: Packed, activation: Activation | None) -> Tensor:
-        T = x_TK.shape[0]
+    def _linear(self, x_TK: Tensor, packed: Packed | PackedGrouped, activation: Activation | None) -> Tensor:
+        T, kind = x_TK.shape[0], KINDS[packed.dtype]
         if x_TK.stride(-1) != 1:
             x_TK = x_TK.contiguous()
         out = self._empty(T, packed.N // 2 if packed.gated else packed.N, dtype=packed.dtype)
         bias = None if packed.bias_N is None else packed.bias_N.data_ptr()
-        self.native.infer_linear(
-            packed.kind,
-            x_TK.data_ptr(),
-            x_TK.stride(0),
-            T,
-            packed.words.data_ptr(),
-            packed.N,
-            packed.K,
-            bias,
-            GATES[activation],
-            out.data_ptr(),
-        )
+        x, gate = (x_TK.data_ptr(), x_TK.stride(0), T), GATES[activation]
+        if isinstance(packed, PackedGrouped):
+            self.native.infer_grouped_linear(kind, ctypes.addressof(packed.matrix), *x, bias, gate, out.data_ptr())
+        else:
+            words, N, K = packed.words.data_ptr(), packed.N, packed.K
+            self.native.infer_linear(kind, *x, words, N, K, bias, gate, out.data_ptr())
         return out
 
     def embedding(self, token_ids_T: Tensor, packed: Any) -> Tensor:
         out = self._empty(len(token_ids_T), packed.K, dtype=packed.dtype)
-        ids = token_ids_T.contiguous()
-        self.native.infer_rows(packed.kind, packed.words.data_ptr(), packed.K, ids.data_ptr(), len(ids), out.data_ptr())
+        ids, kind = token_ids_T.contiguous(), KINDS[packed.dtype]
+        if isinstance(packed, PackedGrouped):
+            matrix = ctypes.addressof(packed.matrix)
+            self.native.infer_grouped_rows(kind, matrix, ids.data_ptr(), len(ids), out.data_ptr())
+        else:
+            self.native.infer_rows(kind, packed.words.data_ptr(), packed.K, ids.data_ptr(), len(ids), out.data_ptr())
         return out
 
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float, unit_offset: bool = False) -> Tensor:

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "attention.hpp"
+#include "grouped.hpp"
 #include "matmul.hpp"
 #include "rows.hpp"
 #include "sampling.hpp"
@@ -42,7 +43,8 @@ void call(F run) {
 #define TYPED(kind) call([=] { typed(kind, [&](auto type) { using T = typename decltype(type)::type;
 #define END }); });
 
-// The best level that this processor supports: 0 portable, 1 AVX2 with FMA, 2 AVX-512, 3 AVX-512 with BF16.
+// The best level that this processor supports: 0 portable, 1 AVX2 with FMA, 2 AVX-512, 3 AVX-512 with BF16 and
+// VNNI.
 EXPORT int infer_level() {
 #if defined(__x86_64__)
     __builtin_cpu_init();
@@ -50,7 +52,7 @@ EXPORT int infer_level() {
     if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
         !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq"))
         return 1;
-    return __builtin_cpu_supports("avx512bf16") ? 3 : 2;
+    return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") ? 3 : 2;
 #else
     return 0;
 #endif
@@ -75,6 +77,31 @@ EXPORT void infer_linear(int kind, const void* x, int64_t stride, int64_t rows, 
     TYPED(kind)
         linear(static_cast<const T*>(x), stride, rows, packed, N, K, static_cast<const T*>(bias), Gate(gate),
                static_cast<T*>(out));
+    END
+}
+
+EXPORT int64_t infer_grouped_bytes(const Grouped* w) { return w->panels() * w->panel_bytes(); }
+
+EXPORT void infer_pack_grouped(int kind, const Grouped* w, const uint8_t* codes, const void* scales, const void* minima,
+                               int64_t G) {
+    TYPED(kind)
+        if (w->int8) pack_grouped<int8_t>(*w, codes, scales, minima, G);
+        else pack_grouped<T>(*w, codes, scales, minima, G);
+    END
+}
+
+EXPORT void infer_grouped_rows(int kind, const Grouped* w, const int64_t* ids, int64_t count, void* out) {
+    TYPED(kind)
+        if (w->int8) unpack_grouped<int8_t>(*w, ids, count, static_cast<T*>(out));
+        else unpack_grouped<T>(*w, ids, count, static_cast<T*>(out));
+    END
+}
+
+EXPORT void infer_grouped_linear(int kind, const Grouped* w, const void* x, int64_t stride, int64_t rows,
+                                 const void* bias, int gate, void* out) {
+    TYPED(kind)
+        auto product = w->int8 ? grouped_linear<T, int8_t> : grouped_linear<T, T>;
+        product(*w, static_cast<const T*>(x), stride, rows, static_cast<const T*>(bias), Gate(gate), static_cast<T*>(out));
     END
 }
 

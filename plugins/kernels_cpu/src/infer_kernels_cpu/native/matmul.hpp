@@ -67,26 +67,29 @@ inline auto one_by_one(F f) {
     };
 }
 
+// Calls run<M>(m) for rows m .. m+M-1: tiles of EACH rows, and a last one of at most LAST.
+template <int EACH, int LAST, class Run>
+inline void in_tiles(int64_t rows, Run run) {
+    int64_t m = 0;
+    for (; rows - m > LAST; m += EACH) run.template operator()<EACH>(m);
+    [&]<int... M>(std::integer_sequence<int, M...>) {
+        ((rows - m == M + 1 ? run.template operator()<M + 1>(m) : void()), ...);
+    }(std::make_integer_sequence<int, LAST>{});
+}
+
 // ``tile`` for any number of rows. ``next`` is the part of a packed matrix to prefetch, because it is multiplied next.
 template <class T, class Begin, class End>
 void tiles(const T* a, int64_t stride_a, int64_t rows, const uint32_t* w, int64_t steps, Begin begin, End end,
            const uint32_t* next = nullptr) {
-    int64_t m = 0, line = 0, each = next ? (PANEL / LINE * ROWS + rows - 1) / rows : 0;
+    int64_t line = 0, each = next ? (PANEL / LINE * ROWS + rows - 1) / rows : 0;
     auto fetch = [&] {
         Fetch f{next + line * steps * LINE, std::max<int64_t>(0, std::min(each, PANEL / LINE - line))};
         line += each;
         return f;
     };
-    for (; m + ROWS <= rows; m += ROWS)
-        tile<T, ROWS>(a + m * stride_a, stride_a, w, steps, m, begin, end, fetch());
-    a += m * stride_a;
-    switch (rows - m) {
-        case 5: tile<T, 5>(a, stride_a, w, steps, m, begin, end, fetch()); break;
-        case 4: tile<T, 4>(a, stride_a, w, steps, m, begin, end, fetch()); break;
-        case 3: tile<T, 3>(a, stride_a, w, steps, m, begin, end, fetch()); break;
-        case 2: tile<T, 2>(a, stride_a, w, steps, m, begin, end, fetch()); break;
-        case 1: tile<T, 1>(a, stride_a, w, steps, m, begin, end, fetch()); break;
-    }
+    in_tiles<ROWS, ROWS>(rows, [&]<int M>(int64_t m) {
+        tile<T, M>(a + m * stride_a, stride_a, w, steps, m, begin, end, fetch());
+    });
 }
 
 // Packs w [N][K]. The first half of the rows of a ``gated`` matrix compute gates, the second half values. Each of its
@@ -155,6 +158,23 @@ inline void emit(const vf (&sums)[VECTORS], int64_t p, int64_t N, const T* bias,
     }
 }
 
+// Calls run(panel, first row, rows, the panel that the thread multiplies next or -1) for every panel and block of rows.
+template <class Run>
+void over_panels(int64_t rows, int64_t panels, Run run) {
+    // A task is a few neighbouring panels with all rows. If there are few panels, the rows are divided, too.
+    int64_t blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK, wanted = TASKS * threads();
+    int64_t each = std::max<int64_t>(1, panels / wanted), groups = (panels + each - 1) / each;
+    int64_t cuts = std::min(blocks, (wanted + groups - 1) / groups);
+    parallel(groups * cuts, [=](int64_t task) {
+        int64_t begin = task / cuts * each, end = std::min(panels, begin + each);
+        for (int64_t b = task % cuts; b < blocks; b += cuts)  // the rows stay in the L2 cache, the panels stream through
+            for (int64_t p = begin; p < end; p++) {
+                int64_t first = b * ROW_BLOCK, next = p + 1 < end ? p + 1 : b + cuts < blocks ? begin : -1;
+                run(p, first, std::min(ROW_BLOCK, rows - first), next);
+            }
+    });
+}
+
 template <class T>
 void linear(const T* x, int64_t stride_x, int64_t rows, const uint32_t* packed, int64_t N, int64_t K, const T* bias,
             Gate gate, T* out) {
@@ -170,44 +190,29 @@ void linear(const T* x, int64_t stride_x, int64_t rows, const uint32_t* packed, 
         x = padded;
         stride_x = K + 1;
     }
-    // A task is a few neighbouring panels with all rows. If there are few panels, the rows are divided, too.
-    int64_t blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK, wanted = TASKS * threads();
-    int64_t each = std::max<int64_t>(1, panels / wanted), groups = (panels + each - 1) / each;
-    int64_t cuts = std::min(blocks, (wanted + groups - 1) / groups);
     int64_t block = rows > ROWS && rows <= 8 * ROWS ? FEW_STEPS : STEPS;
-    parallel(groups * cuts, [=](int64_t task) {
+    over_panels(rows, panels, [=](int64_t p, int64_t first, int64_t count, int64_t following) {
         float* c = scratch<float, struct Sums>(ROW_BLOCK * PANEL);
-        int64_t begin = task / cuts * each, end = std::min(panels, begin + each);
-        for (int64_t b = task % cuts; b < blocks; b += cuts)  // the rows stay in the L2 cache, the panels stream through
-            for (int64_t p = begin; p < end; p++) {
-                int64_t first = b * ROW_BLOCK, count = std::min(ROW_BLOCK, rows - first);
-                const T* from = x + first * stride_x;
-                T* to = out + first * stride_out;
-                for (int64_t m = 0; m < count; m++)  // stores that miss the cache wait as long as loads do
-                    for (int64_t e = 0; e < columns; e += 64 / int64_t(sizeof(T)))
-                        __builtin_prefetch(to + m * stride_out + p * columns + e, 1);
-                for (int64_t s = 0; s < steps; s += block) {
-                    // Panels lie end to end, so the next steps follow these; after the task's last panel, the next rows
-                    // start at its first panel again.
-                    const uint32_t *w = packed + (p * steps + s) * PANEL, *next = w + block * PANEL;
-                    bool last = s + block >= steps;
-                    if (last) {
-                        next = packed + (p + 1) * steps * PANEL;
-                        if (p + 1 == end) next = b + cuts < blocks ? packed + begin * steps * PANEL : nullptr;
-                    }
-                    if (rows <= STREAMED_ROWS) next = nullptr;
-                    auto sums = [=](int64_t m, int j) { return s ? load(c + m * PANEL + j * LANES) : vf{}; };
-                    if (last)
-                        tiles<T>(
-                            from + s * STEP<T>, stride_x, count, w, steps - s, sums,
-                            [=](int64_t m, const vf(&row)[VECTORS]) { emit(row, p, N, bias, gate, to + m * stride_out); },
-                            next);
-                    else
-                        tiles<T>(
-                            from + s * STEP<T>, stride_x, count, w, block, sums,
-                            one_by_one([=](int64_t m, int j, vf sum) { store(c + m * PANEL + j * LANES, sum); }), next);
-                }
-            }
+        const T* from = x + first * stride_x;
+        T* to = out + first * stride_out;
+        for (int64_t m = 0; m < count; m++)  // stores that miss the cache wait as long as loads do
+            for (int64_t e = 0; e < columns; e += 64 / int64_t(sizeof(T)))
+                __builtin_prefetch(to + m * stride_out + p * columns + e, 1);
+        for (int64_t s = 0; s < steps; s += block) {
+            const uint32_t *w = packed + (p * steps + s) * PANEL, *next = w + block * PANEL;
+            bool last = s + block >= steps;
+            if (last) next = following < 0 ? nullptr : packed + following * steps * PANEL;
+            if (rows <= STREAMED_ROWS) next = nullptr;
+            auto sums = [=](int64_t m, int j) { return s ? load(c + m * PANEL + j * LANES) : vf{}; };
+            if (last)
+                tiles<T>(
+                    from + s * STEP<T>, stride_x, count, w, steps - s, sums,
+                    [=](int64_t m, const vf(&row)[VECTORS]) { emit(row, p, N, bias, gate, to + m * stride_out); }, next);
+            else
+                tiles<T>(
+                    from + s * STEP<T>, stride_x, count, w, block, sums,
+                    one_by_one([=](int64_t m, int j, vf sum) { store(c + m * PANEL + j * LANES, sum); }), next);
+        }
     });
 }
 

@@ -150,7 +150,7 @@ int64_t near_top(const T* logits, int64_t size, float top, const Draw& draw, int
 template <class T>
 Candidates candidates(const T* logits, int64_t size, float top, const Draw& draw) {
     Candidates all{scratch<float, struct MassesOfARow>(size), nullptr, size};
-    bool ranked = draw.top_k > 0 && draw.top_k < size;
+    bool ranked = draw.top_k > 0;
     if (ranked || draw.top_p < 1) all.token = scratch<int32_t, struct TokensOfARow>(size);
     if (ranked) {
         all.count = near_top(logits, size, top, draw, all.token);
@@ -178,7 +178,7 @@ int64_t sample_row(const T* logits, int64_t size, const Draw& draw) {
     Candidates all = candidates(logits, size, top, draw);
     // Tokens of mass 0 are never drawn, so the smallest threshold is above 0.
     float threshold = 1.17549435e-38f;
-    if (draw.top_k > 0 && draw.top_k < size && all.kept(threshold).count > draw.top_k)
+    if (draw.top_k > 0 && all.kept(threshold).count > draw.top_k)
         threshold = all.largest(threshold, [&](auto kept) { return kept.count >= draw.top_k; });
     if (draw.top_p < 1) {
         double wanted = double(draw.top_p) * all.kept(threshold).mass;
@@ -216,7 +216,8 @@ template <class T>
 void sample(const T* logits, int64_t rows, int64_t size, const float* temperature, const int64_t* top_k,
             const float* top_p, const float* min_p, const double* uniform, int64_t* out) {
     parallel(rows, [=](int64_t r) {
-        out[r] = sample_row(logits + r * size, size, {temperature[r], top_k[r], top_p[r], min_p[r], uniform[r]});
+        int64_t k = top_k[r] < size ? top_k[r] : 0;
+        out[r] = sample_row(logits + r * size, size, {temperature[r], k, top_p[r], min_p[r], uniform[r]});
     });
 }
 

@@ -1,0 +1,103 @@
+"""Quantising a plain checkpoint's weights while they are loaded."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from infer.errors import SettingsError
+from infer.weight import GroupedWeight, Weight
+
+GROUP = 32
+CHUNK = 1 << 17
+"""How many values are quantised at a time, so that they stay in a CPU's caches."""
+STEPS = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.76, 0.7)
+"""Scales that are tried for codes of 4 bits, as parts of the one that represents a group's greatest value exactly."""
+
+
+def quantise(weight_NK: Tensor, bits: Literal[4, 8]) -> GroupedWeight:
+    """The weight in groups of 32 neighbours (or the largest part of 32 that divides K), with bfloat16 scales.
+
+    Codes of 8 bits are rounded to nearest. For codes of 4 bits, a group's scale is the one of several that leaves the
+    smallest squared error: for each, the values are rounded to codes, and then the scale is fitted to these by least
+    squares.
+    """
+    N, K = weight_NK.shape
+    group = next(size for size in (32, 16, 8, 4, 2, 1) if K % size == 0)
+    fit = _fit4 if bits == 4 else _fit8
+    scales_NG = torch.empty(N, K // group, dtype=torch.bfloat16, device=weight_NK.device)
+    codes = torch.empty(N, K * bits // 8, dtype=torch.uint8, device=weight_NK.device)
+    rows = max(1, CHUNK // K)
+    for n in range(0, N, rows):
+        part_NK = weight_NK[n : n + rows]
+        # The groups lie along the last dimension: torch is many times slower at reducing a short last one.
+        x_kM = part_NK.float().view(-1, group).t().contiguous()
+        scale_M, codes_kM = fit(x_kM)
+        scales_NG[n : n + rows] = scale_M.view(len(part_NK), -1)
+        codes_NK = codes_kM.to(torch.uint8).t().reshape(part_NK.shape)
+        codes[n : n + rows] = codes_NK if bits == 8 else codes_NK[:, ::2] | codes_NK[:, 1::2] << 4
+    return GroupedWeight(codes, scales_NG, bits, int8_activations=True, dtype=weight_NK.dtype)
+
+
+def _fit8(x_kM: Tensor) -> tuple[Tensor, Tensor]:
+    scale_M = (x_kM.abs().amax(0) / 127).bfloat16().float()
+    return scale_M, _codes(x_kM, scale_M, 128)
+
+
+def _fit4(x_kM: Tensor) -> tuple[Tensor, Tensor]:
+    low_M, high_M = x_kM.amin(0), x_kM.amax(0)
+    # The codes reach from -8 to 7, so the value that is furthest from zero gets the code -8.
+    top_M = torch.where(-low_M > high_M, low_M, high_M) / -8
+    best_M, error_M = top_M.bfloat16().float(), torch.full_like(top_M, torch.inf)
+    for step in STEPS:
+        q_kM = _codes(x_kM, top_M * step, 8).sub_(8)
+        fitted_M = ((x_kM * q_kM).sum(0) / q_kM.square().sum(0).clamp_(min=1)).bfloat16().float()
+        now_M = (x_kM - q_kM.mul_(fitted_M)).square_().sum(0)
+        better_M = now_M < error_M
+        best_M, error_M = fitted_M.where(better_M, best_M), now_M.where(better_M, error_M)
+    return best_M, _codes(x_kM, best_M, 8)
+
+
+def _codes(x_kM: Tensor, scale_M: Tensor, zero: int) -> Tensor:
+    inverse_M = torch.where(scale_M == 0, 0.0, 1 / scale_M)
+    return (x_kM * inverse_M).round_().add_(zero).clamp_(0, 2 * zero - 1)
+
+
+@dataclass
+class Quantiser:
+    """Turns plain weights into grouped ones as ``model.quantization``, ``model.plain_layers`` and ``model.activations``
+    say."""
+
+    bits: Literal[4, 8] | None
+    """None: weights stay as they are."""
+    plain: Sequence[str]
+    """Patterns of names (``*`` and ``?``) that stay plain."""
+    activations: Literal["auto", "int8", "plain"]
+    vocab_size: int
+    """A weight with so many rows embeds tokens or yields logits: it gets 8 bits."""
+    before: int = field(default=0, init=False)
+    """Bytes of the weights as they came."""
+    after: int = field(default=0, init=False)
+
+    def __call__(self, weights: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
+        plain = re.compile("|".join(map(fnmatch.translate, self.plain)) or r"(?!)")
+        for name, weight in weights:
+            self.before += weight.nbytes
+            if self.bits is not None:
+                if isinstance(weight, GroupedWeight):
+                    raise SettingsError(
+                        f"model.quantization quantises plain weights, but the checkpoint's {name!r} has {weight}; "
+                        "leave it out."
+                    )
+                if weight.dim() == 2 and weight.dtype.is_floating_point and not plain.fullmatch(name):
+                    weight = quantise(weight, 8 if len(weight) == self.vocab_size else self.bits)
+            if isinstance(weight, GroupedWeight) and self.activations != "auto":
+                weight = replace(weight, int8_activations=self.activations == "int8")
+            self.after += weight.nbytes
+            yield name, weight
