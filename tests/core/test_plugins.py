@@ -208,6 +208,24 @@ def test_unknown_architecture_names_the_known() -> None:
         Plugins.discover().choose("model", Settings(), ["MambaForCausalLM"])
 
 
+def test_unknown_ways_to_store_weights_name_the_package_that_reads_them() -> None:
+    plugins = Plugins.discover()
+    for method in ("awq", "compressed-tensors", "fp8", "gptq"):
+        assert plugins.choose("weights", Settings(), [method]).distribution == "infer-formats"
+    with pytest.raises(PluginError, match=r"'exl2', which no installed plugin reads; infer loads float32.*, gptq\."):
+        plugins.choose("weights", Settings(), ["exl2"])
+    without = [entry for entry in entry_points(group="infer") if entry.name != "formats"]
+    plugins = Plugins.discover(installed=without)
+    with pytest.raises(
+        PluginError, match=r"'awq', which no .* reads; pip install infer-formats brings one; infer loads"
+    ):
+        plugins.choose("weights", Settings(), ["awq"])
+    with pytest.raises(
+        PluginError, match=r"'exl2', which no installed plugin reads; infer loads .* bfloat16 weights\."
+    ):
+        plugins.choose("weights", Settings(), ["exl2"])
+
+
 FAMILIES = """
 from infer import hookimpl
 from infer.hookspecs import ModelRegistration

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from infer.assemble import _checkpoint, _read
 from infer.checkpoint import Checkpoint, Folder, dummy_tensors
+from infer.checkpoint.quantise import Quantiser
 from infer.errors import CheckpointError
 from infer.plugins import Plugins
 from infer.protocols import CacheContext, ModelContext, ModelProtocol, Pass
@@ -113,7 +114,8 @@ class Driver:
             self.model.load(dummy_tensors(self.model.expected(), dtype))
         else:
             format = plugins.choose("weights", settings, [checkpoint.quant_method])
-            self.model.load(_read(settings, format, checkpoint))
+            unrounded = Quantiser(None, [], "plain", self.model.vocab_size)  # as transformers computes
+            self.model.load(unrounded(_read(settings, format, checkpoint)))
         cache = CacheContext(self.model.attention, 1, max_seq_len, dtype, context.device, context.kernels)
         self.pool = SlottedPool(cache)
 

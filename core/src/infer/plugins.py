@@ -200,7 +200,10 @@ class Plugins:
             named = {one for offer in self.offers[slot] for one in about.named(offer.registration) if one}
             known = "".join(f", {one}" for one in sorted(named))
             package = min(about.packages.values(), default="")
-            text = about.missing.format(known=known, installed=_installed(sorted(named)), package=package, **said)
+            advice = "".join(f"pip install {p} brings one; " for p in {*map(about.packages.get, there)} if p)
+            text = about.missing.format(
+                known=known, installed=_installed(sorted(named)), package=package, advice=advice, **said
+            )
             raise PluginError(f"{text}{self.culprits()}")
         best = max(offer.registration.priority for offer in able)
         top = [offer for offer in able if offer.registration.priority == best]

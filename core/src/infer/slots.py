@@ -39,11 +39,12 @@ class Slot:
     when: str = ""
     """What decides in place of a setting, in the words of ``infer plugins``."""
     missing: str = '{setting} is "auto", but nothing suitable is installed; try: pip install {package}.'
-    """The error if no offer suits what is there. It may name {there}, {known}, {installed}, {package} and {setting}."""
+    """The error if no offer suits what is there. It may name {there}, {known}, {installed}, {package}, {setting} and
+    {advice}: which package brings an offer that does, if ``packages`` says so."""
     tie: str = '{setting} is "auto", but {names} have equal priority; name one of them.'
     """The error if several suit it and have equal priority. It may name {names}, {there} and {setting}."""
     packages: Mapping[str, str] = field(default_factory=dict)
-    """Offers of our own distributions and the package of each, for the advice in errors."""
+    """Offers of our own distributions, or what these suit, and the package of each, for the advice in errors."""
 
     def asked(self, settings: BaseModel) -> str:
         """What the settings ask for; "auto" if there is no setting."""
@@ -110,8 +111,9 @@ SLOTS: Mapping[str, Slot] = {
         fits="methods",
         when="by the checkpoint's quantization_config",
         missing="The checkpoint has a quantization_config of quant_method {there!r}, which no installed plugin reads; "
-        "infer loads float32, float16 and bfloat16 weights{known}.",
+        "{advice}infer loads float32, float16 and bfloat16 weights{known}.",
         tie="{names} both read weights of quant_method {there!r}; uninstall one of them.",
+        packages=dict.fromkeys(("awq", "compressed-tensors", "fp8", "gptq"), "infer-formats"),
     ),
     "scheduler": Slot("infer_schedulers", "engine", SchedulerRegistration, "engine.batching_mode"),
     "kernels": Slot(

@@ -40,6 +40,7 @@ def test_values_are_those_of_the_gguf_package(name: str) -> None:
     kind = TYPES[NUMBERS[name]]
     weight = weight_of("w", TensorInfo(kind, (ROWS, BLOCKS * kind.values), 0), torch.from_numpy(raw))
     assert isinstance(weight, GroupedWeight)
+    assert weight.int8_activations
     expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[name])
     assert gguf.GGMLQuantizationType[name] == NUMBERS[name]
     assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]] == (kind.values, kind.nbytes)

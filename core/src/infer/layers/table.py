@@ -46,14 +46,14 @@ class Weights:
         unsupported type, or not finite.
 
         Tensors with ``optional`` names are accepted but not used, and so are the rotary frequencies that some old
-        checkpoints hold, since they follow from config.json.
+        checkpoints hold, since they follow from config.json, and biases of zeros, which AutoGPTQ gives to every layer.
         """
         missing = dict(self._expected)
         dtype, device = self.context.dtype, self.context.device
         for name, tensor in tensors:
             expected = missing.pop(name, None)
             if expected is None:
-                if name in optional or name.endswith(".rotary_emb.inv_freq"):
+                if name in optional or name.endswith(".rotary_emb.inv_freq") or self._adds_nothing(name, tensor):
                     continue
                 again = " twice" if name in self._expected else ", which this model does not have"
                 raise CheckpointError(f"The checkpoint holds the tensor {name!r}{again}.")
@@ -65,7 +65,7 @@ class Weights:
             if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
                 raise CheckpointError(
                     f"The tensor {name!r} is of type {str(tensor.dtype).removeprefix('torch.')}; infer loads "
-                    "float32, float16 and bfloat16 weights, not quantised ones."
+                    "float32, float16 and bfloat16 weights, and others only as config.json's quantization_config says."
                 )
             tensor = tensor.to(device=device, dtype=dtype)
             if not all(map(_finite, [tensor] if isinstance(tensor, Tensor) else tensor.floats)):
@@ -79,6 +79,16 @@ class Weights:
             raise CheckpointError(f"The checkpoint lacks {', '.join(map(repr, names[:3]))}{more}.")
         for finish in self._finish:
             finish()
+
+    def _adds_nothing(self, name: str, weight: Weight) -> bool:
+        """Whether a tensor that no layer takes is a bias of zeros."""
+        layer, _, kind = name.rpartition(".")
+        return (
+            kind == "bias"
+            and f"{layer}.weight" in self._expected
+            and isinstance(weight, Tensor)
+            and not weight.count_nonzero()
+        )
 
 
 def _finite(x: Tensor) -> bool:

@@ -55,7 +55,8 @@ def weight_of(name: str, info: TensorInfo, raw: Tensor) -> Weight:
     codes, scales_NG, *minima = (torch.from_numpy(part.reshape(info.shape[0], -1)) for part in whole)
     table = torch.tensor(TABLES[kind], dtype=torch.float32) if kind in TABLES else None
     bits: Literal[4, 8] = 4 if codes.shape[1] * 2 == info.shape[1] else 8
-    return GroupedWeight(codes, scales_NG, bits, minima[0] if minima else None, table)
+    # llama.cpp rounds the activations to int8 as well.
+    return GroupedWeight(codes, scales_NG, bits, minima[0] if minima else None, table, int8_activations=True)
 
 
 def _paired(q: Array) -> Array:

@@ -1,0 +1,263 @@
+"""Quantised checkpoints of each format: their weights bit by bit, and their answers against ``transformers`` with the
+same weights dequantised."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from tests.formats import writers
+from tests.formats.writers import awq, compressed, compressed_config, fp8, gptq, linear, scheme
+from tests.models.checkpoints import edit_tensors
+from torch import Tensor
+
+from infer import LLM, SamplingParams
+from infer.checkpoint import Checkpoint, Folder
+from infer.errors import CheckpointError
+from infer.protocols import WeightFormatProtocol
+from infer.weight import GroupedWeight
+from infer_formats import infer_weight_formats
+
+PROMPT = [5, 6, 7, 8, 200, 201, 3, 17, 96, 31, 8, 8]
+REFERENCE = {"backend": "reference", "threads": 1}
+
+
+def reader(folder: Path) -> WeightFormatProtocol:
+    checkpoint = Checkpoint(Folder(folder))
+    (format,) = [r for r in infer_weight_formats() if checkpoint.quant_method in r.methods]
+    return format.factory(checkpoint.config, checkpoint.container.tensors(), format.settings())
+
+
+def check_weights(quantised: Path, plain: Path) -> dict[str, Any]:
+    """All weights are there, in the order of their file, and equal the dequantised ones bit for bit."""
+    read, expected, found = reader(quantised), load_file(plain / "model.safetensors"), {}
+    names = list(read.names())
+    assert names == sorted(expected)
+    for name in names:
+        found[name] = weight = read.weight(name)
+        values = weight.dequantise() if isinstance(weight, GroupedWeight) else weight
+        assert torch.equal(values, expected[name]), name
+        if isinstance(weight, GroupedWeight):
+            assert all(tensor.is_contiguous() for tensor in (weight.codes, *weight.floats))
+    return found
+
+
+@torch.inference_mode()
+def logprobs(folder: Path, tokens: list[int]) -> Tensor:
+    """What ``transformers`` says of each next token."""
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    logits: Tensor = model.eval()(torch.tensor([tokens])).logits
+    return logits[0].log_softmax(-1)
+
+
+def check_answers(quantised: Path, *references: Path) -> None:
+    """Log-probabilities within 1e-4, and greedy tokens."""
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=20, prompt_logprobs=20)
+    with LLM(str(quantised), kernels=REFERENCE) as llm:
+        (answer,) = llm.generate([PROMPT], params)
+    tokens = PROMPT + answer.token_ids
+    for reference in references:
+        expected = logprobs(reference, tokens)
+        assert expected[len(PROMPT) - 1 : -1].argmax(-1).tolist() == answer.token_ids
+        assert answer.prompt_logprobs is not None
+        assert answer.logprobs is not None
+        for position, said in enumerate([*answer.prompt_logprobs[1:], *answer.logprobs]):
+            assert said is not None
+            for token, value in said.top:
+                assert value == pytest.approx(expected[position, token].item(), abs=1e-4)
+
+
+W4: dict[str, Any] = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+W8: dict[str, Any] = {"num_bits": 8, "type": "int", "strategy": "channel"}
+FP8: dict[str, Any] = {"num_bits": 8, "type": "float"}
+DYNAMIC8: dict[str, Any] = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+HALF = torch.bfloat16
+
+COMPRESSED: dict[str, tuple[writers.Scheme, torch.dtype]] = {
+    "int4-group": (scheme(**W4), HALF),
+    "int4-group-asymmetric": (scheme(**W4 | {"symmetric": False}), HALF),
+    "int4-channel": (scheme(num_bits=4, strategy="channel"), torch.float32),
+    "int4-channel-asymmetric": (scheme(num_bits=4, strategy="channel", symmetric=False), torch.float16),
+    "int4-tensor": (scheme(num_bits=4, strategy="tensor"), torch.float32),
+    "int8-group": (scheme(**W4 | {"num_bits": 8}), torch.float32),
+    "int8-group-asymmetric": (scheme(**W4 | {"num_bits": 8, "symmetric": False}), HALF),
+    "int8-channel-asymmetric": (scheme(num_bits=8, strategy="channel", symmetric=False), HALF),
+    "w8a16": (scheme("int-quantized", **W8), torch.float32),
+    "w8-tensor": (scheme("naive-quantized", num_bits=8, strategy="tensor"), torch.float32),
+    "w8-asymmetric": (scheme("int-quantized", **W8 | {"symmetric": False}), HALF),
+    "fp8-tensor": (scheme("float-quantized", **FP8, strategy="tensor"), torch.float32),
+    "fp8-channel": (scheme("float-quantized", **FP8, strategy="channel"), HALF),
+    "fp8-block": (scheme("float-quantized", **FP8, strategy="block", block_structure=[16, 32]), torch.float32),
+    "fp8-block-uneven": (scheme("float-quantized", **FP8, strategy="block", block_structure=[40, 40]), torch.float32),
+}
+"""Schemes and the type of their scales."""
+
+
+@pytest.mark.parametrize("case", COMPRESSED)
+def test_weights_that_compressed_tensors_writes(case: str, tmp_path: Path) -> None:
+    """In a checkpoint of each; its head is not quantised."""
+    chosen, dtype = COMPRESSED[case]
+    quantised, plain = writers.write(tmp_path, linear(compressed(chosen, dtype)), compressed_config(chosen))
+    found = check_weights(quantised, plain)
+    query = found["model.layers.0.self_attn.q_proj.weight"]
+    if case.startswith("fp8"):
+        assert query.dtype == torch.float32
+    else:
+        assert query.bits == (4 if case.startswith("int4") else 8)
+        assert query.scales_NG.dtype == dtype
+        assert (query.minimum_NG is None) == (chosen.weights.symmetric is True)
+
+
+@pytest.mark.parametrize("case", ["int4-group", "int4-group-asymmetric", "w8a16", "fp8-block"])
+def test_answers_of_compressed_tensors(case: str, tmp_path: Path) -> None:
+    """``transformers`` reads the quantised checkpoint, too, unless it has packed zero points."""
+    chosen, dtype = COMPRESSED[case]
+    made = writers.write(tmp_path, linear(compressed(chosen, dtype)), compressed_config(chosen), family="qwen3")
+    check_answers(*made, *([] if "asymmetric" in case else made[:1]))
+
+
+def test_groups_of_modules(tmp_path: Path) -> None:
+    """A whole name comes before a pattern, a pattern before the class; each group has a format of its own."""
+    whole = scheme(targets=["model.layers.1.mlp.up_proj"], **W4 | {"group_size": 16})
+    patterns = scheme("int-quantized", ["re:.*mlp.up", r"re:model\.layers\.0\.mlp"], **W8)
+    classes = scheme("float-quantized", ["Embedding", "Linear"], **FP8, strategy="tensor")
+
+    def pack(module: str, weight: Tensor) -> writers.Packed | None:
+        if module.endswith(("embed_tokens", "lm_head", "layers.1.self_attn.o_proj")):
+            return None
+        patterned = "mlp.up" in module or "layers.0.mlp" in module
+        return compressed(whole if module in whole.targets else patterns if patterned else classes)(module, weight)
+
+    config = compressed_config(classes, patterns, whole, ignore=["lm_head", r"re:.*1\.self_attn\.o_proj$"])
+    assert config["format"] == "mixed-precision"
+    quantised, plain = writers.write(tmp_path, pack, config)
+    check_weights(quantised, plain)
+    check_answers(quantised, plain)
+
+
+GPTQ: dict[str, tuple[Any, dict[str, Any]]] = {
+    "int4": (gptq(), {"bits": 4, "group_size": 32, "sym": True, "desc_act": False}),
+    "int4-asymmetric": (gptq(symmetric=False), {"bits": 4, "group_size": 32, "sym": False}),
+    "int4-v2": (
+        gptq(symmetric=False, less=0),
+        {"bits": 4, "group_size": 32, "sym": False, "checkpoint_format": "gptq_v2"},
+    ),
+    "int8-rows": (gptq(8, -1), {"bits": 8, "group_size": -1, "sym": True}),
+    "int8-asymmetric": (gptq(8, 16, symmetric=False, dtype=HALF), {"bits": 8, "group_size": 16, "sym": False}),
+    "shuffled": (gptq(shuffled=True, symmetric=False), {"bits": 4, "group_size": 32, "sym": False, "desc_act": True}),
+    "last-group-smaller": (gptq(group_size=40), {"bits": 4, "group_size": 40, "sym": True}),
+}
+
+
+@pytest.mark.parametrize("case", GPTQ)
+def test_weights_that_gptq_writes(case: str, tmp_path: Path) -> None:
+    """With a quantised head."""
+    pack, config = GPTQ[case]
+    everything = lambda module, weight: None if module.endswith("embed_tokens") else pack(module, weight)  # noqa: E731
+    config = {"quant_method": "gptq", "lm_head": True} | config
+    quantised, plain = writers.write(tmp_path, everything, config, num_hidden_layers=1)
+    found = check_weights(quantised, plain)
+    for name in ("lm_head.weight", "model.layers.0.self_attn.q_proj.weight"):
+        grouped = isinstance(found[name], GroupedWeight)
+        assert grouped == (case not in ("shuffled", "last-group-smaller"))
+        assert not grouped or (found[name].minimum_NG is None) == config["sym"]
+
+
+@pytest.mark.parametrize("case", ["int4-asymmetric", "int8-rows", "shuffled"])
+def test_answers_of_gptq(case: str, tmp_path: Path) -> None:
+    pack, config = GPTQ[case]
+    check_answers(*writers.write(tmp_path, linear(pack), {"quant_method": "gptq"} | config, family="qwen2"))
+
+
+def test_biases_of_zeros(tmp_path: Path) -> None:
+    """AutoGPTQ writes one for every layer; other biases that the model does not have are refused."""
+    pack, config = GPTQ["int4"]
+
+    def biased(module: str, weight: Tensor) -> writers.Packed:
+        kinds, dequantised = pack(module, weight)
+        return kinds | {"bias": torch.zeros(len(weight), dtype=torch.float16)}, dequantised
+
+    quantised, plain = writers.write(tmp_path, linear(biased), {"quant_method": "gptq"} | config, num_hidden_layers=1)
+    check_answers(quantised, plain)
+    name = "model.layers.0.self_attn.q_proj.bias"
+    edit_tensors(quantised, lambda tensors: tensors[name].__setitem__(3, 0.5))
+    with pytest.raises(CheckpointError, match=f"holds the tensor '{name}', which this model does not have"):
+        LLM(str(quantised), kernels=REFERENCE)
+
+
+def test_modules_that_gptq_stores_in_other_ways(tmp_path: Path) -> None:
+    """``dynamic`` names them by patterns; the first that matches counts."""
+    config = {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": 32,
+        "sym": True,
+        "dynamic": {
+            r"-:.*\.o_proj": {},
+            r"+:.*\.1\..*(up|gate)_proj$": {"bits": 8, "group_size": 16, "sym": False},
+            r".*_proj": {"group_size": 16},
+            r".*\.1\.": {"bits": 2 * 4},
+        },
+    }
+
+    def pack(module: str, weight: Tensor) -> writers.Packed | None:
+        if module.endswith(("embed_tokens", "lm_head", "o_proj")):
+            return None
+        special = ".1." in module and module.endswith(("up_proj", "gate_proj"))
+        return (gptq(8, 16, symmetric=False) if special else gptq(group_size=16))(module, weight)
+
+    check_weights(*writers.write(tmp_path, pack, config))
+
+
+@pytest.mark.parametrize(("group_size", "dtype"), [(32, torch.float16), (-1, HALF), (20, torch.float16)])
+def test_weights_that_awq_writes(group_size: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    config = {"quant_method": "awq", "bits": 4, "group_size": group_size, "zero_point": True, "version": "GEMM"}
+    made = writers.write(tmp_path, linear(awq(group_size, dtype)), config, num_hidden_layers=1)
+    for name, weight in check_weights(*made).items():
+        if "_proj" in name:
+            assert isinstance(weight, GroupedWeight) == (group_size != 20)
+
+
+def test_answers_of_awq(tmp_path: Path) -> None:
+    """Of a family that stacks the parts of a layer."""
+    config = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+    check_answers(*writers.write(tmp_path, linear(awq()), config, family="phi3"))
+
+
+FP8_CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "block": (fp8((16, 32)), {"weight_block_size": [16, 32]}),
+    "block-uneven": (fp8((128, 40)), {"weight_block_size": [128, 40], "modules_to_not_convert": ["lm_head"]}),
+    "tensor": (fp8(None, "weight_scale"), {"activation_scheme": "dynamic"}),
+    "tensor-inverse": (fp8(None), {"fmt": "e4m3"}),
+}
+
+
+@pytest.mark.parametrize("case", FP8_CASES)
+def test_weights_of_fp8(case: str, tmp_path: Path) -> None:
+    pack, config = FP8_CASES[case]
+    check_weights(*writers.write(tmp_path, linear(pack), {"quant_method": "fp8"} | config))
+
+
+def test_a_text_model_inside_another(tmp_path: Path) -> None:
+    """config.json has the quantization_config in its text_config."""
+    pack, config = FP8_CASES["block"]
+    text = lambda module, weight: pack(module, weight) if "language_model.model.layers" in module else None  # noqa: E731
+    quantised, plain = writers.write(tmp_path, text, {}, family="gemma3_vision", num_hidden_layers=4)
+    file = quantised / "config.json"
+    whole = json.loads(file.read_text())
+    whole["text_config"]["quantization_config"] = {"quant_method": "fp8"} | config
+    del whole["quantization_config"]
+    file.write_text(json.dumps(whole))
+    names = [name for name, weight in check_weights(quantised, plain).items() if "language_model.model.layers" in name]
+    assert names
+    check_answers(quantised, plain)
+
+
+def test_answers_of_fp8(tmp_path: Path) -> None:
+    pack, config = FP8_CASES["block"]
+    check_answers(*writers.write(tmp_path, linear(pack), {"quant_method": "fp8"} | config, family="qwen3"))

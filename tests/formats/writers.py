@@ -1,0 +1,212 @@
+"""Quantised checkpoints, and the same weights dequantised.
+
+compressed-tensors are written by that package. AWQ and GPTQ are packed here one code at a time, as their layouts are
+documented: https://github.com/casper-hansen/AutoAWQ and https://github.com/ModelCloud/GPTQModel.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
+from safetensors.torch import load_file, save_file
+from tests.models.checkpoints import write_checkpoint
+from torch import Tensor
+
+Scheme = QuantizationScheme
+Packed = tuple[dict[str, Tensor], Tensor]
+"""A module's tensors by kind, and its weight in float32."""
+Pack = Callable[[str, Tensor], Packed | None]
+"""(a module's name, its weight) -> what is stored; None for the weight as it is."""
+
+
+def write(folder: Path, pack: Pack, quantization_config: Mapping[str, Any], **checkpoint: Any) -> tuple[Path, Path]:
+    """A quantised checkpoint, and a plain one with its weights dequantised. The file has the tensors in the order of
+    their names."""
+    size: dict[str, Any] = {
+        "family": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "tied": False,
+    }
+    plain = write_checkpoint(folder / "plain", **size | checkpoint)
+    quantised = Path(shutil.copytree(plain, folder / "quantised"))
+    tensors, stored = load_file(plain / "model.safetensors"), {}
+    for name, tensor in tensors.items():
+        module, _, kind = name.rpartition(".")
+        packed = pack(module, tensor) if kind == "weight" and tensor.ndim == 2 else None
+        if packed is None:
+            stored[name] = tensor
+        else:
+            kinds, tensors[name] = packed
+            stored |= {f"{module}.{kind}": part.contiguous() for kind, part in kinds.items()}
+    save_file(tensors, plain / "model.safetensors", {"format": "pt"})
+    save_file(stored, quantised / "model.safetensors", {"format": "pt"})
+    configure(quantised, quantization_config)
+    return quantised, plain
+
+
+def configure(folder: Path, quantization_config: Any) -> None:
+    """Put a ``quantization_config`` into config.json."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": quantization_config}))
+
+
+def linear(pack: Callable[[str, Tensor], Packed]) -> Pack:
+    """Packs all weights but those of the embedding and the head."""
+    return lambda module, weight: None if module.endswith(("embed_tokens", "lm_head")) else pack(module, weight)
+
+
+def grid(weight: Tensor, rows: int, columns: int, bits: int, symmetric: bool) -> tuple[Tensor, Tensor]:
+    """Scales, and zero points of unsigned codes, for blocks of a weight; 0 for all rows or columns."""
+    N, K = weight.shape
+    rows, columns = rows or N, columns or K
+    scales = torch.empty(-(-N // rows), -(-K // columns))
+    zeros = torch.full(scales.shape, 2 ** (bits - 1))
+    for i, band in enumerate(torch.split(weight, rows)):
+        for j, block in enumerate(torch.split(band, columns, dim=1)):
+            low, high = min(0.0, block.min().item()), max(0.0, block.max().item())
+            scales[i, j] = max(-low, high) * 2 / (2**bits - 1) if symmetric else (high - low) / (2**bits - 1)
+            if not symmetric:
+                zeros[i, j] = min(2**bits - 1, max(0, round(-low / scales[i, j].item())))
+    return scales, zeros
+
+
+def compressed(scheme: QuantizationScheme, dtype: torch.dtype = torch.float32) -> Callable[[str, Tensor], Packed]:
+    """What the package stores for a weight, and what it makes of that. Scales are of ``dtype``."""
+    compressor = BaseCompressor.get_value_from_registry(scheme.format)
+    args: Any = scheme.weights
+    blocks: Any = {"tensor": (0, 0), "channel": (1, 0), "group": (1, args.group_size), "block": args.block_structure}
+
+    def pack(module: str, weight: Tensor) -> Packed:
+        rows, columns = blocks[args.strategy]
+        scales, zeros = grid(weight, rows, columns, args.num_bits, args.symmetric)
+        if args.type == "float":
+            scales = scales * 255 / 2 / 448
+        zeros = (zeros - 2 ** (args.num_bits - 1)).to(torch.int8)
+        if args.strategy == "tensor":
+            scales, zeros = scales.flatten(), zeros.flatten()
+        state = {"weight": weight, "weight_scale": scales.to(dtype).float(), "weight_zero_point": zeros}
+        if args.symmetric:
+            del state["weight_zero_point"]
+        stored = compressor.compress(state, scheme)
+        dequantised = compressor.decompress(stored, scheme)["weight"]
+        return stored | {"weight_scale": scales.to(dtype)}, dequantised.float().contiguous()
+
+    return pack
+
+
+def compressed_config(*schemes: QuantizationScheme, **keys: Any) -> dict[str, Any]:
+    """The table that the package writes."""
+    formats = {scheme.format for scheme in schemes}
+    config = QuantizationConfig(
+        config_groups={f"group_{i}": scheme for i, scheme in enumerate(schemes)},
+        format=formats.pop() if len(formats) == 1 else "mixed-precision",
+        quantization_status="compressed",
+        **{"ignore": ["lm_head"]} | keys,
+    )
+    written: dict[str, Any] = json.loads(config.model_dump_json())
+    return written | {"version": "0.20.0", "sparsity_config": {}, "transform_config": {}}
+
+
+def scheme(
+    format: str = "pack-quantized", targets: list[str] | None = None, activations: Any = None, **args: Any
+) -> QuantizationScheme:
+    return QuantizationScheme(
+        targets=targets or ["Linear"], format=format, weights=QuantizationArgs(**args), input_activations=activations
+    )
+
+
+def gptq(
+    bits: int = 4,
+    group_size: int = 32,
+    symmetric: bool = True,
+    less: int = 1,
+    shuffled: bool = False,
+    dtype: torch.dtype = torch.float16,
+) -> Callable[[str, Tensor], Packed]:
+    """``less`` is what the stored zero points lack."""
+
+    def pack(module: str, weight: Tensor) -> Packed:
+        N, K = weight.shape
+        size = K if group_size == -1 else group_size
+        order = torch.randperm(K, generator=torch.Generator().manual_seed(K)) if shuffled else torch.arange(K)
+        group_of = torch.empty(K, dtype=torch.int32)
+        group_of[order] = torch.arange(K, dtype=torch.int32) // size
+        scales, zeros = grid(weight[:, order], 1, size, bits, symmetric)
+        if less:
+            zeros = zeros.clamp(min=1)  # 0 cannot be stored
+        scales = scales.to(dtype)
+        per_word = 32 // bits
+        qweight = [[0] * N for _ in range(-(-K // per_word))]
+        qzeros = [[0] * -(-N // per_word) for _ in range(scales.shape[1])]
+        dequantised = torch.empty(N, K)
+        for n in range(N):
+            for k in range(K):
+                g = int(group_of[k])
+                scale, zero = scales[n, g].item(), int(zeros[n, g])
+                code = min(2**bits - 1, max(0, round(weight[n, k].item() / scale) + zero))
+                qweight[k // per_word][n] += code * 2 ** (bits * (k % per_word))
+                dequantised[n, k] = scale * (code - zero)
+            for g in range(scales.shape[1]):
+                qzeros[g][n // per_word] += (int(zeros[n, g]) - less) * 2 ** (bits * (n % per_word))
+        kinds = {"qweight": words(qweight), "qzeros": words(qzeros), "scales": scales.t(), "g_idx": group_of}
+        return kinds, dequantised
+
+    return pack
+
+
+def awq(group_size: int = 32, dtype: torch.dtype = torch.float16) -> Callable[[str, Tensor], Packed]:
+    def pack(module: str, weight: Tensor) -> Packed:
+        N, K = weight.shape
+        size = K if group_size == -1 else group_size
+        scales, zeros = grid(weight, 1, size, 4, symmetric=False)
+        scales = scales.to(dtype)
+        place = {0: 0, 2: 1, 4: 2, 6: 3, 1: 4, 3: 5, 5: 6, 7: 7}
+        qweight = [[0] * (N // 8) for _ in range(K)]
+        qzeros = [[0] * (N // 8) for _ in range(scales.shape[1])]
+        dequantised = torch.empty(N, K)
+        for n in range(N):
+            for k in range(K):
+                scale, zero = scales[n, k // size].item(), int(zeros[n, k // size])
+                code = min(15, max(0, round(weight[n, k].item() / scale) + zero))
+                qweight[k][n // 8] += code * 16 ** place[n % 8]
+                dequantised[n, k] = scale * (code - zero)
+            for g in range(scales.shape[1]):
+                qzeros[g][n // 8] += int(zeros[n, g]) * 16 ** place[n % 8]
+        return {"qweight": words(qweight), "qzeros": words(qzeros), "scales": scales.t()}, dequantised
+
+    return pack
+
+
+def words(unsigned: list[list[int]]) -> Tensor:
+    """int32 with the bits of these."""
+    return torch.tensor(
+        [[word - 2**32 if word >= 2**31 else word for word in row] for row in unsigned], dtype=torch.int32
+    )
+
+
+def fp8(block: tuple[int, int] | None, kind: str = "weight_scale_inv") -> Callable[[str, Tensor], Packed]:
+    """``block`` None: one scale for a weight."""
+
+    def pack(module: str, weight: Tensor) -> Packed:
+        N, K = weight.shape
+        rows, columns = block or (N, K)
+        scales = torch.empty(-(-N // rows), -(-K // columns))
+        codes, dequantised = torch.empty(N, K, dtype=torch.float8_e4m3fn), torch.empty(N, K)
+        for i in range(scales.shape[0]):
+            for j in range(scales.shape[1]):
+                at = slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns)
+                scales[i, j] = weight[at].abs().max() / 448
+                codes[at] = (weight[at] / scales[i, j]).to(torch.float8_e4m3fn)
+                dequantised[at] = codes[at].float() * scales[i, j]
+        return {"weight": codes, kind: scales if block else scales[0]}, dequantised
+
+    return pack
