@@ -42,7 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
         "rope": "longrope",
         "partial_rotary_factor": 0.75,
     },
-    "olmo2": {"family": "olmo2", "rms_norm_eps": 0.01},
+    "olmo2": {"family": "olmo2", "rms_norm_eps": 0.01, "tied": False},
 }
 ROUNDED = {"llama-llama3-rope"}
 """Where the file holds the rotary frequencies' factors rounded to fp32, not what they were computed from."""
