@@ -44,6 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "olmo2": {"family": "olmo2", "rms_norm_eps": 0.01, "tied": False},
 }
+ALIKE = ("llama-biases", "llama-linear-rope", "qwen2-yarn-rope", "gemma3-linear-rope", "gemma3-pattern")
 ROUNDED = {"llama-llama3-rope"}
 """Where the file holds the rotary frequencies' factors rounded to fp32, not what they were computed from."""
 
@@ -59,8 +60,10 @@ def against_transformers(file: Path, folder: Path) -> set[int]:
     return set(tokens)
 
 
-@pytest.mark.parametrize("type", ["F32", "F16", "BF16"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("type", ["F32", pytest.param("F16", marks=pytest.mark.slow), "BF16"])
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow) if case in ALIKE else case for case in CASES]
+)
 def test_plain_weights_are_those_of_the_folder(case: str, type: str, tmp_path: Path) -> None:
     dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[type]
     folder = write_checkpoint(tmp_path / "hub", dtype=dtype, **CASES[case])

@@ -14,7 +14,6 @@ LEVELS = ("portable", "avx2", "avx512", "avx512_bf16")
 FOLDER = Path(__file__).parent
 
 
-
 class GroupedMatrix(ctypes.Structure):
     """A packed grouped weight; ``Grouped`` in grouped.hpp."""
 
