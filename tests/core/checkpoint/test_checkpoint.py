@@ -126,7 +126,7 @@ def test_a_folder_of_one_file(folder: Path) -> None:
     """It stands for the file, unless there are safetensors."""
     (folder / "a.GGUF").touch()
     (folder / "mmproj.json").touch()
-    assert locate(folder).path == folder
+    assert find(folder) == folder
     (folder / SINGLE).unlink()
     assert find(folder) == folder / "a.GGUF"
     assert find(folder, ()) == folder
