@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from infer.cache import ExtendView, KVStorage
 from infer.kernels.reference import ReferenceKernels
-from infer.protocols import AttentionSpec, CacheContext, KernelsProtocol
+from infer.protocols import AttentionSpec, CacheContext, KernelsProtocol, KVDtype, QuantisedKV
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -22,6 +23,15 @@ def close(actual: Tensor, expected: Tensor) -> None:
     """Equal but for what one or two roundings to the result's type may do."""
     assert expected.dtype == torch.float64
     torch.testing.assert_close(actual, expected.to(actual.dtype))
+
+
+def quantised(x_TKE: Tensor) -> tuple[Any, Any]:
+    """Codes [T, K, E] and scales [T, K] of finite values, in numpy."""
+    x = x_TKE.float().numpy()
+    top = np.abs(x).max(-1)
+    scales = np.where(top < 2.0**-100, np.float32(0), top / np.float32(127))
+    with np.errstate(all="ignore"):
+        return np.where(scales[..., None] > 0, np.rint(x / scales[..., None]), 0).astype(np.int8), scales
 
 
 @dataclass
@@ -35,16 +45,18 @@ class Scene:
     seed: int = 0
     kernels: KernelsProtocol = field(default_factory=ReferenceKernels)
     device: str = "cpu"
+    kv_dtype: KVDtype = "auto"
 
     def __post_init__(self) -> None:
         spec = self.spec
         blocks = [-(-(start + length) // self.block_size) for start, length in self.extends]
         order = torch.randperm(sum(blocks) + 2, generator=torch.Generator().manual_seed(self.seed)).tolist()
         self.tables = [[order.pop() for _ in range(count)] for count in blocks]
-        context = CacheContext([spec], len(blocks), 0, self.dtype, torch.device(self.device), self.kernels)
+        where = torch.device(self.device)
+        context = CacheContext([spec], len(blocks), 0, self.dtype, where, self.kernels, kv_dtype=self.kv_dtype)
         self.storage = KVStorage(context, sum(blocks) + 2, self.block_size)
         for cache in (self.storage.k[0], self.storage.v[0]):
-            cache.fill_(torch.nan)
+            (cache.scales if isinstance(cache, QuantisedKV) else cache).fill_(torch.nan)
         self.k, self.v, self.q = [], [], []
         for b, (start, length) in enumerate(self.extends):
             seed = 10 * (self.seed + b)
@@ -74,13 +86,19 @@ class Scene:
         k, v = (torch.cat([x[b][start:] for b, (start, _) in enumerate(self.extends)]) for x in (self.k, self.v))
         return self.view().attend(0, torch.cat(self.q), k, v)
 
+    def kept(self, x_TKE: Tensor) -> Tensor:
+        """What K or V is once it has been stored."""
+        if self.kv_dtype == "auto":
+            return x_TKE
+        codes, scales = quantised(x_TKE)
+        return torch.from_numpy(codes * scales[..., None].astype(np.float64))
+
     def attend64(self) -> Tensor:
         """Masked softmax attention in float64, one query at a time."""
         spec, out = self.spec, []
         group = spec.num_heads // spec.num_kv_heads
         for b, (start, length) in enumerate(self.extends):
-            k = self.k[b].double().repeat_interleave(group, dim=1)
-            v = self.v[b].double().repeat_interleave(group, dim=1)
+            k, v = (self.kept(x[b]).double().repeat_interleave(group, dim=1) for x in (self.k, self.v))
             for i in range(length):
                 end = start + i + 1
                 first = 0 if spec.window is None else max(0, end - spec.window)

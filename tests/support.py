@@ -20,7 +20,7 @@ from infer.engine.runner import Runner
 from infer.engine.schedulers import ContinuousScheduler, StaticScheduler
 from infer.hookspecs import RequestRecord, StepRecord
 from infer.kernels.reference import ReferenceKernels
-from infer.protocols import CacheContext, CachePoolProtocol, KernelsProtocol, ModelContext, ModelProtocol
+from infer.protocols import CacheContext, CachePoolProtocol, KernelsProtocol, KVDtype, ModelContext, ModelProtocol
 from infer.settings import EngineSettings
 from infer_cache_paged import PagedPool, PagedSettings
 from infer_cache_slotted import SlottedPool
@@ -125,15 +125,22 @@ def build_model(config: Mapping[str, Any], dtype: torch.dtype, kernels: KernelsP
     return model
 
 
-def slotted_pool(model: ModelProtocol, dtype: torch.dtype, max_batch_size: int = 4) -> SlottedPool:
-    return SlottedPool(CacheContext(model.attention, max_batch_size, MAX_SEQ_LEN, dtype, CPU, KERNELS))
+def slotted_pool(
+    model: ModelProtocol, dtype: torch.dtype, max_batch_size: int = 4, kv_dtype: KVDtype = "auto"
+) -> SlottedPool:
+    return SlottedPool(_context(model, dtype, max_batch_size, kv_dtype))
 
 
-def paged_pool(model: ModelProtocol, dtype: torch.dtype, max_batch_size: int = 4, **keys: Any) -> PagedPool:
+def paged_pool(
+    model: ModelProtocol, dtype: torch.dtype, max_batch_size: int = 4, kv_dtype: KVDtype = "auto", **keys: Any
+) -> PagedPool:
     """A paged pool with pages for one and a half sequences of full length, unless ``num_blocks`` says otherwise."""
-    context = CacheContext(model.attention, max_batch_size, MAX_SEQ_LEN, dtype, CPU, KERNELS)
     settings = PagedSettings.model_validate({"num_blocks": 30} | keys)
-    return PagedPool(context, settings)
+    return PagedPool(_context(model, dtype, max_batch_size, kv_dtype), settings)
+
+
+def _context(model: ModelProtocol, dtype: torch.dtype, max_batch_size: int, kv_dtype: KVDtype) -> CacheContext:
+    return CacheContext(model.attention, max_batch_size, MAX_SEQ_LEN, dtype, CPU, KERNELS, kv_dtype=kv_dtype)
 
 
 POOLS: Mapping[str, Callable[[ModelProtocol, torch.dtype, int], CachePoolProtocol]] = {

@@ -144,6 +144,9 @@ def test_a_sequence_may_be_as_long_as_the_checkpoint_allows_and_the_cache_holds(
     assert held <= room
     assert 4500 < held < 5000
     assert "memory holds no more" in line
+    smaller, room, _ = started(long, caplog, cache={"kv_dtype": "int8"})
+    assert smaller <= room
+    assert 3 * 4500 < smaller < 3 * 5000, "12 codes and a scale take a third of 12 values"
     with pytest.raises(SettingsError, match=r"enlarge the cache or lower engine.max_seq_len"):
         LLM(long, engine={"max_seq_len": 20_000}, kernels=KERNELS)
 

@@ -26,12 +26,14 @@ from tests.support import (
 
 from infer.contracts.request import Event
 from infer.engine.exactness import self_check
-from infer.protocols import CachePoolProtocol, ModelProtocol, Pass
+from infer.protocols import CachePoolProtocol, KVDtype, ModelProtocol, Pass, QuantisedKV
 
 pytestmark = pytest.mark.usefixtures("each_provider")
 
 CHUNK = 16
+KV_DTYPES: tuple[KVDtype, ...] = ("auto", "int8")
 both = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+stored = pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 
 
 def prefill_logits(model: ModelProtocol, dtype: torch.dtype, prompt: list[int], cuts: list[int]) -> torch.Tensor:
@@ -120,11 +122,12 @@ def test_sliding_window_against_page_and_chunk_edges_after_a_prefix_hit(
 
 
 @both
-def test_chunks_leave_the_same_keys_and_values(dtype: torch.dtype) -> None:
+@stored
+def test_chunks_leave_the_same_keys_and_values(dtype: torch.dtype, kv_dtype: KVDtype) -> None:
     model, prompt = tiny_model("gemma3", dtype), random_prompt(150)
     kept = []
     for cuts in ([150], [40, 41, 150]):
-        pool: Any = slotted_pool(model, dtype)
+        pool: Any = slotted_pool(model, dtype, kv_dtype=kv_dtype)
         slot = pool.allocate(prompt).slot
         begin = 0
         with torch.inference_mode():
@@ -132,7 +135,9 @@ def test_chunks_leave_the_same_keys_and_values(dtype: torch.dtype) -> None:
                 view = pool.batched_chunked_prefill_view([slot], [begin], [end - begin])
                 model.forward(Pass(torch.tensor(prompt[begin:end]), torch.arange(begin, end), view))
                 begin = end
-        kept.append([layer[slot, :150].clone() for layer in pool.storage.k + pool.storage.v])
+        layers = pool.storage.k + pool.storage.v
+        parts = [part for x in layers for part in ((x.codes, x.scales) if isinstance(x, QuantisedKV) else (x,))]
+        kept.append([part[slot, :150].clone() for part in parts])
     assert all(torch.equal(a, b) for a, b in zip(*kept, strict=True))
 
 
@@ -162,14 +167,16 @@ def submit(stepper: Any, index: int, new: int) -> None:
     stepper.submit(COMMON[: length - len(own)] + own, str(index), max_tokens=new, logprobs=20, **params)
 
 
-def alone(family: str, dtype: torch.dtype, index: int) -> list[Event]:
+def alone(family: str, dtype: torch.dtype, index: int, kv_dtype: KVDtype = "auto") -> list[Event]:
     """The answer without chunking, without company."""
-    return _alone(family, dtype, index, support.KERNELS)
+    return _alone(family, dtype, index, kv_dtype, support.KERNELS)
 
 
 @cache
-def _alone(family: str, dtype: torch.dtype, index: int, kernels: Any) -> list[Event]:
-    stepper = make_engine(tiny_model(family, dtype), dtype, use_chunked_prefill=False)
+def _alone(family: str, dtype: torch.dtype, index: int, kv_dtype: KVDtype, kernels: Any) -> list[Event]:
+    model = tiny_model(family, dtype)
+    pool = slotted_pool(model, dtype, kv_dtype=kv_dtype)
+    stepper = make_engine(model, dtype, pool=pool, use_chunked_prefill=False)
     submit(stepper, index, 12)
     stepper.run()
     return stepper.answer(str(index))
@@ -204,20 +211,30 @@ pools = st.just(None) | st.tuples(st.sampled_from([1, 7, 16, 128, 400]), st.inte
 
 
 @settings(max_examples=160, deadline=None)
-@given(st.sampled_from(FAMILIES), st.sampled_from(DTYPES), mixes, arrivals, pools, st.integers(0, 2))
+@given(
+    st.sampled_from(FAMILIES),
+    st.sampled_from(DTYPES),
+    st.sampled_from(KV_DTYPES),
+    mixes,
+    arrivals,
+    pools,
+    st.integers(0, 2),
+)
 def test_any_mix_of_arrivals_chunks_budgets_and_pools(
     family: str,
     dtype: torch.dtype,
+    kv_dtype: KVDtype,
     keys: dict[str, Any],
     plan: list[tuple[int, int, int]],
     paged: tuple[int, int] | None,
     lag: int,
 ) -> None:
-    model, pool = tiny_model(family, dtype), None
+    model, batch = tiny_model(family, dtype), keys["max_batch_size"]
+    pool: CachePoolProtocol = slotted_pool(model, dtype, batch, kv_dtype)
     if paged is not None:
         page, spare = paged
         num_blocks = -(-(MAX_SEQ_LEN + spare) // page)
-        pool = paged_pool(model, dtype, keys["max_batch_size"], block_size=page, num_blocks=num_blocks)
+        pool = paged_pool(model, dtype, batch, kv_dtype, block_size=page, num_blocks=num_blocks)
     stepper = make_engine(model, dtype, pool=pool, lag=lag, **keys)
     due = sorted(plan, key=lambda a: a[1])
     step = 0
@@ -230,7 +247,7 @@ def test_any_mix_of_arrivals_chunks_budgets_and_pools(
     for index, _, new in plan:
         answer = stepper.answer(str(index))
         assert len(answer) == new
-        assert same(answer, alone(family, dtype, index))
+        assert same(answer, alone(family, dtype, index, kv_dtype))
 
 
 @families
@@ -268,6 +285,14 @@ def test_preemption_does_not_change_the_answer(family: str, dtype: torch.dtype) 
         assert same(stepper.answer(str(index)), alone(family, dtype, index))
 
 
+@pytest.mark.parametrize("num_blocks", [20, 200], ids=["preempted", "roomy"])
+@both
+def test_quantised_keys_and_values_are_shared_and_computed_again(dtype: torch.dtype, num_blocks: int) -> None:
+    """The answers differ from those with K/V in the model's dtype, but not with what else is served."""
+    assert not same(alone("llama", dtype, 6, "int8"), alone("llama", dtype, 6))
+    check_paged_pool("llama", dtype, "int8", True, num_blocks, True)
+
+
 @families
 @both
 @pytest.mark.parametrize("mixed", [False, True], ids=["separate", "mixed"])
@@ -276,8 +301,14 @@ def test_preemption_does_not_change_the_answer(family: str, dtype: torch.dtype) 
 def test_paged_pool_answers_the_same(
     family: str, dtype: torch.dtype, mixed: bool, num_blocks: int, prefix_caching: bool
 ) -> None:
+    check_paged_pool(family, dtype, "auto", mixed, num_blocks, prefix_caching)
+
+
+def check_paged_pool(
+    family: str, dtype: torch.dtype, kv_dtype: KVDtype, mixed: bool, num_blocks: int, prefix_caching: bool
+) -> None:
     model = tiny_model(family, dtype)
-    pool = paged_pool(model, dtype, 6, num_blocks=num_blocks, prefix_caching=prefix_caching)
+    pool = paged_pool(model, dtype, 6, kv_dtype, num_blocks=num_blocks, prefix_caching=prefix_caching)
     stepper = make_engine(model, dtype, pool=pool, lag=1, max_batch_size=6, mixed_batches=mixed, prefill_chunk_size=50)
     order = [6, 7, 3, 2, 1, 0, 8, 5]
     for index in order:
@@ -286,13 +317,14 @@ def test_paged_pool_answers_the_same(
     assert any(record.num_cached for record in stepper.finished) == prefix_caching
     assert any(record.preemptions for record in stepper.finished) == (num_blocks == 20)
     for index in order:
-        assert same(stepper.answer(str(index)), alone(family, dtype, index))
+        assert same(stepper.answer(str(index)), alone(family, dtype, index, kv_dtype))
 
 
 @families
 @both
 def test_self_check_holds(family: str, dtype: torch.dtype) -> None:
     model = tiny_model(family, dtype)
-    pool = slotted_pool(model, dtype)
-    assert not self_check(model, pool, support.KERNELS, max_batch_size=4, max_seq_len=MAX_SEQ_LEN, device=CPU)
-    assert pool.free_tokens() == 4 * MAX_SEQ_LEN, "the check leaves nothing behind"
+    for kv_dtype in KV_DTYPES:
+        pool = slotted_pool(model, dtype, kv_dtype=kv_dtype)
+        assert not self_check(model, pool, support.KERNELS, max_batch_size=4, max_seq_len=MAX_SEQ_LEN, device=CPU)
+        assert pool.free_tokens() == 4 * MAX_SEQ_LEN, "the check leaves nothing behind"

@@ -10,11 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.attention import Scene, close, random, spec
+from tests.attention import Scene, close, quantised, random, spec
 from torch import Tensor
 
 from infer.kernels.reference import SEGMENT, TILE, ReferenceKernels, plan_tiles
-from infer.protocols import Activation, AttentionSpec, HeadNorms, Rotary
+from infer.protocols import KV, Activation, AttentionSpec, HeadNorms, KVDtype, QuantisedKV, Rotary
 from infer_kernels_cpu import native
 from infer_kernels_cpu.provider import CpuKernels
 
@@ -191,7 +191,78 @@ def test_rope_store_kv(unit_offset: bool | None, dtype: torch.dtype) -> None:
     assert torch.equal(k_cache.flatten(0, 1)[untouched], before.flatten(0, 1)[untouched])
 
 
+def empty_cache(*shape: int) -> QuantisedKV:
+    """Codes and scales that nothing stores by itself."""
+    return QuantisedKV(torch.full(shape, 55, dtype=torch.int8), torch.full(shape[:-1], 77.0))
+
+
+def heads_of_all_kinds(dtype: torch.dtype) -> Tensor:
+    """[T, 2, 34]: of every magnitude, with zeros, ties, and the largest values of both signs."""
+    x = random(14, 2, 34, dtype=dtype) * torch.logspace(-35, 35, 14, dtype=torch.float64)[:, None, None].to(dtype)
+    x[3, 0] = 0
+    x[4, 1] = torch.arange(-17, 17).to(dtype) / 2  # a tie in every other value
+    x[4, 1, 0] = 127
+    x[5, 0, 7], x[5, 0, 8] = -2.0, 2.0**-30
+    x[6] = torch.finfo(dtype).max
+    x[7, :, ::2] = torch.finfo(dtype).min
+    return x
+
+
+def store(k: Tensor, v: Tensor, k_cache: KV, v_cache: KV, flat: Tensor, rotary: Rotary | None) -> None:
+    """By either kernel that stores."""
+    if rotary is None:
+        KERNELS.store_kv(k, v, k_cache, v_cache, flat)
+    else:
+        KERNELS.rope_store_kv(k, k, v, rotary, k_cache, v_cache, flat)
+
+
+@floats
+def test_store_kv_quantised(dtype: torch.dtype) -> None:
+    """Exactly as the contract says, by every provider."""
+    k = heads_of_all_kinds(dtype)
+    v, flat = k.flip(0), torch.randperm(20, generator=torch.Generator().manual_seed(0))[:14]
+    turned = rotary_of(torch.zeros(1, 17, dtype=torch.float64))
+    for rotary in (None, turned):
+        caches = k_cache, v_cache = empty_cache(5, 4, 2, 34), empty_cache(5, 4, 2, 34)
+        store(k, v, k_cache, v_cache, flat, rotary)
+        for x, cache in zip((k, v), caches, strict=True):
+            codes, scales = quantised(x)
+            assert torch.equal(cache.codes.flatten(0, 1)[flat], torch.from_numpy(codes))
+            assert torch.equal(cache.scales.flatten(0, 1)[flat], torch.from_numpy(scales))
+            others = [i for i in range(20) if i not in flat]
+            assert bool((cache.codes.flatten(0, 1)[others] == 55).all())
+            assert bool((cache.scales.flatten(0, 1)[others] == 77).all())
+
+
+@floats
+@pytest.mark.parametrize("strange", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("at", [0, 16, 33])
+def test_a_value_that_is_not_finite_is_not_quantised_away(at: int, strange: float, dtype: torch.dtype) -> None:
+    x = random(3, 2, 34, dtype=dtype)
+    x[1, 0, at] = strange
+    for rotary in (None, rotary_of(torch.zeros(1, 17, dtype=torch.float64))):
+        k_cache, v_cache = empty_cache(1, 3, 2, 34), empty_cache(1, 3, 2, 34)
+        store(x, x, k_cache, v_cache, torch.arange(3), rotary)
+        for cache in (k_cache, v_cache):
+            assert cache.scales.isnan().nonzero().tolist() == [[0, 1, 0]]
+            assert not cache.codes[0, 1, 0].any()
+
+
 # Attention
+
+
+@floats
+@pytest.mark.parametrize("where", ["k", "v"])
+def test_attention_to_what_is_not_finite_is_seen(where: str, dtype: torch.dtype) -> None:
+    """By the queries that attend to it, whichever way K and V are stored, and by no other sequence."""
+    kv_dtypes: tuple[KVDtype, ...] = ("auto", "int8")
+    for kv_dtype in kv_dtypes:
+        scene = Scene(spec(), [(40, 1), (0, 9), (300, 1)], 16, dtype, kernels=KERNELS, kv_dtype=kv_dtype)
+        (scene.k if where == "k" else scene.v)[2][130, 0, 5] = torch.nan
+        found = scene.attend()
+        assert found[-1, :2].isnan().any(-1).all(), kv_dtype  # the heads that share the first K/V head
+        assert found[-1, 2:].isfinite().all(), kv_dtype
+        assert found[:-1].isfinite().all(), kv_dtype
 
 
 def close_attention(scene: Scene) -> None:
@@ -222,6 +293,24 @@ def test_attention_over_mixed_extends(
 def test_attention_of_head_counts_and_sizes(heads: int, kv_heads: int, size: int, dtype: torch.dtype) -> None:
     scene = Scene(spec(heads, kv_heads, size), [(0, 3), (129, 2), (20, 1)], 16, dtype, kernels=KERNELS)
     close_attention(scene)
+
+
+@floats
+@pytest.mark.parametrize(
+    ("where", "block_size"),
+    [
+        (spec(), 16),
+        (spec(window=9, cap=0.7), 1),
+        (spec(6, 2, 64, window=127), 500),
+        (spec(7, 1, 18), 128),
+        (spec(4, 4, 80), 16),
+        (spec(4, 1, 96, window=129), 16),
+        (spec(16, 8, 128), 16),
+        (spec(4, 1, 256), 512),
+    ],
+)
+def test_attention_over_quantised_keys_and_values(where: AttentionSpec, block_size: int, dtype: torch.dtype) -> None:
+    close_attention(Scene(where, MIXED, block_size, dtype, kernels=KERNELS, kv_dtype="int8"))
 
 
 def test_attention_with_large_scores() -> None:
@@ -354,6 +443,7 @@ company = st.lists(st.tuples(st.integers(0, 300), st.integers(1, 40)), max_size=
     st.integers(0, 4),
     st.sampled_from([1, 16, 512]),
     dtypes,
+    st.sampled_from(["auto", "int8"]),
 )
 def test_any_cut_and_any_company(
     spec: AttentionSpec,
@@ -363,15 +453,16 @@ def test_any_cut_and_any_company(
     place: int,
     block_size: int,
     dtype: torch.dtype,
+    kv_dtype: KVDtype,
 ) -> None:
     """One sequence whole, alone and in one block; then in chunks, each among others and over small blocks."""
-    whole = Scene(spec, [(0, length)], length, dtype, kernels=KERNELS)
+    whole = Scene(spec, [(0, length)], length, dtype, kernels=KERNELS, kv_dtype=kv_dtype)
     expected = whole.attend()
     bounds = sorted({0, length, *(cut for cut in cuts if cut < length)})
     for begin, end in itertools.pairwise(bounds):
         place = min(place, len(others))
         extends = [*others[:place], (begin, end - begin), *others[place:]]
-        scene = Scene(spec, extends, block_size, dtype, seed=1, kernels=KERNELS)
+        scene = Scene(spec, extends, block_size, dtype, seed=1, kernels=KERNELS, kv_dtype=kv_dtype)
         scene.q[place], scene.k[place], scene.v[place] = (
             whole.q[0][begin:end],
             whole.k[0][:end],
@@ -383,13 +474,14 @@ def test_any_cut_and_any_company(
 
 @threads
 @floats
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("wide", [spec(16, 8, 128), spec(4, 1, 256, window=100)], ids=["qwen3", "gemma3"])
-def test_any_cut_at_a_models_size(wide: AttentionSpec, dtype: torch.dtype, threads: int) -> None:
+def test_any_cut_at_a_models_size(wide: AttentionSpec, kv_dtype: KVDtype, dtype: torch.dtype, threads: int) -> None:
     torch.set_num_threads(threads)
-    whole = Scene(wide, [(0, 150)], 150, dtype, kernels=KERNELS)
+    whole = Scene(wide, [(0, 150)], 150, dtype, kernels=KERNELS, kv_dtype=kv_dtype)
     expected = whole.attend()
     for begin, end in ((0, 1), (140, 141), (120, 150), (3, 131), (128, 129)):
         for others in ([], [(20, 9)]):
-            scene = Scene(wide, [(begin, end - begin), *others], 16, dtype, seed=1, kernels=KERNELS)
+            scene = Scene(wide, [(begin, end - begin), *others], 16, dtype, seed=1, kernels=KERNELS, kv_dtype=kv_dtype)
             scene.q[0], scene.k[0], scene.v[0] = whole.q[0][begin:end], whole.k[0][:end], whole.v[0][:end]
             assert torch.equal(scene.attend()[: end - begin], expected[begin:end])

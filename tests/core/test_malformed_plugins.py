@@ -110,7 +110,7 @@ FIELDS = {
 MORE_FIELDS: dict[str, dict[str, tuple[str, ...]]] = {
     "ModelRegistration": {"architectures": ("'LlamaForCausalLM'", "[1]", "None")},
     "ContainerRegistration": {"suffixes": ("'.gguf'", "[1]", "None")},
-    "KernelsRegistration": {"devices": ("'cpu'", "[1]", "None", "3")},
+    "KernelsRegistration": {"devices": ("'cpu'", "[1]", "None", "3"), "kv_dtypes": ("'int8'", "[8]")},
     "SchedulerRegistration": {"chunks": ("None", "1", "'no'")},
     "ToolFormatRegistration": {"marks": ("'[CALL]'", "[1]", "None", "('a', b'b')")},
     "CommandRegistration": {
@@ -120,7 +120,7 @@ MORE_FIELDS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "settings": ("create_model('Own', size=(int, 3))",),
     },
-    "CacheRegistration": {"longest": ("1", "'no'", "[print]")},
+    "CacheRegistration": {"longest": ("1", "'no'", "[print]"), "kv_dtypes": ("'int8'", "True")},
 }
 DEFS = {
     "unmarked": "def {hook}(): return []",

@@ -15,14 +15,13 @@ from tests.models.checkpoints import write_checkpoint
 from torch import Tensor
 
 from infer import LLM, SamplingParams, hookimpl
-from infer.errors import PluginError, SettingsError
+from infer.errors import PluginError
 from infer.hookspecs import WeightFormatRegistration
 from infer.kernels.reference import ReferenceKernels
 from infer.layers import Attention, Embedding, GatedMLP, Head, Linear, Weights
 from infer.layers.rotary import rotary_order
 from infer.protocols import AttentionSpec, TensorFilesProtocol
 from infer.weight import GroupedWeight, Weight
-from infer_kernels_cpu.provider import CpuKernels
 
 FORMS = ("symmetric", "minimum", "table")
 
@@ -154,13 +153,6 @@ def test_layers_keep_copies_of_grouped_weights() -> None:
     before = linear(x)
     weight.codes.zero_()
     assert torch.equal(linear(x), before)
-
-
-def test_what_the_native_kernels_refuse() -> None:
-    with pytest.raises(SettingsError, match=r'"cpu" does not multiply 4-bit weights in groups of 8; "reference" does'):
-        CpuKernels().pack(grouped(4, 16))
-    with pytest.raises(SettingsError, match="8-bit weights in groups of 16"):
-        CpuKernels().pack_gated(grouped(4, 16, 8, 16))
 
 
 def test_grouped_weights_that_do_not_fit() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.attention import random
+from tests.attention import Scene, random, spec
 from tests.support import (
     CONFIGS,
     CPU,
@@ -29,7 +29,7 @@ from torch import Tensor
 from infer.cache import ExtendView
 from infer.engine.graphs import DecodeGraphs
 from infer.kernels.reference import ReferenceKernels
-from infer.protocols import Activation, AttentionSpec, CacheContext, Ragged, Rotary
+from infer.protocols import KV, Activation, AttentionSpec, CacheContext, KVDtype, Ragged, Rotary
 from infer_cache_paged import PagedPool, PagedSettings
 from infer_kernels_cpu.memory import Buffers
 from infer_kernels_cpu.provider import CpuKernels
@@ -95,6 +95,16 @@ def test_memory_of_a_pass_is_used_again_within_it_only(kernels: CpuKernels) -> N
         again = replay()
         assert isinstance(again, Tensor)
         assert torch.equal(again, expected)
+
+
+@torch.inference_mode()
+def test_keys_and_values_are_quantised_anew_by_a_replay(kernels: CpuKernels) -> None:
+    """Also by the kernel that does not rotate them, which is torch's."""
+    scene = Scene(spec(), [(20, 1), (3, 1)], 16, kernels=kernels, kv_dtype="int8")
+    scene.attend()
+    view, q, k = scene.view(), torch.cat(scene.q), random(2, 2, 16, seed=1)
+    found, expected = replayed(kernels, lambda: view.attend(0, q, k, 2 * k), lambda: k.copy_(random(2, 2, 16, seed=5)))
+    assert torch.equal(found, expected)
 
 
 def _decide(x: Tensor) -> Tensor:
@@ -232,14 +242,20 @@ def test_other_threads_are_not_recorded(kernels: CpuKernels) -> None:
     assert not other_out.any()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [*((dtype, "auto") for dtype in DTYPES), (torch.bfloat16, "int8")],
+    ids=["fp32", "bf16", "int8"],
+)
 @families
-def test_an_engine_answers_as_it_does_without(family: str, dtype: torch.dtype, kernels: CpuKernels) -> None:
+def test_an_engine_answers_as_it_does_without(
+    family: str, dtype: torch.dtype, kv_dtype: KVDtype, kernels: CpuKernels
+) -> None:
     """Batches of every size, some of whose sequences are preempted."""
     model = build_model(CONFIGS[family], dtype, kernels)
     answers = []
     for recorded in (False, True):
-        pool = paged_pool(model, dtype, MAX_BATCH, num_blocks=22)
+        pool = paged_pool(model, dtype, MAX_BATCH, kv_dtype, num_blocks=22)
         pool.storage.kernels = kernels
         record = kernels.recorder()
         assert record is not None
@@ -260,18 +276,14 @@ def test_an_engine_answers_as_it_does_without(family: str, dtype: torch.dtype, k
 
 
 class HostAttention(CpuKernels):
-    def extend_attention(
-        self, q_THE: Tensor, k_cache: Tensor, v_cache: Tensor, ragged: Ragged, spec: AttentionSpec
-    ) -> Tensor:
+    def extend_attention(self, q_THE: Tensor, k_cache: KV, v_cache: KV, ragged: Ragged, spec: AttentionSpec) -> Tensor:
         return ReferenceKernels.extend_attention(self, q_THE, k_cache, v_cache, ragged, spec)
 
 
 class Buckets(CpuKernels):
     """The same from step to step, until the longest sequence enters the next bucket."""
 
-    def extend_attention(
-        self, q_THE: Tensor, k_cache: Tensor, v_cache: Tensor, ragged: Ragged, spec: AttentionSpec
-    ) -> Tensor:
+    def extend_attention(self, q_THE: Tensor, k_cache: KV, v_cache: KV, ragged: Ragged, spec: AttentionSpec) -> Tensor:
         out_THE = super().extend_attention(q_THE, k_cache, v_cache, ragged, spec)
         return out_THE * (1 + max(ragged.starts) // 16)
 
@@ -304,7 +316,9 @@ class HostPool(PagedPool):
         def late(layer: int, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, rotary: Rotary | None = None) -> Tensor:
             out_THE = attend(layer, q_THE, k_TKE, v_TKE, rotary)
             for row, place in enumerate(places):
-                out_THE[row] += self.storage.k[layer].flatten(0, 1)[place % 7].sum()
+                k_cache = self.storage.k[layer]
+                assert isinstance(k_cache, Tensor)
+                out_THE[row] += k_cache.flatten(0, 1)[place % 7].sum()
             return out_THE
 
         view.attend = late  # type: ignore[method-assign]

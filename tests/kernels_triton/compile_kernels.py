@@ -27,7 +27,7 @@ from triton.backends.nvidia import __file__ as nvidia
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from infer.protocols import AttentionSpec, Draws, HeadNorms, Ragged, Rotary
+from infer.protocols import KV, AttentionSpec, Draws, HeadNorms, QuantisedKV, Ragged, Rotary
 from infer_kernels_triton import provider
 from infer_kernels_triton.configs import TABLE
 
@@ -35,7 +35,7 @@ KIB = 1024
 SHARED_MEMORY = {80: 99 * KIB, 90: 227 * KIB, 100: 227 * KIB}
 """Of a block, at the most. An A100 has 163 KiB, but the smaller GPUs that take its configurations have 99."""
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
-SPILL = {80: 64, 90: 256, 100: 256}
+SPILL = {80: 128, 90: 256, 100: 256}
 """Bytes of registers per thread that may go to memory."""
 
 
@@ -136,11 +136,15 @@ def _layer(kernels: provider.TritonKernels, shape: Shape, lens: tuple[int, ...],
     kernels.rms_norm(x, _empty(D, dtype=dtype), 1e-6, shape.unit_offset)
     qkv = kernels.linear(x, weight)
     q, k, v = (part.view(T, -1, E) for part in torch.split_with_sizes(qkv, [H * E, K * E, K * E], dim=-1))
-    cache = _empty(1000, 16, K, E, dtype=dtype)
+    codes = QuantisedKV(_empty(1000, 16, K, E, dtype=torch.int8), _empty(1000, 16, K, dtype=torch.float32))
+    caches: list[KV] = [_empty(1000, 16, K, E, dtype=dtype)]
+    if dtype != torch.float32:  # attention to codes in float32 is right, but keeps more than the registers hold
+        caches.append(codes)
     angles, weight_E = _empty(T, E // 2, dtype=torch.float32), _empty(E, dtype=dtype)
     for norms in (None, HeadNorms(weight_E, weight_E, 1e-6, shape.unit_offset)):
         rotary = Rotary(angles, angles, norms)
-        kernels.rope_store_kv(q, k, v, rotary, cache, cache, _empty(T, dtype=torch.int64))
+        for kv in caches:
+            kernels.rope_store_kv(q, k, v, rotary, kv, kv, _empty(T, dtype=torch.int64))
     offsets = tuple(torch.tensor([0, *lens]).cumsum(0).tolist())
     ints = {"starts_B": B, "offsets_B1": B + 1}
     ragged = Ragged(
@@ -152,7 +156,8 @@ def _layer(kernels: provider.TritonKernels, shape: Shape, lens: tuple[int, ...],
         flat_T=_empty(T, dtype=torch.int64),
     )
     for window in {None, shape.window}:
-        kernels.extend_attention(q, cache, cache, ragged, AttentionSpec(H, K, E, E**-0.5, window))
+        for kv in caches:
+            kernels.extend_attention(q, kv, kv, ragged, AttentionSpec(H, K, E, E**-0.5, window))
     kernels.gated(_empty(T, 2 * 6912, dtype=dtype), "silu")
     kernels.gated(_empty(T, 2 * 6912, dtype=dtype), "gelu_pytorch_tanh")
 
@@ -179,6 +184,8 @@ def compile_one(arch: int, dtype: str, models: tuple[str, ...], index: int) -> t
         products, waits = (len(re.findall(rf"\b{what}\b", sass)) for what in ("HGMMA", r"WARPGROUP\.DEPBAR"))
         if sass and not 0 < waits < products:
             wrong.append(f"waits {waits} times for {products} HGMMA")
+    if "k_scales_ptr" in launched.given and launched.given["k_scales_ptr"] is not None:
+        dtype += " int8"
     line = f"sm_{arch} {dtype} {shared} B shared, {registers} registers, {stack} B stack: {launched}"
     if name != "extend_kernel":
         return "", line, wrong, ""

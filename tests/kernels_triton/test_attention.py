@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.attention import Scene, spec
 from torch import Tensor
 
-from infer.protocols import AttentionSpec
+from infer.protocols import AttentionSpec, KVDtype
 from infer_kernels_triton.provider import TritonKernels
 
 MIXED = [(0, 1), (130, 1), (300, 1), (0, 5), (7, 3), (127, 2), (60, 70), (0, 140), (255, 130), (31, 1)]
@@ -33,12 +33,17 @@ def close(actual: Tensor, expected: Tensor) -> None:
 
 
 def attend(
-    extends: list[tuple[int, int]], spec: AttentionSpec, block_size: int, dtype: torch.dtype, device: str
+    extends: list[tuple[int, int]],
+    spec: AttentionSpec,
+    block_size: int,
+    dtype: torch.dtype,
+    device: str,
+    kv_dtype: KVDtype = "auto",
 ) -> None:
-    scene = Scene(spec, extends, block_size, dtype, kernels=make(device), device=device)
+    scene = Scene(spec, extends, block_size, dtype, kernels=make(device), device=device, kv_dtype=kv_dtype)
     found = scene.attend()
     close(found, scene.attend64())
-    unsplit = Scene(spec, extends, block_size, dtype, kernels=make(device, ALONE), device=device)
+    unsplit = Scene(spec, extends, block_size, dtype, kernels=make(device, ALONE), device=device, kv_dtype=kv_dtype)
     assert torch.equal(found, unsplit.attend())
 
 
@@ -57,6 +62,25 @@ def test_windows(extends: list[tuple[int, int]], window: int | None, dtype: torc
 @pytest.mark.parametrize("block_size", [1, 16, 500])
 def test_blocks_and_soft_cap(block_size: int, dtype: torch.dtype, device: str) -> None:
     attend(MIXED, spec(cap=0.7), block_size, dtype, device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("where", "block_size"), [(spec(cap=0.7), 16), (spec(window=33), 1), (spec(6, 2, 20), 500), (spec(4, 4, 128), 16)]
+)
+def test_quantised_keys_and_values(where: AttentionSpec, block_size: int, dtype: torch.dtype, device: str) -> None:
+    attend(MIXED, where, block_size, dtype, device, "int8")
+
+
+def test_small_weights_do_not_vanish_with_int8_in_float16(device: str) -> None:
+    """31 tokens of the value 1 and, each, a weight beside the last one's that float16 holds, but not times a scale."""
+    scene = Scene(spec(size=16), [(31, 1)], 16, torch.float16, kernels=make(device), device=device, kv_dtype="int8")
+    for x, first, last in ((scene.k[0], 0.0, 50.8), (scene.v[0], 1.0, 0.0), (scene.q[0], 0.0, 1.0)):
+        x[:] = first
+        x[-1, :, slice(None) if first else 0] = last
+    expected = scene.attend64()
+    assert 8e-5 < expected.min() <= expected.max() < 1e-4
+    torch.testing.assert_close(scene.attend().cpu().double(), expected, rtol=2e-2, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -80,20 +104,25 @@ def test_large_scores(device: str) -> None:
     st.sampled_from([torch.float32, torch.bfloat16]),
     st.sampled_from([None, 33, 64]),
     st.sampled_from([ALONE, 4, 1000]),
+    st.sampled_from(["auto", "int8"]),
 )
 def test_any_cut_and_any_company(
-    device: str, data: st.DataObject, dtype: torch.dtype, window: int | None, programs: int
+    device: str, data: st.DataObject, dtype: torch.dtype, window: int | None, programs: int, kv_dtype: KVDtype
 ) -> None:
     """A sequence in one go, and in pieces among others, in other blocks."""
     length = data.draw(st.integers(2, 150))
     cuts = sorted(data.draw(st.sets(st.integers(1, length - 1), max_size=3)))
-    whole = Scene(spec(window=window), [(0, length)], 16, dtype, seed=3, kernels=make(device), device=device)
+    whole = Scene(
+        spec(window=window), [(0, length)], 16, dtype, seed=3, kernels=make(device), device=device, kv_dtype=kv_dtype
+    )
     expected = whole.attend()
     for begin, end in zip([0, *cuts], [*cuts, length], strict=True):
         others = data.draw(st.lists(st.tuples(st.integers(0, 70), st.sampled_from([1, 1, 20])), max_size=2))
         place = data.draw(st.integers(0, len(others)))
         extends = [*others[:place], (begin, end - begin), *others[place:]]
-        pieces = Scene(spec(window=window), extends, 7, dtype, kernels=make(device, programs), device=device)
+        pieces = Scene(
+            spec(window=window), extends, 7, dtype, kernels=make(device, programs), device=device, kv_dtype=kv_dtype
+        )
         pieces.k[place], pieces.v[place] = whole.k[0][:end], whole.v[0][:end]
         pieces.q[place] = whole.q[0][begin:end]
         row = sum(n for _, n in extends[:place])

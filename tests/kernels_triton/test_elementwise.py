@@ -7,8 +7,8 @@ import torch
 from tests.attention import random
 from torch import Tensor
 
-from infer.kernels.reference import ReferenceKernels
-from infer.protocols import Activation, HeadNorms, Rotary
+from infer.kernels.reference import ReferenceKernels, quantise
+from infer.protocols import Activation, HeadNorms, QuantisedKV, Rotary
 from infer_kernels_triton.provider import TritonKernels
 
 REFERENCE = ReferenceKernels()
@@ -91,6 +91,34 @@ def test_rope_store_kv(
     for found, expected in zip(*results, strict=True):
         same(found, expected)
     assert torch.equal(results[0][2], results[1][2])
+
+
+@dtypes
+@pytest.mark.parametrize(("T", "H", "K", "E"), [(5, 3, 1, 6), (9, 6, 2, 80), (3, 8, 8, 128)])
+def test_rope_store_kv_quantised(
+    kernels: TritonKernels, device: str, T: int, H: int, K: int, E: int, dtype: torch.dtype
+) -> None:
+    """Codes are the contract's, of K as the same kernel stores it in its own type; what is not finite stays so."""
+    q, k, v = (random(T, n, E, dtype=dtype, seed=n) for n in (H, K, K))
+    v[0, 0, E // 2], k[0, K - 1, 1], v[1, 0], k[2] = torch.inf, torch.nan, 0, k[2] * 2.0**-14
+    angles, flat = random(T, E // 2, seed=3) * 10, torch.randperm(4 * 7)[:T].to(device)
+    rotary = Rotary(angles.cos().to(device), angles.sin().to(device))
+    q, k, v = (x.to(device) for x in (q, k, v))
+    turned, plain_v = (torch.zeros(4, 7, K, E, dtype=dtype, device=device) for _ in range(2))
+    out = kernels.rope_store_kv(q, k, v, rotary, turned, plain_v, flat)
+    k_cache, v_cache = (
+        QuantisedKV(
+            torch.full((4, 7, K, E), 55, dtype=torch.int8, device=device), torch.full((4, 7, K), 77.0, device=device)
+        )
+        for _ in range(2)
+    )
+    assert torch.equal(kernels.rope_store_kv(q, k, v, rotary, k_cache, v_cache, flat), out)
+    for stored, cache in ((turned, k_cache), (plain_v, v_cache)):
+        codes, scales = quantise(stored.flatten(0, 1)[flat])
+        assert torch.equal(cache.codes.flatten(0, 1)[flat], codes)
+        torch.testing.assert_close(cache.scales.flatten(0, 1)[flat], scales, rtol=0, atol=0, equal_nan=True)
+        assert scales.isnan().any()
+        assert int((cache.codes == 55).flatten(2).all(-1).sum()) == int((cache.scales == 77).all(-1).sum()) == 28 - T
 
 
 @dtypes

@@ -146,8 +146,9 @@ def _load(settings: Settings, plugins: Plugins, publish: Callable[..., None]) ->
     format = plugins.choose("weights", settings, [checkpoint.quant_method])
     dtype = _dtype(settings.model.dtype, checkpoint, device)
     sampling = checkpoint.sampling if settings.model.generation_config == "auto" else {}
-    kernels = _kernels(settings, plugins, device)
-    cache = plugins.choose("cache", settings)
+    backend, cache = plugins.choose("kernels", settings, [device.type]), plugins.choose("cache", settings)
+    _check_kv_dtype(settings, backend, cache)
+    kernels: KernelsProtocol = backend.make(KernelsProtocol, device, plugin_settings(settings, "kernels", backend.name))
     max_seq_len = _max_seq_len(settings, family, checkpoint, ModelContext(kernels, dtype, device, 2), cache)
     model = _model(settings, family, checkpoint, ModelContext(kernels, dtype, device, max_seq_len))
     with named(f"{family.whose} cannot be loaded"):
@@ -156,7 +157,7 @@ def _load(settings: Settings, plugins: Plugins, publish: Callable[..., None]) ->
         weights: Iterable[tuple[str, Weight]]
         weights = dummy_tensors(shapes, dtype) if dummy else _read(settings, format, checkpoint)
         quantiser = Quantiser(
-            {"none": None, "int8": 8, "int4": 4}[settings.model.quantization],
+            settings.model.quantization,
             settings.model.plain_layers,
             settings.model.activations,
             model.vocab_size,
@@ -164,7 +165,7 @@ def _load(settings: Settings, plugins: Plugins, publish: Callable[..., None]) ->
         model.load(track(quantiser(weights), "weights", len(shapes)))
     if quantiser.after != quantiser.before:
         log.info(
-            "weights: %s, %.1f MiB, which were %.1f MiB",
+            "weights: %s, %.1f MiB, which were %.1f MiB before",
             settings.model.quantization,
             quantiser.after / 2**20,
             quantiser.before / 2**20,
@@ -265,9 +266,10 @@ def _max_seq_len(settings: Settings, family: Offer, checkpoint: Checkpoint, cont
     elif own > DEFAULT_MAX_SEQ_LEN and cache.longest is not None:
         model = _model(settings, family, checkpoint, context)
         batch, dtype, device = settings.engine.max_batch_size, context.dtype, context.device
+        kv_dtype = settings.cache.kv_dtype
         with named(f"{cache.whose} cannot say how long a sequence may be"):
             weights = sum(map(math.prod, model.expected().values())) * dtype.itemsize
-            pool = CacheContext(model.attention, batch, own, dtype, device, context.kernels)
+            pool = CacheContext(model.attention, batch, own, dtype, device, context.kernels, kv_dtype=kv_dtype)
             held, why = (
                 cache.longest(pool, plugin_settings(settings, "cache", cache.name), weights),
                 "memory holds no more",
@@ -280,10 +282,15 @@ def _max_seq_len(settings: Settings, family: Offer, checkpoint: Checkpoint, cont
     return length
 
 
-def _kernels(settings: Settings, plugins: Plugins, device: torch.device) -> KernelsProtocol:
-    offer = plugins.choose("kernels", settings, [device.type])
-    kernels: KernelsProtocol = offer.make(KernelsProtocol, device, plugin_settings(settings, "kernels", offer.name))
-    return kernels
+def _check_kv_dtype(settings: Settings, *offers: Offer) -> None:
+    """Raises SettingsError unless all offers know ``cache.kv_dtype``."""
+    asked = settings.cache.kv_dtype
+    for offer in offers:
+        if asked not in ("auto", *offer.kv_dtypes):
+            raise SettingsError(
+                f'cache.kv_dtype is "{asked}", which {offer.slot}.backend {offer.name!r} of {offer.distribution} does '
+                f'not know: it has K and V in the model\'s dtype; use "auto", or another {offer.slot}.backend.'
+            )
 
 
 def _scheduler(settings: Settings, plugins: Plugins, pool: CachePoolProtocol) -> SchedulerProtocol:
@@ -325,7 +332,8 @@ def _pool(
     if settings.engine.max_seq_len is None and max_seq_len > DEFAULT_MAX_SEQ_LEN:
         # Unless the settings ask for long sequences, the cache takes no more memory than it would for shorter ones.
         enough = max(batch * DEFAULT_MAX_SEQ_LEN, max_seq_len)
-    context = CacheContext(model.attention, batch, max_seq_len, dtype, device, kernels, enough)
+    kv_dtype = settings.cache.kv_dtype
+    context = CacheContext(model.attention, batch, max_seq_len, dtype, device, kernels, enough, kv_dtype)
     try:
         pool: CachePoolProtocol = offer.make(CachePoolProtocol, context, plugin_settings(settings, "cache", offer.name))
     except (MemoryError, RuntimeError, OSError) as error:
@@ -340,7 +348,8 @@ def _pool(
         )
     positions, nbytes = pool.free_tokens(), pool.nbytes
     each = nbytes // positions
-    log.info("cache %s: %d positions of %d bytes = %.1f MiB", offer.name, positions, each, nbytes / 2**20)
+    how = str(dtype).removeprefix("torch.") if kv_dtype == "auto" else kv_dtype
+    log.info("cache %s: %d positions of %d bytes (%s) = %.1f MiB", offer.name, positions, each, how, nbytes / 2**20)
     return pool
 
 

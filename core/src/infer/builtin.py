@@ -77,6 +77,7 @@ def infer_kernels() -> list[KernelsRegistration]:
             "reference",
             lambda device, settings: ReferenceKernels(),
             "plain torch: the meaning of every kernel",
+            kv_dtypes=("int8",),
         )
     ]
 

@@ -56,6 +56,11 @@ class Offer:
         """``CacheRegistration.longest``; None for other plugins."""
         return self.registration.longest if isinstance(self.registration, CacheRegistration) else None
 
+    @property
+    def kv_dtypes(self) -> tuple[str, ...]:
+        """The values of ``cache.kv_dtype`` other than ``auto`` that a cache pool or kernels know."""
+        return getattr(self.registration, "kv_dtypes", ())
+
     def make(self, contract: type, *given: Any) -> Any:
         """Call the factory with ``given`` and check the result against the contract. Raises PluginError."""
         return inspection.make(self.whose, contract, self.registration.factory, *given)

@@ -1,6 +1,7 @@
 """The contracts of backends, under the name by which plugins import them. They are defined in ``infer.contracts``."""
 
 from infer.contracts.protocols import (
+    KV,
     PLUGIN_API,
     Activation,
     Allocation,
@@ -17,6 +18,7 @@ from infer.contracts.protocols import (
     KernelsFactory,
     KernelsProtocol,
     KVCacheView,
+    KVDtype,
     ModelContext,
     ModelFactory,
     ModelProtocol,
@@ -26,6 +28,7 @@ from infer.contracts.protocols import (
     PartProtocol,
     Pass,
     Piece,
+    QuantisedKV,
     Ragged,
     ReasoningFactory,
     ReasoningTags,
@@ -45,6 +48,7 @@ from infer.contracts.protocols import (
 from infer.contracts.schedule import PENDING, Schedule, Sequence, Work
 
 __all__ = [
+    "KV",
     "PENDING",
     "PLUGIN_API",
     "Activation",
@@ -60,6 +64,7 @@ __all__ = [
     "Draws",
     "HeadNorms",
     "KVCacheView",
+    "KVDtype",
     "KernelsFactory",
     "KernelsProtocol",
     "ModelContext",
@@ -71,6 +76,7 @@ __all__ = [
     "PartProtocol",
     "Pass",
     "Piece",
+    "QuantisedKV",
     "Ragged",
     "ReasoningFactory",
     "ReasoningTags",

@@ -32,7 +32,7 @@ from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
 from infer.contracts.hooks import Registration
-from infer.contracts.protocols import NoSettings
+from infer.contracts.protocols import KVDtype, NoSettings
 from infer.errors import SettingsError, first_fault, say
 from infer.slots import SLOTS
 
@@ -103,13 +103,13 @@ class ModelSettings(Section):
     )
     revision: str | None = Field(None, description="Branch, tag or commit of a hub id.")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
-        "auto", description="The weights' and the cache's type; auto takes the checkpoint's."
+        "auto", description="The weights' type, and the cache's with cache.kv_dtype auto; auto takes the checkpoint's."
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the model runs.")
-    quantization: Literal["none", "int8", "int4"] = Field(
-        "none",
-        description="Quantise a plain checkpoint's weights as they are loaded, in groups of 32; with int4, the embedding "
-        "and the output head get int8.",
+    quantization: Literal["int8", "int4"] | None = Field(
+        None,
+        description="int8 or int4: quantise a plain checkpoint's weights while they are loaded; with int4, the "
+        "embedding and the output head get int8.",
     )
     plain_layers: list[str] = Field(
         ["*.mlp.gate.weight", "*.router.*", "*.block_sparse_moe.gate.weight"],
@@ -130,7 +130,7 @@ class ModelSettings(Section):
             raise _rule(why)
         return self
 
-    @field_validator("tool_format", "reasoning", "generation_config", "quantization", mode="before")
+    @field_validator("tool_format", "reasoning", "generation_config", mode="before")
     @classmethod
     def _named_none(cls, value: object) -> object:
         """For these keys ``none`` is one of the choices; for all others it means "no value"."""
@@ -139,6 +139,11 @@ class ModelSettings(Section):
 
 class CacheSettings(Section):
     backend: str = Field("auto", description="The cache plugin; auto takes the installed one of highest priority.")
+    kv_dtype: KVDtype = Field(
+        "auto",
+        description="How K and V are stored: auto for the model's type; int8 for codes with a scale per token and "
+        "head, which take half the memory of bfloat16.",
+    )
 
 
 class EngineSettings(Section):

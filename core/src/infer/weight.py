@@ -135,7 +135,7 @@ def quantise_rows(x_TK: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """Round activations to integers q from -127 to 127 and scales s, so that x is about q * s: q fp32 [T, G, group], s
     fp32 [T, G, 1]. A group's scale is its greatest absolute value / 127; halves round to even. A value that is not
     finite makes its group's scale so."""
-    x_TGk = x_TK.float().unflatten(-1, (-1, group))
+    x_TGk = x_TK.float().view(*x_TK.shape[:-1], -1, group)
     top_TG1 = x_TGk.abs().amax(-1, keepdim=True)
     inverse_TG1 = torch.where(top_TG1 < SMALLEST, 0.0, 127 / top_TG1)
     return (x_TGk * inverse_TG1).round(), top_TG1 / 127

@@ -1,8 +1,9 @@
-"""A storage of another kind, made from core's parts: K/V as 8-bit integers with a scale per token and head."""
+"""Storages: what int8 saves, and one of another kind, made from core's parts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,44 +12,32 @@ from torch import Tensor
 
 from infer.cache import ExtendView, KVStorage, Pool
 from infer.cache.books import Ints
-from infer.protocols import CacheContext, Pass, Rotary
+from infer.protocols import AttentionSpec, CacheContext, KVDtype, Pass, Rotary
 from infer_cache_paged import PagedBooks
 from infer_cache_paged.pages import Pages
 from infer_cache_slotted import SlottedBooks
 
 
-class EightBitView(ExtendView):
+class HalvesView(ExtendView):
     def attend(self, layer: int, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, rotary: Rotary | None = None) -> Tensor:
         s = self.storage
-        assert isinstance(s, EightBit)
+        assert isinstance(s, Halves)
         if rotary is not None:
             q_THE, k_TKE = s.kernels.rope(q_THE, k_TKE, rotary)
-        k = _quantised(k_TKE, s.k[layer], s.k_scale[layer], self.ragged.flat_T)
-        v = _quantised(v_TKE, s.v[layer], s.v_scale[layer], self.ragged.flat_T)
-        return s.kernels.extend_attention(q_THE, k, v, self.ragged, s.layers[layer])
+        s.kernels.store_kv(k_TKE.half(), v_TKE.half(), s.k[layer], s.v[layer], self.ragged.flat_T)
+        k, v = s.k[layer], s.v[layer]
+        assert isinstance(k, Tensor)
+        assert isinstance(v, Tensor)
+        return s.kernels.extend_attention(q_THE, k.float(), v.float(), self.ragged, s.layers[layer])
 
 
-class EightBit(KVStorage):
-    """K and V as codes, with a factor for each token's head."""
+class Halves(KVStorage):
+    """K and V in float16, whatever the model computes in."""
 
-    view_type = EightBitView
+    view_type = HalvesView
 
     def __init__(self, context: CacheContext, num_blocks: int, block_size: int) -> None:
-        super().__init__(context, num_blocks, block_size)
-        self.k_scale, self.v_scale = ([torch.zeros(x.shape[:3]) for x in side] for side in (self.k, self.v))
-        self.k, self.v = ([torch.zeros(x.shape, dtype=torch.int8) for x in side] for side in (self.k, self.v))
-
-    @property
-    def nbytes(self) -> int:
-        return super().nbytes + sum(scale.nbytes for scale in (*self.k_scale, *self.v_scale))
-
-
-def _quantised(new_TKE: Tensor, codes: Tensor, scale: Tensor, flat_T: Tensor) -> Tensor:
-    """All that is stored, the new tokens with it."""
-    each_TK = new_TKE.abs().amax(-1) / 127 + 1e-9
-    codes.flatten(0, 1)[flat_T] = (new_TKE / each_TK[..., None]).round().to(torch.int8)
-    scale.flatten(0, 1)[flat_T] = each_TK
-    return codes * scale[..., None]
+        super().__init__(replace(context, dtype=torch.float16), num_blocks, block_size)
 
 
 def pool(kind: str, storage: type[KVStorage]) -> Pool[Ints, ExtendView]:
@@ -81,10 +70,22 @@ def answer(found: Pool[Ints, ExtendView], chunks: Sequence[int]) -> Tensor:
 @pytest.mark.parametrize("kind", ["slotted", "paged"])
 def test_a_pool_brings_a_storage_of_its_own(kind: str) -> None:
     """It weighs less, answers nearly the same, and keeps every promise: chunks and tables change no bit."""
-    plain, small = pool(kind, KVStorage), pool(kind, EightBit)
-    assert small.nbytes < plain.nbytes / 2
+    plain, small = pool(kind, KVStorage), pool(kind, Halves)
+    assert small.nbytes == plain.nbytes / 2
     whole = answer(small, [30])
     exact = answer(plain, [30])
     assert not torch.equal(whole, exact)
     assert torch.nn.functional.cosine_similarity(whole, exact).min() > 0.999
-    assert torch.equal(answer(pool("paged", EightBit), [7, 1, 13, 9]), whole)
+    assert torch.equal(answer(pool("paged", Halves), [7, 1, 13, 9]), whole)
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "dtype", "each"),
+    [("auto", torch.float32, 4 * 64), ("auto", torch.bfloat16, 2 * 64), ("int8", torch.bfloat16, 64 + 4)],
+)
+def test_bytes_of_a_position(kv_dtype: KVDtype, dtype: torch.dtype, each: int) -> None:
+    """Of the head of a token's K, and so of everything: a fp32 scale per head is all that codes need besides."""
+    layers = [AttentionSpec(8, 2, 64, 1.0), AttentionSpec(8, 4, 64, 1.0, window=5)]
+    context = CacheContext(layers, 2, 100, dtype, CPU, KERNELS, kv_dtype=kv_dtype)
+    assert KVStorage.bytes_per_token(context) == 2 * (2 + 4) * each
+    assert KVStorage(context, 7, 16).nbytes == 7 * 16 * KVStorage.bytes_per_token(context)

@@ -26,7 +26,7 @@ from infer.contracts.request import Request
 from infer.engine.batch import Batch, Draw, pack
 from infer.engine.graphs import DecodeGraphs, batch_sizes
 from infer.kernels.reference import ReferenceKernels
-from infer.protocols import PENDING, AttentionSpec, Ragged, RecorderProtocol, Sequence
+from infer.protocols import KV, PENDING, AttentionSpec, Ragged, RecorderProtocol, Sequence
 
 MAX_BATCH = 5
 
@@ -34,9 +34,7 @@ MAX_BATCH = 5
 class TensorsOnly(ReferenceKernels):
     """Believes nothing that it is told on the host."""
 
-    def extend_attention(
-        self, q_THE: Tensor, k_cache: Tensor, v_cache: Tensor, ragged: Ragged, spec: AttentionSpec
-    ) -> Tensor:
+    def extend_attention(self, q_THE: Tensor, k_cache: KV, v_cache: KV, ragged: Ragged, spec: AttentionSpec) -> Tensor:
         read = replace(
             ragged,
             starts=tuple(ragged.starts_B.tolist()),

@@ -17,6 +17,7 @@ from infer.engine.exactness import self_check
 from infer.engine.graphs import DecodeGraphs
 from infer.hookspecs import KernelsRegistration, hookimpl
 from infer.protocols import (
+    KV,
     AttentionSpec,
     CacheContext,
     Draws,
@@ -75,8 +76,8 @@ class Rope(Broken):
         k_TKE: Tensor,
         v_TKE: Tensor,
         rotary: Rotary,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        k_cache: KV,
+        v_cache: KV,
         flat_T: Tensor,
     ) -> Tensor:
         v_TKE = self.nudge(len(v_TKE), v_TKE)
@@ -86,9 +87,7 @@ class Rope(Broken):
 class Company(Broken):
     """Of the sequences that are decoded."""
 
-    def extend_attention(
-        self, q_THE: Tensor, k_cache: Tensor, v_cache: Tensor, ragged: Ragged, spec: AttentionSpec
-    ) -> Tensor:
+    def extend_attention(self, q_THE: Tensor, k_cache: KV, v_cache: KV, ragged: Ragged, spec: AttentionSpec) -> Tensor:
         out_THE = super().extend_attention(q_THE, k_cache, v_cache, ragged, spec)
         return self.nudge(len(out_THE), out_THE) if len(out_THE) == len(ragged.lens) else out_THE
 
@@ -96,9 +95,7 @@ class Company(Broken):
 class Positions(Broken):
     """Of the position of a row that is decoded."""
 
-    def extend_attention(
-        self, q_THE: Tensor, k_cache: Tensor, v_cache: Tensor, ragged: Ragged, spec: AttentionSpec
-    ) -> Tensor:
+    def extend_attention(self, q_THE: Tensor, k_cache: KV, v_cache: KV, ragged: Ragged, spec: AttentionSpec) -> Tensor:
         out_THE = super().extend_attention(q_THE, k_cache, v_cache, ragged, spec)
         if len(out_THE) == len(ragged.lens):
             rows = [self.when(start) for start in ragged.starts_B.tolist()]

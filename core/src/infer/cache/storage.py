@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 
 from infer.cache.books import Ints
-from infer.contracts.protocols import AttentionSpec, CacheContext, KernelsProtocol, KVCacheView, Ragged, Rotary
+from infer.contracts.protocols import (
+    KV,
+    AttentionSpec,
+    CacheContext,
+    KernelsProtocol,
+    KVCacheView,
+    QuantisedKV,
+    Ragged,
+    Rotary,
+)
 from infer.device import FixedTensor, caller, upload, zeros
 
 Ints64 = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
@@ -66,7 +75,7 @@ class ExtendView:
 
 
 class KVStorage:
-    """K and V of every layer in the model's dtype: per layer two tensors [num_blocks, block_size, K, E].
+    """K and V of every layer, [num_blocks, block_size, K, E] each, stored as the context's ``kv_dtype`` says.
 
     They start as zeros, so that a kernel that reads past what has been written reads finite values. A subclass that
     stores or reads in another way has a ``view_type`` of its own.
@@ -80,8 +89,8 @@ class KVStorage:
         self.kernels: KernelsProtocol = context.kernels
         self.device = context.device
         shapes = [(num_blocks, block_size, spec.num_kv_heads, spec.head_size) for spec in self.layers]
-        self.k = [zeros(s, context.dtype, context.device) for s in shapes]
-        self.v = [zeros(s, context.dtype, context.device) for s in shapes]
+        self.k: list[KV] = [_zeros(s, context) for s in shapes]
+        self.v: list[KV] = [_zeros(s, context) for s in shapes]
         size, blocks = context.max_batch_size, -(-context.max_seq_len // block_size)
         self._rows = np.arange(size)
         self._offsets_S1 = torch.arange(size + 1, dtype=torch.int32, device=context.device)
@@ -92,9 +101,12 @@ class KVStorage:
         """The fixed views' ``Ragged``, by number of rows."""
 
     @staticmethod
-    def bytes_per_token(layers: Iterable[AttentionSpec], dtype: torch.dtype) -> int:
+    def bytes_per_token(context: CacheContext) -> int:
         """Bytes of one position's K/V in all layers."""
-        return sum(2 * spec.num_kv_heads * spec.head_size for spec in layers) * dtype.itemsize
+        value, head = context.dtype.itemsize, 0
+        if context.kv_dtype == "int8":
+            value, head = torch.int8.itemsize, torch.float32.itemsize
+        return sum(2 * spec.num_kv_heads * (spec.head_size * value + head) for spec in context.layers)
 
     @property
     def nbytes(self) -> int:
@@ -141,3 +153,10 @@ class KVStorage:
         table)."""
         block_T, within_T = np.divmod(position_T, self.block_size)
         return table_BP[sequence_T, block_T].astype(np.int64) * self.block_size + within_T
+
+
+def _zeros(shape: tuple[int, ...], context: CacheContext) -> KV:
+    if context.kv_dtype == "auto":
+        return zeros(shape, context.dtype, context.device)
+    codes, scales = zeros(shape, torch.int8, context.device), zeros(shape[:-1], torch.float32, context.device)
+    return QuantisedKV(codes, scales)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,9 @@ from torch import Tensor
 from infer.errors import SettingsError
 from infer.weight import GroupedWeight, Weight
 
-GROUP = 32
+GROUP = {4: 32, 8: 64}
+"""How many neighbours share a scale, by the bits of their codes, or the largest part of it that divides a row. With 8
+bits, groups of 32 are hardly more accurate, and a product with them takes a fifth longer."""
 CHUNK = 1 << 17
 """How many values are quantised at a time, so that they stay in a CPU's caches."""
 STEPS = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.76, 0.7)
@@ -22,14 +25,14 @@ STEPS = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.76, 0.7)
 
 
 def quantise(weight_NK: Tensor, bits: Literal[4, 8]) -> GroupedWeight:
-    """The weight in groups of 32 neighbours (or the largest part of 32 that divides K), with bfloat16 scales.
+    """The weight in groups of ``GROUP`` neighbours, with bfloat16 scales.
 
     Codes of 8 bits are rounded to nearest. For codes of 4 bits, a group's scale is the one of several that leaves the
     smallest squared error: for each, the values are rounded to codes, and then the scale is fitted to these by least
     squares.
     """
     N, K = weight_NK.shape
-    group = next(size for size in (32, 16, 8, 4, 2, 1) if K % size == 0)
+    group = math.gcd(K, GROUP[bits])
     fit = _fit4 if bits == 4 else _fit8
     scales_NG = torch.empty(N, K // group, dtype=torch.bfloat16, device=weight_NK.device)
     codes = torch.empty(N, K * bits // 8, dtype=torch.uint8, device=weight_NK.device)
@@ -54,19 +57,25 @@ def _fit4(x_kM: Tensor) -> tuple[Tensor, Tensor]:
     low_M, high_M = x_kM.amin(0), x_kM.amax(0)
     # The codes reach from -8 to 7, so the value that is furthest from zero gets the code -8.
     top_M = torch.where(-low_M > high_M, low_M, high_M) / -8
-    best_M, error_M = top_M.bfloat16().float(), torch.full_like(top_M, torch.inf)
+    best_M, gain_M = top_M, torch.full_like(top_M, -1)
     for step in STEPS:
-        q_kM = _codes(x_kM, top_M * step, 8).sub_(8)
-        fitted_M = ((x_kM * q_kM).sum(0) / q_kM.square().sum(0).clamp_(min=1)).bfloat16().float()
-        now_M = (x_kM - q_kM.mul_(fitted_M)).square_().sum(0)
-        better_M = now_M < error_M
-        best_M, error_M = fitted_M.where(better_M, best_M), now_M.where(better_M, error_M)
+        q_kM = (x_kM * _inverse(top_M * step)).round_().clamp_(-8, 7)
+        square_M = q_kM.square().sum(0).clamp_(min=1)
+        product_M = q_kM.mul_(x_kM).sum(0)
+        # With the scale product / square, the squared error is the sum of x^2 less this.
+        now_M = product_M * product_M / square_M
+        better_M = now_M > gain_M
+        best_M, gain_M = (product_M / square_M).where(better_M, best_M), now_M.where(better_M, gain_M)
+    best_M = best_M.bfloat16().float()
     return best_M, _codes(x_kM, best_M, 8)
 
 
 def _codes(x_kM: Tensor, scale_M: Tensor, zero: int) -> Tensor:
-    inverse_M = torch.where(scale_M == 0, 0.0, 1 / scale_M)
-    return (x_kM * inverse_M).round_().add_(zero).clamp_(0, 2 * zero - 1)
+    return (x_kM * _inverse(scale_M)).round_().add_(zero).clamp_(0, 2 * zero - 1)
+
+
+def _inverse(scale_M: Tensor) -> Tensor:
+    return torch.where(scale_M == 0, 0.0, 1 / scale_M)
 
 
 @dataclass
@@ -74,8 +83,7 @@ class Quantiser:
     """Turns plain weights into grouped ones as ``model.quantization``, ``model.plain_layers`` and ``model.activations``
     say."""
 
-    bits: Literal[4, 8] | None
-    """None: weights stay as they are."""
+    quantization: Literal["int8", "int4"] | None
     plain: Sequence[str]
     """Patterns of names (``*`` and ``?``) that stay plain."""
     activations: Literal["auto", "int8", "plain"]
@@ -89,14 +97,15 @@ class Quantiser:
         plain = re.compile("|".join(map(fnmatch.translate, self.plain)) or r"(?!)")
         for name, weight in weights:
             self.before += weight.nbytes
-            if self.bits is not None:
+            if self.quantization is not None:
                 if isinstance(weight, GroupedWeight):
                     raise SettingsError(
                         f"model.quantization quantises plain weights, but the checkpoint's {name!r} has {weight}; "
                         "leave it out."
                     )
                 if weight.dim() == 2 and weight.dtype.is_floating_point and not plain.fullmatch(name):
-                    weight = quantise(weight, 8 if len(weight) == self.vocab_size else self.bits)
+                    whole = self.quantization == "int8" or len(weight) == self.vocab_size
+                    weight = quantise(weight, 8 if whole else 4)
             if isinstance(weight, GroupedWeight) and self.activations != "auto":
                 weight = replace(weight, int8_activations=self.activations == "int8")
             self.after += weight.nbytes

@@ -49,7 +49,9 @@ def run(args: argparse.Namespace, context: CommandContext) -> int:
                     "version": offer.version,
                     "chosen": (all_of_them or "yes") if taken else "no",
                     "why": why if taken else unavailable or "",
-                    "description": offer.registration.description,
+                    "description": "; ".join(
+                        (offer.registration.description, *(f"knows K/V in {name}" for name in offer.kv_dtypes))
+                    ),
                 }
             )
     for b in context.plugins.broken:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from pydantic import BaseModel
 
@@ -65,6 +65,35 @@ class Ragged:
     """int32."""
     flat_T: Tensor
     """int64: where each new token's K/V are written, as an index into all blocks laid end to end."""
+
+
+@dataclass(frozen=True)
+class QuantisedKV:
+    """K, or V, of one layer as codes of 8 bits, with a scale for each token's head: a value is code * scale.
+
+    A token's codes and scales depend on that token alone. If m is the greatest magnitude of a head's values, the scale
+    is m / 127, and a code is value / scale, rounded to the nearest integer and from the middle to the even one. If m is
+    below 2^-100, scale and codes are 0. If a value is NaN or infinite, the scale is NaN and the codes are 0, so that
+    every query that attends to the token gets NaN."""
+
+    codes: Tensor
+    """int8 [blocks, block_size, K, E]."""
+    scales: Tensor
+    """fp32 [blocks, block_size, K]."""
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scales.nbytes
+
+
+KV: TypeAlias = "Tensor | QuantisedKV"
+"""K or V of one layer in the cache, [blocks, block_size, K, E]: in the model's dtype, or quantised."""
+KVDtype = Literal["auto", "int8"]
+"""How a cache stores K and V: in the model's dtype, or as ``QuantisedKV``."""
 
 
 class HeadNorms(NamedTuple):
@@ -173,8 +202,8 @@ class KernelsProtocol(Protocol):
         k_TKE: Tensor,
         v_TKE: Tensor,
         rotary: Rotary,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        k_cache: KV,
+        v_cache: KV,
         flat_T: Tensor,
     ) -> Tensor:
         """``rope``, then ``store_kv`` of the rotated K; returns the rotated q."""
@@ -182,12 +211,11 @@ class KernelsProtocol(Protocol):
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """activation(left half) * right half of the last dimension."""
 
-    def store_kv(self, k_TKE: Tensor, v_TKE: Tensor, k_cache: Tensor, v_cache: Tensor, flat_T: Tensor) -> None:
-        """Write each token's K and V at its flat index into the caches [blocks, block_size, K, E]."""
+    def store_kv(self, k_TKE: Tensor, v_TKE: Tensor, k_cache: KV, v_cache: KV, flat_T: Tensor) -> None:
+        """Write each token's K and V at its flat index into the caches [blocks, block_size, K, E]. Caches are quantised
+        only if the kernels' registration says in ``kv_dtypes`` that they can be."""
 
-    def extend_attention(
-        self, q_THE: Tensor, k_cache: Tensor, v_cache: Tensor, ragged: Ragged, spec: AttentionSpec
-    ) -> Tensor:
+    def extend_attention(self, q_THE: Tensor, k_cache: KV, v_cache: KV, ragged: Ragged, spec: AttentionSpec) -> Tensor:
         """Causal attention of each query over the cached positions of its sequence, up to and including its own;
         [T, H, E]."""
 
@@ -416,6 +444,8 @@ class CacheContext:
     kernels: KernelsProtocol
     num_tokens: int | None = None
     """How many positions the pool should hold; None: ``max_batch_size`` * ``max_seq_len``."""
+    kv_dtype: KVDtype = "auto"
+    """Other than ``auto`` only if the pool's registration and the kernels' say in ``kv_dtypes`` that they know it."""
 
 
 @dataclass(frozen=True)

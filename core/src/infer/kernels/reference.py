@@ -21,10 +21,12 @@ import torch
 from torch import Tensor
 
 from infer.contracts.protocols import (
+    KV,
     Activation,
     AttentionSpec,
     Draws,
     KernelsProtocol,
+    QuantisedKV,
     Ragged,
     RecorderProtocol,
     Rotary,
@@ -35,6 +37,8 @@ SEGMENT = 128
 """Keys per reduction step of attention."""
 TILE = 128
 """Queries per block of attention."""
+LEAST = 2.0**-100
+"""The greatest magnitude of a head's values from which on it is quantised; below, it counts as zero."""
 EXACT_ROWS = 16
 """Matrix products of at least this many rows are taken to treat all rows alike. Below, ``exact_rows`` finds out from
 how many rows on this is true, and products of fewer rows are padded."""
@@ -137,9 +141,14 @@ class ReferenceKernels(KernelsProtocol):
             gate = 0.5 * gate * (1.0 + torch.tanh(inner))
         return gate.to(up.dtype) * up
 
-    def store_kv(self, k_TKE: Tensor, v_TKE: Tensor, k_cache: Tensor, v_cache: Tensor, flat_T: Tensor) -> None:
-        k_cache.flatten(0, 1).index_copy_(0, flat_T, k_TKE)
-        v_cache.flatten(0, 1).index_copy_(0, flat_T, v_TKE)
+    def store_kv(self, k_TKE: Tensor, v_TKE: Tensor, k_cache: KV, v_cache: KV, flat_T: Tensor) -> None:
+        for x_TKE, cache in ((k_TKE, k_cache), (v_TKE, v_cache)):
+            if isinstance(cache, QuantisedKV):
+                codes_TKE, scales_TK = quantise(x_TKE)
+                cache.codes.flatten(0, 1).index_copy_(0, flat_T, codes_TKE)
+                cache.scales.flatten(0, 1).index_copy_(0, flat_T, scales_TK)
+            else:
+                cache.flatten(0, 1).index_copy_(0, flat_T, x_TKE)
 
     def rope_store_kv(
         self,
@@ -147,17 +156,15 @@ class ReferenceKernels(KernelsProtocol):
         k_TKE: Tensor,
         v_TKE: Tensor,
         rotary: Rotary,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        k_cache: KV,
+        v_cache: KV,
         flat_T: Tensor,
     ) -> Tensor:
         q_THE, k_TKE = self.rope(q_THE, k_TKE, rotary)
         self.store_kv(k_TKE, v_TKE, k_cache, v_cache, flat_T)
         return q_THE
 
-    def extend_attention(
-        self, q_THE: Tensor, k_cache: Tensor, v_cache: Tensor, ragged: Ragged, spec: AttentionSpec
-    ) -> Tensor:
+    def extend_attention(self, q_THE: Tensor, k_cache: KV, v_cache: KV, ragged: Ragged, spec: AttentionSpec) -> Tensor:
         out_THE = torch.empty_like(q_THE)
         for tiles in plan_tiles(ragged.starts, ragged.lens, spec.window):
             _attend_tiles(tiles, q_THE, k_cache, v_cache, ragged.block_table_BP, spec, out_THE)
@@ -194,8 +201,8 @@ def plan_tiles(starts: tuple[int, ...], lens: tuple[int, ...], window: int | Non
 def _attend_tiles(
     tiles: Tiles,
     q_THE: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: KV,
+    v_cache: KV,
     block_table_BP: Tensor,
     spec: AttentionSpec,
     out_THE: Tensor,
@@ -209,7 +216,6 @@ def _attend_tiles(
     row_gn = torch.tensor(tiles.rows, device=device)[:, None] + steps_n
     position_gn = torch.tensor(tiles.starts, device=device)[:, None] + steps_n
     table_gP = block_table_BP[torch.tensor(tiles.sequences, device=device)].long()
-    k_flat, v_flat = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
 
     q = q_THE.new_zeros(g, K, M, E, dtype=torch.float32)
     rows_q = q_THE[row_gn].float() * spec.scale
@@ -224,8 +230,8 @@ def _attend_tiles(
         # their place: what lies beyond may belong to another sequence, and 0 x NaN is NaN.
         key_gS = torch.minimum(key_S, position_gn[:, -1:])
         flat_gS = table_gP.gather(1, key_gS // block_size) * block_size + key_gS % block_size
-        k = k_flat[flat_gS].permute(0, 2, 3, 1).float().contiguous().view(g * K, E, SEGMENT)
-        v = v_flat[flat_gS].permute(0, 2, 1, 3).float().contiguous().view(g * K, SEGMENT, E)
+        k = _read(k_cache, flat_gS).permute(0, 2, 3, 1).contiguous().view(g * K, E, SEGMENT)
+        v = _read(v_cache, flat_gS).permute(0, 2, 1, 3).contiguous().view(g * K, SEGMENT, E)
         scores = torch.bmm(q, k)
         if spec.soft_cap is not None:
             scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
@@ -243,6 +249,22 @@ def _attend_tiles(
         top = new_top
     out = (acc / total).view(g, K, M, E)[:, :, : G * n].view(g, K, G, n, E).permute(0, 3, 1, 2, 4)
     out_THE[row_gn.flatten()] = out.reshape(g * n, H, E).to(out_THE.dtype)
+
+
+def quantise(x_TKE: Tensor) -> tuple[Tensor, Tensor]:
+    """The codes [T, K, E] and scales [T, K] of K or V, as ``QuantisedKV`` has them."""
+    x_TKE = x_TKE.float()
+    top_TK = x_TKE.abs().amax(-1)
+    scales_TK = (top_TK / 127).masked_fill(top_TK < LEAST, 0) + (top_TK - top_TK)  # + NaN unless all are finite
+    empty_TK1 = (scales_TK > 0).logical_not()[..., None]
+    return (x_TKE / scales_TK[..., None]).round().masked_fill(empty_TK1, 0).to(torch.int8), scales_TK
+
+
+def _read(cache: KV, flat: Tensor) -> Tensor:
+    """K or V of the given flat indices, in fp32."""
+    if isinstance(cache, QuantisedKV):
+        return cache.codes.flatten(0, 1)[flat].float() * cache.scales.flatten(0, 1)[flat][..., None]
+    return cache.flatten(0, 1)[flat].float()
 
 
 def _draw(logits_NV: Tensor, draws: Draws) -> Tensor:

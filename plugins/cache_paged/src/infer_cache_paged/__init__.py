@@ -105,7 +105,7 @@ def longest(context: CacheContext, settings: PagedSettings, yet_to_take: int) ->
 
 
 def _page_bytes(context: CacheContext, settings: PagedSettings) -> int:
-    return settings.block_size * KVStorage.bytes_per_token(context.layers, context.dtype)
+    return settings.block_size * KVStorage.bytes_per_token(context)
 
 
 def _num_blocks(context: CacheContext, settings: PagedSettings) -> int:
@@ -161,5 +161,6 @@ def infer_cache_pools() -> list[Registration[CacheFactory]]:
             PagedSettings,
             priority=10,
             longest=longest,
+            kv_dtypes=("int8",),
         )
     ]

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from infer import hookimpl
 from infer.cache import BlockBooks, ExtendView, KVStorage, Pool
 from infer.cache.books import Ints
-from infer.hookspecs import Registration
-from infer.protocols import Allocation, CacheContext, CacheFactory, NoSettings
+from infer.hookspecs import CacheRegistration, Registration
+from infer.protocols import Allocation, CacheContext, CacheFactory
 
 INFER_PLUGIN_API = 1
 
@@ -50,10 +50,10 @@ class SlottedPool(Pool[Ints, ExtendView]):
 @hookimpl
 def infer_cache_pools() -> list[Registration[CacheFactory]]:
     return [
-        Registration(
+        CacheRegistration(
             "slotted",
             lambda context, settings: SlottedPool(context),
             "one contiguous region of max_seq_len per sequence",
-            NoSettings,
+            kv_dtypes=("int8",),
         )
     ]

@@ -28,6 +28,7 @@ def infer_kernels() -> list[KernelsRegistration]:
             "native kernels for CPUs, fastest with AVX-512 BF16",
             priority=10,
             devices=("cpu",),
+            kv_dtypes=("int8",),
             unavailable=None if built else "it was built without a C++ compiler; reinstall it where there is one",
         )
     ]

@@ -27,6 +27,7 @@ class GroupedMatrix(ctypes.Structure):
 
 _KIND, _SIZE, _POINTER, _REAL = c_int, c_int64, c_void_p, c_float
 _TENSOR = [_POINTER, _SIZE, _SIZE]  # a pointer and two strides
+_CACHE = [_POINTER, _POINTER]  # of values, or of codes and of their scales
 FUNCTIONS: dict[str, list[type]] = {
     "pack": [_KIND, _POINTER, _SIZE, _SIZE, c_int, _POINTER],
     "rows": [_KIND, _POINTER, _SIZE, _POINTER, _SIZE, _POINTER],
@@ -37,11 +38,11 @@ FUNCTIONS: dict[str, list[type]] = {
     "rms_norm": [_KIND, *_TENSOR, _SIZE, _SIZE, _SIZE, _POINTER, _REAL, c_int, _POINTER, _POINTER, _POINTER],
     "rope_store_kv": [
         *(_KIND, *_TENSOR, *_TENSOR, *_TENSOR, _POINTER, _POINTER, _SIZE),
-        *(_POINTER, _POINTER, _REAL, c_int, _POINTER, _SIZE, _SIZE, _SIZE, _SIZE, _POINTER, _POINTER, _POINTER),
+        *(_POINTER, _POINTER, _REAL, c_int, _POINTER, _SIZE, _SIZE, _SIZE, _SIZE, _POINTER, *_CACHE, *_CACHE),
     ],
     "gated": [_KIND, _POINTER, _SIZE, _SIZE, _SIZE, c_int, _POINTER],
     "extend_attention": [
-        *(_KIND, *_TENSOR, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _SIZE, _SIZE),
+        *(_KIND, *_TENSOR, *_CACHE, *_CACHE, _POINTER, _POINTER, _POINTER, _POINTER, _SIZE, _SIZE),
         *(_SIZE, _SIZE, _SIZE, _SIZE, _SIZE, _REAL, _REAL),
     ],
     "record": [_POINTER],

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from infer.device import pages
 from infer.kernels.reference import ReferenceKernels
-from infer.protocols import Activation, AttentionSpec, Draws, Ragged, RecorderProtocol, Rotary
+from infer.protocols import KV, Activation, AttentionSpec, Draws, QuantisedKV, Ragged, RecorderProtocol, Rotary
 from infer.weight import GroupedWeight, Weight
 from infer_kernels_cpu import native
 from infer_kernels_cpu.memory import Buffers
@@ -193,8 +193,8 @@ class CpuKernels(ReferenceKernels):
         k_TKE: Tensor,
         v_TKE: Tensor,
         rotary: Rotary,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        k_cache: KV,
+        v_cache: KV,
         flat_T: Tensor,
     ) -> Tensor:
         T, H, E = q_THE.shape
@@ -224,8 +224,8 @@ class CpuKernels(ReferenceKernels):
             k_TKE.shape[1],
             E,
             out_THE.data_ptr(),
-            k_cache.data_ptr(),
-            v_cache.data_ptr(),
+            *_pointers(k_cache),
+            *_pointers(v_cache),
         )
         return out_THE
 
@@ -236,9 +236,7 @@ class CpuKernels(ReferenceKernels):
         self.native.infer_gated(kind, gate_up.data_ptr(), gate_up.stride(0), T, width, gate, out.data_ptr())
         return out
 
-    def extend_attention(
-        self, q_THE: Tensor, k_cache: Tensor, v_cache: Tensor, ragged: Ragged, spec: AttentionSpec
-    ) -> Tensor:
+    def extend_attention(self, q_THE: Tensor, k_cache: KV, v_cache: KV, ragged: Ragged, spec: AttentionSpec) -> Tensor:
         T, H, E = q_THE.shape
         out_THE = self._empty(T, H, E, dtype=q_THE.dtype)
         self.native.infer_extend_attention(
@@ -246,8 +244,8 @@ class CpuKernels(ReferenceKernels):
             q_THE.data_ptr(),
             q_THE.stride(0),
             q_THE.stride(1),
-            k_cache.data_ptr(),
-            v_cache.data_ptr(),
+            *_pointers(k_cache),
+            *_pointers(v_cache),
             out_THE.data_ptr(),
             ragged.starts_B.data_ptr(),
             ragged.offsets_B1.data_ptr(),
@@ -281,3 +279,10 @@ class CpuKernels(ReferenceKernels):
             token_N.data_ptr(),
         )
         return token_N
+
+
+def _pointers(cache: KV) -> tuple[int, int | None]:
+    """The addresses of K's or V's values, or of its codes and scales."""
+    if isinstance(cache, QuantisedKV):
+        return cache.codes.data_ptr(), cache.scales.data_ptr()
+    return cache.data_ptr(), None

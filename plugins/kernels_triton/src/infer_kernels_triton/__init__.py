@@ -36,5 +36,6 @@ def infer_kernels() -> list[KernelsRegistration]:
             TritonSettings,
             priority=10,
             devices=("cuda",),
+            kv_dtypes=("int8",),
         )
     ]

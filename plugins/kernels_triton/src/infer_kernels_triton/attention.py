@@ -22,8 +22,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from infer.protocols import AttentionSpec, Ragged
+from infer.protocols import KV, AttentionSpec, Ragged
 from infer_kernels_triton.configs import AttentionConfig
+from infer_kernels_triton.elementwise import parts
 
 Launch = Callable[..., object]
 Parts = Tensor | torch.dtype | None
@@ -90,6 +91,8 @@ def extend_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
+    k_scales_ptr,
+    v_scales_ptr,
     out_ptr,
     acc_ptr,
     sums_ptr,
@@ -117,7 +120,7 @@ def extend_kernel(
     PRECISION: tl.constexpr,
 ):
     """One program computes a tile of queries, of all heads that share one K/V head; with SPLIT, every
-    num_programs(2)-th segment of it.
+    num_programs(2)-th segment of it. If there are scales, K and V are codes.
 
     Scores are exponents of 2: ``scale`` and ``soft_cap`` contain the factor log2(e). tanh(x) is 2 sigmoid(2 x) - 1.
     """
@@ -178,12 +181,18 @@ def extend_kernel(
     block_n = tl.load(table_ptr + key_n // BLOCK_SIZE, mask=key_n <= last_key, other=0)
     for i in range(begin, end):
         key_n = _keys(i, own_segment, stride, TILES, BLOCK_N)
-        place_n = (block_n.to(tl.int64) * BLOCK_SIZE + key_n % BLOCK_SIZE) * (K * E)
+        token_n = (block_n.to(tl.int64) * BLOCK_SIZE + key_n % BLOCK_SIZE) * K
+        place_n = token_n * E
         # Do not read past the tile's last query: what lies there may belong to another sequence, and 0 x NaN is NaN.
         real = (key_n <= last_key)[:, None] & real_e[None, :]
         k = tl.load(k_ptr + place_n[:, None] + size_e[None, :], mask=real, other=0.0)
         v = tl.load(v_ptr + place_n[:, None] + size_e[None, :], mask=real, other=0.0)
+        if k_scales_ptr is not None:
+            k = k.to(tl.float32).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        if k_scales_ptr is not None:
+            k_scale_n = tl.load(k_scales_ptr + token_n + kv_head, mask=key_n <= last_key, other=0.0)
+            scores *= k_scale_n[None, :]
         if SOFT_CAP:
             scores = soft_cap * (2.0 * tl.sigmoid(scores) - 1.0)
         seen = key_n[None, :] <= position_m[:, None]
@@ -194,6 +203,13 @@ def extend_kernel(
         weights = tl.exp2(scores - new[:, None])
         decay = tl.exp2(top_s - new)
         total_s = tl.fma(total_s, decay, tl.sum(weights, 1))
+        if v_scales_ptr is not None:
+            v_scale_n = tl.load(v_scales_ptr + token_n + kv_head, mask=key_n <= last_key, other=0.0)
+            if q.dtype == tl.float16:  # weights times scales could be too small for it
+                v = (v.to(tl.float32) * v_scale_n[:, None]).to(q.dtype)
+            else:
+                v = v.to(tl.float32).to(q.dtype)
+                weights *= v_scale_n[None, :]
         acc_s = tl.dot(weights.to(v.dtype), v, acc_s * decay[:, None], input_precision=PRECISION)
         top_s = new
         done = (i % TILES == TILES - 1) | (i == end - 1)
@@ -262,8 +278,8 @@ def merge_kernel(
 
 def extend_attention(
     q_THE: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: KV,
+    v_cache: KV,
     ragged: Ragged,
     spec: AttentionSpec,
     config: AttentionConfig,
@@ -277,6 +293,7 @@ def extend_attention(
     """
     T, H, E = q_THE.shape
     K, block_size, B = spec.num_kv_heads, k_cache.shape[1], len(ragged.lens)
+    (k_memory, k_scales), (v_memory, v_scales) = parts(k_cache), parts(v_cache)
     G, E_PAD = H // K, triton.next_power_of_2(E)
     block_m = max(config.block_m, triton.next_power_of_2(G))
     out_THE = torch.empty((T, H, E), dtype=q_THE.dtype, device=q_THE.device)
@@ -292,8 +309,10 @@ def extend_attention(
         indices equal their sequence indices."""
         run(
             q_THE,
-            k_cache,
-            v_cache,
+            k_memory,
+            v_memory,
+            k_scales,
+            v_scales,
             out_THE,
             acc,
             sums,

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from infer.protocols import Activation, Rotary
+from infer.protocols import KV, Activation, QuantisedKV, Rotary
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -59,10 +59,32 @@ def _scale(x, weight_ptr, real, dtype: tl.constexpr, UNIT_OFFSET: tl.constexpr):
     return x.to(dtype).to(tl.float32)
 
 
+LEAST = tl.constexpr(2.0**-100)
+"""Heads of no greater magnitude than any below this count as zero."""
+TO_INTEGER = tl.constexpr(1.5 * 2**23)
+"""Floats of this magnitude have no fraction bits, so that adding it rounds to the nearest integer, or the even one."""
+
+
+@triton.jit
+def _scales(x):
+    """The scale of each row of a head's values, as ``QuantisedKV`` has it."""
+    top = tl.max(tl.abs(x), 1)
+    strange = tl.sum(x - x, 1)  # NaN if any value is not finite, else 0
+    return tl.where(top < LEAST, 0.0, tl.div_rn(top, 127.0)) + strange
+
+
+@triton.jit
+def _codes(x, scale):
+    """The codes of values, given their rows' scales."""
+    code = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape)) + TO_INTEGER - TO_INTEGER
+    return tl.where(scale[:, None] > 0, code, 0.0).to(tl.int8)
+
+
 @triton.jit
 def _rotate(
     from_ptr,
     to_ptr,
+    scale_ptr,
     cos,
     sin,
     stride_h,
@@ -75,7 +97,8 @@ def _rotate(
     NORM: tl.constexpr,
     UNIT_OFFSET: tl.constexpr,
 ):
-    """Normalise each head of one token, if NORM, and rotate its two halves against each other."""
+    """Normalise each head of one token, if NORM, rotate its two halves against each other, and quantise it if there are
+    scales."""
     HALF: tl.constexpr = E // 2
     head_h = tl.arange(0, HEADS_PAD)[:, None]
     size_e = tl.arange(0, E_PAD // 2)[None, :]
@@ -83,13 +106,21 @@ def _rotate(
     left = tl.load(from_ptr + head_h * stride_h + size_e, mask=real, other=0.0).to(tl.float32)
     right = tl.load(from_ptr + head_h * stride_h + HALF + size_e, mask=real, other=0.0).to(tl.float32)
     to_ptr += head_h * E + size_e
-    dtype = to_ptr.dtype.element_ty
+    dtype = from_ptr.dtype.element_ty
     if NORM:
         root = tl.sqrt_rn((tl.sum(left * left, 1) + tl.sum(right * right, 1)) / E + eps)[:, None]
         left = _scale(left / root, weight_ptr + size_e, size_e < HALF, dtype, UNIT_OFFSET)
         right = _scale(right / root, weight_ptr + HALF + size_e, size_e < HALF, dtype, UNIT_OFFSET)
-    tl.store(to_ptr, (left * cos - right * sin).to(dtype), mask=real)
-    tl.store(to_ptr + HALF, (right * cos + left * sin).to(dtype), mask=real)
+    left_turned = (left * cos - right * sin).to(dtype)
+    right_turned = (right * cos + left * sin).to(dtype)
+    if scale_ptr is not None:
+        both = tl.join(left_turned.to(tl.float32), right_turned.to(tl.float32))
+        scale = _scales(tl.reshape(both, [HEADS_PAD, E_PAD]))
+        tl.store(scale_ptr + tl.arange(0, HEADS_PAD), scale, mask=tl.arange(0, HEADS_PAD) < HEADS)
+        left_turned = _codes(left_turned.to(tl.float32), scale)
+        right_turned = _codes(right_turned.to(tl.float32), scale)
+    tl.store(to_ptr, left_turned, mask=real)
+    tl.store(to_ptr + HALF, right_turned, mask=real)
 
 
 @triton.jit(do_not_specialize=["stride_rotary"])
@@ -104,6 +135,8 @@ def rope_store_kernel(
     out_ptr,
     k_cache_ptr,
     v_cache_ptr,
+    k_scales_ptr,
+    v_scales_ptr,
     flat_ptr,
     stride_qt,
     stride_qh,
@@ -122,22 +155,33 @@ def rope_store_kernel(
     NORM: tl.constexpr,
     UNIT_OFFSET: tl.constexpr,
 ):
-    """One program handles one token: it writes the rotated q to ``out``, and the rotated K and the V to the caches."""
+    """One program handles one token: it writes the rotated q to ``out``, and the rotated K and the V to the caches,
+    quantised if there are scales."""
     HALF: tl.constexpr = E // 2
     token = tl.program_id(0).to(tl.int64)
     size_e = tl.arange(0, E_PAD // 2)
     cos = tl.load(cos_ptr + token * stride_rotary + size_e, mask=size_e < HALF, other=0.0)[None, :]
     sin = tl.load(sin_ptr + token * stride_rotary + size_e, mask=size_e < HALF, other=0.0)[None, :]
-    place = tl.load(flat_ptr + token) * (K * E)
+    first_head = tl.load(flat_ptr + token) * K
+    place = first_head * E
+    if k_scales_ptr is not None:
+        k_scales_ptr += first_head
     q_ptr += token * stride_qt
     k_ptr += token * stride_kt
     out_ptr += token * (H * E)
-    _rotate(q_ptr, out_ptr, cos, sin, stride_qh, q_weight_ptr, eps, H, H_PAD, E, E_PAD, NORM, UNIT_OFFSET)
-    _rotate(k_ptr, k_cache_ptr + place, cos, sin, stride_kh, k_weight_ptr, eps, K, K_PAD, E, E_PAD, NORM, UNIT_OFFSET)
+    k_cache_ptr += place
+    _rotate(q_ptr, out_ptr, None, cos, sin, stride_qh, q_weight_ptr, eps, H, H_PAD, E, E_PAD, NORM, UNIT_OFFSET)
+    _rotate(
+        k_ptr, k_cache_ptr, k_scales_ptr, cos, sin, stride_kh, k_weight_ptr, eps, K, K_PAD, E, E_PAD, NORM, UNIT_OFFSET
+    )
     head_k = tl.arange(0, K_PAD)[:, None]
     whole_e = tl.arange(0, E_PAD)[None, :]
     real = (head_k < K) & (whole_e < E)
     v = tl.load(v_ptr + token * stride_vt + head_k * stride_vh + whole_e, mask=real, other=0.0)
+    if v_scales_ptr is not None:
+        scale = _scales(v.to(tl.float32))
+        tl.store(v_scales_ptr + first_head + tl.arange(0, K_PAD), scale, mask=tl.arange(0, K_PAD) < K)
+        v = _codes(v.to(tl.float32), scale)
     tl.store(v_cache_ptr + place + head_k * E + whole_e, v, mask=real)
 
 
@@ -194,19 +238,25 @@ def rms_norm(
     return out, total
 
 
+def parts(cache: KV) -> tuple[Tensor, Tensor | None]:
+    """K's or V's values, or its codes and scales."""
+    return (cache.codes, cache.scales) if isinstance(cache, QuantisedKV) else (cache, None)
+
+
 def rope_store_kv(
     q_THE: Tensor,
     k_TKE: Tensor,
     v_TKE: Tensor,
     rotary: Rotary,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: KV,
+    v_cache: KV,
     flat_T: Tensor,
 ) -> Tensor:
     """``KernelsProtocol.rope_store_kv``."""
     T, H, E = q_THE.shape
     K = k_TKE.shape[1]
     cos, sin, norms = rotary
+    (k_memory, k_scales), (v_memory, v_scales) = parts(k_cache), parts(v_cache)
     out_THE = torch.empty((T, H, E), dtype=q_THE.dtype, device=q_THE.device)
     rope_store_kernel[(T,)](
         q_THE,
@@ -217,8 +267,10 @@ def rope_store_kv(
         norms and norms.q_weight_E,
         norms and norms.k_weight_E,
         out_THE,
-        k_cache,
-        v_cache,
+        k_memory,
+        v_memory,
+        k_scales,
+        v_scales,
         flat_T,
         *q_THE.stride()[:2],
         *k_TKE.stride()[:2],

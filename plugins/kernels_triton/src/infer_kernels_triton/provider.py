@@ -10,7 +10,7 @@ from torch import Tensor
 
 from infer.device import CudaRecorder
 from infer.kernels.reference import ReferenceKernels
-from infer.protocols import Activation, AttentionSpec, Draws, Ragged, RecorderProtocol, Rotary
+from infer.protocols import KV, Activation, AttentionSpec, Draws, QuantisedKV, Ragged, RecorderProtocol, Rotary
 from infer.weight import Weight
 from infer_kernels_triton import attention, elementwise, matmul, sampling
 from infer_kernels_triton.configs import Config, configs
@@ -63,8 +63,8 @@ class TritonKernels(ReferenceKernels):
         k_TKE: Tensor,
         v_TKE: Tensor,
         rotary: Rotary,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        k_cache: KV,
+        v_cache: KV,
         flat_T: Tensor,
     ) -> Tensor:
         return elementwise.rope_store_kv(q_THE, k_TKE, v_TKE, rotary, k_cache, v_cache, flat_T)
@@ -72,11 +72,9 @@ class TritonKernels(ReferenceKernels):
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
         return elementwise.gated(gate_up, activation)
 
-    def extend_attention(
-        self, q_THE: Tensor, k_cache: Tensor, v_cache: Tensor, ragged: Ragged, spec: AttentionSpec
-    ) -> Tensor:
+    def extend_attention(self, q_THE: Tensor, k_cache: KV, v_cache: KV, ragged: Ragged, spec: AttentionSpec) -> Tensor:
         tiles = next(c for c in self._config(q_THE.dtype).attention if c.head_size >= spec.head_size)
-        first = self._first("attention", q_THE.dtype, k_cache.shape[1], spec)
+        first = self._first("attention", q_THE.dtype, isinstance(k_cache, QuantisedKV), k_cache.shape[1], spec)
         return attention.extend_attention(q_THE, k_cache, v_cache, ragged, spec, tiles, self._programs, first)
 
     def sample(self, logits_NV: Tensor, draws: Draws) -> Tensor:

@@ -42,24 +42,67 @@ inline void transpose(vu (&x)[LANES]) {
     exchange<1>(x);
 }
 
-// Combines LANES elements of STEP consecutive rows into words: elements of the same column share a word.
-inline vu words(const float* only, const float*) { return (vu)load(only); }
-inline vu words(const bf16* low, const bf16* high) {
-    return widen(load_as<vh>(low)) | widen(load_as<vh>(high)) << 16;
+// Two vectors of codes as one of words; codes are bfloat16s without rounding.
+inline vu two_codes(vf low, vf high) { return (vu)low >> 16 | (vu)high; }
+
+// Combines LANES elements of STEP consecutive rows, stored as S, into words of Ts: elements of the same column share a
+// word.
+template <class T, class S>
+inline vu words(const S* low, const S* high) {
+    if constexpr (STEP<T> == 1)
+        return (vu)load(low);
+    else if constexpr (std::is_same_v<S, T>)
+        return widen(load_as<vh>(low)) | widen(load_as<vh>(high)) << 16;
+    else
+        return two_codes(load(low), load(high));
 }
 
-// The offsets in the cache of the K/V of a step's keys, for the first head. Those past the last key repeat the last
-// one.
+// How many elements, stored as S, share a 32-bit word.
+template <class S>
+constexpr int64_t SHARING = 4 / sizeof(S);
+
+// Stores a word of consecutive elements per lane as words of Ts, PANEL words from one to the next.
+template <class T, class S>
+inline void spread(vu word, uint32_t* to) {
+    if constexpr (std::is_same_v<S, T>) {
+        store_as(to, word);
+    } else {
+        vf codes[4];
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) codes[i] = __builtin_convertvector((vi)(word << (24 - 8 * i)) >> 24, vf);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i += STEP<T>)
+            store_as(to + i / STEP<T> * PANEL, STEP<T> == 1 ? (vu)codes[i] : two_codes(codes[i], codes[(i + 1) % 4]));
+    }
+}
+
+template <class T, class S>
+inline T element(S x) {
+    if constexpr (std::is_same_v<T, bf16> && std::is_same_v<S, int8_t>) {
+        float code = x;
+        return {uint16_t(load_as<uint32_t>(&code) >> 16)};
+    } else {
+        return x;
+    }
+}
+
+// Where the K/V of a step's keys are in the cache, for the first head and counted in heads. Those past the last key
+// repeat the last one.
 struct Places {
     int64_t at[KEYS];
     int64_t count;
 };
 
-template <class T>
+// K and V are stored as S: as T, or as codes of 8 bits, whose scales enter into the scores and the weights.
+template <class T, class S>
 struct Attention {
+    static constexpr bool QUANTISED = !std::is_same_v<S, T>;
+
     const T* q;
-    const T* k;
-    const T* v;
+    const S* k;
+    const S* v;
+    const float* k_scales;  // [positions][K], if they are quantised
+    const float* v_scales;
     T* out;
     const int32_t* starts;
     const int32_t* offsets;
@@ -105,61 +148,67 @@ struct Attention {
         int64_t block = key / block_size, within = key % block_size;
         places.count = std::max<int64_t>(0, std::min(KEYS, last_key(t) + 1 - key));
         for (int64_t n = 0; n < KEYS; n++) {
-            places.at[n] = n < places.count ? (blocks[block] * block_size + within) * K * E : places.at[n - 1];
+            places.at[n] = n < places.count ? (blocks[block] * block_size + within) * K : places.at[n - 1];
             if (++within == block_size) within = 0, block++;
         }
     }
 
-    static void fetch(const T* row, int64_t elements) {
-        for (int64_t e = 0; e < elements; e += 64 / int64_t(sizeof(T))) __builtin_prefetch(row + e, 0, 2);
+    static void fetch(const S* row, int64_t elements) {
+        for (int64_t e = 0; e < elements; e += 64 / int64_t(sizeof(S))) __builtin_prefetch(row + e, 0, 2);
+    }
+
+    // The factors of a step's keys: their scales times ``factor``.
+    void gather_scales(const Places& places, const float* scales, float factor, float* to) const {
+        for (int64_t n = 0; n < KEYS; n++) to[n] = scales[places.at[n]] * factor;
     }
 
     // Packs keys as the columns of a matrix [E, KEYS]. Columns past the last key repeat it, and are masked later.
     // Prefetches the keys ``then`` at ``next``, which are packed next.
-    void pack_keys(const Places& places, const T* keys, const Places& next, const T* then, uint32_t* packed) const {
+    void pack_keys(const Places& places, const S* keys, const Places& next, const S* then, uint32_t* packed) const {
         int64_t steps = steps_of<T>(E);
         for (int64_t n = 0; n < places.count; n += LANES) {
-            const T* rows[LANES];
+            const S* rows[LANES];
             for (int64_t i = 0; i < LANES; i++) {
-                rows[i] = keys + places.at[n + i];
-                if (then) fetch(then + next.at[n + i], E);
+                rows[i] = keys + places.at[n + i] * E;
+                if (then) fetch(then + next.at[n + i] * E, E);
             }
             uint32_t* to = packed + n / PANEL * steps * PANEL + n % PANEL;
-            int64_t s = 0;
-            for (; (s + LANES) * STEP<T> <= E; s += LANES) {
+            int64_t e = 0;
+            for (; e + LANES * SHARING<S> <= E; e += LANES * SHARING<S>) {
                 vu words[LANES];
 #pragma GCC unroll 16
-                for (int i = 0; i < LANES; i++) words[i] = load_as<vu>(rows[i] + s * STEP<T>);
+                for (int i = 0; i < LANES; i++) words[i] = load_as<vu>(rows[i] + e);
                 transpose(words);
 #pragma GCC unroll 16
-                for (int i = 0; i < LANES; i++) store_as(to + (s + i) * PANEL, words[i]);
+                for (int i = 0; i < LANES; i++)
+                    spread<T, S>(words[i], to + (e + i * SHARING<S>) / STEP<T> * PANEL);
             }
-            for (; s < steps; s++)
+            for (; e < E; e += STEP<T>)
                 for (int i = 0; i < LANES; i++) {
                     T word[STEP<T>] = {};
-                    std::memcpy(word, rows[i] + s * STEP<T>, word_bytes<T>(E, s));
-                    std::memcpy(to + s * PANEL + i, word, 4);
+                    for (int64_t j = 0; j < std::min<int64_t>(STEP<T>, E - e); j++) word[j] = element<T>(rows[i][e + j]);
+                    std::memcpy(to + e / STEP<T> * PANEL + i, word, 4);
                 }
         }
     }
 
     // Packs values as a matrix [KEYS, E]. Rows past the last key repeat it, and get weight 0. Prefetches as above.
-    void pack_values(const Places& places, const T* values, const Places& next, const T* then,
+    void pack_values(const Places& places, const S* values, const Places& next, const S* then,
                      uint32_t* packed) const {
         int64_t steps = steps_of<T>(KEYS), used = steps_of<T>(places.count);
         for (int64_t s = 0; s < used; s++) {
-            const T *low = values + places.at[s * STEP<T>], *high = values + places.at[s * STEP<T> + STEP<T> - 1];
+            const S *low = values + places.at[s * STEP<T>] * E, *high = values + places.at[s * STEP<T> + STEP<T> - 1] * E;
             if (then)
-                for (int i = 0; i < STEP<T>; i++) fetch(then + next.at[s * STEP<T> + i], E);
+                for (int i = 0; i < STEP<T>; i++) fetch(then + next.at[s * STEP<T> + i] * E, E);
             over_vectors(E, [&](int64_t e, int n) {
                 uint32_t* to = packed + (e / PANEL * steps + s) * PANEL + e % PANEL;
                 if (n == LANES) {
-                    store_as(to, words(low + e, high + e));
+                    store_as(to, words<T>(low + e, high + e));
                 } else {
-                    T ends[2][LANES] = {};
-                    std::memcpy(ends[0], low + e, n * sizeof(T));
-                    std::memcpy(ends[1], high + e, n * sizeof(T));
-                    store_as(to, words(ends[0], ends[1]));
+                    S ends[2][LANES] = {};
+                    std::memcpy(ends[0], low + e, n * sizeof(S));
+                    std::memcpy(ends[1], high + e, n * sizeof(S));
+                    store_as(to, words<T>(ends[0], ends[1]));
                 }
             });
         }
@@ -179,7 +228,9 @@ struct Attention {
         auto* scores = scratch<float, struct Scores>(tile_rows() * KEYS);
         auto* weights = scratch<T, struct Weights>(tile_rows() * KEYS);
         bool more = next.count > 0;
-        float units = scale * LOG2E;
+        float units = scale * LOG2E, *factors = scratch<float, struct Factors>(KEYS);
+        if constexpr (QUANTISED) gather_scales(places, k_scales + head, units, factors);
+        auto factor = [=](int64_t n) { return QUANTISED ? load(factors + n) : splat(units); };
         pack_keys(places, k + head * E, next, more ? k + then * E : nullptr, packed);
         // Among these keys, the index of the last one that each row sees, and how many the row's band sees.
         auto *last = scratch<int64_t, struct Last>(tile_rows()), *seen = scratch<int64_t, struct Seen>(tile_rows());
@@ -195,9 +246,10 @@ struct Attention {
             tiles<T>(
                 queries + (begin + r) * width(), width(), rows - r, packed + n * e_steps, e_steps,
                 [](int64_t, int) { return vf{}; },
-                one_by_one([=](int64_t m, int j, vf sum) { store(to + m * KEYS + j * LANES, sum * units); }));
+                one_by_one([=](int64_t m, int j, vf sum) { store(to + m * KEYS + j * LANES, sum * factor(n + j * LANES)); }));
         }
-        softmax(last, seen, rows, scores, weights, part(f, begin));
+        if constexpr (QUANTISED) gather_scales(places, v_scales + head, 1, factors);
+        softmax(last, seen, rows, scores, factors, weights, part(f, begin));
         pack_values(places, v + head * E, next, more ? v + then * E : nullptr, packed);
         for (int64_t e = 0, stride = columns(); e < stride; e += PANEL)
             for (int64_t r = 0, next; r < rows; r = next) {
@@ -210,10 +262,12 @@ struct Attention {
             }
     }
 
-    // Turns scores, as logarithms to base 2, into weights, and scales the rows' earlier sums to their new maxima.
+    // Turns scores, as logarithms to base 2, into weights of the values as they are stored, whose scales are
+    // ``factors`` if they are quantised, and scales the rows' earlier sums to their new maxima.
     // last[row] is the last key that a row sees, seen[row] how many scores have been computed for it. Going through
     // all rows three times is faster than going row by row, where every maximum and every sum would have to be awaited.
-    void softmax(const int64_t* last, const int64_t* seen, int64_t rows, float* scores, T* weights, const Found& f) const {
+    void softmax(const int64_t* last, const int64_t* seen, int64_t rows, float* scores, const float* factors, T* weights,
+                 const Found& f) const {
         auto* now = scratch<float, struct Now>(tile_rows());
         auto* decay = scratch<float, struct Decay>(tile_rows() + LANES);
         for (int64_t r = 0; r < rows; r++) {
@@ -233,7 +287,7 @@ struct Attention {
             for (int64_t n = 0; n < count; n += LANES) {
                 vf w = exp2(load(scores + r * KEYS + n) - top);
                 total += w;
-                store(weights + r * KEYS + n, w);
+                store(weights + r * KEYS + n, QUANTISED ? w * load(factors + n) : w);
             }
             f.total[r] = f.total[r] * decay[r] + sum(total);
         }

@@ -119,12 +119,12 @@ EXPORT void infer_rope_store_kv(int kind, const void* q, int64_t stride_q, int64
                                 int64_t stride_vh, const float* cos, const float* sin, int64_t stride_angle,
                                 const void* q_weight, const void* k_weight, float eps, int unit_offset,
                                 const int64_t* places, int64_t tokens, int64_t H, int64_t K, int64_t E, void* out,
-                                void* k_cache, void* v_cache) {
+                                void* k_cache, float* k_scales, void* v_cache, float* v_scales) {
     TYPED(kind)
         rope_store_kv(static_cast<const T*>(q), stride_q, stride_qh, static_cast<const T*>(k), stride_k, stride_kh,
                       static_cast<const T*>(v), stride_v, stride_vh, cos, sin, stride_angle,
                       HeadNorms<T>{static_cast<const T*>(q_weight), static_cast<const T*>(k_weight), eps, unit_offset != 0},
-                      places, tokens, H, K, E, static_cast<T*>(out), static_cast<T*>(k_cache), static_cast<T*>(v_cache));
+                      places, tokens, H, K, E, static_cast<T*>(out), Stored{k_cache, k_scales}, Stored{v_cache, v_scales});
     END
 }
 
@@ -133,15 +133,22 @@ EXPORT void infer_gated(int kind, const void* x, int64_t stride, int64_t rows, i
 }
 
 EXPORT void infer_extend_attention(int kind, const void* q, int64_t stride_q, int64_t stride_qh, const void* k_cache,
-                                   const void* v_cache, void* out, const int32_t* starts, const int32_t* offsets,
-                                   const int32_t* table, int64_t stride_table, int64_t sequences, int64_t H, int64_t K,
-                                   int64_t E, int64_t block_size, int64_t window, float scale, float soft_cap) {
+                                   const float* k_scales, const void* v_cache, const float* v_scales, void* out,
+                                   const int32_t* starts, const int32_t* offsets, const int32_t* table,
+                                   int64_t stride_table, int64_t sequences, int64_t H, int64_t K, int64_t E,
+                                   int64_t block_size, int64_t window, float scale, float soft_cap) {
     TYPED(kind)
-        Attention<T>{static_cast<const T*>(q),       static_cast<const T*>(k_cache), static_cast<const T*>(v_cache),
-                     static_cast<T*>(out), starts,   offsets,    table,  stride_q, stride_qh,
-                     stride_table,         H,        K,          E,      block_size, window,
-                     scale,                soft_cap}
-            .run(sequences);
+        auto attend = [&](auto stored) {
+            using S = typename decltype(stored)::type;
+            Attention<T, S>{static_cast<const T*>(q), static_cast<const S*>(k_cache), static_cast<const S*>(v_cache),
+                            k_scales, v_scales, static_cast<T*>(out), starts, offsets, table, stride_q, stride_qh,
+                            stride_table, H, K, E, block_size, window, scale, soft_cap}
+                .run(sequences);
+        };
+        if (k_scales)
+            attend(Type<int8_t>{});
+        else
+            attend(type);
     END
 }
 

@@ -62,6 +62,41 @@ inline void rotate(const T* from, const float* cos, const float* sin, int64_t ha
     });
 }
 
+constexpr float LEAST = 0x1p-100f;  // a head of no greater magnitude than any below this counts as zero
+
+// Quantises a head's values to codes, and returns their scale; both as Python's QuantisedKV describes them.
+template <class T>
+inline float quantise(const T* from, int64_t width, int8_t* to) {
+    vf top{}, strange{};
+    over_vectors(width, [&](int64_t e, int n) {
+        vf v = take(from + e, n);
+        top = maximum(v < 0 ? -v : v, top);
+        strange += v - v;  // NaN if v is NaN or infinite, and 0 otherwise
+    });
+    float most = highest(top), scale = (most < LEAST ? 0.0f : most / 127.0f) + sum(strange);
+    if (!(scale > 0)) {
+        std::memset(to, 0, width);
+        return scale;
+    }
+    over_vectors(width, [&](int64_t e, int n) { give(to + e, nearest(take(from + e, n) / scale), n); });
+    return scale;
+}
+
+// K, or V, in the cache, [positions][K][E]: values of type T, or, if there are scales, codes of 8 bits.
+struct Stored {
+    void* memory;
+    float* scales;  // [positions][K], or null
+};
+
+// Writes a head's values to its place, counted in heads.
+template <class T>
+inline void keep(const T* from, int64_t width, Stored cache, int64_t place) {
+    if (cache.scales)
+        cache.scales[place] = quantise(from, width, static_cast<int8_t*>(cache.memory) + place * width);
+    else
+        std::memcpy(static_cast<T*>(cache.memory) + place * width, from, width * sizeof(T));
+}
+
 // RMS norms of each head of q and k; null weights mean no norms.
 template <class T>
 struct HeadNorms {
@@ -70,14 +105,15 @@ struct HeadNorms {
     bool unit_offset;
 };
 
-// Normalises and rotates q and k; writes q to ``out`` [T][H][E], and k and v to rows ``places`` of the caches.
+// Normalises and rotates q and k; writes q to ``out`` [T][H][E], and k and v to rows ``places`` of the caches, quantised
+// if the caches are.
 template <class T>
 void rope_store_kv(const T* q, int64_t stride_q, int64_t stride_qh, const T* k, int64_t stride_k, int64_t stride_kh,
                    const T* v, int64_t stride_v, int64_t stride_vh, const float* cos, const float* sin,
                    int64_t stride_angle, HeadNorms<T> norms, const int64_t* places, int64_t tokens, int64_t H, int64_t K,
-                   int64_t E, T* out, T* k_cache, T* v_cache) {
+                   int64_t E, T* out, Stored k_cache, Stored v_cache) {
     over_rows(tokens, (H + 2 * K) * E, [&](int64_t first, int64_t end) {
-        T* normed = scratch<T, struct Normed>(E);
+        T *normed = scratch<T, struct Normed>(E), *turned = scratch<T, struct Turned>(E);
         for (int64_t t = first; t < end; t++) {
             const float *c = cos + t * stride_angle, *s = sin + t * stride_angle;
             auto turn = [&](const T* from, const T* weight, T* to) {
@@ -87,9 +123,10 @@ void rope_store_kv(const T* q, int64_t stride_q, int64_t stride_qh, const T* k, 
             for (int64_t h = 0; h < H; h++)
                 turn(q + t * stride_q + h * stride_qh, norms.q_weight, out + (t * H + h) * E);
             for (int64_t h = 0; h < K; h++) {
-                int64_t place = (places[t] * K + h) * E;
-                turn(k + t * stride_k + h * stride_kh, norms.k_weight, k_cache + place);
-                std::memcpy(v_cache + place, v + t * stride_v + h * stride_vh, E * sizeof(T));
+                int64_t place = places[t] * K + h;
+                turn(k + t * stride_k + h * stride_kh, norms.k_weight, turned);
+                keep(turned, E, k_cache, place);
+                keep(v + t * stride_v + h * stride_vh, E, v_cache, place);
             }
         }
     });

@@ -31,6 +31,7 @@ typedef float vf __attribute__((vector_size(4 * LANES)));
 typedef int32_t vi __attribute__((vector_size(4 * LANES)));
 typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
 typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
+typedef int8_t vb __attribute__((vector_size(LANES)));
 
 struct bf16 {
     uint16_t bits;
@@ -70,6 +71,16 @@ inline vu widen(vh x) {
 
 inline vf load(const float* p) { return load_as<vf>(p); }
 inline vf load(const bf16* p) { return (vf)(widen(load_as<vh>(p)) << 16); }
+inline vf load(const int8_t* p) {
+#if defined(__AVX512F__)
+    vi x = (vi)_mm512_cvtepi8_epi32((__m128i)load_as<vb>(p));
+#elif defined(__AVX2__)
+    vi x = (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p));  // GCC compiles the generic form lane by lane
+#else
+    vi x = __builtin_convertvector(load_as<vb>(p), vi);
+#endif
+    return __builtin_convertvector(x, vf);
+}
 
 // Rounds to nearest even; NaN stays NaN.
 inline vh narrow(vf x) {
@@ -85,6 +96,14 @@ inline vh narrow(vf x) {
 
 inline void store(float* p, vf x) { store_as(p, x); }
 inline void store(bf16* p, vf x) { store_as(p, narrow(x)); }
+inline void store(int8_t* p, vf x) {  // integers
+    vi integers = __builtin_convertvector(x, vi);
+#if defined(__AVX512F__)
+    store_as(p, _mm512_cvtepi32_epi8((__m512i)integers));
+#else
+    store_as(p, __builtin_convertvector(integers, vb));
+#endif
+}
 
 template <class T>
 inline vf load_some(const T* p, int n) {

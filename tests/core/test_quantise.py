@@ -1,0 +1,151 @@
+"""Quantising while loading: the error against float64, what is left out, and the bytes that are reported."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.core.test_weight import meaning
+from tests.models.checkpoints import write_checkpoint
+from torch import Tensor
+
+from infer import LLM, SamplingParams
+from infer.checkpoint.quantise import Quantiser, quantise
+from infer.errors import SettingsError
+from infer.weight import GroupedWeight, Weight, quantise_rows
+
+
+@given(
+    st.sampled_from([4, 8]),
+    st.integers(1, 5),
+    st.sampled_from([8, 24, 32, 96, 128]),
+    st.floats(1e-30, 1e4),
+    st.integers(0, 2**32),
+)
+@settings(deadline=None, max_examples=30)
+def test_no_value_is_further_from_its_code_than_half_a_step(bits: Any, n: int, k: int, size: float, seed: int) -> None:
+    x = torch.randn(n, k, generator=torch.Generator().manual_seed(seed)) * size
+    weight = quantise(x, bits)
+    found, group = meaning(weight), weight.group_size
+    step = weight.scales_NG.double().abs().repeat_interleave(group, 1)
+    error = (found - x.double()).abs()
+    # Codes end at 7 or 127 steps, and the scale is chosen or rounded, so that values at the end may be cut off.
+    inside = x.double().abs() < 0.98 * (2 ** (bits - 1) - 1) * step
+    assert (error <= (0.5 + 1e-5) * step)[inside].all()
+    top = x.double().view(n, -1, group).abs().amax(-1)
+    assert (error.view(n, -1, group).amax(-1) <= top * (0.34 if bits == 4 else 0.01)).all()
+
+
+def test_the_scale_is_one_that_leaves_little_error() -> None:
+    """Nearly as little on average as the best of 800 scales, and less than the one that keeps the greatest value."""
+    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(1)).double()
+    error = (meaning(quantise(x, 4)) - x).square().sum(1)
+    simple = x.gather(1, x.abs().argmax(1, keepdim=True)) / -8
+
+    def left(scale_N1: Tensor) -> Tensor:
+        return ((x / scale_N1).round().clamp(-8, 7) * scale_N1 - x).square().sum(1)
+
+    parts = torch.linspace(0.5, 1.3, 400)
+    best = torch.stack([left(simple * part * sign) for part in parts for sign in (1, -1)]).amin(0)
+    assert best.mean() <= error.mean() < 1.05 * best.mean()
+    assert error.mean() < 0.95 * left(simple).mean()
+
+
+def test_groups_of_nothing_but_zeros_stay_so() -> None:
+    x = torch.zeros(2, 64)
+    x[1, 40] = 3
+    for bits in (4, 8):
+        found = meaning(quantise(x, bits))
+        assert (found[x == 0] == 0).all()
+        assert found[1, 40].item() == pytest.approx(3, rel=0.01)
+
+
+def test_values_that_are_not_finite_show_in_the_scales() -> None:
+    for value in (torch.nan, torch.inf):
+        x = torch.ones(1, 64)
+        x[0, 3] = value
+        for bits in (4, 8):
+            assert not torch.isfinite(quantise(x, bits).scales_NG).all()
+
+
+@pytest.mark.parametrize("group", [8, 32])
+def test_rounded_activations(group: int) -> None:
+    x = torch.randn(3, 64, dtype=torch.float64) * torch.tensor([1e-3, 1, 1e20])[:, None]
+    x[1, :group] = 0
+    x[2, 0] = 1e-44
+    q, scale = quantise_rows(x.float(), group)
+    assert (q == q.round()).all()
+    assert q.abs().max() <= 127
+    step = x.view(3, -1, group).abs().amax(-1, keepdim=True) / 127
+    assert ((q.double() * scale.double()) - x.view(3, -1, group)).abs().le(step * 0.50001 + 1e-40).all()
+    x[0, 0] = torch.nan
+    q, scale = quantise_rows(x.float(), group)
+    assert torch.isnan(scale[0, 0]).all()
+    assert torch.isfinite(scale[0, 1:]).all()
+
+
+def weights() -> list[tuple[str, Weight]]:
+    return [
+        ("embed.weight", torch.randn(40, 32)),
+        ("norm.weight", torch.ones(32)),
+        ("layers.0.mlp.gate.weight", torch.randn(4, 32)),
+        ("layers.0.up.weight", torch.randn(64, 32)),
+    ]
+
+
+def test_which_weights_are_quantised() -> None:
+    plain = ["*.mlp.gate.weight"]
+    quantiser = Quantiser("int4", plain, "auto", 40)
+    found = dict(quantiser(weights()))
+    kinds = {name: weight.bits if isinstance(weight, GroupedWeight) else None for name, weight in found.items()}
+    assert kinds == {
+        "embed.weight": 8, "norm.weight": None, "layers.0.mlp.gate.weight": None, "layers.0.up.weight": 4,
+    }  # fmt: skip
+    assert quantiser.before == 4 * (40 * 32 + 32 + 4 * 32 + 64 * 32)
+    assert quantiser.after == 40 * (32 + 2) + 4 * (32 + 4 * 32) + 64 * (16 + 2)
+    assert {type(w) for w in dict(Quantiser(None, plain, "auto", 40)(weights())).values()} == {Tensor}
+    wide = dict(Quantiser("int8", [], "plain", 40)(weights()))
+    quantised = [weight for weight in wide.values() if isinstance(weight, GroupedWeight)]
+    assert len(quantised) == 3
+    assert not any(weight.int8_activations for weight in quantised)
+
+
+def test_what_is_quantised_is_not_quantised_again() -> None:
+    quantiser = Quantiser("int8", [], "auto", 40)
+    with pytest.raises(SettingsError, match=r"checkpoint's 'a' has 4-bit weights in groups of 32; leave it out"):
+        list(quantiser([("a", quantise(torch.randn(4, 32), 4))]))
+
+
+@pytest.mark.parametrize("kernels", ["reference", "cpu"])
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_served(kernels: str, quantization: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The answers are those of the weights that the codes mean, by transformers; with activations in int8, within their
+    rounding. The log gives the bytes."""
+    folder = write_checkpoint(tmp_path / "model", "qwen3", tied=False)
+    prompt = list(range(5, 45))
+    made = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.dim() == 2:
+                bits: Any = 8 if quantization == "int8" or len(parameter) == made.vocab_size else 4
+                parameter.copy_(meaning(quantise(parameter.detach(), bits)))
+        expected = made(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1).gather(1, torch.tensor(prompt)[1:, None])
+    for activations, close in ("plain", 1e-4), ("auto", 0.15):
+        caplog.clear()
+        model = {"dtype": "float32", "quantization": quantization, "activations": activations}
+        with (
+            caplog.at_level(logging.INFO),
+            LLM(str(folder), model=model, kernels={"backend": kernels}) as llm,
+        ):
+            answer = llm.generate([prompt], SamplingParams(max_tokens=1, prompt_logprobs=0))[0]
+        assert sum(r.getMessage().startswith(f"weights: {quantization}, ") for r in caplog.records) == 1
+        assert answer.prompt_logprobs is not None
+        found = torch.tensor([entry.logprob for entry in answer.prompt_logprobs if entry is not None])
+        torch.testing.assert_close(found, expected[:, 0], atol=close, rtol=0)
+        assert (found - expected[:, 0]).abs().max() > (1e-4 if activations == "auto" else -1)
