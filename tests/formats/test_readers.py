@@ -55,10 +55,10 @@ def logprobs(folder: Path, tokens: list[int]) -> Tensor:
     return logits[0].log_softmax(-1)
 
 
-def check_answers(quantised: Path, *references: Path) -> None:
+def check_answers(quantised: Path, *references: Path, backend: str = "reference", **sections: Any) -> None:
     """Log-probabilities within 1e-4, and greedy tokens."""
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=20, prompt_logprobs=20)
-    with LLM(str(quantised), kernels=REFERENCE) as llm:
+    with LLM(str(quantised), kernels=REFERENCE | {"backend": backend}, **sections) as llm:
         (answer,) = llm.generate([PROMPT], params)
     tokens = PROMPT + answer.token_ids
     for reference in references:
@@ -90,6 +90,7 @@ COMPRESSED: dict[str, tuple[writers.Scheme, torch.dtype]] = {
     "w8a16": (scheme("int-quantized", **W8), torch.float32),
     "w8-tensor": (scheme("naive-quantized", num_bits=8, strategy="tensor"), torch.float32),
     "w8-asymmetric": (scheme("int-quantized", **W8 | {"symmetric": False}), HALF),
+    "w4-in-bytes": (scheme("naive-quantized", num_bits=4, strategy="channel", symmetric=False), HALF),
     "fp8-tensor": (scheme("float-quantized", **FP8, strategy="tensor"), torch.float32),
     "fp8-channel": (scheme("float-quantized", **FP8, strategy="channel"), HALF),
     "fp8-block": (scheme("float-quantized", **FP8, strategy="block", block_structure=[16, 32]), torch.float32),
@@ -108,7 +109,7 @@ def test_weights_that_compressed_tensors_writes(case: str, tmp_path: Path) -> No
     if case.startswith("fp8"):
         assert query.dtype == torch.float32
     else:
-        assert query.bits == (4 if case.startswith("int4") else 8)
+        assert (query.bits, query.int8_activations) == (4 if case.startswith("int4") else 8, False)
         assert query.scales_NG.dtype == dtype
         assert (query.minimum_NG is None) == (chosen.weights.symmetric is True)
 
@@ -138,6 +139,19 @@ def test_groups_of_modules(tmp_path: Path) -> None:
     quantised, plain = writers.write(tmp_path, pack, config)
     check_weights(quantised, plain)
     check_answers(quantised, plain)
+
+
+@pytest.mark.parametrize("case", ["w8a8", "w4a8"])
+def test_rounded_activations(case: str, tmp_path: Path) -> None:
+    """Dynamic int8 activations are what a weight says of its product. ``model.activations`` may say otherwise."""
+    format, args = {"w8a8": ("int-quantized", W8), "w4a8": ("pack-quantized", W4)}[case]
+    chosen = scheme(format, activations=DYNAMIC8, **args)
+    made = writers.write(tmp_path, linear(compressed(chosen)), compressed_config(chosen))
+    for name, weight in check_weights(*made).items():
+        assert ("_proj" in name) == (isinstance(weight, GroupedWeight) and weight.int8_activations)
+    check_answers(*made, model={"activations": "plain"})
+    with pytest.raises(AssertionError):
+        check_answers(*made)  # rounding can be seen
 
 
 GPTQ: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -223,15 +237,17 @@ def test_weights_that_awq_writes(group_size: int, dtype: torch.dtype, tmp_path: 
             assert isinstance(weight, GroupedWeight) == (group_size != 20)
 
 
-def test_answers_of_awq(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_answers_of_awq(backend: str, tmp_path: Path) -> None:
     """Of a family that stacks the parts of a layer."""
     config = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
-    check_answers(*writers.write(tmp_path, linear(awq()), config, family="phi3"))
+    check_answers(*writers.write(tmp_path, linear(awq()), config, family="phi3"), backend=backend)
 
 
 FP8_CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "block": (fp8((16, 32)), {"weight_block_size": [16, 32]}),
     "block-uneven": (fp8((128, 40)), {"weight_block_size": [128, 40], "modules_to_not_convert": ["lm_head"]}),
+    "powers-of-two": (fp8((16, 32), dtype=torch.float8_e8m0fnu), {"weight_block_size": [16, 32], "scale_fmt": "ue8m0"}),
     "tensor": (fp8(None, "weight_scale"), {"activation_scheme": "dynamic"}),
     "tensor-inverse": (fp8(None), {"fmt": "e4m3"}),
 }

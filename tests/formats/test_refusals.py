@@ -151,7 +151,7 @@ CONFIG_CASES: list[tuple[str, str, Any, str]] = [
     ("compressed-tensors", "format", "int-quantized", f"lacks '{Q}.weight'"),
     ("awq", "bits", 8, "quantization_config.bits is 8; awq: Input should be 4"),
     ("awq", "bits", ..., "quantization_config.bits; awq: Field required"),
-    ("awq", "version", "gemv", "version is 'gemv'; awq: Input should be 'gemm'"),
+    ("awq", "version", "gemv", "version is 'gemv'; awq: Input should be 'gemm' or 'GEMM'"),
     ("awq", "version", 7, "version is 7"),
     ("awq", "zero_point", False, "zero_point is False"),
     ("awq", "group_size", 0, "group_size is 0; awq: Input should be -1 or greater than 0"),

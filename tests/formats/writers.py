@@ -193,7 +193,9 @@ def words(unsigned: list[list[int]]) -> Tensor:
     )
 
 
-def fp8(block: tuple[int, int] | None, kind: str = "weight_scale_inv") -> Callable[[str, Tensor], Packed]:
+def fp8(
+    block: tuple[int, int] | None, kind: str = "weight_scale_inv", dtype: torch.dtype = torch.float32
+) -> Callable[[str, Tensor], Packed]:
     """``block`` None: one scale for a weight."""
 
     def pack(module: str, weight: Tensor) -> Packed:
@@ -204,9 +206,9 @@ def fp8(block: tuple[int, int] | None, kind: str = "weight_scale_inv") -> Callab
         for i in range(scales.shape[0]):
             for j in range(scales.shape[1]):
                 at = slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns)
-                scales[i, j] = weight[at].abs().max() / 448
+                scales[i, j] = (weight[at].abs().max() / 448).to(dtype).float()
                 codes[at] = (weight[at] / scales[i, j]).to(torch.float8_e4m3fn)
                 dequantised[at] = codes[at].float() * scales[i, j]
-        return {"weight": codes, kind: scales if block else scales[0]}, dequantised
+        return {"weight": codes, kind: (scales if block else scales[0]).to(dtype)}, dequantised
 
     return pack

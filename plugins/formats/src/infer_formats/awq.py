@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
-from pydantic import AliasChoices, BeforeValidator, Field
+from pydantic import AliasChoices, Field
 from torch import Tensor
 
 from infer.protocols import TensorFilesProtocol
 from infer.weight import Weight
-from infer_formats.config import GroupSize, Table
+from infer_formats.config import CALIBRATION, GroupSize, Table
 from infer_formats.files import FLOATS, QuantisedFiles, in_words
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -25,12 +25,10 @@ class AwqTable(Table):
     bits: Literal[4] = Field(validation_alias=AliasChoices("bits", "w_bit"))
     group_size: GroupSize = Field(validation_alias=AliasChoices("group_size", "q_group_size"))
     zero_point: Literal[True] = True
-    version: Annotated[
-        Literal["gemm"], BeforeValidator(lambda version: version.lower() if isinstance(version, str) else version)
-    ] = "gemm"
+    version: Literal["gemm", "GEMM"] = Field("gemm", validation_alias=AliasChoices("version", "format"))
     modules_to_not_convert: list[str] | None = None
     """These modules have plain weights, by which they are recognised."""
-    HARMLESS = frozenset({"backend", "do_fuse", "exllama_config", "format", "fuse_max_seq_len", "modules_to_fuse"})
+    HARMLESS = CALIBRATION | {"sym"}
 
 
 class Awq(QuantisedFiles):

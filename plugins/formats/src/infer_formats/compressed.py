@@ -157,7 +157,7 @@ class CompressedTensors(QuantisedFiles):
         if args is not None and args.type == weights.type == "int":
             if args.num_bits != 8 or args.dynamic is not True:
                 name = "dynamic" if args.num_bits == 8 else "num_bits"
-                what = "infer rounds activations to 8 bits, with scales that it finds as it goes"
+                what = "infer rounds activations to 8 bits, and with scales of its own instead of stored ones"
                 raise bad(METHOD, f"{key}.{name}", what, getattr(args, name))
             if not args.symmetric:
                 self.say(logging.WARNING, f"{key}.symmetric is false, but activations are rounded symmetrically")

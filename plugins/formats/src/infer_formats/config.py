@@ -19,6 +19,16 @@ MAX_PATTERNS, MAX_PATTERN = 128, 200
 MAX_KEYS = 200
 """The most characters of a config's keys that a message repeats."""
 
+_CALIBRATION = """
+act_group_aware backend batch_size block_name_to_quantize cache_block_outputs cache_examples_on_gpu
+damp_auto_increment damp_percent dataset desc_act disable_exllama do_fuse exllama_config format fuse_max_seq_len
+lm_head max_input_length max_length meta method model_file_base_name model_name_or_path model_seqlen
+module_name_preceding_first_block modules_in_block_to_quantize modules_to_fuse mse pad_token_id quantizer
+static_groups tokenizer true_sequential use_cuda_fp16 use_exllama
+"""
+CALIBRATION = frozenset(_CALIBRATION.split())
+"""Keys of GPTQ's and AWQ's configs that say how the codes were found or computed with, or what the tensors show."""
+
 
 def _group_size(size: int) -> int:
     if size == 0:

@@ -26,7 +26,7 @@ class QuantisedFiles:
 
     method: ClassVar[str]
     codes: ClassVar[tuple[str, ...]]
-    """The kinds of tensors that hold codes. A ``weight`` does if the first of ``beside`` is there, too."""
+    """The kinds of tensors that hold codes. A ``weight`` does if one of ``beside`` is there, too."""
     beside: ClassVar[tuple[str, ...]]
     """The kinds that stand beside codes."""
 
@@ -119,7 +119,7 @@ class QuantisedFiles:
         if whole and (groups_K is None or torch.equal(groups_K.long(), groups)):
             minimum_NG = None if zeros_NG is None else -(zeros_NG.float() * scales_NG.float()).contiguous()
             codes = codes[:, : K * bits // 8].contiguous()
-            return GroupedWeight(codes, scales_NG, bits, minimum_NG)
+            return GroupedWeight(codes, scales_NG, bits, minimum_NG, int8_activations=int8_activations)
         self.say(
             logging.WARNING,
             "weights whose groups are not neighbours of equal number are dequantised when they are read: they take as "

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
+import torch
 from pydantic import Field
 
 from infer.errors import CheckpointError
@@ -24,7 +25,7 @@ class Fp8Table(Table):
     modules_to_not_convert: list[str] | None = None
     """These modules, and ``ignored_layers``, have plain weights, by which they are recognised."""
     ignored_layers: list[str] | None = None
-    HARMLESS = frozenset({"scale_fmt", "dequantize", "is_checkpoint_fp8_serialized"})
+    HARMLESS = frozenset({"dequantize", "is_checkpoint_fp8_serialized", "modules_to_convert", "scale_fmt"})
 
 
 class Fp8(QuantisedFiles):
@@ -44,11 +45,12 @@ class Fp8(QuantisedFiles):
         kinds = [kind for kind in self.beside if self.has(module, kind)]
         if len(kinds) > 1:
             raise CheckpointError(f"The checkpoint has {' and '.join(kinds)} of {module!r}; {self.method} has one.")
+        floats = [*FLOATS, torch.float8_e8m0fnu]
         codes_NK = self.tensor(module, "weight", [E4M3], (None, None))
         N, K = codes_NK.shape
         if self._block is None:
-            scale = self.tensor(module, kinds[0], FLOATS, (), (1,), (1, 1))
+            scale = self.tensor(module, kinds[0], floats, (), (1,), (1, 1))
             return dequantised(codes_NK, scale.reshape(1, 1), (N, K))
         rows, columns = self._block
-        scales = self.tensor(module, kinds[0], FLOATS, (-(-N // rows), -(-K // columns)))
+        scales = self.tensor(module, kinds[0], floats, (-(-N // rows), -(-K // columns)))
         return dequantised(codes_NK, scales, (rows, columns))

@@ -10,13 +10,8 @@ from pydantic import AliasChoices, Field
 
 from infer.protocols import TensorFilesProtocol
 from infer.weight import Weight
-from infer_formats.config import GroupSize, Patterns, Table, bad
+from infer_formats.config import CALIBRATION, GroupSize, Patterns, Table, bad
 from infer_formats.files import FLOATS, Bits, QuantisedFiles, in_words, words
-
-CALIBRATION = frozenset(
-    {"act_group_aware", "damp_auto_increment", "damp_percent", "desc_act", "mse", "static_groups", "true_sequential"}
-)
-"""How the codes were found. What ``desc_act`` means for a reader is in ``g_idx``."""
 
 
 class Changes(Table):
@@ -41,15 +36,7 @@ class GptqTable(Table):
     dynamic: dict[str, Changes] | None = None
     """What differs in the modules that a pattern matches. With ``-:`` before it, they are not quantised, which can be
     seen from their tensors."""
-    HARMLESS = CALIBRATION | {
-        "cache_examples_on_gpu",
-        "lm_head",
-        "meta",
-        "method",
-        "model_file_base_name",
-        "model_name_or_path",
-        "quantizer",
-    }
+    HARMLESS = CALIBRATION
 
 
 class Gptq(QuantisedFiles):
