@@ -50,6 +50,7 @@ make = lambda *given: None
 HOOKS = {
     "infer_cache_pools": "CacheRegistration",
     "infer_models": "ModelRegistration",
+    "infer_containers": "ContainerRegistration",
     "infer_weight_formats": "WeightFormatRegistration",
     "infer_schedulers": "SchedulerRegistration",
     "infer_kernels": "KernelsRegistration",
@@ -108,6 +109,7 @@ FIELDS = {
 }
 MORE_FIELDS: dict[str, dict[str, tuple[str, ...]]] = {
     "ModelRegistration": {"architectures": ("'LlamaForCausalLM'", "[1]", "None")},
+    "ContainerRegistration": {"suffixes": ("'.gguf'", "[1]", "None")},
     "KernelsRegistration": {"devices": ("'cpu'", "[1]", "None", "3"), "kv_dtypes": ("'int8'", "[8]")},
     "SchedulerRegistration": {"chunks": ("None", "1", "'no'")},
     "ToolFormatRegistration": {"marks": ("'[CALL]'", "[1]", "None", "('a', b'b')")},

@@ -17,7 +17,7 @@ from tests.models.checkpoints import edit_tensors
 from torch import Tensor
 
 from infer import LLM, SamplingParams
-from infer.checkpoint import Checkpoint, tensor_files
+from infer.checkpoint import Checkpoint, Folder
 from infer.errors import CheckpointError
 from infer.protocols import WeightFormatProtocol
 from infer.weight import GroupedWeight
@@ -28,9 +28,9 @@ REFERENCE = {"backend": "reference", "threads": 1}
 
 
 def reader(folder: Path) -> WeightFormatProtocol:
-    checkpoint = Checkpoint.locate(str(folder), bundled={})
+    checkpoint = Checkpoint(Folder(folder))
     (format,) = [r for r in infer_weight_formats() if checkpoint.quant_method in r.methods]
-    return format.factory(checkpoint.config, tensor_files(folder), format.settings())
+    return format.factory(checkpoint.config, checkpoint.container.tensors(), format.settings())
 
 
 def check_weights(quantised: Path, plain: Path) -> dict[str, Any]:

@@ -16,9 +16,13 @@ from tests import support
 from tests.models.checkpoints import VOCAB, Family, as_transformers_4, edit_tensors, write_checkpoint
 from torch import Tensor
 
-from infer.checkpoint import Checkpoint, dummy_tensors, tensor_files
+from infer.assemble import _checkpoint, _read
+from infer.checkpoint import Checkpoint, Folder, dummy_tensors
+from infer.checkpoint.quantise import Quantiser
 from infer.errors import CheckpointError
+from infer.plugins import Plugins
 from infer.protocols import CacheContext, ModelContext, ModelProtocol, Pass
+from infer.settings import ModelSettings, Settings
 from infer_cache_slotted import SlottedPool
 from infer_models import infer_models
 
@@ -98,18 +102,20 @@ pytestmark = pytest.mark.usefixtures("each_provider")
 
 
 class Driver:
-    """One sequence through a checkpoint's model and a slotted pool."""
+    """One sequence through a checkpoint's model and a slotted pool. The checkpoint may be a file."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, dummy: bool = False, max_seq_len: int = MAX_SEQ_LEN) -> None:
-        checkpoint = Checkpoint.locate(str(folder), bundled={})
+        settings, plugins = Settings(model=ModelSettings(path=str(folder))), Plugins.discover()
+        checkpoint = _checkpoint(settings, str(folder), plugins)
         (family,) = [r for r in infer_models() if set(r.architectures) & set(checkpoint.architectures)]
         context = ModelContext(support.KERNELS, dtype, torch.device("cpu"), max_seq_len)
         self.model: ModelProtocol = family.factory(checkpoint.config, context, family.settings())
         if dummy:
             self.model.load(dummy_tensors(self.model.expected(), dtype))
         else:
-            files = tensor_files(checkpoint.folder)
-            self.model.load((name, files.tensor(name)) for name in files.names())
+            format = plugins.choose("weights", settings, [checkpoint.quant_method])
+            unrounded = Quantiser(None, [], "plain", self.model.vocab_size)  # as transformers computes
+            self.model.load(unrounded(_read(settings, format, checkpoint)))
         cache = CacheContext(self.model.attention, 1, max_seq_len, dtype, context.device, context.kernels)
         self.pool = SlottedPool(cache)
 
@@ -254,7 +260,7 @@ def test_configs_of_transformers_4(case: str, tmp_path: Path) -> None:
     text = (folder / "config.json").read_text()
     assert "rope_theta" in text
     assert "rope_parameters" not in text
-    assert Checkpoint(folder).dtype == torch.float32
+    assert Checkpoint(Folder(folder)).dtype == torch.float32
     assert torch.equal(new, logits_of(folder))
 
 

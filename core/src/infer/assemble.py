@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from infer.checkpoint import Checkpoint, dummy_tensors, tensor_files
+from infer.checkpoint import Checkpoint, dummy_tensors, ending, locate
 from infer.checkpoint.quantise import Quantiser
 from infer.contracts.params import SamplingParams
 from infer.contracts.protocols import (
     CacheContext,
     CachePoolProtocol,
+    ContainerProtocol,
     KernelsProtocol,
     ModelContext,
     ModelProtocol,
@@ -42,6 +43,7 @@ from infer.inspection import CheckedPart, named
 from infer.plugins import Offer, Plugins
 from infer.progress import track
 from infer.settings import Settings, compose, plugin_settings, slow_dtype
+from infer.slots import SLOTS
 from infer.text.encoding import Encoder, TooLongError
 from infer.text.grammar import Grammar, Grammars
 from infer.text.templates import ChatTemplate
@@ -135,11 +137,11 @@ def _load(settings: Settings, plugins: Plugins, publish: Callable[..., None]) ->
     if settings.kernels.threads is not None:
         torch.set_num_threads(settings.kernels.threads)
     if settings.model.path is None:
-        raise SettingsError("model.path is not set: give a folder, a hub id or a bundled name, e.g. --model demo.")
+        raise SettingsError("model.path is not set: give a folder, file, hub id or bundled name, e.g. --model demo.")
     device = choose_device(settings.model.device)
     plugins.check_bundled(settings.model.path)
     formats = plugins.candidates("tool_format", settings)
-    checkpoint = Checkpoint.locate(settings.model.path, bundled=plugins.checkpoints, revision=settings.model.revision)
+    checkpoint = _checkpoint(settings, settings.model.path, plugins)
     family = plugins.choose("model", settings, checkpoint.architectures)
     format = plugins.choose("weights", settings, [checkpoint.quant_method])
     dtype = _dtype(settings.model.dtype, checkpoint, device)
@@ -228,6 +230,14 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda" if available and name != "cpu" else "cpu")
 
 
+def _checkpoint(settings: Settings, path: str, plugins: Plugins) -> Checkpoint:
+    slot = SLOTS["container"]
+    suffixes = [suffix for offer in plugins.offers["container"] for suffix in slot.named(offer.registration)]
+    place = locate(path, bundled=plugins.checkpoints, suffixes=suffixes, revision=settings.model.revision)
+    offer = plugins.choose("container", settings, [ending(place)])
+    return Checkpoint(offer.make(ContainerProtocol, place, plugin_settings(settings, "container", offer.name)))
+
+
 def _dtype(name: str, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
     dtype = checkpoint.dtype if name == "auto" else getattr(torch, name)
     if why := slow_dtype(str(dtype).removeprefix("torch."), device.type):
@@ -303,7 +313,7 @@ def _read(settings: Settings, format: Offer, checkpoint: Checkpoint) -> Iterator
     """The checkpoint's weights, each read when the iterator reaches it."""
     own = plugin_settings(settings, "weights", format.name)
     read: WeightFormatProtocol = format.make(
-        WeightFormatProtocol, checkpoint.config, tensor_files(checkpoint.folder), own
+        WeightFormatProtocol, checkpoint.config, checkpoint.container.tensors(), own
     )
     for name in read.names():
         yield name, read.weight(name)
@@ -396,24 +406,29 @@ def _tags(settings: Settings, offer: Offer) -> ReasoningTags:
 
 def _tokenizer(path: str | None, checkpoint: Checkpoint, vocab_size: int, marks: Set[str]) -> Tokenizer:
     """The tokenizer, with ``marks`` as ordinary tokens. Raises CheckpointError."""
-    file = checkpoint.tokenizer_file if path is None else path
+    whose = "tokenizer " + (path if path is not None else f"of {checkpoint.path}")
     try:
-        tokenizer = Tokenizer.from_file(str(file))
+        if path is not None:
+            tokenizer = Tokenizer.from_file(path)
+        else:
+            tokenizer = Tokenizer.from_buffer(checkpoint.container.tokenizer())
+    except CheckpointError:
+        raise
     except Exception as error:  # the library raises bare Exceptions
-        raise CheckpointError(f"The tokenizer {file} cannot be read: {error}.") from error
+        raise CheckpointError(f"The {whose} cannot be read: {error}.") from error
     # Added tokens may lie beyond the model's vocabulary: Gemma 3's text models have one for images without an
     # embedding.
     own = tokenizer.get_vocab(with_added_tokens=False).values()
     if own and max(own) >= vocab_size:
         raise CheckpointError(
-            f"The tokenizer {file} has token ids up to {max(own)}, but the model's end at {vocab_size - 1}: it belongs "
+            f"The {whose} has token ids up to {max(own)}, but the model's end at {vocab_size - 1}: it belongs "
             "to another model."
         )
     for id in sorted(checkpoint.eos_token_ids):
         if tokenizer.id_to_token(id) is None:
             raise CheckpointError(
-                f"{checkpoint.folder} says that token {id} ends an answer (eos_token_id), but the tokenizer {file} has "
-                "no such token: it belongs to another model."
+                f"{checkpoint.path} says that token {id} ends an answer (eos_token_id), but the {whose} has no such "
+                "token: it belongs to another model."
             )
     return _telling(tokenizer, marks)
 

@@ -6,10 +6,13 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
+from infer.checkpoint.folder import Folder
+from infer.checkpoint.locate import FOLDER
 from infer.checkpoint.tensors import PlainFormat
 from infer.commands import COMMANDS
 from infer.contracts.hooks import (
     CommandRegistration,
+    ContainerRegistration,
     KernelsRegistration,
     Registration,
     SchedulerRegistration,
@@ -40,6 +43,18 @@ def infer_schedulers() -> list[SchedulerRegistration]:
             "holds a batch until all its members finish; for comparison",
             chunks=False,
         ),
+    ]
+
+
+@hookimpl
+def infer_containers() -> list[ContainerRegistration]:
+    return [
+        ContainerRegistration(
+            "folder",
+            lambda path, settings: Folder(path),
+            "config.json, safetensors and tokenizer.json in a folder",
+            suffixes=(FOLDER,),
+        )
     ]
 
 

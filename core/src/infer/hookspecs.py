@@ -4,6 +4,7 @@
 from infer.contracts.hooks import (
     CacheRegistration,
     CommandRegistration,
+    ContainerRegistration,
     KernelsRegistration,
     ModelRegistration,
     Registration,
@@ -17,6 +18,7 @@ from infer.contracts.records import RequestRecord, StepRecord, Totals, WorkRecor
 __all__ = [
     "CacheRegistration",
     "CommandRegistration",
+    "ContainerRegistration",
     "KernelsRegistration",
     "ModelRegistration",
     "Registration",

@@ -77,9 +77,9 @@ class Handle:
 class LLM:
     """A model, ready to answer.
 
-    ``path`` is a folder, a hub id or a bundled name. Further arguments are settings sections, as in settings.toml:
-    ``LLM("demo", cache={"backend": "slotted"}, engine={"prefill_chunk_size": 256})``. No settings file and no
-    environment variable is read. ``plugins`` are plugin modules or objects in addition to the installed ones."""
+    ``path`` is a folder or file, a hub id or a bundled name. Further arguments are settings sections, as in
+    settings.toml: ``LLM("demo", cache={"backend": "slotted"}, engine={"prefill_chunk_size": 256})``. No settings file
+    and no environment variable is read. ``plugins`` are plugin modules or objects in addition to the installed ones."""
 
     def __init__(self, path: str, *, plugins: Sequence[object] = (), **sections: Mapping[str, Any]) -> None:
         model = {"path": path, **sections.pop("model", {})}

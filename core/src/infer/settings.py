@@ -79,7 +79,10 @@ def slow_dtype(dtype: str, device: str) -> str | None:
 
 
 class ModelSettings(Section):
-    path: str | None = Field(None, description="A folder, a hub id (org/name) or a bundled name (demo).")
+    path: str | None = Field(
+        None,
+        description="A folder or file, a hub id (org/name, org/name:TAG) or a bundled name (demo).",
+    )
     family: str = Field("auto", description="The model plugin; auto goes by the checkpoint's architecture.")
     tokenizer: str | None = Field(None, description="A tokenizer.json other than the checkpoint's.")
     chat_template: str | None = Field(None, description="A file with a Jinja template other than the checkpoint's.")

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from infer.contracts.hooks import (
     CacheRegistration,
     CommandRegistration,
+    ContainerRegistration,
     KernelsRegistration,
     ModelRegistration,
     Registration,
@@ -91,6 +92,17 @@ SLOTS: Mapping[str, Slot] = {
             ("llama", "qwen2", "qwen3", "mistral", "phi3", "olmo2", "gemma3"),
             "infer-models",
         ),
+    ),
+    "container": Slot(
+        "infer_containers",
+        "model",
+        ContainerRegistration,
+        fits="suffixes",
+        when="by the ending of the checkpoint's file",
+        missing="model.path leads to a file ({there}) that no installed plugin reads; infer reads folders that hold "
+        "config.json and safetensors, and pip install {package} brings .gguf.",
+        tie="{names} both read {there}; uninstall one of them.",
+        packages={"gguf": "infer-formats"},
     ),
     "weights": Slot(
         "infer_weight_formats",

@@ -7,7 +7,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from infer import LLM
-from infer.checkpoint import Checkpoint, dummy_tensors, tensor_files
+from infer.checkpoint import Checkpoint, Folder, dummy_tensors, tensor_files
+from infer.checkpoint.locate import locate as locate_path
 from infer.checkpoint.tensors import INDEX, SINGLE
-from infer.errors import CheckpointError
+from infer.errors import CheckpointError, PluginError
 from infer.plugins import Plugins
 
+DEMO = Plugins.discover().checkpoints["demo"]
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "max_position_embeddings": 64,
@@ -55,7 +57,12 @@ def write_json(file: Path, value: object) -> None:
 
 
 def locate(path: object, **bundled: Path) -> Checkpoint:
-    return Checkpoint.locate(str(path), bundled=bundled)
+    place = locate_path(str(path), bundled=bundled, suffixes=("/",))
+    return Checkpoint(Folder(place))
+
+
+def find(path: object, suffixes: Sequence[str] = (".gguf", ".one")) -> Path:
+    return locate_path(str(path), bundled={}, suffixes=("/", *suffixes))
 
 
 def refused(call: Callable[[], object]) -> str:
@@ -70,7 +77,7 @@ def refused(call: Callable[[], object]) -> str:
 
 
 def load(folder: Path) -> dict[str, Tensor]:
-    files = tensor_files(locate(folder).folder)
+    files = locate(folder).container.tensors()
     return {name: files.tensor(name) for name in files.names()}
 
 
@@ -82,15 +89,15 @@ def same(tensors: dict[str, Tensor]) -> bool:
 
 
 def test_a_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert locate(folder).folder == folder
+    assert locate(folder).path == folder
     monkeypatch.chdir(folder.parent)
     assert locate(folder.name).config == CONFIG
     monkeypatch.setenv("HOME", str(folder.parent))
-    assert locate(f"~/{folder.name}").folder == folder
+    assert locate(f"~/{folder.name}").path == folder
 
 
 def test_a_bundled_name_and_a_folder_before_it(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert locate("demo", demo=folder).folder == folder
+    assert locate("demo", demo=folder).path == folder
     (tmp_path / "elsewhere" / "demo").mkdir(parents=True)
     write_json(tmp_path / "elsewhere" / "demo" / "config.json", {"here": 1})
     monkeypatch.chdir(tmp_path / "elsewhere")
@@ -99,8 +106,8 @@ def test_a_bundled_name_and_a_folder_before_it(folder: Path, tmp_path: Path, mon
 
 def test_nothing_of_that_name(folder: Path) -> None:
     text = refused(lambda: locate("nonesuch", demo=folder, tiny=folder))
-    tried = "'nonesuch' is neither a folder nor a bundled name (demo, tiny)"
-    assert text == f"{tried}, and it cannot be a hub id, which reads org/name."
+    tried = "'nonesuch' is neither a folder or file nor a bundled name (demo, tiny)"
+    assert text == f"{tried}, and it cannot be a hub id, which reads org/name, org/name:TAG or org/name/FILE."
 
 
 @pytest.mark.parametrize(
@@ -110,14 +117,30 @@ def test_what_cannot_be_a_hub_id(path: str) -> None:
     assert "it cannot be a hub id" in refused(lambda: locate(path))
 
 
-def test_a_file_is_not_a_folder(folder: Path) -> None:
-    assert "is a file; give the folder" in refused(lambda: locate(folder / SINGLE))
+def test_a_file_that_nothing_reads() -> None:
+    with pytest.raises(PluginError, match=r"a file \(\.json\) that no installed plugin reads; .* infer-formats"):
+        LLM(str(DEMO / "config.json"))
+
+
+def test_a_folder_of_one_file(folder: Path) -> None:
+    """It stands for the file, unless there are safetensors."""
+    (folder / "a.GGUF").touch()
+    (folder / "mmproj.json").touch()
+    assert find(folder) == folder
+    (folder / SINGLE).unlink()
+    assert find(folder) == folder / "a.GGUF"
+    assert find(folder, ()) == folder
+    (folder / "b.one").touch()
+    assert refused(lambda: find(folder)).endswith(
+        "holds 2 files of weights (a.GGUF, b.one); add the name of one to model.path."
+    )
 
 
 def test_a_revision_is_for_hub_ids(folder: Path) -> None:
     bundled = {"demo": folder}
-    assert "'v1'" in refused(lambda: Checkpoint.locate(str(folder), bundled=bundled, revision="v1"))
-    assert "'v1'" in refused(lambda: Checkpoint.locate("demo", bundled=bundled, revision="v1"))
+    for path in (str(folder), "demo"):
+        with pytest.raises(CheckpointError, match="'v1'"):
+            locate_path(path, bundled=bundled, suffixes=(), revision="v1")
 
 
 def test_a_hub_id_is_downloaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +151,7 @@ def test_a_hub_id_is_downloaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -
         return str(folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    assert Checkpoint.locate("org/Name-1.5_x", bundled={}, revision="v1").folder == folder
+    assert locate_path("org/Name-1.5_x", bundled={}, suffixes=(), revision="v1") == folder
     (call,) = asked
     assert call[:2] == ("org/Name-1.5_x", "v1")
     wanted = filter_repo_objects(
@@ -144,6 +167,54 @@ def test_a_hub_id_is_downloaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -
         ignore_patterns=call[3],
     )
     assert list(wanted) == ["model-1.safetensors", INDEX, "tokenizer.json"]
+
+
+@pytest.mark.parametrize(
+    ("path", "found"),
+    [
+        ("org/name:Q4_K_M", "name-Q4_K_M.gguf"),
+        ("org/name:q4_k_m", "name-Q4_K_M.gguf"),
+        ("org/name:F16", "sub/f16.gguf"),
+        ("org/name:BF16", "name.bf16.gguf"),
+        ("org/name:bf16", "name.bf16.gguf"),
+        ("org/name/name.bf16.gguf", "name.bf16.gguf"),
+        ("org/name/sub/f16.gguf", "sub/f16.gguf"),
+        ("org/name:Q4_K", None),
+        ("org/name:Q8_0", None),
+        ("org/name:IQ1", "several"),
+        ("org/name/other.gguf", None),
+        ("org/name/../name.bf16.gguf", "id"),
+        ("org/name/config.json", "id"),
+        ("org/name:*", "id"),
+        ("org/name:", "id"),
+        ("org/name", "config"),
+    ],
+)
+def test_a_file_of_the_hub(path: str, found: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its name, or by the end of its name as llama.cpp and vLLM write it. The snapshot has what was asked for."""
+    names = ["name-Q4_K_M.gguf", "name-UD-Q4_K_M_XL.gguf", "mmproj-F16.gguf", "sub/f16.gguf", "name.bf16.gguf"]
+    names += ["name-Q8_0-00001-of-00002.gguf", "a-IQ1.gguf", "b-IQ1.gguf", "README.md"]
+
+    def snapshot_download(repo_id: str, **options: Any) -> str:
+        assert repo_id == "org/name"
+        given = {"allow_patterns": options["allow_patterns"], "ignore_patterns": options["ignore_patterns"]}
+        for name in filter_repo_objects(names, **given):
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    says = {
+        None: "the hub's org/name has no such file; give the name of one, as in org/name/FILE.gguf.",
+        "several": "several files of that kind (a-IQ1.gguf, b-IQ1.gguf)",
+        "id": "cannot be a hub id, which reads org/name, org/name:TAG or org/name/FILE.",
+        "config": "has no config.json, so it is not a checkpoint; if it holds GGUF files, add the name of one",
+    }
+    if found in says:
+        assert says[found] in refused(lambda: find(path))
+    else:
+        assert find(path) == tmp_path / str(found)
+    assert "no installed plugin reads: pip install infer-formats" in refused(lambda: find("org/name:Q8_0", ()))
 
 
 @pytest.mark.parametrize(
@@ -306,7 +377,7 @@ def test_an_end_of_sequence_beyond_the_vocabulary_is_refused_at_load(file: str, 
     given = config if file == "config.json" else {}
     (tmp_path / file).unlink(missing_ok=True)
     write_json(tmp_path / file, given | {"eos_token_id": [0, beyond]})
-    Checkpoint(tmp_path).check_ids(beyond + 1)
+    locate(tmp_path).check_ids(beyond + 1)
     with pytest.raises(CheckpointError, match=rf"eos_token_id, in .* has {beyond}, but .* 0 to {beyond - 1}"):
         LLM(str(tmp_path))
 
@@ -318,9 +389,9 @@ def test_a_broken_generation_config(folder: Path) -> None:
 
 def test_tokenizer_file(folder: Path) -> None:
     (folder / "tokenizer.model").touch()
-    assert "has no tokenizer.json" in refused(lambda: locate(folder).tokenizer_file)
-    (folder / "tokenizer.json").touch()
-    assert locate(folder).tokenizer_file == folder / "tokenizer.json"
+    assert "has no tokenizer.json" in refused(lambda: locate(folder).container.tokenizer())
+    (folder / "tokenizer.json").write_bytes(b"{}")
+    assert locate(folder).container.tokenizer() == b"{}"
 
 
 # Its tensors
@@ -378,7 +449,8 @@ def test_a_type_that_torch_has_not(folder: Path) -> None:
 def test_other_formats(name: str, folder: Path) -> None:
     (folder / SINGLE).rename(folder / name)
     text = refused(lambda: load(folder))
-    assert text.endswith(f"has no {SINGLE} and no {INDEX}; it has {name}, but infer reads safetensors only.")
+    hint = ", and GGUF by pip install infer-formats" if name == "model.gguf" else ""
+    assert text.endswith(f"has no {SINGLE} and no {INDEX}; it has {name}, but infer reads safetensors only{hint}.")
 
 
 def test_no_weights_at_all(folder: Path) -> None:

@@ -5,7 +5,6 @@ It serves; and mypy, which ``make lint`` runs in strict mode, takes each class f
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from torch import Tensor
 from infer import LLM, SamplingParams, hookimpl
 from infer.cache import BlockBooks, KVStorage, Pool
 from infer.hookspecs import (
+    ContainerRegistration,
     KernelsRegistration,
     ModelRegistration,
     Registration,
@@ -31,6 +31,7 @@ from infer.protocols import (
     AttentionSpec,
     CacheContext,
     CachePoolProtocol,
+    ContainerProtocol,
     KernelsProtocol,
     KVCacheView,
     ModelContext,
@@ -165,6 +166,36 @@ class Watcher:
             self.steps.append(len(record.work))
 
 
+class Archive:
+    """A whole checkpoint pickled by torch, a thing that only a test may do. The tokenizer is in words of its own."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._held: dict[str, Any] = torch.load(path)
+
+    def config(self) -> dict[str, Any]:
+        return dict(self._held["config"])
+
+    def generation_config(self) -> dict[str, Any]:
+        return {}
+
+    def tokenizer_config(self) -> dict[str, Any]:
+        return {}
+
+    def tokenizer(self) -> bytes:
+        return bytes(self._held["tokenizer"])
+
+    def tensors(self) -> Archive:
+        return self
+
+    def names(self) -> Iterable[str]:
+        return list(self._held["tensors"])
+
+    def tensor(self, name: str) -> Tensor:
+        tensor: Tensor = self._held["tensors"][name]
+        return tensor
+
+
 class Plugin:
     INFER_PLUGIN_API = 1
 
@@ -187,6 +218,11 @@ class Plugin:
         return [KernelsRegistration("stranger", lambda device, settings: Kernels(), "the reference's")]
 
     @hookimpl
+    def infer_containers(self) -> list[ContainerRegistration]:
+        make = lambda path, settings: Archive(path)  # noqa: E731
+        return [ContainerRegistration("stranger", make, "all in one", suffixes=(".stranger",))]
+
+    @hookimpl
     def infer_weight_formats(self) -> list[WeightFormatRegistration]:
         make = lambda config, files, settings: Doubled(files)  # noqa: E731
         return [WeightFormatRegistration("stranger", make, "half values", methods=("half",))]
@@ -197,7 +233,12 @@ class Plugin:
 
 
 def as_protocols(
-    model: Model, pool: Pool[Any, KVCacheView], scheduler: OneAtATime, doubled: Doubled, watcher: Watcher
+    model: Model,
+    pool: Pool[Any, KVCacheView],
+    scheduler: OneAtATime,
+    doubled: Doubled,
+    watcher: Watcher,
+    archive: Archive,
 ) -> tuple[object, ...]:
     """What a type checker has to accept."""
     one: ModelProtocol = model
@@ -206,12 +247,11 @@ def as_protocols(
     four: WeightFormatProtocol = doubled
     five: ObserverProtocol = watcher
     six: KernelsProtocol = Kernels()
-    return one, two, three, four, five, six
+    seven: ContainerProtocol = archive
+    return one, two, three, four, five, six, seven
 
 
 def test_a_plugin_of_every_kind_serves(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
     config = {
         "architectures": ["Stranger"],
         "vocab_size": 4096,
@@ -219,12 +259,15 @@ def test_a_plugin_of_every_kind_serves(tmp_path: Path) -> None:
         "torch_dtype": "float32",
     }
     config["quantization_config"] = {"quant_method": "half"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
     torch.manual_seed(0)
     weight = torch.randn(4096, WIDTH)
-    save_file({"half.embedding.weight": weight / 2}, tmp_path / "model.safetensors")
+    held = {
+        "config": config,
+        "tensors": {"half.embedding.weight": weight / 2},
+        "tokenizer": (DEMO / "tokenizer.json").read_bytes() if DEMO.is_dir() else DEMO.read_bytes(),
+    }
+    torch.save(held, tmp_path / "model.Stranger")
     chosen: dict[str, Any] = {
-        "model": {"tokenizer": str(DEMO)},
         "cache": {"backend": "stranger"},
         "engine": {"batching_mode": "stranger"},
         "kernels": {"backend": "stranger"},

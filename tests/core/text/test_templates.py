@@ -11,7 +11,7 @@ import transformers
 from tests.models.checkpoints import tokenizer, write_checkpoint
 from tests.serving import TEMPLATE
 
-from infer.checkpoint import Checkpoint
+from infer.checkpoint import Checkpoint, Folder
 from infer.errors import CheckpointError
 from infer.text.templates import ChatTemplate
 
@@ -66,20 +66,20 @@ def test_what_a_template_cannot_do() -> None:
 
 def test_where_checkpoints_keep_them(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "c", "llama")
-    assert Checkpoint(folder).chat_template is None
+    assert Checkpoint(Folder(folder)).chat_template is None
     config = folder / "tokenizer_config.json"
     config.write_text(json.dumps({"chat_template": "one", "bos_token": {"content": "<s>"}, "eos_token": "</s>"}))
-    assert Checkpoint(folder).chat_template == "one"
-    assert Checkpoint(folder).special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
+    assert Checkpoint(Folder(folder)).chat_template == "one"
+    assert Checkpoint(Folder(folder)).special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
     several = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
     config.write_text(json.dumps({"chat_template": several}))
-    assert Checkpoint(folder).chat_template == "d"
+    assert Checkpoint(Folder(folder)).chat_template == "d"
     (folder / "chat_template.jinja").write_text("file")
-    assert Checkpoint(folder).chat_template == "file"
+    assert Checkpoint(Folder(folder)).chat_template == "file"
     (folder / "chat_template.jinja").unlink()
     config.write_text(json.dumps({"chat_template": 5}))
     with pytest.raises(CheckpointError, match="neither a text"):
-        _ = Checkpoint(folder).chat_template
+        _ = Checkpoint(Folder(folder)).chat_template
 
 
 ROLE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>\n{% endfor %}"

@@ -1,26 +1,21 @@
-"""A checkpoint: config.json and safetensors in one folder, which is found by a path, a bundled name or a hub id.
+"""A checkpoint: what its container's configuration says, checked.
 
 Nothing here knows a model family, and nothing is ever unpickled.
 """
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import ValidationError
 
-from infer.checkpoint.files import read_json, read_text
-from infer.checkpoint.hub import download
 from infer.contracts.params import SamplingParams
+from infer.contracts.protocols import ContainerProtocol
 from infer.errors import CheckpointError, first_fault
 
-TOKENIZER_CONFIG = "tokenizer_config.json"
-GENERATION_CONFIG = "generation_config.json"
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """The sampling parameters that infer takes from generation_config.json; SamplingParams has the same names."""
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -30,34 +25,18 @@ memory before a single weight is read."""
 
 
 class Checkpoint:
-    """What the files of a checkpoint's folder say, tensors aside. Every fault in them raises a CheckpointError that
-    names the file."""
+    """What a container says, tensors and tokenizer aside. Every fault in it raises a CheckpointError that names the
+    file."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.config: dict[str, Any] = read_json(self.folder, "config.json")
+    def __init__(self, container: ContainerProtocol) -> None:
+        self.container = container
+        self.path = container.path
+        self.config = container.config()
         text = self.config.get("text_config")
         self._text: dict[str, Any] = text if isinstance(text, dict) else {}
         layers = self._field("num_hidden_layers")
         if layers is not None and not (_is_id(layers) and 0 < layers <= MAX_LAYERS):
             raise self._bad("num_hidden_layers", layers, f"an integer from 1 to {MAX_LAYERS}")
-
-    @classmethod
-    def locate(cls, path: str, *, bundled: Mapping[str, Path], revision: str | None = None) -> Checkpoint:
-        """Find a checkpoint: ``path`` is an existing folder, else a bundled name, else a hub id ``org/name``, which is
-        downloaded at ``revision`` or found in the hub's cache."""
-        folder = Path(os.path.expanduser(path))
-        if not folder.is_dir():
-            if folder.exists():
-                raise CheckpointError(f"{path} is a file; give the folder that holds config.json and weights.")
-            if path not in bundled:
-                return cls(download(path, bundled, revision))
-            folder = bundled[path]
-        if revision is not None:
-            raise CheckpointError(
-                f"A revision ({revision!r}) can be chosen of a hub id only, and {path!r} is {folder}."
-            )
-        return cls(folder)
 
     @property
     def architectures(self) -> tuple[str, ...]:
@@ -100,7 +79,7 @@ class Checkpoint:
     @property
     def eos_token_ids(self) -> frozenset[int]:
         """All end-of-sequence tokens that config.json and generation_config.json give."""
-        configs = [self.config, self._text, self._generation_config]
+        configs = [self.config, self._text, self.container.generation_config()]
         eos: set[int] = set()
         for value in (config.get("eos_token_id") for config in configs):
             ids = [] if value is None else value if isinstance(value, list) else [value]
@@ -113,7 +92,7 @@ class Checkpoint:
         """Raise CheckpointError if an end-of-sequence token is not in the model's vocabulary."""
         if beyond := [id for id in sorted(self.eos_token_ids) if id >= vocab_size]:
             raise CheckpointError(
-                f"{self.folder}: eos_token_id, in config.json or generation_config.json, has {beyond[0]}, but the "
+                f"{self.path}: eos_token_id, in config.json or generation_config.json, has {beyond[0]}, but the "
                 f"model's token ids are 0 to {vocab_size - 1}; correct it there."
             )
 
@@ -121,9 +100,9 @@ class Checkpoint:
     def sampling(self) -> dict[str, Any]:
         """The sampling parameters that generation_config.json gives, by name. ``do_sample: false`` means temperature
         0."""
-        config = self._generation_config
+        config = self.container.generation_config()
         given = {name: config[name] for name in SAMPLING if config.get(name) is not None}
-        file = self.folder / GENERATION_CONFIG
+        file = self._place("generation_config.json")
         way_out = 'mend the file, or do without its values by model.generation_config = "none"'
         draws = config.get("do_sample")
         if not isinstance(draws, bool | None):
@@ -139,7 +118,7 @@ class Checkpoint:
     def special_tokens(self) -> dict[str, str]:
         """The special tokens' texts by role (``bos_token`` and so on), as tokenizer_config.json gives them."""
         tokens = {}
-        for role, value in self._tokenizer_config.items():
+        for role, value in self.container.tokenizer_config().items():
             if role.endswith("_token"):
                 text = value.get("content") if isinstance(value, dict) else value
                 if isinstance(text, str):
@@ -149,33 +128,18 @@ class Checkpoint:
     @property
     def chat_template(self) -> str | None:
         """The Jinja source of the chat template; None if the checkpoint has none."""
-        file = self.folder / "chat_template.jinja"
-        if file.is_file():
-            return read_text(file)
-        value = self._tokenizer_config.get("chat_template")
+        value = self.container.tokenizer_config().get("chat_template")
         if isinstance(value, list):  # several by name
             named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
             value = named.get("default")
         if value is not None and not isinstance(value, str):
-            raise CheckpointError(
-                f"{self.folder / TOKENIZER_CONFIG}: chat_template is neither a text nor has a default."
-            )
+            where = self._place("tokenizer_config.json")
+            raise CheckpointError(f"{where}: chat_template is neither a text nor has a default.")
         return value
 
-    @property
-    def _tokenizer_config(self) -> dict[str, Any]:
-        return read_json(self.folder, TOKENIZER_CONFIG) if (self.folder / TOKENIZER_CONFIG).exists() else {}
-
-    @property
-    def _generation_config(self) -> dict[str, Any]:
-        return read_json(self.folder, GENERATION_CONFIG) if (self.folder / GENERATION_CONFIG).exists() else {}
-
-    @property
-    def tokenizer_file(self) -> Path:
-        file = self.folder / "tokenizer.json"
-        if not file.is_file():
-            raise CheckpointError(f"{self.folder} has no tokenizer.json, the one tokenizer that infer reads.")
-        return file
+    def _place(self, file: str) -> Path:
+        """Where a message says that a fault is: ``file`` of a folder, or the one file there is."""
+        return self.path / file if self.path.is_dir() else self.path
 
     def _field(self, key: str) -> Any:
         """A field of the text model's config, which is nested in ``text_config`` if there are other modalities."""
@@ -183,7 +147,7 @@ class Checkpoint:
         return self.config.get(key) if value is None else value
 
     def _bad(self, key: str, value: object, wanted: str) -> CheckpointError:
-        return CheckpointError(f"{self.folder / 'config.json'}: {key} is {value!r}; it has to be {wanted}.")
+        return CheckpointError(f"{self._place('config.json')}: {key} is {value!r}; it has to be {wanted}.")
 
 
 def _is_id(value: object) -> bool:

@@ -3,41 +3,56 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from infer.errors import CheckpointError
 
 BUNDLED = {"demo": "infer-demo"}
 """Bundled checkpoints, and the distributions of ours that contain them."""
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::([\w.-]+)|/((?:[\w+-][\w.+-]*/)*[\w+-][\w.+-]*))?")
 
 
-def download(path: str, bundled: Mapping[str, Path], revision: str | None) -> Path:
-    """The folder of the hub id ``path`` in the hub's cache, downloaded if necessary. Raises CheckpointError."""
+def download(path: str, bundled: Mapping[str, Path], suffixes: Sequence[str], revision: str | None) -> Path:
+    """What the hub id ``path`` leads to in the hub's cache, downloaded if necessary: the folder of ``org/name``, or one
+    file of it, which ends in one of the ``suffixes``. ``org/name/FILE`` gives the file's name, and ``org/name:TAG`` the
+    end of its name, in capital or small letters, as in name-Q4_K_M.gguf. Raises CheckpointError."""
     names = f" ({', '.join(sorted(bundled))})" if bundled else ""
-    tried = f"{path!r} is neither a folder nor a bundled name{names}"
+    tried = f"{path!r} is neither a folder or file nor a bundled name{names}"
     if package := BUNDLED.get(path):
         raise CheckpointError(
             f"{path!r} is the checkpoint of {package}, which is not installed: pip install {package}."
         )
-    if not _HUB_ID.fullmatch(path):
-        raise CheckpointError(f"{tried}, and it cannot be a hub id, which reads org/name.")
+    match = _HUB_ID.fullmatch(path)
+    if match is None or (match[3] and not match[3].lower().endswith(tuple(suffixes))):
+        raise CheckpointError(
+            f"{tried}, and it cannot be a hub id, which reads org/name, org/name:TAG or org/name/FILE."
+        )
+    id, tag, file = match.groups()
+    if tag and not suffixes:
+        raise CheckpointError(
+            f"{path!r} is a file of {id}, which no installed plugin reads: pip install infer-formats."
+        )
+    # The weights lie at the top level; subfolders and "consolidated" files hold the same ones in other formats.
+    wanted, unwanted = ["*.safetensors", "*.json", "*.jinja"], ["*/*", "consolidated*"]
+    if file:
+        wanted, unwanted = [file], []
+    elif tag:
+        tags = dict.fromkeys((tag, tag.upper(), tag.lower()))
+        wanted = [f"{start}{tag}{suffix}" for suffix in suffixes for tag in tags for start in ("", "*[-._/]")]
+        unwanted = ["*mmproj*"]  # vision towers
     import huggingface_hub  # imported late: it takes long, and local folders do not need it
     from huggingface_hub import errors
 
-    where = path if revision is None else f"{path} at revision {revision}"
+    where = id if revision is None else f"{id} at revision {revision}"
     try:
-        # The weights lie at the top level; subfolders and "consolidated" files hold the same ones in other formats.
-        folder = huggingface_hub.snapshot_download(
-            path,
-            revision=revision,
-            allow_patterns=["*.safetensors", "*.json", "*.jinja"],
-            ignore_patterns=["*/*", "consolidated*"],
+        folder = Path(
+            huggingface_hub.snapshot_download(id, revision=revision, allow_patterns=wanted, ignore_patterns=unwanted)
         )
     except errors.GatedRepoError as error:
         raise CheckpointError(
-            f"{path} is gated: accept its terms at https://huggingface.co/{path} and set HF_TOKEN."
+            f"{id} is gated: accept its terms at https://huggingface.co/{id} and set HF_TOKEN."
         ) from error
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
         raise CheckpointError(f"{tried}, and the hub has no {where} that this HF_TOKEN may read.") from error
@@ -47,4 +62,22 @@ def download(path: str, bundled: Mapping[str, Path], revision: str | None) -> Pa
         raise CheckpointError(f"{tried}, and as a hub id it is not wholly in the cache and {why}.") from error
     except Exception as error:  # whatever the network, the disk or a proxy may answer
         raise CheckpointError(f"{where} cannot be downloaded: {' '.join(str(error).split())}") from error
-    return Path(folder)
+    if not (file or tag):
+        if folder.is_dir() and not (folder / "config.json").exists():
+            raise CheckpointError(
+                f"The hub's {where} has no config.json, so it is not a checkpoint; if it holds GGUF files, add the "
+                f"name of one to model.path, as in {id}:Q4_K_M or {id}/FILE.gguf."
+            )
+        return folder
+    held = sorted(f.relative_to(folder).as_posix() for f in folder.rglob("*") if f.is_file())
+    found = [name for name in held if _matches(name, wanted) and not _matches(name, unwanted)]
+    if len(found) != 1:
+        what = f"has several files of that kind ({', '.join(found)})" if found else "has no such file"
+        raise CheckpointError(
+            f"{path!r}: the hub's {where} {what}; give the name of one, as in {id}/FILE{suffixes[0]}."
+        )
+    return folder / found[0]
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)

@@ -107,6 +107,7 @@ def _shards(folder: Path) -> dict[str, set[str] | None]:
     if not (folder / INDEX).exists():
         others = sorted(f.name for f in folder.iterdir() if f.suffix in OTHER_FORMATS)
         but = f"; it has {others[0]}, but infer reads safetensors only" if others else ""
+        but += ", and GGUF by pip install infer-formats" if others[:1] and others[0].endswith(".gguf") else ""
         raise CheckpointError(f"{folder} has no {SINGLE} and no {INDEX}{but}.")
     weight_map = read_json(folder, INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:

@@ -19,6 +19,7 @@ from infer.contracts.protocols import (
     CacheContext,
     CacheFactory,
     CommandFactory,
+    ContainerFactory,
     KernelsFactory,
     ModelFactory,
     NoSettings,
@@ -80,6 +81,14 @@ class ModelRegistration(Registration[ModelFactory]):
 
 
 @dataclass(frozen=True)
+class ContainerRegistration(Registration[ContainerFactory]):
+    """A form of checkpoint, found by the ending of its file's name."""
+
+    suffixes: tuple[str, ...] = ()
+    """The endings, such as ".gguf", in lower case; "/" stands for a folder."""
+
+
+@dataclass(frozen=True)
 class WeightFormatRegistration(Registration[WeightFormatFactory]):
     """A way to store weights, found by the ``quant_method`` of config.json's ``quantization_config``."""
 
@@ -133,6 +142,11 @@ def infer_cache_pools() -> list[Registration[CacheFactory]]:  # type: ignore[emp
 @hookspec
 def infer_models() -> list[ModelRegistration]:  # type: ignore[empty-body]
     """Model families, chosen by the checkpoint's architecture or ``model.family``."""
+
+
+@hookspec
+def infer_containers() -> list[ContainerRegistration]:  # type: ignore[empty-body]
+    """What checkpoints are kept in, chosen by the ending of the file's name."""
 
 
 @hookspec

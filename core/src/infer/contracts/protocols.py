@@ -15,6 +15,7 @@ from pydantic import BaseModel
 
 if TYPE_CHECKING:
     import argparse
+    from pathlib import Path
 
     import torch
     from aiohttp.typedefs import Handler
@@ -341,6 +342,30 @@ class TensorFilesProtocol(Protocol):
         """A tensor that may be a view of the file: a caller that keeps it has to copy it."""
 
 
+class ContainerProtocol(Protocol):
+    """The file or folder that a checkpoint is kept in. Whatever its form, it answers in the terms of the hub's files.
+    Every method may raise CheckpointError."""
+
+    @property
+    def path(self) -> Path:
+        """The file or folder, for messages."""
+
+    def config(self) -> dict[str, Any]:
+        """config.json."""
+
+    def generation_config(self) -> dict[str, Any]:
+        """generation_config.json; empty if there is none."""
+
+    def tokenizer_config(self) -> dict[str, Any]:
+        """tokenizer_config.json, of which the special tokens and ``chat_template`` are used; empty if there is none."""
+
+    def tokenizer(self) -> bytes:
+        """tokenizer.json."""
+
+    def tensors(self) -> TensorFilesProtocol:
+        """The tensors. A weight format makes weights of them, by the ``quant_method`` in config.json."""
+
+
 class WeightFormatProtocol(Protocol):
     """How a checkpoint stores the weights that models ask for by name."""
 
@@ -495,6 +520,10 @@ class CacheFactory(Protocol):
 
 class ModelFactory(Protocol):
     def __call__(self, config: Mapping[str, Any], context: ModelContext, settings: Any) -> ModelProtocol: ...
+
+
+class ContainerFactory(Protocol):
+    def __call__(self, path: Path, settings: Any) -> ContainerProtocol: ...
 
 
 class WeightFormatFactory(Protocol):

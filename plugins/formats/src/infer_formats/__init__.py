@@ -6,22 +6,34 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from infer import hookimpl
-from infer.hookspecs import WeightFormatRegistration
-from infer.protocols import TensorFilesProtocol
+from infer.hookspecs import ContainerRegistration, WeightFormatRegistration
+from infer.protocols import TensorFilesProtocol, WeightFormatProtocol
 from infer_formats.awq import Awq
 from infer_formats.compressed import CompressedTensors
-from infer_formats.files import QuantisedFiles
 from infer_formats.fp8 import Fp8
+from infer_formats.gguf import GGUF, GGUFFormat
 from infer_formats.gptq import Gptq
 
 INFER_PLUGIN_API = 1
 
 
 def _format(
-    name: str, method: str, reader: Callable[[Mapping[str, Any], TensorFilesProtocol], QuantisedFiles], description: str
+    name: str,
+    method: str,
+    reader: Callable[[Mapping[str, Any], TensorFilesProtocol], WeightFormatProtocol],
+    description: str,
 ) -> WeightFormatRegistration:
     make = lambda config, files, settings: reader(config, files)  # noqa: E731
     return WeightFormatRegistration(name, make, description, methods=(method,))
+
+
+@hookimpl
+def infer_containers() -> list[ContainerRegistration]:
+    return [
+        ContainerRegistration(
+            "gguf", lambda path, settings: GGUF(path), "llama.cpp's files, with all in one", suffixes=(".gguf",)
+        )
+    ]
 
 
 @hookimpl
@@ -36,4 +48,7 @@ def infer_weight_formats() -> list[WeightFormatRegistration]:
         _format("awq", Awq.method, Awq, "AWQ: int4 in the layout gemm"),
         _format("gptq", Gptq.method, Gptq, "GPTQ: int4 and int8"),
         _format("fp8", Fp8.method, Fp8, "fp8 with a scale per block or tensor, as plain weights in memory"),
+        _format(
+            "gguf", "gguf", GGUFFormat, "the blocks of llama.cpp's files: Q4_0 to Q8_0, Q4_K to Q6_K, MXFP4 and others"
+        ),
     ]

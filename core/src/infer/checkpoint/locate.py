@@ -1,0 +1,46 @@
+"""Finding a checkpoint by what a user calls it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from infer.checkpoint.hub import download
+from infer.errors import CheckpointError
+
+FOLDER = "/"
+"""Stands for a folder among the endings of files' names."""
+
+
+def ending(path: Path) -> str:
+    """The ending of a file's name, by which its container is found; ``FOLDER`` for a folder."""
+    return FOLDER if path.is_dir() else path.suffix.lower() or path.name
+
+
+def locate(path: str, *, bundled: Mapping[str, Path], suffixes: Sequence[str], revision: str | None = None) -> Path:
+    """The folder or file that holds a checkpoint. ``path`` is one that exists, else a bundled name, else a hub id,
+    which is downloaded at ``revision`` or found in the hub's cache. A folder without safetensors stands for the file
+    in it that ends in one of the ``suffixes``. Raises CheckpointError."""
+    suffixes = [suffix for suffix in suffixes if suffix != FOLDER]
+    place = Path(os.path.expanduser(path))
+    if not place.exists():
+        if path not in bundled:
+            return _within(download(path, bundled, suffixes, revision), suffixes)
+        place = bundled[path]
+    if revision is not None:
+        raise CheckpointError(f"A revision ({revision!r}) can be chosen of a hub id only, and {path!r} is {place}.")
+    return _within(place, suffixes)
+
+
+def _within(place: Path, suffixes: Sequence[str]) -> Path:
+    """``place``, or the file for which it stands."""
+    if not place.is_dir() or any(place.glob("*.safetensors")):
+        return place
+    files = sorted(file for file in place.iterdir() if ending(file) in suffixes and not file.is_dir())
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files[:3]) + (", …" if len(files) > 3 else "")
+        raise CheckpointError(
+            f"{place} holds {len(files)} files of weights ({names}); add the name of one to model.path."
+        )
+    return files[0] if files else place

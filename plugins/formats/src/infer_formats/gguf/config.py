@@ -1,0 +1,264 @@
+"""A GGUF file's settings in the terms of the hub's config.json, and its tensors' names in those of the hub's models."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infer.errors import CheckpointError
+from infer_formats.gguf.header import TensorInfo
+from infer_formats.gguf.metadata import Metadata
+
+log = logging.getLogger(__name__)
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+}
+DTYPES = {"F32": "float32", "F16": "float16"}
+"""The dtype to compute in, by the type of most weights; bfloat16 for all others."""
+FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""Tensors that say how far to stretch each wavelength, which is a matter of config.json."""
+GEMMA3_27B_LAYERS = 62
+"""The one size whose attention is scaled by hidden_size / heads instead of by the size of a head."""
+UNUSED_KEYS = ("vocab_size", "rope.scaling.finetuned", "tensor_data_layout", "attention.causal")
+
+OUTSIDE = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+WITHIN = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+WITHIN_OF = {
+    "gemma3": {"ffn_norm": "pre_feedforward_layernorm"},
+    "phi3": {"ffn_up": "mlp.gate_up_proj"},
+}
+
+
+def architecture(meta: Metadata) -> str:
+    name = meta.text("general.architecture")
+    if name not in ARCHITECTURES:
+        raise CheckpointError(
+            f"{meta.path} is of the architecture {name!r}; infer reads GGUF files of {', '.join(ARCHITECTURES)}."
+        )
+    return name
+
+
+def hub_name(arch: str, name: str) -> str:
+    """A tensor's name in the hub's checkpoints; a name that is not known is left as it is."""
+    if match := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name):
+        layer, part, kind = match.groups()
+        if hub := WITHIN_OF.get(arch, {}).get(part) or WITHIN.get(part):
+            return f"model.layers.{int(layer)}.{hub}.{kind}"
+    return OUTSIDE.get(name, name)
+
+
+def row_order(rows: int, head_size: int) -> Tensor:
+    """The order that brings the rows of a Llama's q or k back into that of the hub. GGUF has the two values that are
+    rotated against each other as neighbours; the hub has them half a head apart."""
+    if rows % head_size or head_size % 2:
+        return torch.arange(rows)  # the model says what is wrong with the shape
+    return torch.arange(rows).view(-1, head_size // 2, 2).transpose(1, 2).flatten()
+
+
+def hub_config(meta: Metadata, tensors: Mapping[str, TensorInfo], read: Callable[[str], Tensor]) -> dict[str, Any]:
+    """config.json. ``read`` reads a tensor. Raises CheckpointError."""
+    arch = architecture(meta)
+    at = functools.partial("{}.{}".format, arch)
+    if (parts := meta.whole("split.count", 1)) != 1:
+        raise CheckpointError(
+            f"{meta.path} is one of {parts} parts of a checkpoint, which infer reads in one file only; join them: "
+            "llama-gguf-split --merge."
+        )
+    if meta.whole(at("expert_count"), 0):
+        raise CheckpointError(f"{meta.path}: {at('expert_count')} is not 0; infer has no mixtures of experts.")
+    if "token_embd.weight" not in tensors:
+        raise CheckpointError(f"{meta.path} lacks 'token_embd.weight'.")
+    heads, hidden = meta.size(at("attention.head_count")), meta.size(at("embedding_length"))
+    head_dim = meta.whole(at("attention.key_length"), least=1) or hidden // heads
+    if not head_dim or meta.whole(at("attention.value_length"), head_dim) != head_dim:
+        raise CheckpointError(
+            f"{meta.path}: the heads' keys have {head_dim} values; infer needs as many as the values have, and one at "
+            "least."
+        )
+    window = meta.whole(at("attention.sliding_window")) or None
+    config: dict[str, Any] = {
+        "architectures": [ARCHITECTURES[arch]],
+        "quantization_config": {"quant_method": "gguf"},
+        "dtype": _dtype(tensors),
+        "vocab_size": tensors["token_embd.weight"].shape[0],
+        "hidden_size": hidden,
+        "intermediate_size": meta.size(at("feed_forward_length")),
+        "num_hidden_layers": meta.size(at("block_count")),
+        "num_attention_heads": heads,
+        "num_key_value_heads": meta.whole(at("attention.head_count_kv"), heads, least=1),
+        "head_dim": head_dim,
+        "max_position_embeddings": meta.size(at("context_length")),
+        "rms_norm_eps": _needed(meta, at("attention.layer_norm_rms_epsilon")),
+        "rope_theta": meta.number(at("rope.freq_base"), 10_000.0),
+        "rope_scaling": _scaling(meta, arch, tensors, read),
+        "tie_word_embeddings": "output.weight" not in tensors,
+    }
+    rotated = meta.whole(at("rope.dimension_count"), head_dim, least=1)
+    assert rotated is not None
+    if rotated != head_dim:
+        if arch != "phi3" or rotated > head_dim:
+            raise meta.bad(at("rope.dimension_count"), f"the size of a head, {head_dim}")
+        config["partial_rotary_factor"] = (
+            rotated + 0.5
+        ) / head_dim  # rounded down to ``rotated``, whatever head_dim is
+    if arch == "llama":
+        biased = {"attention_bias": "attn_q.bias", "mlp_bias": "ffn_up.bias"}
+        config |= {key: f"blk.0.{name}" in tensors for key, name in biased.items()}
+        if window is not None:
+            config |= {"architectures": ["MistralForCausalLM"], "sliding_window": window}
+    elif arch == "phi3":
+        made_for = meta.whole(at("rope.scaling.original_context_length"), 4096, least=2)
+        config |= {"sliding_window": window, "original_max_position_embeddings": made_for}
+    elif arch == "gemma3":
+        config |= _gemma3(meta, head_dim, hidden // heads) | ({} if window is None else {"sliding_window": window})
+    else:
+        config["attention_bias"] = "blk.0.attn_output.bias" in tensors
+        if window is not None:
+            raise CheckpointError(
+                f"{meta.path}: {at('attention.sliding_window')} is {window}; of {arch}, infer reads GGUF files without "
+                "sliding windows only."
+            )
+    unread = sorted(
+        key
+        for key in meta.values.keys() - meta.read - set(map(at, UNUSED_KEYS))
+        if key.startswith(f"{arch}.") and meta.values[key]
+    )
+    if unread:
+        log.warning("%s: infer does not know what these settings mean: %s", meta.path, ", ".join(unread))
+    return config
+
+
+def _needed(meta: Metadata, key: str) -> float:
+    value = meta.number(key)
+    if value is None:
+        raise CheckpointError(f"{meta.path} does not say {key}.")
+    return value
+
+
+def _dtype(tensors: Mapping[str, TensorInfo]) -> str:
+    counts: Counter[str] = Counter()
+    for info in tensors.values():
+        if len(info.shape) > 1:
+            counts[info.type.name] += math.prod(info.shape)
+    return DTYPES.get(counts.most_common(1)[0][0], "bfloat16") if counts else "float32"
+
+
+def _gemma3(meta: Metadata, head_dim: int, even_split: int) -> dict[str, Any]:
+    """What Gemma 3's config has beside a Llama's. Its local layers have a base of their own, which llama.cpp knows
+    rather than reads, like the pattern of layers and the scale of the largest model."""
+    scalar: float = even_split if meta.size("gemma3.block_count") == GEMMA3_27B_LAYERS else head_dim
+    if scale := meta.number("gemma3.attention.scale"):
+        scalar = scale**-2
+    config: dict[str, Any] = {
+        "rope_local_base_freq": meta.number("gemma3.rope.freq_base_swa", 10_000.0),
+        "query_pre_attn_scalar": scalar,
+        "final_logit_softcapping": meta.number("gemma3.final_logit_softcapping") or None,
+    }
+    meta.read.add("gemma3.attn_logit_softcapping")  # Gemma 2's; transformers does not use it either
+    pattern = meta.values.get("gemma3.attention.sliding_window_pattern")
+    if isinstance(pattern, list):
+        kinds = {True: "sliding_attention", False: "full_attention"}
+        windows = meta.several("gemma3.attention.sliding_window_pattern", bool) or []
+        config["layer_types"] = [kinds[windowed] for windowed in windows]
+    else:
+        config["sliding_window_pattern"] = meta.whole("gemma3.attention.sliding_window_pattern", 6, least=1)
+    return config
+
+
+def _scaling(
+    meta: Metadata, arch: str, tensors: Mapping[str, TensorInfo], read: Callable[[str], Tensor]
+) -> dict[str, Any] | None:
+    """config.json's ``rope_scaling``."""
+    at = functools.partial("{}.rope.scaling.{}".format, arch)
+    kind = meta.text(at("type")) or "none"
+    factor, original = meta.number(at("factor")), meta.whole(at("original_context_length"), least=2)
+    magnitude = meta.number(at("attn_factor"))
+    one, long, short = (_factors(meta, name, tensors, read) for name in FACTORS)
+    if long and short:
+        return {
+            "rope_type": "longrope",
+            "long_factor": long,
+            "short_factor": short,
+            "original_max_position_embeddings": original or 4096,
+            # Left out where it is what follows from the lengths, of which it is a rounded copy.
+            **(
+                {}
+                if magnitude is None or _follows(meta, arch, magnitude, original)
+                else {"attention_factor": magnitude}
+            ),
+        }
+    if one:  # Llama 3's stretch, as a factor for each wavelength
+        return {
+            "rope_type": "longrope",
+            "long_factor": one,
+            "short_factor": one,
+            "original_max_position_embeddings": meta.size(f"{arch}.context_length"),
+            "attention_factor": 1.0,
+        }
+    if kind == "none" and (old := meta.number(f"{arch}.rope.scale_linear")) not in (None, 1.0):
+        kind, factor = "linear", old
+    if kind in ("none", "longrope"):
+        return None
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": factor}
+    if kind == "yarn":
+        fast, slow = (meta.number(at(f"yarn_beta_{name}")) for name in ("fast", "slow"))
+        scaling = {"rope_type": "yarn", "factor": factor, "beta_fast": fast, "beta_slow": slow}
+        if magnitude not in (None, 1.0) and factor:
+            scaling["attention_factor"] = magnitude * (1 + 0.1 * math.log(factor))
+        return scaling | ({} if original is None else {"original_max_position_embeddings": original})
+    raise meta.bad(at("type"), "none, linear, yarn or longrope")
+
+
+def _follows(meta: Metadata, arch: str, magnitude: float, original: int | None) -> bool:
+    factor = meta.size(f"{arch}.context_length") / (original or 4096)
+    wanted = math.sqrt(1 + math.log(factor) / math.log(original or 4096)) if factor > 1 else 1.0
+    return math.isclose(magnitude, wanted, rel_tol=1e-6)
+
+
+def _factors(
+    meta: Metadata, name: str, tensors: Mapping[str, TensorInfo], read: Callable[[str], Tensor]
+) -> list[float] | None:
+    info = tensors.get(name)
+    if info is None:
+        return None
+    if len(info.shape) != 1 or info.type.name != "F32" or info.shape[0] > 1 << 16:
+        raise CheckpointError(
+            f"{meta.path}: the tensor {name!r} has shape {list(info.shape)} and type {info.type.name}; it has to be a "
+            "list in F32."
+        )
+    factors: list[float] = read(name).tolist()
+    return factors

@@ -1,0 +1,107 @@
+"""A GGUF file as a checkpoint's container, and its weights in a model's terms."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from infer.errors import CheckpointError
+from infer.protocols import TensorFilesProtocol
+from infer.weight import GroupedWeight, Weight
+from infer_formats.gguf import config, tokenizer
+from infer_formats.gguf.blocks import PLAIN, weight_of
+from infer_formats.gguf.header import TensorInfo, read_header
+from infer_formats.gguf.metadata import Metadata
+
+SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+
+
+class GGUF:
+    """A ContainerProtocol."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        header = read_header(path)
+        self._metadata = Metadata(path, header.metadata)
+        self._tensors = Tensors(path, header.tensors, self._metadata.text("general.architecture") or "")
+
+    def config(self) -> dict[str, Any]:
+        made = config.hub_config(self._metadata, self._tensors.infos, self._tensors.tensor)
+        return made | {"eos_token_id": tokenizer.end_ids(self._metadata)}
+
+    def generation_config(self) -> dict[str, Any]:
+        values = self._metadata.values
+        return {
+            name: values[f"general.sampling.{key}"]
+            for key, name in SAMPLING.items()
+            if f"general.sampling.{key}" in values
+        }
+
+    def tokenizer_config(self) -> dict[str, Any]:
+        template = self._metadata.text("tokenizer.chat_template")
+        return tokenizer.special_texts(self._metadata) | ({} if template is None else {"chat_template": template})
+
+    def tokenizer(self) -> bytes:
+        return json.dumps(tokenizer.hub_tokenizer(self._metadata), ensure_ascii=False).encode()
+
+    def tensors(self) -> Tensors:
+        return self._tensors
+
+
+class Tensors:
+    """A TensorFilesProtocol: tensors by their names in the file, memory-mapped one by one. Those of quantised types are
+    their bytes, [..., bytes of a row]."""
+
+    def __init__(self, path: Path, infos: Mapping[str, TensorInfo], architecture: str) -> None:
+        self.infos, self.architecture = infos, architecture
+        self._path = path
+
+    def names(self) -> list[str]:
+        return list(self.infos)
+
+    def tensor(self, name: str) -> Tensor:
+        info = self.infos[name]
+        try:
+            raw = np.memmap(self._path, np.uint8, "c", info.offset, (*info.shape[:-1], info.row_bytes))
+        except (OSError, ValueError) as error:  # the file has changed since
+            raise CheckpointError(f"The tensor {name!r} of {self._path} cannot be read: {error}.") from error
+        tensor = torch.from_numpy(raw)
+        return tensor.view(PLAIN[info.type.name]) if info.type.name in PLAIN else tensor
+
+
+class GGUFFormat:
+    """A WeightFormatProtocol: the tensors by the hub's names, as the hub's models have them."""
+
+    def __init__(self, given: Mapping[str, Any], files: TensorFilesProtocol) -> None:
+        if not isinstance(files, Tensors):
+            raise CheckpointError("config.json: quant_method is 'gguf', which only files that end in .gguf have.")
+        self._files, self._head_size = files, given["head_dim"]
+        names = [name for name in files.names() if name not in config.FACTORS]
+        self._names = {config.hub_name(files.architecture, name): name for name in names}
+        if len(self._names) < len(names):
+            raise CheckpointError("The checkpoint holds a tensor under two names.")
+
+    def names(self) -> list[str]:
+        return list(self._names)
+
+    def weight(self, name: str) -> Weight:
+        own, architecture = self._names[name], self._files.architecture
+        weight = weight_of(own, self._files.infos[own], self._files.tensor(own))
+        if architecture == "llama" and own.split(".")[-2] in ("attn_q", "attn_k"):
+            order_N = config.row_order(weight.shape[0], self._head_size)
+            return weight.rows(order_N) if isinstance(weight, GroupedWeight) else weight[order_N]
+        if architecture == "gemma3" and own.endswith("norm.weight") and isinstance(weight, Tensor):
+            return weight.float() - 1  # GGUF adds the 1 that the model adds, too
+        return weight

@@ -1,0 +1,78 @@
+"""Reading a GGUF file's settings: every error is one sentence that names the file, the key and the value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from infer.errors import CheckpointError
+
+V = TypeVar("V")
+MAX_SIZE = 1 << 31
+
+
+@dataclass(frozen=True)
+class Metadata:
+    path: Path
+    values: Mapping[str, Any]
+    read: set[str] = field(default_factory=set)
+    """The keys that have been asked for."""
+
+    def whole(self, key: str, default: int | None = None, *, least: int = 0) -> int | None:
+        """A whole number of reasonable size."""
+        value = self._get(key)
+        if value is None:
+            return default
+        if isinstance(value, list) and value and all(each == value[0] for each in value):
+            value = value[0]  # one for each layer
+        if type(value) is not int or not least <= value < MAX_SIZE:
+            raise self.bad(key, f"one whole number from {least} to {MAX_SIZE - 1}")
+        return value
+
+    def size(self, key: str) -> int:
+        """A size that the file has to give."""
+        value = self.whole(key, least=1)
+        if value is None:
+            raise CheckpointError(f"{self.path} does not say {key}.")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float | None:
+        value = self._get(key)
+        if value is None:
+            return default
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise self.bad(key, "a number")
+        return float(value)
+
+    def text(self, key: str) -> str | None:
+        value = self._get(key)
+        if value is not None and not isinstance(value, str):
+            raise self.bad(key, "a text")
+        return value
+
+    def truth(self, key: str, default: bool) -> bool:
+        value = self._get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.bad(key, "true or false")
+        return value
+
+    def several(self, key: str, kind: type[V]) -> list[V] | None:
+        """A list of texts or numbers."""
+        value = self._get(key)
+        if value is not None and not (isinstance(value, list) and all(type(each) is kind for each in value)):
+            raise self.bad(key, f"a list of {kind.__name__}s")
+        return value
+
+    def bad(self, key: str, wanted: str) -> CheckpointError:
+        shown = repr(self.values[key])
+        shown = shown if len(shown) <= 60 else f"{shown[:60]}…"
+        return CheckpointError(f"{self.path}: {key} is {shown}; it has to be {wanted}.")
+
+    def _get(self, key: str) -> Any:
+        self.read.add(key)
+        return self.values.get(key)

@@ -1,0 +1,171 @@
+"""Writes a checkpoint of the hub's form as a GGUF file, by the ``gguf`` package and what llama.cpp's converter does.
+
+Nothing of infer is used. Rows of a Llama's q and k are reordered for its way of rotating, Gemma's norms get the 1 that
+the model adds, Llama 3's stretch becomes a tensor; names come from the package's own map.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": gguf.MODEL_ARCH.LLAMA,
+    "MistralForCausalLM": gguf.MODEL_ARCH.LLAMA,
+    "Qwen2ForCausalLM": gguf.MODEL_ARCH.QWEN2,
+    "Qwen3ForCausalLM": gguf.MODEL_ARCH.QWEN3,
+    "Gemma3ForCausalLM": gguf.MODEL_ARCH.GEMMA3,
+    "Phi3ForCausalLM": gguf.MODEL_ARCH.PHI3,
+    "Olmo2ForCausalLM": gguf.MODEL_ARCH.OLMO2,
+}
+TYPE: Any = gguf.GGMLQuantizationType
+Quantise = Callable[[Tensor, str], np.ndarray]
+
+
+def quantised(values: Tensor, type: str) -> np.ndarray:
+    """The bytes of a tensor in a type, [..., bytes of a row]."""
+    made: np.ndarray = gguf.quants.quantize(values.float().numpy(), TYPE[type])
+    return made
+
+
+def write_gguf(
+    folder: Path,
+    file: Path,
+    type: str = "F32",
+    *,
+    quantise: Quantise = quantised,
+    edit: Callable[[gguf.GGUFWriter, dict[str, Any]], None] = lambda writer, config: None,
+    tokenizer: Callable[[gguf.GGUFWriter, Path], None] | None = None,
+) -> dict[str, Tensor]:
+    """Matrices get the ``type``, all others are F32. Returns the weights that the file holds, by the hub's
+    names; ``edit`` may add to the file before it is written."""
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    arch = ARCHITECTURES[config["architectures"][0]]
+    writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[arch])
+    heads = config["num_attention_heads"]
+    config.setdefault("head_dim", None)
+    config["head_dim"] = size = config["head_dim"] or config["hidden_size"] // heads
+    write_config(writer, arch, config)
+    (tokenizer or byte_level)(writer, folder)
+    edit(writer, config)
+    names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
+    held: dict[str, Tensor] = {}
+    for name, given in load_file(folder / "model.safetensors").items():
+        turned = arch == gguf.MODEL_ARCH.LLAMA and ("q_proj" in name or "k_proj" in name)
+        stored = given
+        if turned:
+            stored = given.reshape(-1, 2, size // 2, *given.shape[1:]).transpose(1, 2).reshape(given.shape)
+        if arch == gguf.MODEL_ARCH.GEMMA3 and name.endswith("norm.weight"):
+            stored = given.float() + 1
+        own = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert own is not None, name
+        kind = type if given.ndim == 2 else "F32"
+        raw = quantise(stored, kind)
+        back = torch.from_numpy(np.array(gguf.quants.dequantize(raw, TYPE[kind])))
+        if turned:
+            back = back.reshape(-1, size // 2, 2, *back.shape[1:]).transpose(1, 2).reshape(back.shape)
+        held[name] = back - 1 if stored.dtype != given.dtype or (stored is not given and not turned) else back
+        writer.add_tensor(own, raw, raw_dtype=TYPE[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return held
+
+
+def write_config(writer: gguf.GGUFWriter, arch: gguf.MODEL_ARCH, config: Mapping[str, Any]) -> None:
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_eos_token_id(config["eos_token_id"])
+    writer.add_bos_token_id(config["bos_token_id"])
+    ropes = config["rope_parameters"]
+    rope = ropes.get("full_attention", ropes)
+    size = config["head_dim"]
+    writer.add_rope_dimension_count(int(size * rope.get("partial_rotary_factor", 1)))
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if arch == gguf.MODEL_ARCH.GEMMA3:
+        assert config["query_pre_attn_scalar"] == size
+        writer.add_sliding_window(config["sliding_window"])
+        writer.add_rope_freq_base_swa(ropes["sliding_attention"]["rope_theta"])
+        if (kinds := config["layer_types"]) != gemma_pattern(len(kinds)):
+            writer.add_array("gemma3.attention.sliding_window_pattern", [kind == "sliding_attention" for kind in kinds])
+        if cap := config.get("final_logit_softcapping"):
+            writer.add_final_logit_softcapping(cap)
+    elif arch in (gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.PHI3) and config.get("sliding_window"):
+        writer.add_sliding_window(config["sliding_window"])
+    elif arch == gguf.MODEL_ARCH.PHI3:
+        writer.add_sliding_window(0)
+    match rope.get("rope_type"):
+        case "linear":
+            writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+            writer.add_rope_scaling_factor(rope["factor"])
+        case "yarn":
+            writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+            writer.add_rope_scaling_factor(rope["factor"])
+            writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+            writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+        case "llama3":
+            writer.add_tensor("rope_freqs.weight", llama3_factors(rope, size))
+        case "longrope":
+            length, made_for = rope["original_max_position_embeddings"], config["max_position_embeddings"]
+            factor = made_for / length
+            writer.add_rope_scaling_orig_ctx_len(length)
+            writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(factor) / math.log(length)))
+            for kind in ("long", "short"):
+                writer.add_tensor(f"rope_factors_{kind}.weight", np.array(rope[f"{kind}_factor"], np.float32))
+
+
+def gemma_pattern(layers: int) -> list[str]:
+    return ["sliding_attention" if (i + 1) % 6 else "full_attention" for i in range(layers)]
+
+
+def llama3_factors(rope: Mapping[str, Any], size: int) -> np.ndarray:
+    """By how much each wavelength is stretched."""
+    length, factor = rope["original_max_position_embeddings"], rope["factor"]
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    made = []
+    for i in range(0, size, 2):
+        turns = length / (2 * math.pi * rope["rope_theta"] ** (i / size))
+        smooth = min(max((turns - low) / (high - low), 0), 1)
+        made.append(1 / ((1 - smooth) / factor + smooth))
+    return np.array(made, np.float32)
+
+
+def byte_level(writer: gguf.GGUFWriter, folder: Path, pre: str = "gpt-2") -> None:
+    """The folder's tokenizer.json, a BPE of bytes."""
+    state = json.loads((folder / "tokenizer.json").read_text())
+    texts = {id: text for text, id in state["model"]["vocab"].items()}
+    added = {token["id"]: token for token in state["added_tokens"]}
+    texts |= {id: token["content"] for id, token in added.items()}
+    size = json.loads((folder / "config.json").read_text())["vocab_size"] if (folder / "config.json").exists() else 0
+    tokens, kinds = [], []
+    for id in range(max(*texts, size - 1) + 1):
+        tokens.append(texts.get(id, f"[PAD{id}]"))
+        if id not in texts:
+            kinds.append(gguf.TokenType.UNUSED)
+        elif id in added:
+            kinds.append(gguf.TokenType.CONTROL if added[id]["special"] else gguf.TokenType.USER_DEFINED)
+        else:
+            kinds.append(gguf.TokenType.NORMAL)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_merges([" ".join(merge) for merge in state["model"]["merges"]])

@@ -1,0 +1,118 @@
+"""Models read from GGUF files are those of the hub's files: bit for bit where nothing is quantised, and otherwise those
+of the dequantised weights in ``transformers``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tests.formats.gguf.files import gemma_pattern, quantised, write_gguf
+from tests.formats.gguf.test_blocks import NUMBERS, random_blocks
+from tests.models.checkpoints import Family, write_checkpoint
+from tests.models.test_against_transformers import NEW, PROMPT, TOLERANCE, Driver, expected_logits, prompt
+from torch import Tensor
+
+from infer.weight import GroupedWeight
+from infer_formats.gguf import GGUF, GGUFFormat
+from infer_formats.gguf.header import TYPES
+
+GEMMA: dict[str, Any] = {"family": "gemma3", "query_pre_attn_scalar": 16, "window": 9}
+GEMMA |= {"layer_types": gemma_pattern(6), "num_hidden_layers": 6}
+CASES: dict[str, dict[str, Any]] = {
+    "llama": {"family": "llama", "tied": False, "head_dim": 20},
+    "llama-biases": {"family": "llama", "attention_bias": True, "mlp_bias": True},
+    "llama-llama3-rope": {"family": "llama", "rope": "llama3"},
+    "llama-linear-rope": {"family": "llama", "rope": "linear"},
+    "llama-yarn-rope": {"family": "llama", "rope": "yarn"},
+    "mistral": {"family": "mistral", "window": 9, "rms_norm_eps": 0.1},
+    "qwen2": {"family": "qwen2", "tied": False},
+    "qwen2-yarn-rope": {"family": "qwen2", "rope": "yarn"},
+    "qwen3": {"family": "qwen3", "kv_heads": 1},
+    "gemma3": GEMMA | {"final_logit_softcapping": 3.0},
+    "gemma3-pattern": GEMMA | {"layer_types": ["sliding_attention", "full_attention"] * 3, "tied": False},
+    "gemma3-linear-rope": GEMMA | {"rope": "linear"},
+    "phi3": {"family": "phi3", "tied": False, "window": 40, "partial_rotary_factor": 0.5},
+    "phi3-longrope": {
+        "family": "phi3",
+        "num_attention_heads": 3,
+        "kv_heads": 1,
+        "rope": "longrope",
+        "partial_rotary_factor": 0.75,
+    },
+    "olmo2": {"family": "olmo2", "rms_norm_eps": 0.01, "tied": False},
+}
+ALIKE = ("llama-biases", "llama-linear-rope", "qwen2-yarn-rope", "gemma3-linear-rope", "gemma3-pattern")
+ROUNDED = {"llama-llama3-rope"}
+"""Where the file holds the rotary frequencies' factors rounded to fp32, not what they were computed from."""
+
+
+def against_transformers(file: Path, folder: Path) -> set[int]:
+    """Logits, and greedy tokens, of a file and of a folder as transformers computes it. Returns the tokens."""
+    driver = Driver(file, torch.float32)
+    before = driver.prefill(prompt(), [PROMPT])
+    tokens, after = driver.greedy(before[-1], NEW)
+    expected = expected_logits(folder, prompt() + tokens)
+    assert (torch.cat((before, after)) - expected).abs().max() < TOLERANCE
+    assert expected[PROMPT - 1 : -1].argmax(-1).tolist() == tokens
+    return set(tokens)
+
+
+@pytest.mark.parametrize("type", ["F32", pytest.param("F16", marks=pytest.mark.slow), "BF16"])
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow) if case in ALIKE else case for case in CASES]
+)
+def test_plain_weights_are_those_of_the_folder(case: str, type: str, tmp_path: Path) -> None:
+    dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[type]
+    folder = write_checkpoint(tmp_path / "hub", dtype=dtype, **CASES[case])
+    file = tmp_path / "model.gguf"
+    write_gguf(folder, file, type)
+    logits = [Driver(path, torch.float32).prefill(prompt(), [PROMPT]) for path in (folder, file)]
+    if case in ROUNDED:
+        assert (logits[0] - logits[1]).abs().max() < TOLERANCE
+    else:
+        assert torch.equal(*logits)
+    if type == "F32":
+        assert len(against_transformers(file, folder)) > 3, "a constant answer shows little"
+
+
+WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
+QUANTISED: dict[str, tuple[Family, dict[str, Any]]] = {
+    **{type: ("llama", {"kv_heads": 2}) for type in ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")},
+    "Q4_K": ("llama", {"tied": False}),
+    "Q5_K": ("qwen2", {}),
+    "Q6_K": ("phi3", {"tied": False}),
+    "IQ4_NL": ("olmo2", {}),
+    "MXFP4": ("qwen3", {"head_dim": 64}),
+}
+
+
+def random_type(values: Tensor, type: str) -> Any:
+    """Blocks of random bits, whose values are about as large as those of the checkpoint. The package quantises a few
+    types only."""
+    if type == "F32":
+        return quantised(values, type)
+    kind = TYPES[NUMBERS[type]]
+    return random_blocks(type, values.shape[0], values.shape[1] // kind.values, 0.02 / kind.values)
+
+
+@pytest.mark.parametrize("type", QUANTISED)
+def test_quantised_weights_are_those_that_the_package_dequantises(type: str, tmp_path: Path) -> None:
+    family, fields = QUANTISED[type]
+    folder = write_checkpoint(tmp_path / "hub", family, **WIDE | fields)
+    file = tmp_path / "model.gguf"
+    held = write_gguf(folder, file, type, quantise=quantised if type[0] == "Q" and type[-1] in "01" else random_type)
+    if fields.get("tied", True):
+        held.pop("lm_head.weight", None)
+    save_file({name: tensor.contiguous() for name, tensor in held.items()}, folder / "model.safetensors")
+    container = GGUF(file)
+    weights = GGUFFormat(container.config(), container.tensors())
+    for name, tensor in held.items():
+        weight = weights.weight(name)
+        assert isinstance(weight, GroupedWeight) == (tensor.ndim == 2)
+        assert torch.equal(weight.dequantise() if isinstance(weight, GroupedWeight) else weight, tensor)
+    logits = [Driver(path, torch.float32).prefill(prompt(), [PROMPT]) for path in (folder, file)]
+    assert (logits[0] - logits[1]).abs().max() < TOLERANCE
+    against_transformers(file, folder)
