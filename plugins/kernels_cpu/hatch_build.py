@@ -34,13 +34,16 @@ class Native(BuildHookInterface[Any]):
         if compiler is None:
             self.app.display_warning("no C++ compiler: infer-kernels-cpu is built without its kernels")
             return
+        source = str(PACKAGE / "native" / "kernels.cpp")
+        running = {}
         for level, flags in LEVELS.items():
-            library = PACKAGE / f"{level}.so"
-            command = [compiler, *FLAGS, *flags, str(PACKAGE / "native" / "kernels.cpp"), "-o", str(library)]
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode:
-                print(done.stderr, file=sys.stderr)
-                self.app.display_warning(f"{' '.join(command)} failed: infer-kernels-cpu is built without {level}")
+            command = [compiler, *FLAGS, *flags, source, "-o", str(PACKAGE / f"{level}.so")]
+            running[level] = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        for level, process in running.items():
+            _, said = process.communicate()
+            if process.returncode:
+                print(said, file=sys.stderr)
+                self.app.display_warning(f"infer-kernels-cpu is built without {level}: its compiler run failed")
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
         build_data["artifacts"] += ["*.so"]

@@ -108,7 +108,11 @@ def test_which_weights_are_quantised() -> None:
         "embed.weight": 8, "norm.weight": None, "layers.0.mlp.gate.weight": None, "layers.0.up.weight": 4,
     }  # fmt: skip
     assert quantiser.before == 4 * (40 * 32 + 32 + 4 * 32 + 64 * 32)
-    assert quantiser.after == 40 * (32 + 2) + 4 * (32 + 4 * 32) + 64 * (16 + 2)
+    assert quantiser.nbytes == {
+        "8-bit weights in groups of 32": 40 * (32 + 2),
+        "plain weights": 4 * (32 + 4 * 32),
+        "4-bit weights in groups of 32": 64 * (16 + 2),
+    }
     assert {type(w) for w in dict(Quantiser(None, plain, "auto", 40)(weights())).values()} == {Tensor}
     wide = dict(Quantiser("int8", [], "plain", 40)(weights()))
     quantised = [weight for weight in wide.values() if isinstance(weight, GroupedWeight)]
@@ -143,8 +147,12 @@ def test_served(kernels: str, quantization: str, tmp_path: Path, caplog: pytest.
             caplog.at_level(logging.INFO),
             LLM(str(folder), model=model, kernels={"backend": kernels}) as llm,
         ):
+            assert llm.served.quantization == quantization
             answer = llm.generate([prompt], SamplingParams(max_tokens=1, prompt_logprobs=0))[0]
-        assert sum(r.getMessage().startswith(f"weights: {quantization}, ") for r in caplog.records) == 1
+        said = [r.getMessage() for r in caplog.records if r.getMessage().startswith(f"weights, {quantization}: ")]
+        assert len(said) == 1
+        assert "MiB of 8-bit weights in groups of " in said[0]
+        assert "(unquantised: " in said[0]
         assert answer.prompt_logprobs is not None
         found = torch.tensor([entry.logprob for entry in answer.prompt_logprobs if entry is not None])
         torch.testing.assert_close(found, expected[:, 0], atol=close, rtol=0)

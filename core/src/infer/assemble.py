@@ -76,6 +76,8 @@ class Served:
     """How many positions the cache holds."""
     sampling: Mapping[str, Any]
     """Default sampling parameters: the checkpoint's, or none if ``model.generation_config`` says so."""
+    quantization: str | None
+    """How the weights are quantised: as ``model.quantization`` or the checkpoint says; None if they are not."""
     exact: bool
     """Whether the start-up check found that answers do not depend, bit for bit, on batching and chunking."""
 
@@ -163,13 +165,8 @@ def _load(settings: Settings, plugins: Plugins, publish: Callable[..., None]) ->
             model.vocab_size,
         )
         model.load(track(quantiser(weights), "weights", len(shapes)))
-    if quantiser.after != quantiser.before:
-        log.info(
-            "weights: %s, %.1f MiB, which were %.1f MiB before",
-            settings.model.quantization,
-            quantiser.after / 2**20,
-            quantiser.before / 2**20,
-        )
+    quantization = settings.model.quantization or checkpoint.quant_method or None
+    log.info("weights, %s: %s", quantization or "not quantised", quantiser)
     pool = _pool(settings, cache, model, kernels, dtype, device, max_seq_len)
     if settings.engine.max_seq_len is None and pool.free_tokens() < max_seq_len:
         max_seq_len = pool.free_tokens()
@@ -218,6 +215,7 @@ def _load(settings: Settings, plugins: Plugins, publish: Callable[..., None]) ->
         max_seq_len=max_seq_len,
         cache_tokens=pool.free_tokens(),
         sampling=sampling,
+        quantization=quantization,
         exact=exact,
     )
 

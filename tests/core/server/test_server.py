@@ -100,6 +100,7 @@ async def test_models_health_and_ready(small: Body) -> None:
         assert models["data"][0]["id"] == "demo"
         assert models["data"][0]["max_model_len"] == 512
         assert models["data"][0]["exact"] is True
+        assert models["data"][0]["quantization"] is None
         assert await server.get("/health") == (200, {"status": "ok"})
         assert await server.get("/ready") == (200, {"status": "ready"})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -91,7 +92,8 @@ class Quantiser:
     """A weight with so many rows embeds tokens or yields logits: it gets 8 bits."""
     before: int = field(default=0, init=False)
     """Bytes of the weights as they came."""
-    after: int = field(default=0, init=False)
+    nbytes: Counter[str] = field(default_factory=Counter, init=False)
+    """Bytes of the weights as they left, by their form: ``plain weights``, or a GroupedWeight's name."""
 
     def __call__(self, weights: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
         plain = re.compile("|".join(map(fnmatch.translate, self.plain)) or r"(?!)")
@@ -108,5 +110,9 @@ class Quantiser:
                     weight = quantise(weight, 8 if whole else 4)
             if isinstance(weight, GroupedWeight) and self.activations != "auto":
                 weight = replace(weight, int8_activations=self.activations == "int8")
-            self.after += weight.nbytes
+            self.nbytes["plain weights" if isinstance(weight, Tensor) else str(weight)] += weight.nbytes
             yield name, weight
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{size / 2**20:.1f} MiB of {form}" for form, size in self.nbytes.most_common())
+        return f"{parts} (unquantised: {self.before / 2**20:.1f} MiB)" if self.quantization else parts

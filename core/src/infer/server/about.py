@@ -21,6 +21,7 @@ def routes(service: Service, settings: object) -> list[Route]:
         "owned_by": "infer",
         "max_model_len": served.max_seq_len,
         "vocab_size": served.vocab_size,
+        "quantization": served.quantization,
         "exact": served.exact,
         "default_sampling_params": dict(served.sampling),
     }

@@ -346,6 +346,7 @@ class Model(TypedDict):
     owned_by: str
     max_model_len: int
     vocab_size: int
+    quantization: str | None
     exact: bool
     default_sampling_params: dict[str, float]
 

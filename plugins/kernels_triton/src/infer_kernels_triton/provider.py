@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from infer.device import CudaRecorder
 from infer.kernels.reference import ReferenceKernels
 from infer.protocols import KV, Activation, AttentionSpec, Draws, QuantisedKV, Ragged, RecorderProtocol, Rotary
-from infer.weight import Weight
+from infer.weight import GroupedWeight, Weight
 from infer_kernels_triton import attention, elementwise, matmul, sampling
 from infer_kernels_triton.configs import Config, configs
 
@@ -39,6 +40,8 @@ class TritonKernels(ReferenceKernels):
         return CudaRecorder() if self._device.type == "cuda" else None
 
     def pack(self, weight_NK: Weight, bias_N: Tensor | None = None) -> Any:
+        if isinstance(weight_NK, GroupedWeight):  # dequantised, so there is nothing to gain from rounding activations
+            weight_NK = replace(weight_NK, int8_activations=False)
         packed = super().pack(weight_NK, bias_N)
         if self._exact:
             matmul.warm_up(packed.weight_NK, packed.bias_N, self._config(weight_NK.dtype).linear)
