@@ -33,7 +33,7 @@ families = pytest.mark.parametrize(
     "family",
     [
         *(f if f in ("llama", "qwen3", "gemma3") else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES),
-        *(f if f == "gemma3 int4" else pytest.param(f, marks=pytest.mark.slow) for f in QUANTISED),
+        *(pytest.param(f, marks=pytest.mark.slow) for f in QUANTISED),
     ],
 )
 """Every family, with plain and with quantised weights."""

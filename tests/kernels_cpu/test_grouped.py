@@ -52,14 +52,14 @@ def rounded(x_TK: Tensor, group: int) -> Tensor:
     st.sampled_from([(4, "symmetric"), (4, "minimum"), (4, "table"), (8, "symmetric"), (8, "minimum")]),
     st.sampled_from([2, 8, 12, 16, 32, 64, 96, 128, 256, 384]),
     st.integers(1, 4),
-    st.sampled_from([2, 30, 64, 130]),
+    st.sampled_from([2, 30, 64, 70]),
     st.integers(1, 20),
     st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
     st.sampled_from([torch.float32, torch.bfloat16]),
     st.booleans(),
 )
-@example((8, "minimum"), 32, 2, 130, 100, torch.float16, torch.bfloat16, True)
-@settings(deadline=None, max_examples=40)
+@example((8, "minimum"), 32, 2, 70, 100, torch.float16, torch.bfloat16, True)
+@settings(deadline=None, max_examples=20)
 def test_products(
     kind: tuple[int, str],
     group: int,
@@ -141,9 +141,7 @@ def test_many_rows_on_two_threads() -> None:
     torch.set_num_threads(2)
     try:
         for int8 in (True, False):
-            weight = replace(
-                grouped(1000, 5, 64, 8, "symmetric", torch.bfloat16, torch.bfloat16), int8_activations=int8
-            )
+            weight = replace(grouped(200, 5, 64, 8, "symmetric", torch.bfloat16, torch.bfloat16), int8_activations=int8)
             kernels, x = CpuKernels(), random(300, 320, dtype=torch.bfloat16)
             packed = kernels.pack(weight)
             found = kernels.linear(x, packed)

@@ -47,7 +47,9 @@ def attend(
     assert torch.equal(found, unsplit.attend())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=["fp32", "bf16"]
+)
 @pytest.mark.parametrize("window", [None, 1, 9, *EDGES[3:]])
 @pytest.mark.parametrize("extends", [MIXED, DECODES], ids=["mixed", "decodes"])
 def test_windows(extends: list[tuple[int, int]], window: int | None, dtype: torch.dtype, device: str) -> None:
@@ -56,17 +58,25 @@ def test_windows(extends: list[tuple[int, int]], window: int | None, dtype: torc
 
 @pytest.mark.parametrize(
     "dtype",
-    [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)],
-    ids=["fp32", "bf16", "fp16"],
+    [torch.bfloat16, *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float32, torch.float16))],
+    ids=["bf16", "fp32", "fp16"],
 )
 @pytest.mark.parametrize("block_size", [1, 16, 500])
 def test_blocks_and_soft_cap(block_size: int, dtype: torch.dtype, device: str) -> None:
     attend(MIXED, spec(cap=0.7), block_size, dtype, device)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize(
-    ("where", "block_size"), [(spec(cap=0.7), 16), (spec(window=33), 1), (spec(6, 2, 20), 500), (spec(4, 4, 128), 16)]
+    "dtype",
+    [torch.bfloat16, *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float32, torch.float16))],
+    ids=["bf16", "fp32", "fp16"],
+)
+@pytest.mark.parametrize(
+    ("where", "block_size"),
+    [
+        (spec(cap=0.7, window=33), 16),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((spec(6, 2, 20), 500), (spec(4, 4, 128), 1))),
+    ],
 )
 def test_quantised_keys_and_values(where: AttentionSpec, block_size: int, dtype: torch.dtype, device: str) -> None:
     attend(MIXED, where, block_size, dtype, device, "int8")
