@@ -23,7 +23,7 @@ from torch import Tensor
 from infer import LLM, SamplingParams
 from infer.commands.bench import machine
 
-VARIANTS = ("cache.kv_dtype=int8", "model.dtype=float32")
+VARIANTS = ("cache.kv_dtype=int8", "model.quantization=int8", "model.quantization=int4", "model.dtype=float32")
 TRAIN = Path(__file__).parents[1] / "plugins/demo/train/train.py"
 SCORED = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
 
