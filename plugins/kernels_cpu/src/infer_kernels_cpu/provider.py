@@ -40,17 +40,10 @@ class Packed:
 
 
 @dataclass(frozen=True)
-class PackedGrouped:
-    """A grouped weight [N, K] in the layout in which the native code multiplies it, and its bias."""
+class PackedGrouped(Packed):
+    """A grouped weight, whose layout ``matrix`` describes; it points to ``words``."""
 
     matrix: native.GroupedMatrix
-    words: Tensor
-    """The memory that ``matrix`` points to."""
-    N: int
-    K: int
-    gated: bool
-    dtype: torch.dtype
-    bias_N: Tensor | None
 
 
 class CpuKernels(ReferenceKernels):
@@ -73,13 +66,13 @@ class CpuKernels(ReferenceKernels):
     def recorder(self) -> RecorderProtocol | None:
         return Recorder(self.native, self.results_in)
 
-    def pack(self, weight_NK: Weight, bias_N: Tensor | None = None) -> Packed | PackedGrouped:
+    def pack(self, weight_NK: Weight, bias_N: Tensor | None = None) -> Packed:
         return self._pack(weight_NK, bias_N, gated=False)
 
-    def pack_gated(self, gate_up_NK: Weight, bias_N: Tensor | None = None) -> Packed | PackedGrouped:
+    def pack_gated(self, gate_up_NK: Weight, bias_N: Tensor | None = None) -> Packed:
         return self._pack(gate_up_NK, bias_N, gated=True)
 
-    def _pack(self, weight_NK: Weight, bias_N: Tensor | None, gated: bool) -> Packed | PackedGrouped:
+    def _pack(self, weight_NK: Weight, bias_N: Tensor | None, gated: bool) -> Packed:
         if isinstance(weight_NK, GroupedWeight):
             return self._pack_grouped(weight_NK, bias_N, gated)
         (N, K), kind = weight_NK.shape, KINDS[weight_NK.dtype]
@@ -117,7 +110,7 @@ class CpuKernels(ReferenceKernels):
             floats[-1].data_ptr(),
             floats[0].shape[1],
         )
-        return PackedGrouped(matrix, words, N, K, gated, weight.dtype, None if bias_N is None else bias_N.clone())
+        return PackedGrouped(words, N, K, gated, weight.dtype, None if bias_N is None else bias_N.clone(), matrix)
 
     def linear(self, x_TK: Tensor, packed: Any) -> Tensor:
         return self._linear(x_TK, packed, None)
@@ -125,7 +118,7 @@ class CpuKernels(ReferenceKernels):
     def gated_linear(self, x_TK: Tensor, packed: Any, activation: Activation) -> Tensor:
         return self._linear(x_TK, packed, activation)
 
-    def _linear(self, x_TK: Tensor, packed: Packed | PackedGrouped, activation: Activation | None) -> Tensor:
+    def _linear(self, x_TK: Tensor, packed: Packed, activation: Activation | None) -> Tensor:
         T, kind = x_TK.shape[0], KINDS[packed.dtype]
         if x_TK.stride(-1) != 1:
             x_TK = x_TK.contiguous()
