@@ -153,9 +153,23 @@ struct Attention {
         }
     }
 
-    static void fetch(const S* row, int64_t elements) {
-        for (int64_t e = 0; e < elements; e += 64 / int64_t(sizeof(S))) __builtin_prefetch(row + e, 0, 2);
-    }
+    // Prefetches a head's rows of K or V, a few at a time: a core can wait for few cache lines at once, so that memory
+    // would be idle between bursts.
+    struct Ahead {
+        const S* head;
+        const Places& places;
+        int64_t E, next = 0;
+
+        void until(int64_t end) {
+            for (end = std::min(end, places.count); next < end; next++)
+                for (int64_t e = 0; e < E; e += 64 / int64_t(sizeof(S)))
+                    __builtin_prefetch(head + places.at[next] * E + e, 0, 2);
+        }
+        // While tiles are computed, fetches a row in every other step.
+        auto operator()(int64_t) {
+            return [this](int64_t step) { until(next + step % 2); };
+        }
+    };
 
     // The factors of a step's keys: their scales times ``factor``.
     void gather_scales(const Places& places, const float* scales, float factor, float* to) const {
@@ -163,15 +177,13 @@ struct Attention {
     }
 
     // Packs keys as the columns of a matrix [E, KEYS]. Columns past the last key repeat it, and are masked later.
-    // Prefetches the keys ``then`` at ``next``, which are packed next.
-    void pack_keys(const Places& places, const S* keys, const Places& next, const S* then, uint32_t* packed) const {
+    // Prefetches half as many rows.
+    void pack_keys(const Places& places, const S* keys, uint32_t* packed, Ahead& ahead) const {
         int64_t steps = steps_of<T>(E);
         for (int64_t n = 0; n < places.count; n += LANES) {
             const S* rows[LANES];
-            for (int64_t i = 0; i < LANES; i++) {
-                rows[i] = keys + places.at[n + i] * E;
-                if (then) fetch(then + next.at[n + i] * E, E);
-            }
+            for (int64_t i = 0; i < LANES; i++) rows[i] = keys + places.at[n + i] * E;
+            ahead.until((n + LANES) / 2);
             uint32_t* to = packed + n / PANEL * steps * PANEL + n % PANEL;
             int64_t e = 0;
             for (; e + LANES * SHARING<S> <= E; e += LANES * SHARING<S>) {
@@ -193,13 +205,11 @@ struct Attention {
     }
 
     // Packs values as a matrix [KEYS, E]. Rows past the last key repeat it, and get weight 0. Prefetches as above.
-    void pack_values(const Places& places, const S* values, const Places& next, const S* then,
-                     uint32_t* packed) const {
+    void pack_values(const Places& places, const S* values, uint32_t* packed, Ahead& ahead) const {
         int64_t steps = steps_of<T>(KEYS), used = steps_of<T>(places.count);
         for (int64_t s = 0; s < used; s++) {
             const S *low = values + places.at[s * STEP<T>] * E, *high = values + places.at[s * STEP<T> + STEP<T> - 1] * E;
-            if (then)
-                for (int i = 0; i < STEP<T>; i++) fetch(then + next.at[s * STEP<T> + i] * E, E);
+            ahead.until((s + 1) * STEP<T> / 2);
             over_vectors(E, [&](int64_t e, int n) {
                 uint32_t* to = packed + (e / PANEL * steps + s) * PANEL + e % PANEL;
                 if (n == LANES) {
@@ -214,8 +224,8 @@ struct Attention {
         }
     }
 
-    // One step of keys for the rows that see some of them. ``next`` are the places, and ``then`` the head, of the keys
-    // and values that come after these, to prefetch them.
+    // One step of keys for the rows that see some of them. Their values are prefetched while the keys are used, and then
+    // the keys of head ``then`` at ``next``, which come after these.
     void step(const Queries& t, int64_t key, const Places& places, int64_t head, const T* queries, const Found& f,
               const Places& next, int64_t then) const {
         int64_t G = group(), count = places.count;
@@ -227,11 +237,11 @@ struct Attention {
         auto* packed = scratch<uint32_t, struct PackedStep>(std::max(KEYS * e_steps, columns() * k_steps));
         auto* scores = scratch<float, struct Scores>(tile_rows() * KEYS);
         auto* weights = scratch<T, struct Weights>(tile_rows() * KEYS);
-        bool more = next.count > 0;
         float units = scale * LOG2E, *factors = scratch<float, struct Factors>(KEYS);
         if constexpr (QUANTISED) gather_scales(places, k_scales + head, units, factors);
         auto factor = [=](int64_t n) { return QUANTISED ? load(factors + n) : splat(units); };
-        pack_keys(places, k + head * E, next, more ? k + then * E : nullptr, packed);
+        Ahead values{v + head * E, places, E}, keys{k + then * E, next, E};
+        pack_keys(places, k + head * E, packed, values);
         // Among these keys, the index of the last one that each row sees, and how many the row's band sees.
         auto *last = scratch<int64_t, struct Last>(tile_rows()), *seen = scratch<int64_t, struct Seen>(tile_rows());
         for (int64_t r = 0; r < rows; r += G) std::fill_n(last + r, G, t.position + (begin + r) / G - key);
@@ -246,11 +256,13 @@ struct Attention {
             tiles<T>(
                 queries + (begin + r) * width(), width(), rows - r, packed + n * e_steps, e_steps,
                 [](int64_t, int) { return vf{}; },
-                one_by_one([=](int64_t m, int j, vf sum) { store(to + m * KEYS + j * LANES, sum * factor(n + j * LANES)); }));
+                one_by_one([=](int64_t m, int j, vf sum) { store(to + m * KEYS + j * LANES, sum * factor(n + j * LANES)); }),
+                values);
         }
         if constexpr (QUANTISED) gather_scales(places, v_scales + head, 1, factors);
         softmax(last, seen, rows, scores, factors, weights, part(f, begin));
-        pack_values(places, v + head * E, next, more ? v + then * E : nullptr, packed);
+        values.until(KEYS);
+        pack_values(places, v + head * E, packed, keys);
         for (int64_t e = 0, stride = columns(); e < stride; e += PANEL)
             for (int64_t r = 0, next; r < rows; r = next) {
                 for (next = r; next < rows && seen[next] == seen[r];) next++;
@@ -258,8 +270,9 @@ struct Attention {
                 tiles<T>(
                     weights + r * KEYS, KEYS, next - r, packed + e * k_steps, steps_of<T>(seen[r]),
                     [=](int64_t m, int j) { return load(acc + m * stride + j * LANES); },
-                    one_by_one([=](int64_t m, int j, vf sum) { store(acc + m * stride + j * LANES, sum); }));
+                    one_by_one([=](int64_t m, int j, vf sum) { store(acc + m * stride + j * LANES, sum); }), keys);
             }
+        keys.until(KEYS);
     }
 
     // Turns scores, as logarithms to base 2, into weights of the values as they are stored, whose scales are

@@ -30,11 +30,26 @@ inline int64_t panels_of(int64_t N, bool gated = false) {
 struct Fetch {
     const uint32_t* from = nullptr;
     int64_t lines = 0;
+
+    void operator()(int64_t step) const {
+        for (int64_t l = 0; l < lines; l++) __builtin_prefetch(from + (step * lines + l) * LINE);
+    }
+};
+
+// Fetches ``steps`` steps of a packed matrix, if ``from`` is not null, while as many are computed for ``rows`` rows.
+struct Following {
+    const uint32_t* from;
+    int64_t steps, rows;
+
+    Fetch operator()(int64_t row) const {
+        int64_t each = from ? (PANEL / LINE * ROWS + rows - 1) / rows : 0, line = row / ROWS * each;
+        return {from + line * steps * LINE, std::max<int64_t>(0, std::min(each, PANEL / LINE - line))};
+    }
 };
 
 // A register tile of M rows. Sums start with begin(row, vector), a . w is added step by step, and each row's sums go
-// together to end(row, sums).
-template <class T, int M, class Begin, class End>
+// together to end(row, sums). Calls fetch(step), which may prefetch what is needed later.
+template <class T, int M, class Begin, class End, class Fetch>
 inline void tile(const T* a, int64_t stride_a, const uint32_t* w, int64_t steps, int64_t row, Begin begin, End end,
                  Fetch fetch) {
     vf acc[M][VECTORS];  // all loops over it are unrolled, or it would live in memory
@@ -46,7 +61,7 @@ inline void tile(const T* a, int64_t stride_a, const uint32_t* w, int64_t steps,
         vu words[VECTORS];
 #pragma GCC unroll 8
         for (int j = 0; j < VECTORS; j++) words[j] = load_as<vu>(w + s * PANEL + j * LANES);
-        for (int64_t l = 0; l < fetch.lines; l++) __builtin_prefetch(fetch.from + (s * fetch.lines + l) * LINE);
+        fetch(s);
 #pragma GCC unroll 8
         for (int m = 0; m < M; m++) {
             uint32_t word = load_as<uint32_t>(a + m * stride_a + s * STEP<T>);
@@ -77,18 +92,12 @@ inline void in_tiles(int64_t rows, Run run) {
     }(std::make_integer_sequence<int, LAST>{});
 }
 
-// ``tile`` for any number of rows. ``next`` is the part of a packed matrix to prefetch, because it is multiplied next.
-template <class T, class Begin, class End>
+// ``tile`` for any number of rows; ahead(row) is the ``fetch`` of the tile that begins with a row.
+template <class T, class Begin, class End, class Ahead>
 void tiles(const T* a, int64_t stride_a, int64_t rows, const uint32_t* w, int64_t steps, Begin begin, End end,
-           const uint32_t* next = nullptr) {
-    int64_t line = 0, each = next ? (PANEL / LINE * ROWS + rows - 1) / rows : 0;
-    auto fetch = [&] {
-        Fetch f{next + line * steps * LINE, std::max<int64_t>(0, std::min(each, PANEL / LINE - line))};
-        line += each;
-        return f;
-    };
+           Ahead&& ahead) {
     in_tiles<ROWS, ROWS>(rows, [&]<int M>(int64_t m) {
-        tile<T, M>(a + m * stride_a, stride_a, w, steps, m, begin, end, fetch());
+        tile<T, M>(a + m * stride_a, stride_a, w, steps, m, begin, end, ahead(m));
     });
 }
 
@@ -204,14 +213,15 @@ void linear(const T* x, int64_t stride_x, int64_t rows, const uint32_t* packed, 
             if (last) next = following < 0 ? nullptr : packed + following * steps * PANEL;
             if (rows <= STREAMED_ROWS) next = nullptr;
             auto sums = [=](int64_t m, int j) { return s ? load(c + m * PANEL + j * LANES) : vf{}; };
+            Following ahead{next, std::min(block, steps - s), count};
             if (last)
                 tiles<T>(
                     from + s * STEP<T>, stride_x, count, w, steps - s, sums,
-                    [=](int64_t m, const vf(&row)[VECTORS]) { emit(row, p, N, bias, gate, to + m * stride_out); }, next);
+                    [=](int64_t m, const vf(&row)[VECTORS]) { emit(row, p, N, bias, gate, to + m * stride_out); }, ahead);
             else
                 tiles<T>(
                     from + s * STEP<T>, stride_x, count, w, block, sums,
-                    one_by_one([=](int64_t m, int j, vf sum) { store(c + m * PANEL + j * LANES, sum); }), next);
+                    one_by_one([=](int64_t m, int j, vf sum) { store(c + m * PANEL + j * LANES, sum); }), ahead);
         }
     });
 }
