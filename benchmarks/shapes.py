@@ -101,9 +101,11 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class Costs:
-    """The least that a model of a given config has to read and compute, with weights and K/V of 2 bytes per value."""
+    """The least that a model of a given config has to read and compute, with K/V of 2 bytes per value."""
 
     config: Mapping[str, Any]
+    quantization: str = "none"
+    """As ``model.quantization``: plain weights have 2 bytes per value."""
 
     def __getattr__(self, key: str) -> Any:
         return self.config[key]
@@ -137,7 +139,8 @@ class Costs:
     def decode_bytes(self, contexts: list[int]) -> int:
         """Bytes read by one step that decodes a sequence of each of these lengths."""
         kv: int = 2 * self.num_key_value_heads * self.head_dim
-        return 2 * (self.layer_weights + self.head_weights + kv * sum(map(self.seen, contexts)))
+        layers, head = {"none": (2, 2), "int8": (8.25 / 8, 8.25 / 8), "int4": (4.5 / 8, 8.25 / 8)}[self.quantization]
+        return int(layers * self.layer_weights + head * self.head_weights + 2 * kv * sum(map(self.seen, contexts)))
 
     def flops(self, start: int, length: int, logits: int = 1) -> int:
         """Operations needed to extend a sequence of ``start`` positions by ``length``, with logits for ``logits`` of

@@ -1,4 +1,5 @@
-"""python -m benchmarks.gpu [--only kernels|models] [--shape NAME ...] [--products exact|vendor] [--json FILE]"""
+"""python -m benchmarks.gpu [--only kernels|models] [--shape NAME ...] [--products exact|vendor]
+[--quantization none|int8|int4] [--json FILE]"""
 
 from __future__ import annotations
 
@@ -35,6 +36,7 @@ def main() -> int:
     parser.add_argument("--only", choices=["kernels", "models"])
     parser.add_argument("--shape", action="append", choices=list(SHAPES), help="may be repeated; default: all")
     parser.add_argument("--products", choices=["exact", "vendor"], help="of the models; default: both")
+    parser.add_argument("--quantization", choices=["none", "int8", "int4"], default="none", help="of the models")
     parser.add_argument("--json", type=Path, help="write all figures here, as they come")
     args = parser.parse_args()
     if not DRY and not torch.cuda.is_available():
@@ -65,9 +67,12 @@ def main() -> int:
         if args.only != "kernels":
             report["models"][name] = found = {}
             for exact in (True, False) if args.products is None else (args.products == "exact",):
-                figures = found["exact" if exact else "vendor's products"] = models.measure(config, ceilings, exact)
+                figures = found["exact" if exact else "vendor's products"] = models.measure(
+                    config, ceilings, exact, args.quantization
+                )
                 products = "row-exact" if exact else "the vendor's"
-                print(f"\n{name}: {products} products; exact: {figures['exact']}; ready in {figures['ready s']:.1f} s")
+                print(f"\n{name}, {args.quantization}: {products} products; exact: {figures['exact']}; ", end="")
+                print(f"ready in {figures['ready s']:.1f} s")
                 show(figures["decode"])
                 show(figures["busy"])
                 show([figures["offline"]])

@@ -30,11 +30,19 @@ PARTS: dict[str, tuple[int, list[str]]] = {
     "kernel-tests": (240, [*PYTEST, "tests/gpu/test_kernels.py"]),
     "serving-tests": (300, [*PYTEST, "tests/gpu/test_serving.py"]),
     "unit-tests": (240, [*PYTEST, "tests/kernels_triton", "--ignore=tests/kernels_triton/test_compile.py"]),
-    "kernels": (200, [*GPU, "--only", "kernels", "--shape", "Llama-3.2-1B"]),
-    "sweep": (240, ["-m", "benchmarks.gpu.sweep", "--json", "{json}"]),
+    "kernels": (260, [*GPU, "--only", "kernels", "--shape", "Llama-3.2-1B"]),
+    "sweep": (360, ["-m", "benchmarks.gpu.sweep", "--json", "{json}"]),
     "1b-exact": (150, [*GPU, "--only", "models", "--shape", "Llama-3.2-1B", "--products", "exact"]),
     "1b-vendor": (150, [*GPU, "--only", "models", "--shape", "Llama-3.2-1B", "--products", "vendor"]),
     "8b-exact": (240, [*GPU, "--only", "models", "--shape", "Qwen3-8B", "--products", "exact"]),
+    "8b-int4": (
+        240,
+        [*GPU, "--only", "models", "--shape", "Qwen3-8B", "--products", "exact", "--quantization", "int4"],
+    ),
+    "8b-int8": (
+        240,
+        [*GPU, "--only", "models", "--shape", "Qwen3-8B", "--products", "exact", "--quantization", "int8"],
+    ),
     "8b-vendor": (240, [*GPU, "--only", "models", "--shape", "Qwen3-8B", "--products", "vendor"]),
 }
 """Per part the time limit in seconds, and Python's arguments; "{json}" stands for the file for the figures."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,9 +15,13 @@ from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from infer.protocols import AttentionSpec, Draws, Ragged, Rotary
+from infer.weight import GroupedWeight
 from infer_kernels_triton.provider import TritonKernels
 
 ROWS = (1, 20) if DRY else (1, 8, 32, 128, 256, 2048, 8192)
+FORMS = {"int4": (4, 32, False), "int4 with minima": (4, 32, True), "int8": (8, 64, False)}
+"""Quantised weights, as (bits, group, whether there are minima)."""
+GROUPED_ROWS = (1, 20) if DRY else (1, 4, 16, 64, 512, 4096)
 DECODES = ((2, 32),) if DRY else ((1, 1024), (8, 1024), (32, 1024), (128, 1024), (256, 1024), (1, 8192), (8, 8192))
 """(number of sequences, positions of each)."""
 PREFILLS = (32,) if DRY else (512, 2048, 8192)
@@ -45,6 +51,7 @@ def measure(config: dict[str, Any], ceilings: Ceilings) -> Iterator[dict[str, An
     """Measure all kernels; one line per kernel and size."""
     costs, kernels = Costs(config), TritonKernels(DEVICE)
     yield from _linear(costs, kernels, ceilings)
+    yield from _grouped(costs, kernels, ceilings)
     yield from _attention(costs, kernels, ceilings)
     yield from _elementwise(costs, kernels, ceilings)
     yield from _sampling(costs, kernels, ceilings)
@@ -68,6 +75,32 @@ def _linear(costs: Costs, kernels: TritonKernels, ceilings: Ceilings) -> Iterato
 
             own, other = seconds(ours, nbytes), seconds(torchs, nbytes)
             yield entry(ceilings, f"linear {name}", f"{rows}x{n}x{k}", nbytes, 2 * rows * n * k, own, other)
+
+
+def _grouped(costs: Costs, kernels: TritonKernels, ceilings: Ceilings) -> Iterator[dict[str, Any]]:
+    """Products with quantised weights, next to torch's own with plain ones."""
+    shapes: dict[str, tuple[int, int]] = costs.linear_shapes
+    for (name, (n, k)), (form, (bits, group, minimum)), rows in itertools.product(
+        shapes.items(), FORMS.items(), GROUPED_ROWS
+    ):
+        group = math.gcd(k, group)
+        nbytes = n * k * bits // 8 + n * k // group * (4 if minimum else 2) + 2 * rows * (n + k)
+
+        def ours(
+            rows: int = rows, n: int = n, k: int = k, bits: Any = bits, group: int = group, minimum: bool = minimum
+        ) -> Run:
+            codes = torch.randint(0, 256, (n, k * bits // 8), dtype=torch.uint8, device=DEVICE)
+            scales = randn(n, k // group).abs() / 2**bits
+            weight = GroupedWeight(codes, scales, bits, -scales if minimum else None, dtype=torch.bfloat16)
+            x, packed = randn(rows, k), kernels.pack(weight)
+            return lambda: kernels.linear(x, packed)
+
+        def torchs(rows: int = rows, n: int = n, k: int = k) -> Run:
+            x, weight = randn(rows, k), randn(n, k)
+            return lambda: linear(x, weight)
+
+        own, other = seconds(ours, nbytes), seconds(torchs, 2 * (n * k + rows * (n + k)))
+        yield entry(ceilings, f"{form} {name}", f"{rows}x{n}x{k}", nbytes, 2 * rows * n * k, own, other)
 
 
 def ragged(lens: list[int], starts: list[int], blocks: int) -> Ragged:

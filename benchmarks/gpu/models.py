@@ -129,19 +129,20 @@ def covered(spans: Sequence[tuple[float, float]]) -> float | None:
     return inside / (reached - spans[0][0]) if reached > spans[0][0] else None
 
 
-def measure(config: Mapping[str, Any], ceilings: Ceilings, exact: bool) -> dict[str, Any]:
+def measure(config: Mapping[str, Any], ceilings: Ceilings, exact: bool, quantization: str = "none") -> dict[str, Any]:
     """Measure all figures of one model, and free its memory."""
     try:
-        return _measure(config, ceilings, exact)
+        return _measure(config, ceilings, exact, quantization)
     finally:  # only here: a ``with`` statement within the function would still hold the model
         gc.collect()
         torch.cuda.empty_cache()
 
 
-def _measure(config: Mapping[str, Any], ceilings: Ceilings, exact: bool) -> dict[str, Any]:
-    costs = Costs(config)
+def _measure(config: Mapping[str, Any], ceilings: Ceilings, exact: bool, quantization: str) -> dict[str, Any]:
+    costs = Costs(config, quantization)
     sections: dict[str, Mapping[str, Any]] = {
         "engine": {"max_batch_size": max(BATCHES), "max_seq_len": sum(OFFLINE[1:]), "max_tokens_per_step": 8192},
+        "model": {"load_format": "dummy", "device": DEVICE.type, "quantization": quantization},
         "kernels": {"backend": "reference"} if DRY else {"backend": "triton", "triton": {"exact": exact}},
     }
     began = time.perf_counter()

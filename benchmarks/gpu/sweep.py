@@ -16,8 +16,9 @@ from benchmarks.gpu.timing import Run, seconds
 from benchmarks.shapes import Costs
 
 from infer.protocols import AttentionSpec
-from infer_kernels_triton import attention, matmul
-from infer_kernels_triton.configs import MANY, AttentionConfig, LinearConfig, configs
+from infer.weight import GroupedWeight
+from infer_kernels_triton import attention, grouped, matmul
+from infer_kernels_triton.configs import MANY, AttentionConfig, GroupedConfig, GroupedTiles, LinearConfig, configs
 
 SHAPE = "Llama-3.2-1B"
 ROWS = (2,) if DRY else (1, 16, 64, 256, 4096)
@@ -32,6 +33,40 @@ def linears() -> Iterator[LinearConfig]:
     for m, n, k, stages in itertools.product((64, 128), (16, 32, 64, 128, 256), (64, 128), (3, 4, 6)):
         if (m + n) * k * 2 * stages <= 220 * 1024 and m * n <= 128 * 256:
             yield LinearConfig(MANY, m, n, k, 8 if m * n > 128 * 128 else 4, stages)
+
+
+def grouped_tiles(costs: Costs) -> Iterator[dict[str, Any]]:
+    """Tiles of products with int4 weights, and into how many programs few columns are cut."""
+    own = configs(DEVICE)[2].grouped
+    for name, rows in itertools.product(("o", "gate_up"), ROWS):
+        n, k = costs.linear_shapes[name]
+        nbytes = n * k // 2 + n * k // 16 + 2 * rows * (n + k)
+        table = next(c for c in own.tiles if c.rows >= rows)
+        counts = () if DRY or rows > own.apart else (1, 132, 528)
+        for programs, tiles in (*((p, table) for p in counts), *((own.programs, t) for t in (table, *groupeds(rows)))):
+            # Packed with the table's first tile, which decides on the segments, and multiplied with the other one.
+            config = replace(own, programs=programs)
+            swept = replace(config, tiles=(replace(tiles, rows=MANY),))
+
+            def product(
+                config: GroupedConfig = config, swept: GroupedConfig = swept, rows: int = rows, n: int = n, k: int = k
+            ) -> Run:
+                codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=DEVICE)
+                weight = GroupedWeight(codes, randn(n, k // 32).abs() / 16, dtype=torch.bfloat16)
+                x, packed = randn(rows, k), grouped.pack(weight, None, config)
+                return lambda: grouped.linear(x, packed, replace(swept, apart=MANY if rows <= swept.apart else 0))
+
+            is_own = tiles is table and programs == own.programs
+            line = timed(f"int4 {name}", f"{rows}x{n}x{k}", tiles, is_own, product, nbytes)
+            yield line | {"programs": programs}
+
+
+def groupeds(rows: int) -> Iterator[GroupedTiles]:
+    if DRY:
+        return
+    for m, n, stages in itertools.product((16, 32, 64, 128, 256), (64, 128), (2, 3, 4, 6)):
+        if m <= max(16, 2 * rows) and m * 256 * stages <= 200 * 1024 and (rows <= 256 or m >= 64):
+            yield GroupedTiles(MANY, m, n, 8 if n == 128 else 4, stages)
 
 
 def attentions(base: AttentionConfig) -> Iterator[AttentionConfig]:
@@ -72,10 +107,11 @@ def measure() -> Iterator[dict[str, Any]]:
                 return lambda: attention.extend_attention(q, k, v, where, spec, tiles, programs, first=False)
 
             yield timed("attention", f"{len(lens)} of {lens[0]} at {starts[0]}", tiles, tiles is base, attend, nbytes)
+    yield from grouped_tiles(costs)
 
 
 def timed(
-    what: str, size: str, config: LinearConfig | AttentionConfig, table: bool, make: Any, nbytes: int
+    what: str, size: str, config: LinearConfig | GroupedTiles | AttentionConfig, table: bool, make: Any, nbytes: int
 ) -> dict[str, Any]:
     line = {"kernel": what, "size": size, "table": table, **asdict(config)}
     try:

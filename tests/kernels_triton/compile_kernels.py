@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import triton
@@ -28,6 +28,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from infer.protocols import KV, AttentionSpec, Draws, HeadNorms, QuantisedKV, Ragged, Rotary
+from infer.weight import GroupedWeight
 from infer_kernels_triton import provider
 from infer_kernels_triton.configs import TABLE
 
@@ -57,6 +58,35 @@ MODELS = {
     "Qwen3-8B": Shape(4096, 32, 8, 128),
     "Gemma-3-1B": Shape(1152, 4, 1, 256, 512, True),
 }
+
+
+@dataclass(frozen=True)
+class Form:
+    """A way to quantise a weight."""
+
+    bits: Literal[4, 8]
+    group: int
+    scales: torch.dtype
+    minimum: bool = False
+    table: bool = False
+
+    def weight(self, n: int, k: int, dtype: torch.dtype) -> GroupedWeight:
+        scales = torch.zeros(n, k // self.group, dtype=self.scales)
+        scales[0] = 0.1  # one that takes all of the type's bits
+        codes = torch.zeros(n, k * self.bits // 8, dtype=torch.uint8)
+        table = torch.zeros(16) if self.table else None
+        return GroupedWeight(codes, scales, self.bits, scales if self.minimum else None, table, dtype=dtype)
+
+
+FORMS = (
+    Form(4, 32, torch.bfloat16),
+    Form(4, 32, torch.float16, minimum=True),
+    Form(4, 128, torch.float16, minimum=True),
+    Form(4, 32, torch.float32, table=True),
+    Form(8, 64, torch.bfloat16),
+    Form(8, 256, torch.float32, minimum=True),
+    Form(8, 16, torch.float32),
+)
 
 
 @dataclass(frozen=True)
@@ -121,7 +151,21 @@ def launches(arch: int, dtype: torch.dtype, models: tuple[str, ...]) -> list[Lau
                 _layer(kernels, MODELS[name], lens, dtype)
         fp32, int64, fp64 = (_empty(4, dtype=d) for d in (torch.float32, torch.int64, torch.float64))
         kernels.sample(_empty(4, 151936, dtype=dtype), Draws(fp32, int64, fp32, fp32, fp64, False, True))
+        for form, n, k in _grouped(arch, dtype, models):
+            packed = kernels.pack(form.weight(n, k, dtype))
+            kernels.embedding(_empty(3, dtype=torch.int64), packed)
+            kernels.linear(_empty(3, k, dtype=dtype), packed)
     return list({launched.key: launched for launched in found}.values())
+
+
+def _grouped(arch: int, dtype: torch.dtype, models: tuple[str, ...]) -> Iterator[tuple[Form, int, int]]:
+    """Quantised weights and their shapes; if all models are compiled, of every form."""
+    everything = len(models) == len(MODELS)
+    if everything:
+        yield FORMS[0], 17000, 256
+    if everything or (arch, dtype) == (90, torch.bfloat16):
+        for form in FORMS if everything and dtype == torch.bfloat16 else FORMS[:1]:
+            yield form, 96, 2048  # in segments, where there are any
 
 
 def _empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -177,13 +221,15 @@ def compile_one(arch: int, dtype: str, models: tuple[str, ...], index: int) -> t
     name = launched.source.name
     if stack > SPILL[arch]:
         wrong.append(f"spills more than {SPILL[arch]} B")
-    if name in ("extend_kernel", "linear_kernel"):
+    if name in ("extend_kernel", "linear_kernel", "grouped_kernel"):
         if not overlaps(compiled.asm["ptx"]):
             wrong.append("multiplies nothing while it fetches")
         sass = tool("nvdisasm", "-c", cubin=compiled.asm["cubin"]) if arch == 90 and dtype != "fp32" else ""
         products, waits = (len(re.findall(rf"\b{what}\b", sass)) for what in ("HGMMA", r"WARPGROUP\.DEPBAR"))
-        if sass and not 0 < waits < products:
+        if sass and not 0 < waits < products + (launched.given.get("PLANE") == 16):  # a plane of 16 is one HGMMA
             wrong.append(f"waits {waits} times for {products} HGMMA")
+        if name == "grouped_kernel" and re.search(r"local_load .*f\d+, #ttg.dot_op<{opIdx = 0", compiled.asm["ttgir"]):
+            wrong.append("sends decoded values through shared memory")
     if "k_scales_ptr" in launched.given and launched.given["k_scales_ptr"] is not None:
         dtype += " int8"
     line = f"sm_{arch} {dtype} {shared} B shared, {registers} registers, {stack} B stack: {launched}"
@@ -225,6 +271,7 @@ def overlaps(ptx: str) -> bool:
         if e["branch"] and labels.get(e["target"], len(events)) < i
     ]
     loops = [loop for loop in loops if any(e["product"] for e in loop) and any(e["commit"] for e in loop)]
+    loops = [loop for loop in loops if not any(set(other) < set(loop) for other in loops)]  # the innermost
     for loop in loops:
         multiplied: list[bool] = []  # since each copy that is on its way began
         for event in loop * ROUNDS:

@@ -22,8 +22,9 @@ ROOT = Path(__file__).parents[2]
     ids=["bf16", "fp32", "all"],
 )
 def test_every_kernel_compiles_and_fits(narrow: list[str]) -> None:
-    """And attention waits for the matrix unit once per product, not per instruction of it; loads go on meanwhile; and
-    decodes add their weights up in the order in which prefills do."""
+    """And attention waits for the matrix unit once per product, not per instruction of it; loads go on meanwhile;
+    decodes add their weights up in the order in which prefills do; and decoded weights reach the matrix unit in
+    registers."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.kernels_triton.compile_kernels", *narrow]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
@@ -31,3 +32,5 @@ def test_every_kernel_compiles_and_fits(narrow: list[str]) -> None:
     for arch in (80, 90, 100):
         for kernel in ("extend", "merge", "linear", "norm", "rope_store", "gated", "sample"):
             assert any(f"sm_{arch} " in line and f"{kernel}_kernel " in line for line in done.stdout.splitlines())
+    for kernel in ("grouped", "add", "rows") if "fp32" not in narrow else ():
+        assert f" {kernel}_kernel " in done.stdout

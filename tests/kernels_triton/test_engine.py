@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from tests.support import CONFIGS, CPU, Recorder, Stepper, build_model, make_engine, paged_pool, random_prompt
+from torch import Tensor
 
 from infer.engine.graphs import DecodeGraphs
 from infer.kernels.reference import ReferenceKernels
 from infer.protocols import KernelsProtocol
+from infer.weight import GroupedWeight, Weight
 from infer_kernels_triton.provider import TritonKernels
 
 pytestmark = pytest.mark.skipif(
@@ -22,10 +25,20 @@ PROMPTS = {"a": random_prompt(78, seed=1), "b": random_prompt(46, seed=2), "c": 
 PROMPTS["d"] = [*PROMPTS["a"][:40], 5]
 
 
+class PlainActivations(ReferenceKernels):
+    """The reference kernels, without rounding the activations that quantised weights are multiplied with."""
+
+    def pack(self, weight_NK: Weight, bias_N: Tensor | None = None) -> Any:
+        if isinstance(weight_NK, GroupedWeight):
+            weight_NK = replace(weight_NK, int8_activations=False)
+        return super().pack(weight_NK, bias_N)
+
+
 def play(
     family: str, dtype: torch.dtype, kernels: KernelsProtocol, *, recorded: bool = False, num_blocks: int, **keys: Any
 ) -> Stepper:
-    model = build_model(CONFIGS[family], dtype, kernels)
+    family, _, quantization = family.partition(" ")
+    model = build_model(CONFIGS[family], dtype, kernels, quantization or None)
     pool = paged_pool(model, dtype, MAX_BATCH, num_blocks=num_blocks)
     pool.storage.kernels = kernels
     graphs = DecodeGraphs(model, pool, CPU, MAX_BATCH, Recorder()) if recorded else None
@@ -42,6 +55,8 @@ def play(
     ("family", "dtype"),
     [
         ("llama", torch.bfloat16),
+        pytest.param("llama int4", torch.bfloat16, marks=pytest.mark.slow),  # the embedding and the head are int8
+        pytest.param("gemma3 int8", torch.float32, marks=pytest.mark.slow),
         pytest.param("qwen3", torch.float32, marks=pytest.mark.slow),
         pytest.param("gemma3", torch.bfloat16, marks=pytest.mark.slow),
     ],
@@ -58,11 +73,11 @@ def test_chunks_company_preemption_and_replay(family: str, dtype: torch.dtype) -
 
 @pytest.mark.parametrize(
     "family",
-    [f if f == "llama" else pytest.param(f, marks=pytest.mark.slow) for f in CONFIGS],
+    [f if f == "llama" else pytest.param(f, marks=pytest.mark.slow) for f in (*CONFIGS, "qwen3 int4", "qwen3 int8")],
 )
 def test_answers_are_the_references(family: str) -> None:
     found, expected = (
-        play(family, torch.float32, kernels, num_blocks=40) for kernels in (TritonKernels(CPU), ReferenceKernels())
+        play(family, torch.float32, kernels, num_blocks=40) for kernels in (TritonKernels(CPU), PlainActivations())
     )
     for id in PROMPTS:
         assert found.tokens(id) == expected.tokens(id)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
 from tests.attention import random
 from tests.products import within_rounding
 
-from infer.checkpoint.quantise import quantise
 from infer_kernels_triton.provider import TritonKernels
 
 ROWS = [1, 2, 15, 16, 17, 33, 130]
@@ -31,15 +28,6 @@ def test_products_and_their_rows(n: int, k: int, bias: bool, dtype: torch.dtype,
     for rows in ROWS:
         assert torch.equal(kernels.linear(x[:rows], packed), whole[:rows])
         assert torch.equal(kernels.linear(x[-rows:], packed), whole[-rows:])
-
-
-@pytest.mark.parametrize("int8", [True, False])
-def test_quantised_weights_are_dequantised(int8: bool, device: str) -> None:
-    """Activations are multiplied as they are, whatever the weight says of them."""
-    kernels, weight = TritonKernels(torch.device(device)), replace(quantise(random(40, 64), 4), int8_activations=int8)
-    weight, x = weight.to(torch.device(device), torch.bfloat16), random(3, 64, dtype=torch.bfloat16).to(device)
-    found = kernels.linear(x, kernels.pack(weight))
-    assert torch.equal(found, kernels.linear(x, kernels.pack(weight.dequantise())))
 
 
 def test_rows_of_a_wider_tensor(device: str) -> None:

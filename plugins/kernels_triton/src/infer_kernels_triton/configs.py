@@ -4,7 +4,7 @@ number of rows, so that a row's bits do not depend on the other rows."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -39,6 +39,31 @@ class LinearConfig:
 
 
 @dataclass(frozen=True)
+class GroupedTiles:
+    """Tiles of x @ w.T for up to ``rows`` rows and a quantised weight."""
+
+    rows: int
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class GroupedConfig:
+    """Tiles of products with quantised weights, and how these are cut along K into segments."""
+
+    programs: int
+    """A weight is cut into segments if it has fewer tiles of the first size. Determines the order of the sum."""
+    least: int
+    """Blocks per segment, at least. Determines the order of the sum."""
+    apart: int
+    """Up to so many rows, each segment is summed by programs of its own."""
+    tiles: tuple[GroupedTiles, ...]
+    """In the order of rows, ascending."""
+
+
+@dataclass(frozen=True)
 class Config:
     """All tiles of one architecture for values of one size."""
 
@@ -46,6 +71,7 @@ class Config:
     """In the order of head sizes, ascending."""
     linear: tuple[LinearConfig, ...]
     """In the order of rows, ascending. All of them sum products one after the other in the order of K."""
+    grouped: GroupedConfig
 
 
 MANY = 1 << 62
@@ -63,6 +89,15 @@ FLOAT32 = Config(
         LinearConfig(32, block_m=16, block_n=32, block_k=64, warps=4, stages=4),
         LinearConfig(MANY, block_m=64, block_n=64, block_k=32, warps=4, stages=3),
     ),
+    grouped=GroupedConfig(
+        programs=216,
+        least=4,
+        apart=16,
+        tiles=(
+            GroupedTiles(16, block_m=16, block_n=64, warps=4, stages=4),
+            GroupedTiles(MANY, block_m=32, block_n=64, warps=4, stages=3),
+        ),
+    ),
 )
 AMPERE = Config(
     attention=(
@@ -74,6 +109,16 @@ AMPERE = Config(
         LinearConfig(16, block_m=16, block_n=32, block_k=128, warps=4, stages=5),
         LinearConfig(64, block_m=64, block_n=64, block_k=64, warps=4, stages=5),
         LinearConfig(MANY, block_m=128, block_n=128, block_k=32, warps=4, stages=4),
+    ),
+    grouped=GroupedConfig(
+        programs=216,
+        least=4,
+        apart=64,
+        tiles=(
+            GroupedTiles(16, block_m=16, block_n=64, warps=4, stages=5),
+            GroupedTiles(64, block_m=64, block_n=64, warps=4, stages=3),
+            GroupedTiles(MANY, block_m=128, block_n=128, warps=8, stages=3),
+        ),
     ),
 )
 HOPPER = Config(
@@ -87,6 +132,17 @@ HOPPER = Config(
         LinearConfig(256, block_m=64, block_n=128, block_k=64, warps=4, stages=4),
         LinearConfig(MANY, block_m=128, block_n=256, block_k=64, warps=8, stages=3),
     ),
+    grouped=GroupedConfig(
+        programs=264,
+        least=4,
+        apart=64,
+        tiles=(
+            GroupedTiles(16, block_m=16, block_n=64, warps=4, stages=6),
+            GroupedTiles(64, block_m=64, block_n=64, warps=4, stages=4),
+            GroupedTiles(256, block_m=128, block_n=64, warps=4, stages=3),
+            GroupedTiles(MANY, block_m=128, block_n=128, warps=8, stages=3),
+        ),
+    ),
 )
 BLACKWELL = Config(
     attention=(
@@ -95,6 +151,7 @@ BLACKWELL = Config(
         HOPPER.attention[2],
     ),
     linear=HOPPER.linear,
+    grouped=replace(HOPPER.grouped, programs=1),  # no segments: they would stop the pipeline that feeds tensor memory
 )
 INTERPRETER = Config(
     # Small tiles, so that small inputs in tests cross many edges.
@@ -102,6 +159,15 @@ INTERPRETER = Config(
     linear=(
         LinearConfig(16, block_m=16, block_n=16, block_k=64, warps=1, stages=1),
         LinearConfig(MANY, block_m=32, block_n=64, block_k=32, warps=1, stages=1),
+    ),
+    grouped=GroupedConfig(
+        programs=4,
+        least=2,
+        apart=16,
+        tiles=(
+            GroupedTiles(16, block_m=16, block_n=128, warps=1, stages=1),
+            GroupedTiles(MANY, block_m=32, block_n=128, warps=1, stages=1),
+        ),
     ),
 )
 

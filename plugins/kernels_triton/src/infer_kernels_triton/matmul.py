@@ -21,6 +21,19 @@ GROUP = 8
 """How many tiles of rows go through the columns together, so that rows and columns stay in the L2 cache."""
 
 
+@triton.jit
+def tile(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
+    """The rows and the columns of this program's tile."""
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    group = tl.program_id(0) // (GROUP * tiles_n)
+    within = tl.program_id(0) % (GROUP * tiles_n)
+    height = tl.minimum(tiles_m - group * GROUP, GROUP)
+    row_m = (group * GROUP + within % height) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column_n = within // height * BLOCK_N + tl.arange(0, BLOCK_N)
+    return row_m, column_n
+
+
 @triton.jit(do_not_specialize=["M"])  # otherwise it is compiled again for one row, and for multiples of 16
 def linear_kernel(
     x_ptr,
@@ -41,13 +54,7 @@ def linear_kernel(
     PRECISION: tl.constexpr,
 ):
     """One program computes a tile [BLOCK_M, BLOCK_N] of the result."""
-    tiles_m = tl.cdiv(M, BLOCK_M)
-    tiles_n = tl.cdiv(N, BLOCK_N)
-    group = tl.program_id(0) // (GROUP * tiles_n)
-    within = tl.program_id(0) % (GROUP * tiles_n)
-    height = tl.minimum(tiles_m - group * GROUP, GROUP)
-    row_m = (group * GROUP + within % height) * BLOCK_M + tl.arange(0, BLOCK_M)
-    column_n = within // height * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_m, column_n = tile(M, N, BLOCK_M, BLOCK_N, GROUP)
     size_k = tl.arange(0, BLOCK_K)
     # Without this, some compilers cannot tell the accumulators before the loop from those in it, and wait after every
     # product.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
@@ -13,8 +14,10 @@ from infer.device import CudaRecorder
 from infer.kernels.reference import ReferenceKernels
 from infer.protocols import KV, Activation, AttentionSpec, Draws, QuantisedKV, Ragged, RecorderProtocol, Rotary
 from infer.weight import GroupedWeight, Weight
-from infer_kernels_triton import attention, elementwise, matmul, sampling
+from infer_kernels_triton import attention, elementwise, grouped, matmul, sampling
 from infer_kernels_triton.configs import Config, configs
+
+log = logging.getLogger(__name__)
 
 WAVES = 2
 """The segments of long sequences are divided among this many programs per multiprocessor."""
@@ -25,6 +28,8 @@ class TritonKernels(ReferenceKernels):
     """Kernels for NVIDIA GPUs, and for CPU tensors in Triton's interpreter.
 
     ``exact`` chooses matrix products of our own instead of the vendor's, whose rows depend on how many there are.
+    Products with quantised weights are always our own, and take activations as they are: groups of up to 64 values are
+    too short for a matrix unit's int8 products to gain more than the sums of every group cost.
     """
 
     def __init__(self, device: torch.device, exact: bool = True) -> None:
@@ -40,7 +45,14 @@ class TritonKernels(ReferenceKernels):
         return CudaRecorder() if self._device.type == "cuda" else None
 
     def pack(self, weight_NK: Weight, bias_N: Tensor | None = None) -> Any:
-        if isinstance(weight_NK, GroupedWeight):  # dequantised, so there is nothing to gain from rounding activations
+        if isinstance(weight_NK, GroupedWeight):
+            tiles = self._config(weight_NK.dtype).grouped
+            if grouped.plane_of(weight_NK) is not None:
+                codes = grouped.pack(weight_NK, bias_N, tiles)
+                grouped.warm_up(codes, tiles)
+                return codes
+            if self._first("dequantise", str(weight_NK)):
+                log.warning("%s are dequantised: these kernels hold groups of a multiple of 16.", weight_NK)
             weight_NK = replace(weight_NK, int8_activations=False)
         packed = super().pack(weight_NK, bias_N)
         if self._exact:
@@ -48,9 +60,16 @@ class TritonKernels(ReferenceKernels):
         return packed
 
     def linear(self, x_TK: Tensor, packed: Any) -> Tensor:
+        if isinstance(packed, grouped.PackedGrouped):
+            return grouped.linear(x_TK, packed, self._config(x_TK.dtype).grouped)
         if not self._exact:
             return super().linear(x_TK, packed)
         return matmul.linear(x_TK, packed.weight_NK, packed.bias_N, self._config(x_TK.dtype).linear)
+
+    def embedding(self, token_ids_T: Tensor, packed: Any) -> Tensor:
+        if isinstance(packed, grouped.PackedGrouped):
+            return grouped.rows(token_ids_T, packed)
+        return super().embedding(token_ids_T, packed)
 
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float, unit_offset: bool = False) -> Tensor:
         return elementwise.rms_norm(x_TD, weight_D, eps, unit_offset)[0]
