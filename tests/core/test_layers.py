@@ -429,6 +429,20 @@ def test_rotary_table_does_not_depend_on_its_length() -> None:
         assert torch.equal(a, b)
 
 
+def test_layers_of_one_rope_share_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[RopeParameters] = []
+
+    class Counted(RotaryEmbedding):
+        def __init__(self, context: ModelContext, rope: RopeParameters, head_size: int) -> None:
+            made.append(rope)
+            super().__init__(context, rope, head_size)
+
+    monkeypatch.setattr("infer.layers.decoder.RotaryEmbedding", Counted)
+    assert len(set(llama(SMALL | {"num_hidden_layers": 5}).rotary)) == len(made) == 1
+    made.clear()
+    assert len(set(gemma3(SMALL | {"num_hidden_layers": 12}).rotary)) == len(made) == 2
+
+
 # Configs
 
 

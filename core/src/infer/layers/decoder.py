@@ -107,7 +107,7 @@ class Decoder:
         self.vocab_size = c.vocab_size
         self.attention: Sequence[AttentionSpec] = c.attention()
         ropes = c.ropes(config)
-        tables = {rope: RotaryEmbedding(context, rope, c.head_size) for rope in ropes}
+        tables = {rope: RotaryEmbedding(context, rope, c.head_size) for rope in dict.fromkeys(ropes)}
         self.rotary = [tables[rope] for rope in ropes]
         self.embedding = Embedding(w, "model.embed_tokens", c.vocab_size, size, c.embedding_scale)
         self.layers = [
