@@ -130,7 +130,11 @@ def build_model(
     (family,) = [r for r in infer_models() if architecture in r.architectures]
     context = ModelContext(kernels or KERNELS, dtype, CPU, MAX_SEQ_LEN)
     model = family.factory(config, context, family.settings())
-    model.load(Quantiser(quantization, [], "auto", model.vocab_size)(random_tensors(model.expected())))
+    model.load(
+        Quantiser(quantization, [], "auto", model.vocab_size, context.kernels.quantise)(
+            random_tensors(model.expected())
+        )
+    )
     return model
 
 

@@ -14,6 +14,8 @@ from tests.attention import random
 from tests.core.test_weight import meaning
 from torch import Tensor
 
+from infer.device import same_bits
+from infer.kernels.quantise import quantise_weight
 from infer.kernels.reference import ReferenceKernels
 from infer.weight import GroupedWeight
 from infer_kernels_cpu import native
@@ -135,6 +137,36 @@ def test_extreme_activations(int8: bool) -> None:
         assert (found[0] == 0).all()
         assert (found[1].abs() < 1e-38).all()
         torch.testing.assert_close(found[2].double(), expected[2], rtol=1e-3, atol=1e25)
+
+
+@given(
+    st.sampled_from([4, 8]),
+    st.integers(1, 40),
+    st.sampled_from([2, 6, 8, 24, 32, 64, 96, 1024]),
+    st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    st.sampled_from([1e-45, 2.0**-120, 1e-20, 1e-4, 1.0, 1e4, 1e30]),
+    st.integers(0, 2**32),
+)
+@example(4, 1500, 1024, torch.bfloat16, 1.0, 0)
+@settings(deadline=None, max_examples=40)
+def test_weights_are_quantised_to_the_same_bits(
+    bits: Any, n: int, k: int, dtype: torch.dtype, size: float, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, k, generator=generator) * size
+    x[torch.rand(n, k, generator=generator) < 0.2] *= 2.0**-8
+    x[0, : k // 2], x[-1] = -0.0, x[-1].abs() * -1  # zeros with a sign, and a row without a positive value
+    x = x.to(dtype).clamp(torch.finfo(dtype).min, torch.finfo(dtype).max)
+    expected = quantise_weight(x, bits)
+    for kernels in LEVELS.values():
+        found = kernels.quantise(x, bits)
+        assert str(found) == str(expected)
+        assert (found.dtype, found.int8_activations) == (dtype, True)
+        assert torch.equal(found.codes, expected.codes)
+        assert same_bits(found.scales_NG, expected.scales_NG)
+        spoilt = x.clone()
+        spoilt[0, 1] = torch.inf
+        assert not torch.isfinite(kernels.quantise(spoilt, bits).scales_NG[0, 0])
 
 
 def test_many_rows_on_two_threads() -> None:

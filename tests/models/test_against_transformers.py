@@ -114,7 +114,9 @@ class Driver:
             self.model.load(dummy_tensors(self.model.expected(), dtype))
         else:
             format = plugins.choose("weights", settings, [checkpoint.quant_method])
-            unrounded = Quantiser(None, [], "plain", self.model.vocab_size)  # as transformers computes
+            unrounded = Quantiser(
+                None, [], "plain", self.model.vocab_size, support.KERNELS.quantise
+            )  # as transformers computes
             self.model.load(unrounded(_read(settings, format, checkpoint)))
         cache = CacheContext(self.model.attention, 1, max_seq_len, dtype, context.device, context.kernels)
         self.pool = SlottedPool(cache)

@@ -163,6 +163,7 @@ def _load(settings: Settings, plugins: Plugins, publish: Callable[..., None]) ->
             settings.model.plain_layers,
             settings.model.activations,
             model.vocab_size,
+            kernels.quantise,
         )
         model.load(track(quantiser(weights), "weights", len(shapes)))
     quantization = settings.model.quantization or checkpoint.quant_method or None

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from infer.errors import CheckpointError
 
-SMALLEST = 2.0**-120
-"""Groups of smaller activations count as zero: 127 / x would not be finite."""
+LEAST = 2.0**-100
+"""A group of values of no greater magnitude than any below this is quantised to zeros: scales and their inverses stay
+normal floats."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ def quantise_rows(x_TK: Tensor, group: int) -> tuple[Tensor, Tensor]:
     finite makes its group's scale so."""
     x_TGk = x_TK.float().view(*x_TK.shape[:-1], x_TK.shape[-1] // group, group)
     top_TG1 = x_TGk.abs().amax(-1, keepdim=True)
-    inverse_TG1 = torch.where(top_TG1 < SMALLEST, 0.0, 127 / top_TG1)
+    inverse_TG1 = torch.where(top_TG1 < LEAST, 0.0, 127 / top_TG1)
     return (x_TGk * inverse_TG1).round(), top_TG1 / 127
 
 

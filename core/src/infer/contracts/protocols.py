@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from infer.contracts.schedule import Schedule
     from infer.contracts.schedule import Sequence as EngineSequence
-    from infer.weight import Weight
+    from infer.weight import GroupedWeight, Weight
 
 PLUGIN_API = 1
 """Version of the contracts in this file and in ``hooks.py``. A plugin states which version it was written for."""
@@ -166,6 +166,10 @@ class KernelsProtocol(Protocol):
     def recorder(self) -> RecorderProtocol | None:
         """What records decode passes; None if these kernels cannot be recorded. With a recorder, the kernels read
         whatever differs between passes of one shape from tensors on their device, and never wait for the device."""
+
+    def quantise(self, weight_NK: Tensor, bits: Literal[4, 8]) -> GroupedWeight:
+        """A plain weight in codes, as ``model.quantization`` asks while a checkpoint is loaded. The result has the bits
+        of ``infer/kernels/quantise.py`` whatever the kernels are, and it is where ``weight_NK`` is."""
 
     def pack(self, weight_NK: Weight, bias_N: Tensor | None = None) -> Any:
         """Convert a weight, plain or grouped (``infer/weight.py``), to the layout that ``linear`` and ``embedding``

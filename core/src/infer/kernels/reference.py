@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -31,14 +31,13 @@ from infer.contracts.protocols import (
     RecorderProtocol,
     Rotary,
 )
-from infer.weight import GroupedWeight, Weight, quantise_rows
+from infer.kernels.quantise import quantise_weight
+from infer.weight import LEAST, GroupedWeight, Weight, quantise_rows
 
 SEGMENT = 128
 """Keys per reduction step of attention."""
 TILE = 128
 """Queries per block of attention."""
-LEAST = 2.0**-100
-"""The greatest magnitude of a head's values from which on it is quantised; below, it counts as zero."""
 EXACT_ROWS = 16
 """Matrix products of at least this many rows are taken to treat all rows alike. Below, ``exact_rows`` finds out from
 how many rows on this is true, and products of fewer rows are padded."""
@@ -77,6 +76,9 @@ class ReferenceKernels(KernelsProtocol):
 
     def recorder(self) -> RecorderProtocol | None:
         return None
+
+    def quantise(self, weight_NK: Tensor, bits: Literal[4, 8]) -> GroupedWeight:
+        return quantise_weight(weight_NK, bits)
 
     def pack(self, weight_NK: Weight, bias_N: Tensor | None = None) -> Any:
         """A grouped weight is dequantised: from then on it takes as much memory as a plain one."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from infer.device import pages
+from infer.kernels.quantise import unfilled
 from infer.kernels.reference import ReferenceKernels
 from infer.protocols import KV, Activation, AttentionSpec, Draws, QuantisedKV, Ragged, RecorderProtocol, Rotary
 from infer.weight import GroupedWeight, Weight
@@ -23,6 +24,8 @@ KINDS = {torch.float32: 0, torch.bfloat16: 1}
 """The native code's numbers of the element types."""
 SCALES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The native code's numbers of the types of scales."""
+CHUNK = 1 << 20
+"""How many weights of a type without a number are converted at a time."""
 GATES: dict[Activation | None, int] = {None: 0, "silu": 1, "gelu_pytorch_tanh": 2}
 """The native code's numbers of the activations (its ``Gate``)."""
 
@@ -65,6 +68,17 @@ class CpuKernels(ReferenceKernels):
 
     def recorder(self) -> RecorderProtocol | None:
         return Recorder(self.native, self.results_in)
+
+    def quantise(self, weight_NK: Tensor, bits: Literal[4, 8]) -> GroupedWeight:
+        if (dtype := weight_NK.dtype) not in KINDS:
+            rows = max(1, CHUNK // weight_NK.shape[1])
+            parts = [self.quantise(weight_NK[n : n + rows].float(), bits) for n in range(0, len(weight_NK), rows)]
+            return replace(GroupedWeight.stack(parts), dtype=dtype)
+        weight_NK, made = weight_NK.contiguous(), unfilled(weight_NK, bits)
+        codes, scales = made.codes.data_ptr(), made.scales_NG.data_ptr()
+        shape = (*weight_NK.shape, made.group_size)
+        self.native.infer_quantise(KINDS[dtype], weight_NK.data_ptr(), *shape, bits, codes, scales)
+        return made
 
     def pack(self, weight_NK: Weight, bias_N: Tensor | None = None) -> Packed:
         return self._pack(weight_NK, bias_N, gated=False)

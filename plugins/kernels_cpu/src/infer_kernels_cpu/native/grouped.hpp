@@ -183,7 +183,7 @@ void quantise_row(const Grouped& w, const T* x, int8_t* q, float* scales, int32_
             vi bits = (vi)((vu)take(x + k, lanes) & 0x7fffffffu);  // of floats without sign, in their order; NaN last
             top = bits > top ? bits : top;
         });
-        float greatest = greatest_bits(top), inverse = greatest < 0x1p-120f ? 0 : 127 / greatest;
+        float greatest = greatest_bits(top), inverse = greatest < LEAST ? 0 : 127 / greatest;
         vi sum = {};
         over_vectors(w.group, [&](int64_t k, int lanes) {
             vi rounded = integers(take(x + k, lanes) * inverse);

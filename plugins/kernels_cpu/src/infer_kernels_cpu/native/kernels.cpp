@@ -6,6 +6,7 @@
 #include "attention.hpp"
 #include "grouped.hpp"
 #include "matmul.hpp"
+#include "quantise.hpp"
 #include "rows.hpp"
 #include "sampling.hpp"
 
@@ -77,6 +78,14 @@ EXPORT void infer_linear(int kind, const void* x, int64_t stride, int64_t rows, 
     TYPED(kind)
         linear(static_cast<const T*>(x), stride, rows, packed, N, K, static_cast<const T*>(bias), Gate(gate),
                static_cast<T*>(out));
+    END
+}
+
+EXPORT void infer_quantise(int kind, const void* weight, int64_t N, int64_t K, int64_t group, int bits, uint8_t* codes,
+                           void* scales) {
+    TYPED(kind)
+        auto run = bits == 4 ? quantise_weight<4, T> : quantise_weight<8, T>;
+        run(static_cast<const T*>(weight), N, K, group, codes, static_cast<bf16*>(scales));
     END
 }
 

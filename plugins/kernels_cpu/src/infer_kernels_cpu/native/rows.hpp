@@ -62,8 +62,6 @@ inline void rotate(const T* from, const float* cos, const float* sin, int64_t ha
     });
 }
 
-constexpr float LEAST = 0x1p-100f;  // a head of no greater magnitude than any below this counts as zero
-
 // Quantises a head's values to codes, and returns their scale; both as Python's QuantisedKV describes them.
 template <class T>
 inline float quantise(const T* from, int64_t width, int8_t* to) {
