@@ -147,7 +147,7 @@ def test_extreme_activations(int8: bool) -> None:
     st.sampled_from([1e-45, 2.0**-120, 1e-20, 1e-4, 1.0, 1e4, 1e30]),
     st.integers(0, 2**32),
 )
-@example(4, 1500, 1024, torch.bfloat16, 1.0, 0)
+@example(4, 400, 1024, torch.float32, 1.0, 0)
 @settings(deadline=None, max_examples=40)
 def test_weights_are_quantised_to_the_same_bits(
     bits: Any, n: int, k: int, dtype: torch.dtype, size: float, seed: int
