@@ -32,6 +32,7 @@ from infer.contracts.protocols import (
     WeightFormatProtocol,
 )
 from infer.contracts.request import Request, too_long
+from infer.device import blocks_given_back
 from infer.engine.checked import CheckedScheduler
 from infer.engine.engine import Engine
 from infer.engine.exactness import self_check
@@ -153,7 +154,7 @@ def _load(settings: Settings, plugins: Plugins, publish: Callable[..., None]) ->
     kernels: KernelsProtocol = backend.make(KernelsProtocol, device, plugin_settings(settings, "kernels", backend.name))
     max_seq_len = _max_seq_len(settings, family, checkpoint, ModelContext(kernels, dtype, device, 2), cache)
     model = _model(settings, family, checkpoint, ModelContext(kernels, dtype, device, max_seq_len))
-    with named(f"{family.whose} cannot be loaded"):
+    with named(f"{family.whose} cannot be loaded"), blocks_given_back():
         shapes = model.expected()
         dummy = settings.model.load_format == "dummy"
         weights: Iterable[tuple[str, Weight]]

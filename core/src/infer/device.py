@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
+"""Numbers of glibc's malloc.h."""
+KEPT = 32 << 20
+"""Blocks below this size are what glibc keeps of its own accord."""
 
 
 def upload(values: np.ndarray[Any, Any], device: torch.device) -> Tensor:
@@ -44,6 +51,24 @@ class FixedTensor:
             self._array[rows] = values.numpy()
         else:
             self.tensor[upload(rows, self.tensor.device)] = values
+
+
+@contextmanager
+def blocks_given_back() -> Iterator[None]:
+    """Until the context ends, malloc returns large blocks to the system as soon as they are freed. Once a block of up
+    to 32 MiB has been freed, glibc keeps all such blocks, and while a checkpoint is loaded, what it keeps grows to a
+    tenth of the weights."""
+    libc: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if not hasattr(libc, "mallopt"):  # another C library
+        yield
+        return
+    libc.mallopt(MMAP_THRESHOLD, 1 << 20)
+    try:
+        yield
+    finally:
+        libc.mallopt(MMAP_THRESHOLD, KEPT)
+        libc.mallopt(TRIM_THRESHOLD, 2 * KEPT)
+        libc.malloc_trim(0)
 
 
 def pages(nbytes: int) -> mmap.mmap:

@@ -416,6 +416,23 @@ def test_names_are_checked_before_any_tensor_is_read(sharded: Path) -> None:
         tensor_files(sharded)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_file_is_mapped_no_longer_than_its_large_tensors_live(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infer.checkpoint.tensors.MAPPED", 1 << 16)
+    save_file({name: torch.ones(1 << 15) for name in "ab"}, folder / SINGLE)
+    files = tensor_files(folder)
+
+    def mapped() -> bool:
+        return str(folder) in Path("/proc/self/maps").read_text()
+
+    for name in files.names():
+        tensor = files.tensor(name)
+        assert mapped()
+        assert tensor.sum() == 1 << 15
+        del tensor
+        assert not mapped()
+
+
 @pytest.mark.parametrize("keep", [0, 4, 8, 40, -1])
 def test_a_truncated_file(keep: int, folder: Path) -> None:
     data = (folder / SINGLE).read_bytes()

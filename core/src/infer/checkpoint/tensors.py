@@ -24,8 +24,9 @@ DUMMY_PERIOD = 1_048_573
 """How many values are drawn once and then repeated through all dummy weights. A prime, so that rows of a matrix
 differ."""
 
-MAPPED = 32
-"""A file is mapped anew after this many tensors, because the pages read so far count as this process's memory."""
+MAPPED = 32 << 20
+"""A file is mapped anew once so many bytes of it have been read, because these count as this process's memory as long
+as it is mapped."""
 
 
 class TensorFiles:
@@ -35,21 +36,23 @@ class TensorFiles:
     def __init__(self, files: Mapping[str, Path]) -> None:
         self._files = files
         self._opened: tuple[Path, Any] | None = None
-        self._reads = 0
+        self._read = 0
 
     def names(self) -> list[str]:
         return list(self._files)
 
     def tensor(self, name: str) -> Tensor:
         file = self._files[name]
-        if self._opened is None or self._opened[0] != file or self._reads == MAPPED:
+        if self._opened is None or self._opened[0] != file:
             self._opened = None  # unmap this file before the next is mapped
-            self._opened, self._reads = (file, _open(file)), 0
-        self._reads += 1
+            self._opened, self._read = (file, _open(file)), 0
         try:
             tensor: Tensor = self._opened[1].get_tensor(name)
         except Exception as error:  # the library raises no error of its own for types that torch lacks
             raise CheckpointError(f"The tensor {name!r} of {file} cannot be read: {error}.") from error
+        self._read += tensor.nbytes
+        if self._read >= MAPPED:
+            self._opened = None  # the file stays mapped only as long as its tensors live
         return tensor
 
 

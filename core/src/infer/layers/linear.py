@@ -46,8 +46,9 @@ class Linear:
         def take(kind: str, row: int, weight: Weight) -> None:
             nonlocal left
             if isinstance(weight, GroupedWeight):
-                own = torch.arange(weight.shape[0]) if order is None else order[row : row + weight.shape[0]] - row
-                grouped[row] = weight.rows(own.to(weight.codes.device))
+                if order is not None:
+                    weight = weight.rows((order[row : row + weight.shape[0]] - row).to(weight.codes.device))
+                grouped[row] = weight
             else:
                 if kind not in parts:
                     parts[kind] = zeros((rows, *weight.shape[1:]), weight.dtype, weight.device)
