@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 from tests.models.checkpoints import write_checkpoint
 from tests.serving import Body, chatty, running
 
@@ -149,6 +150,20 @@ def test_a_sequence_may_be_as_long_as_the_checkpoint_allows_and_the_cache_holds(
     assert 3 * 4500 < smaller < 3 * 5000, "12 codes and a scale take a third of 12 values"
     with pytest.raises(SettingsError, match=r"enlarge the cache or lower engine.max_seq_len"):
         LLM(long, engine={"max_seq_len": 20_000}, kernels=KERNELS)
+
+
+def test_weights_count_at_their_quantised_size(
+    long: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infer_cache_paged._free_memory", lambda device: 2 * 6000 * KV_BYTES)
+    size = sum(x.nbytes for x in load_file(Path(long) / "model.safetensors").values())
+
+    def counted(**model: Any) -> float:
+        positions = int(started(long, caplog, model=model)[2].split()[0])
+        return (6000 - positions) * 2 * KV_BYTES / size
+
+    assert counted() == pytest.approx(1, abs=0.1)
+    assert counted(quantization="int8") == pytest.approx(1 / 4, abs=0.1)
 
 
 def test_a_checkpoint_that_does_not_say_how_long_and_a_cache_smaller_than_a_short_one(

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from benchmarks import shapes
 
-SHAPE = shapes.CONFIGS["Llama-3.2-1B"] | {
+SHAPE = {
+    **shapes.CONFIGS["Llama-3.2-1B"],
     "vocab_size": 64_000,
     "hidden_size": 1024,
     "intermediate_size": 4096,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -49,7 +50,7 @@ from infer.text.encoding import Encoder, TooLongError
 from infer.text.grammar import Grammar, Grammars
 from infer.text.templates import ChatTemplate
 from infer.text.tool_formats import ToolFormat
-from infer.weight import Weight
+from infer.weight import Weight, form_of
 
 log = logging.getLogger(__name__)
 
@@ -154,18 +155,12 @@ def _load(settings: Settings, plugins: Plugins, publish: Callable[..., None]) ->
     kernels: KernelsProtocol = backend.make(KernelsProtocol, device, plugin_settings(settings, "kernels", backend.name))
     max_seq_len = _max_seq_len(settings, family, checkpoint, ModelContext(kernels, dtype, device, 2), cache)
     model = _model(settings, family, checkpoint, ModelContext(kernels, dtype, device, max_seq_len))
-    with named(f"{family.whose} cannot be loaded"), blocks_given_back():
+    quantiser = _quantiser(settings, model, kernels)
+    with checkpoint.placed(), named(f"{family.whose} cannot be loaded"), blocks_given_back():
         shapes = model.expected()
         dummy = settings.model.load_format == "dummy"
         weights: Iterable[tuple[str, Weight]]
         weights = dummy_tensors(shapes, dtype) if dummy else _read(settings, format, checkpoint)
-        quantiser = Quantiser(
-            settings.model.quantization,
-            settings.model.plain_layers,
-            settings.model.activations,
-            model.vocab_size,
-            kernels.quantise,
-        )
         model.load(track(quantiser(weights), "weights", len(shapes)))
     quantization = settings.model.quantization or checkpoint.quant_method or None
     log.info("weights, %s: %s", quantization or "not quantised", quantiser)
@@ -222,6 +217,40 @@ def _load(settings: Settings, plugins: Plugins, publish: Callable[..., None]) ->
     )
 
 
+@dataclass(frozen=True)
+class Stored:
+    """How a checkpoint stores its weights."""
+
+    method: str | None
+    """The hub's name for how they are quantised; None if they are not."""
+    forms: Sequence[str]
+    nbytes: int
+    """Of its files."""
+
+    def __str__(self) -> str:
+        return f"{self.method or 'not quantised'}: {', '.join(self.forms)}, {self.nbytes / 2**20:.1f} MiB"
+
+
+def stored(settings: Settings, plugins: Plugins) -> Stored | None:
+    """What the configured checkpoint has in store, by a few weights of each kind, or None if it is not on this machine
+    yet. Raises CheckpointError."""
+    path = settings.model.path
+    if path is None or not (path in plugins.checkpoints or Path(path).expanduser().exists()):
+        return None
+    checkpoint = _checkpoint(settings, path, plugins)
+    format = plugins.choose("weights", settings, [checkpoint.quant_method])
+    kinds: dict[str, list[str]] = {}
+    forms: dict[str, None] = {}
+    with checkpoint.placed():
+        read = _weight_format(settings, format, checkpoint)
+        for name in read.names():
+            kinds.setdefault(re.sub(r"\d+", "*", name), []).append(name)
+        for names in kinds.values():
+            for name in {names[0], names[len(names) // 2], names[-1]}:
+                forms[form_of(read.weight(name))] = None
+    return Stored(checkpoint.quant_method or None, sorted(forms), checkpoint.nbytes)
+
+
 def choose_device(name: str) -> torch.device:
     """The device that ``model.device`` stands for. Raises SettingsError."""
     available = torch.cuda.is_available()
@@ -268,7 +297,7 @@ def _max_seq_len(settings: Settings, family: Offer, checkpoint: Checkpoint, cont
         batch, dtype, device = settings.engine.max_batch_size, context.dtype, context.device
         kv_dtype = settings.cache.kv_dtype
         with named(f"{cache.whose} cannot say how long a sequence may be"):
-            weights = sum(map(math.prod, model.expected().values())) * dtype.itemsize
+            weights = _weights_bytes(model.expected(), dtype, _quantiser(settings, model, context.kernels), checkpoint)
             pool = CacheContext(model.attention, batch, own, dtype, device, context.kernels, kv_dtype=kv_dtype)
             held, why = (
                 cache.longest(pool, plugin_settings(settings, "cache", cache.name), weights),
@@ -304,19 +333,42 @@ def _scheduler(settings: Settings, plugins: Plugins, pool: CachePoolProtocol) ->
 def _model(settings: Settings, family: Offer, checkpoint: Checkpoint, context: ModelContext) -> ModelProtocol:
     """The model, not loaded yet."""
     own = plugin_settings(settings, "model", family.name)
-    model: ModelProtocol = family.make(ModelProtocol, checkpoint.config, context, own)
+    with checkpoint.placed():
+        model: ModelProtocol = family.make(ModelProtocol, checkpoint.config, context, own)
     checkpoint.check_ids(model.vocab_size)
     return model
 
 
+def _quantiser(settings: Settings, model: ModelProtocol, kernels: KernelsProtocol) -> Quantiser:
+    asked = settings.model
+    return Quantiser(asked.quantization, asked.plain_layers, asked.activations, model.vocab_size, kernels.quantise)
+
+
+def _weights_bytes(
+    shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, quantiser: Quantiser, checkpoint: Checkpoint
+) -> int:
+    """About how much memory the weights will take: no less than kernels need that keep them quantised."""
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
+    for name, shape in shapes.items():
+        if (bits := quantiser.bits(name, shape)) is not None:
+            sizes[name] = math.prod(shape) * bits // 8
+    total = sum(sizes.values())
+    return min(total, checkpoint.nbytes) if checkpoint.quant_method else total
+
+
 def _read(settings: Settings, format: Offer, checkpoint: Checkpoint) -> Iterator[tuple[str, Weight]]:
     """The checkpoint's weights, each read when the iterator reaches it."""
-    own = plugin_settings(settings, "weights", format.name)
-    read: WeightFormatProtocol = format.make(
-        WeightFormatProtocol, checkpoint.config, checkpoint.container.tensors(), own
-    )
+    read = _weight_format(settings, format, checkpoint)
     for name in read.names():
         yield name, read.weight(name)
+
+
+def _weight_format(settings: Settings, format: Offer, checkpoint: Checkpoint) -> WeightFormatProtocol:
+    own = plugin_settings(settings, "weights", format.name)
+    made: WeightFormatProtocol = format.make(
+        WeightFormatProtocol, checkpoint.config, checkpoint.container.tensors(), own
+    )
+    return made
 
 
 def _pool(

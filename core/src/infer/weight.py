@@ -146,4 +146,9 @@ def _int8(values: Tensor) -> bool:
     return bool(((values == values.round()) & (values >= -128) & (values <= 127)).all())
 
 
+def form_of(weight: Tensor | GroupedWeight) -> str:
+    """What a person calls it."""
+    return str(weight) if isinstance(weight, GroupedWeight) else "plain weights"
+
+
 Weight: TypeAlias = Tensor | GroupedWeight

@@ -87,6 +87,13 @@ def test_plugins_and_settings_as_json(tmp_path: Path) -> None:
     rows = json.loads(infer("plugins", "--json", cwd=tmp_path).stdout)
     (slotted,) = [row for row in rows if row["name"] == "slotted"]
     assert (slotted["distribution"], slotted["slot"]) == ("infer-cache-slotted", "cache")
+    assert not any(row["slot"] == "checkpoint" for row in rows), "none is given"
+    rows = json.loads(infer("plugins", "--json", "--model.path", "demo").stdout)
+    (demo,) = [row for row in rows if row["slot"] == "checkpoint"]
+    assert demo["quantization"]["method"] is None
+    assert demo["quantization"]["forms"] == ["plain weights"]
+    assert demo["quantization"]["nbytes"] > 2e6
+    assert "not quantised: plain weights, " in infer("plugins", "--model.path", "demo").stdout
     values = json.loads(infer("settings", "--json", "--server.port", "9", cwd=tmp_path).stdout)
     assert values["server.port"] == {"value": 9, "source": "--server.port"}
     schema = json.loads(infer("settings", "--json-schema", cwd=tmp_path).stdout)

@@ -185,7 +185,7 @@ WRONG: dict[str, tuple[Edit, str]] = {
     "heads": (edited("llama.attention.head_count", [4, 3]), r"head_count is \[4, 3\]; it has to be one whole number"),
     "values": (edited("llama.attention.value_length", 9), "the heads' keys have 12 values; infer needs as many"),
     "rotated": (edited("llama.rope.dimension_count", 6), "dimension_count is 6; it has to be the size of a head, 12"),
-    "width": (edited("llama.embedding_length", 64), r"has shape \[320, 48\], but config.json asks for \[320, 64\]"),
+    "width": (edited("llama.embedding_length", 64), r"has shape \[320, 48\], but .*\.gguf asks for \[320, 64\]"),
     "experts": (edited("llama.expert_count", 8), "llama.expert_count is not 0; infer has no mixtures of experts"),
     "split": (edited("split.count", 3), "is one of 3 parts of a checkpoint, .* join them: llama-gguf-split --merge"),
     "scaling": (

@@ -5,7 +5,10 @@ Nothing here knows a model family, and nothing is ever unpickled.
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +139,22 @@ class Checkpoint:
             where = self._place("tokenizer_config.json")
             raise CheckpointError(f"{where}: chat_template is neither a text nor has a default.")
         return value
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the files that hold the weights."""
+        files = self.path.glob("*.safetensors") if self.path.is_dir() else [self.path]
+        return sum(file.stat().st_size for file in files)
+
+    @contextmanager
+    def placed(self) -> Iterator[None]:
+        """Errors of those who know config.json's fields, but not where these come from, say so."""
+        try:
+            yield
+        except CheckpointError as error:
+            place = str(self._place("config.json"))
+            text = re.sub(r"(?<![\w./\\])config\.json\b", lambda _: place, str(error))
+            raise CheckpointError(text) from error.__cause__
 
     def _place(self, file: str) -> Path:
         """Where a message says that a fault is: ``file`` of a folder, or the one file there is."""

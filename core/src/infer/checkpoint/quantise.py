@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +11,7 @@ from typing import Literal
 from torch import Tensor
 
 from infer.errors import SettingsError
-from infer.weight import GroupedWeight, Weight
+from infer.weight import GroupedWeight, Weight, form_of
 
 
 @dataclass
@@ -33,8 +32,15 @@ class Quantiser:
     nbytes: Counter[str] = field(default_factory=Counter, init=False)
     """Bytes of the weights as they left, by their form: ``plain weights``, or a GroupedWeight's name."""
 
+    def bits(self, name: str, shape: Sequence[int]) -> Literal[4, 8] | None:
+        """How many bits the codes of a plain weight get; None if it stays plain."""
+        if self.quantization is None or len(shape) != 2 or any(fnmatch.fnmatchcase(name, each) for each in self.plain):
+            return None
+        # A byte holds two codes of 4 bits, both of one row.
+        whole = self.quantization == "int8" or shape[0] == self.vocab_size or shape[1] % 2
+        return 8 if whole else 4
+
     def __call__(self, weights: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
-        plain = re.compile("|".join(map(fnmatch.translate, self.plain)) or r"(?!)")
         for name, weight in weights:
             self.before += weight.nbytes
             if self.quantization is not None:
@@ -43,13 +49,12 @@ class Quantiser:
                         f"model.quantization quantises plain weights, but the checkpoint's {name!r} has {weight}; "
                         "leave it out."
                     )
-                if weight.dim() == 2 and weight.dtype.is_floating_point and not plain.fullmatch(name):
-                    # A byte holds two codes of 4 bits, both of one row.
-                    whole = self.quantization == "int8" or len(weight) == self.vocab_size or weight.shape[1] % 2
-                    weight = self.quantise(weight, 8 if whole else 4)
+                bits = self.bits(name, weight.shape)
+                if bits is not None and weight.dtype.is_floating_point:
+                    weight = self.quantise(weight, bits)
             if isinstance(weight, GroupedWeight) and self.activations != "auto":
                 weight = replace(weight, int8_activations=self.activations == "int8")
-            self.nbytes["plain weights" if isinstance(weight, Tensor) else str(weight)] += weight.nbytes
+            self.nbytes[form_of(weight)] += weight.nbytes
             yield name, weight
 
     def __str__(self) -> str:

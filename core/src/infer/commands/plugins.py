@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from typing import Any
 
 from infer.commands.arguments import table
 from infer.contracts.hooks import CommandRegistration
@@ -18,9 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, context: CommandContext) -> int:
     """Print the table of plugins. Raises the error of a choice that cannot be made, after the table."""
-    from infer.assemble import choose_device
+    from infer.assemble import choose_device, stored
 
-    rows: list[dict[str, str]] = []
+    rows: list[dict[str, Any]] = []
     failed = None
     for slot, offers in context.plugins.offers.items():
         chosen, why, all_of_them = None, "", ""
@@ -54,6 +55,14 @@ def run(args: argparse.Namespace, context: CommandContext) -> int:
                     ),
                 }
             )
+    try:
+        if (weights := stored(context.settings, context.plugins)) is not None:
+            row = dict.fromkeys(("distribution", "version"), "-") | {"slot": "checkpoint", "chosen": "yes"}
+            row |= {"name": str(context.settings.model.path), "description": str(weights)}
+            why = f"model.path = {row['name']} (from {context.sources['model.path']})"
+            rows.append(row | {"why": why, "quantization": vars(weights)})
+    except InferError as error:
+        failed = failed or error
     for b in context.plugins.broken:
         rows.append(
             {
