@@ -15,6 +15,7 @@ from infer_formats.gguf.header import TYPES, TensorInfo
 ROWS, BLOCKS = 7, 3
 NUMBERS = {block.name: number for number, block in TYPES.items()}
 FLOATS = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "IQ4_NL": [0], "Q6_K": [208]} | {
+    "IQ4_XS": [0],
     "Q4_K": [0, 2],
     "Q5_K": [0, 2],
 }

@@ -22,7 +22,7 @@ PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 MXFP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """Twice the values, to be integers; the scales are halved."""
 IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-TABLES = {"MXFP4": MXFP4, "IQ4_NL": IQ4_NL}
+TABLES = {"MXFP4": MXFP4, "IQ4_NL": IQ4_NL, "IQ4_XS": IQ4_NL}
 CHUNK = 1 << 18
 """Bytes that are unpacked at a time, so that all steps of it find them in the processor's cache."""
 
@@ -132,6 +132,14 @@ def _q6_k(raw: Array) -> Parts:
     return codes, _float16(raw[:, 208:]).astype(np.float32) * raw[:, 192:208].view(np.int8)
 
 
+def _iq4_xs(raw: Array) -> Parts:
+    """A factor, and 6 bits of scale for each of 8 groups: the upper 2 in the next two bytes, the lower 4 after these."""
+    high = np.ascontiguousarray(raw[:, 2:4]).view(np.uint16) >> np.arange(0, 16, 2, dtype=np.uint16) & 3
+    low = raw[:, 4:8, None] >> np.array([0, 4], np.uint8) & 15
+    scales = (low.reshape(-1, 8) | high << 4).astype(np.int32) - 32
+    return _paired(raw[:, 8:].reshape(-1, 8, 16)), _float16(raw[:, :2]).astype(np.float32) * scales
+
+
 def _mxfp4(raw: Array) -> Parts:
     exponents = raw[:, :1].astype(np.int32)
     # 2 ** (exponent - 128) by its bits; the two smallest are subnormal.
@@ -149,5 +157,6 @@ _READERS: dict[str, Callable[[Array], Parts]] = {
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
     "IQ4_NL": _q4_0,
+    "IQ4_XS": _iq4_xs,
     "MXFP4": _mxfp4,
 }

@@ -66,6 +66,7 @@ TYPES = {
     13: BlockType("Q5_K", 256, 176),
     14: BlockType("Q6_K", 256, 210),
     20: BlockType("IQ4_NL", 32, 18),
+    23: BlockType("IQ4_XS", 256, 136),
     30: BlockType("BF16", 1, 2),
     39: BlockType("MXFP4", 32, 17),
 }
@@ -80,7 +81,6 @@ OTHER_TYPES = {
     19: "IQ1_S",
     21: "IQ3_S",
     22: "IQ2_S",
-    23: "IQ4_XS",
     24: "I8",
     25: "I16",
     26: "I32",
