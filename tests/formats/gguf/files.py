@@ -45,12 +45,13 @@ def write_gguf(
     quantise: Quantise = quantised,
     edit: Callable[[gguf.GGUFWriter, dict[str, Any]], None] = lambda writer, config: None,
     tokenizer: Callable[[gguf.GGUFWriter, Path], None] | None = None,
+    part: int = 0,
 ) -> dict[str, Tensor]:
     """Matrices get the ``type``, all others are F32. Returns the weights that the file holds, by the hub's
-    names; ``edit`` may add to the file before it is written."""
+    names; ``edit`` may add to the file before it is written. A ``part`` has so many tensors at most."""
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     arch = ARCHITECTURES[config["architectures"][0]]
-    writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[arch])
+    writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[arch], split_max_tensors=part)
     heads = config["num_attention_heads"]
     config.setdefault("head_dim", None)
     config["head_dim"] = size = config["head_dim"] or config["hidden_size"] // heads

@@ -187,7 +187,7 @@ WRONG: dict[str, tuple[Edit, str]] = {
     "rotated": (edited("llama.rope.dimension_count", 6), "dimension_count is 6; it has to be the size of a head, 12"),
     "width": (edited("llama.embedding_length", 64), r"has shape \[320, 48\], but .*\.gguf asks for \[320, 64\]"),
     "experts": (edited("llama.expert_count", 8), "llama.expert_count is not 0; infer has no mixtures of experts"),
-    "split": (edited("split.count", 3), "is one of 3 parts of a checkpoint, .* join them: llama-gguf-split --merge"),
+    "split": (edited("split.count", 3), "is one of 3 parts of a checkpoint; .* ends in -00001-of-00003.gguf"),
     "scaling": (
         edited("llama.rope.scaling.type", "su"),
         "type is 'su'; it has to be none, linear, yarn",

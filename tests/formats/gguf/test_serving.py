@@ -17,7 +17,7 @@ from tests.models.checkpoints import write_checkpoint
 
 from infer import LLM, SamplingParams
 from infer.commands import cli
-from infer.errors import PluginError
+from infer.errors import CheckpointError, PluginError
 from infer.plugins import Plugins
 
 FAST: dict[str, Any] = {"kernels": {"backend": "reference", "threads": 1}, "cache": {"backend": "slotted"}}
@@ -44,6 +44,28 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     alone = tmp_path_factory.mktemp("alone") / "tiny-BF16.gguf"
     write_gguf(folder, alone, "BF16", edit=edit, tokenizer=lambda writer, at: byte_level(writer, at, "gpt-2"))
     return folder, alone
+
+
+def test_a_checkpoint_in_several_files(tmp_path: Path) -> None:
+    folder, split = write_checkpoint(tmp_path / "hub", "llama"), tmp_path / "split"
+    split.mkdir()
+    write_gguf(folder, tmp_path / "whole.gguf")
+    write_gguf(folder, split / "tiny.gguf", part=5)
+    files = sorted(split.iterdir())
+    assert len(files) > 2
+    found = []
+    for path in (tmp_path / "whole.gguf", split, files[0]):
+        with LLM(str(path), **FAST) as llm:
+            found.append(llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=8))[0].token_ids)
+    assert found[0] == found[1] == found[2]
+    with pytest.raises(CheckpointError, match=r"give model\.path the first of them"):
+        LLM(str(files[1]), **FAST)
+    shutil.copy(files[0], files[1])
+    with pytest.raises(CheckpointError, match=r"but so has .*-00001-of-"):
+        LLM(str(files[0]), **FAST)
+    files[1].unlink()
+    with pytest.raises(CheckpointError, match=r"-00002-of-.* cannot be read: No such file"):
+        LLM(str(files[0]), **FAST)
 
 
 def answers(path: Path | str) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
+from infer.checkpoint.locate import parts
 from infer.contracts.params import SamplingParams
 from infer.contracts.protocols import ContainerProtocol
 from infer.errors import CheckpointError, first_fault
@@ -143,7 +144,7 @@ class Checkpoint:
     @property
     def nbytes(self) -> int:
         """The bytes of the files that hold the weights."""
-        files = self.path.glob("*.safetensors") if self.path.is_dir() else [self.path]
+        files = self.path.glob("*.safetensors") if self.path.is_dir() else parts(self.path)
         return sum(file.stat().st_size for file in files)
 
     @contextmanager

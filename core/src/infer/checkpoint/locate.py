@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -33,11 +35,18 @@ def locate(path: str, *, bundled: Mapping[str, Path], suffixes: Sequence[str], r
     return _within(place, suffixes)
 
 
+def parts(file: Path) -> list[Path]:
+    """All files of a checkpoint that is kept in several, of which ``file`` is one: a-00001-of-00003.gguf and so on."""
+    name = re.fullmatch(r"(.*-)\d{5}(-of-\d{5})", file.stem)
+    return sorted(file.parent.glob(f"{glob.escape(name[1])}?????{name[2]}{file.suffix}")) if name else [file]
+
+
 def _within(place: Path, suffixes: Sequence[str]) -> Path:
     """``place``, or the file for which it stands."""
     if not place.is_dir() or any(place.glob("*.safetensors")):
         return place
     files = sorted(file for file in place.iterdir() if ending(file) in suffixes and not file.is_dir())
+    files = [file for file in files if file == parts(file)[0]]
     if len(files) > 1:
         names = ", ".join(file.name for file in files[:3]) + (", …" if len(files) > 3 else "")
         raise CheckpointError(

@@ -133,7 +133,7 @@ def _q6_k(raw: Array) -> Parts:
 
 
 def _iq4_xs(raw: Array) -> Parts:
-    """A factor, and 6 bits of scale for each of 8 groups: the upper 2 in the next two bytes, the lower 4 after these."""
+    """A factor, and 6 bits of scale for each of 8 groups: the upper 2 in the next two bytes, the lower 4 after."""
     high = np.ascontiguousarray(raw[:, 2:4]).view(np.uint16) >> np.arange(0, 16, 2, dtype=np.uint16) & 3
     low = raw[:, 4:8, None] >> np.array([0, 4], np.uint8) & 15
     scales = (low.reshape(-1, 8) | high << 4).astype(np.int32) - 32

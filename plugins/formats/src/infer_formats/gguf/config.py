@@ -92,11 +92,6 @@ def hub_config(meta: Metadata, tensors: Mapping[str, TensorInfo], read: Callable
     """config.json. ``read`` reads a tensor. Raises CheckpointError."""
     arch = architecture(meta)
     at = functools.partial("{}.{}".format, arch)
-    if (parts := meta.whole("split.count", 1)) != 1:
-        raise CheckpointError(
-            f"{meta.path} is one of {parts} parts of a checkpoint, which infer reads in one file only; join them: "
-            "llama-gguf-split --merge."
-        )
     if meta.whole(at("expert_count"), 0):
         raise CheckpointError(f"{meta.path}: {at('expert_count')} is not 0; infer has no mixtures of experts.")
     if "token_embd.weight" not in tensors:

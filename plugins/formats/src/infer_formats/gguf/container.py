@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,13 @@ class GGUF:
         self.path = path
         header = read_header(path)
         self._metadata = Metadata(path, header.metadata)
-        self._tensors = Tensors(path, header.tensors, self._metadata.text("general.architecture") or "")
+        infos, files = dict(header.tensors), dict.fromkeys(header.tensors, path)
+        for part in _other_parts(self._metadata):
+            for name, info in read_header(part).tensors.items():
+                if name in infos:
+                    raise CheckpointError(f"{part} has the tensor {name!r}, but so has {files[name]}.")
+                infos[name], files[name] = info, part
+        self._tensors = Tensors(files, infos, self._metadata.text("general.architecture") or "")
 
     def config(self) -> dict[str, Any]:
         made = config.hub_config(self._metadata, self._tensors.infos, self._tensors.tensor)
@@ -60,23 +67,38 @@ class GGUF:
         return self._tensors
 
 
+def _other_parts(meta: Metadata) -> Iterator[Path]:
+    """The files that have the rest of a checkpoint's tensors; ``meta`` is the first one's. Raises CheckpointError."""
+    count = meta.whole("split.count", 1, least=1)
+    if count is None or count == 1:
+        return
+    name = re.fullmatch(r"(.*-)00001(-of-\d{5})", meta.path.stem)
+    if name is None or not name[2].endswith(f"-{count:05}"):
+        raise CheckpointError(
+            f"{meta.path} is one of {count} parts of a checkpoint; give model.path the first of them, whose name ends "
+            f"in -00001-of-{count:05}{meta.path.suffix}, with the others beside it."
+        )
+    for number in range(2, count + 1):
+        yield meta.path.with_name(f"{name[1]}{number:05}{name[2]}{meta.path.suffix}")
+
+
 class Tensors:
     """A TensorFilesProtocol: tensors by their names in the file, memory-mapped one by one. Those of quantised types are
     their bytes, [..., bytes of a row]."""
 
-    def __init__(self, path: Path, infos: Mapping[str, TensorInfo], architecture: str) -> None:
+    def __init__(self, files: Mapping[str, Path], infos: Mapping[str, TensorInfo], architecture: str) -> None:
         self.infos, self.architecture = infos, architecture
-        self._path = path
+        self._files = files
 
     def names(self) -> list[str]:
         return list(self.infos)
 
     def tensor(self, name: str) -> Tensor:
-        info = self.infos[name]
+        info, file = self.infos[name], self._files[name]
         try:
-            raw = np.memmap(self._path, np.uint8, "c", info.offset, (*info.shape[:-1], info.row_bytes))
+            raw = np.memmap(file, np.uint8, "c", info.offset, (*info.shape[:-1], info.row_bytes))
         except (OSError, ValueError) as error:  # the file has changed since
-            raise CheckpointError(f"The tensor {name!r} of {self._path} cannot be read: {error}.") from error
+            raise CheckpointError(f"The tensor {name!r} of {file} cannot be read: {error}.") from error
         tensor = torch.from_numpy(raw)
         return tensor.view(PLAIN[info.type.name]) if info.type.name in PLAIN else tensor
 
