@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 
+import infer_cache_paged
 from infer.checkpoint.quantise import Quantiser
 from infer.contracts.params import SamplingParams
 from infer.contracts.request import Event, Request
@@ -21,7 +23,15 @@ from infer.engine.runner import Runner
 from infer.engine.schedulers import ContinuousScheduler, StaticScheduler
 from infer.hookspecs import RequestRecord, StepRecord
 from infer.kernels.reference import ReferenceKernels
-from infer.protocols import CacheContext, CachePoolProtocol, KernelsProtocol, KVDtype, ModelContext, ModelProtocol
+from infer.protocols import (
+    CacheContext,
+    CachePoolProtocol,
+    KernelsProtocol,
+    KVDtype,
+    ModelContext,
+    ModelProtocol,
+    QuantisedKV,
+)
 from infer.settings import EngineSettings
 from infer_cache_paged import PagedPool, PagedSettings
 from infer_cache_slotted import SlottedPool
@@ -145,11 +155,27 @@ def slotted_pool(
 
 
 def paged_pool(
-    model: ModelProtocol, dtype: torch.dtype, max_batch_size: int = 4, kv_dtype: KVDtype = "auto", **keys: Any
+    model: ModelProtocol,
+    dtype: torch.dtype,
+    max_batch_size: int = 4,
+    kv_dtype: KVDtype = "auto",
+    max_chunk: int | None = None,
+    spare: int | None = None,
+    **keys: Any,
 ) -> PagedPool:
-    """A paged pool with pages for one and a half sequences of full length, unless ``num_blocks`` says otherwise."""
+    """A paged pool with pages for one and a half sequences of full length, unless ``num_blocks`` says otherwise, or
+    with the fewest for one sequence and ``spare`` blocks. What nobody has written is NaN."""
+    context = replace(_context(model, dtype, max_batch_size, kv_dtype), max_chunk=max_chunk)
     settings = PagedSettings.model_validate({"num_blocks": 30} | keys)
-    return PagedPool(_context(model, dtype, max_batch_size, kv_dtype), settings)
+    if spare is not None:
+        tried = (settings.model_copy(update={"num_blocks": n}) for n in itertools.count(1))
+        settings = next(found for found in tried if infer_cache_paged.longest(context, found, 0) >= MAX_SEQ_LEN)
+        settings = settings.model_copy(update={"num_blocks": (settings.num_blocks or 0) + spare})
+    pool = PagedPool(context, settings)
+    for cache in (*pool.storage.k, *pool.storage.v):
+        memory = cache.scales if isinstance(cache, QuantisedKV) else cache
+        memory[: pool.books.pages.num_pages].fill_(torch.nan)
+    return pool
 
 
 def _context(model: ModelProtocol, dtype: torch.dtype, max_batch_size: int, kv_dtype: KVDtype) -> CacheContext:

@@ -6,10 +6,12 @@ from collections import Counter
 from collections.abc import Iterator
 
 import hypothesis.strategies as st
-from hypothesis import settings
+import pytest
+from hypothesis import Phase, settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
-from infer_cache_paged.pages import Node, Pages
+from infer_cache_paged import pages as pages_module
+from infer_cache_paged.pages import ROLLBACK, Block, Group, Node, Pages, cost, fitting
 
 
 def nodes(pages: Pages) -> Iterator[Node]:
@@ -34,7 +36,7 @@ def test_a_common_prefix_is_held_once() -> None:
     prefix = list(range(8))
     assert whole(pages, 0, [*prefix, 50, 51]) == 0
     assert whole(pages, 1, [*prefix, 60]) == 8
-    assert pages.holdings[0].pages[:2] == pages.holdings[1].pages[:2]
+    assert pages.holdings[0].tables[0][:2] == pages.holdings[1].tables[0][:2]
     assert pages.num_available == 10 - 4
     pages.free(0)
     assert pages.num_available == 10 - 3
@@ -88,7 +90,7 @@ def test_equal_pages_computed_twice_become_one() -> None:
     assert pages.num_available == 6
     assert not pages.commit(0, tokens, 8)
     assert pages.commit(1, tokens, 8)
-    assert pages.holdings[0].pages == pages.holdings[1].pages
+    assert pages.holdings[0].tables == pages.holdings[1].tables
     assert pages.num_available == 8
 
 
@@ -137,101 +139,261 @@ def test_a_page_once_let_go_serves_any_number_of_tokens_again() -> None:
     assert len(list(nodes(pages))) <= 3
 
 
+@pytest.fixture
+def no_rollback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infer_cache_paged.pages.ROLLBACK", 0)
+
+
+def prefill(pages: Pages, owner: int, tokens: list[int], chunk: int = 8) -> int | None:
+    """Allocate and compute chunk by chunk, as an engine does."""
+    found = pages.allocate(owner, tokens)
+    if found is not None:
+        for length in [*range(found, len(tokens), chunk), len(tokens)]:
+            pages.commit(owner, tokens, length)
+            assert pages.slide(owner, length)
+    return found
+
+
+@pytest.mark.usefixtures("no_rollback")
+def test_a_window_keeps_what_it_reaches() -> None:
+    """Of 40 positions, the next one reads 7: two blocks in either table, which the trie may lose."""
+    groups = [Group.make(2, 8, 4, 8), Group()]
+    pages = Pages(100, 4, groups=groups)
+    tokens = list(range(40))
+    assert prefill(pages, 0, tokens) == 0
+    assert [sum(block is not None for block in table) for table in pages.holdings[0].tables] == [2, 10]
+    assert pages.num_available == 100 - 2 * 2 - 10
+    assert cost(groups, 10) == 2 * 5 + 10, "while it is computed: the window and a chunk of 8"
+    assert pages.grow(0, 41, 40)
+    assert pages.num_available == 100 - 3 * 2 - 11
+
+
+@pytest.mark.usefixtures("no_rollback")
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_prefix_longer_than_the_window_is_found(ended: bool) -> None:
+    pages = Pages(100, 4, groups=[Group.make(2, 8, 4, 8), Group()])
+    tokens = list(range(40))
+    prefill(pages, 0, tokens)
+    for length in range(41, 60):
+        assert pages.grow(0, length, length - 1)
+    if ended:
+        pages.free(0)
+    assert pages.allocate(1, tokens) == 36
+    assert pages.allocate(2, [*tokens[:20], 99, 98]) == 20, "where the first has been long ago"
+
+
+@pytest.mark.usefixtures("no_rollback")
+def test_a_prefix_is_found_only_where_the_window_is_complete() -> None:
+    pages = Pages(28, 4, groups=[Group.make(2, 8, 4, 8), Group()])
+    tokens = list(range(32))
+    prefill(pages, 0, tokens)
+    pages.free(0)
+    assert pages.allocate(1, [99] * 16) == 0, "the 4 free pages, and 8 of what the window left first"
+    pages.free(1)
+    assert pages.allocate(2, tokens) == 28
+    pages.free(2)
+    assert pages.allocate(3, [98] * 32) == 0, "18 pages: the 12 free ones, and the last that the window reaches"
+    pages.free(3)
+    assert [node.blocks[1] is not None for node in nodes(pages)] == [True] * 7
+    assert prefill(pages, 4, tokens) == 0
+    assert pages.allocate(5, tokens) == 28
+
+
+def test_how_many_blocks_fit() -> None:
+    for groups in ([Group()], [Group.make(3, 9, 2, 4), Group.make(1, 20, 2, 4), Group(2)], [Group.make(2, 9, 2, 4)]):
+        most = cost(groups, 10**6)
+        for pages in range(min(most, 200)):
+            blocks = fitting(groups, pages)
+            assert cost(groups, blocks) <= pages < cost(groups, blocks + 1)
+    assert fitting([Group.make(2, 9, 2, 4)], most) > 10**6, "any length"
+
+
+MIXES: list[list[tuple[int, int | None]]] = [
+    [(1, None)],
+    [(1, 3), (2, None)],
+    [(2, 6), (1, None)],
+    [(1, 1), (1, None)],
+    [(2, 5)],
+    [(1, 2), (2, 7), (1, None)],
+]
+"""(pages per block, window) of each group."""
+
+
 class PagesMachine(RuleBasedStateMachine):
-    """Owners come, grow, compute and go; ``held`` is what each page was last computed with."""
+    """Owners come, grow, compute, take back and go; ``held`` is what each page was last computed with, and for
+    whom."""
 
     owners: Bundle[int] = Bundle("owners")
 
-    @initialize(num=st.integers(4, 12), size=st.integers(1, 3))
-    def start(self, num: int, size: int) -> None:
-        self.num, self.size = num, size
-        self.pages = Pages(num, size)
+    @initialize(
+        num=st.integers(8, 60),
+        size=st.integers(1, 3),
+        mix=st.sampled_from(MIXES),
+        chunk=st.none() | st.integers(1, 6),
+        rollback=st.integers(0, 2),
+    )
+    def start(self, num: int, size: int, mix: list[tuple[int, int | None]], chunk: int | None, rollback: int) -> None:
+        pages_module.ROLLBACK = rollback
+        self.num, self.size, self.chunk, self.rollback = num, size, chunk, rollback
+        self.groups = [Group.make(pages, window, size, chunk) for pages, window in mix]
+        self.pages = Pages(num, size, groups=self.groups)
         self.tokens: dict[int, list[int]] = {}
         self.salts: dict[int, str] = {}
         self.computed: dict[int, int] = {}
-        self.held: dict[tuple[int, int], tuple[str, tuple[int, ...]]] = {}
+        self.least: dict[int, int] = {}
+        """How short each owner may still be made."""
+        self.held: dict[tuple[int, int], tuple[int, str, tuple[int, ...]]] = {}
         self.next = 0
 
-    def table(self, owner: int) -> list[int]:
-        return self.pages.holdings[owner].pages
+    def prefix(self, owner: int, group: int, position: int) -> tuple[int, str, tuple[int, ...]]:
+        return group, self.salts[owner], tuple(self.tokens[owner][: position + 1])
 
-    def prefix(self, owner: int, position: int) -> tuple[str, tuple[int, ...]]:
-        return self.salts[owner], tuple(self.tokens[owner][: position + 1])
+    def blocks(self, owner: int) -> Iterator[tuple[int, int, Block]]:
+        """(group, index, pages) of everything that the owner has."""
+        for k, table in enumerate(self.pages.holdings[owner].tables):
+            yield from ((k, i, block) for i, block in enumerate(table) if block is not None)
 
-    @rule(target=owners, tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9), salt=st.sampled_from("xxy"))
-    def allocate(self, tokens: list[int], salt: str) -> int:
+    @rule(
+        target=owners,
+        common=st.integers(0, 24),
+        own=st.lists(st.integers(0, 1), min_size=1, max_size=4),
+        salt=st.sampled_from("xxxy"),
+    )
+    def allocate(self, common: int, own: list[int], salt: str) -> int:
         owner, self.next = self.next, self.next + 1
-        available = self.pages.num_available
+        tokens, available = [1] * common + own, self.pages.num_available
         found = self.pages.allocate(owner, tokens, salt=salt)
         if found is None:
-            assert available < -(-len(tokens) // self.size)
+            assert available < cost(self.groups, -(-len(tokens) // self.size))
             assert self.pages.num_available == available
             return -1
-        self.tokens[owner], self.salts[owner], self.computed[owner] = list(tokens), salt, found
+        self.tokens[owner], self.salts[owner], self.computed[owner] = tokens, salt, found
+        self.least[owner] = found
         assert found < len(tokens)
         return owner
 
     @rule(owner=owners, more=st.lists(st.integers(0, 1), min_size=1, max_size=5))
     def grow(self, owner: int, more: list[int]) -> None:
-        if owner in self.tokens:
-            available, table = self.pages.num_available, list(self.table(owner))
-            wanted = len(self.tokens[owner]) + len(more)
-            if self.pages.grow(owner, wanted):
-                self.tokens[owner] += more
-                assert self.table(owner)[: len(table)] == table
-            else:
-                assert -(-wanted // self.size) - len(table) > available == self.pages.num_available
+        if owner not in self.tokens:
+            return
+        wanted, computed = len(self.tokens[owner]) + len(more), self.computed[owner]
+        before = self.pages.holdings[owner].room
+        if self.pages.grow(owner, wanted, computed):
+            self.tokens[owner] += more
+        else:
+            new = -(-wanted // self.size) - before
+            assert sum(group.pages for group in self.groups) * new > self.pages.num_available
+        if -(-wanted // self.size) > before:
+            self.least[owner] = max(self.least[owner], computed - self.rollback)
 
-    @rule(owner=owners, amount=st.integers(1, 9))
-    def compute(self, owner: int, amount: int) -> None:
-        """Write K/V for some positions, then say so."""
-        if owner in self.tokens:
-            begin = self.computed[owner]
-            end = self.computed[owner] = min(len(self.tokens[owner]), begin + amount)
+    @rule(owner=owners, amount=st.integers(1, 9), commit=st.booleans(), always=st.booleans())
+    def compute(self, owner: int, amount: int, commit: bool, always: bool) -> None:
+        """Write K/V for some positions, perhaps after having said what has been written before."""
+        if owner not in self.tokens:
+            return
+        begin = self.computed[owner]
+        end = min(len(self.tokens[owner]), begin + amount)
+        if commit:
+            self.commit(owner)
+        ready = min(map(len, self.pages.holdings[owner].tables)) * self.size
+        if end > ready or always:
+            reached = self.pages.slide(owner, begin, end)
+            self.least[owner] = max(self.least[owner], begin - self.rollback)
+            if not reached:
+                assert self.chunk is not None
+                assert end - begin > self.chunk, "there is always room for a chunk"
+                return
+        for k, table in enumerate(self.pages.holdings[owner].tables):
             for position in range(begin, end):
-                page = self.table(owner)[position // self.size]
-                self.held[page, position % self.size] = self.prefix(owner, position)
+                block = table[position // self.size]
+                assert block is not None
+                for page in block:
+                    self.held[page, position % self.size] = self.prefix(owner, k, position)
+        self.computed[owner] = end
+
+    @rule(owner=owners)
+    def commit(self, owner: int) -> None:
+        if owner in self.tokens:
+            end = self.computed[owner]
             self.pages.commit(owner, self.tokens[owner], end)
+            assert self.pages.slide(owner, end)
+            self.least[owner] = max(self.least[owner], end // self.size * self.size, end - self.rollback)
+
+    @rule(owner=owners, amount=st.integers(1, 3), bit=st.integers(0, 1))
+    def truncate(self, owner: int, amount: int, bit: int) -> None:
+        """Take positions back, whose tokens then are others."""
+        if owner in self.tokens:
+            end = self.computed[owner] = max(self.least[owner], self.computed[owner] - amount)
+            self.tokens[owner][end:] = [bit] * (len(self.tokens[owner]) - end)
 
     @rule(owner=consumes(owners))
     def free(self, owner: int) -> None:
         if owner in self.tokens:
             self.pages.free(owner)
-            del self.tokens[owner], self.salts[owner], self.computed[owner]
+            del self.tokens[owner], self.salts[owner], self.computed[owner], self.least[owner]
 
     @invariant()
     def every_page_is_free_owned_or_cached(self) -> None:
-        owned = {page for owner in self.tokens for page in self.table(owner)}
-        cached = [node.page for node in self.pages.cached]
+        owned = {page for owner in self.tokens for _, _, block in self.blocks(owner) for page in block}
+        cached = [page for node, k in self.pages.cached for page in node.blocks[k] or ()]
         assert sorted([*self.pages.free_list, *owned, *cached]) == list(range(self.num))
+        assert self.pages.num_available == len(self.pages.free_list) + len(cached)
+
+    @invariant()
+    def a_page_has_one_place(self) -> None:
+        places: dict[int, set[tuple[int, int, int, Node | None]]] = {}
+        for owner in self.tokens:
+            holding = self.pages.holdings[owner]
+            for k, i, block in self.blocks(owner):
+                shared = i < min(holding.shared[k], len(holding.nodes))
+                for u, page in enumerate(block):
+                    places.setdefault(page, set()).add((k, i, u, holding.nodes[i] if shared else None))
+                    assert shared or sum(page in b for o in self.tokens for _, _, b in self.blocks(o)) == 1
+        assert all(len(found) == 1 for found in places.values())
 
     @invariant()
     def counts_equal_owners(self) -> None:
-        owners = Counter(page for owner in self.tokens for page in self.table(owner))
+        owners = Counter(node for owner in self.tokens for node in self.pages.holdings[owner].nodes)
+        users = Counter((k, block) for owner in self.tokens for k, _, block in self.blocks(owner))
         for node in nodes(self.pages):
-            assert node.owners == owners[node.page]
-            assert (node.owners == 0) == (node in self.pages.cached)
+            assert node.owners == owners[node]
+            assert node.owners or node.children or any(node.blocks), "nothing is left of the node"
             assert node.parent is not None
             assert node.parent is self.pages.root or node.parent.owners >= node.owners
-        shared = {node.page for node in nodes(self.pages)}
-        assert all(count == 1 or page in shared for page, count in owners.items())
+            for k, block in enumerate(node.blocks):
+                if block is None:
+                    assert not node.users[k]
+                    assert self.groups[k].window is not None
+                    continue
+                assert node.users[k] == users[k, block]
+                assert (node.users[k] == 0) == ((node, k) in self.pages.cached)
 
     @invariant()
-    def what_an_owner_has_computed_is_what_its_pages_hold(self) -> None:
-        """Also for pages found or taken over from others: none is shared without equal tokens before and in it."""
+    def what_an_owner_reads_is_what_its_pages_hold(self) -> None:
+        """Also for pages found or taken over from others, and after positions have been taken back: none is shared
+        without equal tokens before and in it, and none is let go that a window still reaches."""
         for owner, end in self.computed.items():
-            for position in range(end):
-                page = self.table(owner)[position // self.size]
-                assert self.held[page, position % self.size] == self.prefix(owner, position)
+            for k, group in enumerate(self.groups):
+                first = 0 if group.window is None else max(0, self.least[owner] - group.window + 1)
+                for position in range(first, end):
+                    block = self.pages.holdings[owner].tables[k][position // self.size]
+                    assert block is not None
+                    for page in block:
+                        assert self.held[page, position % self.size] == self.prefix(owner, k, position)
 
     def teardown(self) -> None:
         for owner in list(getattr(self, "tokens", ())):
-            self.pages.free(owner)
-            del self.tokens[owner], self.computed[owner]
+            self.free(owner)
             self.every_page_is_free_owned_or_cached()
         if hasattr(self, "pages"):
             assert self.pages.num_available == self.num
+            pages_module.ROLLBACK = ROLLBACK
 
 
 TestPages = PagesMachine.TestCase
-TestPages.settings = settings(max_examples=600, stateful_step_count=30, deadline=None)
+TestPages.settings = settings(
+    max_examples=300,
+    stateful_step_count=30,
+    deadline=None,
+    phases=[phase for phase in Phase if phase is not Phase.shrink],  # which would take minutes
+)

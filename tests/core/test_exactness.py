@@ -241,8 +241,8 @@ def test_any_mix_of_arrivals_chunks_budgets_and_pools(
     pool: CachePoolProtocol = slotted_pool(model, dtype, batch, kv_dtype)
     if paged is not None:
         page, spare = paged
-        num_blocks = -(-(MAX_SEQ_LEN + spare) // page)
-        pool = paged_pool(model, dtype, batch, kv_dtype, block_size=page, num_blocks=num_blocks)
+        chunk = keys["prefill_chunk_size"]
+        pool = paged_pool(model, dtype, batch, kv_dtype, max_chunk=chunk, spare=spare // page, block_size=page)
     stepper = make_engine(model, dtype, pool=pool, lag=lag, **keys)
     due = sorted(plan, key=lambda a: a[1])
     step = 0
@@ -293,37 +293,37 @@ def test_preemption_does_not_change_the_answer(family: str, dtype: torch.dtype) 
         assert same(stepper.answer(str(index)), alone(family, dtype, index))
 
 
-@pytest.mark.parametrize("num_blocks", [20, 200], ids=["preempted", "roomy"])
+@pytest.mark.parametrize("spare", [0, 180], ids=["preempted", "roomy"])
 @both
-def test_quantised_keys_and_values_are_shared_and_computed_again(dtype: torch.dtype, num_blocks: int) -> None:
+def test_quantised_keys_and_values_are_shared_and_computed_again(dtype: torch.dtype, spare: int) -> None:
     """The answers differ from those with K/V in the model's dtype, but not with what else is served."""
     assert not same(alone("llama", dtype, 6, "int8"), alone("llama", dtype, 6))
-    check_paged_pool("llama", dtype, "int8", True, num_blocks, True)
+    check_paged_pool("llama", dtype, "int8", True, spare, True)
 
 
 @families
 @both
 @pytest.mark.parametrize("mixed", [False, True], ids=["separate", "mixed"])
-@pytest.mark.parametrize("num_blocks", [20, 200], ids=["preempted", "roomy"])
+@pytest.mark.parametrize("spare", [0, 180], ids=["preempted", "roomy"])
 @pytest.mark.parametrize("prefix_caching", [False, True], ids=["miss", "hit"])
 def test_paged_pool_answers_the_same(
-    family: str, dtype: torch.dtype, mixed: bool, num_blocks: int, prefix_caching: bool
+    family: str, dtype: torch.dtype, mixed: bool, spare: int, prefix_caching: bool
 ) -> None:
-    check_paged_pool(family, dtype, "auto", mixed, num_blocks, prefix_caching)
+    check_paged_pool(family, dtype, "auto", mixed, spare, prefix_caching)
 
 
 def check_paged_pool(
-    family: str, dtype: torch.dtype, kv_dtype: KVDtype, mixed: bool, num_blocks: int, prefix_caching: bool
+    family: str, dtype: torch.dtype, kv_dtype: KVDtype, mixed: bool, spare: int, prefix_caching: bool
 ) -> None:
     model = tiny_model(family, dtype)
-    pool = paged_pool(model, dtype, 6, kv_dtype, num_blocks=num_blocks, prefix_caching=prefix_caching)
+    pool = paged_pool(model, dtype, 6, kv_dtype, 50, spare, prefix_caching=prefix_caching)
     stepper = make_engine(model, dtype, pool=pool, lag=1, max_batch_size=6, mixed_batches=mixed, prefill_chunk_size=50)
     order = [6, 7, 3, 2, 1, 0, 8, 5]
     for index in order:
         submit(stepper, index, 12)
     stepper.run()
     assert any(record.num_cached for record in stepper.finished) == prefix_caching
-    assert any(record.preemptions for record in stepper.finished) == (num_blocks == 20)
+    assert any(record.preemptions for record in stepper.finished) == (spare == 0)
     for index in order:
         assert same(stepper.answer(str(index)), alone(family, dtype, index, kv_dtype))
 

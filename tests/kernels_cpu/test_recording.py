@@ -255,12 +255,13 @@ def test_an_engine_answers_as_it_does_without(
     model = build_model(CONFIGS[family], dtype, kernels)
     answers = []
     for recorded in (False, True):
-        pool = paged_pool(model, dtype, MAX_BATCH, kv_dtype, num_blocks=22)
+        pool = paged_pool(model, dtype, MAX_BATCH, kv_dtype, max_chunk=64, spare=2)
         pool.storage.kernels = kernels
         record = kernels.recorder()
         assert record is not None
         graphs = DecodeGraphs(model, pool, CPU, MAX_BATCH, record) if recorded else None
-        stepper = make_engine(model, dtype, pool=pool, kernels=kernels, graphs=graphs, max_batch_size=MAX_BATCH)
+        keys: dict[str, Any] = {"max_batch_size": MAX_BATCH, "prefill_chunk_size": 64}
+        stepper = make_engine(model, dtype, pool=pool, kernels=kernels, graphs=graphs, **keys)
         for index, length in enumerate([3, 130, 140, 15, 1, 30, 60]):
             prompt = random_prompt(length, seed=index)
             tokens = 12 + 8 * index
@@ -329,7 +330,7 @@ MISFITS: dict[str, tuple[type[CpuKernels], type[PagedPool], str]] = {
     "attention in torch": (HostAttention, PagedPool, "extend_attention reads Ragged.starts"),
     "buckets of positions": (Buckets, PagedPool, f"{__name__}.Buckets.extend_attention reads Ragged.starts"),
     "a kernel unheard": (Unheard, PagedPool, "gave other bits"),
-    "views that move": (CpuKernels, Wandering, "views of Wandering do not stay where they are (ragged."),
+    "views that move": (CpuKernels, Wandering, "views of Wandering do not stay where they are (raggeds."),
     "places on the host": (CpuKernels, HostPool, "a pass does not do the same for every token, position and"),
 }
 

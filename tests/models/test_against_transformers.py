@@ -23,6 +23,7 @@ from infer.errors import CheckpointError
 from infer.plugins import Plugins
 from infer.protocols import CacheContext, ModelContext, ModelProtocol, Pass
 from infer.settings import ModelSettings, Settings
+from infer_cache_paged import PagedPool, PagedSettings
 from infer_cache_slotted import SlottedPool
 from infer_models import infer_models
 
@@ -102,7 +103,8 @@ pytestmark = pytest.mark.usefixtures("each_provider")
 
 
 class Driver:
-    """One sequence through a checkpoint's model and a slotted pool. The checkpoint may be a file."""
+    """One sequence through a checkpoint's model and a slotted pool, or, if the model has windows, a paged pool, which
+    forgets what is behind them. The checkpoint may be a file."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, dummy: bool = False, max_seq_len: int = MAX_SEQ_LEN) -> None:
         settings, plugins = Settings(model=ModelSettings(path=str(folder))), Plugins.discover()
@@ -118,8 +120,12 @@ class Driver:
                 None, [], "plain", self.model.vocab_size, support.KERNELS.quantise
             )  # as transformers computes
             self.model.load(unrounded(_read(settings, format, checkpoint)))
-        cache = CacheContext(self.model.attention, 1, max_seq_len, dtype, context.device, context.kernels)
-        self.pool = SlottedPool(cache)
+        cache = CacheContext(
+            self.model.attention, 1, max_seq_len, dtype, context.device, context.kernels, max_chunk=PROMPT
+        )
+        windowed = any(spec.window is not None for spec in self.model.attention)
+        pages = PagedSettings(block_size=4, num_blocks=max_seq_len // 4 + 1)
+        self.pool = PagedPool(cache, pages) if windowed else SlottedPool(cache)
 
     @torch.inference_mode()
     def prefill(self, tokens: list[int], chunks: Iterable[int]) -> Tensor:

@@ -36,7 +36,7 @@ from infer.contracts.request import Request, too_long
 from infer.device import blocks_given_back
 from infer.engine.checked import CheckedScheduler
 from infer.engine.engine import Engine
-from infer.engine.exactness import self_check
+from infer.engine.exactness import LENGTH, self_check
 from infer.engine.graphs import DecodeGraphs
 from infer.engine.loop import EngineLoop
 from infer.engine.runner import Runner
@@ -174,7 +174,16 @@ def _load(settings: Settings, plugins: Plugins, publish: Callable[..., None]) ->
     tokenizer = _tokenizer(settings.model.tokenizer, checkpoint, model.vocab_size, marks.union(*reasonings))
     graphs = _graphs(settings, model, pool, kernels, device)
     size = settings.engine.max_batch_size
-    faults = self_check(model, pool, kernels, graphs, max_batch_size=size, max_seq_len=max_seq_len, device=device)
+    faults = self_check(
+        model,
+        pool,
+        kernels,
+        graphs,
+        max_batch_size=size,
+        max_seq_len=max_seq_len,
+        max_chunk=_max_chunk(settings),
+        device=device,
+    )
     exact = not faults
     for fault in faults:
         log.warning("not exact: %s", fault)
@@ -298,7 +307,16 @@ def _max_seq_len(settings: Settings, family: Offer, checkpoint: Checkpoint, cont
         kv_dtype = settings.cache.kv_dtype
         with named(f"{cache.whose} cannot say how long a sequence may be"):
             weights = _weights_bytes(model.expected(), dtype, _quantiser(settings, model, context.kernels), checkpoint)
-            pool = CacheContext(model.attention, batch, own, dtype, device, context.kernels, kv_dtype=kv_dtype)
+            pool = CacheContext(
+                model.attention,
+                batch,
+                own,
+                dtype,
+                device,
+                context.kernels,
+                kv_dtype=kv_dtype,
+                max_chunk=_max_chunk(settings),
+            )
             held, why = (
                 cache.longest(pool, plugin_settings(settings, "cache", cache.name), weights),
                 "memory holds no more",
@@ -309,6 +327,14 @@ def _max_seq_len(settings: Settings, family: Offer, checkpoint: Checkpoint, cont
     else:
         log.info("engine.max_seq_len: %d positions, all that the checkpoint was made for", length)
     return length
+
+
+def _max_chunk(settings: Settings) -> int | None:
+    """The most positions by which a pass extends a sequence, also in the check at the start; None: any number."""
+    engine = settings.engine
+    if not engine.use_chunked_prefill:
+        return None
+    return max(LENGTH, min(engine.prefill_chunk_size, engine.max_tokens_per_step or sys.maxsize))
 
 
 def _check_kv_dtype(settings: Settings, *offers: Offer) -> None:
@@ -385,7 +411,8 @@ def _pool(
         # Unless the settings ask for long sequences, the cache takes no more memory than it would for shorter ones.
         enough = max(batch * DEFAULT_MAX_SEQ_LEN, max_seq_len)
     kv_dtype = settings.cache.kv_dtype
-    context = CacheContext(model.attention, batch, max_seq_len, dtype, device, kernels, enough, kv_dtype)
+    chunk = _max_chunk(settings)
+    context = CacheContext(model.attention, batch, max_seq_len, dtype, device, kernels, enough, kv_dtype, chunk)
     try:
         pool: CachePoolProtocol = offer.make(CachePoolProtocol, context, plugin_settings(settings, "cache", offer.name))
     except (MemoryError, RuntimeError, OSError) as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -25,9 +25,11 @@ from infer.engine.runner import Drawn, Result
 from infer.engine.schedulers import ContinuousScheduler
 from infer.hookspecs import RequestRecord, StepRecord
 from infer.kernels.reference import ReferenceKernels
-from infer.protocols import PENDING, CacheContext
+from infer.protocols import PENDING, AttentionSpec, CacheContext
 from infer.settings import EngineSettings
-from infer_cache_paged import PagedPool, PagedSettings
+from infer_cache_paged import PagedPool, PagedSettings, longest
+from infer_cache_paged import pages as pages_module
+from infer_cache_paged.pages import ROLLBACK
 from infer_cache_slotted import SlottedPool
 
 MAX_SEQ_LEN = 24
@@ -59,8 +61,10 @@ class Launched:
 class Runner:
     """Computes at once, as a device does in its own time: tokens that the host does not know yet it knows itself."""
 
-    def __init__(self, pool: Any) -> None:
+    def __init__(self, pool: Any, windows: Seq[int] = (MAX_SEQ_LEN,)) -> None:
+        """``windows`` are those of the pool's tables."""
         self.pool = pool
+        self.windows = windows
         self.memory: dict[int, tuple[int, ...]] = {}
         self.last: dict[int, int] = {}
         self.fault = ""
@@ -71,9 +75,9 @@ class Runner:
         if fault == "launch":
             raise RuntimeError("never set out")
         if batch.decode_only:
-            ragged = self.pool.decode_view(batch.slots).ragged
+            view = self.pool.decode_view(batch.slots)
         else:
-            ragged = self.pool.batched_chunked_prefill_view(batch.slots, batch.starts, batch.lens).ragged
+            view = self.pool.batched_chunked_prefill_view(batch.slots, batch.starts, batch.lens)
         size = self.pool.storage.block_size
         ids = batch.token_ids_T.tolist()
         for row, slot in zip(batch.fed_rows.tolist(), batch.fed_slots.tolist(), strict=True):
@@ -81,15 +85,16 @@ class Runner:
         assert PENDING not in ids
         histories = []
         for b, (start, length) in enumerate(zip(batch.starts, batch.lens, strict=True)):
-            places = [int(ragged.block_table_BP[b, p // size]) * size + p % size for p in range(start + length)]
-            row = ragged.offsets[b]
-            assert ragged.flat_T[row : row + length].tolist() == places[start:]
-            history = self.memory[places[start - 1]] if start else ()
-            for p in range(start):
-                assert self.memory[places[p]] == history[: p + 1], "what was computed is what is read"
-            for i in range(length):
-                history = (*history, ids[row + i])
-                self.memory[places[start + i]] = history
+            for ragged, window in zip(view.raggeds, self.windows, strict=True):
+                places = [int(ragged.block_table_BP[b, p // size]) * size + p % size for p in range(start + length)]
+                row = ragged.offsets[b]
+                assert ragged.flat_T[row : row + length].tolist() == places[start:]
+                history = self.memory[places[start - 1]] if start else ()
+                for p in range(max(0, start - window + 1), start):
+                    assert self.memory[places[p]] == history[: p + 1], "what was computed is what is read"
+                for i in range(length):
+                    history = (*history, ids[row + i])
+                    self.memory[places[start + i]] = history
             histories.append(history)
         self.computed += len(ids)
         tokens: list[int | None] = []
@@ -113,6 +118,7 @@ class Traffic(RuleBasedStateMachine):
         batch=st.integers(1, 4),
         over=st.none() | st.integers(0, 12),
         lag=st.integers(0, 2),
+        windows=st.sampled_from([(MAX_SEQ_LEN,), (5,), (2, 4, MAX_SEQ_LEN)]),
         keys=st.fixed_dictionaries(
             {
                 "mixed_batches": st.booleans(),
@@ -122,17 +128,34 @@ class Traffic(RuleBasedStateMachine):
             }
         ),
     )
-    def start(self, pages: int | None, size: int, batch: int, over: int | None, lag: int, keys: dict[str, Any]) -> None:
+    def start(
+        self,
+        pages: int | None,
+        size: int,
+        batch: int,
+        over: int | None,
+        lag: int,
+        keys: dict[str, Any],
+        windows: Seq[int] = (MAX_SEQ_LEN,),
+    ) -> None:
         self.budget = None if over is None else batch + over
         chosen = EngineSettings.model_validate({"max_batch_size": batch, "max_tokens_per_step": self.budget} | keys)
-        context = CacheContext([], batch, MAX_SEQ_LEN, torch.float32, torch.device("cpu"), ReferenceKernels())
+        pages_module.ROLLBACK = 0
+        layers = [AttentionSpec(1, 1, 1, 1.0, window) for window in windows]
+        context = CacheContext(layers, batch, MAX_SEQ_LEN, torch.float32, torch.device("cpu"), ReferenceKernels())
+        context = replace(context, max_chunk=chosen.prefill_chunk_size)
         if pages is None:
             self.pool: Any = SlottedPool(context)
+            windows = windows[:1]
         else:
-            self.pool = PagedPool(context, PagedSettings(block_size=size, num_blocks=-(-MAX_SEQ_LEN // size) + pages))
+            least = -(-MAX_SEQ_LEN // size)
+            if len(windows) > 1:
+                tried = (PagedSettings(block_size=size, num_blocks=n) for n in range(1, least + 1))
+                least = sum(longest(context, found, 0) < MAX_SEQ_LEN for found in tried) + 1
+            self.pool = PagedPool(context, PagedSettings(block_size=size, num_blocks=least + pages))
         self.pool.commit = self.checked(self.pool.commit)
         self.room = self.pool.free_tokens()
-        self.runner = Runner(self.pool)
+        self.runner = Runner(self.pool, windows)
         self.events: dict[str, list[Event]] = {}
         self.requests: dict[str, Request] = {}
         self.hurt: set[str] = set()
@@ -205,12 +228,13 @@ class Traffic(RuleBasedStateMachine):
     def the_pool_is_whole(self) -> None:
         if isinstance(getattr(self, "pool", None), PagedPool):
             pages = self.pool.books.pages
-            owned = {page for holding in pages.holdings.values() for page in holding.pages}
-            cached = [node.page for node in pages.cached]
-            total = self.room // pages.block_size
-            assert sorted([*pages.free_list, *owned, *cached]) == list(range(total))
+            tables = [table for holding in pages.holdings.values() for table in holding.tables]
+            owned = {page for table in tables for block in table for page in block or ()}
+            cached = [page for node, k in pages.cached for page in node.blocks[k] or ()]
+            assert sorted([*pages.free_list, *owned, *cached]) == list(range(pages.num_pages))
 
     def teardown(self) -> None:
+        pages_module.ROLLBACK = ROLLBACK
         if not hasattr(self, "engine"):
             return
         steps = 0

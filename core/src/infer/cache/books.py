@@ -69,16 +69,20 @@ class TruncatingBooks(Protocol):
 
 
 class BlockBooks(ABC):
-    """Books with one block table for all layers: per slot a row of blocks, a length and a room, each in one array.
+    """Books with one block table for all layers, or with several: per slot a row of blocks in each, a length and a
+    room, each in one array.
 
     A subclass decides which blocks a slot has. It calls ``_open`` to hand out a slot, ``_place`` to give the slot
     blocks, and ``_close`` to take the slot back.
     """
 
-    def __init__(self, num_slots: int, max_seq_len: int, block_size: int) -> None:
+    def __init__(self, num_slots: int, max_seq_len: int, block_size: int, num_tables: int = 1) -> None:
         self.block_size = block_size
         self.max_seq_len = max_seq_len
-        self._table_SP: Ints = np.zeros((num_slots, -(-max_seq_len // block_size)), dtype=np.int32)
+        shape = num_tables, num_slots, -(-max_seq_len // block_size)
+        self._tables_USP: Ints = np.zeros(shape, dtype=np.int32)
+        self._table_SP: Ints = self._tables_USP[0]
+        """The first table, or the only one."""
         self._lengths_S: Ints = np.full(num_slots, -1, dtype=np.int32)
         """-1 if the slot is not allocated."""
         self._room_S: Ints = np.full(num_slots, -1, dtype=np.int32)
@@ -106,10 +110,12 @@ class BlockBooks(ABC):
 
     def extend(self, slots: Sequence[int] | Slots, starts: Sequence[int] | Ints, lens: Sequence[int] | Ints) -> int:
         starts_B, lens_B = np.asarray(starts, dtype=np.int32), np.asarray(lens, dtype=np.int32)
-        slots_B = np.asarray(slots)
+        slots_B, ends_B = np.asarray(slots), starts_B + lens_B
         if len(set(slots_B.tolist())) < len(slots_B):
             raise ValueError(f"slots {slots_B.tolist()} repeat; a step extends a slot once")
-        ends_B, lengths_B, room_B = starts_B + lens_B, self._lengths_S[slots_B], self._room_S[slots_B]
+        for b in (ends_B > self._room_S[slots_B]).nonzero()[0]:
+            self.reach(int(slots_B[b]), int(ends_B[b]))
+        lengths_B, room_B = self._lengths_S[slots_B], self._room_S[slots_B]
         # A slot that is not allocated has the length -1, and room for -1 positions.
         wrong_B = (starts_B != lengths_B) | (ends_B > room_B) | (lens_B < 1)
         if wrong_B.any():
@@ -125,24 +131,31 @@ class BlockBooks(ABC):
         starts_B = self._lengths_S[slots_B]
         ends_B = starts_B + 1
         if (ends_B > self._room_S[slots_B]).any() or len(set(slots_B.tolist())) < len(slots_B):
-            self.extend(slots_B, starts_B, np.ones_like(starts_B))  # raises, and says why
+            self.extend(slots_B, starts_B, np.ones_like(starts_B))  # raises, and says why, unless they ``reach``
         self._lengths_S[slots_B] = ends_B
         return starts_B, int(ends_B.max())
 
     def table(self, slots: Sequence[int] | Slots, num_tokens: int) -> Ints:
-        """Blocks, [B, P]."""
-        return self._table_SP[slots, : -(-num_tokens // self.block_size)]
+        """Blocks, [B, P], or [U, B, P] of U tables."""
+        tables = self._table_SP if len(self._tables_USP) == 1 else self._tables_USP
+        return tables[..., slots, : -(-num_tokens // self.block_size)]
 
     def truncate(self, slot: int, num_tokens: int) -> None:
         """Shorten the slot; it keeps its blocks."""
-        length, least = self.length(slot), self.shared_tokens(slot)
+        length, least = self.length(slot), self.least_tokens(slot)
         if not least <= num_tokens <= length:
             raise ValueError(f"slot {slot} can be cut to {least}..{length} positions, not to {num_tokens}")
         self._lengths_S[slot] = num_tokens
 
-    def shared_tokens(self, slot: int) -> int:
-        """How many of the slot's leading positions other sequences may read, too."""
+    def least_tokens(self, slot: int) -> int:
+        """How many of the slot's leading positions cannot be taken back, because other sequences may read them, too, or
+        because what the position after fewer would read is gone."""
         return 0
+
+    def reach(self, slot: int, end: int) -> bool:
+        """Called if the slot is to be extended to ``end``, for which it has too few blocks. A subclass that gives a
+        slot its blocks bit by bit gives it more; False if it cannot."""
+        return False
 
     def _open(self, num_tokens: int) -> int:
         """Hand out a free slot that already holds ``num_tokens`` positions."""

@@ -60,12 +60,19 @@ class ExtendView:
     """One pass's view of the storage. Everything is an extend: full prefills, chunks and decodes differ only in their
     lengths."""
 
-    def __init__(self, storage: KVStorage, ragged: Ragged) -> None:
+    def __init__(self, storage: KVStorage, *raggeds: Ragged) -> None:
+        """``raggeds`` has one for each of the storage's tables."""
         self.storage = storage
-        self.ragged = ragged
+        self.raggeds = raggeds
+
+    @property
+    def ragged(self) -> Ragged:
+        """That of the first table, or of the only one."""
+        return self.raggeds[0]
 
     def attend(self, layer: int, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, rotary: Rotary | None = None) -> Tensor:
-        s, ragged = self.storage, self.ragged
+        s = self.storage
+        ragged = self.raggeds[s.table_of[layer]]
         k_cache, v_cache = s.k[layer], s.v[layer]
         if rotary is None:
             s.kernels.store_kv(k_TKE, v_TKE, k_cache, v_cache, ragged.flat_T)
@@ -77,28 +84,46 @@ class ExtendView:
 class KVStorage:
     """K and V of every layer, [num_blocks, block_size, K, E] each, stored as the context's ``kv_dtype`` says.
 
-    They start as zeros, so that a kernel that reads past what has been written reads finite values. A subclass that
+    There is one block table for all layers, or there are several, each for the layers that ``tables`` lists. The first
+    layers of all tables then share their memory, and so do the second ones and so on: a block belongs to one table at a
+    time, whichever needs it. Layers that share memory have equal shapes.
+
+    Blocks start as zeros, so that a kernel that reads past what has been written reads finite values. A subclass that
     stores or reads in another way has a ``view_type`` of its own.
     """
 
     view_type: type[ExtendView] = ExtendView
 
-    def __init__(self, context: CacheContext, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self,
+        context: CacheContext,
+        num_blocks: int,
+        block_size: int,
+        tables: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         self.block_size = block_size
         self.layers: list[AttentionSpec] = list(context.layers)
         self.kernels: KernelsProtocol = context.kernels
         self.device = context.device
-        shapes = [(num_blocks, block_size, spec.num_kv_heads, spec.head_size) for spec in self.layers]
-        self.k: list[KV] = [_zeros(s, context) for s in shapes]
-        self.v: list[KV] = [_zeros(s, context) for s in shapes]
+        tables = [range(len(self.layers))] if tables is None else tables
+        place = {layer: (u, i) for u, layers in enumerate(tables) for i, layer in enumerate(layers)}
+        self.table_of = [place[layer][0] for layer in range(len(self.layers))]
+        """Per layer, the index of its table."""
+        longest = [self.layers[layer] for layer in max(tables, key=len)]
+        shapes = [(num_blocks, block_size, spec.num_kv_heads, spec.head_size) for spec in longest]
+        memory: list[tuple[KV, KV]] = [(_zeros(shape, context), _zeros(shape, context)) for shape in shapes]
+        self.k, self.v = ([memory[place[layer][1]][part] for layer in range(len(self.layers))] for part in (0, 1))
+        self._nbytes = sum(x.nbytes for both in memory for x in both)
         size, blocks = context.max_batch_size, -(-context.max_seq_len // block_size)
         self._rows = np.arange(size)
         self._offsets_S1 = torch.arange(size + 1, dtype=torch.int32, device=context.device)
         self._starts_S = FixedTensor(torch.zeros(size, dtype=torch.int32, device=context.device))
-        self._table_SP = FixedTensor(torch.zeros((size, blocks), dtype=torch.int32, device=context.device))
-        self._flat_S = FixedTensor(torch.zeros(size, dtype=torch.int64, device=context.device))
-        self._fixed: dict[int, FixedRagged] = {}
-        """The fixed views' ``Ragged``, by number of rows."""
+        self._tables_USP = FixedTensor(
+            torch.zeros((len(tables), size, blocks), dtype=torch.int32, device=context.device)
+        )
+        self._flat_US = FixedTensor(torch.zeros((len(tables), size), dtype=torch.int64, device=context.device))
+        self._fixed: dict[int, list[FixedRagged]] = {}
+        """The fixed views' ``Ragged``s, by number of rows."""
 
     @staticmethod
     def bytes_per_token(context: CacheContext) -> int:
@@ -110,49 +135,54 @@ class KVStorage:
 
     @property
     def nbytes(self) -> int:
-        return sum(x.nbytes for x in (*self.k, *self.v))
+        return self._nbytes
 
-    def view(self, table_BP: Ints, starts: Sequence[int] | Ints, lens: Sequence[int] | Ints) -> ExtendView:
+    def view(self, table: Ints, starts: Sequence[int] | Ints, lens: Sequence[int] | Ints) -> ExtendView:
+        """``table`` is [B, P], or [U, B, P] of U tables."""
         starts_B, lens_B = np.asarray(starts, dtype=np.int32), np.asarray(lens, dtype=np.int32)
         offsets_B1 = np.zeros(len(lens_B) + 1, dtype=np.int32)
         np.cumsum(lens_B, out=offsets_B1[1:])
         sequence_T = np.repeat(np.arange(len(lens_B)), lens_B)
         position_T = np.arange(offsets_B1[-1]) - np.repeat(offsets_B1[:-1] - starts_B, lens_B)
-        ragged = Ragged(
-            starts=tuple(starts_B.tolist()),
-            lens=tuple(lens_B.tolist()),
-            offsets=tuple(offsets_B1.tolist()),
-            starts_B=upload(starts_B, self.device),
-            offsets_B1=upload(offsets_B1, self.device),
-            block_table_BP=upload(table_BP, self.device),
-            flat_T=upload(self._flat(table_BP, sequence_T, position_T), self.device),
+        starts_, lens_, offsets = tuple(starts_B.tolist()), tuple(lens_B.tolist()), tuple(offsets_B1.tolist())
+        on_device_B, offsets_on_device_B1 = upload(starts_B, self.device), upload(offsets_B1, self.device)
+        blocks = upload(table, self.device)
+        flat = upload(self._flat(table, sequence_T, position_T), self.device)
+        each = [(blocks, flat)] if table.ndim == 2 else zip(blocks, flat, strict=True)
+        return self.view_type(
+            self, *(Ragged(starts_, lens_, offsets, on_device_B, offsets_on_device_B1, *both) for both in each)
         )
-        return self.view_type(self, ragged)
 
-    def fixed_view(self, table_BP: Ints, starts: Sequence[int] | Ints) -> ExtendView:
+    def fixed_view(self, table: Ints, starts: Sequence[int] | Ints) -> ExtendView:
         starts_B = np.asarray(starts, dtype=np.int32)
         rows = len(starts_B)
-        if (ragged := self._fixed.get(rows)) is None:
-            ragged = self._fixed[rows] = FixedRagged(
-                starts=(),
-                lens=(1,) * rows,
-                offsets=tuple(range(rows + 1)),
-                starts_B=self._starts_S.tensor[:rows],
-                offsets_B1=self._offsets_S1[: rows + 1],
-                block_table_BP=self._table_SP.tensor[:rows],
-                flat_T=self._flat_S.tensor[:rows],
-            )
+        if (raggeds := self._fixed.get(rows)) is None:
+            raggeds = self._fixed[rows] = [
+                FixedRagged(
+                    starts=(),
+                    lens=(1,) * rows,
+                    offsets=tuple(range(rows + 1)),
+                    starts_B=self._starts_S.tensor[:rows],
+                    offsets_B1=self._offsets_S1[: rows + 1],
+                    block_table_BP=blocks_SP[:rows],
+                    flat_T=flat_S[:rows],
+                )
+                for blocks_SP, flat_S in zip(self._tables_USP.tensor, self._flat_US.tensor, strict=True)
+            ]
         self._starts_S.write(starts_B)
-        self._table_SP.write(table_BP)
-        self._flat_S.write(self._flat(table_BP, self._rows[:rows], starts_B))
-        vars(ragged).update(starts=starts_B, read=None)
-        return self.view_type(self, ragged)
+        flat = self._flat(table, self._rows[:rows], starts_B)
+        self._tables_USP.write(table if table.ndim == 3 else table[None])
+        self._flat_US.write(flat if flat.ndim == 2 else flat[None])
+        for ragged in raggeds:
+            vars(ragged).update(starts=starts_B, read=None)
+        return self.view_type(self, *raggeds)
 
-    def _flat(self, table_BP: Ints, sequence_T: Ints64, position_T: Ints | Ints64) -> Ints64:
+    def _flat(self, table: Ints, sequence_T: Ints64, position_T: Ints | Ints64) -> Ints64:
         """The indices, into all blocks laid end to end, of the given positions of the given sequences (rows of the
-        table)."""
+        table): [T], or [U, T] of U tables."""
         block_T, within_T = np.divmod(position_T, self.block_size)
-        return table_BP[sequence_T, block_T].astype(np.int64) * self.block_size + within_T
+        flat = table[..., sequence_T, block_T].astype(np.int64) * self.block_size + within_T
+        return np.ascontiguousarray(flat)
 
 
 def _zeros(shape: tuple[int, ...], context: CacheContext) -> KV:

@@ -49,7 +49,8 @@ class Ragged:
 
     The sequences' tokens are laid end to end without padding. Rows ``offsets[b]:offsets[b+1]`` belong to sequence b, at
     positions ``starts[b]`` and up. Position p of sequence b is stored in block ``block_table_BP[b, p // block_size]``
-    at offset ``p % block_size``."""
+    at offset ``p % block_size``. Layers may have tables of their own. A block that lies wholly behind a layer's window
+    for all of the sequence's queries may be any block of finite values."""
 
     starts: tuple[int, ...]
     """Each sequence's first position in this pass. A pass that reads them cannot be recorded, because every replay
@@ -279,7 +280,7 @@ class CachePoolProtocol(Protocol):
     def free(self, slot: int) -> None: ...
 
     def free_tokens(self) -> int:
-        """How many positions can still be allocated."""
+        """How many positions can still be allocated, to sequences of full length."""
 
     def length(self, slot: int) -> int:
         """How many of the slot's positions have been handed to a view for writing."""
@@ -450,6 +451,8 @@ class CacheContext:
     """How many positions the pool should hold; None: ``max_batch_size`` * ``max_seq_len``."""
     kv_dtype: KVDtype = "auto"
     """Other than ``auto`` only if the pool's registration and the kernels' say in ``kv_dtypes`` that they know it."""
+    max_chunk: int | None = None
+    """The most positions by which one pass extends a sequence; None: any number."""
 
 
 @dataclass(frozen=True)

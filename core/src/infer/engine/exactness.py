@@ -77,13 +77,15 @@ def self_check(
     *,
     max_batch_size: int,
     max_seq_len: int,
+    max_chunk: int | None = None,
     device: torch.device,
 ) -> list[str]:
     """Check that a row's bits do not depend on the rest of its pass. Returns one phrase for the log per kernel, or part
     of the model, that varies: what varies, and with how many rows; an empty list if all is exact. Frees all slots that
-    it allocates."""
+    it allocates. No pass extends a sequence by more than ``max_chunk`` positions, if there is such a limit; it is at
+    least LENGTH."""
     observed = Observed()
-    trial = model, pool, kernels, graphs, max_batch_size, max_seq_len, device, observed
+    trial = model, pool, kernels, graphs, max_batch_size, max_seq_len, max_chunk or max_seq_len, device, observed
     began = time.thread_time()
     whole = list(_Whole(*trial).faults())
     attention = _Attention(*trial)
@@ -178,6 +180,7 @@ class _Trial:
     graphs: DecodeGraphs | None
     max_batch_size: int
     max_seq_len: int
+    max_chunk: int
     device: torch.device
     observed: Observed
 
@@ -304,11 +307,20 @@ class _Attention(_Trial):
             return view.attend(layer, q[at], k[at], v[at], rotation)
 
         with self.slots([length]) as slots:
-            whole = attend(self.pool.batched_chunked_prefill_view(slots, [0], [length]), self.spans([0], [length]))
+            parts = []
+            for begin in range(0, length, self.max_chunk):
+                n = min(self.max_chunk, length - begin)
+                view = self.pool.batched_chunked_prefill_view(slots, [begin], [n])
+                parts.append(attend(view, self.spans([begin], [n])))
+            whole = torch.cat(parts)
         with self.slots([n + growth for n in lens]) as slots:
             ends = [0] * len(slots)
             everyone = list(range(len(slots)))
-            chunks = [(group, [lens[i] for i in group]) for group in _groups_within(lens[: len(slots)], length)]
+            chunks = []
+            for group in _groups_within(lens[: len(slots)], length):
+                for begin in range(0, max((lens[i] for i in group), default=0), self.max_chunk):
+                    left = [i for i in group if lens[i] > begin]
+                    chunks.append((left, [min(self.max_chunk, lens[i] - begin) for i in left]))
             chunks.append((everyone, [min(LAST_CHUNK, 1 + i) for i in everyone]))
             for turn, size in enumerate([*[0] * len(chunks), *(n for n in sizes if n <= len(slots))]):
                 if size == 0:

@@ -194,8 +194,8 @@ class DecodeGraphs:
 
 def read_on_host(view: KVCacheView) -> str | None:
     """Who has read, from one of ``KVStorage``'s views, host values that differ between passes; None if nobody has."""
-    reader: str | None = getattr(getattr(view, "ragged", None), "read", None)
-    return reader
+    readers = (getattr(ragged, "read", None) for ragged in getattr(view, "raggeds", ()))
+    return next(filter(None, readers), None)
 
 
 def _numbers(values: list[int] | np.ndarray[tuple[int], np.dtype[np.int64]]) -> list[int]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import psutil
 import torch
 from pydantic import BaseModel, Field, PositiveInt
@@ -16,18 +19,24 @@ from infer.cache.books import Ints
 from infer.errors import SettingsError
 from infer.hookspecs import CacheRegistration, Registration
 from infer.protocols import Allocation, CacheContext, CacheFactory
-from infer_cache_paged.pages import Pages
+from infer_cache_paged.pages import ENDLESS, Group, Pages, cost, fitting
 
 INFER_PLUGIN_API = 1
 log = logging.getLogger(__name__)
 
 FRACTION = {"cpu": 0.5, "cuda": 0.9}
 """The default fraction, per device, of the memory that is free once the weights are loaded."""
+MOST_TABLES = 8
+"""About how many block tables a model has at most: every step fills in all of them."""
 
 
 class PagedSettings(BaseModel, extra="forbid"):
     block_size: PositiveInt = Field(16, description="positions per page")
-    num_blocks: PositiveInt | None = Field(None, description="pages; none: as many as memory_fraction allows")
+    num_blocks: PositiveInt | None = Field(
+        None,
+        description="blocks of positions that fit in all layers; none: as many as memory_fraction allows. Layers with "
+        "a window need fewer",
+    )
     memory_fraction: float | None = Field(
         None,
         gt=0,
@@ -40,12 +49,16 @@ class PagedSettings(BaseModel, extra="forbid"):
 
 
 class PagedBooks(BlockBooks):
-    """Books whose blocks are pages."""
+    """Books whose blocks are pages. There is a table for each page of a block: a group's tables have the same entries,
+    but different pages."""
 
     def __init__(self, num_slots: int, max_seq_len: int, pages: Pages) -> None:
-        super().__init__(num_slots, max_seq_len, pages.block_size)
+        super().__init__(num_slots, max_seq_len, pages.block_size, sum(group.pages for group in pages.groups))
         self.pages = pages
         self.shares = pages.share
+        self._longest = -(-max_seq_len // pages.block_size)
+        self._most = cost(pages.groups, self._longest)
+        """How many pages a sequence of full length needs."""
 
     def allocate(self, token_ids: Sequence[int], *, reuse: bool = True, salt: str = "") -> Allocation | None:
         if not self._free_slots or len(token_ids) > self.max_seq_len:
@@ -55,31 +68,76 @@ class PagedBooks(BlockBooks):
         if num_cached is None:
             return None
         self._open(num_cached)
-        self._place(slot, self.pages.holdings[slot].pages)
+        self._copy(slot)
         return Allocation(slot, num_cached)
 
     def grow(self, slot: int, num_tokens: int) -> bool:
         room = self._room[slot]
         if num_tokens <= room:
             return num_tokens <= self.max_seq_len
-        if num_tokens > self.max_seq_len or not self.pages.grow(slot, num_tokens):
+        if num_tokens > self.max_seq_len:
             return False
-        self._place(slot, self.pages.holdings[slot].pages, room // self.block_size)
-        return True
+        changed = self._changing(slot)
+        grown = self.pages.grow(slot, num_tokens, int(self._lengths_S[slot]))
+        self._copy(slot, changed)
+        return grown
 
     def commit(self, slot: int, token_ids: Sequence[int], num_computed: int) -> None:
-        if self.pages.commit(slot, token_ids, num_computed):
-            self._place(slot, self.pages.holdings[slot].pages)
+        swapped = self.pages.commit(slot, token_ids, num_computed)
+        if self.pages.windowed:
+            changed = 0 if swapped else self._changing(slot)
+            self.pages.slide(slot, self.length(slot))
+            self._copy(slot, changed)
+        elif swapped:
+            self._copy(slot)
 
-    def shared_tokens(self, slot: int) -> int:
-        return len(self.pages.holdings[slot].nodes) * self.block_size
+    def reach(self, slot: int, end: int) -> bool:
+        holding = self.pages.holdings.get(slot)
+        if holding is None or end > holding.room * self.block_size:
+            return False
+        changed = self._changing(slot)
+        reached = self.pages.slide(slot, self.length(slot), end)
+        self._copy(slot, changed)
+        return reached
+
+    def least_tokens(self, slot: int) -> int:
+        holding = self.pages.holdings[slot]
+        least = len(holding.nodes) * self.block_size
+        for group, first in zip(self.pages.groups, holding.firsts, strict=True):
+            if group.window is not None and first:
+                least = max(least, first * self.block_size + group.window - 1)
+        return least
 
     def free(self, slot: int) -> None:
         self._close(slot)
         self.pages.free(slot)
 
     def free_tokens(self) -> int:
-        return self.pages.num_available * self.block_size
+        """As many as sequences of full length, and one shorter sequence, would have: with windows, a short one needs
+        more pages per position than a long one."""
+        number, rest = divmod(self.pages.num_available, self._most)
+        return (number * self._longest + fitting(self.pages.groups, rest)) * self.block_size
+
+    def _changing(self, slot: int) -> int:
+        """The first index at which the slot's tables can change while its windows move on and it gets more room."""
+        firsts = self.pages.holdings[slot].firsts
+        return min((firsts[k] for k in self.pages.windowed), default=self._room[slot] // self.block_size)
+
+    def _copy(self, slot: int, begin: int = 0) -> None:
+        """Copy the slot's blocks from index ``begin`` on into the tables. What is behind a window is in the page of
+        zeros, which comes after all others."""
+        holding, row, room = self.pages.holdings[slot], 0, ENDLESS
+        for group, table, first in zip(self.pages.groups, holding.tables, holding.firsts, strict=True):
+            rows, end = self._tables_USP[row : row + group.pages, slot], len(table)
+            if (start := max(begin, first)) > begin:
+                rows[:, begin:first] = self.pages.num_pages
+            if end - start < 4:  # as nearly always; numpy takes longer to make an array
+                for i in range(start, end):
+                    rows[:, i] = table[i] or ()
+            else:
+                rows[:, start:end] = np.array(table[start:], dtype=np.int32).T
+            row, room = row + group.pages, min(room, end)
+        self._room_S[slot] = room * self.block_size
 
 
 class PagedPool(Pool[Ints, ExtendView]):
@@ -89,44 +147,90 @@ class PagedPool(Pool[Ints, ExtendView]):
     storage: KVStorage
 
     def __init__(self, context: CacheContext, settings: PagedSettings) -> None:
-        pages = Pages(_num_blocks(context, settings), settings.block_size, settings.prefix_caching)
-        storage = KVStorage(context, len(pages.free_list), settings.block_size)
+        tables = _tables(context)
+        groups = _groups(tables, context, settings)
+        pages = Pages(_num_pages(context, settings), settings.block_size, settings.prefix_caching, groups)
+        if pages.windowed:
+            blocks = -(-context.max_seq_len // settings.block_size)
+            log.info(
+                "paged cache: %d of %d layers keep no more than their window and a chunk; a sequence of %d positions "
+                "takes %d pages instead of %d",
+                sum(len(layers) for window, layers in tables if window is not None),
+                len(context.layers),
+                context.max_seq_len,
+                cost(groups, blocks),
+                blocks * sum(group.pages for group in groups),
+            )
+        num_pages = pages.num_pages + bool(pages.windowed)  # the last one stays zero: what is behind a window
+        storage = KVStorage(context, num_pages, settings.block_size, [layers for _, layers in tables])
         super().__init__(PagedBooks(context.max_batch_size, context.max_seq_len, pages), storage)
 
 
+def _tables(context: CacheContext) -> list[tuple[int | None, list[int]]]:
+    """(window, layers) of each block table, those without a window last. The layers of a table share their pages, so
+    that all tables have about equally many layers. A window that no sequence exceeds is none."""
+    windows: dict[int | None, list[int]] = {}
+    for layer, spec in enumerate(context.layers):
+        window = spec.window if spec.window is not None and spec.window < context.max_seq_len else None
+        windows.setdefault(window, []).append(layer)
+    if len({(spec.num_kv_heads, spec.head_size) for spec in context.layers}) != 1:
+        return [(None, list(range(len(context.layers))))]
+    size = max(min(map(len, windows.values())), -(-len(context.layers) // MOST_TABLES))
+    return [
+        (window, windows[window][i : i + size])
+        for window in sorted(windows, key=lambda window: ENDLESS if window is None else window)
+        for i in range(0, len(windows[window]), size)
+    ]
+
+
+def _groups(
+    tables: Sequence[tuple[int | None, list[int]]], context: CacheContext, settings: PagedSettings
+) -> list[Group]:
+    counts = Counter(window for window, _ in tables)
+    return [Group.make(pages, window, settings.block_size, context.max_chunk) for window, pages in counts.items()]
+
+
 def longest(context: CacheContext, settings: PagedSettings, yet_to_take: int) -> int:
-    """How many positions all pages have together, and so one sequence at most. ``yet_to_take`` bytes of the memory that
-    is free now will be taken before the pool is made."""
+    """How many positions one sequence can have in all pages. ``yet_to_take`` bytes of the memory that is free now will
+    be taken before the pool is made."""
+    groups = _groups(_tables(context), context, settings)
     if settings.num_blocks is not None:
-        return settings.num_blocks * settings.block_size
-    fraction = settings.memory_fraction or FRACTION[context.device.type]
-    free = max(0, _free_memory(context.device) - yet_to_take)
-    return int(fraction * free) // _page_bytes(context, settings) * settings.block_size
+        pages = settings.num_blocks * sum(group.pages for group in groups)
+    else:
+        fraction = settings.memory_fraction or FRACTION[context.device.type]
+        free = max(0, _free_memory(context.device) - yet_to_take)
+        pages = int(fraction * free) // _page_bytes(context, settings)
+    return fitting(groups, pages) * settings.block_size
 
 
 def _page_bytes(context: CacheContext, settings: PagedSettings) -> int:
-    return settings.block_size * KVStorage.bytes_per_token(context)
+    _, layers = max(_tables(context), key=lambda table: len(table[1]))
+    page = replace(context, layers=[context.layers[layer] for layer in layers])
+    return settings.block_size * KVStorage.bytes_per_token(page)
 
 
-def _num_blocks(context: CacheContext, settings: PagedSettings) -> int:
+def _num_pages(context: CacheContext, settings: PagedSettings) -> int:
     """How many pages to make. The log shows how that was computed."""
-    size = _page_bytes(context, settings)
+    groups, size = _groups(_tables(context), context, settings), _page_bytes(context, settings)
     if settings.num_blocks is not None:
         if settings.memory_fraction is not None:
             raise SettingsError(
                 f"cache.paged.num_blocks = {settings.num_blocks} and cache.paged.memory_fraction = "
                 f"{settings.memory_fraction} both set the pool's size; leave one out."
             )
-        log.info("paged cache: %d pages of %d positions, as set", settings.num_blocks, settings.block_size)
-        return settings.num_blocks
+        pages = settings.num_blocks * sum(group.pages for group in groups)
+        log.info("paged cache: %d pages of %d positions, as set", pages, settings.block_size)
+        return pages
     fraction = settings.memory_fraction or FRACTION[context.device.type]
     free = _free_memory(context.device)
-    fitting = int(fraction * free) // size
+    fits = int(fraction * free) // size
+    batch, most = context.max_batch_size, -(-context.max_seq_len // settings.block_size)
     if context.num_tokens is None:
-        wanted = context.max_batch_size * -(-context.max_seq_len // settings.block_size)
+        wanted = batch * cost(groups, most)
     else:
-        wanted = -(-context.num_tokens // settings.block_size)
-    chosen = fitting if settings.memory_fraction is not None else min(fitting, wanted)
+        each = -(-context.num_tokens // batch // settings.block_size)
+        wanted = max(batch * cost(groups, each), cost(groups, most))
+    chosen = fits if settings.memory_fraction is not None else min(fits, wanted)
     log.info(
         "paged cache: %d pages of %d positions (%.2f of %.2f GiB free / %d bytes = %d; wanted are %d)",
         chosen,
@@ -134,7 +238,7 @@ def _num_blocks(context: CacheContext, settings: PagedSettings) -> int:
         fraction,
         free / 2**30,
         size,
-        fitting,
+        fits,
         wanted,
     )
     return chosen
