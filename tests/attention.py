@@ -105,11 +105,20 @@ class Scene:
                 scores = torch.einsum("he,she->hs", self.q[b][i].double(), k[first:end]) * spec.scale
                 if spec.soft_cap is not None:
                     scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
-                out.append(torch.einsum("hs,she->he", scores.softmax(-1), v[first:end]))
+                if spec.sinks_H is not None:
+                    scores = torch.cat((scores, spec.sinks_H.cpu().double()[:, None]), dim=-1)
+                out.append(torch.einsum("hs,she->he", scores.softmax(-1)[:, : end - first], v[first:end]))
         return torch.stack(out)
 
 
 def spec(
-    heads: int = 4, kv_heads: int = 2, size: int = 16, window: int | None = None, cap: float | None = None
+    heads: int = 4,
+    kv_heads: int = 2,
+    size: int = 16,
+    window: int | None = None,
+    cap: float | None = None,
+    sinks: Sequence[float] = (),
 ) -> AttentionSpec:
-    return AttentionSpec(heads, kv_heads, size, size**-0.5, window, cap)
+    """With ``sinks``, one per head: they are repeated as often as there are heads."""
+    sinks_H = torch.tensor([sinks[i % len(sinks)] for i in range(heads)]) if sinks else None
+    return AttentionSpec(heads, kv_heads, size, size**-0.5, window, cap, sinks_H)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,6 +24,8 @@ KERNELS = ReferenceKernels()
 FLOATS = (torch.float32, torch.bfloat16)
 floats = pytest.mark.parametrize("dtype", FLOATS, ids=["fp32", "bf16"])
 threads = pytest.mark.parametrize("threads", [1, 2])
+SINKS = (0.5, -1e4, 3.0, 1e4)
+"""Logits of attention sinks, each among, below or above the scores."""
 
 
 @pytest.fixture(autouse=True, scope="module", params=["reference", *native.levels()])
@@ -288,6 +291,18 @@ def test_attention_over_mixed_extends(
 
 
 @floats
+@pytest.mark.parametrize(
+    "where", [spec(7, 1), spec(6, 2, cap=0.7), spec(4, 4, 18, window=9)], ids=["", "cap", "window"]
+)
+def test_attention_with_sinks(where: AttentionSpec, dtype: torch.dtype) -> None:
+    """A logit below, among and above the scores, and far above all of them: that head's result is zero."""
+    with_sinks = replace(where, sinks_H=torch.tensor([SINKS[i % 4] for i in range(where.num_heads)]))
+    scene = Scene(with_sinks, [*MIXED, (1100, 1), (1000, 70)], 16, dtype, kernels=KERNELS)
+    close_attention(scene)
+    assert not scene.attend()[:, 3].any()
+
+
+@floats
 @pytest.mark.parametrize("size", [16, 18, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (6, 2), (7, 1), (100, 1)])
 def test_attention_of_head_counts_and_sizes(heads: int, kv_heads: int, size: int, dtype: torch.dtype) -> None:
@@ -307,6 +322,7 @@ def test_attention_of_head_counts_and_sizes(heads: int, kv_heads: int, size: int
         (spec(4, 1, 96, window=129), 16),
         (spec(16, 8, 128), 16),
         (spec(4, 1, 256), 512),
+        (spec(6, 2, window=9, cap=0.7, sinks=SINKS), 16),
     ],
 )
 def test_attention_over_quantised_keys_and_values(where: AttentionSpec, block_size: int, dtype: torch.dtype) -> None:
@@ -430,6 +446,7 @@ specs = st.builds(
     size=st.sampled_from([16, 18, 64, 128]),
     window=st.none() | st.sampled_from([1, 5, 40, 127, 128, 129, 200]),
     cap=st.none() | st.just(3.0),
+    sinks=st.sampled_from([(), SINKS]),
 )
 company = st.lists(st.tuples(st.integers(0, 300), st.integers(1, 40)), max_size=4)
 

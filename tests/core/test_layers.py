@@ -585,3 +585,18 @@ def test_gemma3_has_every_default() -> None:
     torch.testing.assert_close(model.rotary[5](one)[1], frequencies.sin()[None], atol=1e-6, rtol=1e-5)
     frequencies = 1e4 ** -(torch.arange(0, 256, 2) / 256)
     torch.testing.assert_close(model.rotary[0](one)[1], frequencies.sin()[None], atol=1e-6, rtol=1e-5)
+
+
+class SinkConfig(LlamaConfig):
+    attention_sinks = True
+
+
+def test_sinks_come_from_the_checkpoint() -> None:
+    model = Decoder(SMALL, context(torch.bfloat16), SinkConfig, LlamaLayer)
+    sinks = {f"model.layers.{i}.self_attn.sinks": torch.tensor([0.3 + i, -2.5]) for i in range(2)}
+    assert {name: model.expected()[name] for name in sinks} == dict.fromkeys(sinks, (2,))
+    specs = list(model.attention)
+    model.load((name, sinks.get(name, torch.ones(shape))) for name, shape in model.expected().items())
+    for spec, sinks_H in zip(specs, sinks.values(), strict=True):
+        assert spec.sinks_H is not None
+        assert torch.equal(spec.sinks_H, sinks_H.bfloat16().float())

@@ -50,6 +50,7 @@ class Shape:
     head_size: int
     window: int | None = None
     unit_offset: bool = False
+    sinks: bool = False
 
 
 MODELS = {
@@ -57,6 +58,7 @@ MODELS = {
     "Llama-3.2-3B": Shape(3072, 24, 8, 128),
     "Qwen3-8B": Shape(4096, 32, 8, 128),
     "Gemma-3-1B": Shape(1152, 4, 1, 256, 512, True),
+    "gpt-oss-20b": Shape(2880, 64, 8, 64, 128, sinks=True),
 }
 
 
@@ -201,7 +203,10 @@ def _layer(kernels: provider.TritonKernels, shape: Shape, lens: tuple[int, ...],
     )
     for window in {None, shape.window}:
         for kv in caches:
-            kernels.extend_attention(q, kv, kv, ragged, AttentionSpec(H, K, E, E**-0.5, window))
+            spec = AttentionSpec(
+                H, K, E, E**-0.5, window, sinks_H=_empty(H, dtype=torch.float32) if shape.sinks else None
+            )
+            kernels.extend_attention(q, kv, kv, ragged, spec)
     kernels.gated(_empty(T, 2 * 6912, dtype=dtype), "silu")
     kernels.gated(_empty(T, 2 * 6912, dtype=dtype), "gelu_pytorch_tanh")
 

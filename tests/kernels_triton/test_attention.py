@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -14,6 +16,7 @@ from infer_kernels_triton.provider import TritonKernels
 
 MIXED = [(0, 1), (130, 1), (300, 1), (0, 5), (7, 3), (127, 2), (60, 70), (0, 140), (255, 130), (31, 1)]
 DECODES = [(0, 1), (63, 1), (64, 1), (200, 1), (511, 1)]
+SINKS = (0.5, -1e4, 3.0, 1e4)
 EDGES = [1, 31, 32, 33, 63, 64, 65]
 ALONE = 0
 """Of programs: sequences are not split."""
@@ -24,6 +27,10 @@ def make(device: str, programs: int | None = None) -> TritonKernels:
     if programs is not None:
         kernels._programs = programs
     return kernels
+
+
+def on(device: str, spec: AttentionSpec) -> AttentionSpec:
+    return spec if spec.sinks_H is None else replace(spec, sinks_H=spec.sinks_H.to(device))
 
 
 def close(actual: Tensor, expected: Tensor) -> None:
@@ -40,6 +47,7 @@ def attend(
     device: str,
     kv_dtype: KVDtype = "auto",
 ) -> None:
+    spec = on(device, spec)
     scene = Scene(spec, extends, block_size, dtype, kernels=make(device), device=device, kv_dtype=kv_dtype)
     found = scene.attend()
     close(found, scene.attend64())
@@ -62,8 +70,8 @@ def test_windows(extends: list[tuple[int, int]], window: int | None, dtype: torc
     ids=["bf16", "fp32", "fp16"],
 )
 @pytest.mark.parametrize("block_size", [1, 16, 500])
-def test_blocks_and_soft_cap(block_size: int, dtype: torch.dtype, device: str) -> None:
-    attend(MIXED, spec(cap=0.7), block_size, dtype, device)
+def test_blocks_and_soft_cap_and_sinks(block_size: int, dtype: torch.dtype, device: str) -> None:
+    attend(MIXED, spec(cap=0.7, sinks=SINKS if block_size == 16 else ()), block_size, dtype, device)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +82,7 @@ def test_blocks_and_soft_cap(block_size: int, dtype: torch.dtype, device: str) -
 @pytest.mark.parametrize(
     ("where", "block_size"),
     [
-        (spec(cap=0.7, window=33), 16),
+        (spec(6, 2, cap=0.7, window=33, sinks=SINKS), 16),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in ((spec(6, 2, 20), 500), (spec(4, 4, 128), 1))),
     ],
 )
@@ -115,24 +123,28 @@ def test_large_scores(device: str) -> None:
     st.sampled_from([None, 33, 64]),
     st.sampled_from([ALONE, 4, 1000]),
     st.sampled_from(["auto", "int8"]),
+    st.sampled_from([(), SINKS]),
 )
 def test_any_cut_and_any_company(
-    device: str, data: st.DataObject, dtype: torch.dtype, window: int | None, programs: int, kv_dtype: KVDtype
+    device: str,
+    data: st.DataObject,
+    dtype: torch.dtype,
+    window: int | None,
+    programs: int,
+    kv_dtype: KVDtype,
+    sinks: tuple[float, ...],
 ) -> None:
     """A sequence in one go, and in pieces among others, in other blocks."""
     length = data.draw(st.integers(2, 150))
     cuts = sorted(data.draw(st.sets(st.integers(1, length - 1), max_size=3)))
-    whole = Scene(
-        spec(window=window), [(0, length)], 16, dtype, seed=3, kernels=make(device), device=device, kv_dtype=kv_dtype
-    )
+    where = on(device, spec(window=window, sinks=sinks))
+    whole = Scene(where, [(0, length)], 16, dtype, seed=3, kernels=make(device), device=device, kv_dtype=kv_dtype)
     expected = whole.attend()
     for begin, end in zip([0, *cuts], [*cuts, length], strict=True):
         others = data.draw(st.lists(st.tuples(st.integers(0, 70), st.sampled_from([1, 1, 20])), max_size=2))
         place = data.draw(st.integers(0, len(others)))
         extends = [*others[:place], (begin, end - begin), *others[place:]]
-        pieces = Scene(
-            spec(window=window), extends, 7, dtype, kernels=make(device, programs), device=device, kv_dtype=kv_dtype
-        )
+        pieces = Scene(where, extends, 7, dtype, kernels=make(device, programs), device=device, kv_dtype=kv_dtype)
         pieces.k[place], pieces.v[place] = whole.k[0][:end], whole.v[0][:end]
         pieces.q[place] = whole.q[0][begin:end]
         row = sum(n for _, n in extends[:place])

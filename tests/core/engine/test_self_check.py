@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from infer.engine import exactness
 from infer.engine.exactness import self_check
 from infer.engine.graphs import DecodeGraphs
 from infer.hookspecs import KernelsRegistration, hookimpl
+from infer.layers import Decoder
 from infer.protocols import (
     KV,
     AttentionSpec,
@@ -30,7 +32,7 @@ from infer.protocols import (
 from infer_cache_paged import PagedPool, PagedSettings
 from infer_kernels_cpu.memory import Buffers
 from infer_kernels_cpu.provider import CpuKernels
-from infer_models import infer_models
+from infer_models.llama import LlamaConfig, LlamaLayer
 
 MAX_BATCH, MAX_SEQ_LEN = 20, 1200
 
@@ -103,6 +105,19 @@ class Positions(Broken):
         return out_THE
 
 
+class Sinks(Broken):
+    """Of the sequences that are decoded: then there are no sinks."""
+
+    def extend_attention(self, q_THE: Tensor, k_cache: KV, v_cache: KV, ragged: Ragged, spec: AttentionSpec) -> Tensor:
+        if len(q_THE) == len(ragged.lens) and self.when(len(q_THE)):
+            spec = replace(spec, sinks_H=None)
+        return super().extend_attention(q_THE, k_cache, v_cache, ragged, spec)
+
+
+class SinkConfig(LlamaConfig):
+    attention_sinks = True
+
+
 class Sample(Broken):
     def sample(self, logits_NV: Tensor, draws: Draws) -> Tensor:
         return super().sample(self.nudge(len(logits_NV), logits_NV.float()), draws)
@@ -128,11 +143,14 @@ class Recorded(CpuKernels):
 
 
 def tried(
-    kernels: CpuKernels, dtype: torch.dtype, wrap: type[Mixing] | None = None, recorded: bool = True
+    kernels: CpuKernels,
+    dtype: torch.dtype,
+    wrap: type[Mixing] | None = None,
+    recorded: bool = True,
+    schema: type[LlamaConfig] = LlamaConfig,
 ) -> list[str]:
-    (family,) = [r for r in infer_models() if "LlamaForCausalLM" in r.architectures]
     config = {**CONFIGS["llama"], "max_position_embeddings": MAX_SEQ_LEN}
-    model = family.factory(config, ModelContext(kernels, dtype, CPU, MAX_SEQ_LEN), family.settings())
+    model: ModelProtocol = Decoder(config, ModelContext(kernels, dtype, CPU, MAX_SEQ_LEN), schema, LlamaLayer)
     model.load(random_tensors(model.expected()))
     if wrap is not None:
         model = wrap(model)
@@ -184,6 +202,14 @@ def test_a_provider_that_varies_in_one_place(broken: str, dtype: torch.dtype) ->
     make, says = BROKEN[broken]
     found = tried(make(), dtype)
     assert any(says in fault for fault in found), found
+
+
+def test_sinks_are_checked() -> None:
+    """Those of the checkpoint's tensors."""
+    assert tried(CpuKernels(), torch.float32, schema=SinkConfig) == []
+    found = tried(Sinks(lambda n: n == 5), torch.float32, schema=SinkConfig)
+    assert any("Sinks's attention of layer 0 varies in a decode of 5" in fault for fault in found), found
+    assert tried(Sinks(lambda n: n == 5), torch.float32) == []
 
 
 class Mixing:

@@ -8,7 +8,7 @@ outputs and K the number of inputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from pydantic import BaseModel
@@ -41,6 +41,10 @@ class AttentionSpec:
     """Sliding window: position p attends to positions p-window+1 .. p. None: to all positions up to p."""
     soft_cap: float | None = None
     """If set, scores become soft_cap * tanh(scores / soft_cap)."""
+    sinks_H: Tensor | None = field(default=None, compare=False)
+    """If set, a logit for each query head that joins the denominator of its softmax and adds no value; fp32, on the
+    kernels' device. It is not scaled or capped. The spec is declared before the weights are loaded: the model makes the
+    tensor with the spec, and writes the values into it when it loads them."""
 
 
 @dataclass(frozen=True)

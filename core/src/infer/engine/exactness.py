@@ -165,7 +165,8 @@ class ObservingView:
     observed: Observed
 
     def attend(self, layer: int, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, rotary: Rotary | None = None) -> Tensor:
-        kind = self.model.attention[layer], q_THE.shape, k_TKE.shape, rotary is None
+        spec = self.model.attention[layer]
+        kind = spec, spec.sinks_H is None, q_THE.shape, k_TKE.shape, rotary is None
         self.observed.attends.setdefault(kind, (layer, q_THE, k_TKE, rotary))
         return self.view.attend(layer, q_THE, k_TKE, v_TKE, rotary)
 

@@ -249,7 +249,15 @@ def _attend_tiles(
         total = total * decay + weights.sum(-1, keepdim=True)
         acc = acc * decay + torch.bmm(weights, v)
         top = new_top
-    out = (acc / total).view(g, K, M, E)[:, :, : G * n].view(g, K, G, n, E).permute(0, 3, 1, 2, 4)
+
+    def queries(x: Tensor) -> Tensor:
+        """The rows of queries, without those that fill up: [g, K, G, n, columns]."""
+        return x.view(g, K, M, -1)[:, :, : G * n].view(g, K, G, n, -1)
+
+    denominator = queries(total)
+    if spec.sinks_H is not None:
+        denominator = denominator + torch.exp(spec.sinks_H.view(K, G, 1, 1) - queries(top))
+    out = (queries(acc) / denominator).permute(0, 3, 1, 2, 4)
     out_THE[row_gn.flatten()] = out.reshape(g * n, H, E).to(out_THE.dtype)
 
 

@@ -47,7 +47,8 @@ class Attention:
 
     ``biases`` says which projections have a bias, by letters of "qkvo". ``qkv`` are the checkpoint's names of q, k and
     v, or the single name of the tensor that holds all three, stacked by rows. With ``qk_norm_whole``, one norm spans
-    all heads of q, and another those of K; otherwise each head is normalised by itself.
+    all heads of q, and another those of K; otherwise each head is normalised by itself. If the spec has sinks, the
+    checkpoint's tensor ``sinks`` fills them.
 
     Raises CheckpointError if the numbers of heads do not fit each other or the head size is odd.
     """
@@ -88,6 +89,8 @@ class Attention:
             weights, names, size, [H * E, K * E, K * E], [part in biases for part in "qkv"], order=order_N
         )
         self._out = Linear(weights, f"{name}.{out}", H * E, size, "o" in biases)
+        if spec.sinks_H is not None:
+            weights.expect(f"{name}.sinks", (H,), spec.sinks_H.copy_)
         self._head_norms: HeadNorms | None = None
         self._whole_norms: list[RMSNorm] = []
         if qk_norm_eps is not None:

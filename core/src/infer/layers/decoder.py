@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Protocol, Self
 
 import torch
@@ -25,6 +26,8 @@ class DecoderConfig(BaseModel, extra="ignore"):
     partial_rotary: ClassVar[bool] = False
     """Whether the family supports rotating only a part of each head."""
     norm_unit_offset: ClassVar[bool] = False
+    attention_sinks: ClassVar[bool] = False
+    """Whether attention has a tensor ``sinks``, as ``AttentionSpec.sinks_H``."""
 
     vocab_size: PositiveInt
     hidden_size: PositiveInt
@@ -106,6 +109,10 @@ class Decoder:
         size = c.hidden_size
         self.vocab_size = c.vocab_size
         self.attention: Sequence[AttentionSpec] = c.attention()
+        if c.attention_sinks:
+            self.attention = [
+                replace(spec, sinks_H=torch.zeros(spec.num_heads, device=context.device)) for spec in self.attention
+            ]
         ropes = c.ropes(config)
         tables = {rope: RotaryEmbedding(context, rope, c.head_size) for rope in dict.fromkeys(ropes)}
         self.rotary = [tables[rope] for rope in ropes]

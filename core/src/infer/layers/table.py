@@ -17,7 +17,7 @@ from infer.weight import Weight
 @dataclass(frozen=True)
 class _Expected:
     shape: tuple[int, ...]
-    take: Callable[[Any], None]
+    take: Callable[[Any], object]
 
 
 class Weights:
@@ -28,7 +28,7 @@ class Weights:
         self._expected: dict[str, _Expected] = {}
         self._finish: list[Callable[[], None]] = []
 
-    def expect(self, name: str, shape: tuple[int, ...], take: Callable[[Any], None]) -> None:
+    def expect(self, name: str, shape: tuple[int, ...], take: Callable[[Any], object]) -> None:
         """Declare that the checkpoint holds ``name``. ``take`` gets the tensor in the model's dtype and on its device.
         It copies what it keeps, because the tensor may be a view of a file that is replaced later. A tensor of two
         dimensions may come as a GroupedWeight."""

@@ -44,7 +44,7 @@ FUNCTIONS: dict[str, list[type]] = {
     "gated": [_KIND, _POINTER, _SIZE, _SIZE, _SIZE, c_int, _POINTER],
     "extend_attention": [
         *(_KIND, *_TENSOR, *_CACHE, *_CACHE, _POINTER, _POINTER, _POINTER, _POINTER, _SIZE, _SIZE),
-        *(_SIZE, _SIZE, _SIZE, _SIZE, _SIZE, _REAL, _REAL),
+        *(_SIZE, _SIZE, _SIZE, _SIZE, _SIZE, _REAL, _REAL, _POINTER),
     ],
     "record": [_POINTER],
     "replay": [_POINTER, _SIZE, _SIZE],

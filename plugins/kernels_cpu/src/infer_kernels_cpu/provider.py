@@ -266,6 +266,7 @@ class CpuKernels(ReferenceKernels):
             spec.window or 0,
             spec.scale,
             spec.soft_cap or 0.0,
+            None if spec.sinks_H is None else spec.sinks_H.data_ptr(),
         )
         return out_THE
 

@@ -31,7 +31,7 @@ Parts = Tensor | torch.dtype | None
 """A tensor for the segments' results; their dtype if the kernel is only compiled; None if one program has all
 segments."""
 
-LOG2E = 1.4426950408889634
+LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e38)
 """The start of running maxima; finite, so that the difference of two is 0, not NaN."""
 
@@ -67,6 +67,14 @@ def _merge(top, total, acc, top_s, total_s, acc_s):
 
 
 @triton.jit
+def _sink(top, total, acc, logit):
+    """Merge a logit without a value, as if it were a segment of one key whose value is zero."""
+    return _merge(
+        top, total, acc, logit * LOG2E, tl.full(total.shape, 1.0, tl.float32), tl.zeros(acc.shape, tl.float32)
+    )
+
+
+@triton.jit
 def _span(start, first_row, last_row, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
     """The first and the last tile of keys that any of the rows first_row..last_row of a chunk at ``start`` attends
     to."""
@@ -93,6 +101,7 @@ def extend_kernel(
     v_ptr,
     k_scales_ptr,
     v_scales_ptr,
+    sinks_ptr,
     out_ptr,
     acc_ptr,
     sums_ptr,
@@ -231,6 +240,8 @@ def extend_kernel(
         next_n = _keys(i + 1, own_segment, stride, TILES, BLOCK_N)
         block_n = tl.load(table_ptr + next_n // BLOCK_SIZE, mask=next_n <= last_key, other=0)
     if not SPLIT:
+        if sinks_ptr is not None:
+            top, total, acc = _sink(top, total, acc, tl.load(sinks_ptr + head_m, mask=real_m, other=0.0))
         place_m = (offset + query_m).to(tl.int64) * (H * E) + head_m * E
         out = acc / total[:, None]
         tl.store(
@@ -244,6 +255,7 @@ def extend_kernel(
 def merge_kernel(
     acc_ptr,
     sums_ptr,
+    sinks_ptr,
     out_ptr,
     starts_ptr,
     max_segments,
@@ -271,6 +283,8 @@ def merge_kernel(
         total_s = tl.load(sums_ptr + (part + segment) * 2 + 1)
         acc_s = tl.load(acc_ptr + (part + segment)[:, None] * E + size_e[None, :], mask=real_e, other=0.0)
         top, total, acc = _merge(top, total, acc, top_s, total_s, acc_s)
+    if sinks_ptr is not None:
+        top, total, acc = _sink(top, total, acc, tl.load(sinks_ptr + head + one))
     place = (sequence.to(tl.int64) * H + head) * E + one
     out = acc / total[:, None]
     tl.store(out_ptr + place[:, None] + size_e[None, :], out.to(out_ptr.dtype.element_ty), mask=real_e)
@@ -313,6 +327,7 @@ def extend_attention(
             v_memory,
             k_scales,
             v_scales,
+            spec.sinks_H,
             out_THE,
             acc,
             sums,
@@ -324,8 +339,8 @@ def extend_attention(
             q_THE.stride(0),
             q_THE.stride(1),
             ragged.block_table_BP.stride(0),
-            spec.scale * LOG2E if spec.soft_cap is None else 2 * spec.scale / spec.soft_cap,
-            (spec.soft_cap or 0.0) * LOG2E,
+            spec.scale * LOG2E.value if spec.soft_cap is None else 2 * spec.scale / spec.soft_cap,
+            (spec.soft_cap or 0.0) * LOG2E.value,
             H=H,
             K=K,
             E=E,
@@ -345,6 +360,7 @@ def extend_attention(
         run(
             acc,
             sums,
+            spec.sinks_H,
             out_THE,
             ragged.starts_B,
             segments,

@@ -96,7 +96,9 @@ class TritonKernels(ReferenceKernels):
 
     def extend_attention(self, q_THE: Tensor, k_cache: KV, v_cache: KV, ragged: Ragged, spec: AttentionSpec) -> Tensor:
         tiles = next(c for c in self._config(q_THE.dtype).attention if c.head_size >= spec.head_size)
-        first = self._first("attention", q_THE.dtype, isinstance(k_cache, QuantisedKV), k_cache.shape[1], spec)
+        first = self._first(
+            "attention", q_THE.dtype, isinstance(k_cache, QuantisedKV), k_cache.shape[1], spec, spec.sinks_H is None
+        )
         return attention.extend_attention(q_THE, k_cache, v_cache, ragged, spec, tiles, self._programs, first)
 
     def sample(self, logits_NV: Tensor, draws: Draws) -> Tensor:

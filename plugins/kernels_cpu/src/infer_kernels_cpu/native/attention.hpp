@@ -111,6 +111,7 @@ struct Attention {
     int64_t H, K, E, block_size;
     int64_t window;         // 0 for none
     float scale, soft_cap;  // 0 for none
+    const float* sinks;     // per query head, a logit without a value; null for none
 
     // Consecutive queries of one sequence.
     struct Queries {
@@ -369,6 +370,11 @@ struct Attention {
         for (int64_t i = 0; i < (end - first) * rows; i++) {
             int64_t head = (first + i / rows) * G + i % rows % G, row = offsets[t.sequence] + t.first + i % rows / G;
             float scale = 1.0f / f.total[i];
+            if (sinks) {
+                float sink = sinks[head] * LOG2E, top = std::max(f.top[i], sink);
+                float decay = exp2(splat(f.top[i] - top))[0];
+                scale = decay / (f.total[i] * decay + exp2(splat(sink - top))[0]);
+            }
             over_vectors(E, [&](int64_t e, int n) {
                 // Merging turns -0 into 0, but not every row has been merged: do the same to all.
                 vf sum = load(f.acc + i * columns() + e) + 0.0f;

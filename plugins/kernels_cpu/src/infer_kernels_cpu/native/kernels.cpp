@@ -145,13 +145,13 @@ EXPORT void infer_extend_attention(int kind, const void* q, int64_t stride_q, in
                                    const float* k_scales, const void* v_cache, const float* v_scales, void* out,
                                    const int32_t* starts, const int32_t* offsets, const int32_t* table,
                                    int64_t stride_table, int64_t sequences, int64_t H, int64_t K, int64_t E,
-                                   int64_t block_size, int64_t window, float scale, float soft_cap) {
+                                   int64_t block_size, int64_t window, float scale, float soft_cap, const float* sinks) {
     TYPED(kind)
         auto attend = [&](auto stored) {
             using S = typename decltype(stored)::type;
             Attention<T, S>{static_cast<const T*>(q), static_cast<const S*>(k_cache), static_cast<const S*>(v_cache),
                             k_scales, v_scales, static_cast<T*>(out), starts, offsets, table, stride_q, stride_qh,
-                            stride_table, H, K, E, block_size, window, scale, soft_cap}
+                            stride_table, H, K, E, block_size, window, scale, soft_cap, sinks}
                 .run(sequences);
         };
         if (k_scales)
