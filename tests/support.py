@@ -96,6 +96,40 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         },
         "tie_word_embeddings": True,
     },
+    "gemma2": COMMON
+    | {
+        "architectures": ["Gemma2ForCausalLM"],
+        "num_hidden_layers": 2,
+        "query_pre_attn_scalar": 16,
+        "sliding_window": 12,
+        "attn_logit_softcapping": 5.0,
+    },
+    "granite": COMMON
+    | {
+        "architectures": ["GraniteForCausalLM"],
+        "num_hidden_layers": 2,
+        "embedding_multiplier": 1.7,
+        "attention_multiplier": 0.3,
+        "residual_multiplier": 0.7,
+        "logits_scaling": 3.0,
+    },
+    "smollm3": COMMON | {"architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 2, "no_rope_layers": [1, 0]},
+    "ministral": COMMON
+    | {
+        "architectures": ["MinistralForCausalLM"],
+        "num_hidden_layers": 2,
+        "sliding_window": 30,
+        "layer_types": ["full_attention", "sliding_attention"],
+    },
+    "glm4": COMMON | {"architectures": ["Glm4ForCausalLM"], "num_hidden_layers": 2},
+    "exaone4": COMMON
+    | {
+        "architectures": ["Exaone4ForCausalLM"],
+        "num_hidden_layers": 2,
+        "sliding_window": 25,
+        "sliding_window_pattern": 2,
+    },
+    "seed_oss": COMMON | {"architectures": ["SeedOssForCausalLM"], "num_hidden_layers": 2},
 }
 FAMILIES = tuple(CONFIGS)
 families = pytest.mark.parametrize(

@@ -33,13 +33,18 @@ from infer.layers import (
 )
 from infer.layers.rotary import rotary_order
 from infer.protocols import AttentionSpec, ModelContext
+from infer_models.gemma2 import Gemma2Config
 from infer_models.gemma3 import Gemma3
+from infer_models.glm4 import Glm4Config
+from infer_models.granite import GraniteConfig
 from infer_models.llama import LlamaConfig, LlamaLayer
+from infer_models.ministral import MinistralConfig
 from infer_models.mistral import MistralConfig
-from infer_models.olmo2 import Olmo2Config, Olmo2Layer
+from infer_models.olmo2 import Olmo2Config
 from infer_models.phi3 import Phi3Config
 from infer_models.qwen2 import Qwen2Config
 from infer_models.qwen3 import Qwen3Config
+from infer_models.smollm3 import SmolLM3Config
 
 CPU = torch.device("cpu")
 
@@ -401,19 +406,25 @@ def test_a_plugin_may_add_a_kind_of_rope(monkeypatch: pytest.MonkeyPatch) -> Non
     assert rope({"rope_parameters": {"rope_type": "still"}}).inverse_frequencies(8).sum() == 0
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("rotated", "head_size"), [(12, 16), (4, 16), (2, 4), (8, 8)])
-def test_the_rest_of_a_partly_rotated_head_stays(rotated: int, head_size: int) -> None:
+def test_the_rest_of_a_partly_rotated_head_stays(rotated: int, head_size: int, interleaved: bool) -> None:
     parameters = rope({"partial_rotary_factor": rotated / head_size}, partial=True)
     table = RotaryEmbedding(context(), parameters, head_size)(torch.tensor([3, 7]))
-    order = rotary_order(parameters.rotated(head_size), head_size)
+    order = rotary_order(parameters.rotated(head_size), head_size, interleaved)
+    assert (order is None) == (rotated == head_size and not interleaved)
     x = random(2, 3, head_size)
     turned, _ = ReferenceKernels().rope(x if order is None else x[..., order], x[:, :1], table)
     if order is not None:
         turned = turned[..., order.argsort()]
     angles = torch.tensor([3.0, 7.0])[:, None] * parameters.inverse_frequencies(head_size)
-    pairs = torch.view_as_complex(torch.stack(x[..., :rotated].chunk(2, -1), -1).contiguous())
-    expected = torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)[:, None])
-    torch.testing.assert_close(turned[..., :rotated], torch.cat(expected.unbind(-1), -1))
+    part = x[..., :rotated]
+    pairs = part.reshape(*part.shape[:-1], -1, 2) if interleaved else torch.stack(part.chunk(2, -1), -1)
+    expected = torch.view_as_real(
+        torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones_like(angles), angles)[:, None]
+    )
+    whole = expected.flatten(-2) if interleaved else torch.cat(expected.unbind(-1), -1)
+    torch.testing.assert_close(turned[..., :rotated], whole)
     assert torch.equal(turned[..., rotated:], x[..., rotated:])
 
 
@@ -501,7 +512,7 @@ llama, qwen2, qwen3, mistral, phi3 = map(like_llama, (LlamaConfig, Qwen2Config, 
 
 
 def olmo2(config: dict[str, Any]) -> Decoder:
-    return Decoder(config, context(), Olmo2Config, Olmo2Layer)
+    return Decoder(config, context(), Olmo2Config, LlamaLayer)
 
 
 def gemma3(config: dict[str, Any]) -> Gemma3:
@@ -511,7 +522,7 @@ def gemma3(config: dict[str, Any]) -> Gemma3:
 @pytest.mark.parametrize(
     ("family", "changed", "says"),
     [
-        (llama, {"hidden_act": "gelu"}, "hidden_act: Input should be 'silu' (it is 'gelu')"),
+        (llama, {"hidden_act": "gelu"}, "hidden_act: Input should be 'silu' or 'gelu_pytorch_tanh' (it is 'gelu')"),
         (llama, {"head_dim": None, "num_attention_heads": 3}, "a multiple of num_attention_heads"),
         (llama, {"num_hidden_layers": 0}, "num_hidden_layers"),
         (llama, {"rms_norm_eps": 0}, "rms_norm_eps"),
@@ -538,7 +549,21 @@ def gemma3(config: dict[str, Any]) -> Gemma3:
         (phi3, {"rope_scaling": LONG | {"type": "su"}}, "this rope_type needs max_position_embeddings"),
         (olmo2, {"hidden_act": "gelu"}, "hidden_act"),
         (olmo2, {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
-        (gemma3, {"hidden_activation": "gelu"}, "hidden_activation: Input should be 'gelu_pytorch_tanh'"),
+        (gemma3, {"hidden_activation": "gelu"}, "hidden_activation: Input should be 'silu' or 'gelu_pytorch_tanh'"),
+        (
+            like_llama(SmolLM3Config),
+            {"no_rope_layers": [1]},
+            "no_rope_layers has 1 entries, but",
+        ),
+        (like_llama(SmolLM3Config), {"no_rope_layers": [1, 2]}, "no_rope_layers: 1: Input should be 0 or 1 (it is 2)"),
+        (like_llama(GraniteConfig), {"residual_multiplier": 0}, "residual_multiplier"),
+        (
+            like_llama(MinistralConfig),
+            {"layer_types": ["sliding_attention"] * 2, "sliding_window": None},
+            "no sliding_",
+        ),
+        (like_llama(Glm4Config), {"partial_rotary_factor": 0.001}, "leaves nothing to rotate"),
+        (like_llama(Gemma2Config), {"attn_logit_softcapping": 0}, "attn_logit_softcapping"),
         (gemma3, {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         (gemma3, {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
         (gemma3, {"final_logit_softcapping": -1}, "final_logit_softcapping"),
@@ -582,9 +607,12 @@ def test_gemma3_has_every_default() -> None:
     assert model.head.tied
     one = torch.tensor([1])
     frequencies = 1e6 ** -(torch.arange(0, 256, 2) / 256) / 8
-    torch.testing.assert_close(model.rotary[5](one)[1], frequencies.sin()[None], atol=1e-6, rtol=1e-5)
+    full, sliding = model.rotary[5], model.rotary[0]
+    assert full is not None
+    assert sliding is not None
+    torch.testing.assert_close(full(one)[1], frequencies.sin()[None], atol=1e-6, rtol=1e-5)
     frequencies = 1e4 ** -(torch.arange(0, 256, 2) / 256)
-    torch.testing.assert_close(model.rotary[0](one)[1], frequencies.sin()[None], atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(sliding(one)[1], frequencies.sin()[None], atol=1e-6, rtol=1e-5)
 
 
 class SinkConfig(LlamaConfig):

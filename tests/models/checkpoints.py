@@ -15,7 +15,23 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
-Family = Literal["llama", "qwen2", "qwen3", "mistral", "phi3", "olmo2", "gemma3", "gemma3_vision"]
+Family = Literal[
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "phi3",
+    "olmo2",
+    "gemma3",
+    "gemma3_vision",
+    "ministral",
+    "granite",
+    "smollm3",
+    "glm4",
+    "exaone4",
+    "seed_oss",
+    "gemma2",
+]
 Rope = Literal["default", "linear", "llama3", "dynamic", "yarn", "longrope"]
 
 VOCAB, HEADS, LAYERS, MAX_POSITIONS, EOS = 320, 4, 4, 512, 0
@@ -153,6 +169,26 @@ def make_model(
             made = transformers.Phi3ForCausalLM(transformers.Phi3Config(**fields | config))
         case "olmo2":
             made = transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**fields | config))
+        case "granite":
+            factors = {"attention_multiplier": 0.4, "residual_multiplier": 1.4, "logits_scaling": 1.5}
+            fields |= {"embedding_multiplier": 0.7, **factors}
+            made = transformers.GraniteForCausalLM(transformers.GraniteConfig(**fields | config))
+        case "smollm3":
+            made = transformers.SmolLM3ForCausalLM(transformers.SmolLM3Config(**fields | config))
+        case "ministral":
+            fields |= {"head_dim": 16, "sliding_window": window}
+            made = transformers.MinistralForCausalLM(transformers.MinistralConfig(**fields | config))
+        case "seed_oss":
+            fields |= {"head_dim": 16}
+            made = transformers.SeedOssForCausalLM(transformers.SeedOssConfig(**fields | config))
+        case "glm4":
+            fields |= {"head_dim": 16}
+            made = transformers.Glm4ForCausalLM(transformers.Glm4Config(**fields | config))
+        case "exaone4":
+            made = transformers.Exaone4ForCausalLM(transformers.Exaone4Config(**fields | config))
+        case "gemma2":
+            fields |= {"head_dim": 16, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0}
+            made = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**fields | config))
         case "gemma3" | "gemma3_vision":
             local = {"rope_type": "default", "rope_theta": 100.0}
             fields |= {
@@ -190,7 +226,7 @@ def make_model(
                 parameter.add_(0.3 * noise)
             else:
                 parameter.copy_(noise * (1.2 / parameter.shape[-1] ** 0.5))
-            if family.startswith("gemma3") and ".post_" in name:
+            if family.startswith("gemma") and ".post_" in name:
                 parameter.add_(4.0)  # or else the scaled embedding outweighs the layers and every token repeats
     return made.eval()
 

@@ -31,15 +31,19 @@ PROMPT, NEW, MAX_SEQ_LEN = 150, 32, 200
 TOLERANCE = 1e-4
 SLIDING, FULL = "sliding_attention", "full_attention"
 
-FAMILIES: tuple[Family, ...] = ("llama", "qwen2", "qwen3", "mistral", "phi3", "olmo2", "gemma3")
-MANY = r"(qwen2|mistral|phi3|olmo2)-(tied-.|untied-[14])"
+FAMILIES: tuple[Family, ...] = (
+    *("llama", "qwen2", "qwen3", "mistral", "phi3", "olmo2", "gemma3"),
+    *("ministral", "granite", "smollm3", "glm4", "exaone4", "seed_oss", "gemma2"),
+)
+NEW_FAMILIES: tuple[Family, ...] = FAMILIES[7:]
+MANY = rf"(qwen2|mistral|phi3|olmo2|{'|'.join(NEW_FAMILIES)})-(tied-.|untied-[14])"
 """Cases of families that share nearly everything with Llama."""
 CASES: dict[str, dict[str, Any]] = {
     f"{family}-{'tied' if tied else 'untied'}-{kv_heads}": {
         "family": family,
         "tied": tied,
         "kv_heads": kv_heads,
-        "window": 9 if family in ("gemma3", "mistral") else None,
+        "window": 9 if family in ("gemma2", "gemma3", "mistral", "ministral", "exaone4") else None,
     }
     for family, tied, kv_heads in itertools.product(FAMILIES, (True, False), (1, 2, 4))
 } | {
@@ -80,6 +84,27 @@ CASES: dict[str, dict[str, Any]] = {
         "sliding_window": 7,
         "max_window_layers": 3,
     },
+    "ministral-some": {
+        "family": "ministral",
+        "rope": "yarn",
+        "window": 9,
+        "layer_types": [FULL, SLIDING, FULL, SLIDING],
+    },
+    "granite-biases": {"family": "granite", "attention_bias": True, "mlp_bias": True, "embedding_multiplier": 0.37},
+    "smollm3-some": {"family": "smollm3", "no_rope_layers": [0, 1, 1, 0], "attention_bias": True},
+    "smollm3-window": {"family": "smollm3", "window": 9, "use_sliding_window": True, "no_rope_layer_interval": 2},
+    "glm4-no-biases": {"family": "glm4", "attention_bias": False, "partial_rotary_factor": 0.25},
+    "exaone4-full": {
+        "family": "exaone4",
+        "window": 9,
+        "rope": "llama3",
+        "layer_types": [FULL] * 4,
+        "sliding_window": None,
+    },
+    "exaone4-pattern": {"family": "exaone4", "sliding_window": 9, "sliding_window_pattern": 3},
+    "seed_oss-biases": {"family": "seed_oss", "attention_out_bias": True, "mlp_bias": False, "rope": "dynamic"},
+    "gemma2-no-caps": {"family": "gemma2", "attn_logit_softcapping": None, "final_logit_softcapping": None},
+    "gemma2-window": {"family": "gemma2", "window": 4, "layer_types": [FULL, SLIDING, SLIDING, SLIDING]},
     "gemma3-linear-rope": {"family": "gemma3", "rope": "linear", "window": 5},
     "gemma3-window-4": {"family": "gemma3", "window": 4, "layer_types": [SLIDING, SLIDING, FULL, FULL]},
     "gemma3-window-16": {"family": "gemma3", "window": 16, "layer_types": [FULL, SLIDING, SLIDING, SLIDING]},
@@ -97,6 +122,7 @@ ONE_EACH = (
     "phi3-mini",
     "olmo2-tied-2",
     "gemma3-untied-2",
+    *(f"{family}-{'tied' if family in ('smollm3', 'granite') else 'untied'}-2" for family in NEW_FAMILIES),
 )
 
 pytestmark = pytest.mark.usefixtures("each_provider")
@@ -195,6 +221,13 @@ EXACT = [
     "phi3-mini",
     "olmo2-biases",
     "gemma3-linear-rope",
+    *(
+        pytest.param(case, marks=() if case in ("gemma2-window", "smollm3-window") else pytest.mark.slow)
+        for case in (
+            *("ministral-tied-2", "granite-biases", "smollm3-some", "smollm3-window", "glm4-untied-2"),
+            *("exaone4-pattern", "seed_oss-biases", "gemma2-window"),
+        )
+    ),
 ]
 
 
@@ -259,6 +292,7 @@ def logits_of(folder: Path) -> Tensor:
         "gemma3-tied-2",
         "gemma3-linear-rope",
         "gemma3-vision",
+        *(pytest.param(f"{family}-tied-2", marks=pytest.mark.slow) for family in NEW_FAMILIES),
     ],
 )
 def test_configs_of_transformers_4(case: str, tmp_path: Path) -> None:
@@ -283,15 +317,7 @@ def test_old_spelling_of_the_rotary_kind(tmp_path: Path) -> None:
 
 one_of_each = pytest.mark.parametrize(
     "case",
-    [
-        "llama-untied-2",
-        "qwen2-untied-2",
-        "qwen3-tied-2",
-        "mistral-tied-1",
-        "phi3-mini",
-        "olmo2-tied-2",
-        "gemma3-untied-2",
-    ],
+    [pytest.param(case, marks=pytest.mark.slow) if case.startswith(NEW_FAMILIES) else case for case in ONE_EACH],
 )
 
 
@@ -353,6 +379,146 @@ def test_surplus_tensors_that_are_known(family: Family, prefix: str, tmp_path: P
 
     edit_tensors(folder, add)
     assert torch.equal(plain, logits_of(folder))
+
+
+@pytest.mark.parametrize(
+    "case", ["qwen3-tied-2", *(pytest.param(c, marks=pytest.mark.slow) for c in ("llama-untied-2", "gemma3-tied-2"))]
+)
+def test_a_checkpoint_without_its_head(case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As Qwen3-Embedding is stored: names lack their prefix. The hidden states are those of the whole checkpoint."""
+    folder = write_checkpoint(tmp_path, **CASES[case])
+    whole = Driver(folder, torch.float32)
+    logits = whole.prefill(prompt(), [PROMPT])
+
+    def bare(tensors: dict[str, Tensor]) -> None:
+        tensors.pop("lm_head.weight", None)
+        rename(lambda name: name.removeprefix("model."))(tensors)
+
+    edit_tensors(folder, bare)
+    config = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(config.replace("ForCausalLM", "TextModel" if "gemma3" in case else "Model"))
+    found = Driver(folder, torch.float32)
+    if "untied" in case:
+        assert "has no output head" in caplog.text
+        found.model.head = whole.model.head  # type: ignore[attr-defined]
+    assert torch.equal(found.prefill(prompt(), [PROMPT]), logits)
+
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "DeepSeek-R1-Distill-Qwen-1.5B": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "eos_token_id": 151643,
+        "hidden_act": "silu",
+        "hidden_size": 1536,
+        "initializer_range": 0.02,
+        "intermediate_size": 8960,
+        "max_position_embeddings": 131072,
+        "max_window_layers": 21,
+        "model_type": "qwen2",
+        "num_attention_heads": 12,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 10000,
+        "sliding_window": 4096,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "use_mrope": False,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "DeepSeek-R1-Distill-Llama-8B": {
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "model_type": "llama",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+        "vocab_size": 128256,
+    },
+    "phi-4": {
+        "architectures": ["Phi3ForCausalLM"],
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "hidden_size": 5120,
+        "intermediate_size": 17920,
+        "max_position_embeddings": 16384,
+        "model_type": "phi3",
+        "num_attention_heads": 40,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 10,
+        "original_max_position_embeddings": 16384,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "rope_theta": 250000,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "vocab_size": 100352,
+    },
+    "gemma-2-2b": {
+        "architectures": ["Gemma2ForCausalLM"],
+        "attn_logit_softcapping": 50.0,
+        "cache_implementation": "hybrid",
+        "final_logit_softcapping": 30.0,
+        "head_dim": 256,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "max_position_embeddings": 8192,
+        "model_type": "gemma2",
+        "num_attention_heads": 8,
+        "num_hidden_layers": 26,
+        "num_key_value_heads": 4,
+        "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 10000.0,
+        "sliding_window": 4096,
+        "vocab_size": 256000,
+    },
+}
+"""config.json as these checkpoints have it, in transformers 4's terms."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs(name: str) -> None:
+    """As the config class of transformers understands them; the model is made, but not its weights."""
+    config = PUBLISHED[name]
+    (family,) = [r for r in infer_models() if config["architectures"][0] in r.architectures]
+    context = ModelContext(support.KERNELS, torch.bfloat16, torch.device("cpu"), 64)
+    found = family.factory(config, context, family.settings())
+    known = {name: value for name, value in config.items() if name != "torch_dtype"}
+    theirs: Any = transformers.AutoConfig.for_model(**known)
+    size = theirs.hidden_size // theirs.num_attention_heads
+    windows = {"sliding_attention": theirs.sliding_window} if getattr(theirs, "sliding_window", None) else {}
+    kinds = getattr(theirs, "layer_types", None) or [FULL] * theirs.num_hidden_layers
+    assert [spec.window for spec in found.attention] == [windows.get(kind) for kind in kinds]
+    assert {(s.num_heads, s.num_kv_heads, s.head_size) for s in found.attention} == {
+        (theirs.num_attention_heads, theirs.num_key_value_heads, getattr(theirs, "head_dim", None) or size)
+    }
+    assert {s.soft_cap for s in found.attention} == {getattr(theirs, "attn_logit_softcapping", None)}
+    with torch.device("meta"):
+        empty = transformers.AutoModelForCausalLM.from_config(theirs)  # type: ignore[no-untyped-call]
+    assert dict(found.expected()) == {name: tuple(p.shape) for name, p in empty.named_parameters()}
 
 
 def test_attention_soft_cap_is_ignored_as_transformers_ignores_it(tmp_path: Path) -> None:

@@ -23,10 +23,14 @@ ARCHITECTURES = {
     "MistralForCausalLM": gguf.MODEL_ARCH.LLAMA,
     "Qwen2ForCausalLM": gguf.MODEL_ARCH.QWEN2,
     "Qwen3ForCausalLM": gguf.MODEL_ARCH.QWEN3,
+    "Gemma2ForCausalLM": gguf.MODEL_ARCH.GEMMA2,
     "Gemma3ForCausalLM": gguf.MODEL_ARCH.GEMMA3,
+    "GraniteForCausalLM": gguf.MODEL_ARCH.GRANITE,
+    "SmolLM3ForCausalLM": gguf.MODEL_ARCH.SMOLLM3,
     "Phi3ForCausalLM": gguf.MODEL_ARCH.PHI3,
     "Olmo2ForCausalLM": gguf.MODEL_ARCH.OLMO2,
 }
+LLAMAS = (gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.GRANITE, gguf.MODEL_ARCH.SMOLLM3)
 TYPE: Any = gguf.GGMLQuantizationType
 Quantise = Callable[[Tensor, str], np.ndarray]
 
@@ -61,11 +65,11 @@ def write_gguf(
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
     held: dict[str, Tensor] = {}
     for name, given in load_file(folder / "model.safetensors").items():
-        turned = arch == gguf.MODEL_ARCH.LLAMA and ("q_proj" in name or "k_proj" in name)
+        turned = arch in LLAMAS and ("q_proj" in name or "k_proj" in name)
         stored = given
         if turned:
             stored = given.reshape(-1, 2, size // 2, *given.shape[1:]).transpose(1, 2).reshape(given.shape)
-        if arch == gguf.MODEL_ARCH.GEMMA3 and name.endswith("norm.weight"):
+        if arch in (gguf.MODEL_ARCH.GEMMA2, gguf.MODEL_ARCH.GEMMA3) and name.endswith("norm.weight"):
             stored = given.float() + 1
         own = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert own is not None, name
@@ -109,6 +113,16 @@ def write_config(writer: gguf.GGUFWriter, arch: gguf.MODEL_ARCH, config: Mapping
             writer.add_array("gemma3.attention.sliding_window_pattern", [kind == "sliding_attention" for kind in kinds])
         if cap := config.get("final_logit_softcapping"):
             writer.add_final_logit_softcapping(cap)
+    elif arch == gguf.MODEL_ARCH.GEMMA2:
+        assert config["query_pre_attn_scalar"] == size
+        writer.add_sliding_window(config["sliding_window"])
+        writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    elif arch == gguf.MODEL_ARCH.GRANITE:
+        writer.add_attention_scale(config["attention_multiplier"])
+        writer.add_embedding_scale(config["embedding_multiplier"])
+        writer.add_residual_scale(config["residual_multiplier"])
+        writer.add_logit_scale(config["logits_scaling"])
     elif arch in (gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.PHI3) and config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
     elif arch == gguf.MODEL_ARCH.PHI3:

@@ -43,10 +43,26 @@ CASES: dict[str, dict[str, Any]] = {
         "partial_rotary_factor": 0.75,
     },
     "olmo2": {"family": "olmo2", "rms_norm_eps": 0.01, "tied": False},
+    "gemma2": {"family": "gemma2", "query_pre_attn_scalar": 16, "window": 9},
+    "granite": {
+        "family": "granite",
+        "residual_multiplier": 1.5,
+        "attention_multiplier": 0.25,
+        "embedding_multiplier": 0.5,
+    },
+    "granite-biases": {"family": "granite", "attention_bias": True, "mlp_bias": True, "tied": False},
+    "smollm3": {"family": "smollm3"},
 }
-ALIKE = ("llama-biases", "llama-linear-rope", "qwen2-yarn-rope", "gemma3-linear-rope", "gemma3-pattern")
-ROUNDED = {"llama-llama3-rope"}
-"""Where the file holds the rotary frequencies' factors rounded to fp32, not what they were computed from."""
+ALIKE = (
+    "llama-biases",
+    "llama-linear-rope",
+    "qwen2-yarn-rope",
+    "gemma3-linear-rope",
+    "gemma3-pattern",
+    "granite-biases",
+)
+ROUNDED = {"llama-llama3-rope", "granite-biases"}
+"""Where the file holds factors rounded to fp32, not what they were computed from."""
 
 
 def against_transformers(file: Path, folder: Path) -> set[int]:

@@ -42,12 +42,13 @@ class GatedMLP:
 
 
 class Attention:
-    """The q, K and V projections, optional norms of q and K, rotary embedding, attention over the cache, and the output
-    projection.
+    """The q, K and V projections, optional norms of q and K, rotary embedding (unless ``rope`` is None), attention over
+    the cache, and the output projection.
 
     ``biases`` says which projections have a bias, by letters of "qkvo". ``qkv`` are the checkpoint's names of q, k and
     v, or the single name of the tensor that holds all three, stacked by rows. With ``qk_norm_whole``, one norm spans
-    all heads of q, and another those of K; otherwise each head is normalised by itself. If the spec has sinks, the
+    all heads of q, and another those of K; otherwise each head is normalised by itself. With ``interleaved``, a head's
+    neighbours are rotated against each other; otherwise its halves. If the spec has sinks, the
     checkpoint's tensor ``sinks`` fills them.
 
     Raises CheckpointError if the numbers of heads do not fit each other or the head size is odd.
@@ -60,7 +61,7 @@ class Attention:
         layer: int,
         size: int,
         spec: AttentionSpec,
-        rope: RopeParameters,
+        rope: RopeParameters | None,
         *,
         biases: str = "",
         qk_norm_eps: float | None = None,
@@ -69,6 +70,7 @@ class Attention:
         qkv: Sequence[str] = ("q_proj", "k_proj", "v_proj"),
         out: str = "o_proj",
         qk_norms: Sequence[str] = ("q_norm", "k_norm"),
+        interleaved: bool = False,
     ) -> None:
         H, K, E = spec.num_heads, spec.num_kv_heads, spec.head_size
         if H % K:
@@ -79,7 +81,7 @@ class Attention:
             raise CheckpointError(f"config.json: head_dim is {E}; rotary embeddings need an even one.")
         self.layer, self.spec = layer, spec
         self._kernels = weights.context.kernels
-        order_E = rotary_order(rope.rotated(E), E)
+        order_E = None if rope is None else rotary_order(rope.rotated(E), E, interleaved)
         order_N = None
         if order_E is not None:
             heads = torch.arange(0, (H + K) * E, E)[:, None] + order_E
@@ -92,7 +94,9 @@ class Attention:
         if spec.sinks_H is not None:
             weights.expect(f"{name}.sinks", (H,), spec.sinks_H.copy_)
         self._head_norms: HeadNorms | None = None
-        self._whole_norms: list[RMSNorm] = []
+        self._norms: list[RMSNorm] = []
+        """Those that are computed here. Norms of heads that are rotated are a part of ``attend``."""
+        self._whole = qk_norm_whole
         if qk_norm_eps is not None:
             norms = [
                 RMSNorm(weights, f"{name}.{part}", width, qk_norm_eps, qk_norm_unit_offset, order)
@@ -102,22 +106,23 @@ class Attention:
                     else zip(qk_norms, (E, E), (order_E, order_E), strict=True)
                 )
             ]
-            if qk_norm_whole:
-                self._whole_norms = norms
+            if qk_norm_whole or rope is None:
+                self._norms = norms
             else:
                 weights.when_loaded(lambda: self._take(*norms))
 
     def _take(self, q: RMSNorm, k: RMSNorm) -> None:
         self._head_norms = HeadNorms(q.weight_D, k.weight_D, q.eps, q.unit_offset)
 
-    def __call__(self, x_TD: Tensor, rotary: Rotary, cache: KVCacheView, rows_N: Tensor | None = None) -> Tensor:
+    def __call__(self, x_TD: Tensor, rotary: Rotary | None, cache: KVCacheView, rows_N: Tensor | None = None) -> Tensor:
         """[T, D], or [N, D] if ``rows_N`` is given."""
         T, E = len(x_TD), self.spec.head_size
         q, k, v = torch.split_with_sizes(self._qkv(x_TD), self._qkv.sizes, dim=-1)
-        if self._whole_norms:
-            q, k = (norm(x) for norm, x in zip(self._whole_norms, (q, k), strict=True))
+        if self._norms:
+            shape = (T, -1) if self._whole else (T, -1, E)
+            q, k = (norm(x.view(shape)) for norm, x in zip(self._norms, (q, k), strict=True))
         q_THE, k_TKE, v_TKE = q.view(T, -1, E), k.view(T, -1, E), v.view(T, -1, E)
-        if self._head_norms is not None:
+        if rotary is not None and self._head_norms is not None:
             rotary = rotary._replace(norms=self._head_norms)
         out_THE = cache.attend(self.layer, q_THE, k_TKE, v_TKE, rotary)
         return self._out(select(out_THE, rows_N).flatten(1))

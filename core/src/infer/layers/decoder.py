@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Protocol, Self
 
@@ -17,6 +18,8 @@ from infer.layers.rotary import RopeParameters, RotaryEmbedding
 from infer.layers.table import Weights
 from infer.weight import Weight
 
+log = logging.getLogger(__name__)
+
 
 class DecoderConfig(BaseModel, extra="ignore"):
     """The fields of config.json that every decoder needs, and what follows from them."""
@@ -25,6 +28,7 @@ class DecoderConfig(BaseModel, extra="ignore"):
     """The rope types that this family supports; None for all."""
     partial_rotary: ClassVar[bool] = False
     """Whether the family supports rotating only a part of each head."""
+    default_theta: ClassVar[float] = 10_000.0
     norm_unit_offset: ClassVar[bool] = False
     attention_sinks: ClassVar[bool] = False
     """Whether attention has a tensor ``sinks``, as ``AttentionSpec.sinks_H``."""
@@ -54,7 +58,24 @@ class DecoderConfig(BaseModel, extra="ignore"):
         return float(self.head_size**-0.5)
 
     @property
+    def attention_soft_cap(self) -> float | None:
+        """As ``AttentionSpec.soft_cap``."""
+        return None
+
+    @property
     def embedding_scale(self) -> float | None:
+        """What embeddings are multiplied by; None for 1."""
+        return None
+
+    @property
+    def residual_scale(self) -> float | None:
+        """What the results of attention and of the MLP are multiplied by before they are added to the residual stream;
+        None for 1."""
+        return None
+
+    @property
+    def logits_divisor(self) -> float | None:
+        """What logits are divided by; None for 1."""
         return None
 
     @property
@@ -68,11 +89,14 @@ class DecoderConfig(BaseModel, extra="ignore"):
 
     def attention(self) -> list[AttentionSpec]:
         heads = self.num_attention_heads, self.num_key_value_heads or self.num_attention_heads, self.head_size
-        return [AttentionSpec(*heads, self.attention_scale, window) for window in self.windows()]
+        scale, cap = self.attention_scale, self.attention_soft_cap
+        return [AttentionSpec(*heads, scale, window, cap) for window in self.windows()]
 
-    def ropes(self, config: Mapping[str, Any]) -> list[RopeParameters]:
-        """Each layer's rope; ``config`` is all of config.json."""
-        rope = RopeParameters.read(config, partial=self.partial_rotary, kinds=self.rope_kinds)
+    def ropes(self, config: Mapping[str, Any]) -> Sequence[RopeParameters | None]:
+        """Each layer's rope; None for a layer that rotates nothing. ``config`` is all of config.json."""
+        rope = RopeParameters.read(
+            config, partial=self.partial_rotary, kinds=self.rope_kinds, default_theta=self.default_theta
+        )
         return [rope] * self.num_hidden_layers
 
 
@@ -81,7 +105,7 @@ class DecoderLayer(Protocol):
         self,
         x_TD: Tensor,
         residual_TD: Tensor | None,
-        rotary: Rotary,
+        rotary: Rotary | None,
         cache: KVCacheView,
         rows_N: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
@@ -95,14 +119,14 @@ class DecoderLayer(Protocol):
 
 class Decoder:
     """A ModelProtocol: embedding, layers, final norm, head. ``schema`` validates config.json, and ``layer`` makes one
-    layer from (weights, name, index, config, AttentionSpec, RopeParameters)."""
+    layer from (weights, name, index, config, AttentionSpec, RopeParameters or None)."""
 
     def __init__(
         self,
         config: Mapping[str, Any],
         context: ModelContext,
         schema: type[DecoderConfig],
-        layer: Callable[[Weights, str, int, Any, AttentionSpec, RopeParameters], DecoderLayer],
+        layer: Callable[[Weights, str, int, Any, AttentionSpec, RopeParameters | None], DecoderLayer],
     ) -> None:
         c = read_config(schema, config)
         w = self.weights = Weights(context)
@@ -114,7 +138,9 @@ class Decoder:
                 replace(spec, sinks_H=torch.zeros(spec.num_heads, device=context.device)) for spec in self.attention
             ]
         ropes = c.ropes(config)
-        tables = {rope: RotaryEmbedding(context, rope, c.head_size) for rope in dict.fromkeys(ropes)}
+        tables = {
+            rope: None if rope is None else RotaryEmbedding(context, rope, c.head_size) for rope in dict.fromkeys(ropes)
+        }
         self.rotary = [tables[rope] for rope in ropes]
         self.embedding = Embedding(w, "model.embed_tokens", c.vocab_size, size, c.embedding_scale)
         self.layers = [
@@ -123,10 +149,12 @@ class Decoder:
         ]
         self.norm = RMSNorm(w, "model.norm", size, c.rms_norm_eps, c.norm_unit_offset)
         self.head = Head(w, self.embedding, "lm_head", c.vocab_size, size, c.tie_word_embeddings)
-        self.soft_cap = c.logits_soft_cap
+        self.soft_cap, self.divisor = c.logits_soft_cap, c.logits_divisor
 
     def forward(self, batch: Pass) -> Tensor:
-        rotations = {rotary: rotary(batch.positions_T) for rotary in dict.fromkeys(self.rotary)}
+        rotations = {
+            rotary: None if rotary is None else rotary(batch.positions_T) for rotary in dict.fromkeys(self.rotary)
+        }
         x_TD, residual_TD, last = self.embedding(batch.token_ids_T), None, len(self.layers) - 1
         for i, (layer, rotary) in enumerate(zip(self.layers, self.rotary, strict=True)):
             rows_N = batch.rows_N if i == last else None
@@ -135,6 +163,8 @@ class Decoder:
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         logits_NV = self.head(hidden_ND)
+        if self.divisor is not None:
+            logits_NV = logits_NV / self.divisor
         return logits_NV if self.soft_cap is None else self.soft_cap * torch.tanh(logits_NV / self.soft_cap)
 
     def expected(self) -> Mapping[str, tuple[int, ...]]:
@@ -142,4 +172,20 @@ class Decoder:
 
     def load(self, tensors: Iterable[tuple[str, Weight]]) -> None:
         # Some checkpoints with tied embeddings store the head as a tensor of its own, too.
-        self.weights.load(tensors, optional=[self.head.name])
+        self.weights.load(self._named(tensors), optional=[self.head.name])
+
+    def _named(self, tensors: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
+        """The tensors of a whole model. A checkpoint of a model without its head, as those that make embeddings often
+        are, has names without the prefix; if it is not tied, its embedding stands in for the head."""
+        expected, bare = self.weights.shapes(), False
+        embedding: Weight | None = None
+        for name, weight in tensors:
+            if name not in expected and f"model.{name}" in expected:
+                name, bare = f"model.{name}", True
+            if name == "model.embed_tokens.weight":
+                embedding = weight
+            expected.pop(name, None)
+            yield name, weight
+        if bare and embedding is not None and self.head.name in expected:
+            log.warning("the checkpoint has no output head: embeddings are as they should be, but texts make no sense")
+            yield self.head.name, embedding

@@ -273,14 +273,15 @@ class RotaryEmbedding:
         return Rotary(self._cos.index_select(0, positions_T), self._sin.index_select(0, positions_T))
 
 
-def rotary_order(rotated: int, head_size: int) -> Tensor | None:
-    """The order of a head's values in which each half of the head begins with half of the rotated part; None if the
-    whole head is rotated, which needs no reordering.
+def rotary_order(rotated: int, head_size: int, interleaved: bool = False) -> Tensor | None:
+    """The order of a head's values in which each half of the head begins with half of the rotated part; None if they
+    are in that order. The rotated part's halves are rotated against each other or, if ``interleaved``, its neighbours.
 
     An attention score is a sum over the values of a head, so reordering q and K alike does not change it.
     """
-    if rotated == head_size:
+    if rotated == head_size and not interleaved:
         return None
-    half, rest = rotated // 2, (head_size - rotated) // 2
-    place = torch.arange(head_size)
-    return torch.cat((place[:half], place[rotated : rotated + rest], place[half:rotated], place[rotated + rest :]))
+    part, rest = torch.arange(rotated), torch.arange(rotated, head_size)
+    left, right = part.view(-1, 2).T if interleaved else part.chunk(2)
+    half = len(rest) // 2
+    return torch.cat((left, rest[:half], right, rest[half:]))

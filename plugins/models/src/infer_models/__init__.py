@@ -1,4 +1,4 @@
-"""The model families Llama, Qwen2, Qwen3, Mistral, Phi-3, OLMo 2 and Gemma 3 text."""
+"""Model families: Llama and those that are composed of the same parts."""
 
 from __future__ import annotations
 
@@ -7,13 +7,20 @@ from collections.abc import Callable
 from infer import hookimpl
 from infer.hookspecs import ModelRegistration
 from infer.layers import Decoder, DecoderConfig, DecoderLayer
+from infer_models.exaone4 import Exaone4Config
+from infer_models.gemma2 import Gemma2Config
 from infer_models.gemma3 import Gemma3
+from infer_models.glm4 import Glm4Config
+from infer_models.granite import GraniteConfig
 from infer_models.llama import LlamaConfig, LlamaLayer
+from infer_models.ministral import MinistralConfig
 from infer_models.mistral import MistralConfig
-from infer_models.olmo2 import Olmo2Config, Olmo2Layer
+from infer_models.olmo2 import Olmo2Config
 from infer_models.phi3 import Phi3Config
 from infer_models.qwen2 import Qwen2Config
 from infer_models.qwen3 import Qwen3Config
+from infer_models.seed_oss import SeedOssConfig
+from infer_models.smollm3 import SmolLM3Config
 
 INFER_PLUGIN_API = 1
 
@@ -21,13 +28,14 @@ INFER_PLUGIN_API = 1
 def _decoder(
     name: str, description: str, schema: type[DecoderConfig], layer: Callable[..., DecoderLayer] = LlamaLayer
 ) -> ModelRegistration:
-    """The registration of a family made of ``Decoder``. Its architecture's name follows from that of its config
-    class."""
+    """The registration of a family made of ``Decoder``. The names of its architectures, with and without a head, follow
+    from that of its config class."""
+    family = schema.__name__.removesuffix("Config")
     return ModelRegistration(
         name,
         lambda config, context, settings: Decoder(config, context, schema, layer),
         description,
-        architectures=(schema.__name__.replace("Config", "ForCausalLM"),),
+        architectures=(f"{family}ForCausalLM", f"{family}Model"),
     )
 
 
@@ -39,11 +47,18 @@ def infer_models() -> list[ModelRegistration]:
         _decoder("qwen3", "Qwen3, dense", Qwen3Config),
         _decoder("mistral", "Mistral", MistralConfig),
         _decoder("phi3", "Phi-3, Phi-3.5 and Phi-4, text only", Phi3Config),
-        _decoder("olmo2", "OLMo 2", Olmo2Config, Olmo2Layer),
+        _decoder("olmo2", "OLMo 2", Olmo2Config),
+        _decoder("ministral", "Ministral", MinistralConfig),
+        _decoder("granite", "Granite 3, dense", GraniteConfig),
+        _decoder("smollm3", "SmolLM3", SmolLM3Config),
+        _decoder("glm4", "GLM-4 of 2025, text only", Glm4Config),
+        _decoder("exaone4", "EXAONE 4", Exaone4Config),
+        _decoder("seed_oss", "Seed-OSS", SeedOssConfig),
+        _decoder("gemma2", "Gemma 2", Gemma2Config),
         ModelRegistration(
             "gemma3",
             lambda config, context, settings: Gemma3(config, context),
             "Gemma 3, text only",
-            architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+            architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "Gemma3TextModel"),
         ),
     ]

@@ -1,41 +1,28 @@
-"""Gemma 3's language model, alone or within a checkpoint that also has a vision tower (which is not used).
-
-Shapes: T tokens, D hidden size, N wanted rows.
-"""
+"""Gemma 3's language model, alone or within a checkpoint that also has a vision tower (which is not used)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-from pydantic import PositiveInt
-from torch import Tensor
+from pydantic import Field, PositiveInt
 
-from infer.layers import (
-    Attention,
-    Decoder,
-    DecoderConfig,
-    GatedMLP,
-    LayerType,
-    PositiveNumber,
-    RMSNorm,
-    RopeParameters,
-    Weights,
-    config_table,
-    layer_windows,
-    select,
-)
-from infer.protocols import AttentionSpec, KVCacheView, ModelContext, Rotary
+from infer.layers import Decoder, LayerType, PositiveNumber, RopeParameters, config_table, layer_windows
+from infer.protocols import Activation, ModelContext
 from infer.weight import Weight
+from infer_models.llama import LlamaConfig, LlamaLayer
 
 
-class Gemma3Config(DecoderConfig):
+class Gemma3Config(LlamaConfig):
     """The fields of config.json that change the arithmetic. Google's files omit fields that have their default values.
 
     ``attn_logit_softcapping`` is not among them: Gemma 2 capped attention scores, but for Gemma 3 transformers reads
     the field without using it."""
 
     norm_unit_offset: ClassVar[bool] = True
+    qk_norm: ClassVar[bool] = True
+    norms_before: ClassVar[tuple[str, ...]] = ("input_layernorm", "pre_feedforward_layernorm")
+    norms_after: ClassVar[tuple[str, ...]] = ("post_attention_layernorm", "post_feedforward_layernorm")
 
     vocab_size: PositiveInt = 262_208
     hidden_size: PositiveInt = 2304
@@ -45,8 +32,7 @@ class Gemma3Config(DecoderConfig):
     num_key_value_heads: PositiveInt = 4
     head_dim: PositiveInt = 256
     rms_norm_eps: PositiveNumber = 1e-6
-    hidden_activation: Literal["gelu_pytorch_tanh"] = "gelu_pytorch_tanh"
-    attention_bias: bool = False
+    hidden_act: Activation = Field("gelu_pytorch_tanh", validation_alias="hidden_activation")
     tie_word_embeddings: bool = True
     query_pre_attn_scalar: PositiveNumber = 256
     sliding_window: PositiveInt | None = 4096
@@ -72,55 +58,17 @@ class Gemma3Config(DecoderConfig):
         types: list[LayerType] = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(count)]
         return layer_windows(self.layer_types or types, self.sliding_window, count)
 
-    def ropes(self, config: Mapping[str, Any]) -> list[RopeParameters]:
+    def ropes(self, config: Mapping[str, Any]) -> Sequence[RopeParameters | None]:
         full = RopeParameters.read(config, "full_attention", default_theta=1_000_000.0)
         sliding = RopeParameters.read(config, "sliding_attention", theta_key="rope_local_base_freq")
         return [full if window is None else sliding for window in self.windows()]
-
-
-class Gemma3Layer:
-    def __init__(
-        self, w: Weights, name: str, index: int, c: Gemma3Config, spec: AttentionSpec, rope: RopeParameters
-    ) -> None:
-        def norm(part: str) -> RMSNorm:
-            return RMSNorm(w, f"{name}.{part}_layernorm", c.hidden_size, c.rms_norm_eps, unit_offset=True)
-
-        self.input_norm = norm("input")
-        self.attention = Attention(
-            w,
-            f"{name}.self_attn",
-            index,
-            c.hidden_size,
-            spec,
-            rope,
-            biases="qkvo" if c.attention_bias else "",
-            qk_norm_eps=c.rms_norm_eps,
-            qk_norm_unit_offset=True,
-        )
-        self.attention_out_norm = norm("post_attention")
-        self.mlp_norm = norm("pre_feedforward")
-        self.mlp = GatedMLP(w, f"{name}.mlp", c.hidden_size, c.intermediate_size, c.hidden_activation)
-        self.mlp_out_norm = norm("post_feedforward")
-
-    def __call__(
-        self,
-        x_TD: Tensor,
-        residual_TD: Tensor | None,
-        rotary: Rotary,
-        cache: KVCacheView,
-        rows_N: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        x_TD, residual_TD = self.input_norm.add(x_TD, residual_TD)
-        x_ND = self.attention_out_norm(self.attention(x_TD, rotary, cache, rows_N))
-        x_ND, residual_ND = self.mlp_norm.add(x_ND, select(residual_TD, rows_N))
-        return self.mlp_out_norm(self.mlp(x_ND)), residual_ND
 
 
 class Gemma3(Decoder):
     def __init__(self, config: Mapping[str, Any], context: ModelContext) -> None:
         if nested := config_table(config, "text_config"):
             config = nested | {"tie_word_embeddings": config.get("tie_word_embeddings", True)}
-        super().__init__(config, context, Gemma3Config, Gemma3Layer)
+        super().__init__(config, context, Gemma3Config, LlamaLayer)
 
     def load(self, tensors: Iterable[tuple[str, Weight]]) -> None:
         super().load(_language_model(tensors))

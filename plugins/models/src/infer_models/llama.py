@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from infer.layers import Attention, DecoderConfig, GatedMLP, RMSNorm, RopeParameters, Weights, select
-from infer.protocols import AttentionSpec, KVCacheView, Rotary
+from infer.protocols import Activation, AttentionSpec, KVCacheView, Rotary
 
 
 class LlamaConfig(DecoderConfig):
-    """The fields of config.json that change the arithmetic."""
+    """The fields of config.json that change the arithmetic, and what a family's layers are like."""
 
     qk_norm: ClassVar[bool] = False
+    qk_norm_whole: ClassVar[bool] = False
     qkv: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj")
     gate_up: ClassVar[tuple[str, ...]] = ("gate_proj", "up_proj")
+    rotary_interleaved: ClassVar[bool] = False
+    norms_before: ClassVar[tuple[str, ...]] = ("input_layernorm", "post_attention_layernorm")
+    """The norms before attention and before the MLP; empty for none."""
+    norms_after: ClassVar[tuple[str, ...]] = ()
+    """Those of the results of attention and the MLP; empty for none."""
 
-    hidden_act: Literal["silu"] = "silu"
+    hidden_act: Activation = "silu"
     attention_bias: bool = False
     mlp_bias: bool = False
 
@@ -27,28 +34,64 @@ class LlamaConfig(DecoderConfig):
         return "qkvo" if self.attention_bias else ""
 
 
+class NoNorm:
+    """Stands where a family has no norm."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x
+
+    def add(self, x_TD: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor]:
+        total_TD = x_TD if residual_TD is None else x_TD + residual_TD
+        return total_TD, total_TD
+
+
 class LlamaLayer:
     def __init__(
-        self, w: Weights, name: str, index: int, c: LlamaConfig, spec: AttentionSpec, rope: RopeParameters
+        self, w: Weights, name: str, index: int, c: LlamaConfig, spec: AttentionSpec, rope: RopeParameters | None
     ) -> None:
-        size, eps = c.hidden_size, c.rms_norm_eps
-        qk_norm_eps = eps if c.qk_norm else None
-        self.input_norm = RMSNorm(w, f"{name}.input_layernorm", size, eps)
+        def norms(parts: tuple[str, ...]) -> list[RMSNorm | NoNorm]:
+            made: list[RMSNorm | NoNorm] = [
+                RMSNorm(w, f"{name}.{part}", c.hidden_size, c.rms_norm_eps, c.norm_unit_offset) for part in parts
+            ]
+            return made or [NoNorm(), NoNorm()]
+
+        self.input_norm, self.mlp_norm = norms(c.norms_before)
+        self.attention_out_norm, self.mlp_out_norm = norms(c.norms_after)
         self.attention = Attention(
-            w, f"{name}.self_attn", index, size, spec, rope, biases=c.biases, qk_norm_eps=qk_norm_eps, qkv=c.qkv
+            w,
+            f"{name}.self_attn",
+            index,
+            c.hidden_size,
+            spec,
+            rope,
+            biases=c.biases,
+            qk_norm_eps=c.rms_norm_eps if c.qk_norm else None,
+            qk_norm_unit_offset=c.norm_unit_offset,
+            qk_norm_whole=c.qk_norm_whole,
+            qkv=c.qkv,
+            interleaved=c.rotary_interleaved,
         )
-        self.mlp_norm = RMSNorm(w, f"{name}.post_attention_layernorm", size, eps)
-        self.mlp = GatedMLP(w, f"{name}.mlp", size, c.intermediate_size, c.hidden_act, c.mlp_bias, gate_up=c.gate_up)
+        self.mlp = self.feed_forward(w, name, index, c)
+        self.scale = c.residual_scale
+
+    def feed_forward(self, w: Weights, name: str, index: int, c: Any) -> Callable[[Tensor], Tensor]:
+        """What stands behind attention; ``c`` is the family's config."""
+        return GatedMLP(
+            w, f"{name}.mlp", c.hidden_size, c.intermediate_size, c.hidden_act, c.mlp_bias, gate_up=c.gate_up
+        )
 
     def __call__(
         self,
         x_TD: Tensor,
         residual_TD: Tensor | None,
-        rotary: Rotary,
+        rotary: Rotary | None,
         cache: KVCacheView,
         rows_N: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         x_TD, residual_TD = self.input_norm.add(x_TD, residual_TD)
-        x_ND = self.attention(x_TD, rotary, cache, rows_N)
+        x_ND = self._scaled(self.attention_out_norm(self.attention(x_TD, rotary, cache, rows_N)))
         x_ND, residual_ND = self.mlp_norm.add(x_ND, select(residual_TD, rows_N))
-        return self.mlp(x_ND), residual_ND
+        return self._scaled(self.mlp_out_norm(self.mlp(x_ND))), residual_ND
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return x if self.scale is None else x * self.scale

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from pydantic import PositiveInt
@@ -23,5 +23,5 @@ class Phi3Config(LlamaConfig):
     def windows(self) -> list[int | None]:
         return [self.sliding_window] * self.num_hidden_layers
 
-    def ropes(self, config: Mapping[str, Any]) -> list[RopeParameters]:
+    def ropes(self, config: Mapping[str, Any]) -> Sequence[RopeParameters | None]:
         return super().ropes({"original_max_position_embeddings": 4096, **config})

@@ -23,7 +23,10 @@ ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
 }
@@ -31,8 +34,12 @@ DTYPES = {"F32": "float32", "F16": "float16"}
 """The dtype to compute in, by the type of most weights; bfloat16 for all others."""
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that say how far to stretch each wavelength, which is a matter of config.json."""
-GEMMA3_27B_LAYERS = 62
-"""The one size whose attention is scaled by hidden_size / heads instead of by the size of a head."""
+TURNED = ("llama", "granite", "smollm3")
+"""Architectures whose q and k rotate neighbours instead of halves."""
+WINDOWLESS = ("qwen2", "qwen3", "olmo2", "granite", "smollm3")
+"""Architectures that are read without sliding windows only."""
+GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
+"""The sizes whose attention is scaled by hidden_size / heads instead of by the size of a head."""
 UNUSED_KEYS = ("vocab_size", "rope.scaling.finetuned", "tensor_data_layout", "attention.causal")
 
 OUTSIDE = {
@@ -57,6 +64,7 @@ WITHIN = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 WITHIN_OF = {
+    "gemma2": {"ffn_norm": "pre_feedforward_layernorm"},
     "gemma3": {"ffn_norm": "pre_feedforward_layernorm"},
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
 }
@@ -129,23 +137,25 @@ def hub_config(meta: Metadata, tensors: Mapping[str, TensorInfo], read: Callable
         config["partial_rotary_factor"] = (
             rotated + 0.5
         ) / head_dim  # rounded down to ``rotated``, whatever head_dim is
-    if arch == "llama":
+    if arch in TURNED:
         biased = {"attention_bias": "attn_q.bias", "mlp_bias": "ffn_up.bias"}
         config |= {key: f"blk.0.{name}" in tensors for key, name in biased.items()}
-        if window is not None:
-            config |= {"architectures": ["MistralForCausalLM"], "sliding_window": window}
+    if arch == "llama" and window is not None:
+        config |= {"architectures": ["MistralForCausalLM"], "sliding_window": window}
+    elif arch == "granite":
+        config |= _granite(meta)
     elif arch == "phi3":
         made_for = meta.whole(at("rope.scaling.original_context_length"), 4096, least=2)
         config |= {"sliding_window": window, "original_max_position_embeddings": made_for}
-    elif arch == "gemma3":
-        config |= _gemma3(meta, head_dim, hidden // heads) | ({} if window is None else {"sliding_window": window})
-    else:
+    elif arch in GEMMA_27B_LAYERS:
+        config |= _gemma(meta, arch, head_dim, hidden // heads) | ({} if window is None else {"sliding_window": window})
+    elif arch not in TURNED:
         config["attention_bias"] = "blk.0.attn_output.bias" in tensors
-        if window is not None:
-            raise CheckpointError(
-                f"{meta.path}: {at('attention.sliding_window')} is {window}; of {arch}, infer reads GGUF files without "
-                "sliding windows only."
-            )
+    if window is not None and arch in WINDOWLESS:
+        raise CheckpointError(
+            f"{meta.path}: {at('attention.sliding_window')} is {window}; of {arch}, infer reads GGUF files without "
+            "sliding windows only."
+        )
     unread = sorted(
         key
         for key in meta.values.keys() - meta.read - set(map(at, UNUSED_KEYS))
@@ -171,26 +181,37 @@ def _dtype(tensors: Mapping[str, TensorInfo]) -> str:
     return DTYPES.get(counts.most_common(1)[0][0], "bfloat16") if counts else "float32"
 
 
-def _gemma3(meta: Metadata, head_dim: int, even_split: int) -> dict[str, Any]:
-    """What Gemma 3's config has beside a Llama's. Its local layers have a base of their own, which llama.cpp knows
-    rather than reads, like the pattern of layers and the scale of the largest model."""
-    scalar: float = even_split if meta.size("gemma3.block_count") == GEMMA3_27B_LAYERS else head_dim
-    if scale := meta.number("gemma3.attention.scale"):
+def _gemma(meta: Metadata, arch: str, head_dim: int, even_split: int) -> dict[str, Any]:
+    """What a Gemma's config has beside a Llama's. Local layers of Gemma 3 have a base of their own, which llama.cpp
+    knows rather than reads, like the pattern of layers and the scale of the largest model."""
+    at = functools.partial("{}.{}".format, arch)
+    scalar: float = even_split if meta.size(at("block_count")) == GEMMA_27B_LAYERS[arch] else head_dim
+    if scale := meta.number(at("attention.scale")):
         scalar = scale**-2
-    config: dict[str, Any] = {
-        "rope_local_base_freq": meta.number("gemma3.rope.freq_base_swa", 10_000.0),
-        "query_pre_attn_scalar": scalar,
-        "final_logit_softcapping": meta.number("gemma3.final_logit_softcapping") or None,
-    }
-    meta.read.add("gemma3.attn_logit_softcapping")  # Gemma 2's; transformers does not use it either
-    pattern = meta.values.get("gemma3.attention.sliding_window_pattern")
+    caps = {name: meta.number(at(name)) or None for name in ("attn_logit_softcapping", "final_logit_softcapping")}
+    config: dict[str, Any] = {"query_pre_attn_scalar": scalar, **caps}
+    if arch == "gemma2":
+        return config
+    config["rope_local_base_freq"] = meta.number(at("rope.freq_base_swa"), 10_000.0)
+    pattern = meta.values.get(at("attention.sliding_window_pattern"))
     if isinstance(pattern, list):
         kinds = {True: "sliding_attention", False: "full_attention"}
-        windows = meta.several("gemma3.attention.sliding_window_pattern", bool) or []
+        windows = meta.several(at("attention.sliding_window_pattern"), bool) or []
         config["layer_types"] = [kinds[windowed] for windowed in windows]
     else:
-        config["sliding_window_pattern"] = meta.whole("gemma3.attention.sliding_window_pattern", 6, least=1)
+        config["sliding_window_pattern"] = meta.whole(at("attention.sliding_window_pattern"), 6, least=1)
     return config
+
+
+def _granite(meta: Metadata) -> dict[str, Any]:
+    """Granite's factors."""
+    names = {
+        "embedding_multiplier": "embedding_scale",
+        "attention_multiplier": "attention.scale",
+        "residual_multiplier": "residual_scale",
+        "logits_scaling": "logit_scale",
+    }
+    return {name: _needed(meta, f"granite.{key}") for name, key in names.items()}
 
 
 def _scaling(

@@ -121,9 +121,9 @@ class GGUFFormat:
     def weight(self, name: str) -> Weight:
         own, architecture = self._names[name], self._files.architecture
         weight = weight_of(own, self._files.infos[own], self._files.tensor(own))
-        if architecture == "llama" and own.split(".")[-2] in ("attn_q", "attn_k"):
+        if architecture in config.TURNED and own.split(".")[-2] in ("attn_q", "attn_k"):
             order_N = config.row_order(weight.shape[0], self._head_size)
             return weight.rows(order_N) if isinstance(weight, GroupedWeight) else weight[order_N]
-        if architecture == "gemma3" and own.endswith("norm.weight") and isinstance(weight, Tensor):
+        if architecture in config.GEMMA_27B_LAYERS and own.endswith("norm.weight") and isinstance(weight, Tensor):
             return weight.float() - 1  # GGUF adds the 1 that the model adds, too
         return weight

@@ -64,6 +64,7 @@ SPLITS: Mapping[str, Split] = {
     "gpt-2": Split(None),
     "olmo": Split(None),
     "smollm": Split(None, digits=True),
+    "refact": Split(None, digits=True),
 }
 """By ``tokenizer.ggml.pre``."""
 DEFAULT_SPLITS = {"llama": "llama-bpe", "qwen2": "qwen2", "qwen3": "qwen2", "phi3": "dbrx", "olmo2": "dbrx"}
