@@ -56,6 +56,20 @@ def completions(client: Any) -> None:
     assert logprobs.token_logprobs is not None and logprobs.token_logprobs[0] is None
 
 
+def embeddings(client: Any) -> None:
+    """Unless told otherwise, the client asks for base64."""
+    asked: Any = {"model": "demo", "input": ["def f(", "import os\n", "x"]}
+    found = client.embeddings.create(**asked)
+    assert [each.index for each in found.data] == [0, 1, 2]
+    assert all(abs(sum(x * x for x in each.embedding) - 1) < 1e-5 for each in found.data)
+    plain = client.embeddings.create(**asked, encoding_format="float")
+    for one, other in zip(found.data, plain.data, strict=True):
+        assert max(abs(x - y) for x, y in zip(one.embedding, other.embedding, strict=True)) < 1e-7
+    assert found.usage.total_tokens == found.usage.prompt_tokens == plain.usage.prompt_tokens > 3
+    (short,) = client.embeddings.create(model="demo", input=[5, 6, 7], dimensions=8, user="u").data
+    assert len(short.embedding) == 8 and abs(sum(x * x for x in short.embedding) - 1) < 1e-5
+
+
 def chat(client: Any) -> None:
     asked: Any = {"model": "demo", "messages": MESSAGES, "max_completion_tokens": 20, "seed": 4, "n": 2}
     whole = client.chat.completions.create(**asked, logprobs=True, top_logprobs=3)
@@ -327,7 +341,7 @@ def decisions(client: Any) -> None:
 
 def main() -> None:
     client, thinker = (openai.OpenAI(base_url=f"{url}/v1", api_key="sesame", max_retries=0) for url in (URL, THINKER))
-    for check in (models, completions, chat, tools, reasoning, structured, responses, decisions, errors):
+    for check in (models, completions, embeddings, chat, tools, reasoning, structured, responses, decisions, errors):
         check(client)
         print(f"{check.__name__}: ok", flush=True)
     for check in (chat_there_and_back, responses_there_and_back):

@@ -28,7 +28,7 @@ def test_openai_for_python(version: int, server: Serving, reasoner: Serving) -> 
     asked = "import openai; print(openai.__version__)"
     assert run(sys.executable, "-c", asked, PYTHONPATH=beside).startswith(f"{version}.")
     told = run(sys.executable, str(HERE / "openai_checks.py"), server.url, reasoner.url, PYTHONPATH=beside)
-    assert told.count(": ok") == 11
+    assert told.count(": ok") == 12
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")

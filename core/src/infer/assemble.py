@@ -80,6 +80,8 @@ class Served:
     """Default sampling parameters: the checkpoint's, or none if ``model.generation_config`` says so."""
     quantization: str | None
     """How the weights are quantised: as ``model.quantization`` or the checkpoint says; None if they are not."""
+    pooling: str
+    """What embeddings are made of: ``last``, ``mean``, or what the checkpoint says and infer does not know."""
     exact: bool
     """Whether the start-up check found that answers do not depend, bit for bit, on batching and chunking."""
 
@@ -222,6 +224,7 @@ def _load(settings: Settings, plugins: Plugins, publish: Callable[..., None]) ->
         cache_tokens=pool.free_tokens(),
         sampling=sampling,
         quantization=quantization,
+        pooling=checkpoint.pooling,
         exact=exact,
     )
 

@@ -162,11 +162,14 @@ def test_a_hub_id_is_downloaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -
             "x.bin",
             "original/a.safetensors",
             "consolidated.safetensors",
+            "1_Pooling/config.json",
+            "1_Pooling/a.safetensors",
+            "2_Dense/config.json",
         ],
         allow_patterns=call[2],
         ignore_patterns=call[3],
     )
-    assert list(wanted) == ["model-1.safetensors", INDEX, "tokenizer.json"]
+    assert list(wanted) == ["model-1.safetensors", INDEX, "tokenizer.json", "1_Pooling/config.json"]
 
 
 @pytest.mark.parametrize(

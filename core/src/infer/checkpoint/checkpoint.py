@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
+from infer.checkpoint.files import read_json, read_text
 from infer.checkpoint.locate import parts
 from infer.contracts.params import SamplingParams
 from infer.contracts.protocols import ContainerProtocol
@@ -23,6 +24,8 @@ from infer.errors import CheckpointError, first_fault
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """The sampling parameters that infer takes from generation_config.json; SamplingParams has the same names."""
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+POOLING = "1_Pooling/config.json"
+"""Where sentence-transformers say how hidden states become an embedding."""
 MAX_LAYERS = 10_000
 """A file that asks for more layers is damaged: the deepest published models have about a hundred, and each layer takes
 memory before a single weight is read."""
@@ -49,6 +52,22 @@ class Checkpoint:
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise self._bad("architectures", names, "a list of names")
         return tuple(names)
+
+    @property
+    def pooling(self) -> str:
+        """What an embedding is made of, as sentence-transformers' files say: ``last`` or ``mean``; other ways, and
+        further layers, by the names that they have there. ``last`` if there are none of its files."""
+        file = self.path / "modules.json"
+        if file.is_file():
+            modules: list[str] = re.findall(r'"type"\s*:\s*"[^"]*\.(\w+)"', read_text(file))
+            if more := [name for name in modules if name not in ("Transformer", "Pooling", "Normalize")]:
+                return more[0]
+        if not (self.path / POOLING).is_file():
+            return "last"
+        config = read_json(self.path, POOLING)
+        ways = [key.removeprefix("pooling_mode_") for key, value in config.items() if value is True]
+        name = str(config.get("pooling_mode") or "+".join(way for way in ways if way != "include_prompt"))
+        return {"lasttoken": "last", "mean_tokens": "mean"}.get(name, name)
 
     @property
     def quant_method(self) -> str:

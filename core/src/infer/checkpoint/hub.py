@@ -35,7 +35,8 @@ def download(path: str, bundled: Mapping[str, Path], suffixes: Sequence[str], re
             f"{path!r} is a file of {id}, which no installed plugin reads: pip install infer-formats."
         )
     # The weights lie at the top level; subfolders and "consolidated" files hold the same ones in other formats.
-    wanted, unwanted = ["*.safetensors", "*.json", "*.jinja"], ["*/*", "consolidated*"]
+    # 1_Pooling/config.json says what an embedding is made of.
+    wanted, unwanted = ["*.safetensors", "*.json", "*.jinja"], ["[!1]*/*", "1*/*.safetensors", "consolidated*"]
     if file:
         wanted, unwanted = [file], []
     elif tag:

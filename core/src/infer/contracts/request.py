@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from infer.text.grammar import Grammar
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+Pooling = Literal["last", "mean"]
+"""Which of a prompt's final hidden states make an embedding: the last token's, or all of them."""
 
 
 def new_request_id() -> str:
@@ -52,6 +54,8 @@ class Request:
     """``params.structured_outputs``, compiled."""
     grammar_after: int | None = None
     """The grammar applies only after this token (the end of reasoning); None: from the first token on."""
+    pooling: Pooling | None = None
+    """If set, nothing is generated: the answer is the prompt's embedding."""
     trace: Mapping[str, str] = field(default_factory=dict)
     """The client's trace headers, for observers."""
     arrival: float = field(default_factory=time.perf_counter)
@@ -71,6 +75,7 @@ class Request:
         group: str = "",
         grammar: Grammar | None = None,
         grammar_after: int | None = None,
+        pooling: Pooling | None = None,
         trace: Mapping[str, str] | None = None,
     ) -> Request:
         """Check token ids and length against the model. Raises RequestError with a message meant for the client."""
@@ -111,6 +116,7 @@ class Request:
             group,
             grammar,
             grammar_after,
+            pooling,
             trace or {},
         )
 
@@ -144,3 +150,5 @@ class Event(NamedTuple):
     """How many prompt tokens the cache already held."""
     param: str | None = None
     """The request parameter that caused the error, if one did."""
+    embedding: bytes | None = None
+    """In the last event of a request with ``pooling``: the pooled hidden state, not normalised, as fp32 values."""

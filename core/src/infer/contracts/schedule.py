@@ -42,7 +42,7 @@ class Sequence:
     pending: int = 0
     """How many PENDING tokens ``tokens`` ends with. Set by the engine."""
     prompt_scored: int = 0
-    """How many prompt positions have their logprobs. Set by the engine."""
+    """How many prompt positions have their logprobs, or have been pooled. Set by the engine."""
     started: float | None = None
     """When it first took part in a pass, on ``time.perf_counter``. Set by the engine."""
 

@@ -7,10 +7,14 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from infer.contracts.records import Totals
 from infer.contracts.request import Event, FinishReason, TokenLogprobs
 from infer.contracts.schedule import Sequence
+from infer.engine.batch import Floats
 from infer.engine.steering import Steering
 from infer.text.detokenizer import TextStream, TokenTexts
 
@@ -41,7 +45,7 @@ class Answer:
     """
 
     __slots__ = (
-        "_counts", "_decode", "_fault", "_find", "_id", "_stops", "_text",
+        "_counts", "_decode", "_fault", "_find", "_id", "_left", "_stops", "_sum", "_text",
         "ended", "first_token", "prompt_logprobs", "sequence", "steering",
     )  # fmt: skip
 
@@ -63,8 +67,12 @@ class Answer:
         self.first_token: float | None = None
         """When the first token was taken, on ``time.perf_counter``."""
         self.ended = False
+        self._left = sequence.num_prompt if request.pooling == "mean" else 1
+        """How many rows are still to be pooled, if the request asks for an embedding."""
+        self._sum: Any = 0.0
+        """Of those that have been."""
         try:
-            if texts is not None:
+            if texts is not None and request.pooling is None:
                 self._text = TextStream(texts, request.prompt_token_ids, params.stop)
             if params.steered:
                 self.steering = Steering(request, self._stops)
@@ -124,9 +132,24 @@ class Answer:
                 reason = "length"
         scored = () if logprobs is None else (logprobs,)
         event = new_event(
-            (self._id, (token,), text, scored, prompt_logprobs, None, None, None, sequence.num_cached, None)
+            (self._id, (token,), text, scored, prompt_logprobs, None, None, None, sequence.num_cached, None, None)
         )
         return event if reason is None else self._last(event, reason, stop)
+
+    def pool(self, rows_ND: Floats) -> Event | None:
+        """Take hidden states of the prompt, and return the last event once there are all that make the embedding. Rows
+        are added one by one in float64, so that no sum depends on how the prompt was cut into chunks."""
+        for row_D in rows_ND.astype(np.float64):
+            self._sum = self._sum + row_D
+        self._left -= len(rows_ND)
+        if self._left:
+            return None
+        count = self.sequence.num_prompt if self.sequence.request.pooling == "mean" else 1
+        pooled_D = (self._sum / count).astype(np.float32)
+        if not np.isfinite(pooled_D).all():
+            return self.end("error", NOT_FINITE)
+        event = Event(self._id, num_cached=self.sequence.num_cached, embedding=pooled_D.tobytes())
+        return self._last(event, "stop", None)
 
     def end(self, reason: FinishReason, error: str | None = None, param: str | None = None) -> Event:
         """The last event of an answer that something other than a token ends."""

@@ -16,6 +16,7 @@ from infer.contracts.schedule import PENDING, Sequence, Work
 from infer.engine.steering import Steering
 
 Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
+Floats = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 NONE: Ints = np.zeros(0, dtype=np.int64)
 
 
@@ -52,6 +53,16 @@ class Score:
 
 
 @dataclass(frozen=True, slots=True)
+class Pool:
+    """A readout: the hidden states of wanted rows first .. first+count-1, all of one sequence's prompt."""
+
+    of: int
+    """The sequence's index in the batch."""
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """The input of one pass: T tokens of B sequences."""
 
@@ -68,7 +79,7 @@ class Batch:
     positions_T: Ints
     rows_N: Ints
     """The rows of T whose hidden states are wanted."""
-    readouts: list[Score | Draw]
+    readouts: list[Score | Pool | Draw]
     """What to compute from the wanted rows; a Draw comes last."""
 
     def pad(self, rows: int) -> Batch:
@@ -100,7 +111,7 @@ def pack(works: Seq[Work], steering: Mapping[Sequence, Steering] | None = None) 
     assert None not in slots, "who is in a pass has a slot"
     slots_B, starts_B = ints(slots), ints(starts)
     decode_only = all(decodes) and all(draws) and sum(lens) == len(works)
-    readouts: list[Score | Draw] = []
+    readouts: list[Score | Pool | Draw] = []
     of: Seq[int]
     token_ids: list[int]
     last_M: Seq[int] | None = None
@@ -112,6 +123,7 @@ def pack(works: Seq[Work], steering: Mapping[Sequence, Steering] | None = None) 
         rows_N = ends_B = np.arange(len(works))
         drawn, scored = sequences, 0
     else:
+        draws = tuple([0 if s.request.pooling else count for s, count in zip(sequences, draws, strict=True)])
         of = [b for b, count in enumerate(draws) for _ in range(count)]
         back_N = np.array([i for count in draws for i in range(count - 1, -1, -1)], dtype=np.int64)
         if len(of) > sum(map(bool, draws)):
@@ -119,13 +131,18 @@ def pack(works: Seq[Work], steering: Mapping[Sequence, Steering] | None = None) 
         drawn = tuple([sequences[b] for b in of])
         token_ids = []
         rows: list[int] = []
-        for b, (sequence, start, length, _, decode) in enumerate(works):
+        for b, (sequence, start, length, last, decode) in enumerate(works):
             count = sequence.request.params.prompt_logprobs
             if count is not None and not decode:
                 begin, end = max(start, sequence.prompt_scored), min(start + length, sequence.num_prompt - 1)
                 if begin < end:
                     readouts.append(Score(b, len(rows), sequence.tokens[begin + 1 : end + 1], count))
                     rows += range(len(token_ids) + begin - start, len(token_ids) + end - start)
+            if pooling := sequence.request.pooling:
+                begin = max(start, sequence.prompt_scored) if pooling == "mean" else start + length - last
+                if count := start + length - begin:
+                    readouts.append(Pool(b, len(rows), count))
+                    rows += range(len(token_ids) + begin - start, len(token_ids) + length)
             token_ids += sequence.tokens[start : start + length]
         lens_B = ints(lens)
         ends_B = np.cumsum(lens_B)

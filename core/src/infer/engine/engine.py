@@ -11,6 +11,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import NamedTuple, overload
 
+import numpy as np
 from tokenizers import Tokenizer
 
 from infer.contracts.protocols import CachePoolProtocol, SchedulerProtocol
@@ -18,7 +19,7 @@ from infer.contracts.records import RequestRecord, StepRecord, WorkRecord
 from infer.contracts.request import Event, FinishReason, Request
 from infer.contracts.schedule import PENDING, Schedule, Sequence, Work
 from infer.engine.answer import Answer, Counts
-from infer.engine.batch import Draw, Score, pack
+from infer.engine.batch import Draw, Pool, Score, pack
 from infer.engine.runner import Drawn, Launched, Runner
 from infer.engine.steering import Steering
 from infer.text.detokenizer import TokenTexts
@@ -40,7 +41,7 @@ class _Flight(NamedTuple):
     """A pass in flight, and the answers that its results belong to."""
 
     launched: Launched
-    readouts: Seq[Score | Draw]
+    readouts: Seq[Score | Pool | Draw]
     answers: list[Answer]
     """One for each sequence of the batch."""
 
@@ -170,8 +171,11 @@ class Engine:
             if not decode and sequence.started is None:
                 sequence.started = time.perf_counter()
         for readout in batch.readouts:
-            if isinstance(readout, Score):
-                works[readout.of].sequence.prompt_scored += len(readout.targets)
+            match readout:
+                case Score(of=b, targets=targets):
+                    works[b].sequence.prompt_scored += len(targets)
+                case Pool(of=b, count=count):
+                    works[b].sequence.prompt_scored += count
         self._in_flight.append(_Flight(launched, batch.readouts, answers))
         return []
 
@@ -186,6 +190,10 @@ class Engine:
                 match readout, result:
                     case Score(of=b), list():
                         answers[b].prompt_logprobs += result
+                    case Pool(of=b), np.ndarray():
+                        if not answers[b].ended and (last := answers[b].pool(result)):
+                            events.append(last)
+                            self._leave(answers[b], last)
                     case Draw(of=of), Drawn(tokens, logprobs):
                         for b, token, scored in zip(of, tokens, logprobs, strict=True):
                             answer = answers[b]

@@ -13,7 +13,7 @@ from torch import Tensor
 from infer.contracts.protocols import CachePoolProtocol, KernelsProtocol, ModelProtocol, Pass
 from infer.contracts.request import TokenLogprobs
 from infer.device import FixedTensor, download, mark, upload
-from infer.engine.batch import Batch, Draw, Score
+from infer.engine.batch import Batch, Draw, Floats, Pool, Score
 from infer.engine.graphs import DecodeGraphs
 from infer.engine.sampler import Drawing, score
 from infer.engine.steering import edits, steer
@@ -31,8 +31,8 @@ class Drawn(NamedTuple):
     logprobs: list[TokenLogprobs | None]
 
 
-Result = Drawn | list[TokenLogprobs | None]
-"""The result of a Draw or of a Score."""
+Result = Drawn | list[TokenLogprobs | None] | Floats
+"""The result of a Draw, of a Score, or of a Pool: its rows, [count, D]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +75,17 @@ class Runner:
         """Start a pass: forward, then logits of the rows that need them, then sampling. Nothing here waits for the
         device."""
         hidden_ND = self._forward(batch)
-        readers = [
-            self._draw(readout, hidden_ND) if isinstance(readout, Draw) else self._score(readout, hidden_ND)
-            for readout in batch.readouts
-        ]
-        return Launched(readers, mark(self._device))
+        return Launched([self._read(readout, hidden_ND) for readout in batch.readouts], mark(self._device))
+
+    def _read(self, readout: Score | Pool | Draw, hidden_ND: Tensor) -> Callable[[], Result]:
+        match readout:
+            case Draw():
+                return self._draw(readout, hidden_ND)
+            case Score():
+                return self._score(readout, hidden_ND)
+            case Pool(first=first, count=count):
+                host_ND = download(hidden_ND[first : first + count].float())
+                return host_ND.numpy
 
     def _draw(self, draw: Draw, hidden_ND: Tensor) -> Callable[[], Result]:
         num = len(draw.of)

@@ -204,5 +204,6 @@ class Step:
 
 
 def _reuses(request: Request) -> bool:
-    """Whether the request may use K/V that the cache already holds. Prompt logprobs need every position computed."""
-    return request.params.prompt_logprobs is None
+    """Whether the request may use K/V that the cache already holds. Prompt logprobs and means need every position
+    computed."""
+    return request.params.prompt_logprobs is None and request.pooling != "mean"

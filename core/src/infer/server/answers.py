@@ -56,6 +56,24 @@ class CompletionChoice(TypedDict):
     prompt_logprobs: NotRequired[PromptLogprobs]
 
 
+class Embedding(TypedDict):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(TypedDict):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embeddings(TypedDict):
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
 class TextCompletion(TypedDict):
     """An answer, or a chunk of a streamed one."""
 

@@ -167,10 +167,38 @@ class CompletionRequest(Common):
 
     @property
     def prompts(self) -> list[str | TokenIds]:
-        prompt = self.prompt
-        if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int):
-            return [prompt]  # type: ignore[list-item]
-        return list(prompt)
+        return one_or_many(self.prompt)
+
+
+class EmbeddingRequest(Body):
+    """The body of POST /v1/embeddings."""
+
+    NAMES: ClassVar[Mapping[str, str]] = {"prompt": "input"}
+
+    input: str | TokenIds | Many[str | TokenIds] = Field(
+        union_mode="left_to_right", description="Text or token ids, or a list of up to 2,048 of these."
+    )
+    model: str | None = Field(None, description="The served model's name, or nothing.")
+    encoding_format: Literal["float", "base64"] = Field("float", description="Numbers, or fp32 values in base64.")
+    dimensions: int | None = Field(None, ge=1, description="Keep so many leading values, and normalise again.")
+    add_special_tokens: bool = Field(True, description="Add the tokenizer's special tokens, such as EOS, to a text.")
+    priority: int = Field(0, ge=-(2**31), lt=2**31, description="Requests with lower numbers are served earlier.")
+    cache_salt: str | None = Field(
+        None, min_length=1, max_length=256, description="Share cached prefixes only with requests of the same salt."
+    )
+    user: str | None = Field(None, max_length=512, description="The end user's id.")
+    safety_identifier: str | None = Field(None, max_length=512, description="As user, over which it takes precedence.")
+
+    @property
+    def prompts(self) -> list[str | TokenIds]:
+        return one_or_many(self.input)
+
+
+def one_or_many(prompt: str | TokenIds | Many[str | TokenIds]) -> list[str | TokenIds]:
+    """A prompt, or several, as a list."""
+    if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int):
+        return [prompt]  # type: ignore[list-item]
+    return list(prompt)
 
 
 def _within_depth(text: str) -> str:

@@ -15,7 +15,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from infer.assemble import Served
 from infer.contracts.params import SamplingParams
-from infer.contracts.request import Event, Request, TokenLogprobs
+from infer.contracts.request import Event, Pooling, Request, TokenLogprobs
 from infer.engine.loop import AsyncDoor, EngineLoop
 from infer.errors import EngineDeadError, InferError, RequestError
 from infer.llm import Completion
@@ -171,6 +171,7 @@ class Service:
         prefix: str = "cmpl",
         special: bool = True,
         grammar_after: int | None = None,
+        pooling: Pooling | None = None,
     ) -> list[Request]:
         """Make ``n`` requests for each prompt, in order. Raises RequestError."""
         if len(prompts) * n > self._settings.max_choices:
@@ -201,6 +202,7 @@ class Service:
                         group=f"{http[REQUEST_ID]}-{p}" if n > 1 else "",
                         grammar=grammar,
                         grammar_after=grammar_after,
+                        pooling=pooling,
                         trace=trace,
                     )
                     made.append(request)
