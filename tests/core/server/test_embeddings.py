@@ -90,7 +90,7 @@ async def test_what_is_refused() -> None:
             ({"input": ["a"] * 2049}, "2049 inputs; at most 2048", "input"),
             ({"input": [[1] * 1500] * 201}, "more than 300000 tokens", "input"),
             ({"input": [1] * 10**5}, "maximum context length", "input"),
-            ({"model": "demo"}, "Field required", "input"),
+            ({"model": "demo"}, "'input' is missing", "input"),
         ):
             status, answer, _ = await server.post(body, PATH)
             assert status == 400, (body, answer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import functools
 import math
@@ -50,6 +51,7 @@ class Embeddings:
         size = min(service.settings.engine.max_batch_size, service.settings.server.max_choices)
         params, waves, tokens = SamplingParams(max_tokens=1, temperature=0), list[list[Request]](), 0
         for begin in range(0, len(inputs), size):
+            await asyncio.sleep(0)  # short texts are tokenized here
             wave = inputs[begin : begin + size]
             prefix, special = f"embd-{begin}", asked.add_special_tokens
             waves.append(
