@@ -58,7 +58,7 @@ def _expected(prompt: tuple[int, ...], pooling: Pooling, dtype: torch.dtype, ker
     [
         {"backend": "slotted"},
         {"backend": "paged", "prefill_chunk_size": 16, "max_tokens_per_step": 24},
-        {"backend": "paged", "prefill_chunk_size": 5, "mixed_batches": False, "num_blocks": 15},
+        {"backend": "paged", "prefill_chunk_size": 5, "mixed_batches": False, "num_blocks": 18},
     ],
     ids=["whole", "chunks", "preempted"],
 )
@@ -71,12 +71,12 @@ def test_embeddings_in_any_company(options: dict[str, Any], lag: int, dtype: tor
     for turn in range(2):
         for text in range(2):
             stepper.submit(random_prompt(40, seed=text), f"text {text} {turn}", max_tokens=90, temperature=0)
-        for i, prompt in enumerate(PROMPTS):
+        for i, prompt in reversed(list(enumerate(PROMPTS))):
             ask(stepper, prompt, f"last {turn} {i}", "last")
             ask(stepper, prompt, f"mean {turn} {i}", "mean")
         stepper.run()
     if blocks:
-        assert sum(record.preemptions for record in stepper.finished) > 0
+        assert {record.request_id for record in stepper.finished if record.preemptions} & {"mean 0 5", "mean 1 5"}
     for turn in range(2):
         for text in range(2):
             assert stepper.tokens(f"text {text} {turn}") == stepper.tokens(f"text {text} 0")
@@ -85,7 +85,7 @@ def test_embeddings_in_any_company(options: dict[str, Any], lag: int, dtype: tor
                 found = embedding(stepper, f"{pooling} {turn} {i}")
                 assert torch.equal(found, expected(prompt, pooling, dtype)), (pooling, turn, i)
     if options["backend"] == "paged" and not blocks:
-        assert stepper.answer("last 1 5")[0].num_cached >= 128
+        assert stepper.answer("last 1 5")[0].num_cached > 0
         assert stepper.answer("mean 1 5")[0].num_cached == 0
     assert all(record.num_generated == 0 for record in stepper.finished if "text" not in record.request_id)
     assert stepper.pool.free_tokens() == stepper.room
