@@ -139,9 +139,10 @@ def pack(works: Seq[Work], steering: Mapping[Sequence, Steering] | None = None) 
                     readouts.append(Score(b, len(rows), sequence.tokens[begin + 1 : end + 1], count))
                     rows += range(len(token_ids) + begin - start, len(token_ids) + end - start)
             if pooling := sequence.request.pooling:
-                begin = max(start, sequence.prompt_scored) if pooling == "mean" else start + length - last
-                if count := start + length - begin:
-                    readouts.append(Pool(b, len(rows), count))
+                end = start + length
+                begin = max(start, sequence.prompt_scored) if pooling == "mean" else end - last
+                if begin < end:
+                    readouts.append(Pool(b, len(rows), end - begin))
                     rows += range(len(token_ids) + begin - start, len(token_ids) + length)
             token_ids += sequence.tokens[start : start + length]
         lens_B = ints(lens)
