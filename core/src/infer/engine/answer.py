@@ -142,7 +142,7 @@ class Answer:
         for row_D in rows_ND.astype(np.float64):
             self._sum = self._sum + row_D
         self._left -= len(rows_ND)
-        if self._left:
+        if self._left > 0:
             return None
         count = self.sequence.num_prompt if self.sequence.request.pooling == "mean" else 1
         pooled_D = (self._sum / count).astype(np.float32)
