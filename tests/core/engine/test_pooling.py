@@ -38,7 +38,7 @@ def expected(prompt: list[int], pooling: Pooling, dtype: torch.dtype) -> torch.T
 @functools.cache
 @torch.inference_mode()
 def _expected(prompt: tuple[int, ...], pooling: Pooling, dtype: torch.dtype, kernels: Any) -> torch.Tensor:
-    model = tiny_model("gemma3", dtype)
+    model = tiny_model("qwen3", dtype)
     pool = slotted_pool(model, dtype)
     place = pool.allocate(prompt)
     assert place is not None
@@ -65,7 +65,7 @@ def _expected(prompt: tuple[int, ...], pooling: Pooling, dtype: torch.dtype, ker
 def test_embeddings_in_any_company(options: dict[str, Any], lag: int, dtype: torch.dtype) -> None:
     """Among requests that generate, with prompts that begin alike, twice: the second time prefixes are cached."""
     options = dict(options)
-    model, blocks = tiny_model("gemma3", dtype), options.pop("num_blocks", None)
+    model, blocks = tiny_model("qwen3", dtype), options.pop("num_blocks", None)
     pool = paged_pool(model, dtype, num_blocks=blocks) if blocks else None
     stepper = make_engine(model, dtype, pool=pool, lag=lag, **options)
     for turn in range(2):
@@ -93,7 +93,7 @@ def test_embeddings_in_any_company(options: dict[str, Any], lag: int, dtype: tor
 
 
 def test_hidden_states_that_are_not_finite_end_the_request_alone() -> None:
-    model = tiny_model("gemma3", torch.float32)
+    model = tiny_model("qwen3", torch.float32)
     stepper = make_engine(model, torch.float32)
     forward = model.forward
 
