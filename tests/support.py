@@ -72,7 +72,23 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "sliding_window": 20,
         "max_window_layers": 1,
     },
+    "qwen3_moe": COMMON
+    | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_hidden_layers": 2,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+    },
     "mistral": COMMON | {"architectures": ["MistralForCausalLM"], "num_hidden_layers": 2, "sliding_window": 40},
+    "mixtral": COMMON
+    | {
+        "architectures": ["MixtralForCausalLM"],
+        "num_hidden_layers": 2,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
     "phi3": COMMON
     | {
         "architectures": ["Phi3ForCausalLM"],
@@ -82,6 +98,15 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 8.0]},
     },
     "olmo2": COMMON | {"architectures": ["Olmo2ForCausalLM"], "num_hidden_layers": 2},
+    "olmoe": COMMON
+    | {
+        "architectures": ["OlmoeForCausalLM"],
+        "num_hidden_layers": 2,
+        "head_dim": 8,
+        "intermediate_size": 24,
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+    },
     "gemma3": COMMON
     | {
         "architectures": ["Gemma3ForCausalLM"],

@@ -19,9 +19,12 @@ Family = Literal[
     "llama",
     "qwen2",
     "qwen3",
+    "qwen3_moe",
     "mistral",
+    "mixtral",
     "phi3",
     "olmo2",
+    "olmoe",
     "gemma3",
     "gemma3_vision",
     "ministral",
@@ -189,6 +192,15 @@ def make_model(
         case "gemma2":
             fields |= {"head_dim": 16, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0}
             made = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**fields | config))
+        case "qwen3_moe":
+            fields |= {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+            made = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**fields | config))
+        case "mixtral":
+            fields |= {"num_local_experts": 6, "num_experts_per_tok": 2}
+            made = transformers.MixtralForCausalLM(transformers.MixtralConfig(**fields | config))
+        case "olmoe":
+            fields |= {"num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 24}
+            made = transformers.OlmoeForCausalLM(transformers.OlmoeConfig(**fields | config))
         case "gemma3" | "gemma3_vision":
             local = {"rope_type": "default", "rope_theta": 100.0}
             fields |= {
@@ -256,3 +268,19 @@ def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors")
+
+
+def stacked(tensors: dict[str, torch.Tensor]) -> None:
+    """The experts as transformers 5 has them in memory."""
+    for name in [name for name in tensors if ".experts.0." in name]:
+        first, part = name.rsplit(".experts.0.", 1)
+        if part in ("up_proj.weight", "w3.weight"):
+            continue
+        also = {"gate_proj.weight": "up_proj.weight", "w1.weight": "w3.weight"}.get(part)
+        whole: list[torch.Tensor] = []
+        while (index := f"{first}.experts.{len(whole)}.") + part in tensors:
+            whole.append(torch.cat([tensors.pop(index + each) for each in (part, also) if each]))
+        place = first.replace("block_sparse_moe", "mlp")
+        tensors[f"{place}.experts.{'gate_up_proj' if also else 'down_proj'}"] = torch.stack(whole)
+    for name in [name for name in tensors if ".block_sparse_moe.gate." in name]:
+        tensors[name.replace("block_sparse_moe", "mlp")] = tensors.pop(name)

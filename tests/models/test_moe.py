@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tests.models.checkpoints import tokenizer
+from tests.models.checkpoints import edit_tensors, stacked, tokenizer, write_checkpoint
 from torch import Tensor
 
 from infer import LLM, SamplingParams, hookimpl
@@ -184,7 +184,8 @@ def test_naive_experts_answer_as_transformers(
     prompts = [torch.randint(VOCAB, (n,), generator=generator).tolist() for n in (3, 20, 9, 40, 1, 5, 30, 2)]
     params = SamplingParams(temperature=0, max_tokens=16, logprobs=0, ignore_eos=True)
     kernels, engine = {"backend": "cpu", "threads": 1}, {"graphs": "on", "max_batch_size": 5}
-    with LLM(str(tmp_path), plugins=[Plugin(function)], kernels=kernels, engine=engine) as llm:
+    keys: dict[str, Any] = {"model": {"family": "moe"}, "kernels": kernels, "engine": engine}
+    with LLM(str(tmp_path), plugins=[Plugin(function)], **keys) as llm:
         assert llm.served.exact
         found = llm.generate(prompts, params)
     assert caplog.text.count(f"{__name__}.{says}") == 1
@@ -196,3 +197,18 @@ def test_naive_experts_answer_as_transformers(
         assert answer.logprobs is not None
         logprobs = torch.tensor([each.logprob for each in answer.logprobs])
         torch.testing.assert_close(logprobs, expected.amax(-1), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_stacked_experts_are_quantised_as_if_they_were_apart(quantization: str, tmp_path: Path) -> None:
+    """And their router is not."""
+    folder, answers = write_checkpoint(tmp_path, "mixtral"), []
+    params = SamplingParams(temperature=0, max_tokens=8, logprobs=2, ignore_eos=True)
+    for change in (None, stacked):
+        if change is not None:
+            edit_tensors(folder, change)
+        model, kernels = {"quantization": quantization}, {"backend": "cpu", "threads": 1}
+        with LLM(str(folder), model=model, kernels=kernels) as llm:
+            answers.append(llm.generate([list(range(50))], params)[0])
+    assert answers[0].token_ids == answers[1].token_ids
+    assert answers[0].logprobs == answers[1].logprobs

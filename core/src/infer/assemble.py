@@ -30,6 +30,7 @@ from infer.contracts.protocols import (
     ReasoningTags,
     SchedulerContext,
     SchedulerProtocol,
+    UnstackingProtocol,
     WeightFormatProtocol,
 )
 from infer.contracts.request import Request, too_long
@@ -163,6 +164,8 @@ def _load(settings: Settings, plugins: Plugins, publish: Callable[..., None]) ->
         dummy = settings.model.load_format == "dummy"
         weights: Iterable[tuple[str, Weight]]
         weights = dummy_tensors(shapes, dtype) if dummy else _read(settings, format, checkpoint)
+        if isinstance(model, UnstackingProtocol):
+            weights = model.unstack(weights)
         model.load(track(quantiser(weights), "weights", len(shapes)))
     quantization = settings.model.quantization or checkpoint.quant_method or None
     log.info("weights, %s: %s", quantization or "not quantised", quantiser)

@@ -2,7 +2,8 @@
 
 Shape legend, used throughout: T tokens of a ragged batch, B sequences in it, D hidden size, H query heads, K key/value
 heads, E head size, V vocabulary size, N wanted rows, P blocks per sequence. Of a weight [N, K], N is the number of
-outputs and K the number of inputs.
+outputs and K the number of inputs. In mixtures of experts, X is the number of experts, J of those that a token has, and
+I the size of an expert's hidden values.
 """
 
 from __future__ import annotations
@@ -121,8 +122,36 @@ class Rotary(NamedTuple):
     norms: HeadNorms | None = None
 
 
-Activation = Literal["silu", "gelu_pytorch_tanh"]
-"""Activation functions, by their names in ``config.json``."""
+Activation = Literal["silu", "gelu_pytorch_tanh", "clamped_swiglu"]
+"""Activation functions, by their names in ``config.json``; ``clamped_swiglu`` is gpt-oss's (see ``gated``)."""
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How a token's experts are chosen by its router logits, and which share each of them has in the result.
+
+    The ``top`` experts of the highest scores are chosen, the highest first; of equal scores, the one of the expert with
+    the lower index counts as higher. To choose first and take the softmax of the chosen is the same as ``softmax`` with
+    ``renormalise``."""
+
+    top: int
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    """Of the logits, in fp32. A selection bias is added to sigmoids, only to choose by the sums."""
+    renormalise: bool = True
+    """Whether shares are the scores divided by the sum of those that are chosen, or the scores themselves."""
+    scale: float = 1.0
+    """What shares are multiplied by in the end."""
+
+
+class Expert(NamedTuple):
+    """One expert of a mixture: a gated MLP."""
+
+    gate_up_NK: Weight
+    """[2 I, D]: the first half of the rows computes the gate, the other the values."""
+    down_NK: Weight
+    """[D, I]."""
+    gate_up_bias_N: Tensor | None = None
+    down_bias_N: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -190,6 +219,23 @@ class KernelsProtocol(Protocol):
     def gated_linear(self, x_TK: Tensor, packed: Any, activation: Activation) -> Tensor:
         """``gated`` of ``linear``, [T, N/2]."""
 
+    def route(self, logits_TX: Tensor, routing: Routing, bias_X: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Each token's experts, int32 [T, J], and their shares, fp32 [T, J]. ``bias_X`` is the selection bias, fp32,
+        with sigmoids only. Logits that are NaN choose any experts, and their shares are NaN."""
+
+    def pack_experts(self, experts: Iterable[Expert], count: int) -> Any:
+        """``pack`` for ``gated_experts``: the ``count`` experts of a layer, one after the other, so that whoever yields
+        them need not hold all at once."""
+
+    def gated_experts(
+        self, x_TD: Tensor, experts_TJ: Tensor, shares_TJ: Tensor, packed: Any, activation: Activation
+    ) -> Tensor:
+        """The results of each token's experts, summed with its shares, [T, D].
+
+        An expert's result is what ``linear`` of ``gated_linear`` yields. Multiplied by their shares, the results are
+        added up in fp32 in the order of the token's row of ``experts_TJ``, and the sum is rounded. With a recorder, the
+        kernels find out on their device which rows each expert has."""
+
     def embedding(self, token_ids_T: Tensor, packed: Any) -> Tensor:
         """Rows of a weight [V, D] that ``pack`` has packed, so that a model whose output head is tied to its embedding
         holds the weight once."""
@@ -218,7 +264,10 @@ class KernelsProtocol(Protocol):
         """``rope``, then ``store_kv`` of the rotated K; returns the rotated q."""
 
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        """activation(left half) * right half of the last dimension."""
+        """activation(left half) * right half of the last dimension.
+
+        With ``clamped_swiglu``, it is gate * sigmoid(1.702 gate) * (right half + 1), in which the gate is the left half
+        clamped to at most 7, and the right half is clamped to -7 .. 7."""
 
     def store_kv(self, k_TKE: Tensor, v_TKE: Tensor, k_cache: KV, v_cache: KV, flat_T: Tensor) -> None:
         """Write each token's K and V at its flat index into the caches [blocks, block_size, K, E]. Caches are quantised
@@ -339,6 +388,15 @@ class ModelProtocol(Protocol):
 
     def load(self, tensors: Iterable[tuple[str, Weight]]) -> None:
         """Take the checkpoint's weights. Raises CheckpointError if one is missing, unexpected or of another shape."""
+
+
+@runtime_checkable
+class UnstackingProtocol(Protocol):
+    """A model some of whose checkpoints stack several of its weights in one tensor."""
+
+    def unstack(self, tensors: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
+        """The weights that ``load`` takes, each by its own name, as views of the checkpoint's tensors. Weights are
+        quantised after that. Raises CheckpointError if a stack has another shape than expected."""
 
 
 class TensorFilesProtocol(Protocol):

@@ -56,8 +56,19 @@ SEQUENCES = (1, 2, 3, 5, 6, 9, 12, 16, 17, 33, 64)
 MOST_ROWS = 600
 OPERATIONS = 1 << 31
 """A bound on the operations of one product: with a large weight, fewer rows than MOST_ROWS are tried."""
-ROWWISE = {"linear": 1, "gated_linear": 1, "embedding": 1, "rms_norm": 1, "add_rms_norm": 2, "gated": 1}
+ROWWISE = {
+    "linear": 1,
+    "gated_linear": 1,
+    "route": 1,
+    "gated_experts": 3,
+    "embedding": 1,
+    "rms_norm": 1,
+    "add_rms_norm": 2,
+    "gated": 1,
+}
 """The kernels that work row by row, and how many of their first arguments are tensors of rows."""
+PRODUCTS = ("linear", "gated_linear", "gated_experts")
+"""Those of them that multiply by a weight."""
 EDGES = (127, 511, 1, 1023, 128, 2, 129, 255, 3, 512, 64, 5, 256, 17)
 """Lengths of the sequences' first chunks in the check of attention: around the edges of segments."""
 LAST_CHUNK = 20
@@ -90,7 +101,7 @@ def self_check(
     whole = list(_Whole(*trial).faults())
     attention = _Attention(*trial)
     parts: list[tuple[str, Callable[[], Iterable[str]]]] = [
-        *((str(call), partial(_rows, call, kernels, model.vocab_size)) for call in observed.calls.values()),
+        *((str(call), partial(_rows, call, kernels)) for call in observed.calls.values()),
         ("sample", partial(_sampling, kernels, model.vocab_size, max_batch_size, observed.logits)),
         *((f"attention of layer {a[0]}", partial(attention.faults, *a)) for a in observed.attends.values()),
     ]
@@ -258,11 +269,11 @@ class _Whole(_Trial):
         return self.graphs.run(rows, view, (tokens[padding].tolist(), at[padding].tolist(), slots))
 
 
-def _rows(call: Call, kernels: KernelsProtocol, vocab_size: int) -> Iterator[str]:
+def _rows(call: Call, kernels: KernelsProtocol) -> Iterator[str]:
     """Compare a kernel's results for some rows with those of the same rows among many."""
     inner, outer = (math.prod(x.shape[1:]) for x in (call.rows[0], call.results[0]))
-    most = max(129, min(MOST_ROWS, OPERATIONS // (2 * inner * outer))) if "linear" in call.name else MOST_ROWS
-    inputs = [_random_like(x, most, vocab_size) for x in call.rows]
+    most = max(129, min(MOST_ROWS, OPERATIONS // (2 * inner * outer))) if call.name in PRODUCTS else MOST_ROWS
+    inputs = [_random_like(x, most) for x in call.rows]
 
     def run(begin: int, end: int) -> tuple[Tensor, ...]:
         return _tensors(getattr(kernels, call.name)(*(x[begin:end] for x in inputs), *call.rest))
@@ -296,7 +307,7 @@ class _Attention(_Trial):
         wrong: dict[str, list[int]] = {}
         if length < growth + 5:
             return wrong
-        q, k, v = (_random_like(x, length, 0) for x in (q, k, k.flip(0)))
+        q, k, v = (_random_like(x, length) for x in (q, k, k.flip(0)))
         if rotary is not None and len(rotary.cos) > 1:
             angles = torch.arange(length)[:, None] * torch.logspace(0, -4, rotary.cos.shape[1])
             rotary = rotary._replace(cos=angles.cos().to(rotary.cos), sin=angles.sin().to(rotary.sin))
@@ -405,17 +416,18 @@ def _sampling(kernels: KernelsProtocol, vocab_size: int, max_batch_size: int, ex
         yield f"{type(kernels).__name__}.sample varies at {_count(varying, 'row')}"
 
 
-def _random_like(x: Tensor, rows: int, vocab_size: int) -> Tensor:
-    """Random rows of the shape, type and scale of those of ``x``; random token ids if ``x`` has integers."""
+def _random_like(x: Tensor, rows: int) -> Tensor:
+    """Random rows of the shape, type and scale of those of ``x``; rows of ``x`` in random order if it has integers."""
     generator = torch.Generator().manual_seed(x.dim())
     shape = (rows, *x.shape[1:])
     if not x.dtype.is_floating_point:
-        return torch.randint(0, vocab_size, shape, generator=generator).to(x)
+        return x[torch.randint(len(x), (rows,), generator=generator).to(x.device)]
     # Each row begins a little later in the same noise: drawing new noise for every row would take as long as the
     # kernels.
     width = math.prod(shape[1:])
     noise = torch.randn(width + SHIFT * rows, generator=generator) * float(x.float().std())
-    return noise.to(x).unfold(0, width, SHIFT)[:rows].reshape(shape)
+    # Contiguous, as models have it: some libraries' narrow products depend on how rows are aligned.
+    return noise.to(x).unfold(0, width, SHIFT)[:rows].contiguous().view(shape)
 
 
 def _groups_within(lens: Sequence[int], most: int) -> list[list[int]]:

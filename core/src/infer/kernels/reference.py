@@ -13,7 +13,7 @@ Shapes: T tokens, D hidden, H query heads, K key/value heads, G = H / K, E head 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -25,11 +25,13 @@ from infer.contracts.protocols import (
     Activation,
     AttentionSpec,
     Draws,
+    Expert,
     KernelsProtocol,
     QuantisedKV,
     Ragged,
     RecorderProtocol,
     Rotary,
+    Routing,
 )
 from infer.kernels.quantise import quantise_weight
 from infer.weight import LEAST, GroupedWeight, Weight, quantise_rows
@@ -38,6 +40,10 @@ SEGMENT = 128
 """Keys per reduction step of attention."""
 TILE = 128
 """Queries per block of attention."""
+CLAMP, SLOPE = 7.0, 1.702
+"""Of the activation ``clamped_swiglu``."""
+SMALLEST_SUM = 1e-20
+"""What is added to the sum of the chosen sigmoids before it divides them, as in DeepSeek-V3."""
 EXACT_ROWS = 16
 """Matrix products of at least this many rows are taken to treat all rows alike. Below, ``exact_rows`` finds out from
 how many rows on this is true, and products of fewer rows are padded."""
@@ -54,6 +60,14 @@ class PackedLinear:
     """The dtype of the activations and the results."""
     int8_group: int | None = None
     """If the activations are rounded to int8, how many of them share a scale; the weight is then fp32."""
+
+
+@dataclass(frozen=True)
+class PackedExperts:
+    """What ``pack_gated`` and ``pack`` make of each expert's weights."""
+
+    gate_up: tuple[Any, ...]
+    down: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -111,6 +125,42 @@ class ReferenceKernels(KernelsProtocol):
     def gated_linear(self, x_TK: Tensor, packed: Any, activation: Activation) -> Tensor:
         return self.gated(self.linear(x_TK, packed), activation)
 
+    def route(self, logits_TX: Tensor, routing: Routing, bias_X: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        logits_TX = logits_TX.float()
+        sigmoid = routing.score == "sigmoid"
+        scores_TX = 1.0 / (1.0 + torch.exp(-logits_TX)) if sigmoid else logits_TX
+        by_TX = scores_TX if bias_X is None else scores_TX + bias_X
+        experts_TJ = by_TX.argsort(dim=-1, descending=True, stable=True)[:, : routing.top]
+        if not sigmoid:
+            scores_TX = torch.exp(logits_TX - logits_TX.amax(-1, keepdim=True))
+        shares_TJ = scores_TX.gather(1, experts_TJ)
+        if routing.renormalise:
+            shares_TJ = shares_TJ / (shares_TJ.sum(-1, keepdim=True) + (SMALLEST_SUM if sigmoid else 0))
+        elif not sigmoid:
+            shares_TJ = shares_TJ / scores_TX.sum(-1, keepdim=True)
+        return experts_TJ.int(), shares_TJ * routing.scale
+
+    def pack_experts(self, experts: Iterable[Expert], count: int) -> Any:
+        packed = [
+            (self.pack_gated(e.gate_up_NK, e.gate_up_bias_N), self.pack(e.down_NK, e.down_bias_N)) for e in experts
+        ]
+        return PackedExperts(*zip(*packed, strict=True))
+
+    def gated_experts(
+        self, x_TD: Tensor, experts_TJ: Tensor, shares_TJ: Tensor, packed: Any, activation: Activation
+    ) -> Tensor:
+        T, J = experts_TJ.shape
+        out_TJD = x_TD.new_empty(T, J, x_TD.shape[1])
+        for index, (gate_up, down) in enumerate(zip(packed.gate_up, packed.down, strict=True)):
+            token, place = (experts_TJ == index).nonzero(as_tuple=True)
+            if len(token):
+                hidden = self.gated_linear(x_TD[token], gate_up, activation)
+                out_TJD[token, place] = self.linear(hidden, down)
+        total_TD = torch.zeros_like(x_TD, dtype=torch.float32)
+        for j in range(J):
+            total_TD += shares_TJ[:, j, None] * out_TJD[:, j].float()
+        return total_TD.to(x_TD.dtype)
+
     def embedding(self, token_ids_T: Tensor, packed: Any) -> Tensor:
         return torch.nn.functional.embedding(token_ids_T, packed.weight_NK).to(packed.dtype)
 
@@ -138,6 +188,9 @@ class ReferenceKernels(KernelsProtocol):
         gate = gate.float()
         if activation == "silu":
             gate = gate / (1.0 + torch.exp(-gate))
+        elif activation == "clamped_swiglu":
+            gate, up = gate.clamp(max=CLAMP), up.clamp(-CLAMP, CLAMP) + 1
+            gate = gate / (1.0 + torch.exp(-SLOPE * gate))
         else:
             inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
             gate = 0.5 * gate * (1.0 + torch.tanh(inner))

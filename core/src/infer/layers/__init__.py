@@ -7,6 +7,7 @@ bottom and every name in a checkpoint has exactly one owner. Shapes: see ``infer
 from infer.layers.blocks import Attention, GatedMLP, select
 from infer.layers.config import LayerType, PositiveNumber, config_table, layer_windows, read_config
 from infer.layers.decoder import Decoder, DecoderConfig, DecoderLayer
+from infer.layers.experts import Experts
 from infer.layers.linear import Embedding, Head, Linear, RMSNorm
 from infer.layers.rotary import ROPE_KINDS, LongRope, RopeParameters, RotaryEmbedding
 from infer.layers.table import Weights
@@ -18,6 +19,7 @@ __all__ = [
     "DecoderConfig",
     "DecoderLayer",
     "Embedding",
+    "Experts",
     "GatedMLP",
     "Head",
     "LayerType",

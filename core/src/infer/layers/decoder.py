@@ -118,8 +118,8 @@ class DecoderLayer(Protocol):
 
 
 class Decoder:
-    """A ModelProtocol: embedding, layers, final norm, head. ``schema`` validates config.json, and ``layer`` makes one
-    layer from (weights, name, index, config, AttentionSpec, RopeParameters or None)."""
+    """A ModelProtocol and UnstackingProtocol: embedding, layers, final norm, head. ``schema`` validates config.json,
+    and ``layer`` makes one layer from (weights, name, index, config, AttentionSpec, RopeParameters or None)."""
 
     def __init__(
         self,
@@ -169,6 +169,9 @@ class Decoder:
 
     def expected(self) -> Mapping[str, tuple[int, ...]]:
         return self.weights.shapes()
+
+    def unstack(self, tensors: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
+        return self.weights.unstack(tensors)
 
     def load(self, tensors: Iterable[tuple[str, Weight]]) -> None:
         # Some checkpoints with tied embeddings store the head as a tensor of its own, too.

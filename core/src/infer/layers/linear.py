@@ -21,7 +21,7 @@ class Linear:
     ``names`` are the checkpoint's names of the parts, or the single name of the tensor that stacks them. ``bias`` says
     whether there is a bias, or says it for each part. With an ``activation`` there are two parts, and the first is the
     gate: y = activation(x G^T) * x U^T. With an ``order``, row i of W is the checkpoint's row ``order[i]``, which has
-    to belong to the same part."""
+    to belong to the same part. ``dtype`` is that of x, W and y, by default the model's."""
 
     def __init__(
         self,
@@ -32,6 +32,7 @@ class Linear:
         bias: bool | Sequence[bool] = False,
         activation: Activation | None = None,
         order: Tensor | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         names = [names] if isinstance(names, str) else list(names)
         self.sizes = [out_features] if isinstance(out_features, int) else list(out_features)
@@ -90,7 +91,7 @@ class Linear:
         ):
             shapes = {"weight": (size, in_features)} | ({"bias": (size,)} if biased else {})
             for kind, shape in shapes.items():
-                weights.expect(f"{name}.{kind}", shape, functools.partial(take, kind, row))
+                weights.expect(f"{name}.{kind}", shape, functools.partial(take, kind, row), dtype)
             left += len(shapes)
             spans.append((row, size))
             row += size

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from infer.contracts.protocols import ModelContext
@@ -18,6 +19,13 @@ from infer.weight import Weight
 class _Expected:
     shape: tuple[int, ...]
     take: Callable[[Any], object]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Stack:
+    shape: tuple[int, ...]
+    cut: Callable[[Tensor], Iterable[tuple[str, Tensor]]]
 
 
 class Weights:
@@ -26,20 +34,42 @@ class Weights:
     def __init__(self, context: ModelContext) -> None:
         self.context = context
         self._expected: dict[str, _Expected] = {}
+        self._stacks: dict[str, _Stack] = {}
         self._finish: list[Callable[[], None]] = []
 
-    def expect(self, name: str, shape: tuple[int, ...], take: Callable[[Any], object]) -> None:
-        """Declare that the checkpoint holds ``name``. ``take`` gets the tensor in the model's dtype and on its device.
-        It copies what it keeps, because the tensor may be a view of a file that is replaced later. A tensor of two
-        dimensions may come as a GroupedWeight."""
+    def expect(
+        self, name: str, shape: tuple[int, ...], take: Callable[[Any], object], dtype: torch.dtype | None = None
+    ) -> None:
+        """Declare that the checkpoint holds ``name``. ``take`` gets the tensor in ``dtype``, by default the model's,
+        and on the model's device. It copies what it keeps, because the tensor may be a view of a file that is replaced
+        later. A tensor of two dimensions may come as a GroupedWeight."""
         assert name not in self._expected, name
-        self._expected[name] = _Expected(shape, take)
+        self._expected[name] = _Expected(shape, take, dtype or self.context.dtype)
+
+    def expect_stack(
+        self, name: str, shape: tuple[int, ...], cut: Callable[[Tensor], Iterable[tuple[str, Tensor]]]
+    ) -> None:
+        """Declare that a checkpoint may hold the tensor ``name`` in place of several expected ones. ``cut`` yields
+        these, by name, as views."""
+        self._stacks[name] = _Stack(shape, cut)
 
     def when_loaded(self, finish: Callable[[], None]) -> None:
         self._finish.append(finish)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: expected.shape for name, expected in self._expected.items()}
+
+    def unstack(self, tensors: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
+        """The tensors, with the parts of each stack in its place. Raises CheckpointError if a stack has another shape
+        than expected."""
+        for name, tensor in tensors:
+            stack = self._stacks.get(name)
+            if stack is None:
+                yield name, tensor
+                continue
+            _check_shape(name, tensor, stack.shape)
+            assert isinstance(tensor, Tensor)
+            yield from stack.cut(tensor)
 
     def load(self, tensors: Iterable[tuple[str, Weight]], optional: Sequence[str] = ()) -> None:
         """Give every tensor to its layer. Raises CheckpointError if one is missing, unexpected, of another shape, of an
@@ -49,25 +79,20 @@ class Weights:
         checkpoints hold, since they follow from config.json, and biases of zeros, which AutoGPTQ gives to every layer.
         """
         missing = dict(self._expected)
-        dtype, device = self.context.dtype, self.context.device
-        for name, tensor in tensors:
+        for name, tensor in self.unstack(tensors):
             expected = missing.pop(name, None)
             if expected is None:
                 if name in optional or name.endswith(".rotary_emb.inv_freq") or self._adds_nothing(name, tensor):
                     continue
                 again = " twice" if name in self._expected else ", which this model does not have"
                 raise CheckpointError(f"The checkpoint holds the tensor {name!r}{again}.")
-            if tuple(tensor.shape) != expected.shape:
-                raise CheckpointError(
-                    f"The tensor {name!r} has shape {list(tensor.shape)}, but config.json asks for "
-                    f"{list(expected.shape)}."
-                )
+            _check_shape(name, tensor, expected.shape)
             if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
                 raise CheckpointError(
                     f"The tensor {name!r} is of type {str(tensor.dtype).removeprefix('torch.')}; infer loads "
                     "float32, float16 and bfloat16 weights, and others only as config.json's quantization_config says."
                 )
-            tensor = tensor.to(device=device, dtype=dtype)
+            tensor, dtype = tensor.to(device=self.context.device, dtype=expected.dtype), expected.dtype
             if not all(map(_finite, [tensor] if isinstance(tensor, Tensor) else tensor.floats)):
                 raise CheckpointError(
                     f"The tensor {name!r} holds values that are not finite as {str(dtype).removeprefix('torch.')}."
@@ -88,6 +113,13 @@ class Weights:
             and f"{layer}.weight" in self._expected
             and isinstance(weight, Tensor)
             and not weight.count_nonzero()
+        )
+
+
+def _check_shape(name: str, tensor: Weight, shape: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != shape:
+        raise CheckpointError(
+            f"The tensor {name!r} has shape {list(tensor.shape)}, but config.json asks for {list(shape)}."
         )
 
 

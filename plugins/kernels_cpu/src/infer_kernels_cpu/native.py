@@ -25,6 +25,16 @@ class GroupedMatrix(ctypes.Structure):
     )
 
 
+class Mixture(ctypes.Structure):
+    """The packed weights of a layer's experts; ``Mixture`` in experts.hpp."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("count", "D", "I")),
+        *((name, c_void_p) for name in ("gate_up", "down", "gate_up_bias", "down_bias")),
+        *((name, c_int32) for name in ("gate_up_grouped", "down_grouped")),
+    )
+
+
 _KIND, _SIZE, _POINTER, _REAL = c_int, c_int64, c_void_p, c_float
 _TENSOR = [_POINTER, _SIZE, _SIZE]  # a pointer and two strides
 _CACHE = [_POINTER, _POINTER]  # of values, or of codes and of their scales
@@ -36,6 +46,8 @@ FUNCTIONS: dict[str, list[type]] = {
     "pack_grouped": [_KIND, _POINTER, _POINTER, _POINTER, _POINTER, _SIZE],
     "grouped_rows": [_KIND, _POINTER, _POINTER, _SIZE, _POINTER],
     "grouped_linear": [_KIND, _POINTER, _POINTER, _SIZE, _SIZE, _POINTER, c_int, _POINTER],
+    "route": [_KIND, _POINTER, _SIZE, _SIZE, _SIZE, c_int, c_int, _REAL, _POINTER, _POINTER, _POINTER],
+    "gated_experts": [_KIND, _POINTER, _POINTER, _SIZE, _SIZE, _POINTER, _POINTER, _SIZE, c_int, _POINTER],
     "rms_norm": [_KIND, *_TENSOR, _SIZE, _SIZE, _SIZE, _POINTER, _REAL, c_int, _POINTER, _POINTER, _POINTER],
     "rope_store_kv": [
         *(_KIND, *_TENSOR, *_TENSOR, *_TENSOR, _POINTER, _POINTER, _SIZE),

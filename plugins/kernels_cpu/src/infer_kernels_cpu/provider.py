@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -13,8 +13,19 @@ from torch import Tensor
 
 from infer.device import pages
 from infer.kernels.quantise import unfilled
-from infer.kernels.reference import ReferenceKernels
-from infer.protocols import KV, Activation, AttentionSpec, Draws, QuantisedKV, Ragged, RecorderProtocol, Rotary
+from infer.kernels.reference import PackedExperts, ReferenceKernels
+from infer.protocols import (
+    KV,
+    Activation,
+    AttentionSpec,
+    Draws,
+    Expert,
+    QuantisedKV,
+    Ragged,
+    RecorderProtocol,
+    Rotary,
+    Routing,
+)
 from infer.weight import GroupedWeight, Weight
 from infer_kernels_cpu import native
 from infer_kernels_cpu.memory import Buffers
@@ -26,7 +37,7 @@ SCALES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The native code's numbers of the types of scales."""
 CHUNK = 1 << 20
 """How many weights of a type without a number are converted at a time."""
-GATES: dict[Activation | None, int] = {None: 0, "silu": 1, "gelu_pytorch_tanh": 2}
+GATES: dict[Activation | None, int] = {None: 0, "silu": 1, "gelu_pytorch_tanh": 2, "clamped_swiglu": 3}
 """The native code's numbers of the activations (its ``Gate``)."""
 
 
@@ -47,6 +58,37 @@ class PackedGrouped(Packed):
     """A grouped weight, whose layout ``matrix`` describes; it points to ``words``."""
 
     matrix: native.GroupedMatrix
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """What all experts of a mixture have to have in common."""
+        fields = ("N", "K", "group", "bits", "scales", "minimum", "table", "int8")
+        return tuple(getattr(self.matrix, name) for name in fields)
+
+
+@dataclass(frozen=True)
+class Mixture(PackedExperts):
+    """Experts whose weights all have the same form, and the structure that points to them."""
+
+    native: native.Mixture
+    pointed: tuple[Any, ...]
+    """The arrays that the structure points to."""
+
+
+class Shelf:
+    """Memory for ``count`` results of equal size side by side, so that they get huge pages together. A result of
+    another size gets memory of its own."""
+
+    def __init__(self, count: int) -> None:
+        self._left, self._memory, self._size = count, memoryview(b""), 0
+
+    def __call__(self, nbytes: int) -> memoryview:
+        if not self._size:
+            self._memory, self._size = memoryview(pages(nbytes * self._left)), nbytes
+        if nbytes != self._size or len(self._memory) < nbytes:
+            return memoryview(pages(nbytes))
+        part, self._memory = self._memory[:nbytes], self._memory[nbytes:]
+        return part
 
 
 class CpuKernels(ReferenceKernels):
@@ -86,16 +128,20 @@ class CpuKernels(ReferenceKernels):
     def pack_gated(self, gate_up_NK: Weight, bias_N: Tensor | None = None) -> Packed:
         return self._pack(gate_up_NK, bias_N, gated=True)
 
-    def _pack(self, weight_NK: Weight, bias_N: Tensor | None, gated: bool) -> Packed:
+    def _pack(
+        self, weight_NK: Weight, bias_N: Tensor | None, gated: bool, memory: Callable[[int], Any] = pages
+    ) -> Packed:
         if isinstance(weight_NK, GroupedWeight):
-            return self._pack_grouped(weight_NK, bias_N, gated)
+            return self._pack_grouped(weight_NK, bias_N, gated, memory)
         (N, K), kind = weight_NK.shape, KINDS[weight_NK.dtype]
         weight_NK = weight_NK.contiguous()
-        words = torch.frombuffer(pages(4 * self.native.infer_packed_words(kind, N, K, gated)), dtype=torch.int32)
+        words = torch.frombuffer(memory(4 * self.native.infer_packed_words(kind, N, K, gated)), dtype=torch.int32)
         self.native.infer_pack(kind, weight_NK.data_ptr(), N, K, gated, words.data_ptr())
         return Packed(words, N, K, gated, weight_NK.dtype, None if bias_N is None else bias_N.clone())
 
-    def _pack_grouped(self, weight: GroupedWeight, bias_N: Tensor | None, gated: bool) -> PackedGrouped:
+    def _pack_grouped(
+        self, weight: GroupedWeight, bias_N: Tensor | None, gated: bool, memory: Callable[[int], Any]
+    ) -> PackedGrouped:
         N, K = weight.shape
         floats = [weight.scales_NG] if weight.minimum_NG is None else [weight.scales_NG, weight.minimum_NG]
         kind = floats[0].dtype if len({x.dtype for x in floats}) == 1 and floats[0].dtype in SCALES else torch.float32
@@ -113,7 +159,7 @@ class CpuKernels(ReferenceKernels):
         )
         if weight.table is not None:
             matrix.values[:] = weight.table.tolist()
-        words = torch.frombuffer(pages(self.native.infer_grouped_bytes(ctypes.byref(matrix))), dtype=torch.uint8)
+        words = torch.frombuffer(memory(self.native.infer_grouped_bytes(ctypes.byref(matrix))), dtype=torch.uint8)
         matrix.packed = words.data_ptr()
         codes = weight.codes.contiguous()
         self.native.infer_pack_grouped(
@@ -145,6 +191,71 @@ class CpuKernels(ReferenceKernels):
             words, N, K = packed.words.data_ptr(), packed.N, packed.K
             self.native.infer_linear(kind, *x, words, N, K, bias, gate, out.data_ptr())
         return out
+
+    def route(self, logits_TX: Tensor, routing: Routing, bias_X: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        logits_TX = logits_TX.contiguous()
+        (T, X), J = logits_TX.shape, routing.top
+        experts_TJ, shares_TJ = self._empty(T, J, dtype=torch.int32), self._empty(T, J, dtype=torch.float32)
+        self.native.infer_route(
+            KINDS[logits_TX.dtype],
+            logits_TX.data_ptr(),
+            T,
+            X,
+            J,
+            routing.score == "sigmoid",
+            routing.renormalise,
+            routing.scale,
+            None if bias_X is None else bias_X.data_ptr(),
+            experts_TJ.data_ptr(),
+            shares_TJ.data_ptr(),
+        )
+        return experts_TJ, shares_TJ
+
+    def pack_experts(self, experts: Iterable[Expert], count: int) -> PackedExperts:
+        shelves = Shelf(count), Shelf(count)
+        packed = PackedExperts(
+            *zip(
+                *(
+                    (
+                        self._pack(e.gate_up_NK, e.gate_up_bias_N, True, shelves[0]),
+                        self._pack(e.down_NK, e.down_bias_N, False, shelves[1]),
+                    )
+                    for e in experts
+                ),
+                strict=True,
+            )
+        )
+        if not all(map(_alike, (packed.gate_up, packed.down))):
+            return packed
+        (first_gate_up, down), count = (packed.gate_up[0], packed.down[0]), len(packed.down)
+        arrays = [_addresses(packed.gate_up), _addresses(packed.down), *map(_biases, (packed.gate_up, packed.down))]
+        grouped = [isinstance(first, PackedGrouped) for first in (first_gate_up, down)]
+        places = [None if array is None else ctypes.addressof(array) for array in arrays]
+        mixture = native.Mixture(count, first_gate_up.K, down.K, *places, *grouped)
+        return Mixture(packed.gate_up, packed.down, mixture, tuple(arrays))
+
+    def gated_experts(
+        self, x_TD: Tensor, experts_TJ: Tensor, shares_TJ: Tensor, packed: Any, activation: Activation
+    ) -> Tensor:
+        if not isinstance(packed, Mixture):
+            return super().gated_experts(x_TD, experts_TJ, shares_TJ, packed, activation)
+        if x_TD.stride(-1) != 1:
+            x_TD = x_TD.contiguous()
+        experts_TJ, shares_TJ = experts_TJ.contiguous(), shares_TJ.contiguous()
+        out_TD = self._empty(*x_TD.shape, dtype=x_TD.dtype)
+        self.native.infer_gated_experts(
+            KINDS[x_TD.dtype],
+            ctypes.addressof(packed.native),
+            x_TD.data_ptr(),
+            x_TD.stride(0),
+            *experts_TJ.shape[:1],
+            experts_TJ.data_ptr(),
+            shares_TJ.data_ptr(),
+            experts_TJ.shape[1],
+            GATES[activation],
+            out_TD.data_ptr(),
+        )
+        return out_TD
 
     def embedding(self, token_ids_T: Tensor, packed: Any) -> Tensor:
         out = self._empty(len(token_ids_T), packed.K, dtype=packed.dtype)
@@ -287,6 +398,23 @@ class CpuKernels(ReferenceKernels):
             token_N.data_ptr(),
         )
         return token_N
+
+
+def _alike(weights: Sequence[Packed]) -> bool:
+    """Whether one product can do for all of them."""
+    return len({x.form if isinstance(x, PackedGrouped) else (x.N, x.K, x.dtype) for x in weights}) == 1
+
+
+def _addresses(weights: Sequence[Packed]) -> Any:
+    """An array of pointers to the weights as the native code expects them."""
+    places = [ctypes.addressof(x.matrix) if isinstance(x, PackedGrouped) else x.words.data_ptr() for x in weights]
+    return (ctypes.c_void_p * len(places))(*places)
+
+
+def _biases(weights: Sequence[Packed]) -> Any:
+    """An array of pointers to the biases; None if there are none."""
+    places = [None if x.bias_N is None else x.bias_N.data_ptr() for x in weights]
+    return (ctypes.c_void_p * len(places))(*places) if any(places) else None
 
 
 def _pointers(cache: KV) -> tuple[int, int | None]:

@@ -15,10 +15,13 @@ from infer_models.granite import GraniteConfig
 from infer_models.llama import LlamaConfig, LlamaLayer
 from infer_models.ministral import MinistralConfig
 from infer_models.mistral import MistralConfig
+from infer_models.mixtral import MixtralConfig, MixtralLayer
 from infer_models.olmo2 import Olmo2Config
+from infer_models.olmoe import OlmoeConfig, OlmoeLayer
 from infer_models.phi3 import Phi3Config
 from infer_models.qwen2 import Qwen2Config
 from infer_models.qwen3 import Qwen3Config
+from infer_models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeLayer
 from infer_models.seed_oss import SeedOssConfig
 from infer_models.smollm3 import SmolLM3Config
 
@@ -45,9 +48,12 @@ def infer_models() -> list[ModelRegistration]:
         _decoder("llama", "Llama 3.x, with its rotary scaling", LlamaConfig),
         _decoder("qwen2", "Qwen2 and Qwen2.5, dense", Qwen2Config),
         _decoder("qwen3", "Qwen3, dense", Qwen3Config),
+        _decoder("qwen3_moe", "Qwen3, mixtures of experts", Qwen3MoeConfig, Qwen3MoeLayer),
         _decoder("mistral", "Mistral", MistralConfig),
+        _decoder("mixtral", "Mixtral", MixtralConfig, MixtralLayer),
         _decoder("phi3", "Phi-3, Phi-3.5 and Phi-4, text only", Phi3Config),
         _decoder("olmo2", "OLMo 2", Olmo2Config),
+        _decoder("olmoe", "OLMoE", OlmoeConfig, OlmoeLayer),
         _decoder("ministral", "Ministral", MinistralConfig),
         _decoder("granite", "Granite 3, dense", GraniteConfig),
         _decoder("smollm3", "SmolLM3", SmolLM3Config),

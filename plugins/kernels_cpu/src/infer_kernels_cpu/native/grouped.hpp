@@ -419,14 +419,14 @@ inline void grouped_tile(const Grouped& w, const Decoder<A, FORM>& decoder, cons
     for (int m = 0; m < M; m++) end(row + m, c[m]);
 }
 
+// A function for ``over_panels`` that multiplies ``rows`` rows by a panel.
 template <class T, class A, Form FORM>
-void grouped_product(const Grouped& w, const T* x, int64_t stride, int64_t rows, const T* bias, Gate gate, T* out) {
-    Activations<A> from = activations(w, x, stride, rows, (A*)nullptr);
+auto grouped_panel_product(const Grouped& w, Activations<A> from, int64_t rows, const T* bias, Gate gate, T* out) {
     Decoder<A, FORM> decoder(w);
     int64_t stride_out = gate == Gate::NONE ? w.N : w.N / 2;
     // Three rows' sums of integers and of floats fit into the registers, but then the panel is read twice as often.
     constexpr int EACH = sizeof(A) == 1 && FORM != Form::BYTES ? 3 : ROWS;
-    over_panels(rows, w.panels(), [&](int64_t p, int64_t first, int64_t count, int64_t following) {
+    return [=, &w](int64_t p, int64_t first, int64_t count, int64_t following) {
         const uint8_t* panel = w.packed + p * w.panel_bytes();
         auto end = [=](int64_t m, const vf(&sums)[VECTORS]) { emit(sums, p, w.N, bias, gate, out + m * stride_out); };
         const uint8_t* next = rows > STREAMED_ROWS && rows <= ROW_BLOCK && following >= 0 ? w.packed + following * w.panel_bytes() : nullptr;
@@ -438,7 +438,13 @@ void grouped_product(const Grouped& w, const T* x, int64_t stride, int64_t rows,
             fetch.from += fetch.lines * w.groups() * LINE;
             left -= fetch.lines * w.groups();
         });
-    });
+    };
+}
+
+template <class T, class A, Form FORM>
+void grouped_product(const Grouped& w, const T* x, int64_t stride, int64_t rows, const T* bias, Gate gate, T* out) {
+    Activations<A> from = activations(w, x, stride, rows, (A*)nullptr);
+    over_panels(rows, w.panels(), grouped_panel_product<T, A, FORM>(w, from, rows, bias, gate, out));
 }
 
 template <class T, class A>

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "attention.hpp"
+#include "experts.hpp"
 #include "grouped.hpp"
 #include "matmul.hpp"
 #include "quantise.hpp"
@@ -111,6 +112,21 @@ EXPORT void infer_grouped_linear(int kind, const Grouped* w, const void* x, int6
     TYPED(kind)
         auto product = w->int8 ? grouped_linear<T, int8_t> : grouped_linear<T, T>;
         product(*w, static_cast<const T*>(x), stride, rows, static_cast<const T*>(bias), Gate(gate), static_cast<T*>(out));
+    END
+}
+
+EXPORT void infer_route(int kind, const void* logits, int64_t rows, int64_t X, int64_t top, int sigmoid, int renormalise,
+                        float scale, const float* bias, int32_t* experts, float* shares) {
+    TYPED(kind)
+        route(static_cast<const T*>(logits), rows, X, Routing{top, sigmoid != 0, renormalise != 0, scale}, bias, experts,
+              shares);
+    END
+}
+
+EXPORT void infer_gated_experts(int kind, const Mixture* m, const void* x, int64_t stride, int64_t tokens,
+                                const int32_t* experts, const float* shares, int64_t J, int gate, void* out) {
+    TYPED(kind)
+        gated_experts(*m, static_cast<const T*>(x), stride, tokens, experts, shares, J, Gate(gate), static_cast<T*>(out));
     END
 }
 

@@ -184,23 +184,28 @@ void over_panels(int64_t rows, int64_t panels, Run run) {
     });
 }
 
+// The rows, padded if K is no multiple of a word: the last word would reach into the next row.
 template <class T>
-void linear(const T* x, int64_t stride_x, int64_t rows, const uint32_t* packed, int64_t N, int64_t K, const T* bias,
-            Gate gate, T* out) {
-    bool halved = gate != Gate::NONE;
-    int64_t steps = steps_of<T>(K), panels = panels_of(N, halved), columns = halved ? PANEL / 2 : PANEL;
-    int64_t stride_out = halved ? N / 2 : N;
-    if (K % STEP<T>) {  // pad the rows: the last word would reach into the next row
-        T* padded = scratch<T, struct Padded>(rows * (K + 1));
-        for (int64_t m = 0; m < rows; m++) {
-            std::memcpy(padded + m * (K + 1), x + m * stride_x, K * sizeof(T));
-            std::memset(padded + m * (K + 1) + K, 0, sizeof(T));
-        }
-        x = padded;
-        stride_x = K + 1;
+const T* padded_rows(const T* x, int64_t& stride, int64_t rows, int64_t K) {
+    if (K % STEP<T> == 0) return x;
+    T* padded = scratch<T, struct Padded>(rows * (K + 1));
+    for (int64_t m = 0; m < rows; m++) {
+        std::memcpy(padded + m * (K + 1), x + m * stride, K * sizeof(T));
+        std::memset(padded + m * (K + 1) + K, 0, sizeof(T));
     }
+    stride = K + 1;
+    return padded;
+}
+
+// A function for ``over_panels`` that multiplies ``rows`` padded rows of x by a panel.
+template <class T>
+auto panel_product(const T* x, int64_t stride_x, int64_t rows, const uint32_t* packed, int64_t N, int64_t K,
+                   const T* bias, Gate gate, T* out) {
+    bool halved = gate != Gate::NONE;
+    int64_t steps = steps_of<T>(K), columns = halved ? PANEL / 2 : PANEL;
+    int64_t stride_out = halved ? N / 2 : N;
     int64_t block = rows > ROWS && rows <= 8 * ROWS ? FEW_STEPS : STEPS;
-    over_panels(rows, panels, [=](int64_t p, int64_t first, int64_t count, int64_t following) {
+    return [=](int64_t p, int64_t first, int64_t count, int64_t following) {
         float* c = scratch<float, struct Sums>(ROW_BLOCK * PANEL);
         const T* from = x + first * stride_x;
         T* to = out + first * stride_out;
@@ -223,7 +228,14 @@ void linear(const T* x, int64_t stride_x, int64_t rows, const uint32_t* packed, 
                     from + s * STEP<T>, stride_x, count, w, block, sums,
                     one_by_one([=](int64_t m, int j, vf sum) { store(c + m * PANEL + j * LANES, sum); }), ahead);
         }
-    });
+    };
+}
+
+template <class T>
+void linear(const T* x, int64_t stride_x, int64_t rows, const uint32_t* packed, int64_t N, int64_t K, const T* bias,
+            Gate gate, T* out) {
+    x = padded_rows(x, stride_x, rows, K);
+    over_panels(rows, panels_of(N, gate != Gate::NONE), panel_product(x, stride_x, rows, packed, N, K, bias, gate, out));
 }
 
 }  // namespace infer

@@ -257,11 +257,16 @@ inline vf exp(vf x) {
 
 inline vf tanh(vf x) { return 1.0f - 2.0f / (exp(2.0f * x) + 1.0f); }
 
-enum class Gate { NONE, SILU, GELU };
+enum class Gate { NONE, SILU, GELU, CLAMPED };
 
 // activation(gate) * through; gelu in its tanh form.
 template <class T>
 inline vf gated(vf gate, vf through, Gate kind) {
+    if (kind == Gate::CLAMPED) {
+        gate = gate > 7.0f ? splat(7.0f) : gate;
+        through = through > 7.0f ? splat(7.0f) : through < -7.0f ? splat(-7.0f) : through;
+        return rounded<T>(gate / (1.0f + exp(-1.702f * gate))) * rounded<T>(through + 1.0f);
+    }
     vf open = kind == Gate::GELU
                   ? 0.5f * gate * (1.0f + tanh(0.7978845608028654f * (gate + 0.044715f * gate * gate * gate)))
                   : gate / (1.0f + exp(-gate));

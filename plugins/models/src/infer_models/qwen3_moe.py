@@ -1,0 +1,35 @@
+"""Qwen3-MoE: Qwen3 with a mixture of experts in most layers, or in all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pydantic import AliasChoices, Field, PositiveInt
+from torch import Tensor
+
+from infer.layers import Experts, Weights
+from infer.protocols import Routing
+from infer_models.llama import LlamaLayer
+from infer_models.qwen3 import Qwen3Config
+
+
+class Qwen3MoeConfig(Qwen3Config):
+    moe_intermediate_size: PositiveInt
+    num_experts: PositiveInt = Field(128, validation_alias=AliasChoices("num_experts", "num_local_experts"))
+    num_experts_per_tok: PositiveInt = 8
+    norm_topk_prob: bool = False
+    decoder_sparse_step: PositiveInt = 1
+    """Every layer whose number, counted from 1, is a multiple of this one has experts,"""
+    mlp_only_layers: list[int] | None = None
+    """except these, counted from 0."""
+
+    def sparse(self, index: int) -> bool:
+        return index not in (self.mlp_only_layers or ()) and (index + 1) % self.decoder_sparse_step == 0
+
+
+class Qwen3MoeLayer(LlamaLayer):
+    def feed_forward(self, w: Weights, name: str, index: int, c: Qwen3MoeConfig) -> Callable[[Tensor], Tensor]:
+        if not c.sparse(index):
+            return super().feed_forward(w, name, index, c)
+        routing = Routing(c.num_experts_per_tok, renormalise=c.norm_topk_prob)
+        return Experts(w, f"{name}.mlp", c.hidden_size, c.moe_intermediate_size, c.num_experts, routing, c.hidden_act)

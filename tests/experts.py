@@ -1,0 +1,112 @@
+"""Mixtures of experts for tests of kernels, and what they are to compute, token by token in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tests.attention import random
+from torch import Tensor
+
+from infer.checkpoint.quantise import quantise
+from infer.protocols import Activation, Expert, KernelsProtocol, Routing
+from infer.weight import GroupedWeight, Weight, quantise_rows
+
+FORMS = ("plain", "biases", "int8", "int4", "mixed")
+"""Ways to store experts: the last has a plain expert among those with codes."""
+
+
+def route64(logits_TX: Tensor, routing: Routing, bias_X: Tensor | None) -> tuple[list[list[int]], Tensor]:
+    """Each token's experts and shares, as ``Routing`` describes them."""
+    chosen, shares = [], []
+    for logits in logits_TX.double():
+        scores = logits.sigmoid() if routing.score == "sigmoid" else logits.softmax(-1)
+        by = (logits_by(logits.float(), routing) + (0 if bias_X is None else bias_X)).tolist()
+        top = sorted(range(len(by)), key=lambda x: (-by[x], x))[: routing.top]
+        share = scores[top]
+        chosen.append(top)
+        shares.append(routing.scale * (share / share.sum() if routing.renormalise else share))
+    return chosen, torch.stack(shares)
+
+
+def logits_by(logits: Tensor, routing: Routing) -> Tensor:
+    return 1 / (1 + torch.exp(-logits)) if routing.score == "sigmoid" else logits
+
+
+@dataclass
+class Mixture:
+    """``count`` experts of one layer."""
+
+    size: int
+    intermediate: int
+    count: int
+    form: str = "plain"
+    dtype: torch.dtype = torch.float32
+    int8: bool = True
+
+    def __post_init__(self) -> None:
+        self.experts = [self._expert(7 * x) for x in range(self.count)]
+
+    def _expert(self, seed: int) -> Expert:
+        weights: list[Any] = []
+        for n, k in ((2 * self.intermediate, self.size), (self.size, self.intermediate)):
+            plain = random(n, k, dtype=self.dtype, seed=seed + n) / k**0.5
+            weights.append(self._stored(plain, seed))
+        biases = [random(w.shape[0], dtype=self.dtype, seed=seed + 3) for w in weights] if self.form == "biases" else []
+        return Expert(*weights, *biases)
+
+    def _stored(self, plain: Tensor, seed: int) -> Weight:
+        if self.form in ("plain", "biases") or (self.form == "mixed" and seed == 7):
+            return plain
+        weight = quantise(plain, 8 if self.form == "int8" else 4)
+        return weight if self.int8 else GroupedWeight(weight.codes, weight.scales_NG, weight.bits, dtype=self.dtype)
+
+    def pack(self, kernels: KernelsProtocol) -> Any:
+        return kernels.pack_experts(iter(self.experts), self.count)
+
+    def choose(self, tokens: int, top: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+        """Experts, int32 [T, J], of which the first ones are far more popular, and their shares."""
+        noise = random(tokens, self.count, seed=seed) - torch.arange(self.count) * (3 / self.count)
+        return noise.argsort(dim=-1, descending=True)[:, :top].int(), random(tokens, top, seed=seed + 1).softmax(-1)
+
+    def expected(self, x_TD: Tensor, experts_TJ: Tensor, shares_TJ: Tensor, activation: Activation) -> Tensor:
+        rows = []
+        for x, experts, shares in zip(x_TD, experts_TJ.tolist(), shares_TJ.double(), strict=True):
+            results = [self._result(x, self.experts[e], activation) for e in experts]
+            rows.append(sum(share * y for share, y in zip(shares, results, strict=True)))
+        return torch.stack(rows) if rows else x_TD.double()
+
+    def _result(self, x: Tensor, expert: Expert, activation: Activation) -> Tensor:
+        from tests.core.test_kernels import gated64
+
+        gate_up = product(x, expert.gate_up_NK, expert.gate_up_bias_N)
+        hidden = gated64(gate_up.to(self.dtype), activation).to(self.dtype)
+        return product(hidden, expert.down_NK, expert.down_bias_N)
+
+
+def product(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    values = x.double()
+    if isinstance(weight, GroupedWeight):
+        if weight.int8_activations:
+            q, scale = quantise_rows(x[None], weight.activation_group)
+            values = (q.double() * scale.double()).flatten()
+        weight = GroupedWeight(
+            weight.codes, weight.scales_NG, weight.bits, weight.minimum_NG, weight.table
+        ).dequantise()
+    return weight.double() @ values + (0 if bias is None else bias.double())
+
+
+def check_rows(
+    kernels: KernelsProtocol, mixture: Mixture, tokens: int, top: int, parts: Sequence[Sequence[int]]
+) -> None:
+    """The results of some tokens are those that they have among all, bit for bit."""
+    x, packed = random(tokens, mixture.size, dtype=mixture.dtype), mixture.pack(kernels)
+    experts, shares = mixture.choose(tokens, top)
+    whole = kernels.gated_experts(x, experts, shares, packed, "silu")
+    assert whole.dtype == mixture.dtype
+    for part in parts:
+        rows = torch.tensor(part)
+        found = kernels.gated_experts(x[rows], experts[rows], shares[rows], packed, "silu")
+        assert torch.equal(found, whole[rows]), part
