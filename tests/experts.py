@@ -45,6 +45,7 @@ class Mixture:
     form: str = "plain"
     dtype: torch.dtype = torch.float32
     int8: bool = True
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         self.experts = [self._expert(7 * x) for x in range(self.count)]
@@ -52,9 +53,11 @@ class Mixture:
     def _expert(self, seed: int) -> Expert:
         weights: list[Any] = []
         for n, k in ((2 * self.intermediate, self.size), (self.size, self.intermediate)):
-            plain = random(n, k, dtype=self.dtype, seed=seed + n) / k**0.5
+            plain = random(n, k, dtype=self.dtype, seed=seed + n).to(self.device) / k**0.5
             weights.append(self._stored(plain, seed))
-        biases = [random(w.shape[0], dtype=self.dtype, seed=seed + 3) for w in weights] if self.form == "biases" else []
+        biases = []
+        if self.form == "biases":
+            biases = [random(w.shape[0], dtype=self.dtype, seed=seed + 3).to(self.device) for w in weights]
         return Expert(*weights, *biases)
 
     def _stored(self, plain: Tensor, seed: int) -> Weight:
@@ -69,7 +72,8 @@ class Mixture:
     def choose(self, tokens: int, top: int, seed: int = 0) -> tuple[Tensor, Tensor]:
         """Experts, int32 [T, J], of which the first ones are far more popular, and their shares."""
         noise = random(tokens, self.count, seed=seed) - torch.arange(self.count) * (3 / self.count)
-        return noise.argsort(dim=-1, descending=True)[:, :top].int(), random(tokens, top, seed=seed + 1).softmax(-1)
+        experts, shares = noise.argsort(dim=-1, descending=True)[:, :top].int(), random(tokens, top, seed=seed + 1)
+        return experts.to(self.device), shares.softmax(-1).to(self.device)
 
     def expected(self, x_TD: Tensor, experts_TJ: Tensor, shares_TJ: Tensor, activation: Activation) -> Tensor:
         rows = []
@@ -102,11 +106,11 @@ def check_rows(
     kernels: KernelsProtocol, mixture: Mixture, tokens: int, top: int, parts: Sequence[Sequence[int]]
 ) -> None:
     """The results of some tokens are those that they have among all, bit for bit."""
-    x, packed = random(tokens, mixture.size, dtype=mixture.dtype), mixture.pack(kernels)
+    x, packed = random(tokens, mixture.size, dtype=mixture.dtype).to(mixture.device), mixture.pack(kernels)
     experts, shares = mixture.choose(tokens, top)
     whole = kernels.gated_experts(x, experts, shares, packed, "silu")
     assert whole.dtype == mixture.dtype
     for part in parts:
-        rows = torch.tensor(part)
+        rows = torch.tensor(part, device=mixture.device)
         found = kernels.gated_experts(x[rows], experts[rows], shares[rows], packed, "silu")
         assert torch.equal(found, whole[rows]), part

@@ -27,7 +27,7 @@ from triton.backends.nvidia import __file__ as nvidia
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from infer.protocols import KV, AttentionSpec, Draws, HeadNorms, QuantisedKV, Ragged, Rotary
+from infer.protocols import KV, AttentionSpec, Draws, Expert, HeadNorms, QuantisedKV, Ragged, Rotary, Routing
 from infer.weight import GroupedWeight
 from infer_kernels_triton import provider
 from infer_kernels_triton.configs import TABLE
@@ -51,6 +51,8 @@ class Shape:
     window: int | None = None
     unit_offset: bool = False
     sinks: bool = False
+    experts: int = 0
+    """Of which a token has 8, of as many hidden values as half of the model's."""
 
 
 MODELS = {
@@ -59,6 +61,7 @@ MODELS = {
     "Qwen3-8B": Shape(4096, 32, 8, 128),
     "Gemma-3-1B": Shape(1152, 4, 1, 256, 512, True),
     "gpt-oss-20b": Shape(2880, 64, 8, 64, 128, sinks=True),
+    "Granite-3.1-1B-A400M": Shape(1024, 16, 8, 64, experts=32),
 }
 
 
@@ -209,6 +212,11 @@ def _layer(kernels: provider.TritonKernels, shape: Shape, lens: tuple[int, ...],
             kernels.extend_attention(q, kv, kv, ragged, spec)
     kernels.gated(_empty(T, 2 * 6912, dtype=dtype), "silu")
     kernels.gated(_empty(T, 2 * 6912, dtype=dtype), "gelu_pytorch_tanh")
+    if shape.experts:
+        expert = Expert(_empty(D, D, dtype=dtype), _empty(D, D // 2, dtype=dtype))
+        packed = kernels.pack_experts([expert] * shape.experts, shape.experts)
+        experts, shares = kernels.route(_empty(T, shape.experts, dtype=dtype), Routing(8))
+        kernels.gated_experts(x, experts, shares, packed, "clamped_swiglu")
 
 
 def compile_one(arch: int, dtype: str, models: tuple[str, ...], index: int) -> tuple[str, str, list[str], str]:
@@ -226,7 +234,7 @@ def compile_one(arch: int, dtype: str, models: tuple[str, ...], index: int) -> t
     name = launched.source.name
     if stack > SPILL[arch]:
         wrong.append(f"spills more than {SPILL[arch]} B")
-    if name in ("extend_kernel", "linear_kernel", "grouped_kernel"):
+    if name in ("extend_kernel", "linear_kernel", "grouped_kernel", "experts_kernel"):
         if not overlaps(compiled.asm["ptx"]):
             wrong.append("multiplies nothing while it fetches")
         sass = tool("nvdisasm", "-c", cubin=compiled.asm["cubin"]) if arch == 90 and dtype != "fp32" else ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from tests.attention import random
@@ -13,7 +15,7 @@ from infer_kernels_triton.provider import TritonKernels
 
 REFERENCE = ReferenceKernels()
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
-activations = pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+activations = pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh", "clamped_swiglu"])
 ROWS_AND_SIZES = [(1, 1), (1, 16), (3, 17), (7, 64), (2, 257), (5, 1024), (33, 48), (2, 5000)]
 
 
@@ -136,4 +138,5 @@ def test_gated_activations(
 def test_gated_activations_of_extremes(kernels: TritonKernels, device: str, activation: Activation) -> None:
     gate = torch.tensor([[-1e30, -200.0, -0.0, 0.0, 200.0, 1e12]])
     x = torch.cat((gate, torch.ones_like(gate)), dim=1).to(device)
-    same(kernels.gated(x, activation), torch.tensor([[0.0, 0.0, 0.0, 0.0, 200.0, 1e12]]))
+    highest = [14 / (1 + math.exp(-7 * 1.702))] * 2 if activation == "clamped_swiglu" else [200.0, 1e12]
+    same(kernels.gated(x, activation), torch.tensor([[0.0, 0.0, 0.0, 0.0, *highest]]))

@@ -186,14 +186,20 @@ def rope_store_kernel(
 
 
 @triton.jit
-def gated_kernel(gate_up_ptr, out_ptr, stride_t, size, GELU: tl.constexpr, BLOCK: tl.constexpr):
+def gated_kernel(gate_up_ptr, out_ptr, stride_t, size, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     """One program computes BLOCK columns of one row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = column < size
     gate = tl.load(gate_up_ptr + row * stride_t + column, mask=real, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * stride_t + size + column, mask=real, other=0.0)
-    if GELU:
+    if ACTIVATION == "clamped_swiglu":
+        gate = tl.where(gate > 7.0, 7.0, gate)
+        active = gate * tl.sigmoid(1.702 * gate)
+        wide = up.to(tl.float32)
+        wide = tl.where(wide > 7.0, 7.0, tl.where(wide < -7.0, -7.0, wide))
+        up = (wide + 1.0).to(up.dtype)
+    elif ACTIVATION == "gelu_pytorch_tanh":
         # 0.5 (1 + tanh(z)) is sigmoid(2 z).
         active = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
     else:
@@ -297,6 +303,6 @@ def gated(gate_up: Tensor, activation: Activation) -> Tensor:
     out = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype, device=gate_up.device)
     block = min(1024, triton.next_power_of_2(size))
     gated_kernel[(T, triton.cdiv(size, block))](
-        flat, out, flat.stride(0), size, GELU=activation != "silu", BLOCK=block, enable_fp_fusion=True
+        flat, out, flat.stride(0), size, ACTIVATION=activation, BLOCK=block, enable_fp_fusion=True
     )
     return out

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -11,10 +11,22 @@ import torch
 from torch import Tensor
 
 from infer.device import CudaRecorder
-from infer.kernels.reference import ReferenceKernels
-from infer.protocols import KV, Activation, AttentionSpec, Draws, QuantisedKV, Ragged, RecorderProtocol, Rotary
+from infer.kernels.reference import SMALLEST_SUM, ReferenceKernels
+from infer.protocols import (
+    KV,
+    Activation,
+    AttentionSpec,
+    Draws,
+    Expert,
+    QuantisedKV,
+    Ragged,
+    RecorderProtocol,
+    Rotary,
+    Routing,
+)
 from infer.weight import GroupedWeight, Weight
 from infer_kernels_triton import attention, elementwise, grouped, matmul, sampling
+from infer_kernels_triton import experts as mixture
 from infer_kernels_triton.configs import Config, configs
 
 log = logging.getLogger(__name__)
@@ -65,6 +77,18 @@ class TritonKernels(ReferenceKernels):
         if not self._exact:
             return super().linear(x_TK, packed)
         return matmul.linear(x_TK, packed.weight_NK, packed.bias_N, self._config(x_TK.dtype).linear)
+
+    def route(self, logits_TX: Tensor, routing: Routing, bias_X: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return mixture.route(logits_TX, routing, bias_X, SMALLEST_SUM)
+
+    def pack_experts(self, experts: Iterable[Expert], count: int) -> Any:
+        return mixture.pack(experts, count, lambda dtype: self._config(dtype).linear)
+
+    def gated_experts(
+        self, x_TD: Tensor, experts_TJ: Tensor, shares_TJ: Tensor, packed: Any, activation: Activation
+    ) -> Tensor:
+        tiles = self._config(x_TD.dtype).linear
+        return mixture.gated_experts(x_TD, experts_TJ, shares_TJ, packed, activation, tiles)
 
     def embedding(self, token_ids_T: Tensor, packed: Any) -> Tensor:
         if isinstance(packed, grouped.PackedGrouped):
