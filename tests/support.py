@@ -98,6 +98,17 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 8.0]},
     },
     "olmo2": COMMON | {"architectures": ["Olmo2ForCausalLM"], "num_hidden_layers": 2},
+    "granite_moe": COMMON
+    | {
+        "architectures": ["GraniteMoeForCausalLM"],
+        "num_hidden_layers": 2,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "residual_multiplier": 0.5,
+        "embedding_multiplier": 2.0,
+        "attention_multiplier": 0.2,
+        "logits_scaling": 1.5,
+    },
     "olmoe": COMMON
     | {
         "architectures": ["OlmoeForCausalLM"],

@@ -29,6 +29,7 @@ Family = Literal[
     "gemma3_vision",
     "ministral",
     "granite",
+    "granite_moe",
     "smollm3",
     "glm4",
     "exaone4",
@@ -176,6 +177,10 @@ def make_model(
             factors = {"attention_multiplier": 0.4, "residual_multiplier": 1.4, "logits_scaling": 1.5}
             fields |= {"embedding_multiplier": 0.7, **factors}
             made = transformers.GraniteForCausalLM(transformers.GraniteConfig(**fields | config))
+        case "granite_moe":
+            factors = {"attention_multiplier": 0.4, "residual_multiplier": 1.4, "logits_scaling": 1.5}
+            fields |= {"embedding_multiplier": 0.7, "num_local_experts": 6, "num_experts_per_tok": 2, **factors}
+            made = transformers.GraniteMoeForCausalLM(transformers.GraniteMoeConfig(**fields | config))
         case "smollm3":
             made = transformers.SmolLM3ForCausalLM(transformers.SmolLM3Config(**fields | config))
         case "ministral":

@@ -35,9 +35,9 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 FAMILIES: tuple[Family, ...] = (
     *("llama", "qwen2", "qwen3", "mistral", "phi3", "olmo2", "gemma3"),
     *("ministral", "granite", "smollm3", "glm4", "exaone4", "seed_oss", "gemma2"),
-    *("qwen3_moe", "mixtral", "olmoe"),
+    *("qwen3_moe", "mixtral", "olmoe", "granite_moe"),
 )
-MIXTURES = ("qwen3_moe", "mixtral", "olmoe")
+MIXTURES = ("qwen3_moe", "mixtral", "olmoe", "granite_moe")
 """Rounding may give a token other experts, where the router is undecided."""
 NEW_FAMILIES: tuple[Family, ...] = FAMILIES[7:]
 MANY = rf"(qwen2|mistral|phi3|olmo2|{'|'.join(NEW_FAMILIES)})-(tied-.|untied-[14])"
@@ -111,6 +111,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gemma2-no-caps": {"family": "gemma2", "attn_logit_softcapping": None, "final_logit_softcapping": None},
     "gemma2-window": {"family": "gemma2", "window": 4, "layer_types": [FULL, SLIDING, SLIDING, SLIDING]},
     "qwen3_moe-some": {"family": "qwen3_moe", "norm_topk_prob": True, "mlp_only_layers": [0], "decoder_sparse_step": 2},
+    "granite_moe-biases": {"family": "granite_moe", "attention_bias": True, "num_experts_per_tok": 3},
     "olmoe-normed": {"family": "olmoe", "norm_topk_prob": True, "kv_heads": 4, "attention_bias": True},
     "gemma3-linear-rope": {"family": "gemma3", "rope": "linear", "window": 5},
     "gemma3-window-4": {"family": "gemma3", "window": 4, "layer_types": [SLIDING, SLIDING, FULL, FULL]},

@@ -12,6 +12,7 @@ from infer_models.gemma2 import Gemma2Config
 from infer_models.gemma3 import Gemma3
 from infer_models.glm4 import Glm4Config
 from infer_models.granite import GraniteConfig
+from infer_models.granite_moe import GraniteMoeConfig, GraniteMoeLayer
 from infer_models.llama import LlamaConfig, LlamaLayer
 from infer_models.ministral import MinistralConfig
 from infer_models.mistral import MistralConfig
@@ -56,6 +57,7 @@ def infer_models() -> list[ModelRegistration]:
         _decoder("olmoe", "OLMoE", OlmoeConfig, OlmoeLayer),
         _decoder("ministral", "Ministral", MinistralConfig),
         _decoder("granite", "Granite 3, dense", GraniteConfig),
+        _decoder("granite_moe", "Granite 3, mixtures of experts", GraniteMoeConfig, GraniteMoeLayer),
         _decoder("smollm3", "SmolLM3", SmolLM3Config),
         _decoder("glm4", "GLM-4 of 2025, text only", Glm4Config),
         _decoder("exaone4", "EXAONE 4", Exaone4Config),
