@@ -170,7 +170,10 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
 FAMILIES = tuple(CONFIGS)
 families = pytest.mark.parametrize(
     "family",
-    [f if f in ("llama", "qwen3", "gemma3") else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES],
+    [
+        f if f in ("llama", "qwen3", "gemma3", "qwen3_moe") else pytest.param(f, marks=pytest.mark.slow)
+        for f in FAMILIES
+    ],
 )
 """Every family. Where other parameters vary too, ``make test`` leaves out all but those that differ most."""
 QUANTISED = tuple(f"{family} {bits}" for family in FAMILIES for bits in ("int8", "int4"))
@@ -205,10 +208,11 @@ def build_model(
     dtype: torch.dtype,
     kernels: KernelsProtocol | None = None,
     quantization: Any = None,
+    max_seq_len: int = MAX_SEQ_LEN,
 ) -> ModelProtocol:
     architecture = config["architectures"][0]
     (family,) = [r for r in infer_models() if architecture in r.architectures]
-    context = ModelContext(kernels or KERNELS, dtype, CPU, MAX_SEQ_LEN)
+    context = ModelContext(kernels or KERNELS, dtype, CPU, max_seq_len)
     model = family.factory(config, context, family.settings())
     model.load(
         Quantiser(quantization, [], "auto", model.vocab_size, context.kernels.quantise)(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support import CONFIGS, CPU, DTYPES, random_tensors
+from tests.support import CONFIGS, CPU, DTYPES, build_model, random_tensors
 from torch import Tensor
 
 from infer import LLM
@@ -118,6 +118,19 @@ class SinkConfig(LlamaConfig):
     attention_sinks = True
 
 
+class Mixture(Broken):
+    def gated_experts(
+        self, x_TD: Tensor, experts_TJ: Tensor, shares_TJ: Tensor, packed: Any, activation: Any
+    ) -> Tensor:
+        return self.nudge(len(x_TD), super().gated_experts(x_TD, experts_TJ, shares_TJ, packed, activation))
+
+
+class Route(Broken):
+    def route(self, logits_TX: Tensor, routing: Any, bias_X: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        experts_TJ, shares_TJ = super().route(logits_TX, routing, bias_X)
+        return experts_TJ, self.nudge(len(logits_TX), shares_TJ)
+
+
 class Sample(Broken):
     def sample(self, logits_NV: Tensor, draws: Draws) -> Tensor:
         return super().sample(self.nudge(len(logits_NV), logits_NV.float()), draws)
@@ -148,10 +161,15 @@ def tried(
     wrap: type[Mixing] | None = None,
     recorded: bool = True,
     schema: type[LlamaConfig] = LlamaConfig,
+    family: str = "llama",
 ) -> list[str]:
-    config = {**CONFIGS["llama"], "max_position_embeddings": MAX_SEQ_LEN}
-    model: ModelProtocol = Decoder(config, ModelContext(kernels, dtype, CPU, MAX_SEQ_LEN), schema, LlamaLayer)
-    model.load(random_tensors(model.expected()))
+    config = {**CONFIGS[family], "max_position_embeddings": MAX_SEQ_LEN}
+    model: ModelProtocol
+    if family == "llama":
+        model = Decoder(config, ModelContext(kernels, dtype, CPU, MAX_SEQ_LEN), schema, LlamaLayer)
+        model.load(random_tensors(model.expected()))
+    else:
+        model = build_model(config, dtype, kernels, max_seq_len=MAX_SEQ_LEN)
     if wrap is not None:
         model = wrap(model)
     context = CacheContext(model.attention, MAX_BATCH, MAX_SEQ_LEN, dtype, CPU, kernels)
@@ -266,6 +284,20 @@ def test_a_model_that_mixes_rows(wrap: type[Mixing], says: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 def test_what_is_exact_passes(dtype: torch.dtype, recorded: bool) -> None:
     assert tried(CpuKernels(), dtype, recorded=recorded) == []
+
+
+@pytest.mark.parametrize(
+    ("kernels", "says"),
+    [
+        (lambda: CpuKernels(), ""),
+        (lambda: Mixture(lambda n: n == 33), "Mixture.gated_experts of [32] to [32] varies at 33 rows"),
+        (lambda: Mixture(lambda n: n > 512), "Mixture.gated_experts of [32] to [32] varies at 1, 2, "),
+        (lambda: Route(lambda n: n == 9), "Route.route of [5] to [2] varies at 9 rows"),
+    ],
+)
+def test_experts_are_tried(kernels: Callable[[], CpuKernels], says: str) -> None:
+    found = tried(kernels(), torch.float32, family="qwen3_moe")
+    assert any(says in fault for fault in found) if says else not found
 
 
 @pytest.mark.parametrize("max_seq_len", [2, 3, 9, 40])
