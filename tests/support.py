@@ -109,6 +109,20 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "attention_multiplier": 0.2,
         "logits_scaling": 1.5,
     },
+    "gpt_oss": COMMON
+    | {
+        "architectures": ["GptOssForCausalLM"],
+        "num_hidden_layers": 2,
+        "sliding_window": 12,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "original_max_position_embeddings": 64,
+            "truncate": False,
+        },
+    },
     "olmoe": COMMON
     | {
         "architectures": ["OlmoeForCausalLM"],

@@ -28,6 +28,7 @@ Family = Literal[
     "gemma3",
     "gemma3_vision",
     "ministral",
+    "gpt_oss",
     "granite",
     "granite_moe",
     "smollm3",
@@ -177,6 +178,9 @@ def make_model(
             factors = {"attention_multiplier": 0.4, "residual_multiplier": 1.4, "logits_scaling": 1.5}
             fields |= {"embedding_multiplier": 0.7, **factors}
             made = transformers.GraniteForCausalLM(transformers.GraniteConfig(**fields | config))
+        case "gpt_oss":
+            fields |= {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2}
+            made = transformers.GptOssForCausalLM(transformers.GptOssConfig(**fields | config))
         case "granite_moe":
             factors = {"attention_multiplier": 0.4, "residual_multiplier": 1.4, "logits_scaling": 1.5}
             fields |= {"embedding_multiplier": 0.7, "num_local_experts": 6, "num_experts_per_tok": 2, **factors}
@@ -239,7 +243,9 @@ def make_model(
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.ndim == 1:
+            if name.endswith((".sinks", "router.bias")):
+                parameter.copy_(noise)
+            elif parameter.ndim == 1:
                 parameter.add_(0.3 * noise)
             else:
                 parameter.copy_(noise * (1.2 / parameter.shape[-1] ** 0.5))

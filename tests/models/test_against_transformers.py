@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -35,9 +36,9 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 FAMILIES: tuple[Family, ...] = (
     *("llama", "qwen2", "qwen3", "mistral", "phi3", "olmo2", "gemma3"),
     *("ministral", "granite", "smollm3", "glm4", "exaone4", "seed_oss", "gemma2"),
-    *("qwen3_moe", "mixtral", "olmoe", "granite_moe"),
+    *("qwen3_moe", "mixtral", "olmoe", "granite_moe", "gpt_oss"),
 )
-MIXTURES = ("qwen3_moe", "mixtral", "olmoe", "granite_moe")
+MIXTURES = ("qwen3_moe", "mixtral", "olmoe", "granite_moe", "gpt_oss")
 """Rounding may give a token other experts, where the router is undecided."""
 NEW_FAMILIES: tuple[Family, ...] = FAMILIES[7:]
 MANY = rf"(qwen2|mistral|phi3|olmo2|{'|'.join(NEW_FAMILIES)})-(tied-.|untied-[14])"
@@ -47,7 +48,7 @@ CASES: dict[str, dict[str, Any]] = {
         "family": family,
         "tied": tied,
         "kv_heads": kv_heads,
-        "window": 9 if family in ("gemma2", "gemma3", "mistral", "ministral", "exaone4") else None,
+        "window": 9 if family in ("gemma2", "gemma3", "mistral", "ministral", "exaone4", "gpt_oss") else None,
         "seed": int(family == "qwen3_moe"),
     }
     for family, tied, kv_heads in itertools.product(FAMILIES, (True, False), (1, 2, 4))
@@ -112,6 +113,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gemma2-window": {"family": "gemma2", "window": 4, "layer_types": [FULL, SLIDING, SLIDING, SLIDING]},
     "qwen3_moe-some": {"family": "qwen3_moe", "norm_topk_prob": True, "mlp_only_layers": [0], "decoder_sparse_step": 2},
     "granite_moe-biases": {"family": "granite_moe", "attention_bias": True, "num_experts_per_tok": 3},
+    "gpt_oss-yarn-rope": {"family": "gpt_oss", "rope": "yarn", "window": 9, "num_experts_per_tok": 3},
     "olmoe-normed": {"family": "olmoe", "norm_topk_prob": True, "kv_heads": 4, "attention_bias": True},
     "gemma3-linear-rope": {"family": "gemma3", "rope": "linear", "window": 5},
     "gemma3-window-4": {"family": "gemma3", "window": 4, "layer_types": [SLIDING, SLIDING, FULL, FULL]},
@@ -350,6 +352,40 @@ def test_a_file_may_change_once_it_is_loaded(case: str, dtype: torch.dtype, tmp_
         stream.seek(size // 8)
         stream.write(bytes(size - size // 8))
     assert torch.equal(driver.prefill(prompt(), [PROMPT]), before)
+
+
+def test_mxfp4(tmp_path: Path) -> None:
+    """Against transformers with the values that the blocks stand for."""
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "num_local_experts": 3}
+    plain = write_checkpoint(tmp_path / "plain", "gpt_oss", rope="yarn", **sizes)
+    packed = write_checkpoint(tmp_path / "packed", "gpt_oss", rope="yarn", **sizes)
+    generator, values = torch.Generator().manual_seed(0), {}
+    magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+    def pack(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+            X, K, N = tensors.pop(name).shape
+            blocks = torch.randint(0, 256, (X, N, K // 32, 16), generator=generator, dtype=torch.uint8)
+            scales = torch.randint(122, 125, (X, N, K // 32), generator=generator, dtype=torch.uint8)
+            codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
+            signed = magnitudes[(codes & 7).long()] * (1 - 2 * (codes >> 3).float())
+            whole = (signed * 2.0 ** (scales[..., None].float() - 127)).flatten(-2)
+            values[name] = whole.mT.contiguous()
+            tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+
+    edit_tensors(packed, pack)
+    edit_tensors(plain, lambda tensors: tensors.update(values))
+    config = json.loads((packed / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (packed / "config.json").write_text(json.dumps(config))
+    assert (logits_of(packed) - expected_logits(plain, prompt())).abs().max() < TOLERANCE
+
+    def lose(tensors: dict[str, Tensor]) -> None:
+        del tensors["model.layers.1.mlp.experts.down_proj_scales"]
+
+    edit_tensors(packed, lose)
+    with pytest.raises(CheckpointError, match=r"lacks 'model.layers.1.mlp.experts.down_proj_scales'"):
+        logits_of(packed)
 
 
 @pytest.mark.parametrize("case", ["qwen3_moe-some", "mixtral-tied-2"])

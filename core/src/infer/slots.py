@@ -113,7 +113,7 @@ SLOTS: Mapping[str, Slot] = {
         missing="The checkpoint has a quantization_config of quant_method {there!r}, which no installed plugin reads; "
         "{advice}infer loads float32, float16 and bfloat16 weights{known}.",
         tie="{names} both read weights of quant_method {there!r}; uninstall one of them.",
-        packages=dict.fromkeys(("awq", "compressed-tensors", "fp8", "gptq"), "infer-formats"),
+        packages=dict.fromkeys(("awq", "compressed-tensors", "fp8", "gptq", "mxfp4"), "infer-formats"),
     ),
     "scheduler": Slot("infer_schedulers", "engine", SchedulerRegistration, "engine.batching_mode"),
     "kernels": Slot(

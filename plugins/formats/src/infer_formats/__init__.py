@@ -13,6 +13,7 @@ from infer_formats.compressed import CompressedTensors
 from infer_formats.fp8 import Fp8
 from infer_formats.gguf import GGUF, GGUFFormat
 from infer_formats.gptq import Gptq
+from infer_formats.mxfp4 import Mxfp4
 
 INFER_PLUGIN_API = 1
 
@@ -48,6 +49,7 @@ def infer_weight_formats() -> list[WeightFormatRegistration]:
         _format("awq", Awq.method, Awq, "AWQ: int4 in the layout gemm"),
         _format("gptq", Gptq.method, Gptq, "GPTQ: int4 and int8"),
         _format("fp8", Fp8.method, Fp8, "fp8 with a scale per block or tensor, as plain weights in memory"),
+        _format("mxfp4", Mxfp4.method, Mxfp4, "MXFP4 as gpt-oss stores its experts"),
         _format(
             "gguf", "gguf", GGUFFormat, "the blocks of llama.cpp's files: Q4_0 to Q8_0, Q4_K to Q6_K, MXFP4 and others"
         ),

@@ -11,6 +11,7 @@ from infer_models.exaone4 import Exaone4Config
 from infer_models.gemma2 import Gemma2Config
 from infer_models.gemma3 import Gemma3
 from infer_models.glm4 import Glm4Config
+from infer_models.gpt_oss import GptOssConfig, GptOssLayer
 from infer_models.granite import GraniteConfig
 from infer_models.granite_moe import GraniteMoeConfig, GraniteMoeLayer
 from infer_models.llama import LlamaConfig, LlamaLayer
@@ -62,6 +63,7 @@ def infer_models() -> list[ModelRegistration]:
         _decoder("glm4", "GLM-4 of 2025, text only", Glm4Config),
         _decoder("exaone4", "EXAONE 4", Exaone4Config),
         _decoder("seed_oss", "Seed-OSS", SeedOssConfig),
+        _decoder("gpt_oss", "gpt-oss", GptOssConfig, GptOssLayer),
         _decoder("gemma2", "Gemma 2", Gemma2Config),
         ModelRegistration(
             "gemma3",
