@@ -123,6 +123,23 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
             "truncate": False,
         },
     },
+    "qwen2_moe": COMMON
+    | {
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "num_hidden_layers": 2,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+    },
+    "glm4_moe": COMMON
+    | {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "num_hidden_layers": 2,
+        "n_routed_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+    },
     "olmoe": COMMON
     | {
         "architectures": ["OlmoeForCausalLM"],

@@ -18,6 +18,7 @@ transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-cal
 Family = Literal[
     "llama",
     "qwen2",
+    "qwen2_moe",
     "qwen3",
     "qwen3_moe",
     "mistral",
@@ -29,6 +30,7 @@ Family = Literal[
     "gemma3_vision",
     "ministral",
     "gpt_oss",
+    "glm4_moe",
     "granite",
     "granite_moe",
     "smollm3",
@@ -181,6 +183,16 @@ def make_model(
         case "gpt_oss":
             fields |= {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2}
             made = transformers.GptOssForCausalLM(transformers.GptOssConfig(**fields | config))
+        case "qwen2_moe":
+            fields |= {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+            fields |= {"shared_expert_intermediate_size": 40}
+            made = transformers.Qwen2MoeForCausalLM(transformers.Qwen2MoeConfig(**fields | config))
+        case "glm4_moe":
+            fields |= {"head_dim": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_routed_experts": 6}
+            fields |= {"routed_scaling_factor": 1.5, "n_shared_experts": 2}
+            made = transformers.Glm4MoeForCausalLM(transformers.Glm4MoeConfig(**fields | config))
+            for layer in made.model.layers[made.config.first_k_dense_replace :]:
+                layer.mlp.gate.e_score_correction_bias.copy_(torch.linspace(-0.3, 0.3, 6))
         case "granite_moe":
             factors = {"attention_multiplier": 0.4, "residual_multiplier": 1.4, "logits_scaling": 1.5}
             fields |= {"embedding_multiplier": 0.7, "num_local_experts": 6, "num_experts_per_tok": 2, **factors}

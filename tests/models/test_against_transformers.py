@@ -36,9 +36,9 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 FAMILIES: tuple[Family, ...] = (
     *("llama", "qwen2", "qwen3", "mistral", "phi3", "olmo2", "gemma3"),
     *("ministral", "granite", "smollm3", "glm4", "exaone4", "seed_oss", "gemma2"),
-    *("qwen3_moe", "mixtral", "olmoe", "granite_moe", "gpt_oss"),
+    *("qwen3_moe", "mixtral", "olmoe", "granite_moe", "gpt_oss", "qwen2_moe", "glm4_moe"),
 )
-MIXTURES = ("qwen3_moe", "mixtral", "olmoe", "granite_moe", "gpt_oss")
+MIXTURES = ("qwen3_moe", "mixtral", "olmoe", "granite_moe", "gpt_oss", "qwen2_moe", "glm4_moe")
 """Rounding may give a token other experts, where the router is undecided."""
 NEW_FAMILIES: tuple[Family, ...] = FAMILIES[7:]
 MANY = rf"(qwen2|mistral|phi3|olmo2|{'|'.join(NEW_FAMILIES)})-(tied-.|untied-[14])"
@@ -114,6 +114,8 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3_moe-some": {"family": "qwen3_moe", "norm_topk_prob": True, "mlp_only_layers": [0], "decoder_sparse_step": 2},
     "granite_moe-biases": {"family": "granite_moe", "attention_bias": True, "num_experts_per_tok": 3},
     "gpt_oss-yarn-rope": {"family": "gpt_oss", "rope": "yarn", "window": 9, "num_experts_per_tok": 3},
+    "qwen2_moe-some": {"family": "qwen2_moe", "norm_topk_prob": True, "mlp_only_layers": [1], "qkv_bias": False},
+    "glm4_moe-norms": {"family": "glm4_moe", "use_qk_norm": True, "attention_bias": True, "norm_topk_prob": False},
     "olmoe-normed": {"family": "olmoe", "norm_topk_prob": True, "kv_heads": 4, "attention_bias": True},
     "gemma3-linear-rope": {"family": "gemma3", "rope": "linear", "window": 5},
     "gemma3-window-4": {"family": "gemma3", "window": 4, "layer_types": [SLIDING, SLIDING, FULL, FULL]},

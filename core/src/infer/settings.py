@@ -112,7 +112,7 @@ class ModelSettings(Section):
         "embedding and the output head get int8.",
     )
     plain_layers: list[str] = Field(
-        ["*.mlp.gate.weight", "*.router.*", "*.block_sparse_moe.gate.weight"],
+        ["*.mlp.gate.weight", "*.router.*", "*.block_sparse_moe.gate.weight", "*.shared_expert_gate.weight"],
         description="Names of weights that quantization leaves as they are; * stands for any text.",
     )
     activations: Literal["auto", "int8", "plain"] = Field(

@@ -78,7 +78,9 @@ class Experts:
         if selection_bias is not None:
             weights.expect(f"{name}.{selection_bias}", (count,), self._take_bias, torch.float32)
         self._shared = shared
-        self._shared_gate = None if shared_gate is None else Linear(weights, f"{name}.{shared_gate}", size, 1)
+        self._shared_gate: Any = None
+        if shared_gate is not None:
+            weights.expect(f"{name}.{shared_gate}.weight", (1, size), self._take_gate)
         self._packed: Any = None
         order_N = torch.arange(2 * intermediate).view(-1, 2).t().flatten() if interleaved else None
         width = 2 * intermediate // len(gate_up)
@@ -122,6 +124,10 @@ class Experts:
     def _take_bias(self, bias_X: Tensor) -> None:
         self._selection_bias = bias_X.clone()
 
+    def _take_gate(self, weight_1D: Weight) -> None:
+        # Twice the same row, because libraries' products with a single one depend on the number of rows of x.
+        self._shared_gate = self._kernels.pack(_stacked([weight_1D, weight_1D], None))
+
     def __call__(self, x_TD: Tensor) -> Tensor:
         logits_TX = self._router(x_TD if self._router_dtype is None else x_TD.to(self._router_dtype))
         experts_TJ, shares_TJ = self._kernels.route(logits_TX, self._routing, self._selection_bias)
@@ -131,7 +137,7 @@ class Experts:
         shared_TD = self._shared(x_TD)
         if self._shared_gate is not None:
             # Not torch.sigmoid, whose vector and scalar forms differ in the last bit.
-            open_T1 = 1.0 / (1.0 + torch.exp(-self._shared_gate(x_TD).float()))
+            open_T1 = 1.0 / (1.0 + torch.exp(-self._kernels.linear(x_TD, self._shared_gate)[:, :1].float()))
             shared_TD = (open_T1 * shared_TD.float()).to(x_TD.dtype)
         return out_TD + shared_TD
 

@@ -11,6 +11,7 @@ from infer_models.exaone4 import Exaone4Config
 from infer_models.gemma2 import Gemma2Config
 from infer_models.gemma3 import Gemma3
 from infer_models.glm4 import Glm4Config
+from infer_models.glm4_moe import Glm4Moe
 from infer_models.gpt_oss import GptOssConfig, GptOssLayer
 from infer_models.granite import GraniteConfig
 from infer_models.granite_moe import GraniteMoeConfig, GraniteMoeLayer
@@ -22,6 +23,7 @@ from infer_models.olmo2 import Olmo2Config
 from infer_models.olmoe import OlmoeConfig, OlmoeLayer
 from infer_models.phi3 import Phi3Config
 from infer_models.qwen2 import Qwen2Config
+from infer_models.qwen2_moe import Qwen2MoeConfig, Qwen2MoeLayer
 from infer_models.qwen3 import Qwen3Config
 from infer_models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeLayer
 from infer_models.seed_oss import SeedOssConfig
@@ -49,6 +51,7 @@ def infer_models() -> list[ModelRegistration]:
     return [
         _decoder("llama", "Llama 3.x, with its rotary scaling", LlamaConfig),
         _decoder("qwen2", "Qwen2 and Qwen2.5, dense", Qwen2Config),
+        _decoder("qwen2_moe", "Qwen1.5 and Qwen2, mixtures of experts", Qwen2MoeConfig, Qwen2MoeLayer),
         _decoder("qwen3", "Qwen3, dense", Qwen3Config),
         _decoder("qwen3_moe", "Qwen3, mixtures of experts", Qwen3MoeConfig, Qwen3MoeLayer),
         _decoder("mistral", "Mistral", MistralConfig),
@@ -65,6 +68,12 @@ def infer_models() -> list[ModelRegistration]:
         _decoder("seed_oss", "Seed-OSS", SeedOssConfig),
         _decoder("gpt_oss", "gpt-oss", GptOssConfig, GptOssLayer),
         _decoder("gemma2", "Gemma 2", Gemma2Config),
+        ModelRegistration(
+            "glm4_moe",
+            lambda config, context, settings: Glm4Moe(config, context),
+            "GLM-4.5 and 4.6",
+            architectures=("Glm4MoeForCausalLM", "Glm4MoeModel"),
+        ),
         ModelRegistration(
             "gemma3",
             lambda config, context, settings: Gemma3(config, context),

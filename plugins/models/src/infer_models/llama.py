@@ -29,6 +29,11 @@ class LlamaConfig(DecoderConfig):
     mlp_bias: bool = False
 
     @property
+    def has_qk_norm(self) -> bool:
+        """Whether q and K are normalised."""
+        return self.qk_norm
+
+    @property
     def biases(self) -> str:
         """The ``biases`` argument of ``Attention``."""
         return "qkvo" if self.attention_bias else ""
@@ -65,7 +70,7 @@ class LlamaLayer:
             spec,
             rope,
             biases=c.biases,
-            qk_norm_eps=c.rms_norm_eps if c.qk_norm else None,
+            qk_norm_eps=c.rms_norm_eps if c.has_qk_norm else None,
             qk_norm_unit_offset=c.norm_unit_offset,
             qk_norm_whole=c.qk_norm_whole,
             qkv=c.qkv,
