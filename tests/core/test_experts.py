@@ -20,7 +20,11 @@ KERNELS = ReferenceKernels()
 floats = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 
 
-@pytest.fixture(autouse=True, scope="module", params=["reference", *native.levels()])
+LEVELS = native.levels()
+MIDDLE = [pytest.param(level, marks=pytest.mark.slow) for level in LEVELS[1:-1]]
+
+
+@pytest.fixture(autouse=True, scope="module", params=["reference", *LEVELS[:1], *MIDDLE, *LEVELS[1:][-1:]])
 def provider(request: pytest.FixtureRequest) -> None:
     global KERNELS
     KERNELS = ReferenceKernels() if request.param == "reference" else CpuKernels(request.param)
@@ -35,7 +39,7 @@ def provider(request: pytest.FixtureRequest) -> None:
     st.booleans(),
     st.sampled_from([torch.float32, torch.bfloat16]),
 )
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=10)
 def test_routes(routing: Routing, experts: int, tokens: int, biased: bool, dtype: torch.dtype) -> None:
     """In bfloat16, many of the logits are equal."""
     logits = (random(tokens, experts, dtype=dtype) * 2).round(decimals=1)

@@ -11,12 +11,16 @@ from tests.experts import Mixture, check_rows, route64
 from infer.protocols import Routing
 from infer_kernels_triton.provider import TritonKernels
 
+MORE = (("softmax", True), ("sigmoid", False))
 
-@pytest.mark.parametrize("renormalise", [True, False])
-@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+
+@pytest.mark.parametrize(
+    ("score", "renormalise"),
+    [("softmax", False), ("sigmoid", True), *(pytest.param(*c, marks=pytest.mark.slow) for c in MORE)],
+)
 def test_routes(score: str, renormalise: bool, device: str) -> None:
     kernels, routing = TritonKernels(torch.device(device)), Routing(3, score, renormalise, 2.5)  # type: ignore[arg-type]
-    logits = (random(20, 11) * 2).round(decimals=1)
+    logits = (random(6, 11) * 2).round(decimals=1)
     logits[3] = 1.5  # all are equal
     bias = random(11, seed=1) if score == "sigmoid" else None
     found, shares = kernels.route(logits.to(device), routing, None if bias is None else bias.to(device))
@@ -27,11 +31,10 @@ def test_routes(score: str, renormalise: bool, device: str) -> None:
     again, spoilt = kernels.route(logits.to(device), routing)
     assert ((again >= 0) & (again < 11)).all()
     assert spoilt[4].isnan().all()
-    assert not spoilt[[*range(4), *range(5, 20)]].isnan().any()
+    assert not spoilt[[0, 1, 2, 3, 5]].isnan().any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("form", ["biases", "int4"])
+@pytest.mark.parametrize(("form", "dtype"), [("biases", torch.bfloat16), ("int4", torch.float32)])
 def test_sums_of_experts(form: str, dtype: torch.dtype, device: str) -> None:
     kernels, mixture = TritonKernels(torch.device(device)), Mixture(48, 40, 5, form, dtype, int8=False, device=device)
     packed = mixture.pack(kernels)

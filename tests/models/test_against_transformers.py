@@ -41,7 +41,7 @@ FAMILIES: tuple[Family, ...] = (
 MIXTURES = ("qwen3_moe", "mixtral", "olmoe", "granite_moe", "gpt_oss", "qwen2_moe", "glm4_moe")
 """Rounding may give a token other experts, where the router is undecided."""
 NEW_FAMILIES: tuple[Family, ...] = FAMILIES[7:]
-MANY = rf"(qwen2|mistral|phi3|olmo2|{'|'.join(NEW_FAMILIES)})-(tied-.|untied-[14])"
+MANY = rf"(qwen2|mistral|phi3|olmo2|{'|'.join(NEW_FAMILIES)})-(tied-.|untied-[14])|({'|'.join(MIXTURES)})-untied-2"
 """Cases of families that share nearly everything with Llama."""
 CASES: dict[str, dict[str, Any]] = {
     f"{family}-{'tied' if tied else 'untied'}-{kv_heads}": {
