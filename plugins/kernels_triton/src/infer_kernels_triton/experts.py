@@ -10,6 +10,7 @@ Shapes: T tokens, D hidden size, X experts, J of those that a token has, P = T J
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
@@ -22,6 +23,8 @@ from infer.protocols import Activation, Expert, Routing
 from infer.weight import GroupedWeight, Weight
 from infer_kernels_triton.configs import LinearConfig
 from infer_kernels_triton.elementwise import gated
+
+log = logging.getLogger(__name__)
 
 SCAN = 1024
 """Pairs that a program of ``plan_kernel`` looks at at a time."""
@@ -272,8 +275,14 @@ def gated_experts(
 
 def _plain(weight: Weight) -> Tensor:
     if isinstance(weight, GroupedWeight):
+        _warn(str(weight))
         return replace(weight, int8_activations=False).dequantise()
     return weight
+
+
+@functools.cache
+def _warn(weights: str) -> None:
+    log.warning("%s of experts are dequantised: these kernels hold experts as plain weights.", weights)
 
 
 def _launch(
