@@ -5,7 +5,7 @@ bottom and every name in a checkpoint has exactly one owner. Shapes: see ``infer
 """
 
 from infer.layers.blocks import Attention, GatedMLP, select
-from infer.layers.config import LayerType, PositiveNumber, config_table, layer_windows, read_config
+from infer.layers.config import HiddenAct, LayerType, PositiveNumber, config_table, layer_windows, read_config
 from infer.layers.decoder import Decoder, DecoderConfig, DecoderLayer
 from infer.layers.experts import Experts
 from infer.layers.linear import Embedding, Head, Linear, RMSNorm
@@ -22,6 +22,7 @@ __all__ = [
     "Experts",
     "GatedMLP",
     "Head",
+    "HiddenAct",
     "LayerType",
     "Linear",
     "LongRope",

@@ -12,6 +12,8 @@ from infer.errors import CheckpointError, first_fault
 C = TypeVar("C", bound=BaseModel)
 PositiveNumber = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 LayerType = Literal["full_attention", "sliding_attention"]
+HiddenAct = Literal["silu", "gelu_pytorch_tanh"]
+"""The activations that config.json may name."""
 
 
 def layer_windows(layer_types: Sequence[LayerType], window: int | None, num_layers: int) -> list[int | None]:

@@ -64,7 +64,11 @@ class Mxfp4:
         stack, index = self._stack(found[1], found[3]), int(found[2])
         exponents = stack.scales[index].int()
         # The values are doubled, so that the scales are halved. The exponent 255 stands for NaN.
-        scales_NG = torch.ldexp(torch.ones(()), exponents - 128).masked_fill_(exponents == 255, torch.nan).bfloat16()
+        scales_NG = (
+            torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents - 128)
+            .masked_fill_(exponents == 255, torch.nan)
+            .bfloat16()
+        )
         table = torch.tensor([*VALUES, *(-x for x in VALUES)], dtype=torch.float32)
         return GroupedWeight(stack.blocks[index].flatten(1), scales_NG, 4, table=table)
 

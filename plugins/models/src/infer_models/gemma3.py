@@ -7,8 +7,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt
 
-from infer.layers import Decoder, LayerType, PositiveNumber, RopeParameters, config_table, layer_windows
-from infer.protocols import Activation, ModelContext
+from infer.layers import Decoder, HiddenAct, LayerType, PositiveNumber, RopeParameters, config_table, layer_windows
+from infer.protocols import ModelContext
 from infer.weight import Weight
 from infer_models.llama import LlamaConfig, LlamaLayer
 
@@ -32,7 +32,7 @@ class Gemma3Config(LlamaConfig):
     num_key_value_heads: PositiveInt = 4
     head_dim: PositiveInt = 256
     rms_norm_eps: PositiveNumber = 1e-6
-    hidden_act: Activation = Field("gelu_pytorch_tanh", validation_alias="hidden_activation")
+    hidden_act: HiddenAct = Field("gelu_pytorch_tanh", validation_alias="hidden_activation")
     tie_word_embeddings: bool = True
     query_pre_attn_scalar: PositiveNumber = 256
     sliding_window: PositiveInt | None = 4096

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from infer.layers import Attention, DecoderConfig, GatedMLP, RMSNorm, RopeParameters, Weights, select
-from infer.protocols import Activation, AttentionSpec, KVCacheView, Rotary
+from infer.layers import Attention, DecoderConfig, GatedMLP, HiddenAct, RMSNorm, RopeParameters, Weights, select
+from infer.protocols import AttentionSpec, KVCacheView, Rotary
 
 
 class LlamaConfig(DecoderConfig):
@@ -24,7 +24,7 @@ class LlamaConfig(DecoderConfig):
     norms_after: ClassVar[tuple[str, ...]] = ()
     """Those of the results of attention and the MLP; empty for none."""
 
-    hidden_act: Activation = "silu"
+    hidden_act: HiddenAct = "silu"
     attention_bias: bool = False
     mlp_bias: bool = False
 
