@@ -10,7 +10,7 @@ import torch
 from tests.attention import random
 from torch import Tensor
 
-from infer.checkpoint.quantise import quantise
+from infer.kernels.quantise import quantise_weight
 from infer.protocols import Activation, Expert, KernelsProtocol, Routing
 from infer.weight import GroupedWeight, Weight, quantise_rows
 
@@ -63,7 +63,7 @@ class Mixture:
     def _stored(self, plain: Tensor, seed: int) -> Weight:
         if self.form in ("plain", "biases") or (self.form == "mixed" and seed == 7):
             return plain
-        weight = quantise(plain, 8 if self.form == "int8" else 4)
+        weight = quantise_weight(plain, 8 if self.form == "int8" else 4)
         return weight if self.int8 else GroupedWeight(weight.codes, weight.scales_NG, weight.bits, dtype=self.dtype)
 
     def pack(self, kernels: KernelsProtocol) -> Any:

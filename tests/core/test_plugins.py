@@ -212,9 +212,7 @@ def test_unknown_ways_to_store_weights_name_the_package_that_reads_them() -> Non
     plugins = Plugins.discover()
     for method in ("awq", "compressed-tensors", "fp8", "gptq", "mxfp4"):
         assert plugins.choose("weights", Settings(), [method]).distribution == "infer-formats"
-    with pytest.raises(
-        PluginError, match=r"'exl2', which no installed plugin reads; infer loads f.*, gptq, mxfp4\."
-    ):
+    with pytest.raises(PluginError, match=r"'exl2', which no installed plugin reads; infer loads f.*, gptq, mxfp4\."):
         plugins.choose("weights", Settings(), ["exl2"])
     without = [entry for entry in entry_points(group="infer") if entry.name != "formats"]
     plugins = Plugins.discover(installed=without)
