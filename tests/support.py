@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import random
 from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,16 +23,20 @@ from infer.engine.engine import Abort, Engine
 from infer.engine.graphs import DecodeGraphs
 from infer.engine.runner import Runner
 from infer.engine.schedulers import ContinuousScheduler, StaticScheduler
+from infer.engine.speculation import Speculation
 from infer.hookspecs import RequestRecord, StepRecord
 from infer.kernels.reference import ReferenceKernels
 from infer.protocols import (
+    Ask,
     CacheContext,
     CachePoolProtocol,
     KernelsProtocol,
     KVDtype,
     ModelContext,
     ModelProtocol,
+    ProposerProtocol,
     QuantisedKV,
+    Sequence,
 )
 from infer.settings import EngineSettings
 from infer_cache_paged import PagedPool, PagedSettings
@@ -326,6 +332,52 @@ class Replay:
         return self.out.copy_(self.run())
 
 
+class Knowing:
+    """A proposer that knows the answers, by request id, and proposes a wrong token with a probability of 1 - ``right``."""
+
+    def __init__(self, answers: Mapping[str, Seq[int]], right: float = 0.8, seed: int = 0) -> None:
+        self.answers = answers
+        self.right = right
+        self.draw = random.Random(seed)
+        self.ended: list[str] = []
+
+    def propose(self, asks: Seq[Ask]) -> list[list[int]]:
+        return [self.drafts(ask) for ask in asks]
+
+    def drafts(self, ask: Ask) -> list[int]:
+        begin = len(ask.token_ids) - len(ask.request.prompt_token_ids)
+        known = list(self.answers[ask.request.id][begin : begin + ask.most])
+        known += [self.draw.randrange(VOCAB) for _ in range(ask.most - len(known))]
+        return [token if self.draw.random() < self.right else (token + 1) % VOCAB for token in known]
+
+    def end(self, request_id: str) -> None:
+        self.ended.append(request_id)
+
+
+class Always:
+    """A payoff by which drafts always pay: as many as allowed or, with ``draw``, up to so many."""
+
+    def __init__(self, draw: random.Random | None = None) -> None:
+        self.draw = draw
+        self.right: list[tuple[int, int]] = []
+        """How many were proposed, and how many of them were right, per verification."""
+
+    def plan(self, rows: int, most: Mapping[Sequence, int]) -> dict[Sequence, int]:
+        counts = {s: count if self.draw is None else self.draw.randint(0, max(0, count)) for s, count in most.items()}
+        return {sequence: count for sequence, count in counts.items() if count > 0}
+
+    def proposed(self, asked: Mapping[Sequence, int], found: Mapping[Sequence, int], seconds: float) -> None:
+        assert all(found.get(sequence, 0) <= count for sequence, count in asked.items())
+
+    def verified(self, sequence: Sequence, proposed: int, right: int) -> None:
+        self.right.append((proposed, right))
+
+    def learn(self, rows: int, drafts: int, seconds: float) -> None:
+        assert rows > drafts
+
+    def end(self, sequence: Sequence) -> None: ...
+
+
 @dataclass
 class Stepper:
     """An engine without a thread; ``steps`` and ``events`` record what it does."""
@@ -387,8 +439,11 @@ def make_engine(
     graphs: DecodeGraphs | None = None,
     kernels: KernelsProtocol | None = None,
     tokenizer: Any = None,
+    proposer: ProposerProtocol | None = None,
+    payoff: Any = None,
     **keys: Any,
 ) -> Stepper:
+    """An engine; with a ``proposer`` one that speculates, always unless ``payoff`` decides otherwise."""
     chosen = EngineSettings.model_validate({"max_batch_size": 4} | keys)
     pool = pool or POOLS[backend](model, dtype, chosen.max_batch_size)
     scheduler = (StaticScheduler if static else ContinuousScheduler)(pool, chosen)
@@ -403,6 +458,15 @@ def make_engine(
         else:
             stepper.finished.append(record)
 
+    speculation = proposer and Speculation(
+        proposer,
+        "The proposer",
+        pool,
+        payoff or Always(),
+        most=8,
+        max_tokens_per_step=chosen.max_tokens_per_step,
+        vocab_size=VOCAB,
+    )
     engine = Engine(
         Runner(model, pool, kernels or KERNELS, CPU, chosen.max_batch_size, graphs),
         scheduler,
@@ -413,6 +477,7 @@ def make_engine(
         lag=lag,
         publish=publish,
         notify=notify,
+        speculation=speculation,
     )
     stepper = Stepper(engine, pool, chosen.max_batch_size, lag, pool.free_tokens())
     return stepper

@@ -1,8 +1,9 @@
 """The promise: an answer does not depend, bit for bit, on chunks, other requests, arrival, token budget, pool, prefix
-hits or preemption."""
+hits, preemption or draft tokens."""
 
 from __future__ import annotations
 
+import random
 from functools import cache
 from typing import Any
 
@@ -17,6 +18,8 @@ from tests.support import (
     FAMILIES,
     MAX_SEQ_LEN,
     QUANTISED,
+    Always,
+    Knowing,
     make_engine,
     paged_pool,
     random_prompt,
@@ -161,6 +164,7 @@ REQUESTS: list[dict[str, Any]] = [
     {"prompt": 260, "temperature": 0},
     {"prompt": 20, "temperature": 1.1, "seed": 5, "presence_penalty": 0.7, "frequency_penalty": -0.2},
     {"prompt": 37, "temperature": 0, "repetition_penalty": 1.6, "logit_bias": {4: 2.5, 9: -100.0}},
+    {"prompt": 9, "temperature": 1.5, "seed": 6, "min_tokens": 5, "stop_token_ids": tuple(range(0, 96, 4))},
 ]
 
 
@@ -172,6 +176,8 @@ def submit(stepper: Any, index: int, new: int) -> None:
     params = dict(REQUESTS[index])
     length = params.pop("prompt")
     own = random_prompt(2, seed=index + 1)[:length]
+    if "min_tokens" in params:
+        params["min_tokens"] = min(params["min_tokens"], new)
     stepper.submit(COMMON[: length - len(own)] + own, str(index), max_tokens=new, logprobs=20, **params)
 
 
@@ -227,6 +233,7 @@ pools = st.just(None) | st.tuples(st.sampled_from([1, 7, 16, 128, 400]), st.inte
     arrivals,
     pools,
     st.integers(0, 2),
+    st.none() | st.tuples(st.sampled_from([0.0, 0.5, 0.8, 1.0]), st.integers(0, 1000)),
 )
 def test_any_mix_of_arrivals_chunks_budgets_and_pools(
     family: str,
@@ -236,13 +243,18 @@ def test_any_mix_of_arrivals_chunks_budgets_and_pools(
     plan: list[tuple[int, int, int]],
     paged: tuple[int, int] | None,
     lag: int,
+    speculation: tuple[float, int] | None,
 ) -> None:
+    """``speculation``: how often drafts are right, and a seed for how many there are."""
     model, batch = tiny_model(family, dtype), keys["max_batch_size"]
     pool: CachePoolProtocol = slotted_pool(model, dtype, batch, kv_dtype)
     if paged is not None:
         page, spare = paged
         chunk = keys["prefill_chunk_size"]
         pool = paged_pool(model, dtype, batch, kv_dtype, max_chunk=chunk, spare=spare // page, block_size=page)
+    if speculation is not None:
+        answers = {str(i): [e.token_ids[0] for e in alone(family, dtype, i, kv_dtype)] for i, _, _ in plan}
+        keys |= {"proposer": Knowing(answers, *speculation), "payoff": Always(random.Random(speculation[1]))}
     stepper = make_engine(model, dtype, pool=pool, lag=lag, **keys)
     due = sorted(plan, key=lambda a: a[1])
     step = 0
@@ -253,9 +265,10 @@ def test_any_mix_of_arrivals_chunks_budgets_and_pools(
         stepper.engine.step()
         step += 1
     for index, _, new in plan:
-        answer = stepper.answer(str(index))
-        assert len(answer) == new
-        assert same(answer, alone(family, dtype, index, kv_dtype))
+        answer, reference = stepper.answer(str(index)), alone(family, dtype, index, kv_dtype)
+        assert len(answer) == min(new, len(reference))
+        assert same(answer, reference)
+    assert stepper.pool.free_tokens() == stepper.room
 
 
 @families

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
+from infer.cache import TruncatingBooks
 from infer.checkpoint import Checkpoint, dummy_tensors, ending, locate
 from infer.checkpoint.quantise import Quantiser
 from infer.contracts.params import SamplingParams
@@ -27,9 +28,12 @@ from infer.contracts.protocols import (
     ModelContext,
     ModelProtocol,
     PartProtocol,
+    ProposerContext,
+    ProposerProtocol,
     ReasoningTags,
     SchedulerContext,
     SchedulerProtocol,
+    SecondModel,
     UnstackingProtocol,
     WeightFormatProtocol,
 )
@@ -40,7 +44,9 @@ from infer.engine.engine import Engine
 from infer.engine.exactness import LENGTH, self_check
 from infer.engine.graphs import DecodeGraphs
 from infer.engine.loop import EngineLoop
+from infer.engine.payoff import Costs, Payoff, measure
 from infer.engine.runner import Runner
+from infer.engine.speculation import Speculation
 from infer.errors import CheckpointError, InferError, PluginError, SettingsError
 from infer.inspection import CheckedPart, named
 from infer.plugins import Offer, Plugins
@@ -193,6 +199,13 @@ def _load(settings: Settings, plugins: Plugins, publish: Callable[..., None]) ->
     for fault in faults:
         log.warning("not exact: %s", fault)
     scheduler = _scheduler(settings, plugins, pool)
+    lag = 0 if device.type == "cpu" else 1
+
+    def second(path: str) -> SecondModel:
+        raise NotImplementedError
+
+    context = ProposerContext(settings.engine, tokenizer, model.vocab_size, max_seq_len, device, kernels, second)
+    speculation = _speculation(settings, plugins, context, model, pool, lag)
 
     engine = Engine(
         Runner(model, pool, kernels, device, settings.engine.max_batch_size, graphs),
@@ -201,9 +214,10 @@ def _load(settings: Settings, plugins: Plugins, publish: Callable[..., None]) ->
         tokenizer=tokenizer,
         eos_token_ids=checkpoint.eos_token_ids,
         max_seq_len=max_seq_len,
-        lag=0 if device.type == "cpu" else 1,
+        lag=lag,
         publish=publish,
         notify=plugins.notify,
+        speculation=speculation,
     )
     log.info(
         "%s: %s on %s, %d positions, exact: %s, loaded in %.1f s",
@@ -360,6 +374,39 @@ def _scheduler(settings: Settings, plugins: Plugins, pool: CachePoolProtocol) ->
     made: SchedulerProtocol = offer.make(SchedulerProtocol, SchedulerContext(pool, settings.engine), own)
     # Core's own schedulers are tested, and checking their plans would take longer than planning.
     return CheckedScheduler(made, offer.whose, thorough=offer.distribution != "infer-core")
+
+
+def _speculation(
+    settings: Settings,
+    plugins: Plugins,
+    context: ProposerContext,
+    model: ModelProtocol,
+    pool: CachePoolProtocol,
+    lag: int,
+) -> Speculation | None:
+    """None if the settings ask for no speculation."""
+    if settings.engine.speculation == "none":
+        return None
+    offer = plugins.choose("proposer", settings)
+    if not isinstance(pool, TruncatingBooks):
+        raise SettingsError(
+            f'engine.speculation is "{offer.name}", but {type(pool).__name__} cannot take positions back (truncate), as '
+            "wrong draft tokens require; choose another cache.backend, or none."
+        )
+    proposer = offer.make(ProposerProtocol, context, plugin_settings(settings, "proposer", offer.name))
+    most, began = settings.engine.max_draft_tokens, time.perf_counter()
+    seconds = measure(model, pool, context.device, settings.engine.max_batch_size * (1 + most))
+    times = ", ".join(f"{1e3 * seconds[rows]:.1f} for {rows}" for rows in sorted(seconds))
+    log.info("speculation by %s; ms of a pass by rows: %s (%.1f s)", offer.name, times, time.perf_counter() - began)
+    return Speculation(
+        proposer,
+        offer.whose,
+        pool,
+        Payoff(Costs(seconds), waits=lag > 0),
+        most=most,
+        max_tokens_per_step=settings.engine.max_tokens_per_step,
+        vocab_size=context.vocab_size,
+    )
 
 
 def _model(settings: Settings, family: Offer, checkpoint: Checkpoint, context: ModelContext) -> ModelProtocol:

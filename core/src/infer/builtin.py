@@ -20,7 +20,8 @@ from infer.contracts.hooks import (
     WeightFormatRegistration,
     hookimpl,
 )
-from infer.contracts.protocols import ReasoningFactory, ReasoningTags, Route, RoutesFactory
+from infer.contracts.protocols import ProposerFactory, ReasoningFactory, ReasoningTags, Route, RoutesFactory
+from infer.engine.ngram import NgramProposer, NgramSettings
 from infer.engine.schedulers import ContinuousScheduler, StaticScheduler
 from infer.kernels.reference import ReferenceKernels
 from infer.text.tool_formats import mistral, objects, python, xml
@@ -42,6 +43,18 @@ def infer_schedulers() -> list[SchedulerRegistration]:
             lambda context, settings: StaticScheduler(context.pool, context.engine),
             "holds a batch until all its members finish; for comparison",
             chunks=False,
+        ),
+    ]
+
+
+@hookimpl
+def infer_proposers() -> list[Registration[ProposerFactory]]:
+    return [
+        Registration(
+            "ngram",
+            lambda context, settings: NgramProposer(settings),
+            "what followed the same tokens earlier in prompt and answer",
+            NgramSettings,
         ),
     ]
 

@@ -6,6 +6,7 @@ made from. So a page shared, evicted, freed or taken over wrongly is seen by the
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ import hypothesis.strategies as st
 import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.support import Always
 
 from infer.contracts.params import SamplingParams
 from infer.contracts.request import Event, Request
@@ -23,9 +25,10 @@ from infer.engine.batch import Batch, Draw
 from infer.engine.engine import Abort, Engine
 from infer.engine.runner import Drawn, Result
 from infer.engine.schedulers import ContinuousScheduler
+from infer.engine.speculation import Speculation
 from infer.hookspecs import RequestRecord, StepRecord
 from infer.kernels.reference import ReferenceKernels
-from infer.protocols import PENDING, AttentionSpec, CacheContext
+from infer.protocols import PENDING, Ask, AttentionSpec, CacheContext
 from infer.settings import EngineSettings
 from infer_cache_paged import PagedPool, PagedSettings, longest
 from infer_cache_paged import pages as pages_module
@@ -98,15 +101,36 @@ class Runner:
             histories.append(history)
         self.computed += len(ids)
         tokens: list[int | None] = []
-        by_slot = dict(zip(batch.slots, histories, strict=True))
         for readout in batch.readouts:
             assert isinstance(readout, Draw)
-            for slot in readout.slots_M.tolist():
-                self.last[slot] = answer(by_slot[slot])
-                tokens.append(self.last[slot])
+            for b, position in zip(readout.of, readout.positions_N.tolist(), strict=True):
+                self.last[batch.slots[b]] = answer(histories[b][:position])
+                tokens.append(self.last[batch.slots[b]])
         if fault == "not finite" and tokens:
             tokens[0] = None
+        if fault == "not finite at the end" and tokens:
+            tokens[-1] = None
         return Launched(tokens)
+
+
+class Guesser:
+    """A proposer that knows the model, and is right with some probability."""
+
+    def __init__(self, right: float) -> None:
+        self.right, self.draw = right, random.Random(1)
+
+    def propose(self, asks: Seq[Ask]) -> list[list[int]]:
+        proposals = []
+        for ask in asks:
+            tokens = list(ask.token_ids)
+            assert PENDING not in tokens
+            for _ in range(ask.most):
+                token = answer(tokens)
+                tokens.append(token if self.draw.random() < self.right else (token + 1) % 3)
+            proposals.append(tokens[len(ask.token_ids) :])
+        return proposals
+
+    def end(self, request_id: str) -> None: ...
 
 
 class Traffic(RuleBasedStateMachine):
@@ -119,6 +143,7 @@ class Traffic(RuleBasedStateMachine):
         over=st.none() | st.integers(0, 12),
         lag=st.integers(0, 2),
         windows=st.sampled_from([(MAX_SEQ_LEN,), (5,), (2, 4, MAX_SEQ_LEN)]),
+        right=st.none() | st.sampled_from([0.0, 0.6, 1.0]),
         keys=st.fixed_dictionaries(
             {
                 "mixed_batches": st.booleans(),
@@ -137,10 +162,12 @@ class Traffic(RuleBasedStateMachine):
         lag: int,
         keys: dict[str, Any],
         windows: Seq[int] = (MAX_SEQ_LEN,),
+        right: float | None = None,
     ) -> None:
+        """``right``: how often drafts are; None without drafts."""
         self.budget = None if over is None else batch + over
         chosen = EngineSettings.model_validate({"max_batch_size": batch, "max_tokens_per_step": self.budget} | keys)
-        pages_module.ROLLBACK = 0
+        pages_module.ROLLBACK = 0 if right is None else 5
         layers = [AttentionSpec(1, 1, 1, 1.0, window) for window in windows]
         context = CacheContext(layers, batch, MAX_SEQ_LEN, torch.float32, torch.device("cpu"), ReferenceKernels())
         context = replace(context, max_chunk=chosen.prefill_chunk_size)
@@ -170,6 +197,17 @@ class Traffic(RuleBasedStateMachine):
             lag=lag,
             publish=self.publish,
             notify=self.notify,
+            speculation=None
+            if right is None
+            else Speculation(
+                Guesser(right),
+                "The proposer",
+                self.pool,
+                Always(random.Random(batch)),
+                most=5,
+                max_tokens_per_step=self.budget,
+                vocab_size=3,
+            ),
         )
 
     @staticmethod
@@ -215,7 +253,7 @@ class Traffic(RuleBasedStateMachine):
         self.hurt.add(victim)
         self.engine.submit(Abort(victim))
 
-    @rule(fault=st.sampled_from(["launch", "not finite"]))
+    @rule(fault=st.sampled_from(["launch", "not finite", "not finite at the end"]))
     def fail(self, fault: str) -> None:
         self.runner.fault = fault
 

@@ -24,6 +24,7 @@ from infer.contracts.protocols import (
     ModelFactory,
     NoSettings,
     ObserverFactory,
+    ProposerFactory,
     ReasoningFactory,
     RoutesFactory,
     SchedulerFactory,
@@ -157,6 +158,11 @@ def infer_weight_formats() -> list[WeightFormatRegistration]:  # type: ignore[em
 @hookspec
 def infer_schedulers() -> list[SchedulerRegistration]:  # type: ignore[empty-body]
     """Schedulers, chosen by ``engine.batching_mode``."""
+
+
+@hookspec
+def infer_proposers() -> list[Registration[ProposerFactory]]:  # type: ignore[empty-body]
+    """Proposers of draft tokens, chosen by ``engine.speculation``."""
 
 
 @hookspec

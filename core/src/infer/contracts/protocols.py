@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 
     import torch
     from aiohttp.typedefs import Handler
+    from tokenizers import Tokenizer
     from torch import Tensor
 
+    from infer.contracts.request import Request
     from infer.contracts.schedule import Schedule
     from infer.contracts.schedule import Sequence as EngineSequence
     from infer.weight import GroupedWeight, Weight
@@ -458,6 +460,33 @@ class SchedulerProtocol(Protocol):
     def has_work(self) -> bool: ...
 
 
+class Ask(NamedTuple):
+    """What a proposer is asked for one sequence."""
+
+    request: Request
+    """The request, the same object each time. A request's id is unique among those that have not ended."""
+    token_ids: Sequence[int]
+    """The tokens of the prompt and of the answer so far. The engine's own list, to be read during the call only. From
+    call to call it grows, and does not change otherwise."""
+    most: int
+    """How many draft tokens may be proposed; at least 1."""
+
+
+class ProposerProtocol(Protocol):
+    """Guesses how sequences go on. A wrong guess costs time, but changes no answer: the engine computes all draft
+    tokens in one pass and takes them as long as they equal the tokens that it draws.
+
+    It runs in the engine's thread, between two passes. If it raises, the log says so, and the engine goes on without
+    speculation."""
+
+    def propose(self, asks: Sequence[Ask]) -> Sequence[Sequence[int]]:
+        """For each ask, up to ``most`` token ids that may come next, the likelier the better, or none. Not every
+        sequence is asked about in every step."""
+
+    def end(self, request_id: str) -> None:
+        """The request has ended, whether it was asked about or not: forget it."""
+
+
 Tools = Mapping[str, Mapping[str, Any]]
 """The functions that an answer may call, by name, with the JSON schema of their arguments."""
 
@@ -535,6 +564,33 @@ class SchedulerContext:
     engine: Any
 
 
+class SecondModel(NamedTuple):
+    """A second model that has been loaded."""
+
+    model: ModelProtocol
+    pool: CachePoolProtocol
+    """A cache pool of its own."""
+    tokenizer: Tokenizer
+    max_seq_len: int
+    """How many positions a sequence may have in it, at most those of the first model."""
+
+
+@dataclass(frozen=True)
+class ProposerContext:
+    """What a proposer is made from."""
+
+    engine: Any
+    """The ``[engine]`` section of the settings."""
+    tokenizer: Tokenizer
+    vocab_size: int
+    max_seq_len: int
+    device: torch.device
+    kernels: KernelsProtocol
+    load: Callable[[str], SecondModel]
+    """Loads a further checkpoint (a folder, file, hub id or bundled name) by the settings of the first. Raises
+    InferError."""
+
+
 @dataclass(frozen=True)
 class Route:
     """An endpoint of the server, as its router and /openapi.json see it."""
@@ -603,6 +659,10 @@ class WeightFormatFactory(Protocol):
 
 class SchedulerFactory(Protocol):
     def __call__(self, context: SchedulerContext, settings: Any) -> SchedulerProtocol: ...
+
+
+class ProposerFactory(Protocol):
+    def __call__(self, context: ProposerContext, settings: Any) -> ProposerProtocol: ...
 
 
 class KernelsFactory(Protocol):

@@ -18,6 +18,10 @@ class WorkRecord:
     length: int
     sampled: bool
     """Whether it drew a token."""
+    proposed: int = 0
+    """How many of the positions were those of draft tokens."""
+    accepted: int = 0
+    """How many of the draft tokens the answer took, in addition to the token that was drawn after them."""
 
 
 class Totals(NamedTuple):
@@ -28,6 +32,10 @@ class Totals(NamedTuple):
     cached: int = 0
     """Prompt tokens among these that the cache already held."""
     generated: int = 0
+    proposed: int = 0
+    """Draft tokens that were verified."""
+    accepted: int = 0
+    """Draft tokens that answers took; they are among ``generated``."""
 
 
 NO_TOKENS = Totals()
@@ -54,6 +62,10 @@ class StepRecord:
     waiting: int
     free_tokens: int
     totals: Totals = NO_TOKENS
+    proposed: int = 0
+    """Draft tokens that were verified."""
+    accepted: int = 0
+    """How many of them answers took, each in addition to the one token that a decode yields."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,3 +88,7 @@ class RequestRecord:
     free_tokens: int = 0
     """How many positions the cache could allocate after the request was freed."""
     totals: Totals = NO_TOKENS
+    proposed: int = 0
+    """Draft tokens that were verified for the request."""
+    accepted: int = 0
+    """How many of them the answer took."""

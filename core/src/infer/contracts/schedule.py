@@ -41,6 +41,10 @@ class Sequence:
     preemptions: int = 0
     pending: int = 0
     """How many PENDING tokens ``tokens`` ends with. Set by the engine."""
+    proposed: int = 0
+    """How many draft tokens have been verified for it. Set by the engine."""
+    accepted: int = 0
+    """How many of them its answer has taken. Set by the engine."""
     prompt_scored: int = 0
     """How many prompt positions have their logprobs, or have been pooled. Set by the engine."""
     started: float | None = None
@@ -78,13 +82,17 @@ class Work(NamedTuple):
     token, else 0; more than 1 to verify draft tokens."""
     decode: bool
     """False while the sequence computes the tokens that it had when it was admitted."""
+    drafts: tuple[int, ...] = ()
+    """Draft tokens, which follow the sequence's own in positions [end - len(drafts), end). A scheduler plans none; the
+    engine adds them."""
 
     @property
     def end(self) -> int:
         return self.start + self.length
 
 
-new_work: Callable[[tuple[Sequence, int, int, int, bool]], Work] = functools.partial(tuple.__new__, Work)
+new_work: Callable[[tuple[Sequence, int, int, int, bool, tuple[int, ...]]], Work]
+new_work = functools.partial(tuple.__new__, Work)
 """``Work`` from a tuple of all its fields, in a third of the constructor's time: every drawn token needs one."""
 
 

@@ -33,9 +33,11 @@ class Counts:
     prompt: int = 0
     cached: int = 0
     generated: int = 0
+    proposed: int = 0
+    accepted: int = 0
 
     def totals(self) -> Totals:
-        return Totals(self.prompt, self.cached, self.generated)
+        return Totals(self.prompt, self.cached, self.generated, self.proposed, self.accepted)
 
 
 class Answer:

@@ -13,7 +13,7 @@ import numpy as np
 
 from infer.contracts.request import Request
 from infer.contracts.schedule import PENDING, Sequence, Work
-from infer.engine.steering import Steering
+from infer.engine.steering import Steered, Steering
 
 Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
 Floats = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
@@ -35,8 +35,8 @@ class Draw:
     """Each token's index in its sequence."""
     requests: list[Request]
     """Each token's request, with its sampling parameters and seed."""
-    steered: list[tuple[int, Steering, Seq[int]]]
-    """The rows among N whose logits are edited: (row, its steering, the tokens that the steering has not seen yet)."""
+    steered: list[Steered]
+    """The rows among N whose logits are edited. A sequence's rows follow each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ def ints(values: Seq[int]) -> Ints:
 
 def pack(works: Seq[Work], steering: Mapping[Sequence, Steering] | None = None) -> Batch:
     """Lay the works' tokens end to end and work out the readouts. ``steering`` holds the steered sequences only."""
-    sequences, starts, lens, draws, decodes = zip(*works, strict=True)
+    sequences, starts, lens, draws, decodes, drafts = zip(*works, strict=True)
     slots = [sequence.slot for sequence in sequences]
     assert None not in slots, "who is in a pass has a slot"
     slots_B, starts_B = ints(slots), ints(starts)
@@ -131,7 +131,7 @@ def pack(works: Seq[Work], steering: Mapping[Sequence, Steering] | None = None) 
         drawn = tuple([sequences[b] for b in of])
         token_ids = []
         rows: list[int] = []
-        for b, (sequence, start, length, last, decode) in enumerate(works):
+        for b, (sequence, start, length, last, decode, proposed) in enumerate(works):
             count = sequence.request.params.prompt_logprobs
             if count is not None and not decode:
                 begin, end = max(start, sequence.prompt_scored), min(start + length, sequence.num_prompt - 1)
@@ -145,6 +145,7 @@ def pack(works: Seq[Work], steering: Mapping[Sequence, Steering] | None = None) 
                     readouts.append(Pool(b, len(rows), end - begin))
                     rows += range(len(token_ids) + begin - start, len(token_ids) + length)
             token_ids += sequence.tokens[start : start + length]
+            token_ids += proposed
         lens_B = ints(lens)
         ends_B = np.cumsum(lens_B)
         token_ids_T = ints(token_ids)
@@ -153,9 +154,14 @@ def pack(works: Seq[Work], steering: Mapping[Sequence, Steering] | None = None) 
         rows_N = np.concatenate([ints(rows), ends_B[of] - 1 - back_N])
         ends_B = ends_B - 1
     if drawn:
-        steered = []
+        steered: list[Steered] = []
         if steering:
-            steered = [(n, how, s.tokens[how.num_seen :]) for n, s in enumerate(drawn) if (how := steering.get(s))]
+            before, i = -1, 0
+            for n, b in enumerate(of):
+                before, i = b, i + 1 if b == before else 0
+                if how := steering.get(sequences[b]):
+                    seen = drafts[b][i - 1 : i] if i else sequences[b].tokens[how.num_seen :]
+                    steered.append(Steered(n, how, seen, draft=i > 0))
         readouts.append(
             Draw(
                 of=of,

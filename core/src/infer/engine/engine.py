@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import queue
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Set
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import NamedTuple, overload
@@ -21,6 +21,7 @@ from infer.contracts.schedule import PENDING, Schedule, Sequence, Work
 from infer.engine.answer import Answer, Counts
 from infer.engine.batch import Draw, Pool, Score, pack
 from infer.engine.runner import Drawn, Launched, Runner
+from infer.engine.speculation import Speculation
 from infer.engine.steering import Steering
 from infer.text.detokenizer import TokenTexts
 
@@ -44,6 +45,7 @@ class _Flight(NamedTuple):
     readouts: Seq[Score | Pool | Draw]
     answers: list[Answer]
     """One for each sequence of the batch."""
+    works: Seq[Work]
 
 
 class Engine:
@@ -69,6 +71,7 @@ class Engine:
         lag: int,
         publish: Callable[[list[Event]], None],
         notify: Callable[[str, StepRecord | RequestRecord], None],
+        speculation: Speculation | None = None,
     ) -> None:
         self._runner = runner
         self._scheduler = scheduler
@@ -77,6 +80,7 @@ class Engine:
         self._eos_token_ids = eos_token_ids
         self._max_seq_len = max_seq_len
         self._lag = lag
+        self._speculation = speculation
         self._in_flight: deque[_Flight] = deque()
         self._publish = publish
         self._notify = notify
@@ -84,8 +88,9 @@ class Engine:
         self._answers: dict[str, Answer] = {}
         """The answers of all open requests, by request id."""
         self._steering: dict[Sequence, Steering] = {}
-        """The steering of open requests that have one. It needs each token before it can edit the next logits, so while
-        any request is steered, the engine reads every pass before it plans the next."""
+        """The steering of open requests that have one. It needs each token before it can edit the next logits."""
+        self._accepted: Counter[str] = Counter()
+        """How many tokens of this step answers owe to drafts, by request id."""
         self._counts = Counts()
         self._steps = 0
         self._arrivals = 0
@@ -108,7 +113,10 @@ class Engine:
         self._drain_inbox()
         schedule = self._scheduler.schedule()
         passes = list(schedule.passes())
-        lag = self._lag if passes and not self._steering else 0
+        if self._speculation is not None:
+            passes = self._speculation.extend(passes, self._steering)
+        planned = time.perf_counter()
+        lag = self._lag if passes and not self._needs_results else 0
         events: list[Event] = []
         for works in passes:
             if events:
@@ -117,9 +125,17 @@ class Engine:
             events += self._settle(lag)
         if passes:
             self._observe(started, schedule, passes)
+            if self._speculation is not None:
+                self._speculation.learn(passes, time.perf_counter() - planned)
         else:
             events = self._settle(0)
         self._publish(events)
+
+    @property
+    def _needs_results(self) -> bool:
+        """Whether the next plan needs to know which tokens were drawn: to edit logits by them, or to propose what comes
+        after them. The engine then reads every pass before it plans the next."""
+        return bool(self._steering) or (self._speculation is not None and self._speculation.hopes)
 
     def fail_all(self, reason: FinishReason, error: str | None) -> None:
         """End every open request; for shutting down."""
@@ -163,7 +179,7 @@ class Engine:
             log.error("a pass with %d requests failed", len(works), exc_info=error)
             text = f"The step failed: {type(error).__name__}: {error}"
             return [self._end(answer, "error", text) for answer in answers]
-        for sequence, start, length, draws, decode in works:
+        for sequence, start, length, draws, decode, _ in works:
             sequence.num_computed = start + length
             if draws:
                 sequence.tokens.append(PENDING)
@@ -176,15 +192,15 @@ class Engine:
                     works[b].sequence.prompt_scored += len(targets)
                 case Pool(of=b, count=count):
                     works[b].sequence.prompt_scored += count
-        self._in_flight.append(_Flight(launched, batch.readouts, answers))
+        self._in_flight.append(_Flight(launched, batch.readouts, answers, works))
         return []
 
     def _settle(self, left: int) -> list[Event]:
         """Read the results of all but the last ``left`` passes in flight and return an event for every token. Tokens of
-        sequences that ended while the pass was in flight are dropped."""
+        sequences that ended while the pass was in flight are dropped, and so are those after a wrong draft token."""
         events: list[Event] = []
         while len(self._in_flight) > left:
-            launched, readouts, answers = self._in_flight.popleft()
+            launched, readouts, answers, works = self._in_flight.popleft()
             results = launched.results()  # not caught: a device that fails here does not recover
             for readout, result in zip(readouts, results, strict=True):
                 match readout, result:
@@ -195,9 +211,12 @@ class Engine:
                             events.append(last)
                             self._leave(answers[b], last)
                     case Draw(of=of), Drawn(tokens, logprobs):
-                        for b, token, scored in zip(of, tokens, logprobs, strict=True):
+                        wrong = frozenset() if readout.last_M is None else self._verify(works, of, tokens)
+                        for n, (b, token, scored) in enumerate(zip(of, tokens, logprobs, strict=True)):
                             answer = answers[b]
-                            if not answer.ended:
+                            if not answer.ended and n not in wrong:
+                                if n and of[n - 1] == b:
+                                    self._count_draft(answer)
                                 event = answer.take(token, scored)
                                 events.append(event)
                                 if answer.ended:
@@ -205,6 +224,19 @@ class Engine:
                     case _:
                         raise TypeError(f"a {type(readout).__name__} yielded a {type(result).__name__}")
         return events
+
+    def _verify(self, works: Seq[Work], of: Seq[int], tokens: Seq[int | None]) -> Set[int]:
+        """As ``Speculation.verify``."""
+        assert self._speculation is not None, "nobody else adds drafts"
+        wrong = self._speculation.verify(works, of, tokens)
+        self._counts.proposed += sum(len(work.drafts) for work in works)
+        return wrong
+
+    def _count_draft(self, answer: Answer) -> None:
+        """Count a token that the answer takes only because the draft before it was right."""
+        self._accepted[answer.sequence.id] += 1
+        answer.sequence.accepted += 1
+        self._counts.accepted += 1
 
     def _end(self, answer: Answer, reason: FinishReason, error: str | None = None) -> Event:
         event = answer.end(reason, error)
@@ -216,6 +248,8 @@ class Engine:
         sequence = answer.sequence
         self._scheduler.finish(sequence)
         self._steering.pop(sequence, None)
+        if self._speculation is not None:
+            self._speculation.end(sequence)
         del self._answers[sequence.id]
         self._notify(
             "infer_request_finished",
@@ -233,6 +267,8 @@ class Engine:
                 trace=sequence.request.trace,
                 free_tokens=self._pool.free_tokens(),
                 totals=self._counts.totals(),
+                proposed=sequence.proposed,
+                accepted=sequence.accepted,
             ),
         )
 
@@ -245,7 +281,7 @@ class Engine:
                 index=self._steps,
                 started=started,
                 finished=time.perf_counter(),
-                work=Records([work for works in passes for work in works]),
+                work=Records([work for works in passes for work in works], self._accepted),
                 passes=len(passes),
                 decodes=len(schedule.decodes),
                 chunks=len(schedule.prefills),
@@ -255,16 +291,21 @@ class Engine:
                 waiting=waiting,
                 free_tokens=self._pool.free_tokens(),
                 totals=self._counts.totals(),
+                proposed=sum(len(work.drafts) for works in passes for work in works),
+                accepted=self._accepted.total(),
             ),
         )
+        self._accepted = Counter()
         self._steps += 1
 
 
 class Records(Seq[WorkRecord]):
     """A step's WorkRecords, each made only when it is read, because often no observer reads them."""
 
-    def __init__(self, works: list[Work]) -> None:
+    def __init__(self, works: list[Work], accepted: Mapping[str, int]) -> None:
+        """``accepted``: how many tokens each request owes to drafts; 0 if it is not there."""
         self._works = works
+        self._accepted = accepted
 
     def __len__(self) -> int:
         return len(self._works)
@@ -275,6 +316,7 @@ class Records(Seq[WorkRecord]):
     def __getitem__(self, index: slice) -> Records: ...
     def __getitem__(self, index: int | slice) -> WorkRecord | Records:
         if isinstance(index, slice):
-            return Records(self._works[index])
-        sequence, start, length, draws, decode = self._works[index]
-        return WorkRecord(sequence.id, "decode" if decode else "prefill", start, length, draws > 0)
+            return Records(self._works[index], self._accepted)
+        sequence, start, length, draws, decode, drafts = self._works[index]
+        kind, accepted = "decode" if decode else "prefill", self._accepted.get(sequence.id, 0)
+        return WorkRecord(sequence.id, kind, start, length, draws > 0, len(drafts), accepted)

@@ -100,7 +100,7 @@ class Seats:
                 if chosen is sequence:
                     break
             else:
-                decodes.append(new_work((sequence, start, 1, 1, True)))
+                decodes.append(new_work((sequence, start, 1, 1, True, ())))
         if preempted:  # perhaps a sequence whose token was already planned
             decodes = [work for work in decodes if work.sequence.slot is not None]
         step = Step(decodes, self._settings)

@@ -3,6 +3,7 @@ the request and its own tokens alone, and are computed element by element in fp3
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 from collections.abc import Callable, Collection, Sequence
@@ -37,12 +38,28 @@ class Edit(NamedTuple):
     """Like ``Matcher.allowed``; None if every token is allowed."""
 
 
-def edits(rows: Sequence[tuple[int, Steering, Sequence[int]]], masks: Masks) -> list[tuple[int, Edit | None]]:
-    """The edits of rows of logits, from (row, its request's steering, the tokens that it has not seen yet)."""
-    matchers = [steering.see(tokens) for _, steering, tokens in rows]
+class Steered(NamedTuple):
+    """A row of logits that a request edits."""
+
+    row: int
+    steering: Steering
+    tokens: Sequence[int]
+    """What comes before the row and the steering has not seen yet: tokens, or one draft token."""
+    draft: bool = False
+    """The row comes after the previous one of the same request and a draft token. Its edit assumes that the draft is
+    the token that will be drawn; if not, nobody uses the row."""
+
+
+def edits(rows: Sequence[Steered], masks: Masks) -> list[tuple[int, Edit | None]]:
+    """The edits of rows of logits."""
+    states: list[Steering] = []
+    matchers = []
+    for _, steering, tokens, draft in rows:
+        states.append(states[-1].fork() if draft else steering)
+        matchers.append(states[-1].see(tokens))
     if formed := [matcher for matcher in matchers if matcher is not None]:
         masks.compute(formed)
-    return [(row, steering.edit(matcher)) for (row, steering, _), matcher in zip(rows, matchers, strict=True)]
+    return [(row, state.edit(matcher)) for (row, *_), state, matcher in zip(rows, states, matchers, strict=True)]
 
 
 class Steering:
@@ -71,6 +88,22 @@ class Steering:
         for token in self._stops:
             row = self._place(token)
             self._bias[row] = -np.inf
+
+    def fork(self) -> Steering:
+        """A copy in the same state, which takes in draft tokens in place of this one."""
+        other = copy.copy(self)
+        other._row = self._row.copy()
+        for name in ("_ids", "_bias", "_repetition", "_count"):
+            setattr(other, name, getattr(self, name).copy())
+        other._matcher = None if self._matcher is None else self._matcher.fork()
+        return other
+
+    def accepts(self, tokens: Sequence[int], drafts: Sequence[int]) -> int:
+        """How many of the drafts, which follow ``tokens`` that it has not seen yet, its grammar may allow. Where that
+        takes more than a look, all of them."""
+        if self._matcher is None or self._grammar_after is not None or self.num_seen < self._num_prompt:
+            return len(drafts)
+        return max(0, self._matcher.accepts([*tokens, *drafts]) - len(tokens))
 
     def see(self, tokens: Sequence[int]) -> Matcher | None:
         """Take in the next ``tokens`` of prompt and answer. Returns the matcher, if a grammar applies to the next

@@ -3,6 +3,7 @@ work."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import math
@@ -51,8 +52,21 @@ class Matcher:
         brings it up to date."""
         self._computed: Bits = np.zeros_like(self.allowed)
         self._raised: str | None = None
+        self._forked = False
         self.fault: str | None = None
         """Why the matcher has given up; None if it has not."""
+
+    def fork(self) -> Matcher:
+        """A copy in the same state, which goes on by itself. If it gives up, that is no fault of the grammar."""
+        other = copy.copy(self)
+        other._matcher = self._matcher.deep_copy()
+        other.allowed, other._computed = np.zeros_like(self.allowed), np.zeros_like(self.allowed)
+        other._forked = True
+        return other
+
+    def accepts(self, token_ids: Sequence[int]) -> int:
+        """How many of the tokens, from the first one on, may come next."""
+        return 0 if self.fault is not None else int(self._matcher.validate_tokens(list(token_ids)))
 
     def compute(self) -> None:
         """Compute which tokens are allowed next, without holding the GIL."""
@@ -73,7 +87,8 @@ class Matcher:
     def abandon(self) -> None:
         """Give up a matcher that is still computing in another thread. Nobody uses what that thread finds."""
         self._give_up(TOO_SLOW)
-        self._grammar.fault = TOO_SLOW
+        if not self._forked:
+            self._grammar.fault = TOO_SLOW
 
     def accept(self, token_id: int) -> None:
         if self.fault is None:

@@ -1,0 +1,179 @@
+"""Speculation: a proposer guesses how sequences go on, one pass computes the guesses with the sequences' own tokens,
+and those that equal what is drawn are kept. What is drawn at a position depends only on the request, the position and
+the logits, so answers are those of decoding one by one."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Set
+from collections.abc import Sequence as Seq
+from typing import Protocol
+
+from infer.cache.books import TruncatingBooks
+from infer.contracts.protocols import Ask, CachePoolProtocol, ProposerProtocol
+from infer.contracts.schedule import PENDING, Sequence, Work
+from infer.engine.steering import Steering
+from infer.errors import PluginError
+
+log = logging.getLogger(__name__)
+
+Passes = list[list[Work]]
+
+
+class PayoffProtocol(Protocol):
+    """What ``Speculation`` asks how many drafts to verify: see ``Payoff``."""
+
+    def plan(self, rows: int, most: Mapping[Sequence, int]) -> Mapping[Sequence, int]: ...
+
+    def proposed(self, asked: Mapping[Sequence, int], found: Mapping[Sequence, int], seconds: float) -> None: ...
+
+    def verified(self, sequence: Sequence, proposed: int, right: int) -> None: ...
+
+    def learn(self, rows: int, drafts: int, seconds: float) -> None: ...
+
+    def end(self, sequence: Sequence) -> None: ...
+
+
+class Speculation:
+    """Adds draft tokens to a step's decodes, and finds out which of them were right.
+
+    Drafts take only what the scheduler has left: they stay within the step's token limit, and nobody is preempted for
+    them. A proposer that fails is not asked again."""
+
+    def __init__(
+        self,
+        proposer: ProposerProtocol,
+        whose: str,
+        pool: CachePoolProtocol,
+        payoff: PayoffProtocol,
+        *,
+        most: int,
+        max_tokens_per_step: int | None,
+        vocab_size: int,
+    ) -> None:
+        """``whose`` names the proposer in the log. ``most`` is how many drafts a sequence verifies at once, at most.
+        The pool has to be able to take positions back."""
+        assert isinstance(pool, TruncatingBooks), "who speculates takes positions back"
+        self._proposer: ProposerProtocol | None = proposer
+        self._whose = whose
+        self._pool = pool
+        self._truncate = pool.truncate
+        self._payoff = payoff
+        self._most = most
+        self._limit = max_tokens_per_step
+        self._vocab_size = vocab_size
+        self.hopes = False
+        """Whether drafts are wanted for the next step, which the proposer can make only if it knows all tokens."""
+
+    def extend(self, passes: Seq[list[Work]], steering: Mapping[Sequence, Steering]) -> Passes:
+        """The passes, with draft tokens for those that decode. Those whose last token is not known yet get none."""
+        self.hopes = False
+        if self._proposer is None:
+            return [*passes]
+        passes, taken = [*passes], sum(work.length for works in passes for work in works)
+        for i, works in enumerate(passes):
+            most = {
+                sequence: min(self._most, sequence.max_len - len(sequence.tokens) - 1)
+                for sequence, _, length, draws, decode, _ in works
+                if decode and length == draws == 1
+            }
+            if not most:
+                continue
+            plan = self._payoff.plan(sum(work.length for work in works), most)
+            self.hopes = self.hopes or bool(plan)
+            asked = {sequence: count for sequence, count in plan.items() if not sequence.pending}
+            left = None if self._limit is None else self._limit - taken
+            drafts = self._drafts(asked, steering, left) if asked else {}
+            if drafts:
+                passes[i] = [
+                    work if (found := drafts.get(work.sequence)) is None else _verifying(work, found) for work in works
+                ]
+                taken += sum(map(len, drafts.values()))
+        return passes
+
+    def _drafts(
+        self, asked: Mapping[Sequence, int], steering: Mapping[Sequence, Steering], left: int | None
+    ) -> dict[Sequence, tuple[int, ...]]:
+        """The drafts for which there is room, ``left`` tokens in all."""
+        began = time.perf_counter()
+        proposals = self._propose([Ask(sequence.request, sequence.tokens, count) for sequence, count in asked.items()])
+        found: dict[Sequence, tuple[int, ...]] = {}
+        for sequence, drafts in zip(asked, proposals, strict=False):
+            if left is not None:
+                drafts = drafts[:left]
+            if drafts and (how := steering.get(sequence)):
+                drafts = drafts[: how.accepts(sequence.tokens[how.num_seen :], drafts)]
+            assert sequence.slot is not None, "who decodes has a slot"
+            if drafts and self._pool.grow(sequence.slot, len(sequence.tokens) + len(drafts)):
+                found[sequence] = drafts
+                left = None if left is None else left - len(drafts)
+        counts = {sequence: len(drafts) for sequence, drafts in found.items()}
+        self._payoff.proposed(asked, counts, time.perf_counter() - began)
+        return found
+
+    def _propose(self, asks: Seq[Ask]) -> list[tuple[int, ...]]:
+        assert self._proposer is not None
+        try:
+            return self._checked(asks, self._proposer.propose(asks))
+        except Exception:
+            log.exception("%s failed; the engine goes on without speculation", self._whose)
+            self._proposer = None
+            return []
+
+    def _checked(self, asks: Seq[Ask], proposals: Seq[Seq[int]]) -> list[tuple[int, ...]]:
+        """The proposals, cut at the first token that the model does not have. Raises PluginError."""
+        if len(proposals) != len(asks):
+            raise PluginError(f"{self._whose} was asked for {len(asks)} sequences and proposed for {len(proposals)}.")
+        checked = []
+        for ask, proposal in zip(asks, proposals, strict=True):
+            drafts = tuple(map(int, proposal))
+            if len(drafts) > ask.most:
+                raise PluginError(f"{self._whose} proposed {len(drafts)} tokens where {ask.most} were asked for.")
+            known = (i for i, token in enumerate(drafts) if not 0 <= token < self._vocab_size)
+            checked.append(drafts[: next(known, len(drafts))])
+        return checked
+
+    def verify(self, works: Seq[Work], of: Seq[int], tokens: Seq[int | None]) -> Set[int]:
+        """Compare the drafts of a pass with the tokens that were drawn, token n for sequence ``of[n]``, and take the
+        wrong ones back. Every sequence then has as many PENDING tokens as there are tokens for it. Returns the indices
+        of the other tokens: they were drawn after a wrong draft."""
+        wrong: set[int] = set()
+        first = {b: n for n, b in reversed([*enumerate(of)])}
+        for b, (sequence, _, _, draws, _, drafts) in enumerate(works):
+            if not drafts or sequence.slot is None:
+                continue
+            right, n = 0, first[b]
+            # A row that yields no token is left to the next step, which then knows that it is not to blame a draft.
+            while right < len(drafts) and tokens[n + right] == drafts[right] and tokens[n + right + 1] is not None:
+                right += 1
+            wrong.update(range(n + right + 1, n + draws))
+            if right < len(drafts):
+                sequence.num_computed -= len(drafts) - right
+                self._truncate(sequence.slot, sequence.num_computed)
+            sequence.tokens += [PENDING] * right
+            sequence.pending += right
+            sequence.proposed += len(drafts)
+            self._payoff.verified(sequence, len(drafts), right)
+        return wrong
+
+    def learn(self, passes: Seq[Seq[Work]], seconds: float) -> None:
+        """A step has taken so long."""
+        if len(passes) == 1 and all(work.decode for work in passes[0]):
+            rows, drafts = (sum(counts) for counts in zip(*((w.length, len(w.drafts)) for w in passes[0]), strict=True))
+            self._payoff.learn(rows, drafts, seconds)
+
+    def end(self, sequence: Sequence) -> None:
+        """The sequence has ended."""
+        self._payoff.end(sequence)
+        if self._proposer is not None:
+            try:
+                self._proposer.end(sequence.id)
+            except Exception:
+                log.exception("%s failed; the engine goes on without speculation", self._whose)
+                self._proposer = None
+
+
+def _verifying(work: Work, drafts: tuple[int, ...]) -> Work:
+    count = len(drafts)
+    return work._replace(length=work.length + count, draws=work.draws + count, drafts=drafts)
