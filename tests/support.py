@@ -333,7 +333,7 @@ class Replay:
 
 
 class Knowing:
-    """A proposer that knows the answers, by request id, and proposes a wrong token with a probability of 1 - ``right``."""
+    """A proposer that knows the answers, by request id, and is right about each token with a probability."""
 
     def __init__(self, answers: Mapping[str, Seq[int]], right: float = 0.8, seed: int = 0) -> None:
         self.answers = answers
@@ -458,15 +458,18 @@ def make_engine(
         else:
             stepper.finished.append(record)
 
-    speculation = proposer and Speculation(
-        proposer,
-        "The proposer",
-        pool,
-        payoff or Always(),
-        most=8,
-        max_tokens_per_step=chosen.max_tokens_per_step,
-        vocab_size=VOCAB,
-    )
+    speculation = None
+    if proposer is not None:
+        speculation = Speculation(
+            proposer,
+            "The proposer",
+            pool,
+            payoff or Always(),
+            truncate=getattr(pool, "truncate"),  # noqa: B009
+            most=8,
+            max_tokens_per_step=chosen.max_tokens_per_step,
+            vocab_size=VOCAB,
+        )
     engine = Engine(
         Runner(model, pool, kernels or KERNELS, CPU, chosen.max_batch_size, graphs),
         scheduler,

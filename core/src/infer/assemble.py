@@ -163,18 +163,7 @@ def _load(settings: Settings, plugins: Plugins, publish: Callable[..., None]) ->
     _check_kv_dtype(settings, backend, cache)
     kernels: KernelsProtocol = backend.make(KernelsProtocol, device, plugin_settings(settings, "kernels", backend.name))
     max_seq_len = _max_seq_len(settings, family, checkpoint, ModelContext(kernels, dtype, device, 2), cache)
-    model = _model(settings, family, checkpoint, ModelContext(kernels, dtype, device, max_seq_len))
-    quantiser = _quantiser(settings, model, kernels)
-    with checkpoint.placed(), named(f"{family.whose} cannot be loaded"), blocks_given_back():
-        shapes = model.expected()
-        dummy = settings.model.load_format == "dummy"
-        weights: Iterable[tuple[str, Weight]]
-        weights = dummy_tensors(shapes, dtype) if dummy else _read(settings, format, checkpoint)
-        if isinstance(model, UnstackingProtocol):
-            weights = model.unstack(weights)
-        model.load(track(quantiser(weights), "weights", len(shapes)))
-    quantization = settings.model.quantization or checkpoint.quant_method or None
-    log.info("weights, %s: %s", quantization or "not quantised", quantiser)
+    model = _loaded(settings, family, format, checkpoint, ModelContext(kernels, dtype, device, max_seq_len))
     pool = _pool(settings, cache, model, kernels, dtype, device, max_seq_len)
     if settings.engine.max_seq_len is None and pool.free_tokens() < max_seq_len:
         max_seq_len = pool.free_tokens()
@@ -201,10 +190,15 @@ def _load(settings: Settings, plugins: Plugins, publish: Callable[..., None]) ->
     scheduler = _scheduler(settings, plugins, pool)
     lag = 0 if device.type == "cpu" else 1
 
-    def second(path: str) -> SecondModel:
-        raise NotImplementedError
-
-    context = ProposerContext(settings.engine, tokenizer, model.vocab_size, max_seq_len, device, kernels, second)
+    context = ProposerContext(
+        settings.engine,
+        tokenizer,
+        model.vocab_size,
+        max_seq_len,
+        device,
+        kernels,
+        lambda path: _second(settings, plugins, path, kernels, device, max_seq_len),
+    )
     speculation = _speculation(settings, plugins, context, model, pool, lag)
 
     engine = Engine(
@@ -240,7 +234,7 @@ def _load(settings: Settings, plugins: Plugins, publish: Callable[..., None]) ->
         max_seq_len=max_seq_len,
         cache_tokens=pool.free_tokens(),
         sampling=sampling,
-        quantization=quantization,
+        quantization=settings.model.quantization or checkpoint.quant_method or None,
         pooling=checkpoint.pooling,
         exact=exact,
     )
@@ -390,8 +384,8 @@ def _speculation(
     offer = plugins.choose("proposer", settings)
     if not isinstance(pool, TruncatingBooks):
         raise SettingsError(
-            f'engine.speculation is "{offer.name}", but {type(pool).__name__} cannot take positions back (truncate), as '
-            "wrong draft tokens require; choose another cache.backend, or none."
+            f'engine.speculation is "{offer.name}", but {type(pool).__name__} cannot take positions back (truncate), '
+            "as wrong draft tokens require; choose another cache.backend, or none."
         )
     proposer = offer.make(ProposerProtocol, context, plugin_settings(settings, "proposer", offer.name))
     most, began = settings.engine.max_draft_tokens, time.perf_counter()
@@ -403,6 +397,7 @@ def _speculation(
         offer.whose,
         pool,
         Payoff(Costs(seconds), waits=lag > 0),
+        truncate=pool.truncate,
         most=most,
         max_tokens_per_step=settings.engine.max_tokens_per_step,
         vocab_size=context.vocab_size,
@@ -433,6 +428,41 @@ def _weights_bytes(
             sizes[name] = math.prod(shape) * bits // 8
     total = sum(sizes.values())
     return min(total, checkpoint.nbytes) if checkpoint.quant_method else total
+
+
+def _loaded(
+    settings: Settings, family: Offer, format: Offer, checkpoint: Checkpoint, context: ModelContext
+) -> ModelProtocol:
+    """The model with its weights."""
+    model = _model(settings, family, checkpoint, context)
+    quantiser = _quantiser(settings, model, context.kernels)
+    with checkpoint.placed(), named(f"{family.whose} cannot be loaded"), blocks_given_back():
+        shapes = model.expected()
+        dummy = settings.model.load_format == "dummy"
+        weights: Iterable[tuple[str, Weight]]
+        weights = dummy_tensors(shapes, context.dtype) if dummy else _read(settings, format, checkpoint)
+        if isinstance(model, UnstackingProtocol):
+            weights = model.unstack(weights)
+        model.load(track(quantiser(weights), "weights", len(shapes)))
+    log.info("weights, %s: %s", settings.model.quantization or checkpoint.quant_method or "not quantised", quantiser)
+    return model
+
+
+def _second(
+    settings: Settings, plugins: Plugins, path: str, kernels: KernelsProtocol, device: torch.device, max_seq_len: int
+) -> SecondModel:
+    """A further checkpoint, loaded as the first except for what the settings say of that one alone."""
+    own = {"path": path, "family": "auto", "tokenizer": None, "revision": None}
+    settings = settings.model_copy(update={"model": settings.model.model_copy(update=own)})
+    plugins.check_bundled(path)
+    checkpoint = _checkpoint(settings, path, plugins)
+    family = plugins.choose("model", settings, checkpoint.architectures)
+    format = plugins.choose("weights", settings, [checkpoint.quant_method])
+    max_seq_len = min(max_seq_len, checkpoint.max_positions)
+    context = ModelContext(kernels, _dtype(settings.model.dtype, checkpoint, device), device, max_seq_len)
+    model = _loaded(settings, family, format, checkpoint, context)
+    pool = _pool(settings, plugins.choose("cache", settings), model, kernels, context.dtype, device, max_seq_len)
+    return SecondModel(model, pool, _tokenizer(None, checkpoint, model.vocab_size, frozenset()), max_seq_len)
 
 
 def _read(settings: Settings, format: Offer, checkpoint: Checkpoint) -> Iterator[tuple[str, Weight]]:

@@ -21,6 +21,7 @@ from infer.contracts.hooks import (
     hookimpl,
 )
 from infer.contracts.protocols import ProposerFactory, ReasoningFactory, ReasoningTags, Route, RoutesFactory
+from infer.engine.draft import DraftProposer, DraftSettings
 from infer.engine.ngram import NgramProposer, NgramSettings
 from infer.engine.schedulers import ContinuousScheduler, StaticScheduler
 from infer.kernels.reference import ReferenceKernels
@@ -55,7 +56,9 @@ def infer_proposers() -> list[Registration[ProposerFactory]]:
             lambda context, settings: NgramProposer(settings),
             "what followed the same tokens earlier in prompt and answer",
             NgramSettings,
+            priority=10,
         ),
+        Registration("draft", DraftProposer, "a second, smaller model", DraftSettings),
     ]
 
 

@@ -28,7 +28,7 @@ from tokenizers import Tokenizer, decoders, models
 from infer.contracts.params import SamplingParams, StructuredOutputs
 from infer.contracts.request import Event, Request
 from infer.engine.answer import NOT_FINITE
-from infer.protocols import Ask, ModelProtocol, Pass
+from infer.protocols import Ask, KVDtype, ModelProtocol, Pass
 from infer.text.grammar import Grammar, Grammars
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -120,7 +120,7 @@ def mix(seed: int, native: bool = False) -> None:
     wait, paged = draw.randint(0, 4), draw.choice([None, 20, 23, 200])
 
     def stepper(**more: Any) -> Stepper:
-        kv_dtype = "int8" if seed % 4 == 3 else "auto"
+        kv_dtype: KVDtype = "int8" if seed % 4 == 3 else "auto"
         if paged is None:
             pool: Any = slotted_pool(model, dtype, batch, kv_dtype)
         else:
@@ -178,17 +178,13 @@ def test_right_drafts_save_passes_and_are_counted(lag: int) -> None:
     assert sum(step.proposed for step in stepper.steps) == sum(step.accepted for step in stepper.steps) == count
 
 
-@pytest.mark.parametrize(
-    "end", [{"stop": [3]}, {"stop_token_ids": 3}, {"max_tokens": 6}], ids=lambda end: next(iter(end))
-)
-def test_an_answer_ends_inside_an_accepted_run(end: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kind", ["stop", "stop_token_ids", "max_tokens"])
+def test_an_answer_ends_inside_an_accepted_run(kind: str) -> None:
     """The drafts know how the answer would have gone on."""
     whole = run().tokens("a")
     at = next(i for i in range(3, 9) if whole[i] not in whole[:i])
-    if "stop" in end:
-        end = {"stop": [chr(33 + whole[at])]}
-    elif "stop_token_ids" in end:
-        end = {"stop_token_ids": (whole[at],)}
+    ends = {"stop": [chr(33 + whole[at])], "stop_token_ids": (whole[at],), "max_tokens": 6}
+    end: dict[str, Any] = {kind: ends[kind]}
     plain = run(**end)
     proposer = Knowing({"a": whole}, right=1.0)
     stepper = run(proposer=proposer, **end)
@@ -241,9 +237,10 @@ class Faulty:
 
 @pytest.mark.parametrize("how", ["raises", "too many", "too few", "no ids", "no list", "at the end"])
 def test_a_proposer_that_fails_is_not_asked_again(how: str, caplog: pytest.LogCaptureFixture) -> None:
-    proposer = Knowing({"a": [1] * 30}) if how == "at the end" else Faulty(how)
-    if how == "at the end":
-        proposer.end = Faulty(how).end
+    class Ends(Knowing):
+        end = Faulty.end  # type: ignore[assignment]
+
+    proposer = Ends({"a": [1] * 30}) if how == "at the end" else Faulty(how)
     stepper = run(proposer=proposer)
     assert stepper.events == run().events
     stepper.submit(PROMPT, "b", max_tokens=9)

@@ -204,6 +204,7 @@ class Traffic(RuleBasedStateMachine):
                 "The proposer",
                 self.pool,
                 Always(random.Random(batch)),
+                truncate=self.pool.truncate,
                 most=5,
                 max_tokens_per_step=self.budget,
                 vocab_size=3,

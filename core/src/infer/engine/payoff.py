@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
@@ -21,14 +22,20 @@ REPEATS = 3
 RATE = 0.1
 """How much of the difference between a step's time and the expected one goes into all costs, and once more into those
 of its number of rows."""
+FIRST = 3
+SOONER = 0.5
+"""Proposing takes longer now and then, as when a second model reads a prompt, so the least of the first times counts,
+and a time below the expected one counts more than one above."""
 MARGIN = 1.02
 """Drafts have to promise so many times the speed without them."""
-TRIALS = 0.01
+TRIALS = 0.005
 """The part of all time that drafts may take which do not promise to pay, to find out whether they do."""
 PRIOR = 2.0
 """How many verified drafts of a sequence weigh as much as what is known of all sequences."""
 FADE, FADE_ALL = 0.9, 0.98
 """What a verification still counts after the next one, of the same sequence and of any."""
+WAITING = 0.05
+"""The part of a pass's time that it costs at least to ask, where the device waits for it."""
 NOTHING = 0.25
 """How much of a wrong draft it counts that there is none, where asking for drafts makes the device wait."""
 
@@ -78,10 +85,12 @@ class Payoff:
         self._waits = waits
         self._chances: dict[Sequence, Chance] = {}
         self._all = Chance(1.0, 2.0)
-        self._each = 0.0
+        self._each = math.inf
         """Seconds that proposing a draft token takes."""
-        self._spare = 0.0
-        """Seconds that trials may still take."""
+        self._first = FIRST
+        """How many drafts have still to be asked for, one at a time, before that is known."""
+        self._spare = self._price = 0.0
+        """Seconds that trials may still take, and that the next one is expected to take."""
         self._turn = 0
 
     def plan(self, rows: int, most: Mapping[Sequence, int]) -> dict[Sequence, int]:
@@ -90,6 +99,8 @@ class Payoff:
         able = [sequence for sequence, count in most.items() if count > 0]
         if not able:
             return {}
+        if self._first > 0:
+            return {able[0]: 1}
         highest = max(most.values())
         right = np.array([self._chance(sequence) for sequence in able])
         gains = right[:, None] ** np.arange(1, highest + 1)
@@ -97,9 +108,9 @@ class Payoff:
         order = np.argsort(-gains, axis=None, kind="stable")
         tokens = len(most) + np.cumsum(gains.ravel()[order])
         extra = np.arange(1, len(order) + 1)
-        speeds = tokens / (self._costs(rows + extra, True) + self._each * extra)
-        best = int(np.argmax(speeds))
         plain = float(self._costs([rows], False)[0])
+        speeds = tokens / (np.maximum(self._costs(rows + extra, True), plain) + self._each * extra)
+        best = int(np.argmax(speeds))
         chosen = order[: best + 1] if speeds[best] > MARGIN * len(most) / plain else order[:0]
         counts = np.bincount(chosen // highest, minlength=len(able)) if len(chosen) else np.zeros(len(able), np.int64)
         plan = {sequence: int(count) for sequence, count in zip(able, counts, strict=True) if count}
@@ -108,18 +119,25 @@ class Payoff:
     def _trial(self, rows: int, able: Seq[Sequence], plain: float) -> dict[Sequence, int]:
         """One draft of one sequence, if there is time to spare."""
         price = float(self._costs([rows + 1], True)[0]) - plain + self._each
-        price = max(price, TRIALS * plain)
-        if price > self._spare:
+        self._price = max(price, (WAITING if self._waits else TRIALS) * plain)
+        if self._price > self._spare:
             return {}
         self._turn += 1
         return {able[self._turn % len(able)]: 1}
 
     def proposed(self, asked: Mapping[Sequence, int], found: Mapping[Sequence, int], seconds: float) -> None:
         """How many drafts were asked for and proposed, and how long that took."""
-        self._each += RATE * (seconds / max(1, sum(found.values())) - self._each)
+        if found:
+            each = seconds / sum(found.values())
+            if self._first > 0:
+                self._each = min(each, self._each)
+            else:
+                self._each += (SOONER if each < self._each else RATE) * (each - self._each)
+            self._first -= 1
         if self._waits:
             for sequence in asked.keys() - found.keys():
                 self._count(sequence, 0, NOTHING)
+                self._spare = max(0.0, self._spare - self._price)
 
     def verified(self, sequence: Sequence, proposed: int, right: int) -> None:
         """Of so many drafts, the first ``right`` were right."""
@@ -129,7 +147,7 @@ class Payoff:
         """A pass that did nothing but decode and verify has taken so long."""
         plain = float(self._costs([rows - drafts], False)[0])
         self._costs.learn(rows, drafts > 0, seconds)
-        self._spare = min(self._spare + TRIALS * seconds, plain)
+        self._spare = min(self._spare + TRIALS * seconds, max(plain, self._price))
         if drafts == 1:
             self._spare = max(0.0, self._spare - max(seconds - plain, TRIALS * plain))
 

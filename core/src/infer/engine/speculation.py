@@ -6,11 +6,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
-from infer.cache.books import TruncatingBooks
 from infer.contracts.protocols import Ask, CachePoolProtocol, ProposerProtocol
 from infer.contracts.schedule import PENDING, Sequence, Work
 from infer.engine.steering import Steering
@@ -48,17 +47,17 @@ class Speculation:
         pool: CachePoolProtocol,
         payoff: PayoffProtocol,
         *,
+        truncate: Callable[[int, int], None],
         most: int,
         max_tokens_per_step: int | None,
         vocab_size: int,
     ) -> None:
-        """``whose`` names the proposer in the log. ``most`` is how many drafts a sequence verifies at once, at most.
-        The pool has to be able to take positions back."""
-        assert isinstance(pool, TruncatingBooks), "who speculates takes positions back"
+        """``whose`` names the proposer in the log. ``truncate`` is the pool's, which takes positions back. ``most`` is
+        how many drafts a sequence verifies at once, at most."""
         self._proposer: ProposerProtocol | None = proposer
         self._whose = whose
         self._pool = pool
-        self._truncate = pool.truncate
+        self._truncate = truncate
         self._payoff = payoff
         self._most = most
         self._limit = max_tokens_per_step

@@ -1,0 +1,127 @@
+"""Drafts from a second, smaller model with a cache of its own. Where the request samples, it draws with the random
+numbers that the first model will draw with, so that the two agree more often."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+from pydantic import BaseModel, Field
+
+from infer.cache.books import TruncatingBooks
+from infer.contracts.protocols import Ask, ProposerContext
+from infer.contracts.schedule import Sequence, Work
+from infer.engine.batch import pack
+from infer.engine.graphs import DecodeGraphs
+from infer.engine.runner import Drawn, Runner
+from infer.errors import SettingsError
+
+CHUNK = 512
+"""How many tokens of prompts the second model computes per step, so that the first need not wait long."""
+
+
+class DraftSettings(BaseModel, extra="forbid"):
+    path: str | None = Field(
+        None, description="the smaller model, as model.path; it has to have the tokenizer of the first"
+    )
+
+
+class DraftProposer:
+    """A ProposerProtocol that asks a second model. Grammars, penalties and biases do not reach it."""
+
+    def __init__(self, context: ProposerContext, settings: DraftSettings) -> None:
+        if settings.path is None:
+            raise SettingsError(
+                'engine.speculation is "draft", but engine.draft.path names no model; name a smaller one with the same '
+                "tokenizer, or choose ngram."
+            )
+        second = context.load(settings.path)
+        if second.tokenizer.get_vocab() != context.tokenizer.get_vocab():
+            raise SettingsError(
+                f"engine.draft.path = {settings.path!r} has another tokenizer than model.path; drafts need a model of "
+                "the same tokenizer, usually a smaller one of the same family."
+            )
+        pool = second.pool
+        assert isinstance(pool, TruncatingBooks), "it is made as the first model's, which can take positions back"
+        size = context.engine.max_batch_size
+        recorder = None if context.engine.graphs == "off" else context.kernels.recorder()
+        graphs = None if recorder is None else DecodeGraphs(second.model, pool, context.device, size, recorder)
+        self._runner = Runner(second.model, pool, context.kernels, context.device, size, graphs)
+        self._pool = pool
+        self._truncate = pool.truncate
+        self._longest = min(second.max_seq_len, context.max_seq_len)
+        self._open: dict[str, Sequence] = {}
+        """Sequences in the second model's cache, by request id. Their tokens end with the drafts of the last call."""
+        self._known: dict[str, int] = {}
+        """How many of these tokens are no drafts."""
+
+    def propose(self, asks: Seq[Ask]) -> list[list[int]]:
+        left = CHUNK
+        most: dict[Sequence, int] = {}
+        works: list[Work] = []
+        found: dict[str, list[int]] = {ask.request.id: [] for ask in asks}
+        for ask in asks:
+            sequence = self._continued(ask)
+            if sequence is None:
+                continue
+            rest = len(sequence.tokens) - sequence.num_computed
+            work = sequence.extend(min(rest, max(left, 1)))
+            left -= work.length
+            works.append(work._replace(decode=True))  # what it computes of a prompt is not scored
+            if work.draws:
+                most[sequence] = ask.most
+        drawing = self._run(works)
+        while drawing:
+            works = []
+            for sequence, token in drawing.items():
+                sequence.tokens.append(token)
+                drafts = found[sequence.id]
+                drafts.append(token)
+                if len(drafts) < most[sequence]:
+                    works.append(sequence.extend(1)._replace(decode=True))
+            drawing = self._run(works)
+        return [found[ask.request.id] for ask in asks]
+
+    def end(self, request_id: str) -> None:
+        sequence, known = self._open.pop(request_id, None), self._known.pop(request_id, 0)
+        if sequence is not None and sequence.slot is not None:
+            self._pool.commit(sequence.slot, sequence.tokens, min(sequence.num_computed, known))
+            self._pool.free(sequence.slot)
+
+    def _continued(self, ask: Ask) -> Sequence | None:
+        """The sequence with the tokens that are known now, and room for the drafts; None if there is no room."""
+        id, tokens, known = ask.request.id, ask.token_ids, self._known.get(ask.request.id, 0)
+        sequence = self._open.get(id)
+        longest = len(tokens) + ask.most - 1
+        if longest > self._longest:
+            return None
+        if sequence is None:
+            place = self._pool.allocate(tokens, salt=ask.request.cache_salt)
+            if place is None:
+                return None
+            plain = {"logprobs": None, "logprob_token_ids": None, "prompt_logprobs": None}
+            sequence = Sequence(replace(ask.request, params=ask.request.params.model_copy(update=plain)), 0, longest)
+            sequence.slot, sequence.num_computed = place.slot, place.num_cached
+            self._open[id] = sequence
+        assert sequence.slot is not None, "it has one until it ends"
+        right = known
+        while right < min(len(tokens), len(sequence.tokens)) and sequence.tokens[right] == tokens[right]:
+            right += 1
+        sequence.tokens[right:] = tokens[right:]
+        self._known[id] = len(tokens)
+        if sequence.num_computed > min(right, len(tokens) - 1):
+            sequence.num_computed = min(right, len(tokens) - 1)
+            self._truncate(sequence.slot, sequence.num_computed)
+        return sequence if self._pool.grow(sequence.slot, longest) else None
+
+    def _run(self, works: Seq[Work]) -> dict[Sequence, int]:
+        """The tokens that a pass draws."""
+        if not works:
+            return {}
+        batch = pack(works)
+        results = self._runner.launch(batch).results()
+        for work in works:
+            work.sequence.num_computed = work.end
+        drawing = [work.sequence for work in works if work.draws]
+        tokens = [token for result in results if isinstance(result, Drawn) for token in result.tokens]
+        return {sequence: token for sequence, token in zip(drawing, tokens, strict=True) if token is not None}

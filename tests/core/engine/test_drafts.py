@@ -1,0 +1,191 @@
+"""Where drafts come from, and how many of them pay."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from infer.contracts.request import Request
+from infer.engine import ngram
+from infer.engine.ngram import NgramProposer, NgramSettings
+from infer.engine.payoff import Costs, Payoff
+from infer.protocols import Ask, Sequence
+
+
+def looked_up(tokens: list[int], most: int, shortest: int, longest: int) -> list[int]:
+    """What follows the last earlier occurrence of the longest n-gram at the end; where the text ends, it repeats."""
+    for size in range(longest, shortest - 1, -1):
+        for at in range(len(tokens) - 1, size - 1, -1):
+            if tokens[at - size : at] == tokens[len(tokens) - size :]:
+                period = tokens[at:]
+                return [period[i % len(period)] for i in range(most)]
+    return []
+
+
+@pytest.mark.parametrize(("shortest", "longest"), [(2, 4), (1, 1), (3, 7)])
+def test_ngrams_are_found_as_by_searching(shortest: int, longest: int) -> None:
+    draw = random.Random(longest)
+    proposer = NgramProposer(NgramSettings(shortest=shortest, longest=longest))
+    texts = {str(i): [draw.randrange(3 + i) for _ in range(draw.randint(1, 40))] for i in range(4)}
+    requests = {id: Request(tuple(text), id=id) for id, text in texts.items()}
+    found = 0
+    for _ in range(120):
+        ids = draw.sample(sorted(texts), draw.randint(1, 4))
+        for id in ids:
+            texts[id] += [draw.randrange(3 + int(id)) for _ in range(draw.randint(0, 5))]
+        most = draw.randint(1, 9)
+        proposals = proposer.propose([Ask(requests[id], texts[id], most) for id in ids])
+        assert proposals == [looked_up(texts[id], most, shortest, longest) for id in ids]
+        found += sum(map(bool, proposals))
+    assert found > 50
+    proposer.end("0")
+    assert proposer.propose([Ask(requests["0"], [1, 2], 3)]) == [[]]
+
+
+def test_what_is_remembered_of_a_long_text_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long prompts are taken in over several steps."""
+    monkeypatch.setattr(ngram, "REMEMBERED", 50)
+    monkeypatch.setattr(ngram, "AT_ONCE", 60)
+    proposer = NgramProposer(NgramSettings())
+    text = [*range(1000, 1300), 1, 2, 3, *range(2000, 2020), 1, 2]
+    request = Request(tuple(text), id="a")
+    for _ in range(5):
+        assert proposer.propose([Ask(request, text, 3)]) == [[]]
+    assert proposer.propose([Ask(request, text, 3)]) == [[3, 2000, 2001]]
+    (index,) = proposer._indices.values()
+    assert sum(map(len, index._new + index._old)) <= 3 * 2 * 50
+    text += [1000, 1001]
+    assert proposer.propose([Ask(request, text, 3)]) == [[]], "too long ago"
+
+
+def sequences(count: int) -> list[Sequence]:
+    return [Sequence(Request((1, 2, 3), id=str(i)), i, 100) for i in range(count)]
+
+
+def rises(slope: float) -> Callable[[int], float]:
+    """A pass's cost by its rows, 1 for one row."""
+    return lambda rows: 1 - slope + slope * rows
+
+
+def flat(rows: int) -> float:
+    """A cost that reading weights bounds up to 8 rows, and arithmetic beyond."""
+    return max(1.0, 0.6 + 0.05 * rows)
+
+
+SIZES = (1, 2, 4, 8, 16, 32, 64)
+
+
+def speedup(
+    cost: Callable[[int], float],
+    right: list[float],
+    *,
+    steps: int = 150,
+    measured: Callable[[int], float] | None = None,
+    noise: float = 0.05,
+    per_draft: float = 0.0,
+    fixed: float = 0.03,
+) -> float:
+    """Tokens per second of sequences whose drafts are right with the given probabilities, divided by those without
+    drafts. A pass with drafts takes ``fixed`` more, and each round of drafts ``per_draft``."""
+    draw = random.Random(1)
+    payoff = Payoff(Costs({rows: (measured or cost)(rows) for rows in SIZES}))
+    running = sequences(len(right))
+    tokens, seconds = 0, 0.0
+    for _ in range(steps):
+        plan = payoff.plan(len(running), dict.fromkeys(running, 8))
+        drafts = sum(plan.values())
+        took = (cost(len(running) + drafts) + fixed * bool(drafts)) * draw.uniform(1 - noise, 1 + noise)
+        if plan:
+            payoff.proposed(plan, plan, per_draft * max(plan.values()))
+        for sequence, chance in zip(running, right, strict=True):
+            count, good = plan.get(sequence, 0), 0
+            while good < count and draw.random() < chance:
+                good += 1
+            tokens += 1 + good
+            if count:
+                payoff.verified(sequence, count, good)
+        payoff.learn(len(running) + drafts, drafts, took)
+        seconds += took + per_draft * max(plan.values(), default=0)
+    return tokens / seconds / (len(right) / cost(len(right)))
+
+
+SLOPES = {"flat": flat, "gentle": rises(0.03), "medium": rises(0.1), "steep": rises(0.4), "proportional": rises(0.95)}
+
+
+@pytest.mark.parametrize("batch", [1, 4, 16])
+@pytest.mark.parametrize("shape", SLOPES)
+def test_drafts_that_are_never_right_cost_next_to_nothing(shape: str, batch: int) -> None:
+    assert speedup(SLOPES[shape], [0.0] * batch) > 0.97
+    wrong = speedup(SLOPES[shape], [0.0] * batch, measured=rises(0.001), steps=400)
+    assert wrong > 0.95, "though the costs were measured wrongly"
+
+
+@pytest.mark.parametrize("batch", [1, 4, 16])
+@pytest.mark.parametrize("chance", [0.2, 0.5, 0.8])
+@pytest.mark.parametrize("shape", SLOPES)
+def test_drafts_never_cost_more_than_they_bring(shape: str, chance: float, batch: int) -> None:
+    assert speedup(SLOPES[shape], [chance] * batch) > 0.97
+    assert speedup(SLOPES[shape], [chance] * batch, per_draft=0.2) > 0.95
+
+
+def test_drafts_that_are_right_pay() -> None:
+    assert speedup(flat, [0.8]) > 3
+    assert speedup(rises(0.1), [0.8]) > 1.9
+    assert speedup(rises(0.03), [0.8] * 4) > 2
+    assert speedup(rises(0.1), [0.9] * 16) > 1.05
+    mixed = speedup(flat, [0.9, 0.0, 0.0, 0.0])
+    assert mixed > 1.3, "those that are right are told from the others"
+
+
+def test_what_is_seldom_right_is_tried_again() -> None:
+    payoff = Payoff(Costs({rows: flat(rows) for rows in SIZES}))
+    (one,) = sequences(1)
+    for _ in range(60):
+        payoff.proposed({one: 8}, {one: 8}, 0.0)
+        payoff.verified(one, 8, 0)
+    plans = []
+    for _ in range(300):
+        plan = payoff.plan(1, {one: 8})
+        drafts = sum(plan.values())
+        plans.append(drafts)
+        if drafts:
+            payoff.verified(one, drafts, drafts)
+        payoff.learn(1 + drafts, drafts, flat(1 + drafts))
+    assert plans[0] == 0
+    assert 1 in plans
+    assert plans[-10:] == [8] * 10
+    assert payoff.plan(1, {one: 3}) == {one: 3}
+    assert payoff.plan(1, {one: 0}) == {}
+    payoff.end(one)
+    assert one not in payoff._chances
+
+
+def test_where_asking_makes_the_device_wait_nothing_to_propose_counts() -> None:
+    for waits in (False, True):
+        payoff = Payoff(Costs({rows: flat(rows) for rows in SIZES}), waits=waits)
+        (one,) = sequences(1)
+        plans = []
+        for _ in range(150):
+            plan = payoff.plan(1, {one: 8})
+            plans.append(sum(plan.values()))
+            if plan:
+                payoff.proposed(plan, {} if len(plans) > 3 else plan, 0.0)
+            payoff.learn(1, 0, 1.0)
+        assert plans[:3] == [1, 1, 1], "to find out how long proposing takes"
+        assert plans[3] > 5
+        assert (plans[-1] > 5) != waits
+        assert (sum(map(bool, plans[-20:])) < 5) == waits
+
+
+def test_costs_follow_what_passes_take() -> None:
+    costs = Costs({1: 1.0, 2: 1.0, 4: 1.0, 8: 1.0})
+    draw = random.Random(2)
+    for _ in range(2000):
+        rows = draw.choice([1, 2, 3, 6, 8])
+        costs.learn(rows, rows > 1, 0.04 * (1 + 0.1 * rows))
+    for rows in (2, 3, 6, 8):
+        assert float(costs([rows], True)[0]) == pytest.approx(0.04 * (1 + 0.1 * rows), rel=0.1)
+    assert float(costs([1], False)[0]) == pytest.approx(0.044, rel=0.1)
+    assert costs([8, 12], True).tolist()[1] > costs([8], True).tolist()[0], "beyond the last it grows on"
