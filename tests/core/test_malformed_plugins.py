@@ -53,6 +53,7 @@ HOOKS = {
     "infer_containers": "ContainerRegistration",
     "infer_weight_formats": "WeightFormatRegistration",
     "infer_schedulers": "SchedulerRegistration",
+    "infer_proposers": "Registration",
     "infer_kernels": "KernelsRegistration",
     "infer_tool_formats": "ToolFormatRegistration",
     "infer_reasoning_formats": "Registration",

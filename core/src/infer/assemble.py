@@ -379,7 +379,7 @@ def _speculation(
     lag: int,
 ) -> Speculation | None:
     """None if the settings ask for no speculation."""
-    if settings.engine.speculation == "none":
+    if settings.engine.speculation is None:
         return None
     offer = plugins.choose("proposer", settings)
     if not isinstance(pool, TruncatingBooks):

@@ -173,19 +173,14 @@ class EngineSettings(Section):
     graphs: Literal["auto", "on", "off"] = Field(
         "auto", description="Record decode passes and replay them: auto does so where the kernels can."
     )
-    speculation: str = Field(
-        "none",
+    speculation: str | None = Field(
+        None,
         description="Who proposes draft tokens, which are verified together and change no answer: ngram looks in "
         "prompt and answer, draft asks a smaller model, or a plugin; none for nobody.",
     )
     max_draft_tokens: int = Field(
         8, ge=1, le=64, description="Draft tokens of one sequence per step, at most; fewer where they do not pay."
     )
-
-    @field_validator("speculation", mode="before")
-    @classmethod
-    def _named_none(cls, value: object) -> object:
-        return "none" if value is None else value
 
     @model_validator(mode="before")
     @classmethod
@@ -220,7 +215,7 @@ class EngineSettings(Section):
                         f"engine.{name} = {value} has no effect while {why}; leave it out or turn chunking on.",
                         of=f"engine.{name} = {value}",
                     )
-        if self.speculation == "none" and "max_draft_tokens" in self.model_fields_set:
+        if self.speculation is None and "max_draft_tokens" in self.model_fields_set:
             raise _rule(
                 f"engine.max_draft_tokens = {self.max_draft_tokens} has no effect while engine.speculation is none; "
                 "leave it out, or choose ngram or draft."

@@ -47,12 +47,12 @@ class Slot:
     """Offers of our own distributions, or what these suit, and the package of each, for the advice in errors."""
 
     def asked(self, settings: BaseModel) -> str:
-        """What the settings ask for; "auto" if there is no setting."""
+        """What the settings ask for; "auto" if there is no setting, and "none" if they ask for nothing."""
         if self.setting is None:
             return "auto"
         section, key = self.setting.split(".")
-        name: str = getattr(getattr(settings, section), key)
-        return name
+        name: str | None = getattr(getattr(settings, section), key)
+        return "none" if name is None else name
 
     def suits(self, registration: Registration[Any], there: Sequence[str]) -> bool:
         """Whether a registration suits one of ``there``. One that need not say what it suits, and does not, suits

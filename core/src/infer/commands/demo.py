@@ -70,7 +70,7 @@ def latencies(steps: Sequence[StepRecord], requests: dict[str, RequestRecord]) -
     for step in steps:
         for work in step.work:
             if work.sampled:
-                times.setdefault(work.request_id, []).append(step.finished * 1e3)
+                times.setdefault(work.request_id, []).extend([step.finished * 1e3] * (1 + work.accepted))
     result = {}
     for id, at in times.items():
         gaps = [b - a for a, b in itertools.pairwise(at)] or [0.0]
@@ -80,14 +80,16 @@ def latencies(steps: Sequence[StepRecord], requests: dict[str, RequestRecord]) -
 
 
 def render(steps: Sequence[StepRecord], names: Sequence[str], budget: int | None) -> list[str]:
-    """The timeline: one line per step and one column per request, ``start:end`` for a chunk and ``*`` for a token."""
+    """The timeline: one line per step and one column per request, ``start:end`` for a chunk, ``*`` for a token and
+    ``*3/8`` for one and 3 more of 8 draft tokens."""
     width = 11
     lines = ["step       ms  tokens  " + "".join(name.ljust(width) for name in names)]
     for index, step in enumerate(steps):
         cells = dict.fromkeys(names, "")
         for work in step.work:
             chunk = f"{work.start}:{work.start + work.length}" if work.kind == "prefill" else ""
-            cells[work.request_id] = f"{chunk}{' ' if chunk and work.sampled else ''}{'*' if work.sampled else ''}"
+            token = "*" * work.sampled + f"{work.accepted}/{work.proposed}" * bool(work.proposed)
+            cells[work.request_id] = f"{chunk} {token}".strip()
         total = sum(work.length for work in step.work)
         of = f"{total}" if budget is None else f"{total}/{budget}"
         elapsed = (step.finished - step.started) * 1e3

@@ -96,8 +96,10 @@ class Metrics:
         if self._budget:
             self._step_fill.observe(record.computed_tokens / self._budget)
         if record.decodes and self._last_step is not None:
-            # Every decoding sequence gets a token in each step, so the time between two steps is its ITL.
+            # Every decoding sequence gets a token in each step, so the time between two steps is its ITL. What an
+            # answer owes to draft tokens comes at the same time.
             self._inter_token_latency.observe(record.finished - self._last_step, record.decodes)
+            self._inter_token_latency.observe(0.0, record.accepted)
         self._last_step = record.finished if record.running else None
 
     def infer_request_finished(self, record: RequestRecord) -> None:
@@ -133,6 +135,16 @@ class Metrics:
             ("prefix_cache_queries", "The same: tokens that were looked up in the cache.", self._totals.prompt),
             ("prefix_cache_hits", "Those of them that the cache already held.", self._totals.cached),
             ("generation_tokens", "Tokens generated, counted in every step.", self._totals.generated),
+            (
+                "spec_decode_num_draft_tokens",
+                "Draft tokens that were verified.",
+                self._totals.proposed,
+            ),
+            (
+                "spec_decode_num_accepted_tokens",
+                "Tokens generated because a draft token was right.",
+                self._totals.accepted,
+            ),
             ("num_preemptions", "How often a running request lost its room.", self._preemptions),
         )
         for name, text, value in counters:
