@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.core.engine.test_schedulers import documented
-from tests.support import CPU, DTYPES, Always, slotted_pool, tiny_model
+from tests.support import Always
 from tokenizers import Tokenizer
 
 from infer import LLM, InferError, SamplingParams, SettingsError, assemble, hookimpl
 from infer.commands import cli
-from infer.engine.payoff import measure
 from infer.hookspecs import CacheRegistration, RequestRecord
 from infer.plugins import Plugins
 from infer_cache_slotted import SlottedPool
@@ -45,7 +43,7 @@ class Watch:
         self.records.append(record)
 
 
-def answers(engine: Mapping[str, Any], watch: Watch | None = None) -> Any:
+def answers(engine: dict[str, Any], watch: Watch | None = None) -> Any:
     keys = {"max_batch_size": 2, "max_seq_len": 256} | engine
     with LLM("demo", engine=keys, plugins=[watch] if watch else [], **SMALL) as llm:
         outputs = [llm.generate(PROMPTS, params) for params in PARAMS]
@@ -126,13 +124,3 @@ def test_plugins_shows_who_proposes(capsys: pytest.CaptureFixture[str]) -> None:
             "ngram": "yes" if name == "ngram" else "no",
             "draft": "no",
         }
-
-
-def test_the_costs_of_passes_are_measured_up_to_what_a_batch_may_need() -> None:
-    model = tiny_model("llama")
-    pool = slotted_pool(model, DTYPES[0], 2)
-    room = pool.free_tokens()
-    seconds = measure(model, pool, CPU, 18)
-    assert sorted(seconds) == [1, 2, 4, 8, 16]
-    assert all(0 < value < 60 for value in seconds.values())
-    assert pool.free_tokens() == room

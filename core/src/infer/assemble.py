@@ -199,10 +199,11 @@ def _load(settings: Settings, plugins: Plugins, publish: Callable[..., None]) ->
         kernels,
         lambda path: _second(settings, plugins, path, kernels, device, max_seq_len),
     )
-    speculation = _speculation(settings, plugins, context, model, pool, lag)
+    runner = Runner(model, pool, kernels, device, settings.engine.max_batch_size, graphs)
+    speculation = _speculation(settings, plugins, context, runner, pool, lag)
 
     engine = Engine(
-        Runner(model, pool, kernels, device, settings.engine.max_batch_size, graphs),
+        runner,
         scheduler,
         pool,
         tokenizer=tokenizer,
@@ -374,7 +375,7 @@ def _speculation(
     settings: Settings,
     plugins: Plugins,
     context: ProposerContext,
-    model: ModelProtocol,
+    runner: Runner,
     pool: CachePoolProtocol,
     lag: int,
 ) -> Speculation | None:
@@ -389,14 +390,16 @@ def _speculation(
         )
     proposer = offer.make(ProposerProtocol, context, plugin_settings(settings, "proposer", offer.name))
     most, began = settings.engine.max_draft_tokens, time.perf_counter()
-    seconds = measure(model, pool, context.device, settings.engine.max_batch_size * (1 + most))
-    times = ", ".join(f"{1e3 * seconds[rows]:.1f} for {rows}" for rows in sorted(seconds))
-    log.info("speculation by %s; ms of a pass by rows: %s (%.1f s)", offer.name, times, time.perf_counter() - began)
+    rows = min(settings.engine.max_batch_size * (1 + most), context.max_seq_len)
+    plain, drafts = measure(runner, pool, pool.truncate, rows)
+    times = ", ".join(f"{1e3 * plain[rows]:.1f} or {1e3 * drafts[rows]:.1f} for {rows}" for rows in plain)
+    seconds = time.perf_counter() - began
+    log.info("speculation by %s; ms of a pass without or with drafts, by rows: %s (%.1f s)", offer.name, times, seconds)
     return Speculation(
         proposer,
         offer.whose,
         pool,
-        Payoff(Costs(seconds), waits=lag > 0),
+        Payoff(Costs(plain, drafts), waits=lag > 0),
         truncate=pool.truncate,
         most=most,
         max_tokens_per_step=settings.engine.max_tokens_per_step,

@@ -182,6 +182,12 @@ class EngineSettings(Section):
         8, ge=1, le=64, description="Draft tokens of one sequence per step, at most; fewer where they do not pay."
     )
 
+    @field_validator("speculation")
+    @classmethod
+    def _nobody(cls, value: str | None) -> str | None:
+        """Python's settings may say ``none`` as the others do."""
+        return None if value == "none" else value
+
     @model_validator(mode="before")
     @classmethod
     def _chunks_by_default(cls, values: Any) -> Any:

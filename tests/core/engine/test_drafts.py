@@ -6,11 +6,15 @@ import random
 from collections.abc import Callable
 
 import pytest
+from tests import support
+from tests.support import CPU, DTYPES, Recorder, slotted_pool, tiny_model
 
 from infer.contracts.request import Request
 from infer.engine import ngram
+from infer.engine.graphs import DecodeGraphs
 from infer.engine.ngram import NgramProposer, NgramSettings
-from infer.engine.payoff import Costs, Payoff
+from infer.engine.payoff import Costs, Payoff, measure
+from infer.engine.runner import Runner
 from infer.protocols import Ask, Sequence
 
 
@@ -77,6 +81,10 @@ def flat(rows: int) -> float:
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
+def costs(cost: Callable[[int], float]) -> Costs:
+    return Costs({rows: cost(rows) for rows in SIZES}, {rows: cost(rows) for rows in SIZES})
+
+
 def speedup(
     cost: Callable[[int], float],
     right: list[float],
@@ -90,7 +98,7 @@ def speedup(
     """Tokens per second of sequences whose drafts are right with the given probabilities, divided by those without
     drafts. A pass with drafts takes ``fixed`` more, and each round of drafts ``per_draft``."""
     draw = random.Random(1)
-    payoff = Payoff(Costs({rows: (measured or cost)(rows) for rows in SIZES}))
+    payoff = Payoff(costs(measured or cost))
     running = sequences(len(right))
     tokens, seconds = 0, 0.0
     for _ in range(steps):
@@ -140,7 +148,7 @@ def test_drafts_that_are_right_pay() -> None:
 
 
 def test_what_is_seldom_right_is_tried_again() -> None:
-    payoff = Payoff(Costs({rows: flat(rows) for rows in SIZES}))
+    payoff = Payoff(costs(flat))
     (one,) = sequences(1)
     for _ in range(60):
         payoff.proposed({one: 8}, {one: 8}, 0.0)
@@ -164,7 +172,7 @@ def test_what_is_seldom_right_is_tried_again() -> None:
 
 def test_where_asking_makes_the_device_wait_nothing_to_propose_counts() -> None:
     for waits in (False, True):
-        payoff = Payoff(Costs({rows: flat(rows) for rows in SIZES}), waits=waits)
+        payoff = Payoff(costs(flat), waits=waits)
         (one,) = sequences(1)
         plans = []
         for _ in range(150):
@@ -180,12 +188,27 @@ def test_where_asking_makes_the_device_wait_nothing_to_propose_counts() -> None:
 
 
 def test_costs_follow_what_passes_take() -> None:
-    costs = Costs({1: 1.0, 2: 1.0, 4: 1.0, 8: 1.0})
+    found = Costs(dict.fromkeys((1, 2, 4, 8), 1.0), dict.fromkeys((1, 2, 4, 8), 1.0))
     draw = random.Random(2)
     for _ in range(2000):
         rows = draw.choice([1, 2, 3, 6, 8])
-        costs.learn(rows, rows > 1, 0.04 * (1 + 0.1 * rows))
+        found.learn(rows, rows > 1, 0.04 * (1 + 0.1 * rows))
     for rows in (2, 3, 6, 8):
-        assert float(costs([rows], True)[0]) == pytest.approx(0.04 * (1 + 0.1 * rows), rel=0.1)
-    assert float(costs([1], False)[0]) == pytest.approx(0.044, rel=0.1)
-    assert costs([8, 12], True).tolist()[1] > costs([8], True).tolist()[0], "beyond the last it grows on"
+        assert found(rows, True) == pytest.approx(0.04 * (1 + 0.1 * rows), rel=0.1)
+    assert found(1, False) == pytest.approx(0.044, rel=0.1)
+    assert found.with_drafts(1, 9).tolist() == pytest.approx([found(rows, True) for rows in range(2, 11)])
+    assert found(12, True) > found(8, True), "beyond the last it grows on"
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_the_costs_of_passes_are_measured_up_to_what_a_batch_may_need(recorded: bool) -> None:
+    model = tiny_model("llama")
+    pool, recorder = slotted_pool(model, DTYPES[0], 2), Recorder(cheap=True)
+    room = pool.free_tokens()
+    graphs = DecodeGraphs(model, pool, CPU, 2, recorder) if recorded else None
+    runner = Runner(model, pool, support.KERNELS, CPU, 2, graphs)
+    plain, drafts = measure(runner, pool, pool.truncate, 18)
+    assert sorted(plain) == sorted(drafts) == [1, 2, 4, 8, 16]
+    assert all(0 < plain[rows] <= drafts[rows] < 60 for rows in plain)
+    assert pool.free_tokens() == room
+    assert set(recorder.replayed) <= {1}

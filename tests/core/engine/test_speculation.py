@@ -238,7 +238,7 @@ class Faulty:
 @pytest.mark.parametrize("how", ["raises", "too many", "too few", "no ids", "no list", "at the end"])
 def test_a_proposer_that_fails_is_not_asked_again(how: str, caplog: pytest.LogCaptureFixture) -> None:
     class Ends(Knowing):
-        end = Faulty.end  # type: ignore[assignment]
+        end = Faulty.end
 
     proposer = Ends({"a": [1] * 30}) if how == "at the end" else Faulty(how)
     stepper = run(proposer=proposer)

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import torch
 
-from infer.contracts.protocols import CachePoolProtocol, ModelProtocol, Pass
-from infer.contracts.schedule import Sequence
+from infer.contracts.params import SamplingParams
+from infer.contracts.protocols import CachePoolProtocol
+from infer.contracts.request import Request
+from infer.contracts.schedule import Sequence, Work
+from infer.engine.batch import pack
+from infer.engine.runner import Runner
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 """Numbers of rows for which the costs are measured. Beyond the last, costs grow as between the last two."""
-REPEATS = 3
+REPEATS = 4
+"""A pass is replayed from the third or fourth time on."""
 RATE = 0.1
 """How much of the difference between a step's time and the expected one goes into all costs, and once more into those
 of its number of rows."""
@@ -43,28 +48,45 @@ NOTHING = 0.25
 class Costs:
     """Expected seconds of a pass by its number of rows, without draft tokens and with them."""
 
-    def __init__(self, measured: Mapping[int, float]) -> None:
-        self._rows: Floats = np.array(sorted(measured), dtype=np.float64)
-        self._seconds = np.array([[measured[int(rows)] for rows in self._rows]] * 2)
+    def __init__(self, plain: Mapping[int, float], drafts: Mapping[int, float]) -> None:
+        """Measured seconds, for the same numbers of rows."""
+        self._rows = sorted(plain)
+        self._seconds = [[measured[rows] for rows in self._rows] for measured in (plain, drafts)]
 
-    def __call__(self, rows: np.ndarray[Any, Any] | Seq[int], drafts: bool) -> Floats:
-        at, known = np.asarray(rows, dtype=np.float64), self._seconds[int(drafts)]
-        found: Floats = np.interp(at, self._rows, known)
-        if len(known) > 1:
-            slope = max(0.0, (known[-1] - known[-2]) / (self._rows[-1] - self._rows[-2]))
-            found = found + slope * np.maximum(at - self._rows[-1], 0)
+    def __call__(self, rows: int, drafts: bool) -> float:
+        below, share = self._place(rows)
+        known = self._seconds[drafts]
+        return known[below] + (known[below + 1] - known[below]) * share if share else known[below]
+
+    def with_drafts(self, rows: int, most: int) -> Floats:
+        """Of passes of ``rows`` rows and 1, 2, ... ``most`` drafts."""
+        known, (*_, last) = self._seconds[True], self._rows
+        counts = np.arange(rows + 1, rows + most + 1)
+        found: Floats = np.interp(counts, self._rows, known)
+        if counts[-1] > last and len(known) > 1:
+            slope = max(0.0, (known[-1] - known[-2]) / (last - self._rows[-2]))
+            found += slope * np.maximum(counts - last, 0)
         return found
 
     def learn(self, rows: int, drafts: bool, seconds: float) -> None:
         """Correct the costs by a pass. How fast the machine is changes all of them, and one slow pass little."""
-        wrong = float(np.clip(seconds / self([rows], drafts)[0], 0.5, 2.0)) ** RATE
-        self._seconds *= wrong
-        below = max(0, int(np.searchsorted(self._rows, rows, side="right")) - 1)
-        share = 1.0
-        if below + 1 < len(self._rows):
-            share = float((self._rows[below + 1] - rows) / (self._rows[below + 1] - self._rows[below]))
-            self._seconds[int(drafts), below + 1] *= wrong ** (1 - share)
-        self._seconds[int(drafts), below] *= wrong**share
+        wrong = min(2.0, max(0.5, seconds / self(rows, drafts))) ** RATE
+        for known in self._seconds:
+            known[:] = [wrong * value for value in known]
+        below, share = self._place(rows)
+        known = self._seconds[drafts]
+        known[below] *= wrong ** (1 - min(share, 1))
+        if share:
+            known[below + 1] *= wrong ** min(share, 1)
+
+    def _place(self, rows: int) -> tuple[int, float]:
+        """The index of a known number of rows, and the way from there to the next one: 0 if it is exact, above 1 if it
+        is beyond the last."""
+        at = self._rows
+        below = min(max(bisect_right(at, rows) - 1, 0), max(len(at) - 2, 0))
+        if len(at) == 1 or rows <= at[0]:
+            return below, 0.0
+        return below, (rows - at[below]) / (at[below + 1] - at[below])
 
 
 class Chance(NamedTuple):
@@ -101,15 +123,18 @@ class Payoff:
             return {}
         if self._first > 0:
             return {able[0]: 1}
+        plain = self._costs(rows, False)
+        chances = [self._chance(sequence) for sequence in able]
+        if sum(chance / (1 - chance) for chance in chances) < (MARGIN - 1) * len(most):
+            return self._trial(rows, able, plain)
         highest = max(most.values())
-        right = np.array([self._chance(sequence) for sequence in able])
+        right = np.array(chances)
         gains = right[:, None] ** np.arange(1, highest + 1)
         gains *= np.arange(highest) < np.array([most[sequence] for sequence in able])[:, None]
         order = np.argsort(-gains, axis=None, kind="stable")
         tokens = len(most) + np.cumsum(gains.ravel()[order])
         extra = np.arange(1, len(order) + 1)
-        plain = float(self._costs([rows], False)[0])
-        speeds = tokens / (np.maximum(self._costs(rows + extra, True), plain) + self._each * extra)
+        speeds = tokens / (np.maximum(self._costs.with_drafts(rows, len(order)), plain) + self._each * extra)
         best = int(np.argmax(speeds))
         chosen = order[: best + 1] if speeds[best] > MARGIN * len(most) / plain else order[:0]
         counts = np.bincount(chosen // highest, minlength=len(able)) if len(chosen) else np.zeros(len(able), np.int64)
@@ -118,7 +143,7 @@ class Payoff:
 
     def _trial(self, rows: int, able: Seq[Sequence], plain: float) -> dict[Sequence, int]:
         """One draft of one sequence, if there is time to spare."""
-        price = float(self._costs([rows + 1], True)[0]) - plain + self._each
+        price = self._costs(rows + 1, True) - plain + self._each
         self._price = max(price, (WAITING if self._waits else TRIALS) * plain)
         if self._price > self._spare:
             return {}
@@ -145,7 +170,7 @@ class Payoff:
 
     def learn(self, rows: int, drafts: int, seconds: float) -> None:
         """A pass that did nothing but decode and verify has taken so long."""
-        plain = float(self._costs([rows - drafts], False)[0])
+        plain = self._costs(rows - drafts, False)
         self._costs.learn(rows, drafts > 0, seconds)
         self._spare = min(self._spare + TRIALS * seconds, max(plain, self._price))
         if drafts == 1:
@@ -164,20 +189,26 @@ class Payoff:
         self._all = Chance(FADE_ALL * self._all.right + right, FADE_ALL * self._all.tried + tried)
 
 
-@torch.inference_mode()
-def measure(model: ModelProtocol, pool: CachePoolProtocol, device: torch.device, most_rows: int) -> dict[int, float]:
-    """Seconds of a pass, by its number of rows: the least of some repetitions. The pool is empty."""
+def measure(
+    runner: Runner, pool: CachePoolProtocol, truncate: Callable[[int, int], None], most_rows: int
+) -> tuple[dict[int, float], dict[int, float]]:
+    """Seconds of passes without drafts and with them, by their number of rows: the least of some repetitions. Without
+    drafts, a pass is replayed where it can be, which spares as much with one row as with several. The pool is empty."""
     sizes = [rows for rows in ROWS if rows <= max(most_rows, 2)]
-    found: dict[int, float] = {}
-    for rows in sizes * (REPEATS + 1):
-        place = pool.allocate([0] * rows, reuse=False)
-        if place is None:
-            continue
-        began = time.perf_counter()
-        ids = torch.zeros(rows, dtype=torch.int64, device=device)
-        view = pool.batched_chunked_prefill_view([place.slot], [0], [rows])
-        hidden = model.forward(Pass(ids, torch.arange(rows, device=device), view))
-        model.logits(hidden).argmax(-1).tolist()
-        found[rows] = min(found.get(rows, 3600.0), time.perf_counter() - began)
-        pool.free(place.slot)
-    return found
+    place = pool.allocate([0] * sizes[-1], reuse=False)
+    assert place is not None, "the pool is empty before the first request"
+    sequence = Sequence(Request((0,), SamplingParams(temperature=0)), 0, sizes[-1])
+    sequence.slot = place.slot
+    decode = Work(sequence, 0, 1, 1, True)
+    works = {0: decode} | {n: decode._replace(length=n, draws=n, drafts=(0,) * (n - 1)) for n in sizes}
+    works[1] = decode._replace(decode=False)  # not replayed
+    found = dict.fromkeys(works, math.inf)
+    for _ in range(REPEATS):
+        for rows, work in works.items():
+            began = time.perf_counter()
+            runner.launch(pack([work])).results()
+            found[rows] = min(found[rows], time.perf_counter() - began)
+            truncate(place.slot, 0)
+    pool.free(place.slot)
+    spared = max(0.0, found[1] - found.pop(0))
+    return {rows: seconds - spared for rows, seconds in found.items()}, found

@@ -1,0 +1,175 @@
+"""python -m benchmarks.speculation MODEL [--case right-0.8 ...] [--batch N ...] [--json FILE]
+
+How much faster answers come with draft tokens than without: two engines of the same model take turns, and their answers
+are compared. In case right-X, a proposer knows the answers, and each of its tokens is right with probability X. In case
+edit, drafts are right where n-gram lookup is right that edits a text of the prompt. So the weights may be made up. See
+benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.steps import Steps
+
+from infer import LLM, SamplingParams, hookimpl
+from infer.commands.bench import machine
+from infer.engine.ngram import NgramProposer, NgramSettings
+from infer.hookspecs import Registration
+from infer.protocols import Ask
+
+CASES = ("right-1.0", "right-0.8", "right-0.5", "right-0.0", "edit")
+PROMPT, NEW = 128, 64
+EDIT_PROMPT = 512
+EVERY, EDITED = 40, 3
+"""An edit replaces so many tokens after each so many that it quotes."""
+
+
+class Scripted:
+    """A proposer that knows the answers."""
+
+    def __init__(self) -> None:
+        self.case = CASES[0]
+        self.draw = random.Random(0)
+        self.answers: dict[tuple[int, ...], list[int]] = {}
+        """By prompt."""
+        self.edits: dict[tuple[int, ...], list[int]] = {}
+        """By prompt, a text and its edited version, as long as the prompt and the answer."""
+        self.lookup = NgramProposer(NgramSettings())
+
+    def propose(self, asks: Sequence[Ask]) -> list[list[int]]:
+        return [self.drafts(ask) for ask in asks]
+
+    def drafts(self, ask: Ask) -> list[int]:
+        prompt, length = ask.request.prompt_token_ids, len(ask.token_ids)
+        known = self.answers[prompt][length - len(prompt) :][: ask.most]
+        if self.case == "edit":
+            text = self.edits[prompt]
+            (found,) = self.lookup.propose([replace_tokens(ask, text[:length])])
+            right = [a == b for a, b in zip(found, text[length:], strict=False)]
+        else:
+            chance = float(self.case.removeprefix("right-"))
+            right = [self.draw.random() < chance for _ in known]
+        return [token if good else token + 1 for token, good in zip(known, right, strict=False)]
+
+    def end(self, request_id: str) -> None:
+        self.lookup.end(request_id)
+
+
+def replace_tokens(ask: Ask, tokens: list[int]) -> Ask:
+    return Ask(replace(ask.request, prompt_token_ids=()), tokens, ask.most)
+
+
+class Plugin(Steps):
+    """Offers a proposer, and keeps the records of steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proposer = Scripted()
+
+    @hookimpl
+    def infer_proposers(self) -> list[Registration[Any]]:
+        return [Registration("scripted", lambda context, settings: self.proposer, "knows the answers")]
+
+
+def edited(draw: random.Random, text: list[int], vocab_size: int) -> list[int]:
+    """The text with some tokens replaced, here and there."""
+    result = list(text)
+    for begin in range(EVERY, len(text), EVERY + EDITED):
+        result[begin : begin + EDITED] = [draw.randrange(vocab_size) for _ in result[begin : begin + EDITED]]
+    return result
+
+
+def turn(llm: LLM, steps: Steps, prompts: list[list[int]], new: int) -> tuple[float, list[list[int]], int, int]:
+    """Seconds per token of an answer, the answers, and how many drafts were proposed and accepted."""
+    steps.records.clear()
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=new, ignore_eos=True))
+    first = next(i for i, record in enumerate(steps.records) if record.decodes == len(prompts) and not record.chunks)
+    seconds = steps.records[-1].finished - steps.records[first].started
+    tokens = sum(1 + work.accepted for record in steps.records[first:] for work in record.work) / len(prompts)
+    totals = [sum(getattr(record, key) for record in steps.records) for key in ("proposed", "accepted")]
+    return seconds / tokens, [list(out.token_ids) for out in outputs], *totals
+
+
+def compare(
+    plain: tuple[LLM, Plugin], drafting: tuple[LLM, Plugin], case: str, batch: int, turns: int, new: int
+) -> dict[str, Any]:
+    draw, proposer = random.Random(case), drafting[1].proposer
+    served = plain[0].served
+    most = min(8000, served.vocab_size)
+    length = EDIT_PROMPT if case == "edit" else PROMPT
+    prompts = [[draw.randrange(3, most) for _ in range(length)] for _ in range(batch)]
+    source = served.tokenizer.encode(Path(statistics.__file__).read_text(), add_special_tokens=False).ids
+    proposer.case = case
+    _, answers, *_ = turn(*plain, prompts, new)
+    for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        text = source[i * length : (i + 1) * length]
+        proposer.answers[tuple(prompt)] = answer
+        proposer.edits[tuple(prompt)] = text + edited(draw, text, most)[:new]
+    seconds: dict[str, list[float]] = {"plain": [], "drafting": []}
+    proposed = accepted = 0
+    for number in range(turns):
+        both = [("plain", plain), ("drafting", drafting)]
+        for name, engine in both if number % 2 else reversed(both):
+            each, found, *counts = turn(*engine, prompts, new)
+            assert found == answers, "drafts change no answer"
+            seconds[name].append(each)
+            proposed, accepted = proposed + counts[0], accepted + counts[1]
+    ratio = statistics.median(seconds["plain"]) / statistics.median(seconds["drafting"])
+    return {
+        "case": case,
+        "batch": batch,
+        "seconds_per_token": seconds,
+        "speedup": ratio,
+        "proposed": proposed,
+        "accepted": accepted,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.speculation", description=__doc__)
+    parser.add_argument("model", help="a checkpoint; the weights do not matter")
+    parser.add_argument("--case", nargs="+", choices=CASES, default=CASES)
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 16])
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--new", type=int, default=NEW, help="tokens of an answer")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(argv)
+    engines, found = [], []
+    for name in ("none", "scripted"):
+        plugin = Plugin()
+        llm = LLM(
+            args.model,
+            plugins=[plugin],
+            cache={"paged": {"prefix_caching": False}},
+            engine={"max_batch_size": max(args.batch), "max_seq_len": 1024, "speculation": name},
+        )
+        engines.append((llm, plugin))
+    print(f"{'case':12}{'batch':>6}{'ms/token':>10}{'drafting':>10}{'speedup':>9}{'proposed':>10}{'accepted':>10}")
+    for batch in args.batch:
+        for case in args.case:
+            row = compare(engines[0], engines[1], case, batch, args.turns, args.new)
+            found.append(row)
+            plain, drafting = (1e3 * statistics.median(times) for times in row["seconds_per_token"].values())
+            print(
+                f"{case:12}{batch:6}{plain:10.2f}{drafting:10.2f}{row['speedup']:9.2f}{row['proposed']:10}"
+                f"{row['accepted']:10}",
+                flush=True,
+            )
+    for llm, _ in engines:
+        llm.close()
+    if args.json:
+        args.json.write_text(json.dumps({"machine": machine(), "model": args.model, "cases": found}, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
