@@ -1,7 +1,7 @@
 """python -m benchmarks.speculation MODEL [--case right-0.8 ...] [--batch N ...] [--json FILE]
 
-How much faster answers come with draft tokens than without: two engines of the same model take turns, and their answers
-are compared. In case right-X, a proposer knows the answers, and each of its tokens is right with probability X. In case
+How much faster answers come with draft tokens than without: an engine takes turns with and without, and the answers are
+compared. In case right-X, a proposer knows the answers, and each of its tokens is right with probability X. In case
 edit, drafts are right where n-gram lookup is right that edits a text of the prompt. So the weights may be made up. See
 benchmarks/README.md.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import statistics
 import sys
 from collections.abc import Sequence
@@ -99,17 +100,19 @@ def turn(llm: LLM, steps: Steps, prompts: list[list[int]], new: int) -> tuple[fl
     return seconds / tokens, [list(out.token_ids) for out in outputs], *totals
 
 
-def compare(
-    plain: tuple[LLM, Plugin], drafting: tuple[LLM, Plugin], case: str, batch: int, turns: int, new: int
-) -> dict[str, Any]:
-    draw, proposer = random.Random(case), drafting[1].proposer
-    served = plain[0].served
+def compare(llm: LLM, plugin: Plugin, case: str, batch: int, turns: int, new: int) -> dict[str, Any]:
+    draw, proposer, served = random.Random(case), plugin.proposer, llm.served
+    engine = llm.loop._engine
+    speculation = engine._speculation
     most = min(8000, served.vocab_size)
     length = EDIT_PROMPT if case == "edit" else PROMPT
     prompts = [[draw.randrange(3, most) for _ in range(length)] for _ in range(batch)]
-    source = served.tokenizer.encode(Path(statistics.__file__).read_text(), add_special_tokens=False).ids
+    words = re.findall(r" ?\w+|\n *|.", Path(statistics.__file__).read_text())
+    ids = {word: id for id, word in enumerate(dict.fromkeys(words))}
+    source = [ids[word] for word in words]
     proposer.case = case
-    _, answers, *_ = turn(*plain, prompts, new)
+    engine._speculation = None
+    _, answers, *_ = turn(llm, plugin, prompts, new)
     for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         text = source[i * length : (i + 1) * length]
         proposer.answers[tuple(prompt)] = answer
@@ -117,13 +120,13 @@ def compare(
     seconds: dict[str, list[float]] = {"plain": [], "drafting": []}
     proposed = accepted = 0
     for number in range(turns):
-        both = [("plain", plain), ("drafting", drafting)]
-        for name, engine in both if number % 2 else reversed(both):
-            each, found, *counts = turn(*engine, prompts, new)
+        for name in sorted(seconds, reverse=number % 2 == 0):
+            engine._speculation = speculation if name == "drafting" else None
+            each, found, *counts = turn(llm, plugin, prompts, new)
             assert found == answers, "drafts change no answer"
             seconds[name].append(each)
             proposed, accepted = proposed + counts[0], accepted + counts[1]
-    ratio = statistics.median(seconds["plain"]) / statistics.median(seconds["drafting"])
+    ratio = statistics.median(a / b for a, b in zip(seconds["plain"], seconds["drafting"], strict=True))
     return {
         "case": case,
         "batch": batch,
@@ -143,20 +146,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--new", type=int, default=NEW, help="tokens of an answer")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
-    engines, found = [], []
-    for name in ("none", "scripted"):
-        plugin = Plugin()
-        llm = LLM(
-            args.model,
-            plugins=[plugin],
-            cache={"paged": {"prefix_caching": False}},
-            engine={"max_batch_size": max(args.batch), "max_seq_len": 1024, "speculation": name},
-        )
-        engines.append((llm, plugin))
+    plugin, found = Plugin(), []
+    llm = LLM(
+        args.model,
+        plugins=[plugin],
+        cache={"paged": {"prefix_caching": False}},
+        engine={"max_batch_size": max(args.batch), "max_seq_len": 1024, "speculation": "scripted"},
+    )
     print(f"{'case':12}{'batch':>6}{'ms/token':>10}{'drafting':>10}{'speedup':>9}{'proposed':>10}{'accepted':>10}")
     for batch in args.batch:
         for case in args.case:
-            row = compare(engines[0], engines[1], case, batch, args.turns, args.new)
+            row = compare(llm, plugin, case, batch, args.turns, args.new)
             found.append(row)
             plain, drafting = (1e3 * statistics.median(times) for times in row["seconds_per_token"].values())
             print(
@@ -164,8 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"{row['accepted']:10}",
                 flush=True,
             )
-    for llm, _ in engines:
-        llm.close()
+    llm.close()
     if args.json:
         args.json.write_text(json.dumps({"machine": machine(), "model": args.model, "cases": found}, indent=1))
     return 0

@@ -35,9 +35,9 @@ MARGIN = 1.02
 """Drafts have to promise so many times the speed without them."""
 TRIALS = 0.005
 """The part of all time that drafts may take which do not promise to pay, to find out whether they do."""
-PRIOR = 2.0
+PRIOR = 1.0
 """How many verified drafts of a sequence weigh as much as what is known of all sequences."""
-FADE, FADE_ALL = 0.9, 0.98
+FADE, FADE_ALL = 0.95, 0.95
 """What a verification still counts after the next one, of the same sequence and of any."""
 WAITING = 0.05
 """The part of a pass's time that it costs at least to ask, where the device waits for it."""
