@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -197,6 +198,47 @@ def test_an_answer_ends_inside_an_accepted_run(kind: str) -> None:
     assert stepper.pool.free_tokens() == stepper.room
 
 
+@pytest.mark.parametrize("case", ["frequency", "repetition", "all", "grammar", "late grammar"])
+def test_drafts_are_steered_as_if_they_were_right(case: str) -> None:
+    """Whether they are or not, the rows behind them, and those of later steps, are edited as without drafts."""
+    formed = "grammar" in case
+    params = {"structured_outputs": StructuredOutputs(regex=REGEX)} if formed else CASES[case]
+    request = Request.make(
+        PROMPT,
+        SamplingParams(max_tokens=30, temperature=1.2, seed=2, **params),
+        vocab_size=VOCAB,
+        max_seq_len=320,
+        id="a",
+        grammar=grammar() if formed else None,
+    )
+    keys: dict[str, Any] = {"tokenizer": ascii(), "eos": frozenset({EOS})}
+    if case == "late grammar":
+        free = make_engine(tiny_model("llama"), F32, **keys)
+        events = answers(free, [replace(request, grammar=None, params=SamplingParams(temperature=1.2, seed=2))])
+        request = replace(request, grammar_after=tokens(events["a"])[5])
+    truth = answers(make_engine(tiny_model("llama"), F32, **keys), [request])
+    assert len(truth["a"]) > 5
+    for right in (1.0, 0.7, 0.0):
+        payoff = Always()
+        proposer = Knowing({"a": tokens(truth["a"])}, right)
+        stepper = make_engine(tiny_model("llama"), F32, proposer=proposer, payoff=payoff, **keys)
+        assert answers(stepper, [request]) == truth
+        assert right < 1 or all(proposed == good for proposed, good in payoff.right)
+
+
+def test_drafts_keep_to_the_limit_of_a_step() -> None:
+    found = []
+    for proposer in (None, Knowing({id: [1] * 30 for id in "abc"})):
+        stepper = make_engine(tiny_model("llama"), F32, max_tokens_per_step=11, proposer=proposer)
+        for id in "abc":
+            stepper.submit(PROMPT, id, max_tokens=12, temperature=1.0, seed=5)
+        stepper.run()
+        found.append(stepper.events)
+    assert found[0] == found[1]
+    assert max(step.computed_tokens for step in stepper.steps) == 11
+    assert 8 in {step.proposed for step in stepper.steps}
+
+
 def test_what_was_computed_for_wrong_drafts_is_never_shared() -> None:
     """Wherever an answer ends, the next request finds what was computed for its tokens, not for the drafts."""
     model = tiny_model("llama")
@@ -262,7 +304,7 @@ def test_drafts_that_the_model_does_not_know_are_left_out() -> None:
     assert {step.proposed for step in stepper.steps} == {0, 1}
 
 
-def test_a_row_that_fails_after_a_draft_is_computed_again_on_its_own() -> None:
+def test_a_row_without_a_token_is_left_to_the_next_step() -> None:
     """Whatever makes the model's output not finite, its request ends as it does without drafts."""
 
     class Broken:
@@ -293,6 +335,8 @@ def test_a_row_that_fails_after_a_draft_is_computed_again_on_its_own() -> None:
         found.append(stepper.events["a"])
     assert found[0] == found[1]
     assert (found[0][-1].error, len(tokens(found[0]))) == (NOT_FINITE, 7)
+    *_, last = [work for step in stepper.steps for work in step.work]
+    assert (last.start, last.accepted) == (15, 0), "the row at fault is its step's first"
 
 
 @pytest.mark.slow

@@ -345,3 +345,14 @@ def test_a_late_result_does_not_reach_the_next_request_of_the_same_id() -> None:
     machine.requests.clear()
     machine.submit(goes_on, [2], 4, "", 1)
     machine.teardown()
+
+
+def test_drafts_are_made_from_known_tokens() -> None:
+    """Whatever is on its way."""
+    for lag in (0, 1, 2):
+        machine = Traffic()
+        machine.start(12, 1, 4, None, lag, {"prefill_chunk_size": 8}, right=1.0)
+        common = next(n for n in range(12, 20) if EOS not in expected([1] * (n + 1), 9))
+        machine.submit(common, [1], 9, "", 3, "new")
+        machine.teardown()
+        assert sum(step.accepted for step in machine.steps) > 3
