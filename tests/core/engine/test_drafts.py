@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from tests import support
-from tests.support import CPU, DTYPES, Recorder, slotted_pool, tiny_model
+from tests.support import CPU, DTYPES, POOLS, VOCAB, Recorder, letters, random_prompt, slotted_pool, tiny_model
 
+from infer.contracts.params import SamplingParams
 from infer.contracts.request import Request
-from infer.engine import ngram
+from infer.engine import draft, ngram
+from infer.engine.draft import DraftProposer, DraftSettings
 from infer.engine.graphs import DecodeGraphs
 from infer.engine.ngram import NgramProposer, NgramSettings
 from infer.engine.payoff import Costs, Payoff, measure
 from infer.engine.runner import Runner
-from infer.protocols import Ask, Sequence
+from infer.protocols import Ask, ProposerContext, SecondModel, Sequence
+from infer.settings import EngineSettings
 
 
 def looked_up(tokens: list[int], most: int, shortest: int, longest: int) -> list[int]:
@@ -62,6 +66,42 @@ def test_what_is_remembered_of_a_long_text_is_bounded(monkeypatch: pytest.Monkey
     assert sum(map(len, index._new + index._old)) <= 3 * 2 * 50
     text += [1000, 1001]
     assert proposer.propose([Ask(request, text, 3)]) == [[]], "too long ago"
+
+
+@pytest.mark.parametrize("backend", POOLS)
+def test_a_second_model_proposes_what_it_would_draw_itself(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After right drafts and wrong ones alike. It reads a long prompt in several steps."""
+    model, most = tiny_model("qwen3"), 4
+    monkeypatch.setattr(draft, "CHUNK", 16)
+
+    def proposer() -> tuple[DraftProposer, Any]:
+        pool = POOLS[backend](model, DTYPES[0], 2)
+        second = SecondModel(model, pool, letters(), 128)
+        keys = EngineSettings(max_batch_size=2, graphs="off")
+        context = ProposerContext(keys, letters(), VOCAB, 128, CPU, support.KERNELS, lambda path: second)
+        return DraftProposer(context, DraftSettings(path="second")), pool
+
+    draw, (kept, pool) = random.Random(1), proposer()
+    room = pool.free_tokens()
+    texts = {"a": random_prompt(40), "b": random_prompt(7, seed=1)}
+    params = SamplingParams(temperature=1.0, prompt_logprobs=1, logprobs=2)
+    requests = {id: Request(tuple(text), params, id=id, seed=5) for id, text in texts.items()}
+    assert kept.propose([Ask(requests["a"], texts["a"], most)]) == [[]]
+    for step in range(12):
+        proposals = kept.propose([Ask(requests[id], texts[id], most) for id in texts])
+        for (id, text), drafts in zip(texts.items(), proposals, strict=True):
+            fresh, _ = proposer()
+            alone: list[list[int]] = [[]]
+            while alone == [[]]:
+                alone = fresh.propose([Ask(requests[id], text, most)])
+            assert drafts == alone[0] or (step < 2 and id == "a" and not drafts)
+            text += [*drafts[: step % (most + 1)], *(draw.randrange(VOCAB) for _ in range(1 + step % 3))]
+    kept.end("a")
+    kept.end("b")
+    kept.end("c")
+    assert pool.free_tokens() == room
+    longest = Request(tuple(random_prompt(126)), params, id="d")
+    assert kept.propose([Ask(longest, longest.prompt_token_ids, most)]) == [[]], "it may have 128 positions"
 
 
 def sequences(count: int) -> list[Sequence]:

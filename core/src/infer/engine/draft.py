@@ -57,19 +57,15 @@ class DraftProposer:
 
     def propose(self, asks: Seq[Ask]) -> list[list[int]]:
         left = CHUNK
-        most: dict[Sequence, int] = {}
+        most = {sequence: ask.most for ask in asks if (sequence := self._continued(ask)) is not None}
         works: list[Work] = []
         found: dict[str, list[int]] = {ask.request.id: [] for ask in asks}
-        for ask in asks:
-            sequence = self._continued(ask)
-            if sequence is None:
-                continue
-            rest = len(sequence.tokens) - sequence.num_computed
-            work = sequence.extend(min(rest, max(left, 1)))
-            left -= work.length
-            works.append(work._replace(decode=True))  # what it computes of a prompt is not scored
-            if work.draws:
-                most[sequence] = ask.most
+        rests = {sequence: len(sequence.tokens) - sequence.num_computed for sequence in most}
+        for sequence in sorted(rests, key=rests.__getitem__):  # so that nobody waits for a long prompt
+            if left > 0:
+                work = sequence.extend(min(rests[sequence], left))
+                left -= work.length
+                works.append(work._replace(decode=True))  # what it computes of a prompt is not scored
         drawing = self._run(works)
         while drawing:
             works = []
