@@ -68,7 +68,7 @@ def test_what_is_remembered_of_a_long_text_is_bounded(monkeypatch: pytest.Monkey
     assert proposer.propose([Ask(request, text, 3)]) == [[]], "too long ago"
 
 
-@pytest.mark.parametrize("backend", POOLS)
+@pytest.mark.parametrize("backend", [pytest.param("slotted", marks=pytest.mark.slow), "paged"])
 def test_a_second_model_proposes_what_it_would_draw_itself(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """After right drafts and wrong ones alike. It reads a long prompt in several steps."""
     model, most = tiny_model("qwen3"), 4
@@ -87,7 +87,7 @@ def test_a_second_model_proposes_what_it_would_draw_itself(backend: str, monkeyp
     params = SamplingParams(temperature=1.0, prompt_logprobs=1, logprobs=2)
     requests = {id: Request(tuple(text), params, id=id, seed=5) for id, text in texts.items()}
     assert kept.propose([Ask(requests["a"], texts["a"], most)]) == [[]]
-    for step in range(12):
+    for step in range(8):
         proposals = kept.propose([Ask(requests[id], texts[id], most) for id in texts])
         for (id, text), drafts in zip(texts.items(), proposals, strict=True):
             fresh, _ = proposer()
@@ -162,7 +162,7 @@ def speedup(
 SLOPES = {"flat": flat, "gentle": rises(0.03), "medium": rises(0.1), "steep": rises(0.4), "proportional": rises(0.95)}
 
 
-@pytest.mark.parametrize("batch", [1, 4, 16])
+@pytest.mark.parametrize("batch", [1, pytest.param(4, marks=pytest.mark.slow), 16])
 @pytest.mark.parametrize("shape", SLOPES)
 def test_drafts_that_are_never_right_cost_next_to_nothing(shape: str, batch: int) -> None:
     assert speedup(SLOPES[shape], [0.0] * batch) > 0.97
@@ -170,8 +170,8 @@ def test_drafts_that_are_never_right_cost_next_to_nothing(shape: str, batch: int
     assert wrong > 0.95, "though the costs were measured wrongly"
 
 
-@pytest.mark.parametrize("batch", [1, 4, 16])
-@pytest.mark.parametrize("chance", [0.2, 0.5, 0.8])
+@pytest.mark.parametrize("batch", [1, pytest.param(4, marks=pytest.mark.slow), 16])
+@pytest.mark.parametrize("chance", [0.2, pytest.param(0.5, marks=pytest.mark.slow), 0.8])
 @pytest.mark.parametrize("shape", SLOPES)
 def test_drafts_never_cost_more_than_they_bring(shape: str, chance: float, batch: int) -> None:
     assert speedup(SLOPES[shape], [chance] * batch) > 0.97

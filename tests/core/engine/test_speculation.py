@@ -104,7 +104,7 @@ def tokens(events: Sequence[Event]) -> list[int]:
     return [token for event in events for token in event.token_ids]
 
 
-def mix(seed: int, native: bool = False) -> None:
+def mix(seed: int) -> None:
     draw = random.Random(seed)
     family, dtype = draw.choice(WEIGHTS)
     model, batch = tiny_model(family, dtype), draw.randint(1, 5)
@@ -145,7 +145,7 @@ def mix(seed: int, native: bool = False) -> None:
     assert proposed == sum(record.proposed for record in speculating.finished)
 
 
-@pytest.mark.parametrize("seed", [*range(16), *(pytest.param(i, marks=pytest.mark.slow) for i in range(16, 300))])
+@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(i, marks=pytest.mark.slow) for i in range(8, 300))])
 def test_any_mix_of_requests_has_the_same_events_with_drafts(seed: int) -> None:
     mix(seed)
 
@@ -242,7 +242,7 @@ def test_drafts_keep_to_the_limit_of_a_step() -> None:
 def test_what_was_computed_for_wrong_drafts_is_never_shared() -> None:
     """Wherever an answer ends, the next request finds what was computed for its tokens, not for the drafts."""
     model = tiny_model("llama")
-    for length in range(12, 24):
+    for length in range(12, 24, 3):
         plain = make_engine(model, F32, backend="paged")
         plain.submit(PROMPT, "a", max_tokens=length, temperature=1.0, seed=5)
         plain.run()
