@@ -140,7 +140,7 @@ def speedup(
     draw = random.Random(1)
     payoff = Payoff(costs(measured or cost))
     running = sequences(len(right))
-    tokens, seconds = 0, 0.0
+    tokens, seconds = dict.fromkeys(running, 0), 0.0
     for _ in range(steps):
         plan = payoff.plan(len(running), dict.fromkeys(running, 8))
         drafts = sum(plan.values())
@@ -151,12 +151,13 @@ def speedup(
             count, good = plan.get(sequence, 0), 0
             while good < count and draw.random() < chance:
                 good += 1
-            tokens += 1 + good
+            tokens[sequence] += 1 + good
             if count:
                 payoff.verified(sequence, count, good)
         payoff.learn(len(running) + drafts, drafts, took)
         seconds += took + per_draft * max(plan.values(), default=0)
-    return tokens / seconds / (len(right) / cost(len(right)))
+    assert min(tokens.values()) / seconds * cost(len(right)) > 0.93, "nobody pays for the drafts of others"
+    return sum(tokens.values()) / seconds / (len(right) / cost(len(right)))
 
 
 SLOPES = {"flat": flat, "gentle": rises(0.03), "medium": rises(0.1), "steep": rises(0.4), "proportional": rises(0.95)}
@@ -182,7 +183,9 @@ def test_drafts_that_are_right_pay() -> None:
     assert speedup(flat, [0.8]) > 3
     assert speedup(rises(0.1), [0.8]) > 1.9
     assert speedup(rises(0.03), [0.8] * 4) > 2
-    assert speedup(rises(0.1), [0.9] * 16) > 1.05
+    assert speedup(rises(0.1), [0.9] * 16, steps=600) > 1.05
+    for shape in SLOPES.values():
+        assert speedup(shape, [0.8] * 8 + [0.0] * 8) > 0.97
     mixed = speedup(flat, [0.9, 0.0, 0.0, 0.0])
     assert mixed > 1.3, "those that are right are told from the others"
 

@@ -33,6 +33,8 @@ SOONER = 0.5
 and a time below the expected one counts more than one above."""
 MARGIN = 1.02
 """Drafts have to promise so many times the speed without them."""
+SLOWEST = 0.97
+"""No sequence may be slower than so many times its speed without drafts, whatever the others gain by theirs."""
 TRIALS = 0.005
 """The part of all time that drafts may take which do not promise to pay, to find out whether they do."""
 PRIOR = 1.0
@@ -134,7 +136,11 @@ class Payoff:
         order = np.argsort(-gains, axis=None, kind="stable")
         tokens = len(most) + np.cumsum(gains.ravel()[order])
         extra = np.arange(1, len(order) + 1)
-        speeds = tokens / (np.maximum(self._costs.with_drafts(rows, len(order)), plain) + self._each * extra)
+        seconds = np.maximum(self._costs.with_drafts(rows, len(order)), plain) + self._each * extra
+        # Whoever has no draft gets one token per pass, however long others' drafts make it.
+        everyone = np.cumsum(order % highest == 0) == len(most)
+        fair = seconds * SLOWEST <= plain * np.where(everyone, 1 + min(chances), 1)
+        speeds = np.where(fair, tokens / seconds, 0.0)
         best = int(np.argmax(speeds))
         chosen = order[: best + 1] if speeds[best] > MARGIN * len(most) / plain else order[:0]
         counts = np.bincount(chosen // highest, minlength=len(able)) if len(chosen) else np.zeros(len(able), np.int64)
