@@ -179,7 +179,7 @@ class EngineSettings(Section):
         "prompt and answer, draft asks a smaller model, or a plugin; none for nobody.",
     )
     max_draft_tokens: int = Field(
-        8, ge=1, le=64, description="Draft tokens of one sequence per step, at most; fewer where they do not pay."
+        8, ge=1, le=16, description="Draft tokens of one sequence per step, at most; fewer where they do not pay."
     )
 
     @field_validator("speculation")
