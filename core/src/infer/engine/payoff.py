@@ -64,7 +64,8 @@ class Costs:
         """Of passes of ``rows`` rows and 1, 2, ... ``most`` drafts."""
         known, (*_, last) = self._seconds[True], self._rows
         counts = np.arange(rows + 1, rows + most + 1)
-        found: Floats = np.interp(counts, self._rows, known)
+        # Between two known numbers the greater counts, because products cost more by whole tiles of rows.
+        found: Floats = np.array(known)[np.minimum(np.searchsorted(self._rows, counts), len(known) - 1)]
         if counts[-1] > last and len(known) > 1:
             slope = max(0.0, (known[-1] - known[-2]) / (last - self._rows[-2]))
             found += slope * np.maximum(counts - last, 0)
