@@ -255,7 +255,7 @@ def test_an_engine_answers_as_it_does_without(
     model = build_model(CONFIGS[family], dtype, kernels)
     answers = []
     for recorded in (False, True):
-        pool = paged_pool(model, dtype, MAX_BATCH, kv_dtype, max_chunk=64, spare=2)
+        pool = paged_pool(model, dtype, MAX_BATCH, kv_dtype, max_chunk=64, spare=6)
         pool.storage.kernels = kernels
         record = kernels.recorder()
         assert record is not None
