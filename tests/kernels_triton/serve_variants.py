@@ -56,7 +56,7 @@ def main() -> None:
         with recording(90) as found:
             kernels = Both(make(90))
             model = build_model(CONFIGS[family], torch.bfloat16, kernels)
-            pool = paged_pool(model, torch.bfloat16, MAX_BATCH, num_blocks=20)
+            pool = paged_pool(model, torch.bfloat16, MAX_BATCH, max_chunk=48, spare=2)
             pool.storage.kernels = kernels
             graphs = DecodeGraphs(model, pool, CPU, MAX_BATCH, Recorder()) if recorded else None
             keys: dict[str, Any] = {"max_batch_size": MAX_BATCH, "prefill_chunk_size": 48}

@@ -205,7 +205,7 @@ def test_drafts_are_steered_as_if_they_were_right(case: str) -> None:
     params = {"structured_outputs": StructuredOutputs(regex=REGEX)} if formed else CASES[case]
     request = Request.make(
         PROMPT,
-        SamplingParams(max_tokens=30, temperature=1.2, seed=2, **params),
+        SamplingParams(max_tokens=30, temperature=1.2, seed=3, **params),
         vocab_size=VOCAB,
         max_seq_len=320,
         id="a",

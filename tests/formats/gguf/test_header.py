@@ -159,7 +159,7 @@ def edited(key: str, value: Any) -> Edit:
 WRONG: dict[str, tuple[Edit, str]] = {
     "architecture": (
         edited("general.architecture", "mamba"),
-        "architecture 'mamba'; .* llama, qwen2, qwen3, gemma3",
+        "architecture 'mamba'; .* llama, qwen2, qwen3, gemma2, gemma3",
     ),
     "no architecture": (
         edited("general.architecture", None),
