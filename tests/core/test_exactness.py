@@ -336,7 +336,8 @@ def check_paged_pool(
         submit(stepper, index, 12)
     stepper.run()
     assert any(record.num_cached for record in stepper.finished) == prefix_caching
-    assert any(record.preemptions for record in stepper.finished) == (spare == 0)
+    if prefix_caching or family.split()[0] not in ("qwen2", "exaone4"):  # even the smallest pool holds six of theirs
+        assert any(record.preemptions for record in stepper.finished) == (spare == 0)
     for index in order:
         assert same(stepper.answer(str(index)), alone(family, dtype, index, kv_dtype))
 
