@@ -23,6 +23,7 @@ from infer.protocols import Activation, Expert, Routing
 from infer.weight import GroupedWeight, Weight
 from infer_kernels_triton.configs import LinearConfig
 from infer_kernels_triton.elementwise import gated
+from infer_kernels_triton.matmul import chain
 
 log = logging.getLogger(__name__)
 
@@ -155,18 +156,9 @@ def experts_kernel(
     to_m = place_m if GATHER else pair_m
     column_n = tl.program_id(0) % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
     size_k = tl.arange(0, BLOCK_K)
-    tl.assume(K > 0)
     x_ptr += from_m.to(tl.int64)[:, None] * stride_x + size_k[None, :]
     w_ptr += expert.to(tl.int64) * N * K + (column_n % N).to(tl.int64)[None, :] * K + size_k[:, None]
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for begin in range(0, K, BLOCK_K):
-        if EVEN_K:
-            x = tl.load(x_ptr + begin)
-            w = tl.load(w_ptr + begin)
-        else:
-            x = tl.load(x_ptr + begin, mask=size_k[None, :] < K - begin, other=0.0)
-            w = tl.load(w_ptr + begin, mask=size_k[:, None] < K - begin, other=0.0)
-        acc = tl.dot(x, w, acc, input_precision=PRECISION)
+    acc = chain(x_ptr, w_ptr, size_k, K, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)
     real_n = column_n < N
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + expert * N + column_n, mask=real_n, other=0.0).to(tl.float32)[None, :]

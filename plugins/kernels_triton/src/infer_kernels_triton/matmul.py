@@ -34,6 +34,35 @@ def tile(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr
     return row_m, column_n
 
 
+@triton.jit
+def chain(
+    x_ptr,
+    w_ptr,
+    size_k,
+    K,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The sums of a tile, fp32 [BLOCK_M, BLOCK_N], in the order of K. Pointers to x are [BLOCK_M, BLOCK_K], to w
+    [BLOCK_K, BLOCK_N]."""
+    # Without this, some compilers cannot tell the accumulators before the loop from those in it, and wait after every
+    # product.
+    tl.assume(K > 0)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for begin in range(0, K, BLOCK_K):
+        if EVEN_K:
+            x = tl.load(x_ptr + begin)
+            w = tl.load(w_ptr + begin)
+        else:
+            x = tl.load(x_ptr + begin, mask=size_k[None, :] < K - begin, other=0.0)
+            w = tl.load(w_ptr + begin, mask=size_k[:, None] < K - begin, other=0.0)
+        acc = tl.dot(x, w, acc, input_precision=PRECISION)
+    return acc
+
+
 @triton.jit(do_not_specialize=["M"])  # otherwise it is compiled again for one row, and for multiples of 16
 def linear_kernel(
     x_ptr,
@@ -56,22 +85,11 @@ def linear_kernel(
     """One program computes a tile [BLOCK_M, BLOCK_N] of the result."""
     row_m, column_n = tile(M, N, BLOCK_M, BLOCK_N, GROUP)
     size_k = tl.arange(0, BLOCK_K)
-    # Without this, some compilers cannot tell the accumulators before the loop from those in it, and wait after every
-    # product.
-    tl.assume(K > 0)
     # Rows and columns past the end wrap around to the first ones, so that loads need no mask. Their results are not
     # stored.
     x_ptr += (row_m % M).to(tl.int64)[:, None] * stride_x + size_k[None, :]
     w_ptr += (column_n % N).to(tl.int64)[None, :] * stride_w + size_k[:, None]
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for begin in range(0, K, BLOCK_K):
-        if EVEN_K:
-            x = tl.load(x_ptr + begin)
-            w = tl.load(w_ptr + begin)
-        else:
-            x = tl.load(x_ptr + begin, mask=size_k[None, :] < K - begin, other=0.0)
-            w = tl.load(w_ptr + begin, mask=size_k[:, None] < K - begin, other=0.0)
-        acc = tl.dot(x, w, acc, input_precision=PRECISION)
+    acc = chain(x_ptr, w_ptr, size_k, K, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)
     real_n = column_n < N
     if BIAS:
         acc += tl.load(bias_ptr + column_n, mask=real_n, other=0.0).to(tl.float32)[None, :]
