@@ -241,7 +241,8 @@ def compile_one(arch: int, dtype: str, models: tuple[str, ...], index: int) -> t
         products, waits = (len(re.findall(rf"\b{what}\b", sass)) for what in ("HGMMA", r"WARPGROUP\.DEPBAR"))
         if sass and not 0 < waits < products + (launched.given.get("PLANE") == 16):  # a plane of 16 is one HGMMA
             wrong.append(f"waits {waits} times for {products} HGMMA")
-        if name == "grouped_kernel" and re.search(r"local_load .*f\d+, #ttg.dot_op<{opIdx = 0", compiled.asm["ttgir"]):
+        decoded = r"local_load .*f\d+, #ttg.dot_op<{opIdx = 0"  # float32 has no matrix unit to hand registers to
+        if name == "grouped_kernel" and dtype != "fp32" and re.search(decoded, compiled.asm["ttgir"]):
             wrong.append("sends decoded values through shared memory")
     if "k_scales_ptr" in launched.given and launched.given["k_scales_ptr"] is not None:
         dtype += " int8"
