@@ -25,7 +25,7 @@ def title(report: Mapping[str, Any]) -> str:
 
 def peers(report: Mapping[str, Any], medians: Mapping[str, Mapping[str, float]], path: Path) -> None:
     """Every engine's times relative to infer's, cell by cell, with the bound as a line."""
-    bounds = report["bounds"]
+    bounds = report["bounds"]["infer"]
     cells = list(bounds)
     figure, axes = pyplot.subplots(figsize=(1 + 0.9 * len(cells), 3.5))
     width = 0.8 / len(medians)

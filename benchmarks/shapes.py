@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,6 +97,47 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "hidden_activation": "gelu_pytorch_tanh",
         "tie_word_embeddings": True,
     },
+    "Granite-3.1-1B-A400M": {
+        "architectures": ["GraniteMoeForCausalLM"],
+        "model_type": "granitemoe",
+        "vocab_size": 49155,
+        "hidden_size": 1024,
+        "intermediate_size": 512,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "attention_multiplier": 0.015625,
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 6.0,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1500000.0,
+        "max_position_embeddings": 131072,
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+    },
+    "OLMoE-1B-7B": {
+        "architectures": ["OlmoeForCausalLM"],
+        "model_type": "olmoe",
+        "vocab_size": 50304,
+        "hidden_size": 2048,
+        "intermediate_size": 1024,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 4096,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+    },
 }
 
 
@@ -112,15 +154,28 @@ class Costs:
 
     @property
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
-        """The shape (N, K) of each weight of a layer, as the models pack them."""
+        """The shape (N, K) of each weight of a layer, as the models pack them; of experts, those of one."""
         D, width, E = self.hidden_size, self.intermediate_size, self.head_dim
         q, kv = self.num_attention_heads * E, self.num_key_value_heads * E
-        return {"qkv": (q + 2 * kv, D), "o": (D, q), "gate_up": (2 * width, D), "down": (D, width)}
+        router = {"router": (self.experts, D)} if self.experts else {}
+        return {"qkv": (q + 2 * kv, D), "o": (D, q), **router, "gate_up": (2 * width, D), "down": (D, width)}
+
+    @property
+    def experts(self) -> int:
+        """How many each layer has; 0 if its MLP is a plain one."""
+        return int(self.config.get("num_local_experts", self.config.get("num_experts", 0)))
 
     @property
     def layer_weights(self) -> int:
         """How many weights all layers have together."""
-        return int(self.num_hidden_layers * sum(n * k for n, k in self.linear_shapes.values()))
+        return int(self._weights(self.experts))
+
+    def _weights(self, experts: float) -> float:
+        """How many weights all layers have, of so many experts each."""
+        times = dict.fromkeys(("gate_up", "down"), experts) if self.experts else {}
+        return float(
+            self.num_hidden_layers * sum(n * k * times.get(name, 1) for name, (n, k) in self.linear_shapes.items())
+        )
 
     @property
     def head_weights(self) -> int:
@@ -137,18 +192,23 @@ class Costs:
         return sum(min(context + 1, window or context + 1) for window in self.windows())
 
     def decode_bytes(self, contexts: list[int]) -> int:
-        """Bytes read by one step that decodes a sequence of each of these lengths."""
+        """Bytes read by one step that decodes a sequence of each of these lengths. Of experts, those count that tokens
+        choose which choose independently."""
         kv: int = 2 * self.num_key_value_heads * self.head_dim
         layers, head = {"none": (2, 2), "int8": (8.25 / 8, 8.25 / 8), "int4": (4.5 / 8, 8.25 / 8)}[self.quantization]
-        return int(layers * self.layer_weights + head * self.head_weights + 2 * kv * sum(map(self.seen, contexts)))
+        experts = 0.0
+        if self.experts:
+            experts = self.experts * (1 - (1 - self.num_experts_per_tok / self.experts) ** len(contexts))
+        return int(layers * self._weights(experts) + head * self.head_weights + 2 * kv * sum(map(self.seen, contexts)))
 
     def flops(self, start: int, length: int, logits: int = 1) -> int:
         """Operations needed to extend a sequence of ``start`` positions by ``length``, with logits for ``logits`` of
         them. Only these need what follows the last layer's attention."""
         per_seen: int = 4 * self.num_attention_heads * self.head_dim
         seen = sum(self.seen(start + i) for i in range(length))
-        last = sum(n * k for name, (n, k) in self.linear_shapes.items() if name != "qkv")
-        weights = self.layer_weights * length - last * (length - logits) + self.head_weights * logits
+        whole, (n, k) = self._weights(self.config.get("num_experts_per_tok", 0)), self.linear_shapes["qkv"]
+        last = whole / self.num_hidden_layers - n * k
+        weights = whole * length - last * (length - logits) + self.head_weights * logits
         return int(2 * weights + per_seen * seen)
 
 
@@ -163,8 +223,15 @@ def write(folder: Path, config: Mapping[str, Any], dtype: str = "bfloat16") -> P
     return folder
 
 
+SHARD_BYTES = 1 << 31
+STACKS = {
+    "granitemoe": ("block_sparse_moe", {"gate_up_proj": "input_linear", "down_proj": "output_linear"}),
+}
+"""By model type: where the hub's checkpoints keep all experts of a layer in one tensor, and under which names."""
+
+
 def write_weights(folder: Path, config: Mapping[str, Any]) -> Path:
-    """Write such a checkpoint with random bfloat16 weights, for engines that need a file."""
+    """Write such a checkpoint with random bfloat16 weights, in the hub's layout, for engines that need a file."""
     import torch
     from safetensors.torch import save_file
 
@@ -176,6 +243,34 @@ def write_weights(folder: Path, config: Mapping[str, Any]) -> Path:
     write(folder, config)
     (family,) = [r for r in infer_models() if config["architectures"][0] in r.architectures]
     context = ModelContext(ReferenceKernels(), torch.bfloat16, torch.device("cpu"), 16)
-    expected = family.factory(config, context, family.settings()).expected()
-    save_file(dict(dummy_tensors(expected, torch.bfloat16)), folder / "model.safetensors", metadata={"format": "pt"})
+    expected = _stacked(config, family.factory(config, context, family.settings()).expected())
+    shards: list[dict[str, tuple[int, ...]]] = [{}]
+    size = 0
+    for name, shape in expected.items():
+        nbytes = 2 * math.prod(shape)
+        if shards[-1] and size + nbytes > SHARD_BYTES:
+            shards.append({})
+            size = 0
+        shards[-1][name] = shape
+        size += nbytes
+    files = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    files = files if len(shards) > 1 else ["model.safetensors"]
+    for file, shapes in zip(files, shards, strict=True):
+        save_file(dict(dummy_tensors(shapes, torch.bfloat16)), folder / file, metadata={"format": "pt"})
+    if len(shards) > 1:
+        places = {name: file for file, shapes in zip(files, shards, strict=True) for name in shapes}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
     return folder
+
+
+def _stacked(config: Mapping[str, Any], expected: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The tensors' shapes by the names that the hub's checkpoints give them."""
+    place, names = STACKS.get(config["model_type"], ("", {}))
+    found: dict[str, tuple[int, ...]] = {}
+    for name, shape in expected.items():
+        before, is_expert, after = name.partition(f".{place}.experts.")
+        if place and is_expert:
+            found[f"{before}.{place}.{names[after.split('.')[1]]}.weight"] = (config["num_local_experts"], *shape)
+        else:
+            found[name] = shape
+    return found

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from benchmarks import plots
-from benchmarks.peers.engines import DRIVERS, PEERS, USUAL, environment, installed
+from benchmarks.peers.engines import DRIVERS, PEERS, USUAL, engine_of, environment, installed
 from benchmarks.shapes import CONFIGS, Costs, write_weights
 
 from infer.commands.bench import machine
@@ -88,19 +88,39 @@ def neighbours(count: int) -> Iterator[None]:
 
 
 class Ceilings:
-    """What this machine can do at best: bytes read per second, and bf16 operations per second."""
+    """What this machine can do at best: bytes read, bf16 operations and int8 operations per second."""
 
     def __init__(self) -> None:
         self._values = zeros((1 << 28,), torch.float32, torch.device("cpu"))
         self._values.fill_(1.0)
         self._x, weight = (torch.randn(2048, 2048).bfloat16() for _ in range(2))
+        self._codes_x, codes = torch.ones(2048, 2048, dtype=torch.uint8), torch.ones(2048, 2048, dtype=torch.int8)
+        self._codes = torch.ops.onednn.qlinear_prepack(codes, [2048, 2048])
+        self._scales, self._zeros = torch.ones(2048), torch.zeros(2048, dtype=torch.int64)
         with torch.inference_mode():
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight)
 
     @torch.inference_mode()
     def run(self) -> dict[str, float]:
         product = _seconds(lambda: torch.ops.mkldnn._linear_pointwise(self._x, self._packed, None, "none", [], ""), 9)
-        return {"bandwidth": self._values.nbytes / _seconds(self._values.sum, 9), "flops": 2 * 2048**3 / product}
+        given = (
+            self._codes_x,
+            1.0,
+            0,
+            self._codes,
+            self._scales,
+            self._zeros,
+            None,
+            1.0,
+            0,
+            torch.float32,
+            "none",
+            [],
+            "",
+        )
+        codes = _seconds(lambda: torch.ops.onednn.qlinear_pointwise(*given), 9)
+        bandwidth = self._values.nbytes / _seconds(self._values.sum, 9)
+        return {"bandwidth": bandwidth, "flops": 2 * 2048**3 / product, "int8 flops": 2 * 2048**3 / codes}
 
 
 def _seconds(run: Any, repeat: int) -> float:
@@ -113,28 +133,29 @@ def _seconds(run: Any, repeat: int) -> float:
 
 
 def bounds(costs: Costs, best: Mapping[str, float], cells: Sequence[Cell]) -> dict[str, float]:
-    """The least time, in seconds, that each figure could take on this machine."""
-    found = {}
+    """The least time, in seconds, that each figure could take on this machine: of quantised weights, with all
+    operations at the rate of int8."""
+    found, rate = {}, best["flops" if costs.quantization == "none" else "int8 flops"]
     for batch, prompt, _ in cells:
         flops, nbytes = batch * costs.flops(prompt, 1), costs.decode_bytes([prompt] * batch)
-        found[f"decode {batch}x{prompt}"] = max(nbytes / best["bandwidth"], flops / best["flops"])
-        found[f"prefill {batch}x{prompt}"] = batch * costs.flops(0, prompt) / best["flops"]
+        found[f"decode {batch}x{prompt}"] = max(nbytes / best["bandwidth"], flops / rate)
+        found[f"prefill {batch}x{prompt}"] = batch * costs.flops(0, prompt) / rate
     return found
 
 
-def table(medians: Mapping[str, Mapping[str, float]], least: Mapping[str, float]) -> list[str]:
-    """Print infer's milliseconds, the bound divided by them, and how many times as long the others take."""
-    own = medians["infer"]
-    others = [peer for peer in medians if peer != "infer"]
-    lines = [f"{'':24}{'infer ms':>10}{'bound':>8}" + "".join(f"{peer + ' ms':>17}{'':8}" for peer in others)]
+def table(medians: Mapping[str, Mapping[str, float]], least: Mapping[str, float], base: str = "infer") -> list[str]:
+    """Milliseconds of ``base``, the bound divided by them, and how many times as long the others take."""
+    own = medians[base]
+    others = [peer for peer in medians if peer != base]
+    lines = [f"{'':20}{base + ' ms':>14}{'bound':>8}" + "".join(f"{peer + ' ms':>22}{'':8}" for peer in others)]
     for figure, seconds in own.items():
         share = f"{least[figure] / seconds:.2f}" if figure in least else ""
-        cells = [f"{1e3 * medians[p][figure]:17.1f}{medians[p][figure] / seconds:7.2f}x" for p in others]
+        cells = [f"{1e3 * medians[p][figure]:22.1f}{medians[p][figure] / seconds:7.2f}x" for p in others]
         lines.append(f"{figure:24}{1e3 * seconds:10.1f}{share:>8}" + "".join(cells))
     for kind in ("decode", "prefill"):
         shown = [figure for figure in own if figure.startswith(kind)]
         means = [statistics.geometric_mean(medians[p][f] / own[f] for f in shown) for p in others]
-        lines.append(f"{kind + ', mean':42}" + "".join(f"{mean:24.2f}x" for mean in means))
+        lines.append(f"{kind + ', mean':42}" + "".join(f"{mean:29.2f}x" for mean in means))
     return lines
 
 
@@ -176,12 +197,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         for engine in engines.values():
             engine.close()
     best = {name: statistics.median(one[name] for one in reached) for name in reached[0]}
-    least = bounds(Costs(CONFIGS[args.shape]), best, cells)
+    least = {
+        peer: bounds(Costs(CONFIGS[args.shape], (*PEERS[peer], "none")[1]), best, cells)
+        for peer in engines
+        if engine_of(peer) == "infer"
+    }
     medians = {p: {f: statistics.median(run[f] for run in each) for f in each[0]} for p, each in runs.items()}
     print(f"{args.shape}, medians of {args.repeat}: reads {best['bandwidth'] / 1e9:.1f} GB/s, ", end="")
-    print(f"multiplies {best['flops'] / 1e9:.0f} GFLOP/s")
+    print(f"multiplies {best['flops'] / 1e9:.0f} GFLOP/s, of int8 {best['int8 flops'] / 1e9:.0f}")
     print("ready: " + ", ".join(f"{peer} {seconds:.1f} s" for peer, seconds in ready.items()))
-    print("\n".join(table(medians, least)))
+    for base, shares in least.items():
+        print("\n".join(["", *table(medians, shares, base)]))
     if args.json:
         report = {"machine": machine(), "shape": args.shape, "ready_s": ready, "ceilings": reached, "bounds": least}
         report["runs"] = runs

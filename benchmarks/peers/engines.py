@@ -15,15 +15,22 @@ PEERS: Mapping[str, tuple[str, ...]] = {
     "infer int8": ("infer_.py", "int8"),
     "infer int4": ("infer_.py", "int4"),
     "vllm": ("vllm_.py",),
+    "vllm AWQ": ("vllm_.py", "AWQ"),
+    "vllm W8A8": ("vllm_.py", "W8A8"),
     "llama.cpp": ("llamacpp.py",),
     "llama.cpp Q8_0": ("llamacpp.py", "Q8_0"),
     "llama.cpp Q4_0": ("llamacpp.py", "Q4_0"),
     "llama.cpp Q4_K_M": ("llamacpp.py", "Q4_K_M"),
+    "ik_llama.cpp Q8_0": ("ik_llamacpp.py", "Q8_0"),
+    "ik_llama.cpp Q4_0": ("ik_llamacpp.py", "Q4_0"),
+    "ik_llama.cpp Q4_K_M": ("ik_llamacpp.py", "Q4_K_M"),
     "transformers": ("transformers_.py",),
 }
 """Each engine's driver, and how it quantises the weights, if it does."""
 USUAL = ("infer", "vllm", "llama.cpp", "transformers")
 ENVIRONMENTS = Path(".peers")
+LENT = {"ik_llama.cpp": "llama.cpp"}
+"""Engines that run in another's environment, and have a folder for themselves beside it."""
 VARIABLES: Mapping[str, Mapping[str, str]] = {
     ALONE: {"OMP_NUM_THREADS": "1"},
     "vllm": {
@@ -38,15 +45,19 @@ VARIABLES: Mapping[str, Mapping[str, str]] = {
 """Environment variables with which each peer uses the whole machine."""
 
 
+def engine_of(peer: str) -> str:
+    return peer.replace(",", "").split()[0]
+
+
 def python_of(peer: str, given: Mapping[str, str]) -> str | None:
     """The Python interpreter that has the peer's engine installed; None if there is none."""
-    engine = peer.replace(",", "").split()[0]
+    engine = engine_of(peer)
     if engine in given:
         return given[engine]
     if engine in ("infer", "transformers"):
         return sys.executable
-    path = ENVIRONMENTS / engine / "bin" / "python"
-    return str(path) if path.exists() else None
+    path = ENVIRONMENTS / LENT.get(engine, engine) / "bin" / "python"
+    return str(path) if path.exists() and (ENVIRONMENTS / engine).exists() else None
 
 
 def installed(peers: list[str], given: list[str]) -> dict[str, str]:
@@ -61,4 +72,8 @@ def installed(peers: list[str], given: list[str]) -> dict[str, str]:
 
 
 def environment(peer: str) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **VARIABLES.get(peer, {})}
+    return {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        **VARIABLES.get(peer, VARIABLES.get(engine_of(peer), {})),
+    }

@@ -20,22 +20,28 @@ def test_engines_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setattr(peers, "CONFIGS", {"tiny": CONFIG})
     monkeypatch.setattr(engines, "ENVIRONMENTS", tmp_path / "nowhere")
     monkeypatch.setattr(peers.Ceilings, "__init__", lambda self: None)
-    monkeypatch.setattr(peers.Ceilings, "run", lambda self: {"bandwidth": 1e9, "flops": 1e12})
+    monkeypatch.setattr(peers.Ceilings, "run", lambda self: {"bandwidth": 1e9, "flops": 1e12, "int8 flops": 2e12})
     checkpoint, out = write_weights(tmp_path / "tiny", CONFIG), tmp_path / "out.json"
-    arguments = ["--shape", "tiny", "--repeat", "2", "--peer", "transformers", "--peer", "vllm"]
+    arguments = ["--shape", "tiny", "--repeat", "2"]
+    for peer in ("infer int8", "transformers", "vllm", "ik_llama.cpp Q4_0"):
+        arguments += ["--peer", peer]
     assert peers.main([*arguments, "--checkpoint", str(checkpoint), "--json", str(out)]) == 0
     printed = capsys.readouterr().out
     assert "vllm: not installed" in printed
+    assert "ik_llama.cpp Q4_0: not installed" in printed
     report = json.loads(out.read_text())
-    assert set(report["runs"]) == {"infer", "transformers"}
+    assert set(report["runs"]) == {"infer", "infer int8", "transformers"}
     figures = {"prefill 1x16", "decode 1x16", "prefill 2x8", "decode 2x8"}
     assert all(seconds > 0 for seconds in report["ready_s"].values())
     for runs in report["runs"].values():
         assert [set(run) for run in runs] == [figures] * 2
         assert all(seconds > 0 for seconds in runs[0].values())
-    assert set(report["bounds"]) == figures
+    assert {peer: set(bounds) for peer, bounds in report["bounds"].items()} == {"infer": figures, "infer int8": figures}
     assert "<svg" in out.with_suffix(".svg").read_text()
-    assert report["bounds"]["decode 2x8"] == Costs(CONFIG).decode_bytes([8, 8]) / 1e9
+    for peer, quantization in (("infer", "none"), ("infer int8", "int8")):
+        nbytes = Costs(CONFIG, quantization).decode_bytes([8, 8])
+        assert report["bounds"][peer]["decode 2x8"] == nbytes / 1e9
+    assert report["bounds"]["infer"]["prefill 2x8"] == 2 * report["bounds"]["infer int8"]["prefill 2x8"]
 
 
 def test_servers_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

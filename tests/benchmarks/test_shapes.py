@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from benchmarks import shapes
 from benchmarks.gpu import models
-from benchmarks.shapes import CONFIGS, Costs, write
+from benchmarks.shapes import CONFIGS, Costs, write, write_weights
 from tests.support import CONFIGS as TINY
 from tests.support import CPU
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -19,7 +21,7 @@ from infer.protocols import ModelContext
 from infer_models import infer_models
 
 BILLIONS = {"Llama-3.2-1B": 1.236, "Llama-3.2-3B": 3.213, "Qwen3-0.6B": 0.596, "Qwen3-8B": 8.191, "Gemma-3-1B": 1.000}
-BILLIONS |= {"demo": 0.0036}
+BILLIONS |= {"demo": 0.0036, "Granite-3.1-1B-A400M": 1.335, "OLMoE-1B-7B": 6.919}
 """Parameters, as their model cards say."""
 
 
@@ -32,10 +34,14 @@ def test_a_shape_is_the_published_one(name: str, tmp_path: Path) -> None:
     (family,) = [r for r in infer_models() if config["architectures"][0] in r.architectures]
     ours = family.factory(config, ModelContext(ReferenceKernels(), torch.bfloat16, CPU, 64), family.settings())
     tied = {"lm_head.weight"} if config["tie_word_embeddings"] else set()
-    assert ours.expected() == {n: tuple(t.shape) for n, t in theirs.state_dict().items() if n not in tied}
+    expected = ours.expected()
+    if "moe" in config["model_type"]:  # transformers stacks the experts, by names of its own
+        assert sum(map(math.prod, expected.values())) == sum(p.numel() for p in theirs.parameters())
+    else:
+        assert expected == {n: tuple(t.shape) for n, t in theirs.state_dict().items() if n not in tied}
     costs = Costs(config)
     assert costs.windows() == [spec.window for spec in ours.attention]
-    matrices = sum(t.numel() for n, t in theirs.named_parameters() if t.dim() == 2 and "embed" not in n)
+    matrices = sum(t.numel() for n, t in theirs.named_parameters() if t.dim() > 1 and "embed" not in n)
     tied_head = costs.head_weights if tied else 0
     assert costs.layer_weights + costs.head_weights == matrices + tied_head
 
@@ -52,6 +58,31 @@ def test_costs_of_a_step() -> None:
     assert costs.flops(0, 2, 1) == 2 * (2 * costs.layer_weights - left_out + costs.head_weights) + attention
     gemma = Costs(CONFIGS["Gemma-3-1B"])
     assert gemma.seen(2000) == 22 * 512 + 4 * 2001
+
+
+def test_costs_of_experts() -> None:
+    costs = Costs(CONFIGS["Granite-3.1-1B-A400M"])
+    outside = 24 * (32 * 1024 + 2 * 1024 * 1024 + 2 * 512 * 1024)  # the router, q and o, k and v
+    one = 24 * 3 * 512 * 1024
+    assert costs.layer_weights == outside + 32 * one
+    per_token = 24 * 2 * 8 * 64
+    assert costs.decode_bytes([0]) == 2 * (outside + 8 * one + costs.head_weights + per_token)
+    two = 32 * (1 - 0.75**2)
+    assert costs.decode_bytes([0, 0]) == 2 * (outside + two * one + costs.head_weights + 2 * per_token)
+    attention = 24 * 4 * 16 * 64
+    assert costs.flops(0, 1) == 2 * (outside + 8 * one + costs.head_weights) + attention
+
+
+@pytest.mark.parametrize("name", ["Granite-3.1-1B-A400M", "OLMoE-1B-7B"])
+def test_made_up_experts_are_in_the_layout_of_the_hub(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shapes, "SHARD_BYTES", 100_000)
+    small = {"hidden_size": 256, "head_dim": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 512}
+    folder = write_weights(tmp_path, {**CONFIGS[name], **small})
+    assert len(list(folder.glob("model-*-of-*.safetensors"))) > 1
+    _, found = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)  # type: ignore[no-untyped-call]
+    assert not any(found.values())
 
 
 def test_models_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:

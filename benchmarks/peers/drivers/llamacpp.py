@@ -10,6 +10,7 @@ import statistics
 import struct
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import gguf
 import llama_cpp
 import numpy as np
 
-ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3"}
+ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "granitemoe": "granitemoe", "olmoe": "olmoe"}
 LAYER = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -30,7 +31,12 @@ LAYER = {
     "mlp.down_proj": "ffn_down",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
+    "mlp.gate": "ffn_gate_inp",
+    "block_sparse_moe.router.layer": "ffn_gate_inp",
+    "block_sparse_moe.output_linear": "ffn_down_exps",
 }
+FUSED = "block_sparse_moe.input_linear"
+"""Gate and up projections of all experts."""
 WHOLE = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
 
 
@@ -44,9 +50,36 @@ def tensors(file: Path) -> Any:
             yield name, entry["shape"], words[begin:end]
 
 
+def named(folder: Path, experts: int | None) -> Iterator[tuple[str, Any]]:
+    """The tensors as llama.cpp has them, by its names, in words of bfloat16: a layer's experts stacked, and gate and up
+    projections apart."""
+    apart: dict[str, dict[int, Any]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        for key, shape, raw in tensors(file):
+            words, parts = (
+                raw.view(np.uint16).reshape(shape),
+                key.removeprefix("model.").removesuffix(".weight").split(".", 2),
+            )
+            if len(parts) == 1:
+                yield WHOLE[parts[0]], words
+            elif parts[2].startswith("mlp.experts."):
+                index, part = parts[2].removeprefix("mlp.experts.").split(".")
+                name = f"blk.{parts[1]}.{LAYER[f'mlp.{part}']}_exps"
+                own = apart.setdefault(name, {})
+                own[int(index)] = words
+                if len(own) == experts:
+                    yield name, np.stack([own[i] for i in range(experts)])
+                    del apart[name]
+            elif parts[2] == FUSED:
+                for part, half in zip(("ffn_gate_exps", "ffn_up_exps"), np.split(words, 2, axis=1), strict=True):
+                    yield f"blk.{parts[1]}.{part}", np.ascontiguousarray(half)
+            else:
+                yield f"blk.{parts[1]}.{LAYER[parts[2]]}", words
+
+
 def write_gguf(folder: Path, out: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
-    writer = gguf.GGUFWriter(str(out), ARCHITECTURES[config["model_type"]])
+    writer = gguf.GGUFWriter(str(out), ARCHITECTURES[config["model_type"]], use_temp_file=True)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -60,16 +93,19 @@ def write_gguf(folder: Path, out: Path) -> None:
     writer.add_value_length(config["head_dim"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("no_vocab")
-    for file in sorted(folder.glob("*.safetensors")):
-        for key, shape, raw in tensors(file):
-            parts = key.removeprefix("model.").removesuffix(".weight").split(".", 2)
-            name = WHOLE[parts[0]] if len(parts) == 1 else f"blk.{parts[1]}.{LAYER[parts[2]]}"
-            if len(shape) == 1:
-                values = (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-                writer.add_tensor(f"{name}.weight", values)
-            else:
-                kind = gguf.GGMLQuantizationType.BF16
-                writer.add_tensor(f"{name}.weight", raw.reshape(shape[0], 2 * shape[1]), raw_dtype=kind)
+    if experts := config.get("num_experts", config.get("num_local_experts")):
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+    if config["model_type"] == "granitemoe":
+        writer.add_attention_scale(config["attention_multiplier"])
+        writer.add_embedding_scale(config["embedding_multiplier"])
+        writer.add_residual_scale(config["residual_multiplier"])
+        writer.add_logit_scale(config["logits_scaling"])
+    for name, words in named(folder, experts):
+        if words.ndim == 1 or name.endswith("ffn_gate_inp"):  # llama.cpp has these as float32
+            writer.add_tensor(f"{name}.weight", (words.astype(np.uint32) << 16).view(np.float32))
+        else:
+            writer.add_tensor(f"{name}.weight", words.view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
