@@ -103,22 +103,9 @@ class Ceilings:
     @torch.inference_mode()
     def run(self) -> dict[str, float]:
         product = _seconds(lambda: torch.ops.mkldnn._linear_pointwise(self._x, self._packed, None, "none", [], ""), 9)
-        given = (
-            self._codes_x,
-            1.0,
-            0,
-            self._codes,
-            self._scales,
-            self._zeros,
-            None,
-            1.0,
-            0,
-            torch.float32,
-            "none",
-            [],
-            "",
-        )
-        codes = _seconds(lambda: torch.ops.onednn.qlinear_pointwise(*given), 9)
+        x, out = (self._codes_x, 1.0, 0), (1.0, 0, torch.float32, "none", [], "")
+        weight = (self._codes, self._scales, self._zeros, None)
+        codes = _seconds(lambda: torch.ops.onednn.qlinear_pointwise(*x, *weight, *out), 9)
         bandwidth = self._values.nbytes / _seconds(self._values.sum, 9)
         return {"bandwidth": bandwidth, "flops": 2 * 2048**3 / product, "int8 flops": 2 * 2048**3 / codes}
 

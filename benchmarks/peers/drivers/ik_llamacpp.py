@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from llamacpp import quantise, write_gguf
+from benchmarks.peers.drivers.llamacpp import quantise, write_gguf
 
 CLONE = Path(sys.prefix).parent / "ik_llama.cpp"
 

@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from quantised import quantised
+from benchmarks.peers.drivers.quantised import quantised
 from vllm import LLM, SamplingParams
 
 
