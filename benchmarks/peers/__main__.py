@@ -103,7 +103,8 @@ class Ceilings:
     @torch.inference_mode()
     def run(self) -> dict[str, float]:
         product = _seconds(lambda: torch.ops.mkldnn._linear_pointwise(self._x, self._packed, None, "none", [], ""), 9)
-        x, out = (self._codes_x, 1.0, 0), (1.0, 0, torch.float32, "none", [], "")
+        x = (self._codes_x, 1.0, 0)
+        out: tuple[Any, ...] = (1.0, 0, torch.float32, "none", [], "")
         weight = (self._codes, self._scales, self._zeros, None)
         codes = _seconds(lambda: torch.ops.onednn.qlinear_pointwise(*x, *weight, *out), 9)
         bandwidth = self._values.nbytes / _seconds(self._values.sum, 9)
