@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from infer.contracts.params import SamplingParams
 from infer.contracts.request import Request
+from infer.contracts.schedule import Works
 from infer.engine.schedulers import ContinuousScheduler, StaticScheduler
 from infer.protocols import PENDING, Allocation, Schedule, SchedulerContext, Sequence
 from infer.settings import EngineSettings
@@ -137,6 +138,20 @@ def test_budget_64_with_three_decoding_and_a_prompt_of_150() -> None:
     driver.step()
     driver.scheduler.add(sequence(3, 150, 50))
     assert [tokens(driver.step()) for _ in range(8)] == [35, 35, 35, 35, 25, 4, 4, 4]
+
+
+def test_decodes_are_columns_of_what_each_sequence_does_next() -> None:
+    driver = make(max_batch_size=4)
+    sequences = [sequence(order, 3 + order, 9) for order in range(3)]
+    for one in sequences:
+        driver.scheduler.add(one)
+    driver.step()
+    expected = [one.extend(1) for one in sequences]
+    decodes = driver.scheduler.schedule().decodes
+    assert list(decodes) == expected
+    for works in (decodes, Works.of(expected)):
+        assert [works[i] for i in (0, 1, -1)] == [expected[i] for i in (0, 1, -1)]
+        assert list(works[1:]) == expected[1:]
 
 
 def test_prompt_of_20_with_a_budget_of_8() -> None:

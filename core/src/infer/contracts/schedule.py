@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, overload
 
 from infer.contracts.request import Request
 
@@ -91,21 +91,62 @@ class Work(NamedTuple):
         return self.start + self.length
 
 
-new_work: Callable[[tuple[Sequence, int, int, int, bool, tuple[int, ...]]], Work]
-new_work = functools.partial(tuple.__new__, Work)
-"""``Work`` from a tuple of all its fields, in a third of the constructor's time: every drawn token needs one."""
+class Works(Seq[Work]):
+    """Works as columns, one for each field of ``Work``. A step may have hundreds of works, so that an item is made only
+    when it is read."""
+
+    __slots__ = ("columns", "drafts", "draws", "lens", "sequences", "starts")
+
+    def __init__(
+        self,
+        sequences: Seq[Sequence],
+        starts: Seq[int],
+        lens: Seq[int],
+        draws: Seq[int],
+        decode: Seq[bool],
+        drafts: Seq[tuple[int, ...]],
+    ) -> None:
+        self.columns: tuple[Seq[Any], ...] = sequences, starts, lens, draws, decode, drafts
+        self.sequences, self.starts, self.lens, self.draws, self.drafts = sequences, starts, lens, draws, drafts
+
+    @classmethod
+    def of(cls, works: Seq[Work]) -> Works:
+        """The columns of works, of which there is at least one."""
+        return works if isinstance(works, Works) else cls(*zip(*works, strict=True))
+
+    @classmethod
+    def decodes(cls, sequences: Seq[Sequence]) -> Works:
+        """Each sequence's next work if it decodes."""
+        starts, ones = [sequence.num_computed for sequence in sequences], (1,) * len(sequences)
+        return cls(sequences, starts, ones, ones, (True,) * len(sequences), ((),) * len(sequences))
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def __iter__(self) -> Iterator[Work]:
+        return map(Work._make, zip(*self.columns, strict=True))
+
+    @overload
+    def __getitem__(self, index: int) -> Work: ...
+    @overload
+    def __getitem__(self, index: slice) -> Works: ...
+    def __getitem__(self, index: int | slice) -> Work | Works:
+        fields: list[Any] = [column[index] for column in self.columns]
+        return Works(*fields) if isinstance(index, slice) else Work(*fields)
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The plan of one step. A sequence is in at most one of the lists."""
+    """The plan of one step. A sequence is in at most one of the two."""
 
-    decodes: list[Work]
+    decodes: Seq[Work]
     prefills: list[Work]
     mixed: bool = False
 
-    def passes(self) -> Iterator[list[Work]]:
+    def passes(self) -> Iterator[Seq[Work]]:
         """The works of each forward pass. If ``mixed``, one pass has all of them, so that the weights are read once;
         otherwise decodes go first, for a low inter-token latency."""
-        parts = [self.decodes + self.prefills] if self.mixed else [self.decodes, self.prefills]
-        yield from (works for works in parts if works)
+        if self.mixed and self.decodes and self.prefills:
+            yield [*self.decodes, *self.prefills]
+        else:
+            yield from (works for works in (self.decodes, self.prefills) if works)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from infer.contracts.request import Request
-from infer.contracts.schedule import PENDING, Sequence, Work
+from infer.contracts.schedule import PENDING, Sequence, Work, Works
 from infer.engine.steering import Steered, Steering
 
 Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -106,9 +106,8 @@ def ints(values: Seq[int]) -> Ints:
 
 def pack(works: Seq[Work], steering: Mapping[Sequence, Steering] | None = None) -> Batch:
     """Lay the works' tokens end to end and work out the readouts. ``steering`` holds the steered sequences only."""
-    sequences, starts, lens, draws, decodes, drafts = zip(*works, strict=True)
+    sequences, starts, lens, draws, decodes, drafts = Works.of(works).columns
     slots = [sequence.slot for sequence in sequences]
-    assert None not in slots, "who is in a pass has a slot"
     slots_B, starts_B = ints(slots), ints(starts)
     decode_only = all(decodes) and all(draws) and sum(lens) == len(works)
     readouts: list[Score | Pool | Draw] = []

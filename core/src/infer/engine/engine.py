@@ -9,6 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Set
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple, overload
 
 import numpy as np
@@ -17,7 +18,7 @@ from tokenizers import Tokenizer
 from infer.contracts.protocols import CachePoolProtocol, SchedulerProtocol
 from infer.contracts.records import RequestRecord, StepRecord, WorkRecord
 from infer.contracts.request import Event, FinishReason, Request
-from infer.contracts.schedule import PENDING, Schedule, Sequence, Work
+from infer.contracts.schedule import PENDING, Schedule, Sequence, Works
 from infer.engine.answer import Answer, Counts
 from infer.engine.batch import Draw, Pool, Score, pack
 from infer.engine.runner import Drawn, Launched, Runner
@@ -45,7 +46,7 @@ class _Flight(NamedTuple):
     readouts: Seq[Score | Pool | Draw]
     answers: list[Answer]
     """One for each sequence of the batch."""
-    works: Seq[Work]
+    works: Works
 
 
 class Engine:
@@ -112,9 +113,10 @@ class Engine:
         started = time.perf_counter()
         self._drain_inbox()
         schedule = self._scheduler.schedule()
-        passes = list(schedule.passes())
+        plan = [*schedule.passes()]
         if self._speculation is not None:
-            passes = self._speculation.extend(passes, self._steering)
+            plan = self._speculation.extend(plan, self._steering)
+        passes = [*map(Works.of, plan)]
         planned = time.perf_counter()
         lag = self._lag if passes and not self._needs_results else 0
         events: list[Event] = []
@@ -168,10 +170,10 @@ class Engine:
         elif isinstance(message, Abort) and (known := self._answers.get(message.request_id)):
             self._publish([self._end(known, "abort")])
 
-    def _launch(self, works: Seq[Work]) -> list[Event]:
+    def _launch(self, works: Works) -> list[Event]:
         """Launch a pass and record what it will have computed. If the launch fails, the requests in the pass end; their
         last events are returned."""
-        answers = [self._answers[work.sequence.id] for work in works]
+        answers = [self._answers[sequence.id] for sequence in works.sequences]
         try:
             batch = pack(works, self._steering)
             launched = self._runner.launch(batch)
@@ -179,7 +181,7 @@ class Engine:
             log.error("a pass with %d requests failed", len(works), exc_info=error)
             text = f"The step failed: {type(error).__name__}: {error}"
             return [self._end(answer, "error", text) for answer in answers]
-        for sequence, start, length, draws, decode, _ in works:
+        for sequence, start, length, draws, decode, _ in zip(*works.columns, strict=True):
             sequence.num_computed = start + length
             if draws:
                 sequence.tokens.append(PENDING)
@@ -189,9 +191,9 @@ class Engine:
         for readout in batch.readouts:
             match readout:
                 case Score(of=b, targets=targets):
-                    works[b].sequence.prompt_scored += len(targets)
+                    works.sequences[b].prompt_scored += len(targets)
                 case Pool(of=b, count=count):
-                    works[b].sequence.prompt_scored += count
+                    works.sequences[b].prompt_scored += count
         self._in_flight.append(_Flight(launched, batch.readouts, answers, works))
         return []
 
@@ -211,11 +213,12 @@ class Engine:
                             events.append(last)
                             self._leave(answers[b], last)
                     case Draw(of=of), Drawn(tokens, logprobs):
-                        wrong = frozenset() if readout.last_M is None else self._verify(works, of, tokens)
+                        drafted = readout.last_M is not None
+                        wrong = self._verify(works, of, tokens) if drafted else frozenset()
                         for n, (b, token, scored) in enumerate(zip(of, tokens, logprobs, strict=True)):
                             answer = answers[b]
                             if not answer.ended and n not in wrong:
-                                if n and of[n - 1] == b:
+                                if drafted and n and of[n - 1] == b:
                                     self._count_draft(answer)
                                 event = answer.take(token, scored)
                                 events.append(event)
@@ -225,11 +228,11 @@ class Engine:
                         raise TypeError(f"a {type(readout).__name__} yielded a {type(result).__name__}")
         return events
 
-    def _verify(self, works: Seq[Work], of: Seq[int], tokens: Seq[int | None]) -> Set[int]:
+    def _verify(self, works: Works, of: Seq[int], tokens: Seq[int | None]) -> Set[int]:
         """As ``Speculation.verify``."""
         assert self._speculation is not None, "nobody else adds drafts"
         wrong = self._speculation.verify(works, of, tokens)
-        self._counts.proposed += sum(len(work.drafts) for work in works)
+        self._counts.proposed += sum(map(len, works.drafts))
         return wrong
 
     def _count_draft(self, answer: Answer) -> None:
@@ -272,26 +275,26 @@ class Engine:
             ),
         )
 
-    def _observe(self, started: float, schedule: Schedule, passes: Seq[Seq[Work]]) -> None:
+    def _observe(self, started: float, schedule: Schedule, passes: Seq[Works]) -> None:
         waiting = [answer.sequence.slot for answer in self._answers.values()].count(None)
-        lengths = [[work.length for work in works] for works in passes]
+        work = passes[0] if len(passes) == 1 else Works.of([*chain(*passes)])
         self._notify(
             "infer_step_finished",
             StepRecord(
                 index=self._steps,
                 started=started,
                 finished=time.perf_counter(),
-                work=Records([work for works in passes for work in works], self._accepted),
+                work=Records(work, self._accepted),
                 passes=len(passes),
                 decodes=len(schedule.decodes),
                 chunks=len(schedule.prefills),
-                computed_tokens=sum(map(sum, lengths)),
-                padded_tokens=sum(len(row) * max(row) for row in lengths),
+                computed_tokens=sum(work.lens),
+                padded_tokens=sum(len(works) * max(works.lens) for works in passes),
                 running=len(self._answers) - waiting,
                 waiting=waiting,
                 free_tokens=self._pool.free_tokens(),
                 totals=self._counts.totals(),
-                proposed=sum(len(work.drafts) for works in passes for work in works),
+                proposed=sum(map(len, work.drafts)),
                 accepted=self._accepted.total(),
             ),
         )
@@ -302,7 +305,7 @@ class Engine:
 class Records(Seq[WorkRecord]):
     """A step's WorkRecords, each made only when it is read, because often no observer reads them."""
 
-    def __init__(self, works: list[Work], accepted: Mapping[str, int]) -> None:
+    def __init__(self, works: Works, accepted: Mapping[str, int]) -> None:
         """``accepted``: how many tokens each request owes to drafts; 0 if it is not there."""
         self._works = works
         self._accepted = accepted

@@ -7,7 +7,7 @@ import atexit
 import logging
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 
@@ -160,7 +160,7 @@ class EngineLoop:
 
     def _publish(self, events: list[Event]) -> None:
         with self._lock:
-            letters: dict[Mailbox, list[Event]] = {}
+            letters: defaultdict[Mailbox, list[Event]] = defaultdict(list)
             for event in events:
                 found = self._open.get(event.request_id)
                 if found is None:
@@ -168,9 +168,7 @@ class EngineLoop:
                 mailbox, group = found
                 if group:
                     self._sharing.pop(group, None)
-                if (mine := letters.get(mailbox)) is None:
-                    mine = letters[mailbox] = []
-                mine.append(event)
+                letters[mailbox].append(event)
                 if event.finish_reason is not None:
                     del self._open[event.request_id]
             if not self._open:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from infer.contracts.protocols import CachePoolProtocol
 from infer.contracts.request import Request
-from infer.contracts.schedule import Schedule, Sequence, Work, new_work
+from infer.contracts.schedule import Schedule, Sequence, Works
 
 if TYPE_CHECKING:
     from infer.settings import EngineSettings
@@ -79,7 +79,7 @@ class Seats:
         """Begin a step: plan one token for every decoding sequence, then a chunk for each sequence in prefill, as far
         as the limits allow. While the pool has no room for a sequence's next token, preempt the running sequence that
         ``victim`` returns."""
-        decodes: list[Work] = []
+        decoding: list[Sequence] = []
         prefilling: list[Sequence] = []
         preempted = False
         grow = self._pool.grow
@@ -100,10 +100,10 @@ class Seats:
                 if chosen is sequence:
                     break
             else:
-                decodes.append(new_work((sequence, start, 1, 1, True, ())))
+                decoding.append(sequence)
         if preempted:  # perhaps a sequence whose token was already planned
-            decodes = [work for work in decodes if work.sequence.slot is not None]
-        step = Step(decodes, self._settings)
+            decoding = [sequence for sequence in decoding if sequence.slot is not None]
+        step = Step(Works.decodes(decoding), self._settings)
         for sequence in prefilling:
             if sequence.slot is not None:
                 self._commit(sequence)
@@ -173,7 +173,7 @@ class Seats:
 class Step:
     """The plan of a step so far, and what remains of the step's limits."""
 
-    def __init__(self, decodes: list[Work], settings: EngineSettings) -> None:
+    def __init__(self, decodes: Works, settings: EngineSettings) -> None:
         unlimited = 1 << 62
         tokens, chunks = settings.max_tokens_per_step, settings.max_prefill_chunks_per_step
         partial = settings.max_num_partial_prefills

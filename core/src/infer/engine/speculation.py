@@ -17,7 +17,7 @@ from infer.errors import PluginError
 
 log = logging.getLogger(__name__)
 
-Passes = list[list[Work]]
+Passes = list[Seq[Work]]
 
 
 class PayoffProtocol(Protocol):
@@ -65,7 +65,7 @@ class Speculation:
         self.hopes = False
         """Whether drafts are wanted for the next step, which the proposer can make only if it knows all tokens."""
 
-    def extend(self, passes: Seq[list[Work]], steering: Mapping[Sequence, Steering]) -> Passes:
+    def extend(self, passes: Seq[Seq[Work]], steering: Mapping[Sequence, Steering]) -> Passes:
         """The passes, with draft tokens for those that decode. Those whose last token is not known yet get none."""
         self.hopes = False
         if self._proposer is None:

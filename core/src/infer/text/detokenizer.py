@@ -108,6 +108,8 @@ class Detokenizer:
     replaces all characters of a run of fallback bytes that is not valid UTF-8, but those that were complete before the
     invalid byte have been shown by then."""
 
+    __slots__ = ("_falls_back", "_known", "_learn", "_open", "_pending", "_spoiled", "_strip", "begins", "length")
+
     def __init__(self, texts: TokenTexts, prompt_token_ids: Sequence[int]) -> None:
         self._known = texts.known
         self._learn = texts.learn
