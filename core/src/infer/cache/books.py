@@ -87,7 +87,7 @@ class BlockBooks(ABC):
         """-1 if the slot is not allocated."""
         self._room_S: Ints = np.full(num_slots, -1, dtype=np.int32)
         """How many positions the slot has blocks for; -1 if the slot is not allocated."""
-        self._room = self._room_S.data
+        self.room: Sequence[int] = self._room_S.data
         """The same numbers as Python's integers, which numpy takes several times as long to make."""
         self._free_slots = list(reversed(range(num_slots)))
 
@@ -130,10 +130,10 @@ class BlockBooks(ABC):
     def advance(self, slots_B: Slots) -> tuple[Ints, int]:
         starts_B = self._lengths_S[slots_B]
         ends_B = starts_B + 1
-        if (ends_B > self._room_S[slots_B]).any() or len(set(slots_B.tolist())) < len(slots_B):
+        if np.count_nonzero(ends_B > self._room_S[slots_B]) or len(set(slots_B.tolist())) < len(slots_B):
             self.extend(slots_B, starts_B, np.ones_like(starts_B))  # raises, and says why, unless they ``reach``
         self._lengths_S[slots_B] = ends_B
-        return starts_B, int(ends_B.max())
+        return starts_B, int(ends_B[ends_B.argmax()])
 
     def table(self, slots: Sequence[int] | Slots, num_tokens: int) -> Ints:
         """Blocks, [B, P], or [U, B, P] of U tables."""

@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from infer.cache.books import BooksProtocol, SharingBooks, TruncatingBooks
+from infer.cache.books import BlockBooks, BooksProtocol, SharingBooks, TruncatingBooks
 from infer.cache.storage import StorageProtocol
 from infer.contracts.protocols import Allocation, KVCacheView
 
@@ -27,6 +27,8 @@ class Pool(Generic[Table, View]):
         self.free = books.free
         self.free_tokens = books.free_tokens
         self.length = books.length
+        if isinstance(books, BlockBooks):
+            self.room = books.room
         if isinstance(books, TruncatingBooks):
             self.truncate = books.truncate
         self._sharing = books if isinstance(books, SharingBooks) and getattr(books, "shares", True) else None

@@ -313,7 +313,8 @@ class CachePoolProtocol(Protocol):
     A pool that does not share K/V between sequences ignores ``reuse``, ``salt`` and ``commit``. If ``shares`` is True,
     sequences share the K/V of a common prefix; schedulers then make the answers to one prompt wait until the first of
     them has its prompt in the cache. A pool that can take positions back also has ``truncate(slot, num_tokens)``: see
-    ``infer.cache.TruncatingBooks``.
+    ``infer.cache.TruncatingBooks``. A pool that has ``room``, with the number of positions that each slot has room for,
+    is not asked to ``grow`` a slot within it.
     """
 
     @property

@@ -53,7 +53,8 @@ class Answer:
         params = request.params
         self._id = request.id
         self._counts = counts
-        self._stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
+        stops = frozenset() if params.ignore_eos else eos_token_ids
+        self._stops = stops.union(params.stop_token_ids) if params.stop_token_ids else stops
         self._text: TextStream | None = None
         self._fault: str | None = None
         self.sequence = sequence

@@ -6,7 +6,7 @@ import logging
 import queue
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import chain
@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from infer.contracts.protocols import CachePoolProtocol, SchedulerProtocol
 from infer.contracts.records import RequestRecord, StepRecord, WorkRecord
-from infer.contracts.request import Event, FinishReason, Request
+from infer.contracts.request import Event, FinishReason, Request, TokenLogprobs
 from infer.contracts.schedule import PENDING, Schedule, Sequence, Works
 from infer.engine.answer import Answer, Counts
 from infer.engine.batch import Draw, Pool, Score, pack
@@ -37,6 +37,10 @@ class Abort:
 
 
 Message = Request | tuple[Request, ...] | Abort | None
+
+
+_Token = tuple[Answer, int | None, TokenLogprobs | None]
+"""A token that was drawn, whose it is, and its logprobs."""
 
 
 class _Flight(NamedTuple):
@@ -213,13 +217,11 @@ class Engine:
                             events.append(last)
                             self._leave(answers[b], last)
                     case Draw(of=of), Drawn(tokens, logprobs):
-                        drafted = readout.last_M is not None
-                        wrong = self._verify(works, of, tokens) if drafted else frozenset()
-                        for n, (b, token, scored) in enumerate(zip(of, tokens, logprobs, strict=True)):
-                            answer = answers[b]
-                            if not answer.ended and n not in wrong:
-                                if drafted and n and of[n - 1] == b:
-                                    self._count_draft(answer)
+                        drawn: Iterable[_Token] = zip(map(answers.__getitem__, of), tokens, logprobs, strict=True)
+                        if readout.last_M is not None:
+                            drawn = self._verified(drawn, works, of, tokens)
+                        for answer, token, scored in drawn:
+                            if not answer.ended:
                                 event = answer.take(token, scored)
                                 events.append(event)
                                 if answer.ended:
@@ -228,18 +230,22 @@ class Engine:
                         raise TypeError(f"a {type(readout).__name__} yielded a {type(result).__name__}")
         return events
 
-    def _verify(self, works: Works, of: Seq[int], tokens: Seq[int | None]) -> Set[int]:
-        """As ``Speculation.verify``."""
+    def _verified(
+        self, drawn: Iterable[_Token], works: Works, of: Seq[int], tokens: Seq[int | None]
+    ) -> Iterator[_Token]:
+        """What was drawn, without the tokens after a wrong draft. Each token is to be taken before the next is read:
+        those that open answers owe to drafts are counted."""
         assert self._speculation is not None, "nobody else adds drafts"
         wrong = self._speculation.verify(works, of, tokens)
         self._counts.proposed += sum(map(len, works.drafts))
-        return wrong
-
-    def _count_draft(self, answer: Answer) -> None:
-        """Count a token that the answer takes only because the draft before it was right."""
-        self._accepted[answer.sequence.id] += 1
-        answer.sequence.accepted += 1
-        self._counts.accepted += 1
+        for n, (answer, token, scored) in enumerate(drawn):
+            if n in wrong:
+                continue
+            if n and of[n - 1] == of[n] and not answer.ended:
+                self._accepted[answer.sequence.id] += 1
+                answer.sequence.accepted += 1
+                self._counts.accepted += 1
+            yield answer, token, scored
 
     def _end(self, answer: Answer, reason: FinishReason, error: str | None = None) -> Event:
         event = answer.end(reason, error)

@@ -4,7 +4,9 @@ which sequences are admitted and which are preempted."""
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
 from infer.contracts.protocols import CachePoolProtocol
@@ -45,6 +47,8 @@ class Seats:
         """The sequences that may be admitted, sorted by key. By the default key, preempted sequences come before those
         of the same priority that never ran, because they arrived earlier."""
         self._shares: bool = getattr(pool, "shares", False)
+        self._room: Seq[int] | Mapping[int, int] = getattr(pool, "room", defaultdict(int))
+        """How many positions each slot can have before it has to grow."""
         self._groups: dict[str, list[Sequence]] = {}
         """The groups whose prompt is not in the cache yet. The first sequence of each group runs or is in ``waiting``;
         the others are only here."""
@@ -82,7 +86,7 @@ class Seats:
         decoding: list[Sequence] = []
         prefilling: list[Sequence] = []
         preempted = False
-        grow = self._pool.grow
+        room, grow = self._room, self._pool.grow
         for sequence in list(self.running):
             slot, start, num_tokens = sequence.slot, sequence.num_computed, len(sequence.tokens)
             if slot is None or start < sequence.prefill_end:
@@ -93,7 +97,7 @@ class Seats:
                 self._let_follow(sequence)
             if num_tokens >= sequence.max_len:
                 continue
-            while not grow(slot, num_tokens):
+            while num_tokens > room[slot] and not grow(slot, num_tokens):
                 chosen = victim()
                 self.preempt(chosen)
                 preempted = True

@@ -72,7 +72,7 @@ class PagedBooks(BlockBooks):
         return Allocation(slot, num_cached)
 
     def grow(self, slot: int, num_tokens: int) -> bool:
-        room = self._room[slot]
+        room = self.room[slot]
         if num_tokens <= room:
             return num_tokens <= self.max_seq_len
         if num_tokens > self.max_seq_len:
@@ -121,7 +121,7 @@ class PagedBooks(BlockBooks):
     def _changing(self, slot: int) -> int:
         """The first index at which the slot's tables can change while its windows move on and it gets more room."""
         firsts = self.pages.holdings[slot].firsts
-        return min((firsts[k] for k in self.pages.windowed), default=self._room[slot] // self.block_size)
+        return min((firsts[k] for k in self.pages.windowed), default=self.room[slot] // self.block_size)
 
     def _copy(self, slot: int, begin: int = 0) -> None:
         """Copy the slot's blocks from index ``begin`` on into the tables. What is behind a window is in the page of
