@@ -321,6 +321,11 @@ def test_rotary_parameters_that_are_refused(config: dict[str, Any], says: str) -
     assert says in refused(lambda: rope(config))
 
 
+def test_heads_that_no_model_has() -> None:
+    """Frequencies are made before any weight is read."""
+    assert "a head of 1099511627776 values" in refused(lambda: rope({}).inverse_frequencies(1 << 40))
+
+
 def test_llama3_takes_the_models_length_for_the_original() -> None:
     given = {"max_position_embeddings": 8192, "rope_scaling": {k: v for k, v in LLAMA3.items() if k[:4] != "orig"}}
     expected = rope({"rope_scaling": LLAMA3}).inverse_frequencies(128)

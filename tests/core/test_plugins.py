@@ -224,6 +224,10 @@ def test_unknown_ways_to_store_weights_name_the_package_that_reads_them() -> Non
         PluginError, match=r"'exl2', which no installed plugin reads; infer loads .* bfloat16 weights\."
     ):
         plugins.choose("weights", Settings(), ["exl2"])
+    with pytest.raises(PluginError, match=r"'xx+…x+.*', which no installed plugin reads") as refused:
+        plugins.choose("weights", Settings(), [f"{'x' * 5000}\n"])
+    assert len(str(refused.value)) < 500
+    assert str(refused.value).isprintable()
 
 
 FAMILIES = """

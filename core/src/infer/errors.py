@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 MAX_TEXT = 300
 """The most characters of a foreign exception's text that a message repeats."""
+MAX_MESSAGE = 1000
+"""The most characters of a message about a checkpoint, whose names and values may be of any length."""
 
 
 class InferError(Exception):
@@ -27,7 +29,11 @@ class PluginError(InferError):
 
 
 class CheckpointError(InferError):
-    """A checkpoint is missing, incomplete, corrupt or of an unknown kind."""
+    """A checkpoint is missing, incomplete, corrupt or of an unknown kind. The message repeats what strangers wrote: what
+    cannot be printed is escaped, and what is too long loses its middle."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(in_short(message, MAX_MESSAGE))
 
 
 class RequestError(InferError):
@@ -70,6 +76,16 @@ def faults(error: ValidationError) -> list[Fault]:
 
 def first_fault(error: ValidationError) -> Fault:
     return faults(error)[0]
+
+
+def in_short(text: str, most: int) -> str:
+    """``text`` with escapes for what cannot be printed; its middle is left out if it has more than ``most``
+    characters."""
+    half = most // 2
+    for _ in range(2):  # before, because escaping takes time, and after, because it makes texts longer
+        text = text if len(text) <= most else f"{text[:half]}…{text[1 - half :]}"
+        text = "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+    return text
 
 
 def capital(text: str) -> str:

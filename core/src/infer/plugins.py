@@ -18,12 +18,14 @@ from infer import inspection
 from infer.contracts import hooks as hookspecs
 from infer.contracts.hooks import CacheRegistration, Registration, SchedulerRegistration, hookimpl
 from infer.contracts.protocols import CacheContext, ObserverProtocol
-from infer.errors import InferError, PluginError, SettingsError, say
+from infer.errors import InferError, PluginError, SettingsError, in_short, say
 from infer.inspection import RECORDS
 from infer.settings import Settings, plugin_settings
 from infer.slots import SLOTS
 
 log = logging.getLogger(__name__)
+MAX_SHOWN = 100
+"""The most characters of a checkpoint's names that a message repeats."""
 
 GROUP = "infer"
 
@@ -200,7 +202,7 @@ class Plugins:
                     *(what, offer.name, offer.distribution, offer.registration.unavailable),
                 )
         able = [offer for offer in able if not offer.registration.unavailable]
-        said = {"setting": about.setting, "there": " or ".join(there) or "not stated"}
+        said = {"setting": about.setting, "there": in_short(" or ".join(there), MAX_SHOWN) or "not stated"}
         if not able:
             named = {one for offer in self.offers[slot] for one in about.named(offer.registration) if one}
             known = "".join(f", {one}" for one in sorted(named))

@@ -23,7 +23,7 @@ from infer import LLM
 from infer.checkpoint import Checkpoint, Folder, dummy_tensors, tensor_files
 from infer.checkpoint.locate import locate as locate_path
 from infer.checkpoint.tensors import INDEX, SINGLE
-from infer.errors import CheckpointError, PluginError
+from infer.errors import MAX_MESSAGE, CheckpointError, PluginError
 from infer.plugins import Plugins
 
 DEMO = Plugins.discover().checkpoints["demo"]
@@ -73,6 +73,8 @@ def refused(call: Callable[[], object]) -> str:
     assert "\n" not in text
     assert text.endswith(".")
     assert not text.endswith("..")
+    assert len(text) <= MAX_MESSAGE
+    assert text.isprintable()
     return text
 
 
@@ -267,6 +269,7 @@ def test_offline_with_and_without_a_cached_copy(folder: Path, tmp_path: Path, mo
         ("[1]", "config.json holds a JSON list instead of an object"),
         ('{"quantization_config": {"bits": 4}}', "quantization_config is {'bits': 4}; it has to be a table with"),
         ('{"text_config": {"quantization_config": {}}}', "quantization_config is {}; it has to be a table with"),
+        ('{"quantization_config": "' + "x" * 9999 + '"}', "x…x"),
     ],
 )
 def test_a_broken_config(text: str | None, says: str, folder: Path) -> None:
@@ -274,6 +277,14 @@ def test_a_broken_config(text: str | None, says: str, folder: Path) -> None:
     if text is not None:
         (folder / "config.json").write_text(text)
     assert says in refused(lambda: locate(folder).quant_method)
+
+
+def test_a_message_repeats_what_a_file_says_in_short() -> None:
+    """And escapes what a terminal would obey."""
+    found = CheckpointError(f"The tensor '\x1b[2J\n\ud800{'a' * 5000}z' is odd.")
+    assert str(found).startswith(r"The tensor '\x1b[2J\n\ud800aaaa")
+    assert str(found).endswith("aaz' is odd.")
+    assert len(str(found)) == MAX_MESSAGE
 
 
 def test_a_config_that_is_not_text(folder: Path) -> None:
@@ -505,7 +516,11 @@ def test_a_broken_index(index: str, sharded: Path) -> None:
     assert INDEX in refused(lambda: load(sharded))
 
 
-@pytest.mark.parametrize("file", ["../one.safetensors", "/etc/passwd", "sub/one.safetensors", "..", "", ".", 3, None])
+@pytest.mark.parametrize(
+    "file",
+    ["../one.safetensors", "/etc/passwd", "sub/one.safetensors", "..", "", ".", 3, None]
+    + ["a\0", "a\n", "\ud800", "\x1b[2J", "a" * 256],
+)
 def test_an_index_cannot_point_elsewhere(file: object, sharded: Path) -> None:
     write_json(sharded / INDEX, {"weight_map": {"a": file}})
     text = refused(lambda: load(sharded))

@@ -23,7 +23,8 @@ DUMMY_STD = 0.02
 DUMMY_PERIOD = 1_048_573
 """How many values are drawn once and then repeated through all dummy weights. A prime, so that rows of a matrix
 differ."""
-
+MAX_NAME = 255
+"""Bytes of a file's name that systems allow."""
 MAPPED = 32 << 20
 """A file is mapped anew once so many bytes of it have been read, because these count as this process's memory as long
 as it is mapped."""
@@ -117,12 +118,18 @@ def _shards(folder: Path) -> dict[str, set[str] | None]:
         raise CheckpointError(f"{folder / INDEX} has no weight_map.")
     shards: dict[str, set[str] | None] = {}
     for name, file in weight_map.items():
-        if not isinstance(file, str) or file in ("", "..") or Path(file).name != file:
+        if not isinstance(file, str) or not _names_file(file):
             raise CheckpointError(f"{folder / INDEX} puts {name!r} in {file!r}, which is not a file's name.")
         names = shards.setdefault(file, set())
         assert names is not None
         names.add(name)
     return shards
+
+
+def _names_file(text: str) -> bool:
+    """Whether a text is the name of a file that can lie in a folder."""
+    plain = text.isprintable() and len(text.encode()) <= MAX_NAME
+    return plain and Path(text).name == text and text not in ("", "..")
 
 
 def _open(file: Path) -> Any:

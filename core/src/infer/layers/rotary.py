@@ -20,6 +20,8 @@ from infer.errors import CheckpointError
 from infer.layers.config import PositiveNumber, config_table, read_config
 
 Length = Annotated[int, Field(gt=1)]
+MAX_HEAD = 1 << 16
+"""The most values of a head that are rotated; published models have 256."""
 
 
 class RopeParameters(BaseModel, extra="ignore", frozen=True):
@@ -97,6 +99,10 @@ class RopeParameters(BaseModel, extra="ignore", frozen=True):
             raise CheckpointError(
                 f"config.json: partial_rotary_factor is {self.partial_rotary_factor}, which leaves nothing to rotate "
                 f"of a head_dim of {head_size}."
+            )
+        if size > MAX_HEAD:
+            raise CheckpointError(
+                f"config.json asks for a head of {head_size} values; infer rotates {MAX_HEAD} at most."
             )
         return torch.arange(0, size, 2, dtype=torch.int64).float() / size
 
