@@ -154,13 +154,20 @@ def test_rounded_activations(case: str, tmp_path: Path) -> None:
         check_answers(*made)  # rounding can be seen
 
 
+def one_sided(pack: Any) -> Any:
+    """Packs weights with rows of positive or of negative values, whose zero points are the least and the greatest."""
+    return lambda module, weight: pack(module, weight.abs() * (torch.arange(len(weight)) % 2 * 2 - 1)[:, None])
+
+
 GPTQ: dict[str, tuple[Any, dict[str, Any]]] = {
     "int4": (gptq(), {"bits": 4, "group_size": 32, "sym": True, "desc_act": False}),
     "int4-asymmetric": (gptq(symmetric=False), {"bits": 4, "group_size": 32, "sym": False}),
     "int4-v2": (
-        gptq(symmetric=False, less=0),
+        gptq(symmetric=False, v1=False),
         {"bits": 4, "group_size": 32, "sym": False, "checkpoint_format": "gptq_v2"},
     ),
+    "int4-one-sided": (one_sided(gptq(symmetric=False)), {"bits": 4, "group_size": 32, "sym": False}),
+    "int8-one-sided": (one_sided(gptq(8, symmetric=False)), {"bits": 8, "group_size": 32, "sym": False}),
     "int8-rows": (gptq(8, -1), {"bits": 8, "group_size": -1, "sym": True}),
     "int8-asymmetric": (gptq(8, 16, symmetric=False, dtype=HALF), {"bits": 8, "group_size": 16, "sym": False}),
     "shuffled": (gptq(shuffled=True, symmetric=False), {"bits": 4, "group_size": 32, "sym": False, "desc_act": True}),

@@ -128,11 +128,12 @@ def gptq(
     bits: int = 4,
     group_size: int = 32,
     symmetric: bool = True,
-    less: int = 1,
+    v1: bool = True,
     shuffled: bool = False,
     dtype: torch.dtype = torch.float16,
 ) -> Callable[[str, Tensor], Packed]:
-    """``less`` is what the stored zero points lack."""
+    """With ``v1``, 1 is taken from every zero point after it has been packed, as GPTQModel does: one from each part of
+    a word, with borrows between them."""
 
     def pack(module: str, weight: Tensor) -> Packed:
         N, K = weight.shape
@@ -141,8 +142,6 @@ def gptq(
         group_of = torch.empty(K, dtype=torch.int32)
         group_of[order] = torch.arange(K, dtype=torch.int32) // size
         scales, zeros = grid(weight[:, order], 1, size, bits, symmetric)
-        if less:
-            zeros = zeros.clamp(min=1)  # 0 cannot be stored
         scales = scales.to(dtype)
         per_word = 32 // bits
         qweight = [[0] * N for _ in range(-(-K // per_word))]
@@ -156,7 +155,10 @@ def gptq(
                 qweight[k // per_word][n] += code * 2 ** (bits * (k % per_word))
                 dequantised[n, k] = scale * (code - zero)
             for g in range(scales.shape[1]):
-                qzeros[g][n // per_word] += (int(zeros[n, g]) - less) * 2 ** (bits * (n % per_word))
+                qzeros[g][n // per_word] += int(zeros[n, g]) * 2 ** (bits * (n % per_word))
+        if v1:
+            ones = sum(2 ** (bits * i) for i in range(per_word))
+            qzeros = [[(word - ones) % 2**32 for word in row] for row in qzeros]
         kinds = {"qweight": words(qweight), "qzeros": words(qzeros), "scales": scales.t(), "g_idx": group_of}
         return kinds, dequantised
 

@@ -13,6 +13,10 @@ from infer.weight import Weight
 from infer_formats.config import CALIBRATION, GroupSize, Patterns, Table, bad
 from infer_formats.files import FLOATS, Bits, QuantisedFiles, in_words, words
 
+ONE_EACH: Mapping[Bits, int] = {4: 0x11111111, 8: 0x01010101}
+"""What the format ``gptq`` takes from a word of zero points: one from each. A zero point of 0 borrows from its
+neighbour, so it is the word that one has to be added to."""
+
 
 class Changes(Table):
     """What ``dynamic`` says of some modules."""
@@ -70,7 +74,9 @@ class Gptq(QuantisedFiles):
         size = K if size == -1 else size
         scales_GN = self.tensor(module, "scales", FLOATS, (-(-K // size), N))
         words_GW = self.tensor(module, "qzeros", [torch.int32], (len(scales_GN), words(N, bits)))
-        zeros_GN = in_words(words_GW, bits, N).short() + (self._table.checkpoint_format == "gptq")
+        if self._table.checkpoint_format == "gptq":
+            words_GW = words_GW + ONE_EACH[bits]
+        zeros_GN = in_words(words_GW, bits, N)
         if symmetric and not bool((zeros_GN == 2 ** (bits - 1)).all()):
             raise bad(self.method, "sym", f"the zero points in {module + '.qzeros'!r} are others", symmetric)
         codes = words_WN.t().contiguous().view(torch.uint8)
