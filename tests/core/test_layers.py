@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -622,6 +623,23 @@ def test_gemma3_has_every_default() -> None:
 
 class SinkConfig(LlamaConfig):
     attention_sinks = True
+
+
+def test_a_weight_is_let_go_once_its_layer_has_it() -> None:
+    """A view of a mapped file keeps all that has been read of it in memory."""
+    model = Decoder(SMALL, context(torch.float32), LlamaConfig, LlamaLayer)
+    given: dict[str, Callable[[], object]] = {}
+
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        for name, shape in model.expected().items():
+            alive = [name for name, weight in given.items() if weight() is not None]
+            assert alive == [*given][-1:], "loops hold the last one"
+            given[name] = weakref.ref(weight := torch.ones(shape))
+            yield name, weight
+            del weight
+
+    model.load(weights())
+    assert len(given) > 10
 
 
 def test_sinks_come_from_the_checkpoint() -> None:

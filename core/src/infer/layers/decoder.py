@@ -185,10 +185,10 @@ class Decoder:
         for name, weight in tensors:
             if name not in expected and f"model.{name}" in expected:
                 name, bare = f"model.{name}", True
-            if name == "model.embed_tokens.weight":
-                embedding = weight
+            if bare and name == "model.embed_tokens.weight" and self.head.name in expected:
+                embedding = weight  # and not otherwise, because a view of a file keeps the file in memory
             expected.pop(name, None)
             yield name, weight
-        if bare and embedding is not None and self.head.name in expected:
+        if embedding is not None and self.head.name in expected:
             log.warning("the checkpoint has no output head: embeddings are as they should be, but texts make no sense")
             yield self.head.name, embedding
