@@ -251,6 +251,42 @@ def test_answers_of_awq(backend: str, tmp_path: Path) -> None:
     check_answers(*writers.write(tmp_path, linear(awq()), config, family="phi3"), backend=backend)
 
 
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float16, marks=pytest.mark.slow), HALF])
+@pytest.mark.parametrize("method", ["awq", "gptq"])
+def test_plain_tensors_of_16_bits(method: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Beside scales of 16 bits of either type."""
+    pack = awq(dtype=torch.float16) if method == "awq" else gptq(dtype=HALF)
+    config = {"quant_method": method, "bits": 4, "group_size": 32} | ({} if method == "awq" else {"sym": True})
+    quantised, plain = writers.write(tmp_path, linear(pack), config, num_hidden_layers=1, dtype=dtype)
+    assert load_file(quantised / "model.safetensors")["model.norm.weight"].dtype == dtype
+    check_answers(quantised, plain, model={"dtype": "float32"})
+
+
+MIXTURES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "awq": (awq(16), {"quant_method": "awq", "bits": 4, "group_size": 16, "modules_to_not_convert": ["gate"]}),
+    "gptq": (gptq(group_size=16), {"quant_method": "gptq", "bits": 4, "group_size": 16, "sym": True}),
+    "compressed-tensors": (
+        compressed(scheme(**W4 | {"group_size": 16}), HALF),
+        compressed_config(scheme(**W4 | {"group_size": 16}), ignore=["lm_head", "re:.*mlp.gate$"]),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MIXTURES)
+def test_answers_of_mixtures_of_experts(case: str, tmp_path: Path) -> None:
+    """As the hub has them: each expert's projections are modules of their own, and the router is plain."""
+    pack, config = MIXTURES[case]
+    experts = lambda module, weight: None if module.endswith("mlp.gate") else pack(module, weight)  # noqa: E731
+    size = {"num_hidden_layers": 1, "moe_intermediate_size": 32}
+    made = writers.write(tmp_path, linear(experts), config, family="qwen3_moe", **size)
+    found = check_weights(*made)
+    grouped = {name for name, weight in found.items() if isinstance(weight, GroupedWeight)}
+    assert "model.layers.0.mlp.experts.3.gate_proj.weight" in grouped
+    assert "model.layers.0.mlp.gate.weight" not in grouped
+    for backend in ("reference", "cpu"):
+        check_answers(*made, backend=backend)
+
+
 FP8_CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "block": (fp8((16, 32)), {"weight_block_size": [16, 32]}),
     "block-uneven": (fp8((128, 40)), {"weight_block_size": [128, 40], "modules_to_not_convert": ["lm_head"]}),

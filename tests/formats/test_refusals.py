@@ -215,6 +215,13 @@ def test_tensors_that_are_refused(method: str) -> None:
         )
 
 
+def test_layouts_by_the_keys_of_other_writers() -> None:
+    """GPTQModel writes AWQ's under another key."""
+    config = changed("awq", "version", ...)
+    assert len(read("awq", config | {"checkpoint_format": "gemm"})) == 3
+    assert "is 'gemv_fast'; awq: Input should be 'gemm'" in refusal("awq", config | {"checkpoint_format": "gemv_fast"})
+
+
 def test_further_tensors_that_are_refused() -> None:
     good = stored("gptq")
     qzeros, g_idx = good[f"{Q}.qzeros"], good[f"{Q}.g_idx"]

@@ -29,8 +29,8 @@ class PluginError(InferError):
 
 
 class CheckpointError(InferError):
-    """A checkpoint is missing, incomplete, corrupt or of an unknown kind. The message repeats what strangers wrote: what
-    cannot be printed is escaped, and what is too long loses its middle."""
+    """A checkpoint is missing, incomplete, corrupt or of an unknown kind. The message repeats what strangers wrote, so
+    what cannot be printed is escaped, and what is too long loses its middle."""
 
     def __init__(self, message: str) -> None:
         super().__init__(in_short(message, MAX_MESSAGE))

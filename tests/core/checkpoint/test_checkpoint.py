@@ -518,8 +518,10 @@ def test_a_broken_index(index: str, sharded: Path) -> None:
 
 @pytest.mark.parametrize(
     "file",
-    ["../one.safetensors", "/etc/passwd", "sub/one.safetensors", "..", "", ".", 3, None]
-    + ["a\0", "a\n", "\ud800", "\x1b[2J", "a" * 256],
+    [
+        *("../one.safetensors", "/etc/passwd", "sub/one.safetensors", "..", "", ".", 3, None),
+        *("a\0", "a\n", "\ud800", "\x1b[2J", "a" * 256),
+    ],
 )
 def test_an_index_cannot_point_elsewhere(file: object, sharded: Path) -> None:
     write_json(sharded / INDEX, {"weight_map": {"a": file}})

@@ -25,10 +25,12 @@ class AwqTable(Table):
     bits: Literal[4] = Field(validation_alias=AliasChoices("bits", "w_bit"))
     group_size: GroupSize = Field(validation_alias=AliasChoices("group_size", "q_group_size"))
     zero_point: Literal[True] = True
-    version: Literal["gemm", "GEMM"] = Field("gemm", validation_alias=AliasChoices("version", "format"))
+    version: Literal["gemm", "GEMM"] = Field(
+        "gemm", validation_alias=AliasChoices("version", "format", "checkpoint_format")
+    )
     modules_to_not_convert: list[str] | None = None
     """These modules have plain weights, by which they are recognised."""
-    HARMLESS = CALIBRATION | {"sym"}
+    HARMLESS = CALIBRATION | {"checkpoint_format", "pack_dtype", "sym"}
 
 
 class Awq(QuantisedFiles):
