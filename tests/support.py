@@ -21,6 +21,7 @@ from infer.contracts.params import SamplingParams
 from infer.contracts.request import Event, Request
 from infer.engine.engine import Abort, Engine
 from infer.engine.graphs import DecodeGraphs
+from infer.engine.payoff import Plan
 from infer.engine.runner import Runner
 from infer.engine.schedulers import ContinuousScheduler, StaticScheduler
 from infer.engine.speculation import Speculation
@@ -361,13 +362,20 @@ class Always:
         self.draw = draw
         self.right: list[tuple[int, int]] = []
         """How many were proposed, and how many of them were right, per verification."""
+        self.guesses: list[tuple[str, bool]] = []
+        """Whose guesses were compared, and whether they were right."""
 
-    def plan(self, rows: int, most: Mapping[Sequence, int]) -> dict[Sequence, int]:
+    def plan(self, rows: int, most: Mapping[Sequence, int]) -> Plan:
         counts = {s: count if self.draw is None else self.draw.randint(0, max(0, count)) for s, count in most.items()}
-        return {sequence: count for sequence, count in counts.items() if count > 0}
+        counts = {sequence: count for sequence, count in counts.items() if count > 0}
+        return Plan(counts, [s for s, count in most.items() if count > 0 and s not in counts])
 
-    def proposed(self, asked: Mapping[Sequence, int], found: Mapping[Sequence, int], seconds: float) -> None:
-        assert all(found.get(sequence, 0) <= count for sequence, count in asked.items())
+    def proposed(self, plan: Plan, found: Mapping[Sequence, int], seconds: float) -> None:
+        most = {**plan.counts, **dict.fromkeys(plan.guessing, 1)}
+        assert all(count <= most[sequence] for sequence, count in found.items())
+
+    def guessed(self, sequence: Sequence, right: bool) -> None:
+        self.guesses.append((sequence.id, right))
 
     def verified(self, sequence: Sequence, proposed: int, right: int) -> None:
         self.right.append((proposed, right))

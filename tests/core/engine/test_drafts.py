@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import statistics
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from tests import support
 from tests.support import CPU, DTYPES, POOLS, VOCAB, Recorder, letters, random_prompt, slotted_pool, tiny_model
@@ -13,10 +15,11 @@ from tests.support import CPU, DTYPES, POOLS, VOCAB, Recorder, letters, random_p
 from infer.contracts.params import SamplingParams
 from infer.contracts.request import Request
 from infer.engine import draft, ngram
+from infer.engine import payoff as payoffs
 from infer.engine.draft import DraftProposer, DraftSettings
 from infer.engine.graphs import DecodeGraphs
 from infer.engine.ngram import NgramProposer, NgramSettings
-from infer.engine.payoff import Costs, Payoff, measure
+from infer.engine.payoff import Costs, Payoff, Plan, measure
 from infer.engine.runner import Runner
 from infer.protocols import Ask, ProposerContext, SecondModel, Sequence
 from infer.settings import EngineSettings
@@ -121,8 +124,18 @@ def flat(rows: int) -> float:
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
-def costs(cost: Callable[[int], float]) -> Costs:
-    return Costs({rows: cost(rows) for rows in SIZES}, {rows: cost(rows) for rows in SIZES})
+def machine(rows: int) -> float:
+    """What passes of a 0.6B model have taken on two cores, by rows: sixteen sequences leave little arithmetic to
+    spare, and verifying their drafts takes longer than the start's passes of one sequence promise."""
+    return float(np.interp(rows, [1, 4, 8, 16, 17, 20, 32, 64], [31, 33, 38, 57, 62, 70, 90, 148])) / 31
+
+
+def promised(rows: int) -> float:
+    return float(np.interp(rows, SIZES, [36, 35, 34, 36, 43, 61, 114])) / 31
+
+
+def costs(cost: Callable[[int], float], fixed: float = 0.0) -> Costs:
+    return Costs({rows: cost(rows) for rows in SIZES}, {rows: cost(rows) + fixed for rows in SIZES})
 
 
 def speedup(
@@ -134,28 +147,38 @@ def speedup(
     noise: float = 0.05,
     per_draft: float = 0.0,
     fixed: float = 0.03,
+    slow: float = 0.0,
+    seed: int = 1,
 ) -> float:
     """Tokens per second of sequences whose drafts are right with the given probabilities, divided by those without
-    drafts. A pass with drafts takes ``fixed`` more, and each round of drafts ``per_draft``."""
-    draw = random.Random(1)
-    payoff = Payoff(costs(measured or cost))
+    drafts. A pass with drafts takes ``fixed`` more, and each round of drafts ``per_draft``. Now and then (``slow``),
+    something else makes a pass take twice as long, or the machine changes its speed."""
+    draw = random.Random(seed)
+    payoff = Payoff(costs(measured or cost, fixed if measured else 0.0))
     running = sequences(len(right))
-    tokens, seconds = dict.fromkeys(running, 0), 0.0
+    tokens, seconds, speed = dict.fromkeys(running, 0), 0.0, 1.0
     for _ in range(steps):
         plan = payoff.plan(len(running), dict.fromkeys(running, 8))
-        drafts = sum(plan.values())
-        took = (cost(len(running) + drafts) + fixed * bool(drafts)) * draw.uniform(1 - noise, 1 + noise)
-        if plan:
-            payoff.proposed(plan, plan, per_draft * max(plan.values()))
+        asked = {**plan.counts, **dict.fromkeys(plan.guessing, 1)}
+        drafts = sum(plan.counts.values())
+        took = cost(len(running) + drafts) + fixed * bool(drafts)
+        rounds = per_draft * max(asked.values(), default=0)
+        seconds += took + rounds
+        if draw.random() < slow / 3:
+            speed = draw.choice([1.0, 1.3, 1.7])
+        took *= speed * draw.uniform(1 - noise, 1 + noise) * (2 if draw.random() < slow else 1)
+        if asked:
+            payoff.proposed(plan, asked, rounds)
         for sequence, chance in zip(running, right, strict=True):
-            count, good = plan.get(sequence, 0), 0
+            count, good = plan.counts.get(sequence, 0), 0
             while good < count and draw.random() < chance:
                 good += 1
             tokens[sequence] += 1 + good
             if count:
                 payoff.verified(sequence, count, good)
+            if sequence in plan.guessing:
+                payoff.guessed(sequence, draw.random() < chance)
         payoff.learn(len(running) + drafts, drafts, took)
-        seconds += took + per_draft * max(plan.values(), default=0)
     assert min(tokens.values()) / seconds * cost(len(right)) > 0.93, "nobody pays for the drafts of others"
     return sum(tokens.values()) / seconds / (len(right) / cost(len(right)))
 
@@ -166,9 +189,9 @@ SLOPES = {"flat": flat, "gentle": rises(0.03), "medium": rises(0.1), "steep": ri
 @pytest.mark.parametrize("batch", [1, pytest.param(4, marks=pytest.mark.slow), 16])
 @pytest.mark.parametrize("shape", SLOPES)
 def test_drafts_that_are_never_right_cost_next_to_nothing(shape: str, batch: int) -> None:
-    assert speedup(SLOPES[shape], [0.0] * batch) > 0.97
+    assert speedup(SLOPES[shape], [0.0] * batch) > 0.99
     wrong = speedup(SLOPES[shape], [0.0] * batch, measured=rises(0.001), steps=400)
-    assert wrong > 0.95, "though the costs were measured wrongly"
+    assert wrong > 0.96, "though the costs were measured wrongly"
 
 
 @pytest.mark.parametrize("batch", [1, pytest.param(4, marks=pytest.mark.slow), 16])
@@ -176,41 +199,85 @@ def test_drafts_that_are_never_right_cost_next_to_nothing(shape: str, batch: int
 @pytest.mark.parametrize("shape", SLOPES)
 def test_drafts_never_cost_more_than_they_bring(shape: str, chance: float, batch: int) -> None:
     assert speedup(SLOPES[shape], [chance] * batch) > 0.97
-    assert speedup(SLOPES[shape], [chance] * batch, per_draft=0.2) > 0.95
+    assert speedup(SLOPES[shape], [chance] * batch, per_draft=0.2) > 0.97
+
+
+@pytest.mark.parametrize("batch", [1, 4, 16])
+@pytest.mark.parametrize("chance", [0.0, 0.3, 0.5, 0.7, 0.8, 0.95])
+def test_drafts_cost_little_on_a_busy_machine_whatever_the_start_promised(chance: float, batch: int) -> None:
+    found = [
+        speedup(
+            machine, [chance] * batch, measured=promised, fixed=0.1, slow=0.03, steps=320, per_draft=2e-4, seed=seed
+        )
+        for seed in range(3)
+    ]
+    assert statistics.median(found) > 0.97
 
 
 def test_drafts_that_are_right_pay() -> None:
     assert speedup(flat, [0.8]) > 3
     assert speedup(rises(0.1), [0.8]) > 1.9
     assert speedup(rises(0.03), [0.8] * 4) > 2
-    assert speedup(rises(0.03), [0.9] * 16) > 0.97
+    assert speedup(rises(0.03), [0.9] * 16) > 1.2
+    assert speedup(machine, [0.9] * 16, measured=promised, fixed=0.1) > 1.1
     for shape in SLOPES.values():
         assert speedup(shape, [0.8] * 8 + [0.0] * 8) > 0.97
     mixed = speedup(flat, [0.9, 0.0, 0.0, 0.0])
     assert mixed > 1.3, "those that are right are told from the others"
 
 
-def test_what_is_seldom_right_is_tried_again() -> None:
+def test_what_is_seldom_right_is_guessed_again() -> None:
+    """No pass computes guesses, but their being right shows that drafts would pay."""
     payoff = Payoff(costs(flat))
     (one,) = sequences(1)
     for _ in range(60):
-        payoff.proposed({one: 8}, {one: 8}, 0.0)
+        payoff.proposed(Plan({one: 8}), {one: 8}, 1e-3)
         payoff.verified(one, 8, 0)
     plans = []
-    for _ in range(300):
+    for _ in range(60):
         plan = payoff.plan(1, {one: 8})
-        drafts = sum(plan.values())
-        plans.append(drafts)
+        drafts = sum(plan.counts.values())
+        plans.append((drafts, len(plan.guessing)))
         if drafts:
             payoff.verified(one, drafts, drafts)
+        elif plan.guessing:
+            payoff.proposed(plan, {one: 1}, 1e-3)
+            payoff.guessed(one, True)
         payoff.learn(1 + drafts, drafts, flat(1 + drafts))
-    assert plans[0] == 0
-    assert 1 in plans
-    assert min(plans[-10:]) >= 7
-    assert payoff.plan(1, {one: 3}) == {one: 3}
-    assert payoff.plan(1, {one: 0}) == {}
+    assert plans[0] == (0, 0), "no time has been spared yet"
+    assert (0, 1) in plans
+    assert min(plans[-10:]) >= (7, 0)
+    assert payoff.plan(1, {one: 3}) == ({one: 3}, ())
+    assert payoff.plan(1, {one: 0}) == ({}, ())
     payoff.end(one)
     assert one not in payoff._chances
+
+
+def test_drafts_that_lose_time_are_not_verified_until_it_is_made_up_for() -> None:
+    """However promising they are."""
+    payoff = Payoff(costs(flat))
+    (one,) = sequences(1)
+    payoff._first = payoff._each = payoff._ask = 0.0
+    plans = []
+    for _ in range(300):
+        (drafts,) = payoff.plan(1, {one: 4}).counts.values() or [0]
+        plans.append(drafts)
+        payoff.guessed(one, True)
+        payoff.learn(1 + drafts, drafts, 1.4 if drafts else 1.0)
+    verified = sum(map(bool, plans))
+    assert plans[0] > 0
+    assert 4 <= verified * 0.4 / (1 - 0.4) <= 12
+    assert any(plans[100:]), "it is tried again"
+
+
+def test_drafts_that_have_always_been_right_are_not_certain() -> None:
+    payoff = Payoff(costs(flat))
+    (one,) = sequences(1)
+    for _ in range(2000):
+        plan = payoff.plan(1, {one: 8})
+        payoff.proposed(plan, {one: 8}, 0.0)
+        payoff.verified(one, 8, 8)
+    assert payoff.plan(1, {one: 8}).counts == {one: 7}, "which cost no more than none"
 
 
 def test_where_asking_makes_the_device_wait_nothing_to_propose_counts() -> None:
@@ -220,14 +287,28 @@ def test_where_asking_makes_the_device_wait_nothing_to_propose_counts() -> None:
         plans = []
         for _ in range(150):
             plan = payoff.plan(1, {one: 8})
-            plans.append(sum(plan.values()))
-            if plan:
-                payoff.proposed(plan, {} if len(plans) > 3 else plan, 0.0)
+            plans.append(plan)
+            if plan.counts or plan.guessing:
+                some = {**plan.counts, **dict.fromkeys(plan.guessing, 1)}
+                payoff.proposed(plan, {} if len(plans) > 3 else some, 0.0)
             payoff.learn(1, 0, 1.0)
-        assert plans[:3] == [1, 1, 1], "to find out how long proposing takes"
-        assert plans[3] > 5
-        assert (plans[-1] > 5) != waits
-        assert (sum(map(bool, plans[-20:])) < 5) == waits
+        assert plans[:3] == [({}, [one])] * 3, "to find out how long proposing takes"
+        assert plans[3].counts[one] > 5
+        assert bool(plans[-1].counts) != waits
+        assert (sum(any(plan) for plan in plans[-20:]) < 5) == waits
+
+
+def test_who_has_nothing_to_propose_at_first_does_not_make_the_device_wait_forever() -> None:
+    payoff = Payoff(costs(flat), waits=True)
+    (one,) = sequences(1)
+    asked = 0
+    for _ in range(200):
+        plan = payoff.plan(1, {one: 8})
+        if any(plan):
+            asked += 1
+            payoff.proposed(plan, {}, 0.0)
+        payoff.learn(1, 0, 1.0)
+    assert asked < 60
 
 
 def test_costs_follow_what_passes_take() -> None:
@@ -256,3 +337,20 @@ def test_the_costs_of_passes_are_measured_up_to_what_a_batch_may_need(recorded: 
     assert all(0 < plain[rows] <= drafts[rows] < 60 for rows in plain)
     assert pool.free_tokens() == room
     assert set(recorder.replayed) <= {1}
+
+
+def test_costs_are_positive_though_passes_of_one_row_were_slowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, model = [0.0], tiny_model("llama")
+    pool = slotted_pool(model, DTYPES[0], 2)
+
+    class Slowed:
+        def launch(self, batch: Any) -> Any:
+            rows = len(batch.token_ids_T)
+            now[0] += 5.0 if batch.decode_only else 60.0 if rows == 1 else 10.0 + rows
+            return self
+
+        def results(self) -> None: ...
+
+    monkeypatch.setattr(payoffs.time, "perf_counter", lambda: now[0])
+    runner: Any = Slowed()
+    assert measure(runner, pool, pool.truncate, 4) == ({1: 5.0, 2: 5.0, 4: 5.0}, {1: 60.0, 2: 12.0, 4: 14.0})

@@ -65,7 +65,9 @@ class StepRecord:
     proposed: int = 0
     """Draft tokens that were verified."""
     accepted: int = 0
-    """How many of them answers took, each in addition to the one token that a decode yields."""
+    """How many of them answers took, each in addition to the one token that a decode yields. A draft that equals an
+    answer's last token is not among them, nor are those beyond it: without them, the answer would have ended there as
+    well."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,18 +27,30 @@ REPEATS = 4
 RATE = 0.1
 """How much of the difference between a step's time and the expected one goes into all costs, and once more into those
 of its number of rows."""
-FIRST = 3
+FIRST, VAIN = 3, 0.1
+"""So many drafts are asked for, one at a time, before it is known how long proposing takes; an ask that yields none
+counts so much of one that yields a draft."""
 SOONER = 0.5
 """Proposing takes longer now and then, as when a second model reads a prompt, so the least of the first times counts,
 and a time below the expected one counts more than one above."""
-MARGIN = 1.02
+MARGIN = 1.05
 """Drafts have to promise so many times the speed without them."""
-SLOWEST = 0.97
+SLOWEST = 0.98
 """No sequence may be slower than so many times its speed without drafts, whatever the others gain by theirs."""
-TRIALS = 0.005
-"""The part of all time that drafts may take which do not promise to pay, to find out whether they do."""
-PRIOR = 1.0
+SPARE = 0.005
+"""The part of all time that guesses may take, and as much again that drafts may lose."""
+RESERVE = 2.0
+"""How many passes' time of a single row drafts may lose before they have gained anything, or of what they have gained;
+and how many they may owe at most."""
+OUTLIER = 2.0
+"""A pass's time above so many times the expected one is not blamed on its drafts."""
+SURE = 0.99
+"""No draft is expected to be right more often."""
+PRIOR = 2.0
 """How many verified drafts of a sequence weigh as much as what is known of all sequences."""
+DOUBT = 8.0
+"""The same where the question is whether a sequence's drafts make up for the time of all others': the least of many
+chances would often be too low by mere bad luck."""
 FADE, FADE_ALL = 0.95, 0.95
 """What a verification still counts after the next one, of the same sequence and of any."""
 WAITING = 0.05
@@ -99,10 +111,23 @@ class Chance(NamedTuple):
     tried: float = 0.0
 
 
+class Plan(NamedTuple):
+    """For whom to propose drafts."""
+
+    counts: Mapping[Sequence, int]
+    """How many drafts each sequence verifies, of those that verify any."""
+    guessing: Seq[Sequence] = ()
+    """Others, for whom one draft is proposed and no pass computes it: it is compared with the token that is drawn
+    without it."""
+
+
 class Payoff:
     """Decides how many draft tokens to verify: as many as promise the most tokens per second of all sequences together.
     Each draft of a sequence is expected to be right as often as its last ones were; what is not known of it yet, is
-    taken from all."""
+    taken from all.
+
+    Promises may be wrong, because costs and chances are. So an account is kept of what drafts have gained or lost, by
+    passes' real times, and nothing is verified while they have lost more than they may."""
 
     def __init__(self, costs: Costs, *, waits: bool = False) -> None:
         """``waits``: the device waits when a proposer is asked, even if it has nothing to propose."""
@@ -110,85 +135,114 @@ class Payoff:
         self._waits = waits
         self._chances: dict[Sequence, Chance] = {}
         self._all = Chance(1.0, 2.0)
-        self._each = math.inf
-        """Seconds that proposing a draft token takes."""
-        self._first = FIRST
+        self._each = self._ask = math.inf
+        """Seconds that proposing a draft token takes, and that asking for one does."""
+        self._first: float = FIRST
         """How many drafts have still to be asked for, one at a time, before that is known."""
-        self._spare = self._price = 0.0
-        """Seconds that trials may still take, and that the next one is expected to take."""
+        self._account = RESERVE * costs(1, False)
+        """Seconds that drafts may still lose."""
+        self._guesses = self._wait = 0.0
+        """Seconds that guesses may take, and that the device waits for those of this step."""
+        self._right = 0
+        """How many of this step's drafts were right."""
         self._turn = 0
 
-    def plan(self, rows: int, most: Mapping[Sequence, int]) -> dict[Sequence, int]:
-        """How many drafts each sequence should verify, of those that want any, in a pass of ``rows`` rows besides.
-        ``most`` has every sequence that decodes, with the most drafts that it can verify."""
+    def plan(self, rows: int, most: Mapping[Sequence, int]) -> Plan:
+        """For a pass of ``rows`` rows besides drafts. ``most`` has every sequence that decodes, with the most drafts
+        that it can verify."""
+        self._right = 0
         able = [sequence for sequence, count in most.items() if count > 0]
         if not able:
-            return {}
+            return Plan({})
         if self._first > 0:
-            return {able[0]: 1}
-        plain = self._costs(rows, False)
+            return Plan({}, able[:1])
+        counts = self._counts(rows, most, able) if self._account >= 0 else {}
+        return Plan(counts, self._guessing([sequence for sequence in able if sequence not in counts], rows))
+
+    def _counts(self, rows: int, most: Mapping[Sequence, int], able: Seq[Sequence]) -> dict[Sequence, int]:
         chances = [self._chance(sequence) for sequence in able]
         if sum(chance / (1 - chance) for chance in chances) < (MARGIN - 1) * len(most):
-            return self._trial(rows, able, plain)
-        highest = max(most.values())
+            return {}
+        plain, highest = self._costs(rows, False), max(most.values())
         right = np.array(chances)
         gains = right[:, None] ** np.arange(1, highest + 1)
         gains *= np.arange(highest) < np.array([most[sequence] for sequence in able])[:, None]
-        order = np.argsort(-gains, axis=None, kind="stable")
-        tokens = len(most) + np.cumsum(gains.ravel()[order])
-        extra = np.arange(1, len(order) + 1)
-        seconds = np.maximum(self._costs.with_drafts(rows, len(order)), plain) + self._each * extra
-        # Whoever has no draft gets one token per pass, however long others' drafts make it.
-        everyone = np.cumsum(order % highest == 0) == len(most)
-        fair = seconds * SLOWEST <= plain * np.where(everyone, 1 + min(chances), 1)
-        speeds = np.where(fair, tokens / seconds, 0.0)
-        best = int(np.argmax(speeds))
-        chosen = order[: best + 1] if speeds[best] > MARGIN * len(most) / plain else order[:0]
-        counts = np.bincount(chosen // highest, minlength=len(able)) if len(chosen) else np.zeros(len(able), np.int64)
-        plan = {sequence: int(count) for sequence, count in zip(able, counts, strict=True) if count}
-        return plan or self._trial(rows, able, plain)
+        # Whoever has no draft gets one token per pass, however long others' drafts make it. So the drafts are added in
+        # two ways: by their chances alone, and each sequence's first before all others.
+        seconds = np.maximum(self._costs.with_drafts(rows, gains.size), plain)
+        seconds = seconds + self._each * np.arange(1, gains.size + 1)
+        least = 1 + min(self._chance(sequence, DOUBT) for sequence in able)
+        order, fastest = np.arange(0), MARGIN * len(most) / plain
+        first = np.where(np.arange(highest) == 0, 1.0, 0.0)
+        for keys in (gains, gains + first) if len(able) == len(most) else (gains,):
+            by_key = np.argsort(-keys, axis=None, kind="stable")
+            everyone = np.cumsum(by_key % highest == 0) == len(most)
+            fair = seconds * SLOWEST <= plain * np.where(everyone, least, 1)
+            speeds = np.where(fair, (len(most) + np.cumsum(gains.ravel()[by_key])) / seconds, 0.0)
+            best = int(np.argmax(speeds))
+            if speeds[best] > fastest:
+                order, fastest = by_key[: best + 1], speeds[best]
+        counts = np.bincount(order // highest, minlength=len(able)).tolist()
+        return {sequence: count for sequence, count in zip(able, counts, strict=True) if count}
 
-    def _trial(self, rows: int, able: Seq[Sequence], plain: float) -> dict[Sequence, int]:
-        """One draft of one sequence, if there is time to spare."""
-        price = self._costs(rows + 1, True) - plain + self._each
-        self._price = max(price, (WAITING if self._waits else TRIALS) * plain)
-        if self._price > self._spare:
-            return {}
-        self._turn += 1
-        return {able[self._turn % len(able)]: 1}
+    def _guessing(self, able: Seq[Sequence], rows: int) -> Seq[Sequence]:
+        """Some of the sequences, in turn: as many as there is time for."""
+        self._wait = WAITING * self._costs(rows, False) if self._waits else 0.0
+        count = min(len(able), int((self._guesses - self._wait) / max(self._ask, 1e-9)))
+        if count <= 0:
+            return ()
+        self._turn += count
+        return [able[(self._turn + i) % len(able)] for i in range(count)]
 
-    def proposed(self, asked: Mapping[Sequence, int], found: Mapping[Sequence, int], seconds: float) -> None:
-        """How many drafts were asked for and proposed, and how long that took."""
-        if found:
-            each = seconds / sum(found.values())
-            if self._first > 0:
-                self._each = min(each, self._each)
-            else:
-                self._each += (SOONER if each < self._each else RATE) * (each - self._each)
-            self._first -= 1
+    def proposed(self, plan: Plan, found: Mapping[Sequence, int], seconds: float) -> None:
+        """How many drafts were proposed, and how long that took."""
+        asked = [*plan.counts, *plan.guessing]
+        every = seconds / len(asked)
+        each = seconds / sum(found.values()) if found else None
+        if self._first > 0:
+            self._ask = min(every, self._ask)
+            self._each = self._each if each is None else min(each, self._each)
+            self._first -= VAIN if each is None else 1
+        else:
+            self._ask += RATE * (every - self._ask)
+            if each is not None:
+                rate = SOONER if each < self._each else RATE
+                self._each = each if math.isinf(self._each) else self._each + rate * (each - self._each)
+        if plan.counts:
+            self._account -= seconds
+        else:
+            self._guesses = max(0.0, self._guesses - seconds - self._wait)
         if self._waits:
-            for sequence in asked.keys() - found.keys():
-                self._count(sequence, 0, NOTHING)
-                self._spare = max(0.0, self._spare - self._price)
+            for sequence in asked:
+                if sequence not in found:
+                    self._count(sequence, 0, NOTHING)
 
     def verified(self, sequence: Sequence, proposed: int, right: int) -> None:
         """Of so many drafts, the first ``right`` were right."""
+        self._right += right
         self._count(sequence, right, min(right + 1, proposed))
+
+    def guessed(self, sequence: Sequence, right: bool) -> None:
+        """A guess was right or wrong."""
+        self._count(sequence, int(right), 1)
 
     def learn(self, rows: int, drafts: int, seconds: float) -> None:
         """A pass that did nothing but decode and verify has taken so long."""
-        plain = self._costs(rows - drafts, False)
+        decodes = rows - drafts
+        if drafts:
+            took = min(seconds, OUTLIER * self._costs(rows, True))
+            self._account += self._costs(decodes, False) * (1 + self._right / decodes) - took
         self._costs.learn(rows, drafts > 0, seconds)
-        self._spare = min(self._spare + TRIALS * seconds, max(plain, self._price))
-        if drafts == 1:
-            self._spare = max(0.0, self._spare - max(seconds - plain, TRIALS * plain))
+        most, spare = RESERVE * self._costs(1, False), SPARE * seconds
+        self._account = min(max(self._account + spare, -most), most)
+        self._guesses = min(self._guesses + spare, most)
 
     def end(self, sequence: Sequence) -> None:
         self._chances.pop(sequence, None)
 
-    def _chance(self, sequence: Sequence) -> float:
+    def _chance(self, sequence: Sequence, prior: float = PRIOR) -> float:
         right, tried = self._chances.get(sequence, Chance())
-        return (right + PRIOR * self._all.right / self._all.tried) / (tried + PRIOR)
+        return min(SURE, (right + prior * self._all.right / self._all.tried) / (tried + prior))
 
     def _count(self, sequence: Sequence, right: int, tried: float) -> None:
         own = self._chances.get(sequence, Chance())
@@ -217,5 +271,7 @@ def measure(
             found[rows] = min(found[rows], time.perf_counter() - began)
             truncate(place.slot, 0)
     pool.free(place.slot)
-    spared = max(0.0, found[1] - found.pop(0))
-    return {rows: seconds - spared for rows, seconds in found.items()}, found
+    replayed = found.pop(0)
+    spared = max(0.0, found[1] - replayed)
+    # Where something else has slowed the passes of one row, less is spared than that.
+    return {rows: min(seconds, max(seconds - spared, replayed)) for rows, seconds in found.items()}, found

@@ -12,22 +12,26 @@ from typing import Protocol
 
 from infer.contracts.protocols import Ask, CachePoolProtocol, ProposerProtocol
 from infer.contracts.schedule import PENDING, Sequence, Work
+from infer.engine.payoff import Plan
 from infer.engine.steering import Steering
 from infer.errors import PluginError
 
 log = logging.getLogger(__name__)
 
 Passes = list[Seq[Work]]
+Drafts = tuple[int, ...]
 
 
 class PayoffProtocol(Protocol):
     """What ``Speculation`` asks how many drafts to verify: see ``Payoff``."""
 
-    def plan(self, rows: int, most: Mapping[Sequence, int]) -> Mapping[Sequence, int]: ...
+    def plan(self, rows: int, most: Mapping[Sequence, int]) -> Plan: ...
 
-    def proposed(self, asked: Mapping[Sequence, int], found: Mapping[Sequence, int], seconds: float) -> None: ...
+    def proposed(self, plan: Plan, found: Mapping[Sequence, int], seconds: float) -> None: ...
 
     def verified(self, sequence: Sequence, proposed: int, right: int) -> None: ...
+
+    def guessed(self, sequence: Sequence, right: bool) -> None: ...
 
     def learn(self, rows: int, drafts: int, seconds: float) -> None: ...
 
@@ -62,6 +66,8 @@ class Speculation:
         self._most = most
         self._limit = max_tokens_per_step
         self._vocab_size = vocab_size
+        self._guesses: dict[Sequence, tuple[int, int]] = {}
+        """Tokens that were proposed and not verified, each with its index in the sequence."""
         self.hopes = False
         """Whether drafts are wanted for the next step, which the proposer can make only if it knows all tokens."""
 
@@ -70,6 +76,7 @@ class Speculation:
         self.hopes = False
         if self._proposer is None:
             return [*passes]
+        self._compare()
         passes, taken = [*passes], sum(work.length for works in passes for work in works)
         for i, works in enumerate(passes):
             most = {
@@ -80,10 +87,13 @@ class Speculation:
             if not most:
                 continue
             plan = self._payoff.plan(sum(work.length for work in works), most)
-            self.hopes = self.hopes or bool(plan)
-            asked = {sequence: count for sequence, count in plan.items() if not sequence.pending}
+            self.hopes = self.hopes or bool(plan.counts or plan.guessing)
+            known = Plan(
+                {sequence: count for sequence, count in plan.counts.items() if not sequence.pending},
+                [sequence for sequence in plan.guessing if not sequence.pending],
+            )
             left = None if self._limit is None else self._limit - taken
-            drafts = self._drafts(asked, steering, left) if asked else {}
+            drafts = self._drafts(known, steering, left) if known.counts or known.guessing else {}
             if drafts:
                 passes[i] = [
                     work if (found := drafts.get(work.sequence)) is None else _verifying(work, found) for work in works
@@ -91,14 +101,27 @@ class Speculation:
                 taken += sum(map(len, drafts.values()))
         return passes
 
-    def _drafts(
-        self, asked: Mapping[Sequence, int], steering: Mapping[Sequence, Steering], left: int | None
-    ) -> dict[Sequence, tuple[int, ...]]:
-        """The drafts for which there is room, ``left`` tokens in all."""
+    def _compare(self) -> None:
+        """Compare the guesses with the tokens that are known by now."""
+        for sequence, (at, token) in [*self._guesses.items()]:
+            if at < len(sequence.tokens) - sequence.pending:
+                del self._guesses[sequence]
+                self._payoff.guessed(sequence, sequence.tokens[at] == token)
+
+    def _drafts(self, plan: Plan, steering: Mapping[Sequence, Steering], left: int | None) -> dict[Sequence, Drafts]:
+        """The drafts to verify for which there is room, ``left`` tokens in all. The guesses are kept."""
         began = time.perf_counter()
-        proposals = self._propose([Ask(sequence.request, sequence.tokens, count) for sequence, count in asked.items()])
-        found: dict[Sequence, tuple[int, ...]] = {}
-        for sequence, drafts in zip(asked, proposals, strict=False):
+        asks = {**plan.counts, **dict.fromkeys(plan.guessing, 1)}
+        proposals = self._propose([Ask(sequence.request, sequence.tokens, count) for sequence, count in asks.items()])
+        proposed = dict(zip(asks, proposals, strict=False))
+        found: dict[Sequence, Drafts] = {}
+        counts: dict[Sequence, int] = {}
+        for sequence, drafts in proposed.items():
+            if sequence not in plan.counts:
+                if drafts:
+                    counts[sequence] = 1
+                    self._guesses[sequence] = len(sequence.tokens), drafts[0]
+                continue
             if left is not None:
                 drafts = drafts[:left]
             if drafts and (how := steering.get(sequence)):
@@ -106,12 +129,12 @@ class Speculation:
             assert sequence.slot is not None, "who decodes has a slot"
             if drafts and self._pool.grow(sequence.slot, len(sequence.tokens) + len(drafts)):
                 found[sequence] = drafts
+                counts[sequence] = len(drafts)
                 left = None if left is None else left - len(drafts)
-        counts = {sequence: len(drafts) for sequence, drafts in found.items()}
-        self._payoff.proposed(asked, counts, time.perf_counter() - began)
+        self._payoff.proposed(plan, counts, time.perf_counter() - began)
         return found
 
-    def _propose(self, asks: Seq[Ask]) -> list[tuple[int, ...]]:
+    def _propose(self, asks: Seq[Ask]) -> list[Drafts]:
         assert self._proposer is not None
         try:
             return self._checked(asks, self._proposer.propose(asks))
@@ -120,7 +143,7 @@ class Speculation:
             self._proposer = None
             return []
 
-    def _checked(self, asks: Seq[Ask], proposals: Seq[Seq[int]]) -> list[tuple[int, ...]]:
+    def _checked(self, asks: Seq[Ask], proposals: Seq[Seq[int]]) -> list[Drafts]:
         """The proposals, cut at the first token that the model does not have. Raises PluginError."""
         if len(proposals) != len(asks):
             raise PluginError(f"{self._whose} was asked for {len(asks)} sequences and proposed for {len(proposals)}.")
@@ -165,6 +188,7 @@ class Speculation:
     def end(self, sequence: Sequence) -> None:
         """The sequence has ended."""
         self._payoff.end(sequence)
+        self._guesses.pop(sequence, None)
         if self._proposer is not None:
             try:
                 self._proposer.end(sequence.id)
@@ -173,6 +197,6 @@ class Speculation:
                 self._proposer = None
 
 
-def _verifying(work: Work, drafts: tuple[int, ...]) -> Work:
+def _verifying(work: Work, drafts: Drafts) -> Work:
     count = len(drafts)
     return work._replace(length=work.length + count, draws=work.draws + count, drafts=drafts)
