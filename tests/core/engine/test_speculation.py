@@ -29,7 +29,6 @@ from tokenizers import Tokenizer, decoders, models
 from infer.contracts.params import SamplingParams, StructuredOutputs
 from infer.contracts.request import Event, Request
 from infer.engine.answer import NOT_FINITE
-from infer.engine.engine import Abort
 from infer.engine.payoff import Plan
 from infer.protocols import Ask, KVDtype, ModelProtocol, Pass
 from infer.text.grammar import Grammar, Grammars
@@ -207,8 +206,7 @@ def test_the_guess_of_an_aborted_sequence_is_dropped() -> None:
     speculation = stepper.engine._speculation
     assert speculation is not None
     assert len(speculation._guesses) == 1
-    stepper.engine.submit(Abort("a"))
-    stepper.run()
+    stepper.engine.fail_all("abort", None)
     assert not speculation._guesses
 
 
