@@ -15,7 +15,6 @@ from tests.support import CPU, DTYPES, POOLS, VOCAB, Recorder, letters, random_p
 from infer.contracts.params import SamplingParams
 from infer.contracts.request import Request
 from infer.engine import draft, ngram
-from infer.engine import payoff as payoffs
 from infer.engine.draft import DraftProposer, DraftSettings
 from infer.engine.graphs import DecodeGraphs
 from infer.engine.ngram import NgramProposer, NgramSettings
@@ -351,6 +350,6 @@ def test_costs_are_positive_though_passes_of_one_row_were_slowed(monkeypatch: py
 
         def results(self) -> None: ...
 
-    monkeypatch.setattr(payoffs.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr("infer.engine.payoff.time.perf_counter", lambda: now[0])
     runner: Any = Slowed()
     assert measure(runner, pool, pool.truncate, 4) == ({1: 5.0, 2: 5.0, 4: 5.0}, {1: 60.0, 2: 12.0, 4: 14.0})
