@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 
@@ -197,6 +198,74 @@ def test_a_prefix_is_found_only_where_the_window_is_complete() -> None:
     assert [node.blocks[1] is not None for node in nodes(pages)] == [True] * 7
     assert prefill(pages, 4, tokens) == 0
     assert pages.allocate(5, tokens) == 28
+
+
+@pytest.mark.usefixtures("no_rollback")
+def test_a_prefix_is_not_found_behind_a_gap_in_a_window() -> None:
+    """Of ten blocks, the window's group has the first two and the last two: neither is enough before the ninth."""
+    pages = Pages(30, 4, groups=[Group.make(2, 8, 4, 8), Group()])
+    tokens = list(range(40))
+    prefill(pages, 0, tokens)
+    pages.free(0)
+    assert pages.allocate(1, [*tokens[:8], 99]) == 8, "which makes the first two blocks the last ones to be evicted"
+    pages.free(1)
+    assert pages.allocate(2, [98] * 16) == 0
+    pages.free(2)
+    kept = [node.blocks[0] is not None for node in nodes(pages)]
+    assert kept == [True] * 2 + [False] * 6 + [True] * 2
+    assert pages.allocate(3, [*tokens, 99]) == 40
+    pages.free(3)
+    assert pages.allocate(4, tokens) == 8
+
+
+def test_a_span_has_room_for_a_chunk_that_begins_anywhere() -> None:
+    for window, size, chunk in itertools.product((1, 2, 5, 8), (1, 3, 4, 16), (1, 2, 4, 7)):
+        positions = window - 1 + ROLLBACK + chunk
+        blocks = [{p // size for p in range(begin, begin + positions)} for begin in range(size)]
+        assert Group.make(1, window, size, chunk).span == max(map(len, blocks))
+
+
+@pytest.mark.usefixtures("no_rollback")
+def test_the_blocks_that_a_prompt_counts_on_getting_back_are_not_shared() -> None:
+    """A prompt of ten blocks has five in the window's group at a time. The last ones take the place of the first, so
+    nobody else may use those meanwhile."""
+    groups = [Group.make(2, 8, 4, 8), Group()]
+    pages = Pages(cost(groups, 10) + 5, 4, groups=groups)
+    tokens = list(range(40))
+    assert pages.allocate(0, tokens) == 0
+    pages.commit(0, tokens, 8)
+    assert pages.slide(0, 8)
+    assert pages.allocate(1, [*tokens[:8], 99]) is None, "without a prefix, it takes nine pages"
+    for length in (16, 24, 32, 40):
+        assert pages.slide(0, length)
+    pages.commit(0, tokens, 40)
+    assert pages.allocate(1, [*tokens, 99]) == 40
+
+
+@pytest.mark.usefixtures("no_rollback")
+def test_a_prompt_that_does_not_fit_with_its_prefix_does_without() -> None:
+    """With the prefix, the window's group needs the two blocks before the first chunk besides the chunk's own."""
+    groups = [Group.make(2, 8, 4, 8), Group()]
+    pages = Pages(cost(groups, 10), 4, groups=groups)
+    common = list(range(8))
+    for found in (0, 8):
+        assert prefill(pages, 0, [*common, 99]) == found
+        pages.free(0)
+    assert prefill(pages, 0, [*common, *range(100, 132)]) == 0
+
+
+@pytest.mark.usefixtures("no_rollback")
+def test_nodes_that_are_left_without_a_page_go_with_their_owner() -> None:
+    """Where all layers have windows, others may take every page of the nodes that an owner has left behind."""
+    pages = Pages(16, 2, groups=[Group.make(1, 4, 2, 4)])
+    prefill(pages, 0, list(range(20)))
+    for length in range(21, 40):
+        assert pages.grow(0, length, length - 1)
+    for owner in range(1, 1 + pages.num_available):
+        assert pages.allocate(owner, [99]) == 0
+    assert not any(any(node.blocks) for node in nodes(pages))
+    pages.free(0)
+    assert not list(nodes(pages))
 
 
 def test_how_many_blocks_fit() -> None:

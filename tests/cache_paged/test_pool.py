@@ -345,7 +345,8 @@ def test_a_model_with_windows_is_served_in_a_pool_that_only_chunks_fit(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The check at the start computes no longer chunks either."""
-    folder = write_checkpoint(tmp_path, "gemma3", window=9, max_position_embeddings=1200)
+    kinds = [*["sliding_attention"] * 3, "full_attention"]
+    folder = write_checkpoint(tmp_path, "gemma3", window=9, layer_types=kinds, max_position_embeddings=1200)
     prompt, params = [5 + i % 40 for i in range(700)], SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
     answers = []
     for backend, keys in (("slotted", {}), ("paged", {"paged": {"num_blocks": 42}})):
@@ -354,7 +355,7 @@ def test_a_model_with_windows_is_served_in_a_pool_that_only_chunks_fit(
             assert llm.served.exact
             answers.append([answer.token_ids for answer in llm.generate([prompt] * 2, params)])
     assert answers[0] == answers[1]
-    assert "a sequence of 1200 positions takes 83 pages instead of 150" in caplog.text
+    assert "a sequence of 1200 positions takes 99 pages instead of 300" in caplog.text
 
 
 def test_a_slot_that_cannot_grow_forgets_what_is_behind_its_window() -> None:
