@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from tests import examples
 
 # Tiny tensors gain nothing from a second thread, and its spinning costs whatever runs beside.
 torch.set_num_threads(1)
@@ -15,6 +16,10 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     if not pluginmanager.hasplugin("asyncio"):
         for name in ("asyncio_mode", "asyncio_default_fixture_loop_scope"):
             parser.addini(name, "of pytest-asyncio, which is not installed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    examples.fast = config.option.markexpr == "not slow"
 
 
 if not torch.cuda.is_available():

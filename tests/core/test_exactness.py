@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests import support
+from tests.examples import examples
 from tests.support import (
     CPU,
     DTYPES,
@@ -224,7 +225,7 @@ arrivals = st.lists(
 pools = st.just(None) | st.tuples(st.sampled_from([1, 7, 16, 128, 400]), st.integers(0, 200))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120, 30), deadline=None)
 @given(
     st.sampled_from(FAMILIES + QUANTISED),
     st.sampled_from(DTYPES),

@@ -12,6 +12,7 @@ from importlib.metadata import Distribution, EntryPoint, entry_points
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from infer import plugins
 from infer.commands import cli
@@ -238,7 +239,7 @@ def beside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broken]:
 
 
 @given(malformed())
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(100, 30), deadline=None, suppress_health_check=list(HealthCheck))
 def test_malformed_plugins_take_nobody_down(
     beside: Broken, capsys: pytest.CaptureFixture[str], plugin: tuple[str, str]
 ) -> None:

@@ -9,6 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.attention import Scene, spec
+from tests.examples import examples
 from torch import Tensor
 
 from infer.protocols import AttentionSpec, KVDtype
@@ -17,7 +18,6 @@ from infer_kernels_triton.provider import TritonKernels
 MIXED = [(0, 1), (130, 1), (300, 1), (0, 5), (7, 3), (127, 2), (60, 70), (0, 140), (255, 130), (31, 1)]
 DECODES = [(0, 1), (63, 1), (64, 1), (200, 1), (511, 1)]
 SINKS = (0.5, -1e4, 3.0, 1e4)
-EDGES = [1, 31, 32, 33, 63, 64, 65]
 ALONE = 0
 """Of programs: sequences are not split."""
 
@@ -58,7 +58,9 @@ def attend(
 @pytest.mark.parametrize(
     "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=["fp32", "bf16"]
 )
-@pytest.mark.parametrize("window", [None, 1, 9, *EDGES[3:]])
+@pytest.mark.parametrize(
+    "window", [None, 9, 64, *(pytest.param(window, marks=pytest.mark.slow) for window in (1, 33, 63, 65))]
+)
 @pytest.mark.parametrize("extends", [MIXED, DECODES], ids=["mixed", "decodes"])
 def test_windows(extends: list[tuple[int, int]], window: int | None, dtype: torch.dtype, device: str) -> None:
     attend(extends, spec(window=window), 16, dtype, device)
@@ -69,7 +71,7 @@ def test_windows(extends: list[tuple[int, int]], window: int | None, dtype: torc
     [torch.bfloat16, *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float32, torch.float16))],
     ids=["bf16", "fp32", "fp16"],
 )
-@pytest.mark.parametrize("block_size", [1, 16, 500])
+@pytest.mark.parametrize("block_size", [1, 16, pytest.param(500, marks=pytest.mark.slow)])
 def test_blocks_and_soft_cap_and_sinks(block_size: int, dtype: torch.dtype, device: str) -> None:
     attend(MIXED, spec(cap=0.7, sinks=SINKS if block_size == 16 else ()), block_size, dtype, device)
 
@@ -101,7 +103,9 @@ def test_small_weights_do_not_vanish_with_int8_in_float16(device: str) -> None:
     torch.testing.assert_close(scene.attend().cpu().double(), expected, rtol=2e-2, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=["fp32", "bf16"]
+)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "size"),
     [(1, 1, 64), (6, 2, 20), (8, 1, 96), (4, 4, 128), (3, 1, 256), (32, 2, 16), (70, 1, 16)],
@@ -116,7 +120,7 @@ def test_large_scores(device: str) -> None:
     close(scene.attend(), scene.attend64())
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(15, 5), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.data(),
     st.sampled_from([torch.float32, torch.bfloat16]),

@@ -7,6 +7,7 @@ as data in the TOML files beside this module. Compiled sources are out of scope:
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import queue
 import shutil
@@ -49,7 +50,7 @@ class Mutant:
         if (count := source.count(self.old)) != 1:
             raise ValueError(f"{self.file} holds the old text {count} times, not once")
         changed = source.replace(self.old, self.new)
-        if ast.dump(ast.parse(changed)) == ast.dump(ast.parse(source)):
+        if ast.dump(ast.parse(changed)) == _tree(source):
             raise ValueError(f"the change to {self.file} changes nothing")
         return changed
 
@@ -69,12 +70,22 @@ def read(folder: Path = Path(__file__).parent) -> list[Mutant]:
     return list(found.values())
 
 
+@functools.cache
+def _tree(source: str) -> str:
+    return ast.dump(ast.parse(source))
+
+
+@functools.cache
+def _body(file: Path) -> Sequence[ast.stmt]:
+    return ast.parse(file.read_text(encoding="utf-8")).body
+
+
 def lacking(test: str) -> str | None:
     """Why there is no such test, so far as its file tells without being imported."""
     name, *parts = test.partition("[")[0].split("::")
     if not (ROOT / name).is_file():
         return f"{name} is no file"
-    body: Sequence[ast.stmt] = ast.parse((ROOT / name).read_text(encoding="utf-8")).body
+    body = _body(ROOT / name)
     for part in parts:
         for node in body:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name == part:

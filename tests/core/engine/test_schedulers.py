@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from infer.contracts.params import SamplingParams
 from infer.contracts.request import Request
@@ -470,7 +471,7 @@ arrival = st.tuples(
 )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500, 150), deadline=None)
 @given(
     st.sampled_from([ContinuousScheduler, ContinuousScheduler, StaticScheduler, ShortestFirst, FairShares]),
     limits,

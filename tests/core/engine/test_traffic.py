@@ -17,6 +17,7 @@ import hypothesis.strategies as st
 import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.examples import examples
 from tests.support import Always
 
 from infer.contracts.params import SamplingParams
@@ -269,7 +270,7 @@ class Traffic(RuleBasedStateMachine):
             pages = self.pool.books.pages
             tables = [table for holding in pages.holdings.values() for table in holding.tables]
             owned = {page for table in tables for block in table for page in block or ()}
-            cached = [page for node, k in pages.cached for page in node.blocks[k] or ()]
+            cached = [page for k, found in enumerate(pages.cached) for node in found for page in node.blocks[k] or ()]
             assert sorted([*pages.free_list, *owned, *cached]) == list(range(pages.num_pages))
 
     def teardown(self) -> None:
@@ -295,7 +296,7 @@ class Traffic(RuleBasedStateMachine):
 
 
 TestTraffic = Traffic.TestCase
-TestTraffic.settings = settings(max_examples=600, stateful_step_count=25, deadline=None)
+TestTraffic.settings = settings(max_examples=examples(600, 150), stateful_step_count=25, deadline=None)
 
 
 def rows_by_lag(common: int, new: int) -> list[int]:

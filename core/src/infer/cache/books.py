@@ -12,6 +12,7 @@ import numpy as np
 from infer.contracts.protocols import Allocation
 
 Ints = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
+Bools = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 Slots = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 Table_co = TypeVar("Table_co", covariant=True)
 
@@ -113,19 +114,26 @@ class BlockBooks(ABC):
         slots_B, ends_B = np.asarray(slots), starts_B + lens_B
         if len(set(slots_B.tolist())) < len(slots_B):
             raise ValueError(f"slots {slots_B.tolist()} repeat; a step extends a slot once")
-        for b in (ends_B > self._room_S[slots_B]).nonzero()[0]:
-            self.reach(int(slots_B[b]), int(ends_B[b]))
-        lengths_B, room_B = self._lengths_S[slots_B], self._room_S[slots_B]
-        # A slot that is not allocated has the length -1, and room for -1 positions.
-        wrong_B = (starts_B != lengths_B) | (ends_B > room_B) | (lens_B < 1)
-        if wrong_B.any():
-            b = int(wrong_B.argmax())
-            slot, start, room = int(slots_B[b]), int(starts_B[b]), int(room_B[b])
-            if start != lengths_B[b] or start < 0:
-                raise ValueError(f"slot {slot} holds {self.length(slot)} positions; a chunk cannot start at {start}")
-            raise ValueError(f"slot {slot} has room for {room} positions, not for {start}+{int(lens_B[b])}")
+        if self._wrong(slots_B, starts_B, ends_B).any():
+            for b in (ends_B > self._room_S[slots_B]).nonzero()[0]:
+                self.reach(int(slots_B[b]), int(ends_B[b]))
+            if (wrong_B := self._wrong(slots_B, starts_B, ends_B)).any():
+                b = int(wrong_B.argmax())
+                slot, start, room = int(slots_B[b]), int(starts_B[b]), int(self._room_S[slots_B[b]])
+                if start != self._lengths_S[slot] or start < 0:
+                    raise ValueError(
+                        f"slot {slot} holds {self.length(slot)} positions; a chunk cannot start at {start}"
+                    )
+                raise ValueError(f"slot {slot} has room for {room} positions, not for {start}+{int(lens_B[b])}")
         self._lengths_S[slots_B] = ends_B
         return int(ends_B.max())
+
+    def _wrong(self, slots_B: Slots, starts_B: Ints, ends_B: Ints) -> Bools:
+        """Which slots cannot be extended so. One that is not allocated has the length -1, and room for -1 positions."""
+        wrong_B: Bools = (
+            (starts_B != self._lengths_S[slots_B]) | (ends_B > self._room_S[slots_B]) | (ends_B <= starts_B)
+        )
+        return wrong_B
 
     def advance(self, slots_B: Slots) -> tuple[Ints, int]:
         starts_B = self._lengths_S[slots_B]

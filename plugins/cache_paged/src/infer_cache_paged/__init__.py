@@ -19,7 +19,7 @@ from infer.cache.books import Ints
 from infer.errors import SettingsError
 from infer.hookspecs import CacheRegistration, Registration
 from infer.protocols import Allocation, CacheContext, CacheFactory
-from infer_cache_paged.pages import ENDLESS, Group, Pages, cost, fitting
+from infer_cache_paged.pages import ENDLESS, Group, Pages, cost, fitting, numbers
 
 INFER_PLUGIN_API = 1
 log = logging.getLogger(__name__)
@@ -55,6 +55,8 @@ class PagedBooks(BlockBooks):
     def __init__(self, num_slots: int, max_seq_len: int, pages: Pages) -> None:
         super().__init__(num_slots, max_seq_len, pages.block_size, sum(group.pages for group in pages.groups))
         self.pages = pages
+        self._entries = self._tables_USP.data
+        """The tables, for one entry at a time."""
         self.shares = pages.share
         self._longest = -(-max_seq_len // pages.block_size)
         self._most = cost(pages.groups, self._longest)
@@ -127,16 +129,19 @@ class PagedBooks(BlockBooks):
         """Copy the slot's blocks from index ``begin`` on into the tables. What is behind a window is in the page of
         zeros, which comes after all others."""
         holding, row, room = self.pages.holdings[slot], 0, ENDLESS
-        for group, table, first in zip(self.pages.groups, holding.tables, holding.firsts, strict=True):
-            rows, end = self._tables_USP[row : row + group.pages, slot], len(table)
-            if (start := max(begin, first)) > begin:
-                rows[:, begin:first] = self.pages.num_pages
-            if end - start < 4:  # as nearly always; numpy takes longer to make an array
+        for k, table in enumerate(holding.tables):
+            start, end, last = begin, len(table), row + self.pages.groups[k].pages
+            if (first := holding.firsts[k]) > begin:
+                self._tables_USP[row:last, slot, begin:first] = self.pages.num_pages
+                start = first
+            if (end - start) * (last - row) < 8:  # as nearly always; numpy takes longer to make an array
                 for i in range(start, end):
-                    rows[:, i] = table[i] or ()
+                    for u, page in enumerate(table[i] or (), row):
+                        self._entries[u, slot, i] = page
             else:
-                rows[:, start:end] = np.array(table[start:], dtype=np.int32).T
-            row, room = row + group.pages, min(room, end)
+                new = np.fromiter(numbers(table[start:]), np.int32)
+                self._tables_USP[row:last, slot, start:end] = new.reshape(end - start, -1).T
+            row, room = last, min(room, end)
         self._room_S[slot] = room * self.block_size
 
 

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 Block = tuple[int, ...]
 """The pages of one block in one group."""
@@ -75,6 +76,11 @@ def fitting(groups: Sequence[Group], pages: int) -> int:
     return blocks
 
 
+def numbers(blocks: Iterable[Block | None]) -> Iterator[int]:
+    """The blocks' pages, end to end."""
+    return chain.from_iterable(filter(None, blocks))
+
+
 @dataclass(eq=False, slots=True)
 class Node:
     """A block that may be shared. A sequence on whose way it lies has it in ``Holding.nodes``, with its ancestors."""
@@ -124,18 +130,22 @@ class Pages:
         self.windowed = [k for k, group in enumerate(groups) if group.window is not None]
         self.root = self._node(None, None)
         self.free_list = list(reversed(range(num_pages)))
-        self.cached: OrderedDict[tuple[Node, int], None] = OrderedDict()
-        """(node, group) of the blocks in the trie that nobody uses, least recently used first. In a group without a
-        window, a node always comes after its descendants, and after what other groups have of it and of them: ``free``
-        enters them in this order, and whoever uses a block owns the node's ancestors. So whatever is evicted there is a
-        leaf that no group has pages of."""
+        self.cached: list[OrderedDict[Node, int]] = [OrderedDict() for _ in groups]
+        """Per group, the nodes whose blocks nobody uses, least recently used first, with the time on ``clock``. Of
+        several groups, the one whose first node has the earliest time is evicted from; at equal times, one with a
+        window. In a group without a window, a node always comes after its descendants, and after what other groups have
+        of it and of them: ``free`` enters them in this order, and whoever uses a block owns the node's ancestors. So
+        whatever is evicted there is a leaf that no group has pages of."""
+        self.clock = 0
         self.holdings: dict[int, Holding] = {}
-        self._num_cached = 0
 
     @property
     def num_available(self) -> int:
         """How many pages can be handed out."""
-        return len(self.free_list) + self._num_cached
+        available = len(self.free_list)
+        for k, cached in enumerate(self.cached):
+            available += self.groups[k].pages * len(cached)
+        return available
 
     def allocate(self, owner: int, token_ids: Sequence[int], *, reuse: bool = True, salt: str = "") -> int | None:
         """Give the owner blocks for all the tokens, the leading ones from the trie as far as it has them; in a group
@@ -147,27 +157,29 @@ class Pages:
         if self.windowed and chains[0]:
             chains.append([])  # A long prompt needs more pages at a time with a prefix than without.
         for found in chains:
-            depth = len(found)
-            firsts = [depth - min(depth, group.tail) for group in self.groups]
-            lasts = [min(room, depth + group.span) for group in self.groups]
-            needed = 0
+            depth, needed = len(found), 0
+            firsts, lasts = [], []
             for k, group in enumerate(self.groups):
-                unused = sum(node.users[k] == 0 for node in found[firsts[k] :])
-                needed += group.pages * (lasts[k] - depth + unused)
+                firsts.append(first := max(0, depth - group.tail))
+                lasts.append(last := min(room, depth + group.span))
+                unused = [node.users[k] for node in found[first:]].count(0)
+                needed += group.pages * (last - depth + unused)
             if needed <= self.num_available:
                 break
         else:
             return None
         for node in found:
             node.owners += 1
-        tables: list[list[Block | None]] = [[None] * first for first in firsts]
+        tables: list[list[Block | None]] = []
+        holding = Holding(tables, firsts, [depth] * len(firsts), found, room, salt)
         for k, first in enumerate(firsts):
-            for node in found[first:]:
-                self._use(node, k)
-                tables[k].append(node.blocks[k])
-        holding = self.holdings[owner] = Holding(tables, firsts, [depth] * len(tables), found, room, salt)
-        for k, last in enumerate(lasts):
+            self._use(found[first:], k)
+            table: list[Block | None] = [None] * first
+            table += [node.blocks[k] for node in found[first:]]
+            tables.append(table)
+        for k, last in enumerate(lasts):  # once all that was found is used, so that none of it is evicted
             self._extend(holding, k, last)
+        self.holdings[owner] = holding
         return depth * self.block_size
 
     def grow(self, owner: int, num_tokens: int, length: int = 0) -> bool:
@@ -175,16 +187,13 @@ class Pages:
         there are too few pages; only blocks behind its windows may then be gone. A table that lacks blocks keeps those
         behind the window, too: they are to pay for the others."""
         holding, room = self.holdings[owner], self._blocks(num_tokens)
-        if room <= holding.room:
+        more = room - holding.room
+        if more <= 0:
             return True
-        whole, each = [], 0
-        for k, table in enumerate(holding.tables):
-            if len(table) == holding.room:
-                whole.append(k)
-                each += self.groups[k].pages
+        whole = [k for k, table in enumerate(holding.tables) if len(table) == holding.room]
         if self.windowed:
             self._let_go(holding, length, whole)
-        if each * (room - holding.room) > self.num_available:
+        if more * sum([self.groups[k].pages for k in whole]) > self.num_available:
             return False
         holding.room = room
         for k in whole:
@@ -195,16 +204,16 @@ class Pages:
         """Let go of the blocks behind the windows of an owner that has computed ``length`` tokens, and take those that
         its next chunk needs, which may reach up to ``end`` if that is further than usual. Return False if there are too
         few pages, which cannot be the case for a usual chunk."""
-        holding, needed = self.holdings[owner], 0
+        holding, last, needed = self.holdings[owner], self._blocks(end), 0
         self._let_go(holding, length, self.windowed)
         for k in self.windowed:
-            last = holding.firsts[k] + self.groups[k].span
-            self._extend(holding, k, last)
-            needed += self.groups[k].pages * max(0, self._blocks(end) - len(holding.tables[k]))
+            self._extend(holding, k, holding.firsts[k] + self.groups[k].span)
+            needed += self.groups[k].pages * max(0, last - len(holding.tables[k]))
         if needed > self.num_available:
             return False
-        for k in self.windowed:
-            self._extend(holding, k, self._blocks(end))
+        if needed:
+            for k in self.windowed:
+                self._extend(holding, k, last)
         return True
 
     def commit(self, owner: int, token_ids: Sequence[int], num_computed: int) -> bool:
@@ -229,13 +238,13 @@ class Pages:
             if len(table) < holding.room:
                 continue
             for i in range(max(holding.shared[k], holding.firsts[k]), len(nodes)):
-                own = table[i]
+                node, own = nodes[i], table[i]
                 assert own is not None
-                if (block := nodes[i].blocks[k]) is None:
-                    nodes[i].blocks[k] = own
-                    nodes[i].users[k] = 1
+                if (block := node.blocks[k]) is None:
+                    node.blocks[k] = own
+                    node.users[k] = 1
                 else:
-                    self._use(nodes[i], k)
+                    self._use([node], k)
                     self.free_list.extend(own)
                     table[i] = block
                     swapped = True
@@ -245,13 +254,11 @@ class Pages:
     def free(self, owner: int) -> None:
         """Take all blocks back. Those in the trie stay there until their pages are needed."""
         holding = self.holdings.pop(owner)
-        for i in reversed(range(holding.room)):
-            for k, table in enumerate(holding.tables):
-                if holding.firsts[k] <= i < len(table):
-                    self._put_back(holding, k, i)
-            if i < len(holding.nodes):
-                holding.nodes[i].owners -= 1
-                self._prune(holding.nodes[i])
+        self._put_back(holding, [len(table) for table in holding.tables], -1)
+        for node in reversed(holding.nodes):
+            node.owners -= 1
+            if not node.owners and not node.children:
+                self._prune(node)
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -271,68 +278,97 @@ class Pages:
             node = child
         if not self.windowed:
             return found
-        usable, runs = 0, [0] * len(self.groups)
-        for depth, node in enumerate(found, 1):
-            runs = [0 if block is None else run + 1 for run, block in zip(runs, node.blocks, strict=True)]
-            if all(run >= min(depth, group.tail) for run, group in zip(runs, self.groups, strict=True)):
-                usable = depth
-        return found[:usable]
+        depth, moved = len(found), True
+        begins = [depth] * len(self.groups)  # per group: it has the blocks from there up to ``depth``
+        while moved:
+            moved = False
+            for k in self.windowed:
+                begin, tail = min(begins[k], depth), self.groups[k].tail
+                while begin > max(0, depth - tail):
+                    begin -= 1
+                    if found[begin].blocks[k] is None:
+                        depth, moved = begin, True
+                begins[k] = begin
+        return found[:depth]
 
     def _extend(self, holding: Holding, k: int, last: int) -> None:
-        """Take the blocks before index ``last`` that a table lacks."""
-        table = holding.tables[k]
-        table += [self._take(k) for _ in range(len(table), min(holding.room, last))]
+        """Take the blocks before index ``last`` that a table lacks: free pages or, if there are too few, those of the
+        least recently used cached blocks."""
+        table, pages, free = holding.tables[k], self.groups[k].pages, self.free_list
+        count = pages * (min(holding.room, last) - len(table))
+        if count <= 0:
+            return
+        while len(free) < count:
+            self._evict()
+        if count == 1:
+            table.append((free.pop(),))
+            return
+        taken = reversed(free[-count:])
+        del free[-count:]
+        table.extend(zip(*[taken] * pages, strict=True))
 
     def _let_go(self, holding: Holding, length: int, groups: Iterable[int]) -> None:
         """Put the groups' blocks back that no position from ``length`` - ROLLBACK on reads."""
+        firsts = list(holding.firsts)
         for k in groups:
-            first = self.groups[k].first(length, self.block_size)
-            for i in range(holding.firsts[k], first):
-                self._put_back(holding, k, i)
-                holding.tables[k][i] = None
-            holding.firsts[k] = max(holding.firsts[k], first)
-
-    def _put_back(self, holding: Holding, k: int, i: int) -> None:
-        """Free the i-th block of a table, or leave it to the trie."""
-        block, node = holding.tables[k][i], holding.nodes[i] if i < len(holding.nodes) else None
-        assert block is not None
-        if node is not None and i < holding.shared[k]:
-            node.users[k] -= 1
-        elif node is not None and node.blocks[k] is None:
-            node.blocks[k] = block
-        else:
-            self.free_list.extend(block)
+            firsts[k] = max(firsts[k], self.groups[k].first(length, self.block_size))
+        if firsts == holding.firsts:
             return
-        if not node.users[k]:
-            self.cached[node, k] = None
-            self._num_cached += len(block)
+        self._put_back(holding, firsts, 1)
+        for table, begin, end in zip(holding.tables, holding.firsts, firsts, strict=True):
+            table[begin:end] = [None] * (end - begin)
+        holding.firsts = firsts
 
-    def _use(self, node: Node, k: int) -> None:
-        if node.users[k] == 0:
-            del self.cached[node, k]
-            self._num_cached -= self.groups[k].pages
-        node.users[k] += 1
+    def _put_back(self, holding: Holding, ends: Sequence[int], step: int) -> None:
+        """Free each group's blocks before index ``ends[k]``, or leave them to the trie: the first ones first if
+        ``step`` is 1, the last ones first if it is -1."""
+        nodes, count = holding.nodes, len(holding.nodes)
+        self.clock += 2 * count
+        time = self.clock - count
+        for k, (table, begin, end) in enumerate(zip(holding.tables, holding.firsts, ends, strict=True)):
+            if end > count:
+                self.free_list.extend(numbers(table[max(begin, count) : end]))
+                end = count
+            cached, shared = self.cached[k], holding.shared[k]
+            for i in range(begin, end)[::step]:
+                node = nodes[i]
+                if i < shared:
+                    users = node.users
+                    users[k] -= 1
+                    if users[k]:
+                        continue
+                elif node.blocks[k] is None:
+                    node.blocks[k] = table[i]
+                else:
+                    self.free_list.extend(table[i] or ())
+                    continue
+                cached[node] = time + step * i
 
-    def _take(self, k: int) -> Block:
-        """Pages for a block: free ones or, if there are too few, those of the least recently used cached blocks."""
-        count = self.groups[k].pages
-        if count == 1 and self.free_list:
-            return (self.free_list.pop(),)
-        while len(self.free_list) < count:
-            (node, other), _ = self.cached.popitem(last=False)
-            block, node.blocks[other] = node.blocks[other], None
-            assert block is not None
-            self._num_cached -= len(block)
-            self.free_list.extend(block)
-            if self.groups[other].window is None:
-                assert not node.children, "a block is let go before those that lead to it"
-            self._prune(node)
-        block = tuple(self.free_list[-count:])
-        del self.free_list[-count:]
-        return block
+    def _use(self, nodes: Iterable[Node], k: int) -> None:
+        """Count one more sequence that has the nodes' blocks of a group in its table."""
+        cached = self.cached[k]
+        for node in nodes:
+            users = node.users
+            if not users[k]:
+                del cached[node]
+            users[k] += 1
+
+    def _evict(self) -> None:
+        """Free the pages of the least recently used block that nobody uses."""
+        k = 0
+        if len(self.groups) > 1:
+            times = [next(iter(cached.values()), ENDLESS) for cached in self.cached]
+            k = times.index(min(times))
+        node, _ = self.cached[k].popitem(last=False)
+        block, node.blocks[k] = node.blocks[k], None
+        assert block is not None
+        self.free_list.extend(block)
+        if self.groups[k].window is None:
+            assert not node.children, "a block is let go before those that lead to it"
+        self._prune(node)
 
     def _prune(self, node: Node) -> None:
         """Remove the node, and its ancestors, as far as nothing is left of them."""
-        while node.parent is not None and not (node.owners or node.children or any(node.blocks)):
+        while not (node.owners or node.children or node.parent is None or any(node.blocks)):
             del node.parent.children[node.edge]
             node = node.parent
