@@ -140,24 +140,32 @@ def chatty(folder: Path, **model: Any) -> Body:
     return {"path": "demo", "chat_template": str(folder / "template.jinja")} | model
 
 
+def retokened(folder: Path, *tokens: str, special: bool = False) -> dict[str, int]:
+    """Copy the demo's checkpoint to ``folder``, with added tokens in place of its last ones. Returns their ids."""
+    source = Path(infer_demo.__file__).parent / "checkpoint"
+    for name in ("config.json", "tokenizer_config.json", "model.safetensors"):
+        shutil.copy(source / name, folder)
+    tokenizer = json.loads((source / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    for _ in tokens:
+        last = max(vocabulary, key=vocabulary.get)
+        del vocabulary[last]
+        assert "".join(tokenizer["model"]["merges"].pop()) == last
+    ids = {token: len(vocabulary) + i for i, token in enumerate(tokens)}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": special}
+    tokenizer["added_tokens"] += [{"id": id, "content": token} | flags for token, id in ids.items()]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return ids
+
+
 def thinker(folder: Path) -> Body:
     """The section ``model`` of a server whose demo model ends its reasoning: its token for ``</think>`` is a bit
     likelier than a closing parenthesis. With ``{"enable_thinking": true}`` the template opens the reasoning; it also
     shows the reasoning in messages."""
-    source = Path(infer_demo.__file__).parent / "checkpoint"
-    for name in ("config.json", "tokenizer_config.json"):
-        shutil.copy(source / name, folder)
-    tokenizer = json.loads((source / "tokenizer.json").read_text())
-    vocabulary = tokenizer["model"]["vocab"]
-    last = max(vocabulary, key=vocabulary.get)
-    end = vocabulary.pop(last)
-    assert "".join(tokenizer["model"]["merges"].pop()) == last
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
-    tokenizer["added_tokens"].append({"id": end, "content": "</think>"} | flags)
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    weights = load_file(source / "model.safetensors")
+    end = retokened(folder, "</think>")["</think>"]
+    weights = load_file(folder / "model.safetensors")
     rows = weights["model.embed_tokens.weight"]
-    rows[end] = rows[vocabulary[")"]] * 1.02
+    rows[end] = rows[json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"][")"]] * 1.02
     save_file(weights, folder / "model.safetensors")
     made = chatty(folder, path=str(folder))
     line = "{{- '# ' ~ message.role ~ ': ' ~ text }}"

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
+from infer import inspection
 from infer.cache import TruncatingBooks
 from infer.checkpoint import Checkpoint, dummy_tensors, ending, locate
 from infer.checkpoint.quantise import Quantiser
@@ -171,7 +172,8 @@ def _load(settings: Settings, plugins: Plugins, publish: Callable[..., None]) ->
     template = _template(settings.model.chat_template, checkpoint)
     reasoning, reasonings = _reasoning(settings, plugins, template.source if template else "")
     marks = {mark for offer in plugins.offers["tool_format"] for mark in getattr(offer.registration, "marks", ())}
-    tokenizer = _tokenizer(settings.model.tokenizer, checkpoint, model.vocab_size, marks.union(*reasonings))
+    marks.update(*(tags[:2] for tags in reasonings))
+    tokenizer = _tokenizer(settings.model.tokenizer, checkpoint, model.vocab_size, marks)
     graphs = _graphs(settings, model, pool, kernels, device)
     size = settings.engine.max_batch_size
     faults = self_check(
@@ -564,9 +566,13 @@ def _reasoning(settings: Settings, plugins: Plugins, template: str) -> tuple[Rea
 def _tags(settings: Settings, offer: Offer) -> ReasoningTags:
     with named(f"{offer.whose} cannot be used"):
         tags = offer.registration.factory(plugin_settings(settings, "reasoning", offer.name))
-        if not isinstance(tags, ReasoningTags) or not all(isinstance(tag, str) and tag.strip() for tag in tags):
+        if not isinstance(tags, ReasoningTags) or not all(isinstance(tag, str) and tag.strip() for tag in tags[:2]):
             raise TypeError("its factory made no ReasoningTags of two texts")
-    return tags
+    if (reader := tags.reader) is None:
+        return tags
+    return tags._replace(
+        reader=lambda tools: CheckedPart(inspection.make(offer.whose, PartProtocol, reader, tools), offer.whose)
+    )
 
 
 def _tokenizer(path: str | None, checkpoint: Checkpoint, vocab_size: int, marks: Set[str]) -> Tokenizer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Sequence
 from typing import Any
@@ -25,8 +26,8 @@ from infer.engine.draft import DraftProposer, DraftSettings
 from infer.engine.ngram import NgramProposer, NgramSettings
 from infer.engine.schedulers import ContinuousScheduler, StaticScheduler
 from infer.kernels.reference import ReferenceKernels
-from infer.text.tool_formats import mistral, objects, python, xml
-from infer.text.tool_formats.reader import scripted
+from infer.text.tool_formats import harmony, mistral, objects, python, xml
+from infer.text.tool_formats.reader import Script, scripted
 
 INFER_PLUGIN_API = 1
 
@@ -112,6 +113,9 @@ def infer_tool_formats() -> list[ToolFormatRegistration]:
             "mistral", scripted(mistral.mistral), "JSON behind [TOOL_CALLS] (Mistral)", marks=mistral.TOKENS
         ),
         ToolFormatRegistration(
+            "harmony", scripted(harmony.harmony), "messages to functions, in channels (gpt-oss)", marks=harmony.TOKENS
+        ),
+        ToolFormatRegistration(
             "python", scripted(python.python), "Python's calls (Llama 4)", priority=-10, marks=python.TOKENS
         ),
         ToolFormatRegistration(
@@ -122,7 +126,13 @@ def infer_tool_formats() -> list[ToolFormatRegistration]:
 
 @hookimpl
 def infer_reasoning_formats() -> list[Registration[ReasoningFactory]]:
-    return [Registration("think", lambda settings: ReasoningTags("<think>", "</think>"), "between <think> tags")]
+    channels = ReasoningTags(
+        harmony.OPENING, harmony.CLOSING, lambda tools: Script(functools.partial(harmony.harmony, tools=tools))
+    )
+    return [
+        Registration("think", lambda settings: ReasoningTags("<think>", "</think>"), "between <think> tags"),
+        Registration("harmony", lambda settings: channels, "in the channel analysis (gpt-oss)", priority=10),
+    ]
 
 
 @hookimpl

@@ -85,7 +85,7 @@ def some_request(draw: random.Random, id: str) -> Request:
         cache_salt=draw.choice(["", "", "s"]),
         group=draw.choice(["", "g"]),
         grammar=grammar() if formed else None,
-        grammar_after=draw.choice([None, None, 7]) if formed else None,
+        grammar_after=draw.choice([(), (), (7,)]) if formed else (),
     )
 
 
@@ -253,7 +253,7 @@ def test_drafts_are_steered_as_if_they_were_right(case: str) -> None:
             free = make_engine(tiny_model("llama"), F32, **keys)
             alone = SamplingParams(temperature=1.2, seed=2, ignore_eos=True)
             events = answers(free, [replace(request, grammar=None, params=alone)])
-            request = replace(request, grammar_after=tokens(events["a"])[5])
+            request = replace(request, grammar_after=(tokens(events["a"])[5],))
         truth = answers(make_engine(tiny_model("llama"), F32, **keys), [request])
     for right in (1.0, 0.7, 0.0):
         payoff = Always()

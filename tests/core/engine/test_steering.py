@@ -194,7 +194,7 @@ def test_a_grammar_may_wait_for_the_end_of_reasoning() -> None:
     with LLM("demo", kernels={"threads": 1}, engine={"max_seq_len": 512}) as llm:
         end = llm.served.tokenizer.encode("\n").ids[-1]
         params = SamplingParams(max_tokens=400, seed=1, structured_outputs=StructuredOutputs(regex="[0-9]{3}x"))
-        request = llm.served.request("x = ", params, grammar_after=end)
+        request = llm.served.request("x = ", params, grammar_after=(end,))
         mailbox: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
         llm.loop.submit(request, mailbox.put)
         tokens: list[int] = []

@@ -139,7 +139,7 @@ def names(plugins: Plugins, tool_format: str) -> list[str]:
 
 def test_a_format_is_named_or_all_are_tried_by_priority(caplog: pytest.LogCaptureFixture) -> None:
     own = Plugins.discover()
-    assert names(own, "auto") == ["mistral", "tags", "xml", "python", "json"]
+    assert names(own, "auto") == ["harmony", "mistral", "tags", "xml", "python", "json"]
     assert (names(own, "xml"), names(own, "none")) == (["xml"], [])
     with pytest.raises(PluginError, match=r"model.tool_format is 'tgas', .* xml\. Did you mean 'tags'\?"):
         names(own, "tgas")
@@ -201,5 +201,5 @@ def test_the_setting_decides_whether_a_model_reasons(tmp_path: Path, setting: st
     (tmp_path / "t.jinja").write_text("{{ messages }}[/MUSE]")
     model = {"chat_template": str(tmp_path / "t.jinja"), "reasoning": setting}
     with LLM("demo", plugins=[Muse()], model=model) as llm:
-        tags = {"muse": ("<think>", "[/MUSE]"), "think": ("<think>", "</think>"), None: None}
+        tags = {"muse": ("<think>", "[/MUSE]", None), "think": ("<think>", "</think>", None), None: None}
         assert llm.served.reasoning == tags[expected]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from infer.builtin import infer_tool_formats
 from infer.protocols import NoSettings, ReasoningTags
-from infer.text.tool_formats import ToolFormat, recognise
+from infer.text.tool_formats import ToolFormat, harmony, recognise
 from infer.text.tool_formats.reader import Script
 from infer.text.tools import Calls, calls_schema, make_parser, opens_reasoning
 
@@ -182,12 +183,84 @@ def test_what_a_text_says(text: str, format: str | None, content: str, reasoning
         json.loads(arguments)
 
 
+ANALYSIS = "<|channel|>analysis<|message|>"
+FINAL = "<|start|>assistant<|channel|>final<|message|>"
+TO_WEATHER = "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+HARMONY: list[tuple[str, str, str, list[list[str]]]] = [
+    (f"{ANALYSIS}hm\n<|end|>{FINAL}Hello", "Hello", "hm\n", []),
+    (f"{ANALYSIS}hm{FINAL}Hello<|return|>", "Hello", "hm", []),
+    (f"{ANALYSIS}a<|end|><|start|>assistant{ANALYSIS}b<|end|>{FINAL}c", "c", "a\nb", []),
+    (f"{ANALYSIS}hm<|end|><|start|>assistant{TO_WEATHER}{ARGUMENTS}<|call|>", "", "hm", [["weather", ARGUMENTS]]),
+    (f"{ANALYSIS}hm<|end|><|start|>assistant{TO_WEATHER}{ARGUMENTS}", "", "hm", [["weather", ARGUMENTS]]),
+    (" to=functions.weather<|channel|>commentary json<|message|>{}<|call|>", "", "", [["weather", "{}"]]),
+    ("<|channel|>analysis to=functions.clock.now code<|message|>{}<|call|>", "", "", [["clock.now", "{}"]]),
+    ("<|start|>assistant to=weather<|channel|>commentary<|message|>{}", "", "", [["weather", "{}"]]),
+    (f"<|channel|>commentary<|message|>Plan:<|end|>{FINAL}Do", "Plan:\nDo", "", []),
+    (f"<|channel|>commentary<|message|>Plan<|end|><|start|>assistant{TO_WEATHER}{{}}", "Plan", "", [["weather", "{}"]]),
+    ('<|channel|>commentary to=functions.unknown json<|message|>{"a": 1}', '{"a": 1}', "", []),
+    ('<|channel|>analysis to=browser.search code<|message|>{"a": 1}', "", '{"a": 1}', []),
+    ("<|channel|>final <|constrain|>json<|message|>[1]", "[1]", "", []),
+    ("Plain <b>text</b>", "Plain <b>text</b>", "", []),
+    (" to=bed", " to=bed", "", []),
+    ("<|message|>a<|message|>b<|end|>c", "abc", "", []),
+    (f"{ANALYSIS}a<|message|>b", "", "ab", []),
+    (f"{ANALYSIS}a<|channel|>final<|message|>b", "b", "a", []),
+    ("<|channel|>no header, but text", "no header, but text", "", []),
+    ("<|channel|>a b c<|message|>d", "a b cd", "", []),
+    ("<|start|>user<|message|>Who?<|end|>", "Who?", "", []),
+    (f"{ANALYSIS}hm<|end|><|start|>assistant<|chan", "assistant<|chan", "hm", []),
+    (f"{ANALYSIS}hm<|end|><|start|>assistant<|channel|>com", "", "hm", []),
+]
+TEXTS += [(text, "harmony", *said) for text, *said in HARMONY]  # type: ignore[misc]
+
+
 SHREDS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "text", "ä€😀", "weather", *"{}[],:\"'\\ \n<"]
 SHREDS += [CALL, LATE, QUOTED, CALL[:30], IN_TAGS, "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "```", "tool_code\n"]
 SHREDS += ["weather(", "city='x')", "clock.now()", XML, XML[:60], "<function=weather>", "<parameter=n>"]
-SHREDS += ["</parameter>", "</function>"]
+SHREDS += ["</parameter>", "</function>", ANALYSIS, FINAL, TO_WEATHER, *harmony.TOKENS, "<|end|>", " to="]
 TEXT = st.lists(st.sampled_from(SHREDS), max_size=8).map("".join)
 HOW = st.fixed_dictionaries({name: st.booleans() for name in ("thinks", "thinking", "parallel", "forced")})
+
+
+CHANNELS = ReasoningTags(harmony.OPENING, harmony.CLOSING, FORMATS["harmony"].reader)
+WORDS = st.sampled_from(["w", "x1", "{}", " ", "analysis", "<", "to=functions.weather", "é\n", "<|start|", "assistant"])
+
+
+@pytest.mark.parametrize(("text", "content", "reasoning", "calls"), HARMONY)
+def test_channels_are_told_apart_without_tools_as_well(
+    text: str, content: str, reasoning: str, calls: list[list[str]]
+) -> None:
+    """What would be a call is content then, unless it is reasoning."""
+    parser = make_parser({}, None, tags=CHANNELS, thinking=True)
+    said = {"reasoning": "", "content": ""}
+    for piece in [*(p for each in text for p in parser.push(each)), *parser.flush()]:
+        said[piece.kind] += piece.text
+    for _, arguments in calls:
+        assert arguments in said["content"] + said["reasoning"]
+        said = {kind: told.replace(arguments, "").removesuffix("\n") for kind, told in said.items()}
+    assert said == {"reasoning": reasoning, "content": content}
+
+
+@given(st.lists(st.one_of(st.sampled_from([*harmony.TOKENS, "<|end|>"]), WORDS), max_size=14))
+def test_no_sequence_of_channels_loses_text(shreds: list[str]) -> None:
+    """Only marks and complete headers are dropped, which have a channel, a role or a recipient."""
+    text = "".join(shreds)
+    parser = make_parser(TOOLS, FORMATS["harmony"], tags=CHANNELS, thinking=True)
+    told = "".join(piece.text for piece in [*parser.push(text), *parser.flush()] if piece.kind != "call")
+    header = r"(<\|start\|>|<\|channel\|>|<\|constrain\|>)[^|]*?(?=<\||$)|^ ?to=\S*(?=<\|)"
+    left = re.sub(r"<\|\w+\|>", "", re.sub(header, "", text))
+    remaining = iter("".join(told.split()))
+    assert all(character in remaining for character in "".join(left.split())), (left, told)
+
+
+def test_forced_calls_are_in_the_final_channel() -> None:
+    parser = make_parser(TOOLS, FORMATS["harmony"], tags=CHANNELS, thinking=True, forced=True)
+    pieces = [*parser.push(f"{ANALYSIS}hm<|end|>so{FINAL}[{CALL}]"), *parser.flush()]
+    assert [piece for piece in pieces if piece.text.strip()] == [
+        ("reasoning", "hm"),
+        ("call", "weather"),
+        ("arguments", ARGUMENTS),
+    ]
 
 
 @given(TEXT, st.sampled_from([*FORMATS, None]), HOW, st.data())
@@ -201,7 +274,7 @@ LONG = 8_000
 ENDLESS = ["{", "[", "(", '{"name": "', '{"name": "weather", "arguments": "', "<function=weather><parameter=city>"]
 ENDLESS += ["<tool_call>", "</parameter> ", "[TOOL_CALLS]", "weather(", "[weather(city='", "```", "<think>", "</think>"]
 ENDLESS += [f"{CALL} ", "<function=", '{"id": {"a', "<|python_tag|>", "[TOOL_CALLS]weather[ARGS]{", "\\", "-", "a."]
-ENDLESS += ["<", "weather(a=", "[TOOL_CALLS]weather[ARGS]"]
+ENDLESS += ["<", "weather(a=", "[TOOL_CALLS]weather[ARGS]", " to=", TO_WEATHER, *harmony.TOKENS, "<|start|>assistant"]
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -267,6 +340,7 @@ def test_a_format_is_recognised_by_what_it_says() -> None:
         (f"[TOOL_CALLS][{call}]", "mistral"),
         (f"[TOOL_CALLS]weather[ARGS]{body}", "mistral"),
         ("[weather(city='Ro\"me', n=3)]", "python"),
+        (f" to=functions.weather<|channel|>commentary json<|message|>{body}<|call|>", "harmony"),
         (f"<other>{call}</other>", None),
         (f"<tool_call>{call}</tool_call><tool_call>{call}</tool_call>", None),
         (call.replace("3", "4"), None),

@@ -492,11 +492,14 @@ Tools = Mapping[str, Mapping[str, Any]]
 """The functions that an answer may call, by name, with the JSON schema of their arguments."""
 
 
+PieceKind = Literal["content", "reasoning", "call", "arguments"]
+
+
 class Piece(NamedTuple):
     """A bit of an answer. A ``call`` begins one, ``text`` being the function's name, and ``arguments`` go on with its
     arguments, in JSON."""
 
-    kind: Literal["content", "reasoning", "call", "arguments"]
+    kind: PieceKind
     text: str
 
 
@@ -521,6 +524,8 @@ class ReasoningTags(NamedTuple):
 
     opening: str
     closing: str
+    reader: Callable[[Tools], PartProtocol] | None = None
+    """Reads a whole answer that may call these tools, if tags alone do not tell its parts."""
 
 
 class ObserverProtocol(Protocol):

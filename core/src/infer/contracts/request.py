@@ -52,8 +52,9 @@ class Request:
     """The same for all requests that ask for answers to one prompt; empty for a request that is alone."""
     grammar: Grammar | None = None
     """``params.structured_outputs``, compiled."""
-    grammar_after: int | None = None
-    """The grammar applies only after this token (the end of reasoning); None: from the first token on."""
+    grammar_after: tuple[int, ...] = ()
+    """The grammar applies only after these tokens (the end of reasoning), in this order. Other tokens may come between
+    them, but the first begins the search anew. Empty: it applies from the first token on."""
     pooling: Pooling | None = None
     """If set, nothing is generated: the answer is the prompt's embedding."""
     trace: Mapping[str, str] = field(default_factory=dict)
@@ -74,7 +75,7 @@ class Request:
         user: str = "",
         group: str = "",
         grammar: Grammar | None = None,
-        grammar_after: int | None = None,
+        grammar_after: tuple[int, ...] = (),
         pooling: Pooling | None = None,
         trace: Mapping[str, str] | None = None,
     ) -> Request:

@@ -71,7 +71,9 @@ class Steering:
         self._params = params
         self._num_prompt = len(request.prompt_token_ids)
         self._matcher = None if request.grammar is None else request.grammar.matcher()
-        self._grammar_after = request.grammar_after
+        self._gate = request.grammar_after
+        self._passed = 0
+        """How many of the tokens after which the grammar applies have come."""
         self._fault: str | None = None
         self.num_seen = 0
         """How many tokens of prompt and answer it has seen."""
@@ -101,7 +103,7 @@ class Steering:
     def accepts(self, tokens: Sequence[int], drafts: Sequence[int]) -> int:
         """How many of the drafts, which follow ``tokens`` that it has not seen yet, its grammar may allow. Where that
         takes more than a look, all of them."""
-        if self._matcher is None or self._grammar_after is not None or self.num_seen < self._num_prompt:
+        if self._matcher is None or self._waits or self.num_seen < self._num_prompt:
             return len(drafts)
         return max(0, self._matcher.accepts([*tokens, *drafts]) - len(tokens))
 
@@ -128,7 +130,7 @@ class Steering:
         for token in tokens:
             self._see(token, answer=self.num_seen >= self._num_prompt)
             self.num_seen += 1
-        return None if self._grammar_after is not None else self._matcher
+        return None if self._waits else self._matcher
 
     def _edit(self, matcher: Matcher | None) -> Edit:
         if self._stops and self.num_seen - self._num_prompt >= self._params.min_tokens:
@@ -144,6 +146,11 @@ class Steering:
             penalty.astype(np.float32),
             None if matcher is None else matcher.allowed,
         )
+
+    @property
+    def _waits(self) -> bool:
+        """Whether the grammar does not apply yet."""
+        return self._passed < len(self._gate)
 
     @property
     def fault(self) -> str | None:
@@ -165,10 +172,12 @@ class Steering:
             row = self._place(token)
             self._count[row] += 1
         if answer and self._matcher is not None:
-            if self._grammar_after is None:
+            if not self._waits:
                 self._matcher.accept(token)
-            elif token == self._grammar_after:
-                self._grammar_after = None
+            elif token == self._gate[self._passed]:
+                self._passed += 1
+            elif token == self._gate[0]:
+                self._passed = 1
 
     def _place(self, token: int) -> int:
         """The token's index in the arrays, which may be reallocated."""

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from infer.assemble import Served
 from infer.contracts.params import SamplingParams
 from infer.contracts.protocols import ReasoningTags
@@ -94,14 +96,14 @@ class Conversation:
             **variables,
         )
 
-    def reasoning(self, prompt: str, params: SamplingParams) -> tuple[ReasoningTags | None, bool, int | None]:
-        """The tags of an answer's reasoning, if it may contain any; whether the prompt opens it; and the token that
-        ends it, if the prompt opens it and the end is a single token. A request's format applies only after that
-        token."""
+    def reasoning(self, prompt: str, params: SamplingParams) -> tuple[ReasoningTags | None, bool, tuple[int, ...]]:
+        """The tags of an answer's reasoning, if it may contain any; whether the prompt opens it; and the tokens that
+        end it, if the prompt opens it and they do not depend on what comes before and after. A request's format
+        applies only after them."""
         tags = self._served.reasoning
         thinking = tags is not None and opens_reasoning(prompt, tags)
-        end = self._served.tokenizer.token_to_id(tags.closing) if tags and thinking else None
-        formed = params.structured_outputs is not None and end is None
+        end = _fixed(self._served.tokenizer, tags.closing) if tags and thinking else ()
+        formed = params.structured_outputs is not None and not end
         return None if formed else tags, thinking, end
 
     @property
@@ -112,3 +114,13 @@ class Conversation:
                 param="messages",
             )
         return self._renderer
+
+
+def _fixed(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    """The tokens of a text that are the same wherever it stands, because it is one token or stands between two added
+    ones; none if that is not so."""
+    if (whole := tokenizer.token_to_id(text)) is not None:
+        return (whole,)
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    added = tokenizer.get_added_tokens_decoder()
+    return tuple(ids) if ids and ids[0] in added and ids[-1] in added else ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import functools
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
@@ -114,9 +115,16 @@ class _Thoughts:
         self._within = within
         self._over = False
         self._tail = b""
+        self._reader = None if tags.reader is None else tags.reader({})
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
 
     def push(self, token_id: int) -> bool:
         """Whether ``token_id``, the answer's next token, is reasoning."""
+        if self._reader is not None:
+            for piece in self._reader.push(self._decode(bytes(self._tokens.bytes(token_id)))):
+                self._within = piece.kind == "reasoning"
+            self.count += self._within
+            return self._within
         thought = self._within
         self._tail += b"" if self._over else bytes(self._tokens.bytes(token_id))
         while not self._over:

@@ -170,7 +170,7 @@ class Service:
         n: int = 1,
         prefix: str = "cmpl",
         special: bool = True,
-        grammar_after: int | None = None,
+        grammar_after: tuple[int, ...] = (),
         pooling: Pooling | None = None,
     ) -> list[Request]:
         """Make ``n`` requests for each prompt, in order. Raises RequestError."""

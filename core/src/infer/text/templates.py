@@ -59,6 +59,8 @@ class Manners(NamedTuple):
     """It takes the arguments of a call as JSON text rather than as an object."""
     no_content: str | None = ""
     """What it takes as the content of a message that consists of calls only."""
+    thinking: bool = False
+    """It takes the reasoning of a message that consists of calls as ``thinking``."""
     call: str | None = None
     """How it writes a call of ``PROBE_TOOL`` with ``PROBE_ARGUMENTS``; None if it shows no tools or no calls."""
 
@@ -136,7 +138,9 @@ class ChatTemplate:
             tools_shown, turn = shown
             # No model was trained on None or a dict as Python prints them, so such a template needs other arguments.
             if "look_up" in turn and "Rome" in turn and "None" not in turn and "{'" not in turn:
-                return Manners(developer, text_arguments, no_content, turn if tools_shown else None)
+                thought = {"role": "assistant", "content": no_content, "tool_calls": [call], "thinking": MARK}
+                thinking = "thinking" in self.source and self._shows([_USER, thought])
+                return Manners(developer, text_arguments, no_content, thinking, turn if tools_shown else None)
         return Manners(developer)
 
     @functools.cached_property
@@ -160,6 +164,8 @@ class ChatTemplate:
         calls = adapted.get("tool_calls")
         if adapted.get("content") is None:
             adapted["content"] = self.manners.no_content if calls else ""
+        if calls and not adapted["content"] and self.manners.thinking and adapted.get("reasoning_content"):
+            adapted["thinking"] = adapted["reasoning_content"]
         if calls and self.manners.text_arguments:
             adapted["tool_calls"] = [call | {"function": _with_text(call["function"])} for call in calls]
         return adapted

@@ -105,6 +105,27 @@ def _thought(reader: Reader, closing: Marks) -> Steps[None]:
         yield None
 
 
+class Within:
+    """Reads the content of ``outer`` by ``inner``."""
+
+    def __init__(self, outer: PartProtocol, inner: PartProtocol) -> None:
+        self._outer, self._inner = outer, inner
+
+    def push(self, text: str) -> Iterator[Piece]:
+        yield from self._read(self._outer.push(text))
+
+    def flush(self) -> Iterator[Piece]:
+        yield from self._read(self._outer.flush())
+        yield from self._inner.flush()
+
+    def _read(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
+        for piece in pieces:
+            if piece.kind == "content":
+                yield from self._inner.push(piece.text)
+            else:
+                yield piece
+
+
 class Calls:
     """Turns pieces into deltas of an answer, with ids and indices of its ``tool_calls``."""
 
@@ -139,14 +160,18 @@ def make_parser(
     """The parser of one answer. The answer may call ``tools``, more than once if ``parallel``. ``forced`` means that a
     schema (``calls_schema``) restricts it to calls. The model reasons between ``tags``, if given; ``thinking`` means
     that the prompt has opened them."""
-    part: PartProtocol = Plain()
+    whole = tags.reader if tags else None
+    part = Plain() if whole is None else whole(tools)
     if tools and (forced or tool_format is not None):
-        # Calls that follow the schema are bare JSON, whatever the model's own format.
-        calls: PartProtocol = Script(functools.partial(objects.bare, tools=tools))
-        if not forced and tool_format is not None:
-            calls = tool_format.reader(tools)
-        part = Answer(calls, most=None if parallel else 1, only=forced)
-    return Script(functools.partial(reasoned, part=part, tags=tags, within=thinking)) if tags else part
+        if forced:
+            # Calls that follow the schema are bare JSON, whatever the model's own format.
+            part = Within(part, Script(functools.partial(objects.bare, tools=tools)))
+        elif whole is None and tool_format is not None:
+            part = tool_format.reader(tools)
+        part = Answer(part, most=None if parallel else 1, only=forced)
+    if tags is None or whole is not None:
+        return part
+    return Script(functools.partial(reasoned, part=part, tags=tags, within=thinking))
 
 
 def opens_reasoning(prompt: str, tags: ReasoningTags) -> bool:

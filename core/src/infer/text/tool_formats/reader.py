@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, TypeVar
 
-from infer.contracts.protocols import Piece, ToolFormatFactory, Tools
+from infer.contracts.protocols import Piece, PieceKind, ToolFormatFactory, Tools
 
 T = TypeVar("T")
 TAIL = 64
@@ -111,18 +111,19 @@ class Marks:
         return 0
 
 
-def prose(reader: Reader, marks: Marks) -> Steps[str | None]:
-    """Yield content up to the next mark. Returns the mark, which is not taken, or None at the end of the text."""
+def prose(reader: Reader, marks: Marks, kind: PieceKind = "content") -> Steps[str | None]:
+    """Yield pieces of a kind up to the next mark. Returns the mark, which is not taken, or None at the end of the
+    text."""
     while True:
         found = reader.find(marks.pattern)
         if found:
-            if text := reader.before(found):
-                yield reader.content(text)
-            return found[0]
-        if reader.ended:
-            yield reader.content(reader.take())
-            return None
-        yield reader.content(reader.take(len(reader) - marks.begun(reader.last(marks.longest))))
+            text = reader.before(found)
+        else:
+            text = reader.take(None if reader.ended else len(reader) - marks.begun(reader.last(marks.longest)))
+        if text:
+            yield reader.content(text) if kind == "content" else Piece(kind, text)
+        if found or reader.ended:
+            return found[0] if found else None
         yield None
 
 
