@@ -88,6 +88,8 @@ class Served:
     """Default sampling parameters: the checkpoint's, or none if ``model.generation_config`` says so."""
     quantization: str | None
     """How the weights are quantised: as ``model.quantization`` or the checkpoint says; None if they are not."""
+    hidden_size: int | None
+    """Of the hidden states, of which embeddings are made; None if config.json does not say."""
     pooling: str
     """What embeddings are made of: ``last``, ``mean``, or what the checkpoint says and infer does not know."""
     exact: bool
@@ -238,6 +240,7 @@ def _load(settings: Settings, plugins: Plugins, publish: Callable[..., None]) ->
         cache_tokens=pool.free_tokens(),
         sampling=sampling,
         quantization=settings.model.quantization or checkpoint.quant_method or None,
+        hidden_size=checkpoint.hidden_size,
         pooling=checkpoint.pooling,
         exact=exact,
     )

@@ -89,12 +89,13 @@ class ModelSettings(Section):
     tool_format: str = Field(
         "auto",
         description="How the model writes tool calls: JSON in tags (Qwen), xml (Qwen3-Coder), mistral, harmony "
-        "(gpt-oss), bare json (Llama 3), python (Llama 4), or a plugin's; auto takes what the chat template itself writes; none for none.",
+        "(gpt-oss), bare json (Llama 3), python (Llama 4), or a plugin's; auto takes what the chat template itself "
+        "writes; none for none.",
     )
     reasoning: str = Field(
         "auto",
-        description="think: what is in <think> tags is reasoning; harmony: gpt-oss's channels; or a plugin's; auto goes "
-        "by the chat template; none for none.",
+        description="think: what is in <think> tags is reasoning; harmony: gpt-oss's channels; or a plugin's; auto "
+        "goes by the chat template; none for none.",
     )
     generation_config: Literal["auto", "none"] = Field(
         "auto",

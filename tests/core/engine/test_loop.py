@@ -42,7 +42,7 @@ class Stuck(ContinuousScheduler):
 class Looped:
     """A loop around a tiny model's engine."""
 
-    def __init__(self) -> None:
+    def __init__(self, places: int = 8) -> None:
         model = tiny_model("llama")
         pool = slotted_pool(model, torch.float32)
         self.scheduler = Stuck(pool, EngineSettings(max_batch_size=4))
@@ -60,12 +60,14 @@ class Looped:
                 notify=lambda hook, record: None,
             )
 
-        self.loop = EngineLoop(make, 8)
+        self.loop = EngineLoop(make, places)
 
     def submit(self, id: str, mailbox: Callable[[list[Event]], None], max_tokens: int = 3) -> None:
-        self.loop.submit(
-            Request(tuple(random_prompt(5)), SamplingParams(max_tokens=max_tokens, temperature=0), id=id), mailbox
-        )
+        self.loop.submit(request(id, max_tokens), mailbox)
+
+
+def request(id: str, max_tokens: int = 3) -> Request:
+    return Request(tuple(random_prompt(5)), SamplingParams(max_tokens=max_tokens, temperature=0), id=id)
 
 
 @pytest.fixture
@@ -233,3 +235,33 @@ async def test_events_that_have_piled_up_do_not_hold_up_the_event_loop() -> None
     task.cancel()
     assert [tokens for tokens, _ in seen] == [*((i,) for i in range(100)), ()]
     assert max([turn for _, turn in seen].count(turn) for turn in range(turns + 1)) <= AT_ONCE + 1
+
+
+async def test_a_stream_that_has_begun_waits_for_places_that_others_have_taken() -> None:
+    looped = Looped(places=2)
+    looped.scheduler.go.set()
+    try:
+        door = AsyncDoor(looped.loop)
+        ended: list[str] = []
+        tasks: list[asyncio.Task[None]] = []
+
+        async def stream(*ids: str) -> None:
+            async for event in door.stream(*map(request, ids), most=1):
+                assert sum(id.startswith(ids[0][0]) for id in looped.loop._open) <= 1
+                if event.finish_reason is not None:
+                    ended.append(event.request_id)
+                    if event.request_id == "a0":  # two others enter before the next of these can
+                        tasks.extend(asyncio.create_task(stream(id)) for id in ("b0", "c0"))
+                        await asyncio.sleep(0)
+                        assert looped.loop.num_open == 2
+
+        async with asyncio.timeout(60):
+            await stream("a0", "a1", "a2")
+            await asyncio.gather(*tasks)
+        assert sorted(ended) == ["a0", "a1", "a2", "b0", "c0"]
+        looped.submit("full0", lambda events: None, max_tokens=200)
+        looped.submit("full1", lambda events: None, max_tokens=200)
+        with pytest.raises(QueueFullError):
+            await anext(door.stream(request("d0")))
+    finally:
+        looped.loop.close()

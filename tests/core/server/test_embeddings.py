@@ -84,7 +84,7 @@ async def test_what_is_refused() -> None:
             ({"input": [[]]}, "empty", "input"),
             ({"input": [[10**6]]}, "holds token id 1000000", "input"),
             ({"input": "a", "dimensions": 0}, "greater than or equal to 1", "dimensions"),
-            ({"input": "a", "dimensions": 10**6}, "this model's embeddings have", "dimensions"),
+            ({"input": ["a"] * 2048, "dimensions": 257}, "this model's embeddings have 256", "dimensions"),
             ({"input": "a", "encoding_format": "int8"}, "encoding_format", "encoding_format"),
             ({"input": "a", "temperature": 1}, "temperature", "temperature"),
             ({"input": ["a"] * 2049}, "2049 inputs; at most 2048", "input"),
@@ -97,6 +97,15 @@ async def test_what_is_refused() -> None:
             assert says in answer["error"]["message"]
             assert answer["error"]["param"] == param
         await server.idle()
+        assert await computed(server) == 0
+
+
+async def computed(server: Running) -> int:
+    """How many tokens have been computed, as /metrics says."""
+    async with server.session.get(server.url + "/metrics") as response:
+        lines = (await response.text()).splitlines()
+    (line,) = [line for line in lines if line.startswith("infer_prompt_tokens_total")]
+    return int(float(line.split()[-1]))
 
 
 def pooled(folder: Path, config: object, modules: object = None) -> str:

@@ -100,6 +100,12 @@ class Checkpoint:
         return value
 
     @property
+    def hidden_size(self) -> int | None:
+        """The size of the model's hidden states; None if config.json does not say."""
+        value = self._field("hidden_size")
+        return value if _is_id(value) else None
+
+    @property
     def eos_token_ids(self) -> frozenset[int]:
         """All end-of-sequence tokens that config.json and generation_config.json give."""
         configs = [self.config, self._text, self.container.generation_config()]

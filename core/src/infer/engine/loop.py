@@ -194,27 +194,35 @@ class AsyncDoor:
         self._engine_loop = engine_loop
         self._asyncio_loop = asyncio.get_running_loop()
         self._queues: dict[str, asyncio.Queue[Event]] = {}
+        self._outside: list[asyncio.Future[None]] = []
+        """Those who wait until any request ends."""
 
-    async def stream(self, *requests: Request) -> AsyncGenerator[Event]:
-        """Submit as many requests as there are places for, and the others as places become free; yield the events of
-        all of them. Closing the generator early aborts the unfinished requests. Raises QueueFullError if there is no
-        place at all."""
+    async def stream(self, *requests: Request, most: int | None = None) -> AsyncGenerator[Event]:
+        """Submit as many requests as there are places for, at most ``most`` at a time, and the others as places become
+        free; yield the events of all of them. Closing the generator early aborts the unfinished requests. Raises
+        QueueFullError if there is no place at the beginning."""
         queue: asyncio.Queue[Event] = asyncio.Queue()
         waiting = list(requests)
         running: set[str] = set()
-        at_once = 0
+        begun, at_once = False, 0
         try:
             while waiting or running:
-                if waiting:
+                room = len(waiting) if most is None else most - len(running)
+                if waiting and room:
                     try:
-                        accepted = self._engine_loop.submit_all(waiting, self._post)
-                    except QueueFullError:  # try again when one of our own requests has ended
-                        if not running:
+                        accepted = self._engine_loop.submit_all(waiting[:room], self._post)
+                    except QueueFullError:  # try again when a request has ended
+                        if not begun:
                             raise
                         accepted = 0
+                    begun = True
                     running.update(request.id for request in waiting[:accepted])
                     self._queues.update((request.id, queue) for request in waiting[:accepted])
                     del waiting[:accepted]
+                if not running:  # others have taken all places
+                    self._outside.append(ended := self._asyncio_loop.create_future())
+                    await ended
+                    continue
                 at_once = at_once + 1 if queue.qsize() else 0
                 if at_once == AT_ONCE:
                     at_once = 0
@@ -237,3 +245,8 @@ class AsyncDoor:
         for event in events:
             if queue := self._queues.get(event.request_id):  # None if its reader has left
                 queue.put_nowait(event)
+        if self._outside and any(event.finish_reason is not None for event in events):
+            outside, self._outside = self._outside, []
+            for ended in outside:
+                if not ended.done():
+                    ended.set_result(None)

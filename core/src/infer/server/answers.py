@@ -74,6 +74,34 @@ class Embeddings(TypedDict):
     usage: EmbeddingUsage
 
 
+class RankedDocument(TypedDict):
+    index: int
+    document: NotRequired[dict[str, str]]
+    relevance_score: float
+
+
+class Reranked(TypedDict):
+    id: str
+    model: str
+    results: list[RankedDocument]
+    usage: EmbeddingUsage
+
+
+class PairScore(TypedDict):
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class Scores(TypedDict):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[PairScore]
+    usage: EmbeddingUsage
+
+
 class TextCompletion(TypedDict):
     """An answer, or a chunk of a streamed one."""
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from aiohttp import web
 from pydantic_core import to_json
+from tokenizers import Tokenizer
 
 from infer.contracts.params import SamplingParams
 from infer.contracts.protocols import Route
@@ -85,7 +86,7 @@ class Decisions:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._letters = functools.cache(self._letters_of_one_token)
-        self._label_ids = functools.lru_cache(256)(self._label_ids_after)
+        self._label_ids = functools.lru_cache(256)(functools.partial(label_ids, service.served.tokenizer))
 
     async def handle(self, http: web.Request, model: type[Questions] = Questions) -> web.StreamResponse:
         """Answer a request. ``model`` is the kind of body that the route takes; ``Questions`` stands for all kinds."""
@@ -185,18 +186,18 @@ class Decisions:
             param="questions",
         )
 
-    def _label_ids_after(self, tail: str, labels: tuple[str, ...]) -> tuple[int, ...]:
-        """The first token of each label when it follows a text. Raises RequestError if two labels share one."""
-        encode = self._service.served.tokenizer.encode
-        before = encode(tail, add_special_tokens=False).ids
-        ids = []
-        for label in labels:
-            after = encode(tail + label, add_special_tokens=False).ids
-            goes_on = after[: len(before)] == before and len(after) > len(before)
-            ids.append(after[len(before)] if goes_on else encode(label, add_special_tokens=False).ids[0])
-        if len(set(ids)) < len(ids):
-            raise RequestError("This model's tokenizer begins several of the labels with one token.", param="questions")
-        return tuple(ids)
+
+def label_ids(tokenizer: Tokenizer, tail: str, labels: tuple[str, ...]) -> tuple[int, ...]:
+    """The first token of each label when it follows a text. Raises RequestError if two labels share one."""
+    before = tokenizer.encode(tail, add_special_tokens=False).ids
+    ids = []
+    for label in labels:
+        after = tokenizer.encode(tail + label, add_special_tokens=False).ids
+        goes_on = after[: len(before)] == before and len(after) > len(before)
+        ids.append(after[len(before)] if goes_on else tokenizer.encode(label, add_special_tokens=False).ids[0])
+    if len(set(ids)) < len(ids):
+        raise RequestError(f"This model's tokenizer begins several of the labels {', '.join(labels)} with one token.")
+    return tuple(ids)
 
 
 def _quoted(value: object) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import functools
 import math
@@ -16,14 +15,10 @@ from infer.contracts.params import SamplingParams
 from infer.contracts.protocols import Route
 from infer.contracts.request import Pooling, Request
 from infer.errors import RequestError
-from infer.server import answers
+from infer.server import answers, many
 from infer.server.schemas import EmbeddingRequest
-from infer.server.service import CALLER, Json, Service, TokenCount, raise_if_failed
+from infer.server.service import Json, Service, TokenCount, raise_if_failed
 from infer.server.writing import Array
-
-MAX_INPUTS = 2048
-MAX_TOKENS = 300_000
-"""Of all inputs together."""
 
 
 def routes(service: Service, settings: object) -> list[Route]:
@@ -45,51 +40,36 @@ class Embeddings:
         pooling, inputs = service.served.pooling, asked.prompts
         if pooling not in ("last", "mean"):
             raise RequestError(f"This checkpoint makes embeddings by {pooling!r}; infer knows 'last' and 'mean' only.")
-        if len(inputs) > MAX_INPUTS:
-            raise RequestError(f"This has {len(inputs)} inputs; at most {MAX_INPUTS} are allowed.", param="input")
-        # In waves, so that one request does not take all places.
-        size = min(service.settings.engine.max_batch_size, service.settings.server.max_choices)
-        params, waves, tokens = SamplingParams(max_tokens=1, temperature=0), list[list[Request]](), 0
-        for begin in range(0, len(inputs), size):
-            await asyncio.sleep(0)  # short texts are tokenized here
-            wave = inputs[begin : begin + size]
-            prefix, special = f"embd-{begin}", asked.add_special_tokens
-            waves.append(
-                await service.requests(
-                    http, wave, params, asked, prefix=prefix, special=special, pooling=cast(Pooling, pooling)
-                )
+        many.check_count(len(inputs), "input")
+        size = service.served.hidden_size
+        if asked.dimensions is not None and (size is None or asked.dimensions > size):
+            have = "an unknown number" if size is None else size
+            raise RequestError(
+                f"dimensions is {asked.dimensions}, but this model's embeddings have {have}.", param="dimensions"
             )
-            tokens += sum(len(request.prompt_token_ids) for request in waves[-1])
-            if tokens > MAX_TOKENS:
-                raise RequestError(f"The inputs have more than {MAX_TOKENS} tokens in all.", param="input")
-        usage: Json = {"prompt_tokens": tokens, "total_tokens": tokens}
-        http[CALLER].usage = usage
-        rows: list[tuple[int, bytes]] = []
-        for wave_of in waves:
-            rows += await self._run(wave_of, len(rows))
+        params, special = SamplingParams(max_tokens=1, temperature=0), asked.add_special_tokens
+        how = {"special": special, "pooling": cast(Pooling, pooling)}
+        requests, usage = await many.make(service, http, inputs, params, asked, "input", **how)
+        rows = await self._run(requests)
         made = functools.partial(written, asked.dimensions, asked.encoding_format == "base64")
         data = Array(await service.writer.each(lambda row: made(*row), rows, len(rows)))
         frame: Json = {"object": "list", "data": data, "model": service.served.name, "usage": usage}
         return await service.answer(http, frame)
 
-    async def _run(self, requests: list[Request], first: int) -> list[tuple[int, bytes]]:
-        """Each request's index, counted from ``first``, and its pooled hidden state."""
+    async def _run(self, requests: list[Request]) -> list[tuple[int, bytes]]:
+        """Each request's index, and its pooled hidden state."""
         count, found = TokenCount(requests), dict[int, bytes]()
-        async with aclosing(self._service.run(requests)) as events:
+        async with aclosing(many.run(self._service, requests)) as events:
             async for event in events:
                 raise_if_failed(event)
                 if event.embedding is not None:
                     found[count.add(event)] = event.embedding
-        return [(first + index, found[index]) for index in range(len(requests))]
+        return [(index, found[index]) for index in range(len(requests))]
 
 
 def written(dimensions: int | None, packed: bool, index: int, pooled: bytes) -> bytes:
-    """An embedding as JSON. Raises RequestError if it has fewer dimensions than are wanted."""
+    """An embedding as JSON."""
     values = array("f", pooled)
-    if dimensions is not None and dimensions > len(values):
-        raise RequestError(
-            f"dimensions is {dimensions}, but this model's embeddings have {len(values)}.", param="dimensions"
-        )
     vector = normalised(values[:dimensions])
     if packed:
         text = f'"{base64.b64encode(vector.tobytes()).decode()}"'

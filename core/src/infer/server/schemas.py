@@ -194,6 +194,61 @@ class EmbeddingRequest(Body):
         return one_or_many(self.input)
 
 
+class Document(Body):
+    text: str
+
+
+class Compared(Body):
+    """What the bodies of POST /v1/rerank and POST /v1/score share."""
+
+    model: str | None = Field(None, description="The served model's name, or nothing.")
+    instruction: str | None = Field(None, description="What to judge by; by default, whether it answers a search.")
+    priority: int = Field(0, ge=-(2**31), lt=2**31, description="Requests with lower numbers are served earlier.")
+    cache_salt: str | None = Field(
+        None, min_length=1, max_length=256, description="Share cached prefixes only with requests of the same salt."
+    )
+    user: str | None = Field(None, max_length=512, description="The end user's id.")
+    safety_identifier: str | None = Field(None, max_length=512, description="As user, over which it takes precedence.")
+
+
+class RerankRequest(Compared):
+    """The body of POST /v1/rerank."""
+
+    NAMES: ClassVar[Mapping[str, str]] = {"prompt": "documents"}
+
+    query: str
+    documents: Many[str | Document] = Field(min_length=1, description="Up to 2,048 texts, or objects with a text.")
+    top_n: int | None = Field(None, ge=0, description="Return so many of the best; 0 or nothing: all.")
+    return_documents: bool = Field(True, description="Repeat the documents in the answer.")
+
+    @property
+    def texts(self) -> list[str]:
+        return [each if isinstance(each, str) else each.text for each in self.documents]
+
+
+class ScoreRequest(Compared):
+    """The body of POST /v1/score."""
+
+    NAMES: ClassVar[Mapping[str, str]] = {"prompt": "text_2"}
+
+    text_1: str | Many[str] = Field(description="The query, or one for each of text_2.")
+    text_2: str | Many[str] = Field(description="A document, or up to 2,048 of them.")
+
+    @model_validator(mode="after")
+    def _some(self) -> Self:
+        if (not self.text_1 and self.text_1 != "") or (not self.text_2 and self.text_2 != ""):
+            raise ValueError("text_1 and text_2 must not be empty lists")
+        return self
+
+    @property
+    def first(self) -> list[str]:
+        return [self.text_1] if isinstance(self.text_1, str) else list(self.text_1)
+
+    @property
+    def second(self) -> list[str]:
+        return [self.text_2] if isinstance(self.text_2, str) else list(self.text_2)
+
+
 def one_or_many(prompt: str | TokenIds | Many[str | TokenIds]) -> list[str | TokenIds]:
     """A prompt, or several, as a list."""
     if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int):

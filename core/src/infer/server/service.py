@@ -210,8 +210,9 @@ class Service:
 
         return make() if sum(map(len, prompts)) * n <= INLINE_CHARS else await asyncio.to_thread(make)
 
-    def run(self, requests: Sequence[Request]) -> AsyncGenerator[Event]:
-        return self._door.stream(*requests)
+    def run(self, requests: Sequence[Request], most: int | None = None) -> AsyncGenerator[Event]:
+        """``AsyncDoor.stream``."""
+        return self._door.stream(*requests, most=most)
 
     async def whole(self, http: web.Request, requests: Sequence[Request]) -> tuple[list[Completion], Json]:
         """Run requests. Returns all answers, in the order of the requests, and the usage. If one fails, the others are

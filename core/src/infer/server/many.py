@@ -1,0 +1,57 @@
+"""Requests of which one body asks for many: texts to embed, documents to rank."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from aiohttp import web
+
+from infer.contracts.params import SamplingParams
+from infer.contracts.request import Event, Request
+from infer.errors import RequestError
+from infer.server.service import CALLER, Asked, Json, Service
+
+MAX_INPUTS = 2048
+MAX_TOKENS = 300_000
+"""Of all inputs together."""
+
+
+def check_count(count: int, field: str) -> None:
+    """Raises RequestError if there are too many inputs."""
+    if count > MAX_INPUTS:
+        raise RequestError(f"This has {count} inputs; at most {MAX_INPUTS} are allowed.", param=field)
+
+
+async def make(
+    service: Service,
+    http: web.Request,
+    prompts: Sequence[str | Sequence[int]],
+    params: SamplingParams,
+    asked: Asked,
+    field: str,
+    **how: Any,
+) -> tuple[list[Request], Json]:
+    """A request for each prompt, and their usage. ``how`` is passed to ``Service.requests``. Raises RequestError, about
+    ``field`` if there are too many tokens."""
+    made, size, tokens = list[Request](), at_once(service), 0
+    for begin in range(0, len(prompts), size):
+        await asyncio.sleep(0)  # short texts are tokenized here
+        how["prefix"] = f"{field}-{begin}"
+        made += await service.requests(http, prompts[begin : begin + size], params, asked, **how)
+        tokens += sum(len(request.prompt_token_ids) for request in made[begin:])
+        if tokens > MAX_TOKENS:
+            raise RequestError(f"The inputs have more than {MAX_TOKENS} tokens in all.", param=field)
+    usage: Json = {"prompt_tokens": tokens, "total_tokens": tokens}
+    http[CALLER].usage = usage
+    return made, usage
+
+
+def run(service: Service, requests: Sequence[Request]) -> AsyncGenerator[Event]:
+    """The events of the requests, of which a few are open at a time, so that one body does not take all places."""
+    return service.run(requests, most=at_once(service))
+
+
+def at_once(service: Service) -> int:
+    return min(service.settings.engine.max_batch_size, service.settings.server.max_choices)
