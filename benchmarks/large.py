@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     steps, begun = Steps(), time.perf_counter()
     stored = sum(file.stat().st_size for file in args.folder.glob("*.safetensors")) / 1e9
-    engine = {"max_seq_len": 2048, "max_batch_size": 4}
+    engine = {"max_seq_len": 1024, "max_batch_size": 4}
     with LLM(str(args.folder), plugins=[steps], engine=engine) as llm:
         seconds = time.perf_counter() - begun
         print(f"{stored:.2f} GB of files; loaded in {seconds:.1f} s, with at most {memory('VmHWM'):.2f} GB resident")

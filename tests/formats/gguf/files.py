@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,14 @@ ARCHITECTURES = {
     "SmolLM3ForCausalLM": gguf.MODEL_ARCH.SMOLLM3,
     "Phi3ForCausalLM": gguf.MODEL_ARCH.PHI3,
     "Olmo2ForCausalLM": gguf.MODEL_ARCH.OLMO2,
+    "MixtralForCausalLM": gguf.MODEL_ARCH.LLAMA,
+    "Qwen3MoeForCausalLM": gguf.MODEL_ARCH.QWEN3MOE,
+    "OlmoeForCausalLM": gguf.MODEL_ARCH.OLMOE,
+    "GraniteMoeForCausalLM": gguf.MODEL_ARCH.GRANITE_MOE,
+    "GptOssForCausalLM": gguf.MODEL_ARCH.GPT_OSS,
 }
-LLAMAS = (gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.GRANITE, gguf.MODEL_ARCH.SMOLLM3)
+GRANITES = (gguf.MODEL_ARCH.GRANITE, gguf.MODEL_ARCH.GRANITE_MOE)
+LLAMAS = (gguf.MODEL_ARCH.LLAMA, *GRANITES, gguf.MODEL_ARCH.SMOLLM3)
 TYPE: Any = gguf.GGMLQuantizationType
 Quantise = Callable[[Tensor, str], np.ndarray]
 
@@ -64,7 +71,7 @@ def write_gguf(
     edit(writer, config)
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
     held: dict[str, Tensor] = {}
-    for name, given in load_file(folder / "model.safetensors").items():
+    for name, given in mixed(load_file(folder / "model.safetensors")).items():
         turned = arch in LLAMAS and ("q_proj" in name or "k_proj" in name)
         stored = given
         if turned:
@@ -73,18 +80,44 @@ def write_gguf(
             stored = given.float() + 1
         own = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert own is not None, name
-        kind = type if given.ndim == 2 else "F32"
+        own += ".weight" if name.endswith("sinks") else ""
+        kind = type if given.ndim > 1 and not name.endswith(".bias") else "F32"
         raw = quantise(stored, kind)
         back = torch.from_numpy(np.array(gguf.quants.dequantize(raw, TYPE[kind])))
         if turned:
             back = back.reshape(-1, size // 2, 2, *back.shape[1:]).transpose(1, 2).reshape(back.shape)
-        held[name] = back - 1 if stored.dtype != given.dtype or (stored is not given and not turned) else back
+        if ".experts." in name:
+            held |= {name.replace("experts.", f"experts.{index}."): each for index, each in enumerate(back)}
+        else:
+            held[name] = back - 1 if stored.dtype != given.dtype or (stored is not given and not turned) else back
         writer.add_tensor(own, raw, raw_dtype=TYPE[kind])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return held
+
+
+def mixed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Experts stacked as the package names them, gate and up apart."""
+    made: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(.*)", name):
+            stacked, part = match[1].replace("block_sparse_moe", "mlp"), match[3]
+            for old, new in {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}.items():
+                part = part.replace(old, new)
+            rows = [tensors[f"{match[1]}.{index}.{match[3]}"] for index in range(6)]
+            made[f"{stacked}.{part}"] = torch.stack(rows)
+        elif name.endswith("input_linear.weight"):
+            place = name.replace("block_sparse_moe.input_linear", "mlp.experts.{}_proj")
+            made |= dict(zip(map(place.format, ("gate", "up")), tensor.chunk(2, 1), strict=True))
+        elif match := re.fullmatch(r"(.*\.experts\.)(gate_up|down)_proj(_bias)?", name):
+            kind, values = "bias" if match[3] else "weight", tensor if match[3] else tensor.mT
+            halves = {"down": values} if match[2] == "down" else {"gate": values[:, ::2], "up": values[:, 1::2]}
+            made |= {f"{match[1]}{part}_proj.{kind}": half.contiguous() for part, half in halves.items()}
+        else:
+            made[name] = tensor
+    return {name: tensor.contiguous() for name, tensor in made.items()}
 
 
 def write_config(writer: gguf.GGUFWriter, arch: gguf.MODEL_ARCH, config: Mapping[str, Any]) -> None:
@@ -105,6 +138,14 @@ def write_config(writer: gguf.GGUFWriter, arch: gguf.MODEL_ARCH, config: Mapping
     size = config["head_dim"]
     writer.add_rope_dimension_count(int(size * rope.get("partial_rotary_factor", 1)))
     writer.add_rope_freq_base(rope["rope_theta"])
+    if experts := config.get("num_experts") or config.get("num_local_experts"):
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+    if arch == gguf.MODEL_ARCH.QWEN3MOE:
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if arch == gguf.MODEL_ARCH.GPT_OSS:
+        writer.add_sliding_window(config["sliding_window"])
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
     if arch == gguf.MODEL_ARCH.GEMMA3:
         assert config["query_pre_attn_scalar"] == size
         writer.add_sliding_window(config["sliding_window"])
@@ -118,7 +159,7 @@ def write_config(writer: gguf.GGUFWriter, arch: gguf.MODEL_ARCH, config: Mapping
         writer.add_sliding_window(config["sliding_window"])
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])
-    elif arch == gguf.MODEL_ARCH.GRANITE:
+    elif arch in GRANITES:
         writer.add_attention_scale(config["attention_multiplier"])
         writer.add_embedding_scale(config["embedding_multiplier"])
         writer.add_residual_scale(config["residual_multiplier"])

@@ -156,6 +156,13 @@ def edited(key: str, value: Any) -> Edit:
     return edit
 
 
+def mixed_up(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """Says that there are two experts, and brings three."""
+    writer.add_expert_count(2)
+    writer.add_expert_used_count(1)
+    writer.add_tensor("blk.0.ffn_gate_exps.weight", torch.ones(3, 72, 48).numpy())
+
+
 WRONG: dict[str, tuple[Edit, str]] = {
     "architecture": (
         edited("general.architecture", "mamba"),
@@ -186,7 +193,9 @@ WRONG: dict[str, tuple[Edit, str]] = {
     "values": (edited("llama.attention.value_length", 9), "the heads' keys have 12 values; infer needs as many"),
     "rotated": (edited("llama.rope.dimension_count", 6), "dimension_count is 6; it has to be the size of a head, 12"),
     "width": (edited("llama.embedding_length", 64), r"has shape \[320, 48\], but .*\.gguf asks for \[320, 64\]"),
-    "experts": (edited("llama.expert_count", 8), "llama.expert_count is not 0; infer has no mixtures of experts"),
+    "experts": (edited("llama.expert_count", 5000), "expert_count is 5000; it has to be at most 4096 for llama"),
+    "shares": (edited("llama.expert_count", 8), "does not say llama.expert_used_count"),
+    "stacks": (mixed_up, "'blk.0.ffn_gate_exps.weight' has shape .*, but there are 2 experts"),
     "split": (edited("split.count", 3), "is one of 3 parts of a checkpoint; .* ends in -00001-of-00003.gguf"),
     "scaling": (
         edited("llama.rope.scaling.type", "su"),

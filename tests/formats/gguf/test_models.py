@@ -52,6 +52,11 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "granite-biases": {"family": "granite", "attention_bias": True, "mlp_bias": True, "tied": False},
     "smollm3": {"family": "smollm3"},
+    "qwen3_moe": {"family": "qwen3_moe", "norm_topk_prob": True, "tied": False},
+    "mixtral": {"family": "mixtral"},
+    "olmoe": {"family": "olmoe"},
+    "granite_moe": {"family": "granite_moe"},
+    "gpt_oss": {"family": "gpt_oss", "window": 9},
 }
 ALIKE = (
     "llama-biases",
@@ -97,6 +102,7 @@ def test_plain_weights_are_those_of_the_folder(case: str, type: str, tmp_path: P
 WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
 QUANTISED: dict[str, tuple[Family, dict[str, Any]]] = {
     **{type: ("llama", {"kv_heads": 2}) for type in ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")},
+    "Q4_1": ("qwen3_moe", {"moe_intermediate_size": 64, "norm_topk_prob": True}),
     "Q4_K": ("llama", {"tied": False}),
     "Q5_K": ("qwen2", {}),
     "Q6_K": ("phi3", {"tied": False}),

@@ -8,7 +8,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,14 +29,18 @@ ARCHITECTURES = {
     "smollm3": "SmolLM3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "granitemoe": "GraniteMoeForCausalLM",
+    "gpt-oss": "GptOssForCausalLM",
 }
 DTYPES = {"F32": "float32", "F16": "float16"}
 """The dtype to compute in, by the type of most weights; bfloat16 for all others."""
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that say how far to stretch each wavelength, which is a matter of config.json."""
-TURNED = ("llama", "granite", "smollm3")
+TURNED = ("llama", "granite", "granitemoe", "smollm3")
 """Architectures whose q and k rotate neighbours instead of halves."""
-WINDOWLESS = ("qwen2", "qwen3", "olmo2", "granite", "smollm3")
+WINDOWLESS = ("qwen2", "qwen3", "qwen3moe", "olmo2", "olmoe", "granite", "granitemoe", "smollm3")
 """Architectures that are read without sliding windows only."""
 GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 """The sizes whose attention is scaled by hidden_size / heads instead of by the size of a head."""
@@ -67,7 +71,33 @@ WITHIN_OF = {
     "gemma2": {"ffn_norm": "pre_feedforward_layernorm"},
     "gemma3": {"ffn_norm": "pre_feedforward_layernorm"},
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
+    "llama": {"ffn_gate_inp": "block_sparse_moe.gate"},
+    "qwen3moe": {"ffn_gate_inp": "mlp.gate"},
+    "olmoe": {"ffn_gate_inp": "mlp.gate"},
+    "granitemoe": {"ffn_gate_inp": "block_sparse_moe.router.layer"},
+    "gpt-oss": {"ffn_gate_inp": "mlp.router", "attn_sinks": "self_attn.sinks"},
 }
+
+
+class Mixture(NamedTuple):
+    """What the hub's models call the experts of a layer, and their projections; gate and up of one name are one
+    tensor, gate first or, if ``interleaved``, row by row in turns."""
+
+    experts: str = "mlp.experts"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    interleaved: bool = False
+
+
+MIXTURES = {
+    "llama": Mixture("block_sparse_moe.experts", "w1", "w3", "w2"),
+    "qwen3moe": Mixture(),
+    "olmoe": Mixture(),
+    "granitemoe": Mixture("block_sparse_moe.experts", "gate_up_proj", "gate_up_proj"),
+    "gpt-oss": Mixture("mlp.experts", "gate_up_proj", "gate_up_proj", interleaved=True),
+}
+MAX_EXPERTS = 4096
 
 
 def architecture(meta: Metadata) -> str:
@@ -84,8 +114,18 @@ def hub_name(arch: str, name: str) -> str:
     if match := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name):
         layer, part, kind = match.groups()
         if hub := WITHIN_OF.get(arch, {}).get(part) or WITHIN.get(part):
-            return f"model.layers.{int(layer)}.{hub}.{kind}"
+            return f"model.layers.{int(layer)}.{hub}" + ("" if part == "attn_sinks" else f".{kind}")
     return OUTSIDE.get(name, name)
+
+
+def expert_name(arch: str, name: str) -> Callable[[int], str] | None:
+    """The hub's name of each expert's part of a stack; None if the tensor is none."""
+    match = re.fullmatch(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.(weight|bias)", name)
+    if match is None or arch not in MIXTURES:
+        return None
+    mixture, kind = MIXTURES[arch], match[3]
+    place, part = f"model.layers.{int(match[1])}.{mixture.experts}", getattr(mixture, match[2])
+    return lambda index: f"{place}.{index}.{part}.{kind}"
 
 
 def row_order(rows: int, head_size: int) -> Tensor:
@@ -100,8 +140,10 @@ def hub_config(meta: Metadata, tensors: Mapping[str, TensorInfo], read: Callable
     """config.json. ``read`` reads a tensor. Raises CheckpointError."""
     arch = architecture(meta)
     at = functools.partial("{}.{}".format, arch)
-    if meta.whole(at("expert_count"), 0):
-        raise CheckpointError(f"{meta.path}: {at('expert_count')} is not 0; infer has no mixtures of experts.")
+    experts = meta.whole(at("expert_count"), 0)
+    assert experts is not None
+    if experts and (arch not in MIXTURES or experts > MAX_EXPERTS):
+        raise meta.bad(at("expert_count"), f"at most {MAX_EXPERTS if arch in MIXTURES else 0} for {arch}")
     if "token_embd.weight" not in tensors:
         raise CheckpointError(f"{meta.path} lacks 'token_embd.weight'.")
     heads, hidden = meta.size(at("attention.head_count")), meta.size(at("embedding_length"))
@@ -137,13 +179,21 @@ def hub_config(meta: Metadata, tensors: Mapping[str, TensorInfo], read: Callable
         config["partial_rotary_factor"] = (
             rotated + 0.5
         ) / head_dim  # rounded down to ``rotated``, whatever head_dim is
+    if experts:
+        config |= _mixture(meta, arch, experts)
     if arch in TURNED:
         biased = {"attention_bias": "attn_q.bias", "mlp_bias": "ffn_up.bias"}
         config |= {key: f"blk.0.{name}" in tensors for key, name in biased.items()}
-    if arch == "llama" and window is not None:
+    if arch == "llama" and experts:
+        config |= {"architectures": ["MixtralForCausalLM"], "sliding_window": window}
+    elif arch == "llama" and window is not None:
         config |= {"architectures": ["MistralForCausalLM"], "sliding_window": window}
-    elif arch == "granite":
+    elif arch in ("granite", "granitemoe"):
         config |= _granite(meta)
+    elif arch == "gpt-oss":
+        config |= {"sliding_window": window, "attention_bias": "blk.0.attn_output.bias" in tensors}
+        if config["rope_scaling"]:
+            config["rope_scaling"] |= {"truncate": False}
     elif arch == "phi3":
         made_for = meta.whole(at("rope.scaling.original_context_length"), 4096, least=2)
         config |= {"sliding_window": window, "original_max_position_embeddings": made_for}
@@ -203,6 +253,21 @@ def _gemma(meta: Metadata, arch: str, head_dim: int, even_split: int) -> dict[st
     return config
 
 
+def _mixture(meta: Metadata, arch: str, experts: int) -> dict[str, Any]:
+    """What the config of a mixture of experts has beside the others. Whether shares add up to 1 follows from the
+    architecture."""
+    at = functools.partial("{}.{}".format, arch)
+    for key in ("expert_shared_feed_forward_length", "expert_shared_count"):
+        if meta.whole(at(key), 0):
+            raise meta.bad(at(key), f"0: infer reads no shared experts of {arch} from GGUF")
+    config: dict[str, Any] = {"num_experts_per_tok": meta.size(at("expert_used_count"))}
+    if width := meta.whole(at("expert_feed_forward_length")):
+        config |= {"moe_intermediate_size": width} if arch == "qwen3moe" else {"intermediate_size": width}
+    if arch in ("qwen3moe", "olmoe"):
+        return config | {"num_experts": experts, "norm_topk_prob": arch == "qwen3moe"}
+    return config | {"num_local_experts": experts}
+
+
 def _granite(meta: Metadata) -> dict[str, Any]:
     """Granite's factors."""
     names = {
@@ -211,7 +276,8 @@ def _granite(meta: Metadata) -> dict[str, Any]:
         "residual_multiplier": "residual_scale",
         "logits_scaling": "logit_scale",
     }
-    return {name: _needed(meta, f"granite.{key}") for name, key in names.items()}
+    arch = architecture(meta)
+    return {name: _needed(meta, f"{arch}.{key}") for name, key in names.items()}
 
 
 def _scaling(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,17 +111,44 @@ class GGUFFormat:
         if not isinstance(files, Tensors):
             raise CheckpointError("config.json: quant_method is 'gguf', which only files that end in .gguf have.")
         self._files, self._head_size = files, given["head_dim"]
-        names = [name for name in files.names() if name not in config.FACTORS]
-        self._names = {config.hub_name(files.architecture, name): name for name in names}
-        if len(self._names) < len(names):
-            raise CheckpointError("The checkpoint holds a tensor under two names.")
+        self._names: dict[str, list[tuple[str, int | None]]] = {}
+        """For each of the hub's tensors, those that it consists of, of which some are experts' parts of a stack."""
+        count = given.get("num_experts") or given.get("num_local_experts") or 0
+        # Sorted, a gate comes before what it goes with.
+        for name in sorted(files.names(), key=lambda name: "_up_exps." in name):
+            if name in config.FACTORS:
+                continue
+            if (expert := config.expert_name(files.architecture, name)) is None:
+                held = self._names.setdefault(config.hub_name(files.architecture, name), [])
+                held.append((name, None))
+                if len(held) > 1:
+                    raise CheckpointError("The checkpoint holds a tensor under two names.")
+                continue
+            if len(shape := files.infos[name].shape) < 2 or shape[0] != count:
+                raise CheckpointError(f"The tensor {name!r} has shape {list(shape)}, but there are {count} experts.")
+            for index in range(count):
+                self._names.setdefault(expert(index), []).append((name, index))
 
     def names(self) -> list[str]:
         return list(self._names)
 
     def weight(self, name: str) -> Weight:
-        own, architecture = self._names[name], self._files.architecture
-        weight = weight_of(own, self._files.infos[own], self._files.tensor(own))
+        parts = [self._part(*place) for place in self._names[name]]
+        if len(parts) == 1:
+            return parts[0]
+        mixture = config.MIXTURES[self._files.architecture]
+        rows = torch.arange(sum(len(part) if isinstance(part, Tensor) else part.shape[0] for part in parts))
+        order_N = rows.view(len(parts), -1).t().flatten() if mixture.interleaved else rows
+        grouped = [part for part in parts if isinstance(part, GroupedWeight)]
+        if len(grouped) == len(parts) and all(map(grouped[0].stacks_with, grouped)):
+            return GroupedWeight.stack(grouped).rows(order_N)
+        return torch.cat([part.dequantise() if isinstance(part, GroupedWeight) else part for part in parts])[order_N]
+
+    def _part(self, own: str, expert: int | None) -> Weight:
+        info, raw, architecture = self._files.infos[own], self._files.tensor(own), self._files.architecture
+        if expert is not None:
+            info, raw = replace(info, shape=info.shape[1:]), raw[expert]
+        weight = weight_of(own, info, raw)
         if architecture in config.TURNED and own.split(".")[-2] in ("attn_q", "attn_k"):
             order_N = config.row_order(weight.shape[0], self._head_size)
             return weight.rows(order_N) if isinstance(weight, GroupedWeight) else weight[order_N]
