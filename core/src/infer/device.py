@@ -57,12 +57,12 @@ class FixedTensor:
 def blocks_given_back() -> Iterator[None]:
     """Until the context ends, malloc returns large blocks to the system as soon as they are freed. Once a block of up
     to 32 MiB has been freed, glibc keeps all such blocks, and while a checkpoint is loaded, what it keeps grows to a
-    tenth of the weights."""
+    tenth of the weights, and to a third of those of many small experts."""
     libc: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
     if not hasattr(libc, "mallopt"):  # another C library
         yield
         return
-    libc.mallopt(MMAP_THRESHOLD, 1 << 20)
+    libc.mallopt(MMAP_THRESHOLD, 1 << 16)
     try:
         yield
     finally:
