@@ -21,7 +21,7 @@ DOCUMENTS = ["with open(path) as file:", "é", "import os\n" * 30, "class A:", "
 
 def by_transformers(pairs: list[tuple[str, str]], instruction: str = INSTRUCTION) -> list[float]:
     tokenizer: Any = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32).eval()
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32)
     scores = []
     for query, document in pairs:
         asked = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"

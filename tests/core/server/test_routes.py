@@ -241,4 +241,5 @@ async def test_a_servers_observers_leave_with_it() -> None:
 
 def test_routes_are_listed() -> None:
     names = {offer.name for offer in Plugins.discover().offers["routes"]}
-    assert names == {"chat", "completions", "embeddings", "responses", "decisions", "tokenization", "about", "metrics"}
+    own = {"chat", "completions", "embeddings", "rerank", "responses", "decisions", "tokenization", "about", "metrics"}
+    assert names == own
