@@ -59,7 +59,7 @@ def configure(folder: Path, quantization_config: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": quantization_config}))
 
 
-def linear(pack: Callable[[str, Tensor], Packed]) -> Pack:
+def linear(pack: Pack) -> Pack:
     """Packs all weights but those of the embedding and the head."""
     return lambda module, weight: None if module.endswith(("embed_tokens", "lm_head")) else pack(module, weight)
 
