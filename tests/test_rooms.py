@@ -12,7 +12,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PLUGINS = tuple(path.name for path in sorted(ROOT.glob("plugins/*/src/*")))
 TEXT = ("tokenizers", "infer.text")
-ABOVE = ("infer.engine", "infer.server", "infer.commands", "infer.settings", "infer.assemble", "infer.llm")
+ABOVE = (
+    *("infer.engine", "infer.server", "infer.commands", "infer.settings", "infer.assemble", "infer.llm"),
+    "infer.testing",
+)
 DOORS = ("infer", "infer.assemble", "infer.llm", "infer.engine.loop")
 """Where rooms meet: what is behind these is not counted as imported by whoever imports them."""
 ROOMS: dict[str, tuple[str, ...]] = {
@@ -25,12 +28,22 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "core/src/infer/cache": ("infer.layers", "infer.kernels", "infer.checkpoint", *TEXT, *ABOVE),
     "core/src/infer/cache/books.py": ("torch", *TEXT),
     "core/src/infer/text": ("torch", "infer.cache", "infer.layers", "infer.kernels", *ABOVE),
-    "core/src/infer/engine": ("aiohttp", "infer.server", "infer.commands", "infer.layers", "infer.checkpoint"),
+    "core/src/infer/engine": (
+        *("aiohttp", "infer.server", "infer.commands", "infer.layers", "infer.checkpoint", "infer.testing"),
+    ),
+    "core/src/infer/testing": ("pytest", "hypothesis", "aiohttp", "infer.server", "infer.commands"),
     "core/src/infer/engine/seats.py": ("torch", "numpy", *TEXT),
     "core/src/infer/engine/schedulers.py": ("torch", "numpy", *TEXT),
     "core/src/infer/engine/batch.py": ("infer.layers", "infer.cache", "infer.kernels"),
     "core/src/infer/engine/engine.py": ("infer.kernels", "infer.cache"),
-    "core/src/infer/server": ("torch", "infer.kernels", "infer.layers", "infer.cache", "infer.commands"),
+    "core/src/infer/server": (
+        "torch",
+        "infer.testing",
+        "infer.kernels",
+        "infer.layers",
+        "infer.cache",
+        "infer.commands",
+    ),
     "plugins/cache_slotted/src": ("infer.layers", "infer.kernels", "infer.checkpoint", *TEXT, *ABOVE),
     "plugins/cache_paged/src": ("infer.layers", "infer.kernels", "infer.checkpoint", *TEXT, *ABOVE),
     "plugins/cache_paged/src/infer_cache_paged/pages.py": ("torch", "numpy", "infer"),

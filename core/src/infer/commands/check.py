@@ -1,0 +1,73 @@
+"""`infer check`: tries what the contract of a plugin's slot promises on one installed part."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from infer.contracts.hooks import CommandRegistration
+from infer.contracts.protocols import CommandContext
+from infer.errors import InferError
+
+if TYPE_CHECKING:
+    from infer.plugins import Offer
+    from infer.testing import Suite
+
+SLOTS = ("kernels",)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("part", metavar="SLOT:NAME", help=f"what to check; SLOT is one of {', '.join(SLOTS)}")
+    parser.add_argument("--only", action="append", default=[], metavar="CHECK", help="only this check; may be repeated")
+    parser.add_argument("--seed", type=int, default=0, help="of the cases that are drawn (default: 0)")
+    parser.add_argument("--case", type=int, help="only this case, as a failure names it")
+
+
+def run(args: argparse.Namespace, context: CommandContext) -> int:
+    """Print a line per check, and what replays each that fails. Raises InferError if there is no such part."""
+    slot, _, name = args.part.partition(":")
+    if slot not in SLOTS or not name:
+        raise InferError(f"{args.part!r} names no part; write SLOT:NAME, where SLOT is one of {', '.join(SLOTS)}.")
+    offer = context.plugins.get(slot, name, f"The {slot} plugin to check")
+    suite, subject = _SUBJECTS[slot](args, context, offer)
+    counts = {"ok": 0, "skipped": 0, "failed": 0}
+    command = " ".join(("infer check", *context.argv, args.part, *_words(args)))
+    for outcome in suite.outcomes(subject, only=args.only, seed=args.seed, case=args.case, command=command):
+        print(outcome, flush=True)
+        counts["failed" if outcome.violation else "skipped" if outcome.skipped else "ok"] += 1
+    print(f"{offer.whose}: " + ", ".join(f"{count} {what}" for what, count in counts.items()))
+    return int(counts["failed"] > 0)
+
+
+def _words(args: argparse.Namespace) -> Iterator[str]:
+    """The arguments that a replay repeats."""
+    for name in ("settings",):
+        if (value := getattr(args, name, None)) is not None:
+            yield from (f"--{name}", str(value))
+
+
+def _own(context: CommandContext, offer: Offer) -> Any:
+    from infer.settings import plugin_settings
+
+    return plugin_settings(context.settings, offer.slot, offer.name)
+
+
+def _kernels(args: argparse.Namespace, context: CommandContext, offer: Offer) -> tuple[Suite[Any], Any]:
+    from infer.assemble import choose_device
+    from infer.contracts.protocols import KernelsProtocol
+    from infer.testing import kernels
+
+    device = choose_device(context.settings.model.device)
+    made = offer.make(KernelsProtocol, device, _own(context, offer))
+    return kernels.SUITE, kernels.Provider(made, device, kv_dtypes=offer.kv_dtypes)
+
+
+_SUBJECTS: dict[str, Callable[[argparse.Namespace, CommandContext, Offer], tuple[Suite[Any], Any]]] = {
+    "kernels": _kernels,
+}
+"""Per slot, the suite and what it tries."""
+
+COMMAND = CommandRegistration(
+    "check", run, "try what a plugin's contract promises on an installed part", add_arguments=add_arguments
+)
