@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from infer.plugins import Offer
     from infer.testing import Suite
 
-SLOTS = ("kernels",)
+SLOTS = ("kernels", "cache")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,9 +27,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, context: CommandContext) -> int:
     """Print a line per check, and what replays each that fails. Raises InferError if there is no such part."""
+    import torch
+
     slot, _, name = args.part.partition(":")
     if slot not in SLOTS or not name:
         raise InferError(f"{args.part!r} names no part; write SLOT:NAME, where SLOT is one of {', '.join(SLOTS)}.")
+    if context.settings.log.level == "info":  # which says of each pool how large it is
+        logging.getLogger().setLevel(logging.WARNING)
+    torch.set_num_threads(context.settings.kernels.threads or 1)  # tiny tensors gain nothing from more
     offer = context.plugins.get(slot, name, f"The {slot} plugin to check")
     suite, subject = _SUBJECTS[slot](args, context, offer)
     counts = {"ok": 0, "skipped": 0, "failed": 0}
@@ -63,8 +69,17 @@ def _kernels(args: argparse.Namespace, context: CommandContext, offer: Offer) ->
     return kernels.SUITE, kernels.Provider(made, device, kv_dtypes=offer.kv_dtypes)
 
 
+def _cache(args: argparse.Namespace, context: CommandContext, offer: Offer) -> tuple[Suite[Any], Any]:
+    from infer.contracts.protocols import CachePoolProtocol
+    from infer.testing import pools
+
+    own = _own(context, offer)
+    return pools.SUITE, pools.Pools(lambda given: offer.make(CachePoolProtocol, given, own), offer.kv_dtypes)
+
+
 _SUBJECTS: dict[str, Callable[[argparse.Namespace, CommandContext, Offer], tuple[Suite[Any], Any]]] = {
     "kernels": _kernels,
+    "cache": _cache,
 }
 """Per slot, the suite and what it tries."""
 

@@ -1,6 +1,7 @@
 """The conformance kit: suites that try what the contracts of plugins promise. See ``docs/testing.md``."""
 
 from infer.testing.kernels import check_kernels
+from infer.testing.pools import check_pool
 from infer.testing.suite import Check, ConformanceError, Outcome, Suite, Violation
 
-__all__ = ["Check", "ConformanceError", "Outcome", "Suite", "Violation", "check_kernels"]
+__all__ = ["Check", "ConformanceError", "Outcome", "Suite", "Violation", "check_kernels", "check_pool"]

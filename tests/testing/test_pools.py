@@ -1,0 +1,399 @@
+"""``check_pool``: ours pass, as do pools of strangers' books, and it names the bugs that are planted in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.testing.planted import Bug, Bugs, caught
+from torch import Tensor
+
+from infer.cache import ExtendView, KVStorage, Pool
+from infer.cache.books import Ints, Slots
+from infer.protocols import Allocation, AttentionSpec, CacheContext, CachePoolProtocol, KVCacheView, Rotary
+from infer.testing import check_pool
+from infer.testing.pools import SUITE, Pools
+from infer_cache_paged import PagedBooks, PagedPool, PagedSettings
+from infer_cache_paged.pages import Pages
+from infer_cache_slotted import SlottedBooks, SlottedPool
+
+MakePool = Callable[[CacheContext], CachePoolProtocol]
+planted: Bugs[MakePool] = Bugs([])
+
+
+def paged(block_size: int = 16, **keys: Any) -> MakePool:
+    return lambda context: PagedPool(context, PagedSettings(block_size=block_size, **keys))
+
+
+class Strangers:
+    """Books by which a slot's positions lie backwards in its block; they neither share nor take positions back."""
+
+    def __init__(self, context: CacheContext) -> None:
+        self.slots, self.longest = context.max_batch_size, context.max_seq_len
+        self.held: dict[int, int] = {}
+
+    def allocate(self, token_ids: Sequence[int]) -> Allocation | None:
+        free = [slot for slot in range(self.slots) if slot not in self.held]
+        if not free or len(token_ids) > self.longest:
+            return None
+        self.held[free[-1]] = 0
+        return Allocation(free[-1])
+
+    def grow(self, slot: int, num_tokens: int) -> bool:
+        return num_tokens <= self.longest
+
+    def free(self, slot: int) -> None:
+        del self.held[slot]
+
+    def free_tokens(self) -> int:
+        return (self.slots - len(self.held)) * self.longest
+
+    def length(self, slot: int) -> int:
+        return self.held[slot]
+
+    def extend(self, slots: Sequence[int] | Slots, starts: Sequence[int] | Ints, lens: Sequence[int] | Ints) -> int:
+        for slot, start in zip(slots, starts, strict=True):
+            if self.held[int(slot)] != start:
+                raise ValueError(f"slot {slot} holds {self.held[int(slot)]} positions")
+        for slot, length in zip(slots, lens, strict=True):
+            self.held[int(slot)] += int(length)
+        return max(self.held[int(slot)] for slot in slots)
+
+    def advance(self, slots_B: Slots) -> tuple[Ints, int]:
+        starts = np.array([self.held[int(slot)] for slot in slots_B], dtype=np.int32)
+        return starts, self.extend(slots_B, starts, np.ones_like(starts))
+
+    def table(self, slots: Sequence[int] | Slots, num_tokens: int) -> Ints:
+        return np.array(
+            [[(int(slot) + 1) * self.longest - 1 - p for p in range(num_tokens)] for slot in slots], np.int32
+        )
+
+
+def strangers(context: CacheContext) -> CachePoolProtocol:
+    return Pool(Strangers(context), KVStorage(context, context.max_batch_size * context.max_seq_len, 1))
+
+
+OURS: dict[str, MakePool] = {
+    "slotted": SlottedPool,
+    "paged": paged(),
+    "paged, blocks of 3": paged(3),
+    "paged, alone": paged(prefix_caching=False),
+    "strangers": strangers,
+}
+
+
+@pytest.mark.parametrize("kind", OURS)
+def test_ours_pass(kind: str) -> None:
+    outcomes = list(SUITE.outcomes(Pools(OURS[kind], kv_dtypes=("int8",))))
+    assert not [str(outcome) for outcome in outcomes if outcome.violation]
+    assert [outcome.name for outcome in outcomes if outcome.skipped] == ["sharing"] * (kind not in list(OURS)[1:3])
+
+
+@planted.each
+def test_a_planted_bug_is_named(bug: Bug[MakePool]) -> None:
+    caught(bug, lambda **keys: check_pool(bug.make, kv_dtypes=("int8",), **keys))
+
+
+def pages(**methods: Callable[..., Any]) -> MakePool:
+    """A paged pool whose Pages have other methods."""
+
+    def make(context: CacheContext) -> CachePoolProtocol:
+        pool = PagedPool(context, PagedSettings(block_size=4))
+        pool.books.pages.__class__ = type("Changed", (Pages,), methods)
+        return pool
+
+    return make
+
+
+def books(**methods: Callable[..., Any]) -> MakePool:
+    """A paged pool whose books have other methods."""
+
+    def make(context: CacheContext) -> CachePoolProtocol:
+        made = PagedPool(context, PagedSettings(block_size=4))
+        changed: Any = made.books
+        changed.__class__ = type("Changed", (PagedBooks,), methods)
+        return Pool(changed, made.storage)
+
+    return make
+
+
+def whole_prefix(self: Pages, owner: int, token_ids: Sequence[int], *, reuse: bool = True, salt: str = "") -> Any:
+    return Pages.allocate(self, owner, token_ids, reuse=reuse, salt="")
+
+
+planted("salts are ignored", "sequences", "committed by a sequence of equal salt|has written at position")(
+    pages(allocate=whole_prefix)
+)
+
+
+def always_reuses(self: Pages, owner: int, token_ids: Sequence[int], *, reuse: bool = True, salt: str = "") -> Any:
+    return Pages.allocate(self, owner, token_ids, salt=salt)
+
+
+planted("reuse=False is ignored", "sequences", "with reuse=False gives num_cached")(pages(allocate=always_reuses))
+
+
+def commits_ahead(self: Pages, owner: int, token_ids: Sequence[int], num_computed: int) -> bool:
+    return Pages.commit(self, owner, token_ids, len(token_ids) // self.block_size * self.block_size)
+
+
+planted("more is shared than is computed", "sequences", "have been committed by a sequence|reads, at position")(
+    pages(commit=commits_ahead)
+)
+
+
+def never_cleared(self: PagedBooks, slot: int, begin: int = 0) -> None:
+    PagedBooks._copy(self, slot, min(begin + 1, 2) if begin == 0 else begin)
+
+
+planted("a slot's first page is its predecessor's", "sequences", r"reads, at position \d+, ")(
+    books(_copy=never_cleared)
+)
+
+
+def leaks(self: Pages, owner: int) -> None:
+    Pages.free(self, owner)
+    if self.free_list:
+        self.free_list.pop()
+
+
+planted("a page leaks with every end", "sequences", r"free_tokens\(\) is \d+ once all slots are free")(
+    pages(free=leaks)
+)
+
+
+def lends(self: Pages, owner: int, num_tokens: int, length: int = 0) -> bool:
+    fits = Pages.grow(self, owner, num_tokens, length)
+    table = self.holdings[owner].tables[0]
+    if fits and len(table) > 1 and len(self.holdings) > 1:
+        other = next(holding for key, holding in self.holdings.items() if key != owner)
+        table[-1] = other.tables[0][-1]
+    return fits
+
+
+planted("a sequence grows into a page of another", "sequences", r"what s\d+ has written at position \d+|raised")(
+    pages(grow=lends)
+)
+
+
+def one_less(self: PagedBooks, slots: Any, starts: Any, lens: Any) -> int:
+    longest = PagedBooks.extend(self, slots, starts, lens)
+    if len(slots) > 1:
+        self._lengths_S[slots[-1]] -= 1
+    return longest
+
+
+planted("the last of several chunks is not counted in full", "sequences", r"length\(\d\) is \d+, but \d+ positions")(
+    books(extend=one_less)
+)
+
+
+def stays(self: PagedBooks, slots_B: Slots) -> tuple[Ints, int]:
+    starts, longest = PagedBooks.advance(self, slots_B)
+    self._lengths_S[slots_B] = starts
+    return starts, longest
+
+
+planted("a decode does not advance the length", "sequences", r"length\(\d\) is \d+, but \d+ positions")(
+    books(advance=stays)
+)
+
+
+def keeps_length(self: PagedBooks, num_tokens: int) -> int:
+    slot = self._free_slots.pop()
+    self._lengths_S[slot] = max(num_tokens, 1)
+    return slot
+
+
+planted("a slot's counter does not start at 0", "slots", r"length\(\d\) is 1, but 0 positions")(
+    books(_open=keeps_length)
+)
+
+
+def too_few_slots(self: SlottedBooks, token_ids: Sequence[int]) -> Allocation | None:
+    return None if len(self._free_slots) == 1 else SlottedBooks.allocate(self, token_ids)
+
+
+def slotted(**methods: Callable[..., Any]) -> MakePool:
+    def make(context: CacheContext) -> CachePoolProtocol:
+        made = SlottedPool(context)
+        changed: Any = made.books
+        changed.__class__ = type("Changed", (SlottedBooks,), methods)
+        return Pool(changed, made.storage)
+
+    return make
+
+
+planted("one slot is never handed out", "slots", r"gives None, though a slot is free")(slotted(allocate=too_few_slots))
+
+
+def any_length(self: SlottedBooks, slot: int, num_tokens: int) -> bool:
+    return True
+
+
+planted("a sequence may grow beyond its region", "full_length", "room for more than max_seq_len")(
+    slotted(grow=any_length)
+)
+
+
+def trusting(self: PagedBooks, slots: Any, starts: Any, lens: Any) -> int:
+    self._lengths_S[np.asarray(slots)] = np.asarray(starts)
+    return PagedBooks.extend(self, slots, starts, lens)
+
+
+planted("a start that leaves a gap is believed", "wrong_starts", "though it holds 9 positions")(books(extend=trusting))
+
+
+def takes_back_nothing(self: PagedBooks, slot: int, num_tokens: int) -> None:
+    PagedBooks.truncate(self, slot, min(self.length(slot), num_tokens + 1))
+
+
+planted("one position too few is taken back", "sequences", r"length\(\d\) is \d+, but \d+ positions")(
+    books(truncate=takes_back_nothing)
+)
+
+
+class StorageOf:
+    """A pool with another storage, in blocks of 4."""
+
+    def __init__(self, kind: type[KVStorage]) -> None:
+        self.kind = kind
+
+    def __call__(self, context: CacheContext) -> CachePoolProtocol:
+        made = PagedPool(context, PagedSettings(block_size=4))
+        made.storage.__class__ = self.kind
+        made.storage.view_type = self.kind.view_type
+        return made
+
+
+class Unturned(KVStorage):
+    class View(ExtendView):
+        def attend(
+            self, layer: int, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, rotary: Rotary | None = None
+        ) -> Tensor:
+            if rotary is not None:
+                q_THE, _ = self.storage.kernels.rope(q_THE, k_TKE, rotary)
+            return super().attend(layer, q_THE, k_TKE, v_TKE)
+
+    view_type = View
+
+
+planted("K is written without its rotation", "sequences", "reads, at position")(StorageOf(Unturned))
+
+
+class OneLayer(KVStorage):
+    class View(ExtendView):
+        def attend(
+            self, layer: int, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, rotary: Rotary | None = None
+        ) -> Tensor:
+            return super().attend(0, q_THE, k_TKE, v_TKE, rotary)
+
+    view_type = View
+
+
+planted("layers write to one place, from where a later pass reads", "sequences", "in layer 0, the query at position")(
+    StorageOf(OneLayer)
+)
+
+
+class Moving(KVStorage):
+    def fixed_view(self, table: Ints, starts: Sequence[int] | Ints) -> ExtendView:
+        return self.view(table, starts, np.ones(len(starts), dtype=np.int32))
+
+
+planted("views of decodes are made anew", "recorded_views", "gives a view whose .* is not where that of the first")(
+    StorageOf(Moving)
+)
+
+
+def narrower(context: CacheContext) -> CachePoolProtocol:
+    """Lets go of what a window still reaches."""
+    cut: list[AttentionSpec] = [
+        spec if spec.window is None else replace(spec, window=spec.window - 4) for spec in context.layers
+    ]
+    made = PagedPool(replace(context, layers=cut), PagedSettings(block_size=4))
+    made.storage.layers = [*context.layers]
+    return made
+
+
+planted(
+    "a window's last pages are let go too early", "windows", r"in layer \d, the query at position .* reads, at position"
+)(narrower)
+
+
+class Rounded(SlottedPool):
+    """K/V of int8 that lose their sign."""
+
+    def __init__(self, context: CacheContext) -> None:
+        super().__init__(context)
+        if context.kv_dtype == "int8":
+            self.storage.kernels = replace_store(self.storage.kernels)
+
+
+def replace_store(kernels: Any) -> Any:
+    class Unsigned(type(kernels)):  # type: ignore[misc]
+        def store_kv(self, k_TKE: Tensor, v_TKE: Tensor, *rest: Any) -> None:
+            super().store_kv(k_TKE, v_TKE.abs(), *rest)
+
+    return Unsigned()
+
+
+planted("int8 values lose their sign", "quantised", "what nobody has written")(Rounded)
+planted("shares is True, but nothing is", "sharing", "does not find any of 80 tokens")(
+    pages(commit=lambda self, owner, token_ids, num_computed: False)
+)
+
+
+def unsteady(context: CacheContext) -> CachePoolProtocol:
+    """A pool that gives the room of a refused prompt away."""
+    made = PagedPool(context, PagedSettings(block_size=4))
+    allocate = made.allocate
+
+    def changed(token_ids: Sequence[int], *, reuse: bool = True, salt: str = "") -> Allocation | None:
+        place = allocate(token_ids, reuse=reuse, salt=salt)
+        if place is None and made.books.pages.free_list:
+            made.books.pages.free_list.pop()
+        return place
+
+    made.allocate = changed  # type: ignore[method-assign]
+    return made
+
+
+planted("a refusal takes pages", "little_room", r"gives None, but free_tokens\(\) went from|once all slots are free")(
+    unsteady
+)
+
+
+def test_a_view_is_all_that_is_asked_of_a_pool() -> None:
+    """No attribute beyond the contract: a pool that has its own views, without books and storage, is tried alike."""
+
+    class View:
+        def __init__(self, view: KVCacheView) -> None:
+            self.__view = view
+
+        def attend(
+            self, layer: int, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, rotary: Rotary | None = None
+        ) -> Tensor:
+            return self.__view.attend(layer, q_THE, k_TKE, v_TKE, rotary)
+
+    class Own:
+        def __init__(self, context: CacheContext) -> None:
+            inner = self.__inner = SlottedPool(context)
+            for name in ("allocate", "grow", "commit", "free", "free_tokens", "length"):
+                setattr(self, name, getattr(inner, name))
+
+        @property
+        def nbytes(self) -> int:
+            return self.__inner.nbytes
+
+        def batched_chunked_prefill_view(self, *args: Any) -> View:
+            return View(self.__inner.batched_chunked_prefill_view(*args))
+
+        def decode_view(self, *args: Any) -> View:
+            return View(self.__inner.decode_view(*args))
+
+    made: Any = Own
+    check_pool(made)
