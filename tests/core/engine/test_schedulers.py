@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,65 +18,11 @@ from infer.contracts.params import SamplingParams
 from infer.contracts.request import Request
 from infer.contracts.schedule import Works
 from infer.engine.schedulers import ContinuousScheduler, StaticScheduler
-from infer.protocols import PENDING, Allocation, Schedule, SchedulerContext, Sequence
+from infer.protocols import PENDING, Schedule, SchedulerContext, Sequence
 from infer.settings import EngineSettings
+from infer.testing.schedulers import CountingPool, SharingPool
 
 DOCS = Path(__file__).parents[3] / "docs"
-
-
-class CountingPool:
-    """Room for so many tokens in so many slots; tokens are taken one by one, as a paged pool of block size 1 would."""
-
-    def __init__(self, slots: int, tokens: int) -> None:
-        self.tokens = tokens
-        self.free_slots = set(range(slots))
-        self.held: dict[int, int] = {}
-
-    def allocate(self, token_ids: Seq[int], *, reuse: bool = True, salt: str = "") -> Allocation | None:
-        if not self.free_slots or len(token_ids) > self.free_tokens():
-            return None
-        slot = self.free_slots.pop()
-        self.held[slot] = len(token_ids)
-        return Allocation(slot)
-
-    def grow(self, slot: int, num_tokens: int) -> bool:
-        more = max(0, num_tokens - self.held[slot])
-        if more > self.free_tokens():
-            return False
-        self.held[slot] += more
-        return True
-
-    def commit(self, slot: int, token_ids: Seq[int], num_computed: int) -> None:
-        assert 0 <= num_computed <= len(token_ids)
-        assert PENDING not in token_ids[:num_computed]
-
-    def free(self, slot: int) -> None:
-        del self.held[slot]
-        self.free_slots.add(slot)
-
-    def free_tokens(self) -> int:
-        return self.tokens - sum(self.held.values())
-
-
-class SharingPool(CountingPool):
-    """One that remembers whatever was computed, though it keeps no room free by that."""
-
-    shares = True
-
-    def __init__(self, slots: int, tokens: int) -> None:
-        super().__init__(slots, tokens)
-        self.known: set[tuple[int, ...]] = set()
-
-    def allocate(self, token_ids: Seq[int], *, reuse: bool = True, salt: str = "") -> Allocation | None:
-        place = super().allocate(token_ids)
-        if place is None or not reuse:
-            return place
-        found = (n for n in range(len(token_ids) - 1, 0, -1) if tuple(token_ids[:n]) in self.known)
-        return Allocation(place.slot, next(found, 0))
-
-    def commit(self, slot: int, token_ids: Seq[int], num_computed: int) -> None:
-        super().commit(slot, token_ids, num_computed)
-        self.known |= {tuple(token_ids[:n]) for n in range(1, num_computed + 1)}
 
 
 def sequence(order: int, prompt: int, new: int, first: int = 1, params: Any = (), **more: Any) -> Sequence:

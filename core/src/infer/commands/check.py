@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from infer.plugins import Offer
     from infer.testing import Suite
 
-SLOTS = ("kernels", "cache")
+SLOTS = ("kernels", "cache", "scheduler")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,9 +77,19 @@ def _cache(args: argparse.Namespace, context: CommandContext, offer: Offer) -> t
     return pools.SUITE, pools.Pools(lambda given: offer.make(CachePoolProtocol, given, own), offer.kv_dtypes)
 
 
+def _scheduler(args: argparse.Namespace, context: CommandContext, offer: Offer) -> tuple[Suite[Any], Any]:
+    from infer.contracts.protocols import SchedulerProtocol
+    from infer.testing import schedulers
+
+    own = _own(context, offer)
+    make = lambda given: offer.make(SchedulerProtocol, given, own)  # noqa: E731
+    return schedulers.SUITE, schedulers.Schedulers(make, offer.chunks)
+
+
 _SUBJECTS: dict[str, Callable[[argparse.Namespace, CommandContext, Offer], tuple[Suite[Any], Any]]] = {
     "kernels": _kernels,
     "cache": _cache,
+    "scheduler": _scheduler,
 }
 """Per slot, the suite and what it tries."""
 

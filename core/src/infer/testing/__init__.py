@@ -2,6 +2,16 @@
 
 from infer.testing.kernels import check_kernels
 from infer.testing.pools import check_pool
+from infer.testing.schedulers import check_scheduler
 from infer.testing.suite import Check, ConformanceError, Outcome, Suite, Violation
 
-__all__ = ["Check", "ConformanceError", "Outcome", "Suite", "Violation", "check_kernels", "check_pool"]
+__all__ = [
+    "Check",
+    "ConformanceError",
+    "Outcome",
+    "Suite",
+    "Violation",
+    "check_kernels",
+    "check_pool",
+    "check_scheduler",
+]
