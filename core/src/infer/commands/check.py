@@ -15,11 +15,18 @@ if TYPE_CHECKING:
     from infer.plugins import Offer
     from infer.testing import Suite
 
-SLOTS = ("kernels", "cache", "scheduler")
+SLOTS = ("kernels", "cache", "scheduler", "model")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("part", metavar="SLOT:NAME", help=f"what to check; SLOT is one of {', '.join(SLOTS)}")
+    parser.add_argument("--checkpoint", metavar="DIR", help="of a model: the checkpoint that it is tried on")
+    parser.add_argument(
+        "--against",
+        choices=("auto", "transformers", "none"),
+        default="auto",
+        help="of a model: what its logits are compared with (auto: transformers where it is installed)",
+    )
     parser.add_argument("--only", action="append", default=[], metavar="CHECK", help="only this check; may be repeated")
     parser.add_argument("--seed", type=int, default=0, help="of the cases that are drawn (default: 0)")
     parser.add_argument("--case", type=int, help="only this case, as a failure names it")
@@ -48,8 +55,8 @@ def run(args: argparse.Namespace, context: CommandContext) -> int:
 
 def _words(args: argparse.Namespace) -> Iterator[str]:
     """The arguments that a replay repeats."""
-    for name in ("settings",):
-        if (value := getattr(args, name, None)) is not None:
+    for name, default in (("settings", None), ("checkpoint", None), ("against", "auto")):
+        if (value := getattr(args, name, None)) != default:
             yield from (f"--{name}", str(value))
 
 
@@ -86,10 +93,21 @@ def _scheduler(args: argparse.Namespace, context: CommandContext, offer: Offer) 
     return schedulers.SUITE, schedulers.Schedulers(make, offer.chunks)
 
 
+def _model(args: argparse.Namespace, context: CommandContext, offer: Offer) -> tuple[Suite[Any], Any]:
+    from pathlib import Path
+
+    from infer.testing import models
+
+    if args.checkpoint is None:
+        raise InferError("A model is tried on a checkpoint: give --checkpoint DIR.")
+    return models.SUITE, models.Models(Path(args.checkpoint), context.plugins, context.settings, offer, args.against)
+
+
 _SUBJECTS: dict[str, Callable[[argparse.Namespace, CommandContext, Offer], tuple[Suite[Any], Any]]] = {
     "kernels": _kernels,
     "cache": _cache,
     "scheduler": _scheduler,
+    "model": _model,
 }
 """Per slot, the suite and what it tries."""
 

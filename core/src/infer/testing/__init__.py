@@ -1,6 +1,8 @@
 """The conformance kit: suites that try what the contracts of plugins promise. See ``docs/testing.md``."""
 
+from infer.testing.checkpoints import tiny_checkpoint
 from infer.testing.kernels import check_kernels
+from infer.testing.models import check_model
 from infer.testing.pools import check_pool
 from infer.testing.schedulers import check_scheduler
 from infer.testing.suite import Check, ConformanceError, Outcome, Suite, Violation
@@ -12,6 +14,8 @@ __all__ = [
     "Suite",
     "Violation",
     "check_kernels",
+    "check_model",
     "check_pool",
     "check_scheduler",
+    "tiny_checkpoint",
 ]

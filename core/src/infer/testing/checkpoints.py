@@ -1,0 +1,80 @@
+"""Tiny checkpoints with random weights, for any architecture that an installed plugin knows."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models
+
+from infer.contracts.protocols import ModelContext, ModelProtocol
+from infer.kernels.reference import ReferenceKernels
+from infer.plugins import Plugins
+from infer.settings import Settings
+
+VOCAB = 96
+CONFIG: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "dtype": "float32",
+    "eos_token_id": 0,
+    "bos_token_id": 1,
+    "pad_token_id": None,
+    "num_experts": 5,
+    "num_local_experts": 5,
+    "n_routed_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 40,
+}
+"""config.json of the checkpoints. A family reads the fields that it knows."""
+_kept: list[tempfile.TemporaryDirectory[str]] = []
+"""The folders that were made for callers who named none. They are deleted when the process ends."""
+
+
+def tiny_checkpoint(
+    architecture: str,
+    folder: Path | None = None,
+    *,
+    plugins: Sequence[object] = (),
+    seed: int = 0,
+    **config: Any,
+) -> Path:
+    """Write a checkpoint of two small layers: config.json, model.safetensors and a tokenizer with one token per letter.
+    Its weights have the names and shapes that the family that knows ``architecture`` expects. ``config`` are further
+    fields of config.json, or others in place of those of ``CONFIG``; ``plugins`` are modules in addition to the
+    installed ones. Without a ``folder``, a temporary one is made. Raises PluginError if no plugin, or more than one,
+    knows the architecture."""
+    if folder is None:
+        _kept.append(tempfile.TemporaryDirectory(prefix="infer-"))
+        folder = Path(_kept[-1].name)
+    folder.mkdir(parents=True, exist_ok=True)
+    fields = CONFIG | {"architectures": [architecture]} | config
+    offer = Plugins.discover(plugins).choose("model", Settings(), [architecture])
+    context = ModelContext(ReferenceKernels(), torch.float32, torch.device("cpu"), 512)
+    model: ModelProtocol = offer.make(ModelProtocol, fields, context, offer.registration.settings())
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    for name, shape in model.expected().items():
+        noise = torch.randn(shape, generator=generator)
+        if len(shape) == 1:
+            tensors[name] = 0.3 * noise + name.endswith("norm.weight")
+        else:
+            tensors[name] = noise * (1.2 / shape[-1] ** 0.5)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(fields, indent=2))
+    letters = Tokenizer(models.WordLevel({chr(0x100 + id): id for id in range(fields["vocab_size"])}))
+    letters.decoder = decoders.Fuse()
+    letters.save(str(folder / "tokenizer.json"))
+    return folder
