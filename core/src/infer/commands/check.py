@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infer.contracts.hooks import CommandRegistration
@@ -15,17 +16,18 @@ if TYPE_CHECKING:
     from infer.plugins import Offer
     from infer.testing import Suite
 
-SLOTS = ("kernels", "cache", "scheduler", "model")
+SLOTS = ("kernels", "cache", "scheduler", "model", "weights", "proposer")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("part", metavar="SLOT:NAME", help=f"what to check; SLOT is one of {', '.join(SLOTS)}")
-    parser.add_argument("--checkpoint", metavar="DIR", help="of a model: the checkpoint that it is tried on")
+    parser.add_argument("--checkpoint", metavar="DIR", help="of a model or weights: the checkpoint that is read")
     parser.add_argument(
         "--against",
-        choices=("auto", "transformers", "none"),
         default="auto",
-        help="of a model: what its logits are compared with (auto: transformers where it is installed)",
+        metavar="WHAT",
+        help="what a model's logits are compared with: transformers, none, or auto, which is transformers where it is "
+        "installed; and the plain checkpoint that weights were quantised from",
     )
     parser.add_argument("--only", action="append", default=[], metavar="CHECK", help="only this check; may be repeated")
     parser.add_argument("--seed", type=int, default=0, help="of the cases that are drawn (default: 0)")
@@ -94,13 +96,39 @@ def _scheduler(args: argparse.Namespace, context: CommandContext, offer: Offer) 
 
 
 def _model(args: argparse.Namespace, context: CommandContext, offer: Offer) -> tuple[Suite[Any], Any]:
-    from pathlib import Path
-
     from infer.testing import models
 
+    if args.against not in ("auto", "transformers", "none"):
+        raise InferError(f"--against {args.against}: a model is compared with auto, transformers or none.")
+    folder = _checkpoint(args)
+    return models.SUITE, models.Models(folder, context.plugins, context.settings, offer, args.against)
+
+
+def _weights(args: argparse.Namespace, context: CommandContext, offer: Offer) -> tuple[Suite[Any], Any]:
+    from infer.checkpoint import Folder
+    from infer.contracts.protocols import WeightFormatProtocol
+    from infer.testing import formats
+
+    stored, own, plain = Folder(_checkpoint(args)), _own(context, offer), None
+    if args.against != "auto":
+        files = Folder(Path(args.against)).tensors()
+        plain = {name: files.tensor(name) for name in files.names()}
+    make = lambda config, files: offer.make(WeightFormatProtocol, config, files, own)  # noqa: E731
+    return formats.SUITE, formats.Formats(make, stored.config(), stored.tensors(), plain)
+
+
+def _proposer(args: argparse.Namespace, context: CommandContext, offer: Offer) -> tuple[Suite[Any], Any]:
+    from infer.contracts.protocols import ProposerProtocol
+    from infer.testing import proposers
+
+    own = _own(context, offer)
+    return proposers.SUITE, proposers.Proposers(lambda given: offer.make(ProposerProtocol, given, own))
+
+
+def _checkpoint(args: argparse.Namespace) -> Path:
     if args.checkpoint is None:
-        raise InferError("A model is tried on a checkpoint: give --checkpoint DIR.")
-    return models.SUITE, models.Models(Path(args.checkpoint), context.plugins, context.settings, offer, args.against)
+        raise InferError("This is tried on a checkpoint: give --checkpoint DIR.")
+    return Path(args.checkpoint)
 
 
 _SUBJECTS: dict[str, Callable[[argparse.Namespace, CommandContext, Offer], tuple[Suite[Any], Any]]] = {
@@ -108,6 +136,8 @@ _SUBJECTS: dict[str, Callable[[argparse.Namespace, CommandContext, Offer], tuple
     "cache": _cache,
     "scheduler": _scheduler,
     "model": _model,
+    "weights": _weights,
+    "proposer": _proposer,
 }
 """Per slot, the suite and what it tries."""
 

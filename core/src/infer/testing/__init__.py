@@ -1,9 +1,11 @@
 """The conformance kit: suites that try what the contracts of plugins promise. See ``docs/testing.md``."""
 
 from infer.testing.checkpoints import tiny_checkpoint
+from infer.testing.formats import check_weight_format
 from infer.testing.kernels import check_kernels
 from infer.testing.models import check_model
 from infer.testing.pools import check_pool
+from infer.testing.proposers import check_proposer
 from infer.testing.schedulers import check_scheduler
 from infer.testing.suite import Check, ConformanceError, Outcome, Suite, Violation
 
@@ -16,6 +18,8 @@ __all__ = [
     "check_kernels",
     "check_model",
     "check_pool",
+    "check_proposer",
     "check_scheduler",
+    "check_weight_format",
     "tiny_checkpoint",
 ]

@@ -1,0 +1,75 @@
+"""``check_proposer``: ours and the documented one pass, and it names the bugs that are planted in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+from tests.core.engine.test_schedulers import documented
+from tests.testing.planted import Bug, Bugs, caught
+
+from infer.engine.ngram import NgramProposer, NgramSettings
+from infer.protocols import Ask, ProposerContext, ProposerProtocol
+from infer.testing import check_proposer
+from infer.testing.proposers import VOCAB
+
+MakeProposer = Callable[[ProposerContext], ProposerProtocol]
+planted: Bugs[type[NgramProposer]] = Bugs([])
+Cycle = documented("class Cycle")["Cycle"]
+
+
+@pytest.mark.parametrize("make", [lambda context: NgramProposer(NgramSettings()), lambda context: Cycle(8)])
+def test_ours_pass(make: MakeProposer) -> None:
+    check_proposer(make)
+
+
+@planted.each
+def test_a_planted_bug_is_named(bug: Bug[type[NgramProposer]]) -> None:
+    caught(bug, lambda **keys: check_proposer(lambda context: bug.make(NgramSettings()), **keys))
+
+
+@planted("one token more is proposed than may be", "proposals", r"tokens are proposed for r\d+ where \d may be")
+class OneMore(NgramProposer):
+    def propose(self, asks: Sequence[Ask]) -> list[list[int]]:
+        return super().propose([ask._replace(most=ask.most + 1) for ask in asks])
+
+
+@planted("who has no idea is left out", "proposals", r"gives \d proposals for \d asks")
+class LeavesOut(NgramProposer):
+    def propose(self, asks: Sequence[Ask]) -> list[list[int]]:
+        return [drafts for drafts in super().propose(asks) if drafts]
+
+
+@planted("ids beyond the vocabulary are proposed", "proposals", r"token \d+ is proposed for r\d+; ids are 0 to 49")
+class Beyond(NgramProposer):
+    def propose(self, asks: Sequence[Ask]) -> list[list[int]]:
+        return [[token + VOCAB // 2 for token in drafts] for drafts in super().propose(asks)]
+
+
+@planted("drafts are added to the engine's list", "proposals", "writes to the tokens of")
+class Adds(NgramProposer):
+    def propose(self, asks: Sequence[Ask]) -> list[list[int]]:
+        found = super().propose(asks)
+        for ask, drafts in zip(asks, found, strict=True):
+            assert isinstance(ask.token_ids, list)
+            ask.token_ids.extend(drafts)
+        return found
+
+
+@planted("a request that has ended is remembered by its id", "ends", "end has not made it forget|raised IndexError")
+class Remembers(NgramProposer):
+    def end(self, request_id: str) -> None:
+        pass
+
+
+@planted("requests that have ended are kept", "ends", "still holds the request's id")
+class Hoards(NgramProposer):
+    def end(self, request_id: str) -> None:
+        super().end(request_id)
+        self._over = [*getattr(self, "_over", []), request_id]
+
+
+@planted("only those that were asked about can end", "proposals", "raised KeyError")
+class Strict(NgramProposer):
+    def end(self, request_id: str) -> None:
+        del self._indices[request_id]
