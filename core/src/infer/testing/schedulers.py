@@ -168,13 +168,14 @@ class Drive:
         return next((sequence.num_computed for sequence in sequences if sequence.slot == slot), None)
 
     def run(self) -> None:
-        step = 0
+        step, left = 0, len(self.arrivals) // 2  # so that aborts cannot end everything that waits for ever
         while self.arrivals or self.scheduler.has_work() or self.flights:
             while self.arrivals and self.arrivals[0].step <= step:
                 arrival = self.arrivals.pop(0)
                 self.open[arrival.sequence.id] = arrival
                 self.scheduler.add(arrival.sequence)
-            if self.open and self.draw.random() < self.aborts:
+            if left and self.open and self.draw.random() < self.aborts:
+                left -= 1
                 self.finish(self.draw.choice([*self.open.values()]).sequence)
             self.step()
             step += 1
