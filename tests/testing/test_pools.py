@@ -85,7 +85,9 @@ OURS: dict[str, MakePool] = {
 }
 
 
-@pytest.mark.parametrize("kind", OURS)
+@pytest.mark.parametrize(
+    "kind", [kind if kind == "paged" else pytest.param(kind, marks=pytest.mark.slow) for kind in OURS]
+)
 def test_ours_pass(kind: str) -> None:
     outcomes = list(SUITE.outcomes(Pools(OURS[kind], kv_dtypes=("int8",))))
     assert not [str(outcome) for outcome in outcomes if outcome.violation]
@@ -367,6 +369,7 @@ planted("a refusal takes pages", "little_room", r"gives None, but free_tokens\(\
 )
 
 
+@pytest.mark.slow
 def test_a_view_is_all_that_is_asked_of_a_pool() -> None:
     """No attribute beyond the contract: a pool that has its own views, without books and storage, is tried alike."""
 

@@ -106,7 +106,7 @@ def proposals(p: Proposers, draw: random.Random) -> None:
     proposer.end("never asked about")
 
 
-@check("A request that has ended is forgotten: its id may come again for another text, and nothing of it stays", 6)
+@check("A request that has ended is forgotten: its id may come again for another text, and nothing of it stays", 3)
 def ends(p: Proposers, draw: random.Random) -> None:
     proposer, fresh = p.proposer(), p.proposer()
     old, new = [1, 2, 3, 4] * 8, text_of(draw)

@@ -327,17 +327,17 @@ def drive(s: Schedulers, draw: random.Random, *, sharing: bool, lag: int, spare:
     return Drive(CheckedScheduler(made, "The scheduler", thorough=True), pool, engine, lag, draw, arrivals, aborts)
 
 
-@check("Everyone ends, whatever comes, within all limits, and nothing is left in the pool", 300)
+@check("Everyone ends, whatever comes, within all limits, and nothing is left in the pool", 200)
 def drains(s: Schedulers, draw: random.Random) -> None:
     drive(s, draw, sharing=False, lag=0, spare=200).run()
 
 
-@check("The same where the pool is full, so that some have to yield and are computed again", 300)
+@check("The same where the pool is full, so that some have to yield and are computed again", 200)
 def little_room(s: Schedulers, draw: random.Random) -> None:
     drive(s, draw, sharing=False, lag=0, spare=draw.randrange(40)).run()
 
 
-@check("The same where tokens are read back one pass late: some sequences turn out to have ended before", 300)
+@check("The same where tokens are read back one pass late: some sequences turn out to have ended before", 200)
 def late_results(s: Schedulers, draw: random.Random) -> None:
     drive(s, draw, sharing=draw.random() < 0.5, lag=1, spare=draw.choice([0, 20, 200])).run()
 
