@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -178,8 +179,7 @@ class Edited(ContinuousScheduler):
 
     def schedule(self) -> Schedule:
         schedule = super().schedule()
-        schedule.prefills[:] = [self.edit(work) for work in schedule.prefills]
-        return schedule
+        return replace(schedule, prefills=[self.edit(work) for work in schedule.prefills])
 
     def edit(self, work: Work) -> Work:
         raise NotImplementedError
@@ -204,8 +204,7 @@ class DrawsAlways(Edited):
 class Twice(ContinuousScheduler):
     def schedule(self) -> Schedule:
         schedule = super().schedule()
-        schedule.decodes.extend(schedule.decodes[:1])
-        return schedule
+        return replace(schedule, decodes=[*schedule.decodes, *schedule.decodes[:1]])
 
 
 @planted("a sequence that is read late gets one token too many", "late_results", "though 0 of its tokens|grow has not")
@@ -214,7 +213,8 @@ class PlansAhead(ContinuousScheduler):
     def schedule(self) -> Schedule:
         schedule = super().schedule()
         there = {work.sequence.id for work in (*schedule.decodes, *schedule.prefills)}
+        ahead: list[Work] = []
         for sequence in self.seats.running:
             if sequence.id not in there and sequence.decoding and sequence.num_computed >= len(sequence.tokens) - 1:
-                schedule.decodes.append(sequence.extend(1))
-        return schedule
+                ahead.append(sequence.extend(1))
+        return replace(schedule, decodes=[*schedule.decodes, *ahead])

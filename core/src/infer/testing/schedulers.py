@@ -155,7 +155,7 @@ class Drive:
     """How likely some request is aborted in a step."""
     open: dict[str, Arrival] = field(default_factory=dict)
     ended: set[str] = field(default_factory=set)
-    flights: deque[list[Work]] = field(default_factory=deque)
+    flights: deque[Seq[Work]] = field(default_factory=deque)
     computed: Counter[tuple[str, int]] = field(default_factory=Counter)
     """How often each prompt position of a group was computed."""
     idle: int = 0
