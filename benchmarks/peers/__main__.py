@@ -181,27 +181,39 @@ def main(argv: Sequence[str] | None = None) -> int:
             if turn:
                 for peer, figures in found.items():
                     runs[peer].append(figures)
-        ready = {peer: engine.ready_s for peer, engine in engines.items()}
+                report = _report(args.shape, engines, cells, reached, runs)
+                if args.json:  # after every turn, so that whoever interrupts this keeps those that are done
+                    args.json.write_text(json.dumps(report, indent=1))
         for engine in engines.values():
             engine.close()
-    best = {name: statistics.median(one[name] for one in reached) for name in reached[0]}
-    least = {
-        peer: bounds(Costs(CONFIGS[args.shape], (*PEERS[peer], "none")[1]), best, cells)
-        for peer in engines
-        if engine_of(peer) == "infer"
-    }
     medians = {p: {f: statistics.median(run[f] for run in each) for f in each[0]} for p, each in runs.items()}
+    best = _best(reached)
     print(f"{args.shape}, medians of {args.repeat}: reads {best['bandwidth'] / 1e9:.1f} GB/s, ", end="")
     print(f"multiplies {best['flops'] / 1e9:.0f} GFLOP/s, of int8 {best['int8 flops'] / 1e9:.0f}")
-    print("ready: " + ", ".join(f"{peer} {seconds:.1f} s" for peer, seconds in ready.items()))
-    for base, shares in least.items():
+    print("ready: " + ", ".join(f"{peer} {seconds:.1f} s" for peer, seconds in report["ready_s"].items()))
+    for base, shares in report["bounds"].items():
         print("\n".join(["", *table(medians, shares, base)]))
     if args.json:
-        report = {"machine": machine(), "shape": args.shape, "ready_s": ready, "ceilings": reached, "bounds": least}
-        report["runs"] = runs
-        args.json.write_text(json.dumps(report, indent=1))
         plots.peers(report, medians, args.json.with_suffix(".svg"))
     return 0
+
+
+def _best(reached: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(one[name] for one in reached) for name in reached[0]}
+
+
+def _report(
+    shape: str,
+    engines: Mapping[str, Peer],
+    cells: Sequence[Cell],
+    reached: Sequence[Mapping[str, float]],
+    runs: Mapping[str, Sequence[Mapping[str, float]]],
+) -> dict[str, Any]:
+    quantised = {peer: (*PEERS[peer], "none")[1] for peer in engines if engine_of(peer) == "infer"}
+    least = {peer: bounds(Costs(CONFIGS[shape], how), _best(reached), cells) for peer, how in quantised.items()}
+    ready = {peer: engine.ready_s for peer, engine in engines.items()}
+    described = {"machine": machine(), "shape": shape, "ready_s": ready, "ceilings": reached}
+    return {**described, "bounds": least, "runs": runs}
 
 
 if __name__ == "__main__":
