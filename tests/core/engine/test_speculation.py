@@ -30,6 +30,7 @@ from infer.contracts.params import SamplingParams, StructuredOutputs
 from infer.contracts.request import Event, Request
 from infer.engine.answer import NOT_FINITE
 from infer.engine.payoff import Plan
+from infer.engine.steering import Steering
 from infer.protocols import Ask, KVDtype, ModelProtocol, Pass
 from infer.text.grammar import Grammar, Grammars
 
@@ -411,3 +412,20 @@ def test_sampled_text_has_the_models_distribution() -> None:
         statistic = (((seen - expected) ** 2 / expected)[often]).sum().item()
         degrees = int(often.sum()) - 1
         assert statistic < degrees + 5 * (2 * degrees) ** 0.5
+
+
+def test_the_tokens_a_grammar_waits_for_come_in_order_and_begin_anew_with_the_first() -> None:
+    """Others may stand between them. What was passed under another beginning does not count."""
+    request = Request.make(
+        PROMPT,
+        SamplingParams(structured_outputs=StructuredOutputs(regex=REGEX)),
+        vocab_size=VOCAB,
+        max_seq_len=320,
+        grammar=grammar(),
+        grammar_after=(7, 8, 9),
+    )
+    steering = Steering(request, ())
+    assert steering.see(PROMPT) is None
+    for token in (8, 7, 5, 9, 8, 7, 5, 9, 8, 5):
+        assert steering.see([token]) is None
+    assert steering.see([9]) is not None
