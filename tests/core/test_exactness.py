@@ -298,6 +298,7 @@ def test_preemption_does_not_change_the_answer(family: str, dtype: torch.dtype) 
         return asked % 9 != 0 and grow(slot, num_tokens)
 
     pool.grow = stingy
+    pool.room = [0] * 4  # so that it is asked for every token
     stepper = make_engine(model, dtype, pool=pool, prefill_chunk_size=7)
     for index in range(5):
         submit(stepper, index, 12)

@@ -28,7 +28,7 @@ class Pool(Generic[Table, View]):
         self.free_tokens = books.free_tokens
         self.length = books.length
         if isinstance(books, BlockBooks):
-            self.room = books.room
+            self.room: Sequence[int] = books.room
         if isinstance(books, TruncatingBooks):
             self.truncate = books.truncate
         self._sharing = books if isinstance(books, SharingBooks) and getattr(books, "shares", True) else None
