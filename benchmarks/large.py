@@ -18,16 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.shapes import QWEN_3, write
+from benchmarks.shapes import QWEN_3, expected, write
 from benchmarks.steps import Steps, timed
 from safetensors.torch import save_file
 from torch import Tensor
 
 from infer import LLM
 from infer.checkpoint import dummy_tensors
-from infer.kernels.reference import ReferenceKernels
-from infer.protocols import ModelContext
-from infer_models import infer_models
 
 CONFIG: Mapping[str, Any] = QWEN_3 | {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -57,10 +54,8 @@ def write_quantised(folder: Path, config: Mapping[str, Any], group: int) -> Path
     scheme = {"targets": ["Linear"], "weights": weights}
     quantised = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": scheme}}
     write(folder, {**config, "quantization_config": {**quantised, "ignore": ["lm_head", "re:.*mlp.gate$"]}})
-    (family,) = [r for r in infer_models() if config["architectures"][0] in r.architectures]
-    context = ModelContext(ReferenceKernels(), torch.bfloat16, torch.device("cpu"), 16)
     files: dict[str, dict[str, tuple[int, ...]]] = {}
-    for name, shape in family.factory(config, context, family.settings()).expected().items():
+    for name, shape in expected(config).items():
         layer = re.search(r"\.layers\.(\d+)\.", name)
         files.setdefault(f"model-{int(layer[1]):05d}" if layer else "model-rest", {})[name] = shape
     words = torch.randint(-(2**31), 2**31, (WORDS,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)

@@ -230,23 +230,30 @@ STACKS = {
 """By model type: where the hub's checkpoints keep all experts of a layer in one tensor, and under which names."""
 
 
+def expected(config: Mapping[str, Any]) -> Mapping[str, tuple[int, ...]]:
+    """The names and shapes of the tensors that the config's family expects."""
+    import torch
+
+    from infer.kernels.reference import ReferenceKernels
+    from infer.protocols import ModelContext
+    from infer_models import infer_models
+
+    (family,) = [r for r in infer_models() if config["architectures"][0] in r.architectures]
+    context = ModelContext(ReferenceKernels(), torch.bfloat16, torch.device("cpu"), 16)
+    return family.factory(config, context, family.settings()).expected()
+
+
 def write_weights(folder: Path, config: Mapping[str, Any]) -> Path:
     """Write such a checkpoint with random bfloat16 weights, in the hub's layout, for engines that need a file."""
     import torch
     from safetensors.torch import save_file
 
     from infer.checkpoint import dummy_tensors
-    from infer.kernels.reference import ReferenceKernels
-    from infer.protocols import ModelContext
-    from infer_models import infer_models
 
     write(folder, config)
-    (family,) = [r for r in infer_models() if config["architectures"][0] in r.architectures]
-    context = ModelContext(ReferenceKernels(), torch.bfloat16, torch.device("cpu"), 16)
-    expected = _stacked(config, family.factory(config, context, family.settings()).expected())
     shards: list[dict[str, tuple[int, ...]]] = [{}]
     size = 0
-    for name, shape in expected.items():
+    for name, shape in _stacked(config, expected(config)).items():
         nbytes = 2 * math.prod(shape)
         if shards[-1] and size + nbytes > SHARD_BYTES:
             shards.append({})
@@ -263,11 +270,11 @@ def write_weights(folder: Path, config: Mapping[str, Any]) -> Path:
     return folder
 
 
-def _stacked(config: Mapping[str, Any], expected: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+def _stacked(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """The tensors' shapes by the names that the hub's checkpoints give them."""
     place, names = STACKS.get(config["model_type"], ("", {}))
     found: dict[str, tuple[int, ...]] = {}
-    for name, shape in expected.items():
+    for name, shape in shapes.items():
         before, is_expert, after = name.partition(f".{place}.experts.")
         if place and is_expert:
             found[f"{before}.{place}.{names[after.split('.')[1]]}.weight"] = (config["num_local_experts"], *shape)
