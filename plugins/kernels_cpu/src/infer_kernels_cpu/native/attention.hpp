@@ -384,20 +384,22 @@ struct Attention {
     }
 
     void run(int64_t sequences) const {
-        int64_t G = group(), most = std::max<int64_t>(1, TILE_ROWS / G), longest = 0;
+        int64_t G = group(), most = std::max<int64_t>(1, TILE_ROWS / G), longest = 0, all_segments = 0;
         std::vector<Queries> tiles;
         for (int64_t b = 0; b < sequences; b++)
             for (int64_t i = 0, n = offsets[b + 1] - offsets[b]; i < n; i += most) {
                 tiles.push_back({b, i, std::min(most, n - i), starts[b] + i});
                 longest = std::max(longest, segments(tiles.back()));
+                all_segments += segments(tiles.back());
             }
         // The tiles with the most keys go first, so that no thread is left with a long one at the end.
         std::stable_sort(tiles.begin(), tiles.end(),
                          [&](const Queries& a, const Queries& b) { return segments(a) > segments(b); });
         int64_t count = int64_t(tiles.size()), wanted = 2 * threads(), most_rows = 0;
         for (auto& t : tiles) most_rows = std::max(most_rows, t.count * G);
-        // A task with a small tile takes several heads, whose K/V are adjacent in memory, unless threads would be idle.
-        int64_t heads = std::max<int64_t>(1, std::min({K, TILE_ROWS / most_rows, count * K / wanted}));
+        // A task with a small tile takes several heads, whose K/V are adjacent in memory, unless threads would be idle. If
+        // few tiles have many segments, the tasks are segments rather than heads.
+        int64_t heads = std::max<int64_t>(1, std::min({K, TILE_ROWS / most_rows, all_segments * K / wanted}));
         int64_t groups = (K + heads - 1) / heads, rows = heads * most_rows;
         bool split = longest > 1 && threads() > 1 && count * groups < wanted;
         int64_t parts = split ? longest : 1;
