@@ -408,6 +408,10 @@ class PagesMachine(RuleBasedStateMachine):
         cached = [page for k, found in enumerate(self.pages.cached) for node in found for page in node.blocks[k] or ()]
         assert sorted([*self.pages.free_list, *owned, *cached]) == list(range(self.num))
         assert self.pages.num_available == len(self.pages.free_list) + len(cached)
+        owners = Counter(page for owner in self.tokens for _, _, block in self.blocks(owner) for page in block)
+        unowned = {**dict.fromkeys(self.pages.free_list, 0), **dict.fromkeys(cached, 3)}
+        expected = [unowned[page] if page in unowned else min(2, owners[page]) for page in range(self.num)]
+        assert [*self.pages.states()] == expected
 
     @invariant()
     def a_page_has_one_place(self) -> None:

@@ -13,9 +13,10 @@ from infer.contracts.hooks import (
     WeightFormatRegistration,
     hookimpl,
 )
-from infer.contracts.records import RequestRecord, StepRecord, Totals, WorkRecord
+from infer.contracts.records import BlockState, RequestRecord, StepRecord, Totals, WorkRecord
 
 __all__ = [
+    "BlockState",
     "CacheRegistration",
     "CommandRegistration",
     "ContainerRegistration",

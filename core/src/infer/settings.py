@@ -405,15 +405,23 @@ def load_settings(
         Said(model, _variables(env, plugins.environment)),
         Said(model, _file(model, file or env.get(ENV_FILE)) if read_file else ()),
     )
-    said = {key: value for source in reversed(model.sources) for key, value in source.said.items()}
+    said = _said(model)
     _nest(said)  # raises if one source has a table where another has a value
-    origins = {key: origin for key, (_, origin) in said.items()}
-    settings = _build(model, {}, origins, plugins)
+    settings = _build(model, {}, {key: origin for key, (_, origin) in said.items()}, plugins)
+    return Loaded(settings, origins(settings))
+
+
+def origins(settings: Settings) -> dict[str, str]:
+    """Where the value of each dotted key came from."""
+    found = {key: origin for key, (_, origin) in _said(type(settings)).items()}
     mode = settings.engine.batching_mode
     defaults = {"engine.use_chunked_prefill": f"default for {mode}"} if mode in settings.engine.whole_prompts else {}
-    return Loaded(
-        settings, {key: _origin(key, origins) or defaults.get(key, "default") for key, _ in describe(settings)}
-    )
+    return {key: _origin(key, found) or defaults.get(key, "default") for key, _ in describe(settings)}
+
+
+def _said(model: type[Settings]) -> dict[str, tuple[Any, str]]:
+    """What the sources say together: values and their origins by dotted key."""
+    return {key: value for source in reversed(model.sources) for key, value in source.said.items()}
 
 
 def _build(model: type[Settings], values: dict[str, Any], origins: Mapping[str, str], plugins: Installed) -> Settings:

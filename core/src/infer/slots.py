@@ -134,6 +134,6 @@ SLOTS: Mapping[str, Slot] = {
     ),
     "reasoning": Slot("infer_reasoning_formats", "model", setting="model.reasoning", when="by the chat template"),
     "observer": Slot("infer_observers", "observers", packages={"otel": "infer-otel"}),
-    "routes": Slot("infer_routes", "server"),
+    "routes": Slot("infer_routes", "server", packages={"console": "infer-console"}),
     "command": Slot("infer_commands", None, CommandRegistration),
 }

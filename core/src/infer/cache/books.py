@@ -69,6 +69,14 @@ class TruncatingBooks(Protocol):
         fewer than it may share with others."""
 
 
+@runtime_checkable
+class MappedBooks(Protocol):
+    """Books that know what each block is to the sequences."""
+
+    def states(self) -> bytes:
+        """A ``BlockState`` per block, each as a byte."""
+
+
 class BlockBooks(ABC):
     """Books with one block table for all layers, or with several: per slot a row of blocks in each, a length and a
     room, each in one array.

@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from infer.cache.books import BlockBooks, BooksProtocol, SharingBooks, TruncatingBooks
+from infer.cache.books import BlockBooks, BooksProtocol, MappedBooks, SharingBooks, TruncatingBooks
 from infer.cache.storage import StorageProtocol
 from infer.contracts.protocols import Allocation, KVCacheView
 
@@ -18,7 +18,7 @@ View = TypeVar("View", bound=KVCacheView)
 class Pool(Generic[Table, View]):
     """A ``CachePoolProtocol`` made of books and of a storage that understands their tables. It shares tokens only if
     the books are SharingBooks whose ``shares``, if they have it, is not False. It has ``truncate`` only if they are
-    TruncatingBooks."""
+    TruncatingBooks, and ``states`` only if they are MappedBooks."""
 
     def __init__(self, books: BooksProtocol[Table], storage: StorageProtocol[Table, View]) -> None:
         self.books = books
@@ -31,6 +31,8 @@ class Pool(Generic[Table, View]):
             self.room: Sequence[int] = books.room
         if isinstance(books, TruncatingBooks):
             self.truncate = books.truncate
+        if isinstance(books, MappedBooks):
+            self.states = books.states
         self._sharing = books if isinstance(books, SharingBooks) and getattr(books, "shares", True) else None
         self.shares = self._sharing is not None
 

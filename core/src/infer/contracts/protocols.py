@@ -314,7 +314,8 @@ class CachePoolProtocol(Protocol):
     sequences share the K/V of a common prefix; schedulers then make the answers to one prompt wait until the first of
     them has its prompt in the cache. A pool that can take positions back also has ``truncate(slot, num_tokens)``: see
     ``infer.cache.TruncatingBooks``. A pool that has ``room``, with the number of positions that each slot has room for,
-    is not asked to ``grow`` a slot within it.
+    is not asked to ``grow`` a slot within it. One that has ``states()``, a ``BlockState`` per block as bytes, shows
+    observers a map of itself (``StepRecord.blocks``).
     """
 
     @property
@@ -610,11 +611,14 @@ class Route:
     summary: str
     """One line."""
     answer: Any
-    """The shape of a 200's JSON, a type such as a TypedDict; a media type where it is something else."""
+    """The shape of a 200's JSON, a type such as a TypedDict; a media type where it is something else; None keeps the
+    endpoint, which only a page of the plugin's own uses, out of /openapi.json."""
     body: type[BaseModel] | None = None
     """The request's, an ``infer.server.schemas.Body`` at the top of its module; ``Service.read`` checks it."""
     chunk: Any = None
     """The shape of an event's data, where the answer may be streamed."""
+    open: bool = False
+    """Whether it needs no API key, as for load balancers and the page that asks for the key."""
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class WorkRecord:
+class BlockState(IntEnum):
+    """What a block of the cache is to the sequences."""
+
+    FREE = 0
+    OWNED = 1
+    """By one sequence."""
+    SHARED = 2
+    """By several sequences."""
+    CACHED = 3
+    """By none, but its K/V may be used again."""
+
+
+class WorkRecord(NamedTuple):
     """What one sequence did in a step."""
 
     request_id: str
@@ -68,6 +80,9 @@ class StepRecord:
     """How many of them answers took, each in addition to the one token that a decode yields. A draft that equals an
     answer's last token is not among them, nor are those beyond it: without them, the answer would have ended there as
     well."""
+    blocks: Callable[[], bytes] | None = None
+    """Makes a map of the cache, a ``BlockState`` per block as a byte; None if the pool has none. Call it only while the
+    observer is called, in the engine's thread. It takes time in proportion to the number of blocks."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from infer.contracts.protocols import CachePoolProtocol, SchedulerProtocol
 from infer.contracts.records import RequestRecord, StepRecord, WorkRecord
 from infer.contracts.request import Event, FinishReason, Request, TokenLogprobs
-from infer.contracts.schedule import PENDING, Schedule, Sequence, Works
+from infer.contracts.schedule import PENDING, Schedule, Sequence, Work, Works
 from infer.engine.answer import Answer, Counts
 from infer.engine.batch import Draw, Pool, Score, pack
 from infer.engine.runner import Drawn, Launched, Runner
@@ -81,6 +81,7 @@ class Engine:
         self._runner = runner
         self._scheduler = scheduler
         self._pool = pool
+        self._states: Callable[[], bytes] | None = getattr(pool, "states", None)
         self._texts = None if tokenizer is None else TokenTexts(tokenizer)
         self._eos_token_ids = eos_token_ids
         self._max_seq_len = max_seq_len
@@ -302,6 +303,7 @@ class Engine:
                 totals=self._counts.totals(),
                 proposed=sum(map(len, work.drafts)),
                 accepted=self._accepted.total(),
+                blocks=self._states,
             ),
         )
         self._accepted = Counter()
@@ -319,6 +321,9 @@ class Records(Seq[WorkRecord]):
     def __len__(self) -> int:
         return len(self._works)
 
+    def __iter__(self) -> Iterator[WorkRecord]:
+        return map(self._record, self._works)
+
     @overload
     def __getitem__(self, index: int) -> WorkRecord: ...
     @overload
@@ -326,6 +331,9 @@ class Records(Seq[WorkRecord]):
     def __getitem__(self, index: int | slice) -> WorkRecord | Records:
         if isinstance(index, slice):
             return Records(self._works[index], self._accepted)
-        sequence, start, length, draws, decode, drafts = self._works[index]
+        return self._record(self._works[index])
+
+    def _record(self, work: Work) -> WorkRecord:
+        sequence, start, length, draws, decode, drafts = work
         kind, accepted = "decode" if decode else "prefill", self._accepted.get(sequence.id, 0)
         return WorkRecord(sequence.id, kind, start, length, draws > 0, len(drafts), accepted)

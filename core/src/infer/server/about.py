@@ -48,6 +48,6 @@ def routes(service: Service, settings: object) -> list[Route]:
     return [
         Route("GET", "/v1/models", models, "The model that is served.", answers.Models),
         Route("GET", "/v1/models/{model:.+}", model, "The model of this name.", answers.Model),
-        Route("GET", "/health", health, "200 while the engine lives.", answers.Status),
-        Route("GET", "/ready", ready, "200 while new requests are taken.", answers.Status),
+        Route("GET", "/health", health, "200 while the engine lives.", answers.Status, open=True),
+        Route("GET", "/ready", ready, "200 while new requests are taken.", answers.Status, open=True),
     ]

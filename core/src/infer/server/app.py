@@ -160,13 +160,13 @@ def make_app(engine_loop: EngineLoop, served: Served, plugins: Plugins, settings
     service = Service(engine_loop, served, plugins, settings)
     routes = gather(service, plugins)
     # The outermost middleware comes first: any error inside has become a status by the time it is logged.
-    keys = [key.get_secret_value() for key in server.api_keys]
+    open_paths = {route.path for route in routes if route.open}
     app = web.Application(
         middlewares=[
             access_log(server.access_log),
             errors,
             *((preflight(server.cors_origins),) if server.cors_origins else ()),
-            authorize(keys) if keys else guard(server.host),
+            authorize(service.keys, open_paths) if service.keys else guard(server.host),
         ],
         client_max_size=server.max_body_bytes,
     )

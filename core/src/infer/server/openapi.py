@@ -31,7 +31,8 @@ ERRORS = {
 
 
 def document(routes: Sequence[Route], server_name: str) -> dict[str, Any]:
-    """The OpenAPI 3.1 document."""
+    """The OpenAPI 3.1 document of the routes that have an ``answer``."""
+    routes = [route for route in routes if route.answer is not None]
     bodies = [(route.body, "validation") for route in routes if route.body is not None]
     asked, schemas = models_json_schema(bodies, ref_template=REF)  # type: ignore[arg-type]
     components: dict[str, Any] = dict(schemas.get("$defs", {}))
@@ -64,8 +65,9 @@ def document(routes: Sequence[Route], server_name: str) -> dict[str, Any]:
             "responses": {"200": {"description": "The answer.", "content": content}}
             | {str(code): {"description": text, "content": error} for code, text in codes.items()},
         }
-        if route.path in ("/health", "/ready"):
+        if route.open:
             operation["security"] = []
+        if route.path in ("/health", "/ready"):
             operation["responses"]["503"]["content"] = content
         if route.body is not None:
             schema = asked[route.body, "validation"]

@@ -23,6 +23,7 @@ from infer.plugins import Plugins
 from infer.server.compiling import Compiler
 from infer.server.conversation import Conversation
 from infer.server.http_errors import ASKED, REQUEST_ID, NotFoundError, UnreadableError, error_of
+from infer.server.keys import Keys
 from infer.server.reading import MAX_BODIES, Reader, Room
 from infer.server.schemas import Body
 from infer.server.tokens import Tokens, number
@@ -93,20 +94,22 @@ class TokenCount:
 
 
 class Service:
-    """The model as endpoints see it: what is ``served``, the ``engine_loop`` that runs it, the ``settings``, and the
-    helpers that endpoints share. Use it in one event loop."""
+    """The model as endpoints see it: what is ``served``, the ``engine_loop`` that runs it, the ``settings`` and
+    ``plugins``, the ``keys`` that requests have to show, and the helpers that endpoints share. Use it in one event
+    loop."""
 
     def __init__(self, engine_loop: EngineLoop, served: Served, plugins: Plugins, settings: Settings) -> None:
         self.engine_loop = engine_loop
         self.served = served
         self.settings = settings
+        self.plugins = plugins
+        self.keys = Keys(settings.server.api_keys)
         self.conversation = Conversation(served, settings.model)
         self.tokens = Tokens(served.tokenizer)
         self.texts = TokenTexts(served.tokenizer)
         self.writer = Writer()
         self._door = AsyncDoor(engine_loop)
-        self._plugins = plugins
-        self._untell: list[Callable[[], None]] = []
+        self._untell: set[Callable[[], None]] = set()
         self._reader = Reader()
         self._settings = settings.server
         self._room = Room(MAX_BODIES * self._settings.max_body_bytes)
@@ -114,16 +117,25 @@ class Service:
 
     async def close(self) -> None:
         """End the child processes and unregister the observers."""
-        for untell in self._untell:
-            untell()
+        while self._untell:
+            self._untell.pop()()
         await self._reader.close()
         await self._compile.close()
         await self.conversation.close()
 
-    def observe(self, observer: object) -> None:
+    def observe(self, observer: object) -> Callable[[], None]:
         """Register an endpoint's object as an observer: it has ``infer_step_finished(record)``,
-        ``infer_request_finished(record)`` or both."""
-        self._untell.append(self._plugins.tell(f"The observer {type(observer).__name__}", observer))
+        ``infer_request_finished(record)`` or both. It is called until the server ends, or the returned function is
+        called."""
+        untell = self.plugins.tell(f"The observer {type(observer).__name__}", observer)
+        self._untell.add(untell)
+
+        def stop() -> None:
+            if untell in self._untell:
+                self._untell.remove(untell)
+                untell()
+
+        return stop
 
     def expect(self, model: type[Body]) -> None:
         """Announce that bodies of this kind will be read. Call it before any body is read. Raises ValueError."""

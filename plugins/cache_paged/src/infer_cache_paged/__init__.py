@@ -120,6 +120,9 @@ class PagedBooks(BlockBooks):
         number, rest = divmod(self.pages.num_available, self._most)
         return (number * self._longest + fitting(self.pages.groups, rest)) * self.block_size
 
+    def states(self) -> bytes:
+        return self.pages.states()
+
     def _changing(self, slot: int) -> int:
         """The first index at which the slot's tables can change while its windows move on and it gets more room."""
         firsts = self.pages.holdings[slot].firsts

@@ -147,6 +147,17 @@ class Pages:
             available += self.groups[k].pages * len(cached)
         return available
 
+    def states(self) -> bytes:
+        """What each page is: 0 if it is free, 1 or 2 if one or several sequences have it, 3 if it is cached."""
+        states = bytearray(b"\3") * self.num_pages
+        for page in self.free_list:
+            states[page] = 0
+        for holding in self.holdings.values():
+            for first, table in zip(holding.firsts, holding.tables, strict=True):
+                for page in numbers(table[first:]):
+                    states[page] = 1 if states[page] == 3 else 2
+        return bytes(states)
+
     def allocate(self, owner: int, token_ids: Sequence[int], *, reuse: bool = True, salt: str = "") -> int | None:
         """Give the owner blocks for all the tokens, the leading ones from the trie as far as it has them; in a group
         with a window, those that the first chunk needs. Returns how many tokens the blocks from the trie hold (never

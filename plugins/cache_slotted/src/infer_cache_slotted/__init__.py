@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from infer import hookimpl
 from infer.cache import BlockBooks, ExtendView, KVStorage, Pool
 from infer.cache.books import Ints
-from infer.hookspecs import CacheRegistration, Registration
+from infer.hookspecs import BlockState, CacheRegistration, Registration
 from infer.protocols import Allocation, CacheContext, CacheFactory
 
 INFER_PLUGIN_API = 1
@@ -35,6 +35,9 @@ class SlottedBooks(BlockBooks):
 
     def free_tokens(self) -> int:
         return len(self._free_slots) * self.max_seq_len
+
+    def states(self) -> bytes:
+        return bytes(BlockState.FREE if length < 0 else BlockState.OWNED for length in self._lengths_S)
 
 
 class SlottedPool(Pool[Ints, ExtendView]):
