@@ -1,0 +1,58 @@
+"""The console's routes, and what it says of the server: what is installed and chosen, and the settings."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+
+from aiohttp import web
+
+from infer.assemble import choose_device
+from infer.protocols import Route
+from infer.server.service import Json, Service
+from infer.settings import describe, describe_schema, origins
+from infer_console.files import Files
+from infer_console.live import Live
+from infer_console.sessions import Login, Sessions
+
+
+def routes(service: Service) -> list[Route]:
+    files, sessions, live = Files(), Sessions(service), Live(service)
+
+    @functools.cache
+    def about() -> Json:
+        return _about(service)
+
+    async def server(http: web.Request) -> web.Response:
+        return web.json_response(await asyncio.to_thread(about), headers={"Cache-Control": "no-store"})
+
+    return [
+        Route("GET", "/console", files.page, "The console.", None, open=True),
+        Route("GET", "/console/{file}", files.file, "A file of the console.", None, open=True),
+        Route("POST", "/console/api/login", sessions.login, "Exchange a key for a cookie.", None, Login, open=True),
+        Route("POST", "/console/api/logout", sessions.logout, "End the cookie's session.", None, open=True),
+        Route("GET", "/console/api/server", server, "What is installed, and the settings.", None),
+        Route("GET", "/console/api/steps", live.handle, "The engine's steps as they happen.", None),
+    ]
+
+
+def _about(service: Service) -> Json:
+    settings = service.settings
+    sources = origins(settings)
+    rows, _ = service.plugins.survey(settings, sources, lambda: choose_device(settings.model.device).type)
+    texts = {key: text for key, text, _ in describe_schema(type(settings))}
+    return {
+        "model": service.served.name,
+        "exact": service.served.exact,
+        "max_seq_len": service.served.max_seq_len,
+        "sampling": dict(service.served.sampling),
+        "chats": service.served.template is not None,
+        "keys": bool(service.keys),
+        "plugins": rows,
+        "settings": [
+            # A secret's text is a row of asterisks.
+            {"key": key, "value": json.dumps(value, default=str), "source": sources[key], "what": texts[key]}
+            for key, value in describe(settings)
+        ],
+    }

@@ -1,0 +1,102 @@
+"""Keys for the page: who shows one gets a cookie, by which the page's own requests are let in, and no others."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from urllib.parse import urlsplit
+
+from aiohttp import web
+from pydantic import Field, SecretStr
+
+from infer.errors import RequestError
+from infer.server.http_errors import ForbiddenError, UnauthorizedError
+from infer.server.schemas import Body
+from infer.server.service import Service
+
+LIFE_S = 12 * 3600
+MOST = 256
+"""The most sessions at a time; the oldest one ends for a further one."""
+HEADER = "X-Infer-Console"
+"""The page's requests have it. A page of another origin cannot send it without asking first."""
+
+
+class Login(Body):
+    """The body of POST /console/api/login."""
+
+    key: SecretStr = Field(min_length=1, max_length=1024)
+
+
+class Sessions:
+    """Sessions are random tokens, of which only digests are kept. The cookie has the port in its name, because browsers
+    send a host's cookies to all of its ports."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._ends: dict[bytes, float] = {}
+        """When each session ends, on ``time.monotonic``, by its token's digest; the oldest session first."""
+        service.keys.accept(self.known)
+
+    async def login(self, http: web.Request) -> web.Response:
+        """Exchange a key for a new session; one that the request has already ends."""
+        self._own(http)
+        asked = await self._service.read(http, Login)
+        if not self._service.keys:
+            raise RequestError("This server has no keys, so that there is nothing to log in to.")
+        if not self._service.keys.known(asked.key.get_secret_value()):
+            raise UnauthorizedError("This is no key of this server.")
+        self._ends.pop(self._shown(http), None)
+        while len(self._ends) >= MOST:
+            del self._ends[next(iter(self._ends))]
+        token = secrets.token_urlsafe(32)
+        self._ends[_digest(token)] = time.monotonic() + LIFE_S
+        response = web.Response(status=204)
+        secure = http.secure or http.headers.get("X-Forwarded-Proto") == "https"
+        response.set_cookie(
+            _name(http), token, max_age=LIFE_S, path="/", secure=secure, httponly=True, samesite="Strict"
+        )
+        return response
+
+    async def logout(self, http: web.Request) -> web.Response:
+        self._own(http)
+        self._ends.pop(self._shown(http), None)
+        response = web.Response(status=204)
+        response.del_cookie(_name(http), path="/", httponly=True, samesite="Strict")
+        return response
+
+    def known(self, http: web.Request) -> bool:
+        """Whether the request has the cookie of a session and comes from the page."""
+        ends = self._ends.get(self._shown(http))
+        return ends is not None and time.monotonic() < ends and own(http)
+
+    def _own(self, http: web.Request) -> None:
+        if not own(http):
+            raise ForbiddenError("Only the console's own page may ask this.")
+
+    def _shown(self, http: web.Request) -> bytes:
+        return _digest(http.cookies.get(_name(http), ""))
+
+
+def own(http: web.Request) -> bool:
+    """Whether a request was sent by a page of this very origin: it has the page's header, and the browser does not say
+    that it comes from elsewhere. Another port of the same host is elsewhere, which ``SameSite`` alone does not see."""
+    if HEADER not in http.headers:
+        return False
+    if (site := http.headers.get("Sec-Fetch-Site")) is not None:
+        return site == "same-origin"
+    # Browsers leave that out where the server is neither local nor has TLS.
+    origin = http.headers.get("Origin")
+    try:
+        return origin is None or urlsplit(origin).netloc.lower() == http.headers.get("Host", "").lower()
+    except ValueError:
+        return False
+
+
+def _name(http: web.Request) -> str:
+    port = http.transport.get_extra_info("sockname")[1] if http.transport is not None else 0
+    return f"infer_console_{port}"
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode(errors="surrogateescape")).digest()

@@ -1,0 +1,126 @@
+// The pictures of the engine. A step is a column; the requests' picture is made of pixels, one per request and step, and
+// then enlarged, so that hundreds of requests take no longer than a few.
+
+import { MOST_ROWS } from "./steps.js";
+
+let colours = {};
+
+export function readColours() {
+  const style = getComputedStyle(document.documentElement);
+  for (const name of ["decode", "prefill", "drafts", "free", "owned", "shared", "cached", "text", "line", "bad"]) {
+    const css = style.getPropertyValue(`--${name}`).trim();
+    const rgb = parseInt(css.slice(1), 16);
+    // Pixels are little-endian: alpha, blue, green, red.
+    colours[name] = { css, pixel: ((255 << 24) | ((rgb & 255) << 16) | (rgb & 0xff00) | (rgb >> 16)) >>> 0 };
+  }
+}
+
+function context(canvas) {
+  const scale = devicePixelRatio;
+  const [width, height] = [Math.round(canvas.clientWidth * scale), Math.round(canvas.clientHeight * scale)];
+  if (canvas.width !== width || canvas.height !== height) [canvas.width, canvas.height] = [width, height];
+  const ctx = canvas.getContext("2d");
+  ctx.setTransform(scale, 0, 0, scale, 0, 0);
+  ctx.clearRect(0, 0, canvas.clientWidth, canvas.clientHeight);
+  return ctx;
+}
+
+const small = document.createElement("canvas");
+
+// How many rows are shown, and how high each is.
+export function rowsOf(canvas, steps) {
+  const rows = Math.max(8, Math.min(MOST_ROWS, steps.most));
+  return { rows, height: Math.min(14, canvas.clientHeight / rows) };
+}
+
+export function lanes(canvas, steps, shown, zoom, chosen) {
+  const ctx = context(canvas);
+  const { rows, height } = rowsOf(canvas, steps);
+  const columns = Math.max(1, shown.length);
+  if (small.width !== columns || small.height !== rows) [small.width, small.height] = [columns, rows];
+  const image = new ImageData(columns, rows);
+  const pixels = new Uint32Array(image.data.buffer);
+  shown.forEach((step, x) => {
+    for (const row of step.rows) if (row < rows) pixels[row * columns + x] = colours.decode.pixel;
+    step.works.forEach((work, n) => {
+      const colour = work[3] ? colours.prefill : work[6] ? colours.drafts : colours.decode;
+      if (step.workRows[n] < rows) pixels[step.workRows[n] * columns + x] = colour.pixel;
+    });
+  });
+  small.getContext("2d").putImageData(image, 0, 0);
+  ctx.imageSmoothingEnabled = false;
+  ctx.drawImage(small, 0, 0, columns * zoom, rows * height);
+  mark(ctx, canvas, shown, zoom, chosen);
+  canvas.dataset.drawn = Number(canvas.dataset.drawn ?? 0) + 1;
+}
+
+function mark(ctx, canvas, shown, zoom, chosen) {
+  const x = shown.indexOf(chosen);
+  if (x < 0) return;
+  ctx.strokeStyle = colours.text.css;
+  ctx.strokeRect(x * zoom - 0.5, 0.5, Math.max(2, zoom + 1), canvas.clientHeight - 1);
+}
+
+function label(ctx, text, y) {
+  ctx.fillStyle = colours.text.css;
+  ctx.font = "11px system-ui";
+  ctx.fillText(text, 4, y);
+}
+
+export function tokens(canvas, shown, zoom, budget, chosen) {
+  const ctx = context(canvas);
+  const most = Math.max(budget ?? 0, 1, ...shown.map((step) => step.tokens));
+  const unit = (canvas.clientHeight - 4) / most;
+  shown.forEach((step, x) => {
+    const decodes = step.decodes.length * unit;
+    const all = step.tokens * unit;
+    ctx.fillStyle = colours.prefill.css;
+    ctx.fillRect(x * zoom, canvas.clientHeight - all, Math.max(1, zoom - 0.5), all - decodes);
+    ctx.fillStyle = colours.decode.css;
+    ctx.fillRect(x * zoom, canvas.clientHeight - decodes, Math.max(1, zoom - 0.5), decodes);
+  });
+  if (budget) {
+    ctx.fillStyle = colours.bad.css;
+    ctx.fillRect(0, canvas.clientHeight - budget * unit, canvas.clientWidth, 1);
+  }
+  label(ctx, `${most}${most === budget ? " (budget)" : ""}`, 11);
+  mark(ctx, canvas, shown, zoom, chosen);
+}
+
+export function times(canvas, shown, zoom, chosen) {
+  const ctx = context(canvas);
+  const gap = Math.max(1, ...shown.map((step) => step.gap ?? 0));
+  const first = Math.max(1, ...shown.map((step) => step.ttft ?? 0));
+  const y = (value, most) => canvas.clientHeight - 2 - (value / most) * (canvas.clientHeight - 16);
+  ctx.strokeStyle = colours.decode.css;
+  ctx.beginPath();
+  shown.forEach((step, x) => {
+    if (step.gap === null) return;
+    if (shown[x - 1]?.gap == null) ctx.moveTo(x * zoom, y(step.gap, gap));
+    ctx.lineTo(x * zoom + zoom / 2, y(step.gap, gap));
+  });
+  ctx.stroke();
+  ctx.fillStyle = colours.prefill.css;
+  shown.forEach((step, x) => {
+    if (step.ttft !== null) ctx.fillRect(x * zoom - 1, y(step.ttft, first) - 2, 4, 4);
+  });
+  label(ctx, `ITL up to ${gap.toFixed(1)} ms, TTFT up to ${first.toFixed(0)} ms`, 11);
+  mark(ctx, canvas, shown, zoom, chosen);
+}
+
+export function blocks(canvas, map, states) {
+  const ctx = context(canvas);
+  if (!map) return;
+  const [width, height] = [canvas.clientWidth, canvas.clientHeight];
+  const size = Math.max(1, Math.floor(Math.sqrt((width * height) / map.cells.length)));
+  const columns = Math.max(1, Math.floor(width / size));
+  const side = Math.min(size, height / Math.ceil(map.cells.length / columns));
+  states.forEach((state, digit) => {
+    ctx.fillStyle = colours[state].css;
+    for (let i = 0; i < map.cells.length; i++) {
+      if (map.cells.charCodeAt(i) === 48 + digit) {
+        ctx.fillRect((i % columns) * size, Math.floor(i / columns) * side, size > 3 ? size - 1 : size, side > 3 ? side - 1 : side);
+      }
+    }
+  });
+}

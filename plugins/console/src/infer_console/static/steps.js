@@ -1,0 +1,98 @@
+// The steps that have been seen, up to 10,000, and which row of the picture each request has.
+
+export const MOST = 10000;
+export const MOST_ROWS = 512;
+
+export class Steps {
+  constructor() {
+    this.clear();
+  }
+
+  clear() {
+    this.all = [];
+    this.ids = new Map(); // number -> id
+    this.rows = new Map(); // number -> row, of requests that have not ended
+    this.taken = [];
+    this.ended = [];
+    this.map = null;
+    this.hello = null;
+    this.lost = 0;
+    this.most = 0; // rows at a time so far
+  }
+
+  // Take a record of the server's, of any kind.
+  take(record) {
+    if (record.kind === "step") this.step(record);
+    else if (record.kind === "end") this.end(record);
+    else if (record.kind === "map") this.map = { ...record, step: this.all.at(-1)?.index };
+    else {
+      if (record.kind === "hello") {
+        if (this.hello && this.hello.server !== record.server) this.clear();
+        this.hello = record;
+      } else this.lost += record.records;
+      for (const [id, number] of Object.entries(record.requests)) this.ids.set(number, id);
+      const open = new Set(Object.values(record.requests));
+      for (const number of this.rows.keys()) if (!open.has(number)) this.leave(number);
+    }
+  }
+
+  step(record) {
+    const last = this.all.at(-1);
+    if (last && record.index <= last.index) return; // kept by the server, and seen already
+    for (const [number, id] of Object.entries(record.new)) this.ids.set(Number(number), id);
+    record.end = record.start + record.ms;
+    record.gap = last && last.running && record.decodes.length && record.index === last.index + 1 ? record.end - last.end : null;
+    record.rows = Uint16Array.from(record.decodes, (number) => this.row(number));
+    record.decodes = Int32Array.from(record.decodes);
+    record.at = Int32Array.from(record.at);
+    record.workRows = record.works.map(([number]) => this.row(number));
+    record.ttft = null;
+    this.all.push(record);
+    if (this.all.length > MOST + 500) this.all.splice(0, this.all.length - MOST);
+  }
+
+  row(number) {
+    let row = this.rows.get(number);
+    if (row === undefined) {
+      row = this.taken.findIndex((taken) => !taken);
+      if (row < 0) row = this.taken.length;
+      this.taken[row] = true;
+      this.rows.set(number, row);
+      this.most = Math.max(this.most, row + 1);
+    }
+    return row;
+  }
+
+  leave(number) {
+    const row = this.rows.get(number);
+    if (row === undefined) return;
+    this.taken[row] = false;
+    this.rows.delete(number);
+  }
+
+  end(record) {
+    this.leave(record.number);
+    this.ended.push(record);
+    if (this.ended.length > MOST) this.ended.splice(0, 1000);
+    if (record.ttft === null) return;
+    const at = this.find(record.arrival + record.ttft);
+    if (at) at.ttft = Math.max(at.ttft ?? 0, record.ttft);
+  }
+
+  // The step during which a moment was, or the one before it.
+  find(moment) {
+    let [low, high] = [0, this.all.length];
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (this.all[middle].start <= moment) low = middle + 1;
+      else high = middle;
+    }
+    return this.all[low - 1];
+  }
+}
+
+export function quantile(values, share) {
+  if (!values.length) return null;
+  const sorted = Float64Array.from(values).sort();
+  return sorted[Math.min(sorted.length - 1, Math.floor(share * sorted.length))];
+}

@@ -1,0 +1,40 @@
+// What this browser keeps: chats, up to a number and a size, and the settings of the answers.
+
+const CHATS = "infer.console.chats";
+const SETTINGS = "infer.console.settings";
+const MOST_CHATS = 50;
+const MOST_CHARS = 1 << 20;
+
+function read(key, otherwise) {
+  try {
+    return JSON.parse(localStorage.getItem(key)) ?? otherwise;
+  } catch {
+    return otherwise;
+  }
+}
+
+export const readSettings = () => read(SETTINGS, {});
+export const writeSettings = (values) => localStorage.setItem(SETTINGS, JSON.stringify(values));
+
+// The newest first.
+export function readChats() {
+  const chats = read(CHATS, []);
+  return Array.isArray(chats) ? chats.filter((chat) => Array.isArray(chat?.messages)) : [];
+}
+
+// Keep as many of the newest as there is room for. Returns how many.
+export function writeChats(chats) {
+  let kept = chats.slice(0, MOST_CHATS);
+  for (; kept.length; kept = kept.slice(0, -1)) {
+    const text = JSON.stringify(kept, (key, value) => (key === "marks" ? undefined : value));
+    if (text.length > MOST_CHARS && kept.length > 1) continue;
+    try {
+      localStorage.setItem(CHATS, text);
+      return kept.length;
+    } catch (error) {
+      if (error.name !== "QuotaExceededError") throw error;
+    }
+  }
+  localStorage.removeItem(CHATS);
+  return 0;
+}

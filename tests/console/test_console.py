@@ -1,0 +1,282 @@
+"""The console's routes: its files and their headers, logging in, and the engine's steps for whoever watches."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+from collections.abc import AsyncIterator
+from importlib.resources import files
+from typing import Any
+
+import pytest
+from aiohttp import ClientResponse
+from tests.serving import Running, running
+from yarl import URL
+
+import infer_console
+from infer.plugins import Plugins
+from infer_console import live, sessions
+from infer_console.files import HEADERS, POLICY
+from infer_console.live import Watcher
+
+STATIC = {file.name: file.read_text() for file in files(infer_console).joinpath("static").iterdir()}
+OWN = {"X-Infer-Console": "1"}
+ENGINE = {"max_batch_size": 4, "max_seq_len": 128}
+
+
+async def ask(server: Running, method: str, path: str, body: Any = None, **headers: str) -> ClientResponse:
+    given = {name.replace("_", "-"): value for name, value in headers.items()}
+    url = URL(server.url + path, encoded=True)
+    async with server.session.request(method, url, json=body, headers=given) as response:
+        await response.read()
+        return response
+
+
+def test_the_page_has_no_script_or_style_in_it_and_names_only_its_own_files() -> None:
+    page = STATIC["index.html"]
+    assert not re.search(r"<script(?![^>]*\ssrc=)|<style|\sstyle=|\son\w+=|javascript:", page)
+    named = set(re.findall(r'(?:src|href)="(?!data:)([^"]*)"', page))
+    named |= {f"console/{name}" for text in STATIC.values() for name in re.findall(r'from "\./([^"]*)"', text)}
+    assert named == {f"console/{name}" for name in STATIC if name != "index.html"}
+    for name, text in STATIC.items():
+        assert not re.search(r"(inner|outer)HTML|insertAdjacentHTML|document\.write|\beval\(|new Function", text), name
+        assert not re.search(r"https?://(?!ui\.perfetto)[a-z]", text), name
+    for part in ("default-src 'none'", "script-src 'self'", "frame-ancestors 'none'", "form-action 'none'"):
+        assert part in POLICY.split("; ")
+    assert "unsafe" not in POLICY
+
+
+async def test_files_have_headers_and_nothing_else_is_found_and_login_leads_in() -> None:
+    server_settings = {"api_keys": "right,other", "access_log": False}
+    async with running(engine=ENGINE, server=server_settings) as server:
+        await _files(server)
+        await _login(server)
+
+
+async def _files(server: Running) -> None:
+    for path, kind in {
+        "/console": "text/html",
+        "/console/app.js": "text/javascript",
+        "/console/style.css": "text/css",
+    }.items():
+        response = await ask(server, "GET", path)
+        assert (response.status, response.content_type) == (200, kind)
+        assert all(response.headers[name] == value for name, value in HEADERS.items())
+        assert response.headers["X-Content-Type-Options"] == "nosniff"
+        tag = response.headers["ETag"]
+        again = await ask(server, "GET", path, If_None_Match=f'"x", {tag}')
+        assert (again.status, again.headers["ETag"]) == (304, tag)
+        assert (await ask(server, "GET", path, If_None_Match='"x"')).status == 200
+    for path in ("..%2froutes.py", "%2e%2e/routes.py", "..%5croutes.py", "%2fetc%2fpasswd", "x.js", "app.js%00", "."):
+        response = await ask(server, "GET", f"/console/{path}", Authorization="Bearer right")
+        assert response.status == 404, path
+
+
+async def _login(server: Running) -> None:
+    own = "http://" + URL(server.url).authority
+    assert (await ask(server, "GET", "/console/api/server", **OWN)).status == 401
+    assert (await ask(server, "GET", "/console/api/steps", **OWN)).status == 401
+    login = "/console/api/login"
+    key = {"key": "right"}
+    assert (await ask(server, "POST", login, {"key": "wrong"}, **OWN)).status == 401
+    assert (await ask(server, "POST", login, {}, **OWN)).status == 400
+    for foreign in (
+        {},  # a form's post: it cannot have the header
+        OWN | {"Sec-Fetch-Site": "cross-site"},
+        OWN | {"Sec-Fetch-Site": "same-site"},
+        OWN | {"Origin": "https://evil.example"},
+        OWN | {"Origin": own + "1"},
+        OWN | {"Origin": "null"},
+    ):
+        response = await ask(server, "POST", login, key, **foreign)
+        assert (response.status, "Set-Cookie" in response.headers) == (403, False), foreign
+
+    planted = f"infer_console_{URL(server.url).port}=planted"
+    response = await ask(server, "POST", login, key, **OWN, Origin=own, Cookie=planted)
+    assert response.status == 204
+    (cookie,) = response.headers.getall("Set-Cookie")
+    name, _, token = cookie.partition(";")[0].partition("=")
+    attributes = {part.strip().lower() for part in cookie.split(";")[1:]}
+    assert {"httponly", "samesite=strict", "path=/", f"max-age={sessions.LIFE_S}"} <= attributes
+    assert "secure" not in attributes
+    assert token != "planted"
+    assert "right" not in token
+    shown = OWN | {"Cookie": f"{name}={token}"}
+
+    async def enters(**headers: str) -> bool:
+        response = await ask(server, "GET", "/v1/models", **headers)
+        assert response.status in (200, 401)
+        return response.status == 200
+
+    assert await enters(**shown)
+    assert await enters(**shown, Sec_Fetch_Site="same-origin")
+    assert await enters(**shown, Origin=own)
+    assert not await enters(Cookie=planted, **OWN)
+    assert not await enters(Cookie=shown["Cookie"]), "a page of elsewhere cannot send the header"
+    for site in ("cross-site", "same-site", "none"):
+        assert not await enters(**shown, Sec_Fetch_Site=site), site
+    assert not await enters(**shown, Origin=own + "1"), "another port is same-site, but not this page"
+    response = await ask(server, "GET", "/console/api/server", **shown)
+    about = await response.json()
+    values = {row["key"]: row["value"] for row in about["settings"]}
+    assert about["keys"]
+    assert "right" not in json.dumps(about)
+    assert values["engine.max_batch_size"] == "4"
+    sources = {row["key"]: row["source"] for row in about["settings"]}
+    assert (sources["engine.max_batch_size"], sources["engine.graphs"]) == ("argument", "default")
+    assert {"slot": "cache", "name": "paged", "chosen": "yes"}.items() <= next(
+        row for row in about["plugins"] if row["name"] == "paged"
+    ).items()
+
+    response = await ask(server, "POST", login, key, **shown)
+    assert not await enters(**shown), "a new login ends the session that it had"
+    shown["Cookie"] = response.headers["Set-Cookie"].partition(";")[0]
+    assert (await ask(server, "POST", "/console/api/logout", {}, Cookie=shown["Cookie"])).status == 403
+    assert await enters(**shown)
+    assert (await ask(server, "POST", "/console/api/logout", {}, **shown)).status == 204
+    assert not await enters(**shown)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sessions, "MOST", 2)
+        made = []
+        for _ in range(3):
+            response = await ask(server, "POST", login, {"key": "other"}, **OWN)
+            made.append(OWN | {"Cookie": response.headers["Set-Cookie"].partition(";")[0]})
+        assert [await enters(**each) for each in made] == [False, True, True]
+        patch.setattr(sessions, "LIFE_S", 0)
+        response = await ask(server, "POST", login, key, **OWN, X_Forwarded_Proto="https")
+        cookie = response.headers["Set-Cookie"]
+        assert "secure" in cookie.lower()
+        assert not await enters(**OWN, Cookie=cookie.partition(";")[0]), "it has ended"
+
+
+@contextlib.asynccontextmanager
+async def watching(server: Running, query: str = "") -> AsyncIterator[AsyncIterator[Any]]:
+    async def records(response: ClientResponse) -> AsyncIterator[Any]:
+        async for line in response.content:
+            if line.startswith(b"data: "):
+                for record in json.loads(line.removeprefix(b"data: ")):
+                    yield record
+
+    async with server.session.get(f"{server.url}/console/api/steps{query}") as response:
+        assert (response.status, response.content_type) == (200, "text/event-stream")
+        assert response.headers["Cache-Control"] == "no-store"
+        yield records(response)
+
+
+async def test_who_watches_sees_every_step_and_no_text_and_nobody_else_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Plugins] = []
+    discover = Plugins.discover
+
+    def remember(*given: Any, **named: Any) -> Plugins:
+        found.append(discover(*given, **named))
+        return found[-1]
+
+    monkeypatch.setattr(Plugins, "discover", remember)
+    monkeypatch.setattr(live, "MOST_WATCHERS", 2)
+    prompt = "secret = 1\n" * 8
+    async with running(engine=ENGINE | {"prefill_chunk_size": 16}) as server, asyncio.timeout(60):
+        hooks = found[0].manager.hook
+
+        def observers() -> int:
+            return len(hooks.infer_step_finished.get_hookimpls()) + len(hooks.infer_request_finished.get_hookimpls())
+
+        async def unwatched() -> None:
+            while observers() != before:
+                await asyncio.sleep(0.01)
+
+        before = observers()
+        for bad in ("-1", "1e3", "99999999999999999999", "2001", "%D9%A3", ""):
+            response = await ask(server, "GET", f"/console/api/steps?last={bad}")
+            assert response.status == 400, bad
+            assert "from 0 to 2000" in (await response.json())["error"]["message"]
+        async with watching(server) as records:
+            hello = await anext(records)
+            assert (hello["kind"], hello["requests"], hello["batch"]) == ("hello", {}, 4)
+            assert observers() == before + 2
+            body = {"prompt": prompt, "max_tokens": 5, "ignore_eos": True, "n": 2}
+            status, answer, _ = await server.post(body)
+            assert status == 200
+            seen: list[Any] = []
+            while len([r for r in seen if r["kind"] == "end"]) < 2 or seen[-1]["kind"] != "map":
+                seen.append(await anext(records))
+            await _check(seen, answer)
+            async with watching(server, "?last=2000") as others:
+                assert (await anext(others))["kind"] == "hello"
+                kept = [r for r in seen if r["kind"] != "map"]
+                assert [await anext(others) for _ in kept] == kept, "what is kept is the same"
+                response = await ask(server, "GET", "/console/api/steps")
+                assert response.status == 503
+                assert "2 places" in (await response.json())["error"]["message"]
+        await unwatched()
+        await server.post({"prompt": prompt, "max_tokens": 1})
+        async with watching(server, "?last=2000") as records:
+            hello = await anext(records)
+            assert hello["requests"] == {}
+            await server.post({"prompt": "x", "max_tokens": 1})
+            assert (await anext(records))["new"] != {}, "nothing from before"
+        await unwatched()
+
+
+async def _check(seen: list[Any], answer: Any) -> None:
+    steps = [record for record in seen if record["kind"] == "step"]
+    ends = [record for record in seen if record["kind"] == "end"]
+    assert [step["index"] for step in steps] == list(range(steps[0]["index"], steps[0]["index"] + len(steps)))
+    ids = {int(number): id for step in steps for number, id in step["new"].items()}
+    assert sorted(ids.values()) == sorted(end["id"] for end in ends)
+    assert all(id.startswith(answer["id"]) for id in ids.values())
+    usage = answer["usage"]
+    prefilled: dict[int, int] = {}
+    decoded: dict[int, list[int]] = {}
+    for step in steps:
+        assert step["tokens"] == len(step["decodes"]) + sum(work[2] for work in step["works"])
+        for number, _, length, prefill, *_ in step["works"]:
+            assert prefill
+            prefilled[number] = prefilled.get(number, 0) + length
+        for number, at in zip(step["decodes"], step["at"], strict=True):
+            decoded.setdefault(number, []).append(at)
+    for end in ends:
+        number = end["number"]
+        assert end["prompt"] == usage["prompt_tokens"]
+        assert prefilled[number] == end["prompt"] - end["cached"]
+        assert decoded[number] == list(range(end["prompt"], end["prompt"] + 4))
+        assert 0 < end["ttft"] <= end["ms"]
+    assert any(end["cached"] for end in ends), "the second answer shares the prompt"
+    assert len([step for step in steps if step["works"]]) > 2
+    first = next(record for record in seen if record["kind"] == "map")
+    last = [record for record in seen if record["kind"] == "map"][-1]
+    for shown in (first, last):
+        assert [shown["cells"].count(digit) for digit in "0123"] == shown["counts"]
+    assert first["counts"][1] > 0
+    assert last["counts"][1:3] == [0, 0]
+    assert last["counts"][3] > 0
+    assert "secret" not in json.dumps(seen)
+
+
+def test_who_does_not_read_loses_the_oldest_and_is_told() -> None:
+    watcher = Watcher()
+    piece = bytes(live.BACKLOG_BYTES // 4)
+    for n in range(6):
+        watcher.put(b"%d" % n + piece[1:], n + 1)
+    batches, lost = watcher.take()
+    assert [batch[:1] for batch in batches] == [b"2", b"3", b"4", b"5"]
+    assert lost == 1 + 2
+    assert watcher.take() == ([], 0)
+
+
+def test_a_large_cache_is_shown_in_fewer_cells() -> None:
+    states = bytes([0, 0, 0, 2] * live.MAP_CELLS)
+    shown = live._map(states)
+    assert (shown["each"], shown["counts"], shown["cells"]) == (
+        4,
+        [3 * live.MAP_CELLS, 0, live.MAP_CELLS, 0],
+        "2" * live.MAP_CELLS,
+    )
+
+
+async def test_it_can_be_turned_off() -> None:
+    async with running(engine=ENGINE, server={"access_log": False, "console": {"enabled": False}}) as server:
+        for path in ("/console", "/console/app.js", "/console/api/server", "/console/api/steps"):
+            assert (await ask(server, "GET", path)).status == 404
