@@ -138,6 +138,8 @@ def mix(seed: int) -> None:
     limit = keys["max_tokens_per_step"]
     assert all(limit is None or step.computed_tokens <= limit for step in speculating.steps)
     assert sorted(proposer.ended) == sorted(truth)
+    for step in speculating.steps:
+        assert [*step.work] == [step.work[i] for i in range(len(step.work))]
     accepted = sum(work.accepted for step in speculating.steps for work in step.work)
     assert accepted == sum(step.accepted for step in speculating.steps)
     assert accepted == sum(record.accepted for record in speculating.finished)

@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, repeat
 from typing import NamedTuple, overload
 
 import numpy as np
@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from infer.contracts.protocols import CachePoolProtocol, SchedulerProtocol
 from infer.contracts.records import RequestRecord, StepRecord, WorkRecord
 from infer.contracts.request import Event, FinishReason, Request, TokenLogprobs
-from infer.contracts.schedule import PENDING, Schedule, Sequence, Work, Works
+from infer.contracts.schedule import PENDING, Schedule, Sequence, Works
 from infer.engine.answer import Answer, Counts
 from infer.engine.batch import Draw, Pool, Score, pack
 from infer.engine.runner import Drawn, Launched, Runner
@@ -322,7 +322,13 @@ class Records(Seq[WorkRecord]):
         return len(self._works)
 
     def __iter__(self) -> Iterator[WorkRecord]:
-        return map(self._record, self._works)
+        sequences, starts, lens, draws, decode, drafts = self._works.columns
+        ids = [sequence.id for sequence in sequences]
+        kinds = ["decode" if each else "prefill" for each in decode]
+        sampled = [each > 0 for each in draws]
+        accepted = map(self._accepted.get, ids, repeat(0))
+        made = zip(ids, kinds, starts, lens, sampled, map(len, drafts), accepted, strict=True)
+        return map(WorkRecord._make, made)
 
     @overload
     def __getitem__(self, index: int) -> WorkRecord: ...
@@ -331,9 +337,6 @@ class Records(Seq[WorkRecord]):
     def __getitem__(self, index: int | slice) -> WorkRecord | Records:
         if isinstance(index, slice):
             return Records(self._works[index], self._accepted)
-        return self._record(self._works[index])
-
-    def _record(self, work: Work) -> WorkRecord:
-        sequence, start, length, draws, decode, drafts = work
+        sequence, start, length, draws, decode, drafts = self._works[index]
         kind, accepted = "decode" if decode else "prefill", self._accepted.get(sequence.id, 0)
         return WorkRecord(sequence.id, kind, start, length, draws > 0, len(drafts), accepted)

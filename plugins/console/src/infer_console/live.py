@@ -34,7 +34,7 @@ from infer.hookspecs import BlockState, RequestRecord, StepRecord
 from infer.server.service import Json, Service
 
 MOST_WATCHERS = 8
-PERIOD_S = 0.05
+PERIOD_S = 0.025
 """How often watchers are sent what is new."""
 BEAT_S = 15.0
 """How often something is sent to a watcher if nothing happens, so that one that has left is noticed."""

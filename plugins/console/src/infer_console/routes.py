@@ -14,7 +14,7 @@ from infer.server.service import Json, Service
 from infer.settings import describe, describe_schema, origins
 from infer_console.files import Files
 from infer_console.live import Live
-from infer_console.sessions import Login, Sessions
+from infer_console.sessions import Login, Sessions, for_page
 
 
 def routes(service: Service) -> list[Route]:
@@ -32,8 +32,8 @@ def routes(service: Service) -> list[Route]:
         Route("GET", "/console/{file}", files.file, "A file of the console.", None, open=True),
         Route("POST", "/console/api/login", sessions.login, "Exchange a key for a cookie.", None, Login, open=True),
         Route("POST", "/console/api/logout", sessions.logout, "End the cookie's session.", None, open=True),
-        Route("GET", "/console/api/server", server, "What is installed, and the settings.", None),
-        Route("GET", "/console/api/steps", live.handle, "The engine's steps as they happen.", None),
+        Route("GET", "/console/api/server", for_page(server), "What is installed, and the settings.", None),
+        Route("GET", "/console/api/steps", for_page(live.handle), "The engine's steps as they happen.", None),
     ]
 
 

@@ -8,6 +8,7 @@ import time
 from urllib.parse import urlsplit
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 from pydantic import Field, SecretStr
 
 from infer.errors import RequestError
@@ -40,7 +41,7 @@ class Sessions:
 
     async def login(self, http: web.Request) -> web.Response:
         """Exchange a key for a new session; one that the request has already ends."""
-        self._own(http)
+        check(http)
         asked = await self._service.read(http, Login)
         if not self._service.keys:
             raise RequestError("This server has no keys, so that there is nothing to log in to.")
@@ -59,7 +60,7 @@ class Sessions:
         return response
 
     async def logout(self, http: web.Request) -> web.Response:
-        self._own(http)
+        check(http)
         self._ends.pop(self._shown(http), None)
         response = web.Response(status=204)
         response.del_cookie(_name(http), path="/", httponly=True, samesite="Strict")
@@ -69,10 +70,6 @@ class Sessions:
         """Whether the request has the cookie of a session and comes from the page."""
         ends = self._ends.get(self._shown(http))
         return ends is not None and time.monotonic() < ends and own(http)
-
-    def _own(self, http: web.Request) -> None:
-        if not own(http):
-            raise ForbiddenError("Only the console's own page may ask this.")
 
     def _shown(self, http: web.Request) -> bytes:
         return _digest(http.cookies.get(_name(http), ""))
@@ -91,6 +88,24 @@ def own(http: web.Request) -> bool:
         return origin is None or urlsplit(origin).netloc.lower() == http.headers.get("Host", "").lower()
     except ValueError:
         return False
+
+
+def for_page(handler: Handler) -> Handler:
+    """The handler for requests of the page itself, or with a key. Otherwise any page that a browser shows could take
+    the places of those who watch a server without keys."""
+
+    async def checked(http: web.Request) -> web.StreamResponse:
+        if "Authorization" not in http.headers:
+            check(http)
+        return await handler(http)
+
+    return checked
+
+
+def check(http: web.Request) -> None:
+    """Raises ForbiddenError unless ``own``."""
+    if not own(http):
+        raise ForbiddenError(f"Only the console's own page may ask this, or who sends the header {HEADER}.")
 
 
 def _name(http: web.Request) -> str:

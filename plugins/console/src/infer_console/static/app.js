@@ -16,6 +16,7 @@ function select(view) {
     by(`tab-${each}`).setAttribute("aria-selected", String(chosen));
     by(`tab-${each}`).tabIndex = chosen ? 0 : -1;
   }
+  by("tip").hidden = true;
   watch(ready && view === "live");
 }
 
