@@ -168,10 +168,11 @@ async def test_what_a_model_or_a_user_writes_is_text() -> None:
         await tab.run(
             "document.body.append(Object.assign(document.createElement('img'), {src: 'https://elsewhere.example/x'}))"
         )
-        await tab.until("true")
+        async with asyncio.timeout(30):
+            while not any("elsewhere" in each for each in tab.complaints):  # the policy refuses other hosts
+                await asyncio.sleep(0.01)
         assert await tab.run("window.harm") is None
         assert not [each for each in tab.complaints if "elsewhere" not in each and "TrustedHTML" not in each]
-        assert [each for each in tab.complaints if "elsewhere" in each], "the policy refuses other hosts"
 
 
 @pytest.mark.slow
