@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import re
@@ -102,6 +103,13 @@ def test_a_strangers_plugin_is_found_and_named(install: Install) -> None:
     install("stranger")
     offer = Plugins.discover().get("cache", "mine", "cache.backend")
     assert (offer.distribution, offer.version) == ("stranger", "1.0")
+
+
+def test_a_plugin_that_is_installed_may_be_named_in_process_as_well(install: Install) -> None:
+    install("stranger")
+    importlib.invalidate_caches()
+    plugins = Plugins.discover([importlib.import_module("stranger")])
+    assert plugins.get("cache", "mine", "cache.backend").distribution == "stranger"
 
 
 def test_missing_names_what_is_installed_and_what_helps() -> None:

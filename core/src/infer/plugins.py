@@ -90,13 +90,14 @@ class Plugins:
 
     @classmethod
     def discover(cls, extra: Sequence[object] = (), *, installed: Iterable[EntryPoint] | None = None) -> Self:
-        """Load every entry point of the group ``infer``, and register ``extra`` (modules or objects) as well.
+        """Load every entry point of the group ``infer``, and register ``extra`` (modules or objects) as well. One that
+        is installed, too, is registered once, so that a plugin's tests name it whether it is installed or not.
 
         The caller asks for ``extra`` explicitly, so a fault in it is raised as a PluginError.
         """
         manager = pluggy.PluginManager(GROUP)
         manager.add_hookspecs(hookspecs)
-        plugins = cls(manager)
+        plugins, loaded = cls(manager), list[object]()
         # pluggy's own loader silently skips the second of two distributions with one entry-point name.
         for entry in entry_points(group=GROUP) if installed is None else installed:
             distribution, version = _whence(entry)
@@ -104,9 +105,12 @@ class Plugins:
                 with inspection.blame("its import failed"):
                     plugin = entry.load()
                 plugins._add(plugin, distribution, version)
+                loaded.append(plugin)
             except PluginError as error:
                 plugins.broken.append(Broken(distribution, version, str(error)))
         for plugin in extra:
+            if any(plugin is one for one in loaded):
+                continue
             name = plugin.__name__ if isinstance(plugin, ModuleType) else type(plugin).__name__
             try:
                 plugins._add(plugin, name, "in process")
