@@ -8,7 +8,7 @@ from infer.layers.blocks import Attention, GatedMLP, select
 from infer.layers.config import HiddenAct, LayerType, PositiveNumber, config_table, layer_windows, read_config
 from infer.layers.decoder import Decoder, DecoderConfig, DecoderLayer
 from infer.layers.experts import Experts
-from infer.layers.linear import Embedding, Head, Linear, RMSNorm
+from infer.layers.linear import Embedding, Head, Linear, Norm, RMSNorm
 from infer.layers.rotary import ROPE_KINDS, LongRope, RopeParameters, RotaryEmbedding
 from infer.layers.table import Weights
 
@@ -26,6 +26,7 @@ __all__ = [
     "LayerType",
     "Linear",
     "LongRope",
+    "Norm",
     "PositiveNumber",
     "RMSNorm",
     "RopeParameters",

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from infer.contracts.protocols import AttentionSpec, KVCacheView, ModelContext, Pass, Rotary
 from infer.layers.config import PositiveNumber, read_config
-from infer.layers.linear import Embedding, Head, RMSNorm
+from infer.layers.linear import Embedding, Head, Norm, RMSNorm
 from infer.layers.rotary import RopeParameters, RotaryEmbedding
 from infer.layers.table import Weights
 from infer.weight import Weight
@@ -83,6 +83,10 @@ class DecoderConfig(BaseModel, extra="ignore"):
         """If not None, logits become soft_cap * tanh(logits / soft_cap)."""
         return None
 
+    def norm(self, weights: Weights, name: str) -> Norm:
+        """A norm of hidden states: the one before the head, and those that a layer makes of it."""
+        return RMSNorm(weights, name, self.hidden_size, self.rms_norm_eps, self.norm_unit_offset)
+
     def windows(self) -> list[int | None]:
         """Each layer's sliding window; None for full attention."""
         return [None] * self.num_hidden_layers
@@ -147,7 +151,7 @@ class Decoder:
             layer(w, f"model.layers.{i}", i, c, spec, rope)
             for i, (spec, rope) in enumerate(zip(self.attention, ropes, strict=True))
         ]
-        self.norm = RMSNorm(w, "model.norm", size, c.rms_norm_eps, c.norm_unit_offset)
+        self.norm = c.norm(w, "model.norm")
         self.head = Head(w, self.embedding, "lm_head", c.vocab_size, size, c.tie_word_embeddings)
         self.soft_cap, self.divisor = c.logits_soft_cap, c.logits_divisor
 

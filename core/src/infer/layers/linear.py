@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -102,6 +102,15 @@ class Linear:
         products = [self._kernels.linear(x_TK, packed) for packed in self._packed]
         product = products[0] if len(products) == 1 else torch.cat(products, dim=-1)
         return product if self._activation is None else self._kernels.gated(product, self._activation)
+
+
+class Norm(Protocol):
+    """A norm of hidden states, or whatever stands in its place."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+    def add(self, x_TD: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(norm(x + residual), x + residual); a residual of None counts as zero."""
 
 
 class RMSNorm:

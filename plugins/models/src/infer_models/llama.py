@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from infer.layers import Attention, DecoderConfig, GatedMLP, HiddenAct, RMSNorm, RopeParameters, Weights, select
+from infer.layers import Attention, DecoderConfig, GatedMLP, HiddenAct, Norm, RopeParameters, Weights, select
 from infer.protocols import AttentionSpec, KVCacheView, Rotary
 
 
@@ -54,11 +54,8 @@ class LlamaLayer:
     def __init__(
         self, w: Weights, name: str, index: int, c: LlamaConfig, spec: AttentionSpec, rope: RopeParameters | None
     ) -> None:
-        def norms(parts: tuple[str, ...]) -> list[RMSNorm | NoNorm]:
-            made: list[RMSNorm | NoNorm] = [
-                RMSNorm(w, f"{name}.{part}", c.hidden_size, c.rms_norm_eps, c.norm_unit_offset) for part in parts
-            ]
-            return made or [NoNorm(), NoNorm()]
+        def norms(parts: tuple[str, ...]) -> list[Norm]:
+            return [c.norm(w, f"{name}.{part}") for part in parts] or [NoNorm(), NoNorm()]
 
         self.input_norm, self.mlp_norm = norms(c.norms_before)
         self.attention_out_norm, self.mlp_out_norm = norms(c.norms_after)
