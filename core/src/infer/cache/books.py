@@ -81,8 +81,9 @@ class BlockBooks(ABC):
     """Books with one block table for all layers, or with several: per slot a row of blocks in each, a length and a
     room, each in one array.
 
-    A subclass decides which blocks a slot has. It calls ``_open`` to hand out a slot, ``_place`` to give the slot
-    blocks, and ``_close`` to take the slot back.
+    A subclass decides which blocks a slot has: it has ``allocate``, ``grow``, ``free`` and ``free_tokens``. It calls
+    ``_open`` to hand out a slot (as long as ``_free_slots`` has one), ``_place`` to give the slot blocks, and
+    ``_close`` to take the slot back. These names are a part of the contract, though only for subclasses.
     """
 
     def __init__(self, num_slots: int, max_seq_len: int, block_size: int, num_tables: int = 1) -> None:
@@ -179,9 +180,10 @@ class BlockBooks(ABC):
         self._lengths_S[slot] = num_tokens
         return slot
 
-    def _place(self, slot: int, blocks: Sequence[int], begin: int = 0) -> None:
-        """Set the slot's blocks. Those before index ``begin`` have not changed."""
-        self._table_SP[slot, begin : len(blocks)] = blocks[begin:]
+    def _place(self, slot: int, blocks: Sequence[int], begin: int = 0, table: int = 0) -> None:
+        """Set the slot's blocks in a table. Those before index ``begin`` have not changed. The slot has room for as
+        many positions as the blocks that were placed last, so all tables get equally many."""
+        self._tables_USP[table, slot, begin : len(blocks)] = blocks[begin:]
         self._room_S[slot] = len(blocks) * self.block_size
 
     def _close(self, slot: int) -> None:
