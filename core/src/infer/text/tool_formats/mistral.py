@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from infer.contracts.protocols import Piece, Tools
-from infer.text.tool_formats.objects import arguments, calls
-from infer.text.tool_formats.reader import Marks, Reader, Steps, comes, prose, spaces
+from infer.text.tool_formats.objects import calls
+from infer.text.tool_formats.reader import Marks, Reader, Steps, arguments, comes, prose, spaces
 
 MARK = "[TOOL_CALLS]"
 TOKENS = (MARK, "[CALL_ID]", "[ARGS]")

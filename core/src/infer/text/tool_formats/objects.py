@@ -16,10 +16,13 @@ from infer.text.tool_formats.reader import (
     Marks,
     Reader,
     Steps,
+    arguments,
     comes,
     prose,
     run,
     spaces,
+    string,
+    unquoted,
     value,
 )
 
@@ -102,22 +105,6 @@ def calls(reader: Reader, names: Collection[str], taken: str = "") -> Steps[str]
     return taken
 
 
-def arguments(reader: Reader) -> Steps[None]:
-    """Stream a call's arguments: an object, or a string that contains one."""
-    if (yield from comes(reader, '"')):
-        text, whole = yield from value(reader, Extent())
-        if whole:
-            yield Piece("arguments", _unquoted(text))
-        return
-    extent = Extent()
-    while True:
-        end = reader.end_of(extent)
-        yield Piece("arguments", reader.take(end))
-        if end is not None or reader.ended:
-            return
-        yield None
-
-
 def _call(reader: Reader, names: Collection[str]) -> Steps[str]:
     """Read an object. Returns "" if it is a call, else its text or the beginning of it."""
     extent, seen, end = Extent(), 0, None
@@ -132,7 +119,7 @@ def _call(reader: Reader, names: Collection[str]) -> Steps[str]:
             break
         yield None
     if header:
-        name = _string(header[1])
+        name = string(header[1])
         if name not in names:
             return reader.take(1)
         reader.take(header.end())
@@ -171,23 +158,7 @@ def _read(text: str, names: Collection[str]) -> tuple[str, str] | None:
     given: Any = next((call[key] for key in ARGUMENTS if key in call), {})
     if not isinstance(name, str) or name not in names:
         return None
-    return name, _unquoted(_dumped(given)) if isinstance(given, str) else _dumped(given)
-
-
-def _unquoted(literal: str) -> str:
-    """The object inside a JSON string; the string literal itself if it contains none."""
-    text = _string(literal)
-    try:
-        return text if isinstance(from_json(text), dict) else literal
-    except ValueError:
-        return literal
-
-
-def _string(literal: str) -> str:
-    try:
-        return str(from_json(literal))
-    except ValueError:
-        return ""
+    return name, unquoted(_dumped(given)) if isinstance(given, str) else _dumped(given)
 
 
 def _dumped(value: Any) -> str:

@@ -11,6 +11,8 @@ import re
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, TypeVar
 
+from pydantic_core import from_json
+
 from infer.contracts.protocols import Piece, PieceKind, ToolFormatFactory, Tools
 
 T = TypeVar("T")
@@ -226,6 +228,39 @@ def value(reader: Reader, extent: Extent) -> Steps[tuple[str, bool]]:
         if end is not None or reader.ended:
             return "".join(taken), end is not None
         yield None
+
+
+def arguments(reader: Reader) -> Steps[None]:
+    """Yield a call's arguments as they come: an object, or a string that contains one."""
+    if (yield from comes(reader, '"')):
+        text, whole = yield from value(reader, Extent())
+        if whole:
+            yield Piece("arguments", unquoted(text))
+        return
+    extent = Extent()
+    while True:
+        end = reader.end_of(extent)
+        yield Piece("arguments", reader.take(end))
+        if end is not None or reader.ended:
+            return
+        yield None
+
+
+def unquoted(literal: str) -> str:
+    """The object inside a JSON string; the string literal itself if it contains none."""
+    text = string(literal)
+    try:
+        return text if isinstance(from_json(text), dict) else literal
+    except ValueError:
+        return literal
+
+
+def string(literal: str) -> str:
+    """The text of a JSON string; empty if it is none."""
+    try:
+        return str(from_json(literal))
+    except ValueError:
+        return ""
 
 
 _NO_SPACE = re.compile(r"\S")
