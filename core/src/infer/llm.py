@@ -159,9 +159,11 @@ class LLM:
         *,
         id: str | None = None,
         cache_salt: str | None = None,
+        priority: int = 0,
+        user: str = "",
     ) -> Handle:
         """Submit a request and return at once. May be called from any thread."""
-        return Handle(self, self.request(prompt, params, id, cache_salt))
+        return Handle(self, self.request(prompt, params, id, cache_salt, priority, user))
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Event]:
         """Yield a request's events as they come. Leaving the loop early aborts the request."""
@@ -189,9 +191,12 @@ class LLM:
         params: SamplingParams | None = None,
         id: str | None = None,
         cache_salt: str | None = None,
+        priority: int = 0,
+        user: str = "",
     ) -> Request:
         """Tokenise and check a request. Raises RequestError."""
-        return self.served.request(prompt, params or self.served.defaulted(), id=id, cache_salt=cache_salt)
+        fields: dict[str, Any] = {"id": id, "cache_salt": cache_salt, "priority": priority, "user": user}
+        return self.served.request(prompt, params or self.served.defaulted(), **fields)
 
     def close(self, drain_s: float = 0.0) -> None:
         """Let running requests go on for ``drain_s`` seconds, abort the rest, and stop the engine."""
