@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -15,11 +14,12 @@ import aiohttp
 from aiohttp import web
 from safetensors.torch import load_file, save_file
 
+import infer.server.testing
 import infer_demo
 from infer.assemble import start
-from infer.engine.loop import EngineLoop
 from infer.plugins import Plugins
 from infer.server.app import bind, listen, make_app
+from infer.server.testing import Serving
 from infer.settings import load_settings
 
 Body = dict[str, Any]
@@ -101,37 +101,12 @@ async def running(plugins: Sequence[object] = (), **sections: Any) -> AsyncItera
         engine_loop.close()
 
 
-class Serving:
-    """A running server's URL and its engine loop."""
-
-    def __init__(self, url: str, engine_loop: EngineLoop) -> None:
-        self.url, self.engine_loop = url, engine_loop
-
-
 @contextmanager
 def serving(**sections: Any) -> Iterator[Serving]:
-    server = _Server(**sections)
-    loop = asyncio.new_event_loop()
-    stop = asyncio.Event()
-    began = threading.Event()
-    url = ""
-
-    async def serve() -> None:
-        nonlocal url
-        async with listen(server.app(), bind("127.0.0.1", 0)) as url:
-            began.set()
-            await stop.wait()
-
-    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),), daemon=True)
-    thread.start()
-    try:
-        assert began.wait(60), "the server did not start"
-        yield Serving(url, server.engine_loop)
-    finally:
-        loop.call_soon_threadsafe(stop.set)
-        thread.join(30)
-        loop.close()
-        server.engine_loop.close()
+    """A server of the demo model in a thread, unless ``sections`` of the settings say otherwise."""
+    model = {"path": "demo"} | sections.pop("model", {})
+    with infer.server.testing.serving(model["path"], model=model, **{"kernels": {"threads": 1}} | sections) as server:
+        yield server
 
 
 def chatty(folder: Path, **model: Any) -> Body:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from tests.serving import Serving, chatty, serving, thinker
+from tests.serving import chatty, serving, thinker
+
+from infer.server.testing import Serving
 
 KEY = "sesame"
 

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.serving import Serving, chatty, serving
+from tests.serving import chatty, serving
 
 import infer_demo
+from infer.server.testing import Serving
 
 CLIENTS = Path(sys.prefix) / "clients"
 CHECKPOINT = str(Path(infer_demo.__file__).parent / "checkpoint")

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.serving import Serving
+
+from infer.server.testing import Serving
 
 HERE = Path(__file__).parent
 BESIDE = Path(sys.prefix)

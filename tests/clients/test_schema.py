@@ -9,7 +9,9 @@ from collections.abc import Iterator
 import pytest
 from tests.clients.conftest import KEY
 from tests.examples import examples
-from tests.serving import Serving, chatty, serving
+from tests.serving import chatty, serving
+
+from infer.server.testing import Serving
 
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
 

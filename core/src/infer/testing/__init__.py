@@ -8,6 +8,7 @@ from infer.testing.pools import check_pool
 from infer.testing.proposers import check_proposer
 from infer.testing.schedulers import check_scheduler
 from infer.testing.suite import Check, ConformanceError, Outcome, Suite, Violation
+from infer.testing.tool_formats import check_tool_format
 
 __all__ = [
     "Check",
@@ -20,6 +21,7 @@ __all__ = [
     "check_pool",
     "check_proposer",
     "check_scheduler",
+    "check_tool_format",
     "check_weight_format",
     "tiny_checkpoint",
 ]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from infer.contracts.protocols import ModelContext, ModelProtocol
 from infer.kernels.reference import ReferenceKernels
@@ -52,11 +52,11 @@ def tiny_checkpoint(
     seed: int = 0,
     **config: Any,
 ) -> Path:
-    """Write a checkpoint of two small layers: config.json, model.safetensors and a tokenizer with one token per letter.
-    Its weights have the names and shapes that the family that knows ``architecture`` expects. ``config`` are further
-    fields of config.json, or others in place of those of ``CONFIG``; ``plugins`` are modules in addition to the
-    installed ones. Without a ``folder``, a temporary one is made. Raises PluginError if no plugin, or more than one,
-    knows the architecture."""
+    """Write a checkpoint of two small layers: config.json, model.safetensors and a tokenizer with one token per letter,
+    so that it can be served, too. Its weights have the names and shapes that the family that knows ``architecture``
+    expects. ``config`` are further fields of config.json, or others in place of those of ``CONFIG``; ``plugins`` are
+    modules in addition to the installed ones. Without a ``folder``, a temporary one is made. Raises PluginError if no
+    plugin, or more than one, knows the architecture."""
     if folder is None:
         _kept.append(tempfile.TemporaryDirectory(prefix="infer-"))
         folder = Path(_kept[-1].name)
@@ -74,7 +74,16 @@ def tiny_checkpoint(
             tensors[name] = noise * (1.2 / shape[-1] ** 0.5)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(fields, indent=2))
-    letters = Tokenizer(models.WordLevel({chr(0x100 + id): id for id in range(fields["vocab_size"])}))
-    letters.decoder = decoders.Fuse()
-    letters.save(str(folder / "tokenizer.json"))
+    letters(fields["vocab_size"]).save(str(folder / "tokenizer.json"))
     return folder
+
+
+def letters(vocab_size: int) -> Tokenizer:
+    """A tokenizer with an end and a beginning, and then a token for each character: those of ASCII from the space to
+    "}", and others that nobody writes. An unknown character is "?"."""
+    names = ["</s>", "<s>", *map(chr, range(32, 126)), *(chr(0x4E00 + id) for id in range(vocab_size))][:vocab_size]
+    made = Tokenizer(models.WordLevel({name: id for id, name in enumerate(names)}, unk_token="?"))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex("(?m:.)"), "isolated")
+    made.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    made.add_special_tokens(names[:2])
+    return made
