@@ -1,0 +1,147 @@
+"""The packages in examples/ are what strangers write: small, by the contract alone, and installed beside core."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = sorted(path.parent for path in ROOT.glob("examples/*/pyproject.toml"))
+BASE = ("core", "plugins/cache_slotted", "plugins/cache_paged", "plugins/models", "plugins/demo")
+MOST_LINES = 100
+PREPARED = {
+    "stablelm": "tiny_checkpoint('StableLmForCausalLM', Path('made'), use_qkv_bias=True)",
+    "bitsandbytes": """
+import json, sys
+from safetensors.torch import save_file
+sys.path.insert(0, "tests")
+from test_bitsandbytes import CONFIG, plain, quantised
+config = json.loads((tiny_checkpoint("LlamaForCausalLM", Path("made")) / "config.json").read_text())
+save_file(quantised(plain()), "made/model.safetensors")
+Path("made/config.json").write_text(json.dumps(config | CONFIG))
+tiny_checkpoint("LlamaForCausalLM", Path("plain"))
+""",
+}
+"""Code that makes the checkpoints which the commands read."""
+CHECKS = {
+    "bitsandbytes": ["check", "weights:bitsandbytes", "--checkpoint", "made", "--against", "plain"],
+    "deepseek_tools": [],
+    "fair": ["check", "scheduler:fair", "--engine.fair.answer-cost", "1.5"],
+    "llamacpp": [],
+    "perfetto": ["generate", "--model", "demo", "--max-tokens", "4", "--observers.perfetto.path", "trace.json", "def "],
+    "rolling": ["check", "cache:rolling", "--cache.rolling.block-size", "8"],
+    "stablelm": ["check", "model:stablelm", "--checkpoint", "made", "--against", "transformers"],
+}
+"""A command of `infer` that uses each, as its README shows one."""
+SETTINGS = {
+    "fair": '[engine]\nbatching_mode = "fair"\n',
+    "rolling": '[cache]\nbackend = "rolling"\n',
+    "perfetto": '[observers.perfetto]\npath = "trace.json"\n',
+    "deepseek_tools": '[model]\ntool_format = "deepseek"\n',
+}
+"""What settings.toml says to select each, where something has to be said."""
+each = pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+
+
+def sources(example: Path) -> list[Path]:
+    return sorted(example.glob("src/**/*.py"))
+
+
+def promised() -> set[str]:
+    """The modules that docs/plugins.md promises to plugins."""
+    text = (ROOT / "docs/plugins.md").read_text()
+    (sentence,) = re.findall(r"`INFER_PLUGIN_API = 1` names the contract:(.*?)\.\s+A\s+plugin", text, re.DOTALL)
+    return set(re.findall(r"`(infer(?:\.\w+)*)`", sentence))
+
+
+@each
+def test_an_example_is_small_and_has_all_that_a_package_has(example: Path) -> None:
+    for file in sources(example):
+        assert len(file.read_text().splitlines()) <= MOST_LINES, file
+    assert (example / "README.md").exists()
+    assert [*example.glob("tests/test_*.py")]
+    project = tomllib.loads((example / "pyproject.toml").read_text())["project"]
+    (module,) = project["entry-points"]["infer"].values()
+    assert (example / "src" / module / "py.typed").exists()
+    readme = (example / "README.md").read_text()
+    assert f"pip install ./examples/{example.name}" in readme
+    assert "settings.toml" in readme
+
+
+@each
+def test_an_example_imports_only_what_the_contract_promises(example: Path) -> None:
+    for file in sources(example):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "infer":
+                assert node.module in promised(), f"{file}: {node.module}"
+                assert not [alias.name for alias in node.names if alias.name.startswith("_")]
+            elif isinstance(node, ast.Import):
+                assert not [alias.name for alias in node.names if alias.name.split(".")[0] == "infer"]
+
+
+@pytest.fixture(scope="session")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Wheels of core, of what the examples are tried with, and of the examples."""
+    folder = tmp_path_factory.mktemp("wheels")
+    for package in (*(ROOT / name for name in BASE), *EXAMPLES):
+        command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+        subprocess.run(command, cwd=package, check=True, capture_output=True)
+    return folder
+
+
+def environment(folder: Path, wheels: Path, *names: str) -> Path:
+    """A fresh environment with these distributions from their wheels, and with the libraries of this one, but nothing
+    of ours that is not from a wheel. Returns its ``bin``."""
+    here = next(Path(path) for path in sys.path if path.endswith("site-packages"))
+    libraries = folder / "libraries"
+    libraries.mkdir(parents=True)
+    for entry in here.iterdir():
+        if not re.match(r"_*(infer_|__editable__|_editable_impl_infer)|.*\.pth$", entry.name):
+            (libraries / entry.name).symlink_to(entry)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "env")], check=True)
+    (site,) = (folder / "env").glob("lib/python*/site-packages")
+    (site / "libraries.pth").write_text(f"{libraries}\n")
+    pip = [sys.executable, "-m", "pip", "--python", str(folder / "env"), "install", "--quiet", "--no-index"]
+    subprocess.run([*pip, "--find-links", str(wheels), *names], check=True)
+    return folder / "env" / "bin"
+
+
+@pytest.mark.slow
+@each
+def test_an_example_works_as_a_stranger_installs_it(example: Path, wheels: Path, tmp_path: Path) -> None:
+    name = "infer-" + example.name.replace("_", "-")
+    (wheel,) = wheels.glob(f"infer_{example.name}-*.whl")
+    assert f"infer_{example.name}/py.typed" in zipfile.ZipFile(wheel).namelist()
+    base = ("infer-cache-slotted", "infer-cache-paged", "infer-models", "infer-demo")
+    bin = environment(tmp_path, wheels, name, *base)
+    plain = {key: value for key, value in os.environ.items() if not key.startswith(("INFER_", "PYTHON"))}
+
+    def run(*words: str) -> str:
+        done = subprocess.run(words, cwd=tmp_path, env=plain, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, f"{words}\n{done.stdout}{done.stderr}"
+        return done.stdout
+
+    tests = tmp_path / "tests"
+    tests.mkdir()
+    for file in example.glob("tests/*.py"):
+        (tests / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "pyproject.toml").write_bytes((example / "pyproject.toml").read_bytes())
+    assert " passed" in run(str(bin / "python"), "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "tests")
+    (tmp_path / "settings.toml").write_text(SETTINGS.get(example.name, ""))
+    assert name in run(str(bin / "infer"), "plugins")
+    assert len(run(str(bin / "infer"), "generate", "--model", "demo", "--max-tokens", "4", "def ")) > len("def ")
+    if example.name in PREPARED:
+        imports = "from pathlib import Path\nfrom infer.testing import tiny_checkpoint\n"
+        run(str(bin / "python"), "-c", imports + PREPARED[example.name])
+        generated = run(str(bin / "infer"), "generate", "--model", "made", "--max-tokens", "4", "--ignore-eos", "def ")
+        assert len(generated) > len("def ")
+    if CHECKS[example.name]:
+        run(str(bin / "infer"), *CHECKS[example.name])
