@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -90,8 +91,12 @@ def test_an_example_imports_only_what_the_contract_promises(example: Path) -> No
 @pytest.fixture(scope="session")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Wheels of core, of what the examples are tried with, and of the examples."""
-    folder = tmp_path_factory.mktemp("wheels")
-    for package in (*(ROOT / name for name in BASE), *EXAMPLES):
+    return build(tmp_path_factory.mktemp("wheels"), [*(ROOT / name for name in BASE), *EXAMPLES])
+
+
+def build(folder: Path, packages: Sequence[Path]) -> Path:
+    """Make wheels of packages in a folder, which is returned."""
+    for package in packages:
         command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
         subprocess.run(command, cwd=package, check=True, capture_output=True)
     return folder
@@ -110,7 +115,8 @@ def environment(folder: Path, wheels: Path, *names: str) -> Path:
     (site,) = (folder / "env").glob("lib/python*/site-packages")
     (site / "libraries.pth").write_text(f"{libraries}\n")
     pip = [sys.executable, "-m", "pip", "--python", str(folder / "env"), "install", "--quiet", "--no-index"]
-    subprocess.run([*pip, "--find-links", str(wheels), *names], check=True)
+    if names:
+        subprocess.run([*pip, "--find-links", str(wheels), *names], check=True)
     return folder / "env" / "bin"
 
 

@@ -9,7 +9,15 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.testing import test_formats, test_kernels, test_models, test_pools, test_proposers, test_schedulers
+from tests.testing import (
+    test_formats,
+    test_kernels,
+    test_models,
+    test_pools,
+    test_proposers,
+    test_schedulers,
+    test_tool_formats,
+)
 
 from infer import hookimpl
 from infer.commands import check
@@ -23,7 +31,15 @@ from infer.settings import load_settings
 from infer.testing import ConformanceError, check_kernels, tiny_checkpoint
 
 DOCS = Path(__file__).parents[2] / "docs/testing.md"
-LISTS = (test_formats, test_kernels, test_models, test_pools, test_proposers, test_schedulers)
+LISTS = (
+    test_formats,
+    test_kernels,
+    test_models,
+    test_pools,
+    test_proposers,
+    test_schedulers,
+    test_tool_formats,
+)
 
 
 def test_many_bugs_are_planted_each_under_its_own_name() -> None:

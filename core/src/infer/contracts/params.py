@@ -22,14 +22,18 @@ class StructuredOutputs(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
 
     json_schema: dict[str, Any] | bool | str | None = Field(
-        None, alias="json", description="A JSON schema that the answer, which is JSON, has to match."
+        default=None, alias="json", description="A JSON schema that the answer, which is JSON, has to match."
     )
-    json_object: bool | None = Field(None, description="The answer is a JSON object with any contents.")
-    regex: str | None = Field(None, min_length=1, description="A regular expression that the whole answer matches.")
+    json_object: bool | None = Field(default=None, description="The answer is a JSON object with any contents.")
+    regex: str | None = Field(
+        default=None, min_length=1, description="A regular expression that the whole answer matches."
+    )
     choice: tuple[str, ...] | None = Field(
-        None, min_length=1, max_length=MAX_CHOICES, description="The answer is one of these texts."
+        default=None, min_length=1, max_length=MAX_CHOICES, description="The answer is one of these texts."
     )
-    grammar: str | None = Field(None, min_length=1, description="A grammar in Lark's notation, as llguidance reads it.")
+    grammar: str | None = Field(
+        default=None, min_length=1, description="A grammar in Lark's notation, as llguidance reads it."
+    )
 
     @model_validator(mode="after")
     def _one(self) -> Self:
@@ -41,39 +45,57 @@ class StructuredOutputs(BaseModel):
 class SamplingParams(BaseModel):
     """How to continue one prompt. Frozen; all values are checked when it is made."""
 
+    # Defaults are given by name, for type checkers know them only so unless they have pydantic's plugin.
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    max_tokens: int | None = Field(16, ge=1, description="The most tokens to generate; null: as many as fit.")
-    temperature: float = Field(1.0, ge=0, le=100, allow_inf_nan=False, description="0 takes the likeliest token.")
-    top_k: int = Field(0, ge=-1, lt=2**31, description="Keep the k likeliest tokens; 0 or -1 keeps all.")
-    top_p: float = Field(1.0, gt=0, le=1, description="Keep the likeliest tokens whose probabilities add up to this.")
-    min_p: float = Field(0.0, ge=0, le=1, description="Drop tokens less likely than this fraction of the likeliest.")
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63, description="The same seed gives the same text.")
-    stop: tuple[str, ...] = Field((), description="Texts that end the answer, which does not include them.")
-    stop_token_ids: tuple[TokenId, ...] = Field((), max_length=64, description="Tokens that end the answer.")
-    ignore_eos: bool = Field(False, description="Do not end the answer at the end-of-sequence token.")
-    min_tokens: int = Field(0, ge=0, lt=2**31, description="No stop token is drawn before so many tokens.")
+    max_tokens: int | None = Field(default=16, ge=1, description="The most tokens to generate; null: as many as fit.")
+    temperature: float = Field(
+        default=1.0, ge=0, le=100, allow_inf_nan=False, description="0 takes the likeliest token."
+    )
+    top_k: int = Field(default=0, ge=-1, lt=2**31, description="Keep the k likeliest tokens; 0 or -1 keeps all.")
+    top_p: float = Field(
+        default=1.0, gt=0, le=1, description="Keep the likeliest tokens whose probabilities add up to this."
+    )
+    min_p: float = Field(
+        default=0.0, ge=0, le=1, description="Drop tokens less likely than this fraction of the likeliest."
+    )
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63, description="The same seed gives the same text.")
+    stop: tuple[str, ...] = Field(default=(), description="Texts that end the answer, which does not include them.")
+    stop_token_ids: tuple[TokenId, ...] = Field(default=(), max_length=64, description="Tokens that end the answer.")
+    ignore_eos: bool = Field(default=False, description="Do not end the answer at the end-of-sequence token.")
+    min_tokens: int = Field(default=0, ge=0, lt=2**31, description="No stop token is drawn before so many tokens.")
     presence_penalty: float = Field(
-        0.0, ge=-2, le=2, description="Subtracted from the logit of every token that the answer already has."
+        default=0.0, ge=-2, le=2, description="Subtracted from the logit of every token that the answer already has."
     )
     frequency_penalty: float = Field(
-        0.0, ge=-2, le=2, description="Subtracted from a token's logit for each time that the answer has it."
+        default=0.0, ge=-2, le=2, description="Subtracted from a token's logit for each time that the answer has it."
     )
     repetition_penalty: float = Field(
-        1.0, ge=0.01, le=100, description="Divides (if negative, multiplies) the logits of tokens of prompt and answer."
+        default=1.0,
+        ge=0.01,
+        le=100,
+        description="Divides (if negative, multiplies) the logits of tokens of prompt and answer.",
     )
     logit_bias: dict[TokenId, Bias] = Field(
-        {}, max_length=MAX_BIASES, description="Token ids, each with a number from -100 to 100 to add to its logit."
+        default={},
+        max_length=MAX_BIASES,
+        description="Token ids, each with a number from -100 to 100 to add to its logit.",
     )
-    structured_outputs: StructuredOutputs | None = Field(None, description="The format that the answer must have.")
+    structured_outputs: StructuredOutputs | None = Field(
+        default=None, description="The format that the answer must have."
+    )
     logprobs: int | None = Field(
-        None, ge=0, le=MAX_LOGPROBS, description="Report log-probabilities, and those of so many likeliest tokens."
+        default=None,
+        ge=0,
+        le=MAX_LOGPROBS,
+        description="Report log-probabilities, and those of so many likeliest tokens.",
     )
     logprob_token_ids: tuple[TokenId, ...] | None = Field(
-        None, min_length=1, max_length=256, description="Report the log-probabilities of these tokens instead."
+        default=None, min_length=1, max_length=256, description="Report the log-probabilities of these tokens instead."
     )
     prompt_logprobs: int | None = Field(
-        None, ge=0, le=MAX_LOGPROBS, description="As logprobs, for the prompt's tokens."
+        default=None, ge=0, le=MAX_LOGPROBS, description="As logprobs, for the prompt's tokens."
     )
 
     @field_validator("stop", mode="before")
