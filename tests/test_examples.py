@@ -131,7 +131,7 @@ def test_an_example_works_as_a_stranger_installs_it(example: Path, wheels: Path,
     plain = {key: value for key, value in os.environ.items() if not key.startswith(("INFER_", "PYTHON"))}
 
     def run(*words: str) -> str:
-        done = subprocess.run(words, cwd=tmp_path, env=plain, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(words, cwd=tmp_path, env=plain, capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, f"{words}\n{done.stdout}{done.stderr}"
         return done.stdout
 

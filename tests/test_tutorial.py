@@ -55,7 +55,7 @@ def test_the_tutorial(tmp_path: Path) -> None:
         if language == "console":
             for command, shown in commands(block):
                 done = subprocess.run(
-                    command, shell=True, cwd=folder, env=variables, capture_output=True, text=True, timeout=600
+                    command, shell=True, cwd=folder, env=variables, capture_output=True, text=True, timeout=900
                 )
                 said, ran = done.stdout + done.stderr, ran + 1
                 fails = any(re.fullmatch(r"[1-9]\d* failed", line) for line in shown)

@@ -49,9 +49,29 @@ def test_many_bugs_are_planted_each_under_its_own_name() -> None:
         assert len({bug.check for bug in module.planted.found}) > 1, "in several checks of each suite"
 
 
+MY_ROUTES = """
+from infer import hookimpl
+from infer.hookspecs import Registration
+from infer.protocols import Route
+
+INFER_PLUGIN_API = 1
+
+
+@hookimpl
+def infer_routes():
+    def routes(service, settings):
+        async def mine(http):
+            return await service.answer(http, {"mine": True})
+
+        return [Route("GET", "/mine", mine, "Mine.", dict[str, bool])]
+
+    return [Registration("mine", routes, "GET /mine")]
+"""
+
+
 def test_the_documented_tests_and_the_failure_that_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     text = DOCS.read_text()
-    tests, plugin, family = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    tests, plugin, family, route = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     (shown,) = re.findall(r"```text\n(.*?)```", text, re.DOTALL)
     module = ModuleType("my_plugin")
     exec(plugin, vars(module))
@@ -63,6 +83,11 @@ def test_the_documented_tests_and_the_failure_that_is_shown(monkeypatch: pytest.
     assert f"{failure.value}\n" == shown
     exec(family, names)
     names["test_my_family"]()
+    module = ModuleType("my_routes")
+    exec(MY_ROUTES, vars(module))
+    monkeypatch.setitem(sys.modules, "my_routes", module)
+    exec(route, names)
+    names["test_my_route"]()
 
 
 class Blind(ReferenceKernels):
