@@ -13,10 +13,13 @@ from infer.testing import check_pool, tiny_checkpoint
 from infer_rolling import RollingPool, RollingSettings
 
 
-@pytest.mark.parametrize("block_size", [16, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 8, 50))])
-def test_it_keeps_the_contract(block_size: int) -> None:
+@pytest.mark.parametrize(
+    ("block_size", "only"),
+    [(16, ["windows"]), *(pytest.param(n, [], marks=pytest.mark.slow) for n in (1, 8, 16, 50))],
+)
+def test_it_keeps_the_contract(block_size: int, only: list[str]) -> None:
     settings = RollingSettings(block_size=block_size)
-    check_pool(lambda context: RollingPool(context, settings), kv_dtypes=("int8",))
+    check_pool(lambda context: RollingPool(context, settings), kv_dtypes=("int8",), only=only)
 
 
 def test_a_long_sequence_takes_no_more_than_window_and_chunk() -> None:
