@@ -51,6 +51,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "plugins/kernels_cpu/src": ("infer.layers", "infer.cache", "infer.checkpoint", *TEXT, *ABOVE),
     "plugins/models/src": ("infer.cache", "infer.kernels", "infer.checkpoint", *TEXT, *ABOVE),
     "plugins/console/src": ("torch", "infer.layers", "infer.cache", "infer.kernels", "infer.commands", "infer.testing"),
+    "plugins/models_transformers/src": ("infer.cache", "infer.kernels", "infer.checkpoint", *TEXT, *ABOVE),
     "plugins/formats/src": ("infer.cache", "infer.kernels", "infer.layers", "infer.checkpoint", *TEXT, *ABOVE),
 }
 

@@ -21,6 +21,9 @@ from infer.contracts.hooks import (
     WeightFormatRegistration,
 )
 
+ANY = "*"
+"""What a registration names that suits all."""
+
 
 @dataclass(frozen=True)
 class Slot:
@@ -55,10 +58,10 @@ class Slot:
         return "none" if name is None else name
 
     def suits(self, registration: Registration[Any], there: Sequence[str]) -> bool:
-        """Whether a registration suits one of ``there``. One that need not say what it suits, and does not, suits
-        all."""
+        """Whether a registration suits one of ``there``. One that need not say what it suits, and does not, suits all,
+        and so does one that says ``*``."""
         named = self.named(registration)
-        return bool(set(named) & set(there)) or not (named or self.bound)
+        return bool(set(named) & {*there, ANY}) or not (named or self.bound)
 
     def named(self, registration: Registration[Any]) -> tuple[str, ...]:
         """What a registration says that it suits."""
@@ -91,7 +94,8 @@ SLOTS: Mapping[str, Slot] = {
         packages=dict.fromkeys(
             ("llama", "qwen2", "qwen3", "mistral", "phi3", "olmo2", "gemma3"),
             "infer-models",
-        ),
+        )
+        | {"transformers": "infer-models-transformers"},
     ),
     "container": Slot(
         "infer_containers",

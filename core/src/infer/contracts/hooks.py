@@ -79,6 +79,7 @@ class ModelRegistration(Registration[ModelFactory]):
     """A model family, found by the ``architectures`` of a checkpoint's config.json."""
 
     architectures: tuple[str, ...] = ()
+    """Their names; "*" stands for all, for a family of low ``priority`` that runs what no other knows."""
 
 
 @dataclass(frozen=True)

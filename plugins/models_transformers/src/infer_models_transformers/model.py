@@ -1,0 +1,568 @@
+"""A model whose forward pass is that of transformers' own module, on infer's cache and kernels.
+
+Shapes: T tokens, N wanted rows, D hidden size, V vocabulary size."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils.generic import ModelOutput
+
+from infer.errors import CheckpointError, say
+from infer.layers import Embedding, GatedMLP, Linear, RMSNorm, Weights
+from infer.protocols import AttentionSpec, KVCacheView, ModelContext, Pass, Rotary
+from infer.weight import GroupedWeight, Weight
+from infer_models_transformers.attention import (
+    ADAPTED,
+    POINT,
+    RUN,
+    TRY,
+    Asked,
+    Point,
+    Rotations,
+    Trial,
+    UnfitError,
+    adaptable,
+)
+from infer_models_transformers.attention import rotate_in_cache as rotate
+from infer_models_transformers.exact import Exactly, Guard
+from infer_models_transformers.modules import (
+    PackedEmbedding,
+    PackedExperts,
+    PackedGatedMLP,
+    PackedLinear,
+    PackedRMSNorm,
+    RotaryTable,
+    experts_activation,
+    gated_activation,
+    is_linear,
+    is_rotary,
+    is_transposed_linear,
+    rms_norm_of,
+)
+
+log = logging.getLogger(__name__)
+
+TRIED = 6
+"""Tokens of the passes that are tried before there are weights."""
+ROWS = (1, 2, 5, 19)
+"""Of how many tokens the passes are whose rows have to be equal."""
+TRANSPOSED = "transposed_weight"
+"""The name of a weight whose rows are its outputs, where the checkpoint's has them as columns."""
+GATED_MLP = (["gate_proj", "up_proj", "down_proj"], "act_fn")
+STATE = "it keeps a state besides K and V (a state-space model or linear attention), for which infer has no cache"
+ATTENTION = frozenset(
+    ["full_attention", "sliding_attention", "chunked_attention", "global", "local", "dense", "sparse"]
+)
+"""The types of layers that attend over K and V."""
+OTHERS = ("vision", "audio", "speech", "image", "video")
+EXPERTS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+"""Other names of an expert's weights."""
+IDLE = (nn.Dropout, nn.Identity, nn.ModuleList, nn.ModuleDict)
+
+
+class TransformersModel:
+    """A ModelProtocol and UnstackingProtocol. Raises CheckpointError if transformers' module cannot be run."""
+
+    @torch.inference_mode(False)  # there, operations do not reach the guard as what they are made of
+    def __init__(self, config: Mapping[str, Any], context: ModelContext) -> None:
+        self._context = context
+        self._name = _architecture(config)
+        self._weights = Weights(context)
+        self._loose = _Loose(self._weights)
+        self._mode = Exactly(self._loose)
+        self._replaced: Counter[str] = Counter()
+        with self._blame("cannot be made"):
+            whole = self._made(config)
+        self._whole = whole
+        self._empty = list(whole.parameters())
+        """The module's own parameters, which are told apart by their ids."""
+        self._prefix, self._base = self._base_of(whole)
+        self._renamed = _Renaming(whole, self._prefix)
+        self._replace()
+        self._loose.names = {id(x): name for name, x in whole.named_parameters()}
+        self._points: list[Point] = []
+        self.attention: Sequence[AttentionSpec] = self._tried()
+        self._expect_rest()
+        with self._blame("cannot be made"):
+            _fill_buffers(whole, list(whole.modules()), context.device)
+        self._head = _Head()
+        whole._modules[self._prefix] = self._head
+        with self._blame("has an output head that cannot be tried"):
+            logits = self._run_head(torch.empty((1, TRIED, self._hidden_size), dtype=context.dtype, device="meta"))
+        self.vocab_size: int = logits.shape[-1]
+
+    # What the engine calls.
+
+    def forward(self, batch: Pass) -> Tensor:
+        hidden_TD = self._run(batch.token_ids_T[None], batch.positions_T[None], batch.cache)[0]
+        return hidden_TD if batch.rows_N is None else hidden_TD.index_select(0, batch.rows_N)
+
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        return self._run_head(hidden_ND[None])[0].to(hidden_ND.dtype)
+
+    def expected(self) -> Mapping[str, tuple[int, ...]]:
+        return self._weights.shapes()
+
+    def unstack(self, tensors: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
+        return self._weights.unstack(self._named(tensors))
+
+    def load(self, tensors: Iterable[tuple[str, Weight]]) -> None:
+        self._weights.load(self._named(tensors), optional=self._tied)
+        self._prove()
+        rest = Counter(type(m).__name__ for m in self._base.modules() if _computes(m))
+        plain = ", ".join(f"{count} {name}" for name, count in rest.most_common()) or "nothing"
+        packed = ", ".join(f"{count} {name}" for name, count in self._replaced.most_common())
+        log.info(
+            "%s runs by transformers' own module, slower than by a family of infer's: infer's kernels compute "
+            "attention and %s; plain torch computes %s and what connects them",
+            self._name,
+            packed,
+            plain,
+        )
+
+    # Making the module.
+
+    def _made(self, config: Mapping[str, Any]) -> Any:
+        kind = getattr(transformers, self._name)
+        if getattr(kind, "_is_stateful", False):
+            raise self._refusal(STATE)
+        fields = {key: value for key, value in config.items() if key not in ("quantization_config", "auto_map")}
+        theirs = kind.config_class.from_dict(fields)
+        if reason := _unfit(kind, theirs):
+            raise self._refusal(reason)
+        adapted = not kind._can_set_attn_implementation()
+        with torch.device("meta"):
+            whole = kind._from_config(
+                theirs,
+                attn_implementation="eager" if adapted else TRY,
+                experts_implementation="eager",
+                dtype=self._context.dtype,
+            )
+        whole.eval().requires_grad_(False)
+        whole.tie_weights()
+        for module in whole.modules():
+            if isinstance(module, transformers.PreTrainedModel):
+                module.config._attn_implementation = TRY
+        for module in whole.modules():
+            if type(module).__name__ in ADAPTED:
+                ADAPTED[type(module).__name__](module)
+        _fill_buffers(whole, [module for module in whole.modules() if is_rotary(module)], torch.device("cpu"))
+        return whole
+
+    def _base_of(self, whole: Any) -> tuple[str, nn.Module]:
+        """The name and the module of what comes before the output head."""
+        found = [(n, m) for n, m in whole.named_children() if isinstance(m, transformers.PreTrainedModel)]
+        if len(found) != 1:
+            raise self._refusal("it does not consist of one base model and an output head")
+        if "position_ids" not in inspect.signature(found[0][1].forward).parameters:
+            raise self._refusal("it takes no positions: it counts them by itself, or does without (ALiBi)")
+        return found[0]
+
+    def _replace(self) -> None:
+        """Have infer's kernels compute what they can."""
+        w, kernels = self._weights, self._context.kernels
+        norms: dict[tuple[Any, ...], tuple[float, bool] | None] = {}
+        owners: dict[int, tuple[str, Embedding | None]] = {}
+        self._tied: list[str] = []
+        done: set[nn.Module] = set()
+        for name, module in list(self._whole.named_modules()):
+            if module in done or name == "":
+                continue
+            weight: Any = getattr(module, "weight", None)
+            made: nn.Module | None = None
+            if is_rotary(module):
+                made = RotaryTable(module, self._context)
+            elif activation := gated_activation(module, *GATED_MLP):
+                size, inner = module.gate_proj.in_features, module.gate_proj.out_features
+                made = PackedGatedMLP(GatedMLP(w, name, size, inner, activation), module)
+                done.update(module.children())
+            elif acting := experts_activation(module):
+                made = PackedExperts(w, name, module, acting)
+                done.update(module.children())
+            elif type(module) is nn.Embedding:
+                embedding = Embedding(w, name, module.num_embeddings, module.embedding_dim)
+                owners[id(weight)] = f"{name}.weight", embedding
+                made = PackedEmbedding(embedding, module)
+            elif is_linear(module):
+                N, K = module.weight.shape
+                first = owners.get(id(weight))
+                if first is not None and first[1] is not None and module.bias is None:
+                    self._tied.append(f"{name}.weight")
+                    made = PackedLinear(_tied_product(first[1], kernels), module, K, N)
+                elif first is None:
+                    owners[id(weight)] = f"{name}.weight", None
+                    made = PackedLinear(
+                        Linear(w, name, K, N, module.bias is not None, dtype=weight.dtype), module, K, N
+                    )
+            elif is_transposed_linear(module):
+                made = self._transposed(name, module)
+            elif weight is not None:
+                key = (type(module), weight.shape, getattr(module, "variance_epsilon", getattr(module, "eps", None)))
+                if key not in norms:
+                    norms[key] = rms_norm_of(module)
+                if (found := norms[key]) is not None:
+                    made = PackedRMSNorm(RMSNorm(w, name, len(weight), *found), module)
+            if made is not None:
+                made.eval()
+                if not isinstance(made, RotaryTable):
+                    self._replaced[type(made).__name__.removeprefix("Packed")] += 1
+                parent, _, own = name.rpartition(".")
+                self._whole.get_submodule(parent)._modules[own] = made
+        self._owners = owners
+
+    def _transposed(self, name: str, module: Any) -> nn.Module:
+        """A module whose weight is [K, N]."""
+        K, N = module.weight.shape
+        inner = Linear(self._weights, f"{name}.{TRANSPOSED}", K, N)
+        bias: list[Tensor] = []
+        self._weights.expect(f"{name}.bias", (N,), lambda x: bias.append(x.clone()))
+        self._weights.expect_stack(f"{name}.weight", (K, N), lambda x: [(f"{name}.{TRANSPOSED}.weight", x.T)])
+        return PackedLinear(lambda x: inner(x) + bias[0], module, K, N)
+
+    def _expect_rest(self) -> None:
+        """Declare the parameters and buffers that plain modules hold."""
+        for prefix, module in self._whole.named_modules():
+            held = [("_parameters", own, x) for own, x in module._parameters.items()]
+            held += [
+                ("_buffers", own, x)
+                for own, x in module._buffers.items()
+                if own not in module._non_persistent_buffers_set
+            ]
+            for kind, own, value in held:
+                if value is not None and value.is_meta:
+                    self._expect_plain(f"{prefix}.{own}".removeprefix("."), module, kind, own, value)
+
+    def _expect_plain(self, name: str, module: nn.Module, kind: str, own: str, value: Tensor) -> None:
+        def take(weight: Weight) -> None:
+            plain = weight.dequantise() if isinstance(weight, GroupedWeight) else weight.clone()
+            held = nn.Parameter(plain, requires_grad=False) if kind == "_parameters" else plain
+            getattr(module, kind)[own] = held
+
+        if id(value) in self._loose.expected:
+            return
+        first = self._owners.get(id(value))
+        if first is not None and first[0] == name:  # taken by another, such as sinks
+            return
+        if first is not None:
+            raise self._refusal(f"{name} is tied to {first[0]}, which is not plain torch")
+        self._owners[id(value)] = name, None
+        self._weights.expect(name, tuple(value.shape), take, value.dtype if value.is_floating_point() else None)
+
+    # Trying it, before there are weights.
+
+    def _tried(self) -> list[AttentionSpec]:
+        """What each layer's attention asks for, from passes on the meta device."""
+        rotations = Rotations()
+        asked = self._trial(rotations)
+        if not asked:
+            raise self._refusal("it has no attention that reaches transformers' attention interface")
+        rotated = [rotate(each.module, rotations) for each in asked]
+        fits = all(rotated)
+        if fits:
+            try:
+                again = self._trial(rotations)
+            except CheckpointError:
+                again = []
+            fits = bool(again) and all(each.rotates for each in again)
+        if not fits:
+            for each, made in zip(asked, rotated, strict=True):
+                if made:
+                    del each.module.forward
+        specs = []
+        for layer, each in enumerate(asked):
+            sinks_H = None
+            if each.sinks is not None:
+                sinks_H = self._sinks(each.sinks, each.num_heads)
+            self._points.append(point := Point(layer, each, rotations, self._context.dtype))
+            setattr(each.module, POINT, point)
+            specs.append(each.spec(sinks_H))
+        self._implementation(RUN)
+        with Guard(self._context.device) as guard:
+            self._hidden_size = self._forward_on_meta(None).shape[-1]
+        if guard.fault is not None:
+            raise self._refusal(
+                f"{guard.fault}, whose results may depend on how many tokens a pass has, or which others"
+            )
+        return specs
+
+    def _sinks(self, sinks: Tensor, count: int) -> Tensor:
+        """Where an attention's sinks will be once they are loaded."""
+        sinks_H = torch.zeros(count, device=self._context.device)
+        name = self._loose.names.get(id(sinks))
+        if name is None or sinks.numel() != count:
+            raise self._refusal("its attention has sinks that are not a parameter of one value for each head")
+        self._weights.expect(name, tuple(sinks.shape), lambda x: sinks_H.copy_(x.flatten()), torch.float32)
+        self._owners[id(sinks)] = name, None
+        return sinks_H
+
+    def _trial(self, rotations: Rotations) -> list[Asked]:
+        asked: list[Asked] = []
+        modules = [m for m in self._base.modules() if type(m).__module__.startswith("transformers")]
+        for module in modules:
+            setattr(module, POINT, Trial(module, asked, rotations))
+        try:
+            self._forward_on_meta(torch.ones((1, TRIED), dtype=torch.int64, device="meta"))
+        finally:
+            for module in modules:
+                delattr(module, POINT)
+        return asked
+
+    def _forward_on_meta(self, mask: Tensor | None) -> Tensor:
+        ids, positions = (torch.empty((1, TRIED), dtype=torch.int64, device="meta") for _ in range(2))
+        with self._blame("cannot be tried"), torch.no_grad(), self._mode:
+            made = self._base(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False)
+            hidden: Tensor = made.last_hidden_state
+        return hidden
+
+    def _implementation(self, name: str) -> None:
+        for module in self._base.modules():
+            if isinstance(module, transformers.PreTrainedModel):
+                module.config._attn_implementation = name
+
+    # Running it.
+
+    def _run(self, ids: Tensor, positions: Tensor, cache: KVCacheView) -> Tensor:
+        for point in self._points:
+            point.cache = cache
+        with self._mode:
+            hidden: Tensor = self._base(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+        return hidden
+
+    def _run_head(self, hidden: Tensor) -> Tensor:
+        self._head.hidden = hidden
+        with torch.no_grad(), self._mode:
+            logits: Tensor = self._whole(input_ids=None, use_cache=False).logits
+        return logits
+
+    def _prove(self) -> None:
+        """Compare rows that are computed together with the same rows alone, with an attention that stays within each
+        row. Raises CheckpointError if a module mixes rows or computes them differently."""
+        most, device = max(ROWS), self._context.device
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(self.vocab_size, (most,), generator=generator).to(device)
+        positions = torch.randint(self._context.max_seq_len, (most,), generator=generator).to(device)
+
+        def run(begin: int, end: int) -> Tensor:
+            part = slice(begin, end)
+            hidden = self.forward(Pass(ids[part], positions[part], _Alone(self)))
+            return torch.cat((hidden, self.logits(hidden)), dim=-1)
+
+        with torch.inference_mode(), self._blame("cannot be run"):
+            together = run(0, most)
+            for count in ROWS[:-1]:
+                begin = most - count
+                found = run(begin, most)
+                same = (found == together[begin:]) | (found.isnan() & together[begin:].isnan())
+                if not same.all():
+                    raise self._refusal(
+                        f"a pass of {count} tokens gives other bits than one of {most}: a module of it mixes tokens, "
+                        "or computes them by the number of rows"
+                    )
+
+    # Names and faults.
+
+    def _named(self, tensors: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
+        expected = self._weights.shapes()
+        for name, weight in tensors:
+            if name in expected or name in self._tied:
+                yield name, weight
+            else:
+                yield self._renamed(name, expected), weight
+
+    def _refusal(self, why: str) -> CheckpointError:
+        return CheckpointError(
+            f"config.json names {self._name}, which infer-models-transformers cannot run: {why} "
+            f"(transformers {transformers.__version__})."
+        )
+
+    @contextmanager
+    def _blame(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except UnfitError as error:
+            raise self._refusal(f"its attention {error}") from None
+        except Exception as error:  # transformers' modules may raise anything for what they do not expect
+            if "meta tensor" in str(error):
+                raise self._refusal("its forward pass lets values of tensors decide what it computes") from error
+            raise self._refusal(f"its module {what}: {say(error)}") from error
+
+
+@dataclass
+class _Hidden(ModelOutput):
+    """What base models return, as far as output heads hand it on."""
+
+    last_hidden_state: Tensor | None = None
+    past_key_values: None = None
+    hidden_states: None = None
+    attentions: None = None
+    cross_attentions: None = None
+    router_logits: None = None
+
+
+class _Head(nn.Module):
+    """Stands in for the base model when logits are computed: it has the hidden states already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden: Tensor
+
+    def __getattr__(self, name: str) -> Any:
+        return self  # some models call a part of their base model
+
+    def forward(self, *_: Any, **__: Any) -> _Hidden:
+        return _Hidden(last_hidden_state=self.hidden)
+
+
+class _Alone:
+    """A view in which each token attends to something of its own q, K and V only."""
+
+    def __init__(self, model: TransformersModel) -> None:
+        self._model = model
+
+    def attend(self, layer: int, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, rotary: Rotary | None = None) -> Tensor:
+        if rotary is not None:
+            q_THE, k_TKE = self._model._context.kernels.rope(q_THE, k_TKE, rotary)
+        groups = q_THE.shape[1] // k_TKE.shape[1]
+        return 0.5 * q_THE + (k_TKE + v_TKE).repeat_interleave(groups, dim=1)
+
+
+class _Renaming:
+    """A checkpoint's names -> those of the module, where they differ."""
+
+    def __init__(self, whole: Any, prefix: str) -> None:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, rename_source_key
+
+        transforms: list[Any] = get_model_conversion_mapping(whole)
+        self._renamings = [each for each in transforms if not isinstance(each, WeightConverter)]
+        self._rename = rename_source_key
+        self._prefix = prefix
+
+    def __call__(self, name: str, expected: Mapping[str, Any]) -> str:
+        found: str = self._rename(name, self._renamings, [])[0]
+        for theirs, ours in EXPERTS.items():
+            found = re.sub(rf"(\.experts\.\d+)\.{theirs}\.", rf"\1.{ours}.", found)
+        return f"{self._prefix}.{found}" if f"{self._prefix}.{found}" in expected else found
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    """The architecture, one that transformers has for decoder-only language models. Raises CheckpointError."""
+    names = config.get("architectures") or []
+    known = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    if found := [name for name in names if name in known]:
+        return str(found[0])
+    if not names:
+        raise CheckpointError("config.json names no architecture, by which infer finds a model family.")
+    ours = ", ".join(map(repr, names))
+    why = "transformers has it, but not as a decoder-only language model with an output head"
+    if not any(hasattr(transformers, str(name)) for name in names):
+        why = f"no installed plugin knows it, nor does transformers {transformers.__version__}"
+        if config.get("auto_map"):
+            why += ", and the code that the checkpoint brings (auto_map) is never run"
+    raise CheckpointError(f"config.json names the architecture {ours}: {why}.")
+
+
+def _unfit(kind: Any, config: Any) -> str | None:
+    """Why an architecture cannot be run; None if it may be."""
+    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
+        return "it has an encoder, and infer serves decoders only"
+    odd = sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION)
+    if odd:
+        return f"it has layers of type {odd[0]!r}, which are no attention over K and V"
+    others = [key for key in config.sub_configs if key.startswith(OTHERS) and getattr(config, key, None) is not None]
+    if others:
+        return f"it has parts for other things than text ({others[0]})"
+    if not kind._can_set_attn_implementation() and not adaptable(kind):
+        return "its attention does not go through transformers' attention interface"
+    return None
+
+
+def _fill_buffers(whole: Any, modules: Sequence[nn.Module], device: torch.device) -> None:
+    """Compute the buffers that no checkpoint holds, such as rotary frequencies, as transformers does when it loads a
+    model; on the meta device they have no values."""
+    for module in modules:
+        held = {n: x for n, x in module._buffers.items() if x is not None and x.is_meta}
+        held = {n: x for n, x in held.items() if n in module._non_persistent_buffers_set}
+        if not held:
+            continue
+        for name, old in held.items():
+            fill = float("nan") if old.is_floating_point() else 0
+            module._buffers[name] = torch.full_like(old, fill, device="cpu")
+        with torch.no_grad():
+            whole._init_weights(module)
+        for name, old in held.items():
+            new = module._buffers[name]
+            assert new is not None
+            if old.is_floating_point() and new.isnan().any():
+                raise ValueError(f"{type(module).__name__} does not say what its buffer {name} holds")
+            module._buffers[name] = new.to(device)
+
+
+class _Loose:
+    """``Loose`` of ``exact``: the parameters that modules multiply by themselves, as routers do."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.names: dict[int, str] = {}
+        """The names of the module's own parameters by their ids."""
+        self.expected: set[int] = set()
+        self._weights = weights
+        self._known: dict[int, list[Any]] = {}
+        """By the id of a parameter or its conversion: its kernels' weight, once it is loaded."""
+        self._converted: dict[tuple[int, torch.dtype], Tensor] = {}
+        self._of: dict[int, int] = {}
+        """The id of a conversion -> that of its parameter."""
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor | None:
+        if (held := self._known.get(id(weight))) is None:
+            origin = self._of.get(id(weight), id(weight))
+            if not weight.is_meta or weight.dim() != 2 or origin not in self.names or origin in self.expected:
+                return None
+            held = self._known[id(weight)] = []
+            kernels = self._weights.context.kernels
+            name, shape = self.names[origin], tuple(weight.shape)
+            self._weights.expect(name, shape, lambda w: held.append(kernels.pack(w)), weight.dtype)
+            self.expected.add(origin)
+        shape = (*x.shape[:-1], weight.shape[0])
+        if x.is_meta:
+            return x.new_empty(shape) if x.dtype == weight.dtype else None
+        out: Tensor = self._weights.context.kernels.linear(x.reshape(-1, x.shape[-1]), held[0])
+        return out.view(shape)
+
+    def converted(self, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
+        if id(weight) not in self.names or weight.dim() != 2:
+            return None
+        if weight.dtype == dtype:
+            return weight
+        key = id(weight), dtype
+        if key not in self._converted:
+            self._converted[key] = torch.empty_like(weight, dtype=dtype)
+            self._of[id(self._converted[key])] = id(weight)
+        return self._converted[key]
+
+
+def _tied_product(embedding: Embedding, kernels: Any) -> Callable[[Tensor], Tensor]:
+    def product(x_TK: Tensor) -> Tensor:
+        out: Tensor = kernels.linear(x_TK, embedding.packed)
+        return out
+
+    return product
+
+
+def _computes(module: nn.Module) -> bool:
+    """Whether a module is a leaf that plain torch computes."""
+    ours = type(module).__module__.startswith("infer_models_transformers")
+    return not ours and not isinstance(module, IDLE) and not any(True for _ in module.children())

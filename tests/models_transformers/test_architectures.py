@@ -1,0 +1,209 @@
+"""Architectures that only transformers knows, on infer's cache and kernels, against transformers itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from tests.models_transformers.checkpoints import VOCAB, config, write
+from torch import Tensor
+
+from infer.checkpoint.quantise import Quantiser
+from infer.errors import CheckpointError
+from infer.plugins import Plugins
+from infer.protocols import ModelContext
+from infer.settings import ModelSettings, Settings
+from infer.testing import check_model
+from infer.testing.models import Models, Stage
+from infer.weight import GroupedWeight, Weight
+from infer_kernels_cpu.provider import CpuKernels
+from infer_models_transformers import exact
+from infer_models_transformers.attention import window_of
+from infer_models_transformers.model import TransformersModel
+
+KERNELS = CpuKernels()
+PROMPT, NEW = 40, 12
+FAST = ("GPTNeoXForCausalLM", "GPT2LMHeadModel", "Cohere2ForCausalLM", "DeepseekV3ForCausalLM")
+RUN = (
+    *("StableLmForCausalLM", "FalconForCausalLM", "Starcoder2ForCausalLM", "CohereForCausalLM", "OlmoForCausalLM"),
+    *("Olmo3ForCausalLM", "PhiForCausalLM", "NemotronForCausalLM", "GlmForCausalLM", "GPTBigCodeForCausalLM"),
+    *("GPTJForCausalLM", "CodeGenForCausalLM", "GPTNeoForCausalLM", "OPTForCausalLM", "PersimmonForCausalLM"),
+    *("HeliumForCausalLM", "ArceeForCausalLM", "Ernie4_5ForCausalLM", "HunYuanDenseV1ForCausalLM"),
+    *("ApertusForCausalLM", "GemmaForCausalLM", "VaultGemmaForCausalLM", "CwmForCausalLM", "NanoChatForCausalLM"),
+    *("BitNetForCausalLM", "BioGptForCausalLM", "Jais2ForCausalLM", "HyperCLOVAXForCausalLM"),
+    *("Ministral3ForCausalLM", "MiniCPM3ForCausalLM", "GraniteMoeSharedForCausalLM", "DeepseekV2ForCausalLM"),
+    *("PhimoeForCausalLM", "Ernie4_5_MoeForCausalLM", "HunYuanMoEV1ForCausalLM", "FlexOlmoForCausalLM"),
+)
+REFUSED = {
+    "MambaForCausalLM": "keeps a state besides K and V",
+    "BambaForCausalLM": "keeps a state besides K and V",
+    "RecurrentGemmaForCausalLM": "keeps a state besides K and V",
+    "Lfm2ForCausalLM": "has layers of type 'conv'",
+    "BloomForCausalLM": "does not go through transformers' attention interface",
+    "MptForCausalLM": "does not go through transformers' attention interface",
+    "XGLMForCausalLM": "does not go through transformers' attention interface",
+    "DogeForCausalLM": "changes its mask",
+    "DiffLlamaForCausalLM": "is computed twice in a pass by one module",
+    "JetMoeForCausalLM": "lets values of tensors decide",
+    "BartForCausalLM": "has an encoder",
+}
+
+
+@pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in RUN)])
+@torch.inference_mode()
+def test_greedy_tokens_and_exactness(name: str, tmp_path: Path) -> None:
+    folder = write(tmp_path, name)
+    models = Models.of(folder, kernels=KERNELS)
+    assert models.offer.name == "transformers"
+    model = models.model(torch.float32)
+    prompt = torch.randint(2, VOCAB, (PROMPT,), generator=torch.Generator().manual_seed(1)).tolist()
+    theirs = getattr(transformers, name).from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    given = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = theirs.eval().generate(torch.tensor([prompt]), **given)[0].tolist()
+    assert len(set(expected[PROMPT:])) > 2, "a constant answer shows little"
+    stage, text = Stage(models, torch.float32, 1), list(prompt)
+    hidden = stage.run([(0, text, 0, PROMPT)])
+    while len(text) < len(expected):
+        text.append(int(model.logits(hidden[-1:]).argmax()))
+        hidden = stage.run([(0, text, len(text) - 1, 1)])
+    assert text == expected
+    check_model(folder, kernels=KERNELS, only=["transformers", "shapes", "chunks", "company", "recorded"])
+
+
+def made(name: str, **more: Any) -> TransformersModel:
+    return TransformersModel(config(name, **more), context())
+
+
+def context() -> ModelContext:
+    return ModelContext(KERNELS, torch.float32, torch.device("cpu"), 64)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_run_is_refused_before_weights_are_read(name: str) -> None:
+    with pytest.raises(CheckpointError) as error:
+        made(name)
+    text = str(error.value)
+    assert REFUSED[name] in text
+    assert f"config.json names {name}" in text
+    assert text.count("\n") == 0
+    assert len(text) < 300
+    assert text.endswith(f"(transformers {transformers.__version__}).")
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({}, "names no architecture"),
+        ({"architectures": ["NoSuchForCausalLM"]}, "nor does transformers"),
+        (
+            {"architectures": ["NoSuchForCausalLM"], "auto_map": {"AutoModelForCausalLM": "own.NoSuch"}},
+            r"the code that the checkpoint brings \(auto_map\) is never run",
+        ),
+        ({"architectures": ["BertModel"]}, "not as a decoder-only language model"),
+    ],
+)
+def test_architectures_that_transformers_cannot_help_with(fields: dict[str, Any], why: str) -> None:
+    with pytest.raises(CheckpointError, match=why):
+        TransformersModel(fields, context())
+
+
+def test_code_of_a_checkpoint_is_never_run(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("raise SystemExit('this must not run')")
+    fields = config("GPTNeoXForCausalLM") | {
+        "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"},
+        "_name_or_path": str(tmp_path),
+    }
+    assert TransformersModel(fields, context()).vocab_size == VOCAB
+
+
+def test_a_family_of_infers_own_comes_first() -> None:
+    plugins = Plugins.discover()
+    for name, family in (("Qwen3ForCausalLM", "qwen3"), ("GPTNeoXForCausalLM", "transformers")):
+        assert plugins.choose("model", Settings(), [name]).name == family
+    asked = Settings(model=ModelSettings(family="transformers"))
+    assert plugins.choose("model", asked, ["Qwen3ForCausalLM"]).name == "transformers"
+
+
+@pytest.mark.parametrize(
+    ("mix", "stage"),
+    [
+        pytest.param(lambda x: x + x.mean(1, keepdim=True), "calls mean", id="an operation over tokens"),
+        pytest.param(lambda x: x + x @ x.mT @ x, "calls bmm", id="a product of activations"),
+        pytest.param(lambda x: x + x.flip(1), "other bits", id="what is exact, but of other rows"),
+        pytest.param(lambda x: x * x.shape[1], "other bits", id="the number of rows"),
+    ],
+)
+def test_modules_that_mix_tokens_are_refused(mix: Any, stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind: Any = transformers.models.gpt_neox.modeling_gpt_neox.GPTNeoXMLP
+    theirs = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, x: mix(theirs(self, x)))
+    with pytest.raises(CheckpointError, match=stage):
+        loaded(made("GPTNeoXForCausalLM"))
+
+
+def loaded(model: TransformersModel) -> TransformersModel:
+    generator = torch.Generator().manual_seed(0)
+    model.load((name, torch.randn(shape, generator=generator) * 0.1) for name, shape in model.expected().items())
+    return model
+
+
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "Ernie4_5_MoeForCausalLM"])
+def test_quantised_weights(name: str, tmp_path: Path) -> None:
+    """A model with int8 weights computes what it computes with the values that the codes stand for."""
+    tensors = load_file(write(tmp_path, name) / "model.safetensors")
+
+    def weights(model: TransformersModel, plain: bool) -> Iterator[tuple[str, Weight]]:
+        for key, weight in Quantiser("int8", [], "plain", VOCAB, KERNELS.quantise)(model.unstack(tensors.items())):
+            yield key, weight.dequantise() if plain and isinstance(weight, GroupedWeight) else weight
+
+    found = []
+    for plain in (False, True):
+        model = made(name)
+        model.load(weights(model, plain))
+        found.append(logits(model))
+    assert (found[0] - found[1]).abs().max() < 1e-4 * found[1].abs().max()
+    model = made(name)
+    model.load(tensors.items())
+    assert (logits(model) - found[1]).abs().max() > 1e-4 * found[1].abs().max(), "nothing was quantised"
+
+
+@torch.inference_mode()
+def logits(model: TransformersModel) -> Tensor:
+    from infer.cache import KVStorage
+    from infer.protocols import CacheContext, Pass
+
+    storage = KVStorage(CacheContext(model.attention, 1, 64, torch.float32, torch.device("cpu"), KERNELS), 4, 16)
+    view = storage.view(torch.arange(4, dtype=torch.int32).numpy()[None], [0], [20])
+    return model.logits(model.forward(Pass(torch.arange(20), torch.arange(20), view)))
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "silu", "gelu", "softplus"])
+def test_stand_ins_compute_each_value_by_itself(name: str) -> None:
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 8
+    for dtype in (torch.float32, torch.bfloat16):
+        stand_in, given = getattr(exact, name), x.to(dtype)
+        whole = stand_in(given)
+        for size in (1, 7, 33):
+            assert torch.equal(torch.cat([stand_in(part) for part in torch.split(given, size)]), whole)
+        theirs = getattr(torch.nn.functional, name)(given.double())
+        assert torch.allclose(whole.double(), theirs, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("seen", "window"),
+    [
+        (lambda b, h, q, k: k <= q, None),
+        (lambda b, h, q, k: (k <= q) & (k > q - 7), 7),
+        (lambda b, h, q, k: (k <= q) & (k // 16 == q // 16), "has a mask"),
+        (lambda b, h, q, k: k >= 0, "has a mask"),
+        (lambda b, h, q, k: (k <= q) | (k < 4), "has a mask"),
+    ],
+)
+def test_windows_are_read_from_masks(seen: Any, window: int | str | None) -> None:
+    found = window_of(seen)
+    assert str(found).startswith(str(window))
