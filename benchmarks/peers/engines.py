@@ -12,6 +12,7 @@ ALONE = "infer, 1 thread"
 PEERS: Mapping[str, tuple[str, ...]] = {
     "infer": ("infer_.py",),
     ALONE: ("infer_.py",),
+    "infer by transformers' module": ("infer_.py", "none", "transformers"),
     "infer int8": ("infer_.py", "int8"),
     "infer int4": ("infer_.py", "int4"),
     "vllm": ("vllm_.py",),

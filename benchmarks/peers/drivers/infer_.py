@@ -1,4 +1,4 @@
-"""Times infer on a checkpoint: CHECKPOINT CELLS [QUANTIZATION], where CELLS is JSON,
+"""Times infer on a checkpoint: CHECKPOINT CELLS [QUANTIZATION [FAMILY]], where CELLS is JSON,
 [[batch, prompt tokens, decode steps], ...]; then standard input has one of them per line."""
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ def main() -> None:
     longest = max(prompt + 64 for _, prompt, _ in cells)
     engine = {"max_batch_size": max(batch for batch, _, _ in cells), "max_seq_len": longest}
     chunk = {"prefill_chunk_size": 2048, "max_tokens_per_step": 2048}
-    model = {"quantization": sys.argv[3]} if sys.argv[3:] else {}
+    given = {"quantization": "none", "family": "auto"} | dict(
+        zip(("quantization", "family"), sys.argv[3:], strict=False)
+    )
+    model = {key: value for key, value in given.items() if value != "none"}
     with LLM(
         path, plugins=[steps], model=model, engine=engine | chunk, cache={"paged": {"prefix_caching": False}}
     ) as llm:

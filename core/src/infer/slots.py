@@ -89,7 +89,8 @@ SLOTS: Mapping[str, Slot] = {
         fits="architectures",
         when="by the checkpoint's architecture",
         missing="The checkpoint's architecture is {there}, which no installed plugin knows; {installed} pip install "
-        "infer-models brings Llama, Qwen, Mistral, Phi-3, OLMo 2 and Gemma 3.",
+        "infer-models brings Llama, Qwen, Mistral, Phi-3, OLMo 2 and Gemma 3, and infer-models-transformers runs what "
+        "else transformers can.",
         tie="{names} both know the architecture {there}; choose by {setting}.",
         packages=dict.fromkeys(
             ("llama", "qwen2", "qwen3", "mistral", "phi3", "olmo2", "gemma3"),

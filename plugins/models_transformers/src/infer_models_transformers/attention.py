@@ -21,7 +21,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from infer.protocols import AttentionSpec, KVCacheView, Rotary
-from infer_models_transformers.modules import HALVES, rotates_halves
+from infer_models_transformers.modules import HALVES, Team, rotates_halves
 
 TRY, RUN = "infer_try", "infer"
 POINT = "infer_point"
@@ -139,25 +139,26 @@ class Trial:
             rotates,
         )
         self._asked.append(asked)
-        return query.new_empty((1, query.shape[2], query.shape[1], value.shape[3]))
+        return value.new_empty((1, query.shape[2], query.shape[1], value.shape[3]))
 
 
 class Point:
     """Where one attention module meets the cache."""
 
-    def __init__(self, layer: int, asked: Asked, rotations: Rotations, dtype: torch.dtype) -> None:
+    def __init__(self, layer: int, asked: Asked, rotations: Rotations, dtype: torch.dtype, team: Team) -> None:
         self.cache: KVCacheView | None = None
-        self._dtype = dtype
+        self._dtype, self._team = dtype, team
         self._layer, self._rotations = layer, rotations
         self._size, self._value_size = max(asked.key_size, asked.value_size), asked.value_size
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, **_: Any) -> Tensor:
         rotary = self._rotations.take(query, key)
         if query.is_meta:
-            return query.new_empty((1, query.shape[2], query.shape[1], self._value_size))
+            return value.new_empty((1, query.shape[2], query.shape[1], self._value_size))
         assert self.cache is not None
         q_THE, k_TKE, v_TKE = (self._laid_out(x) for x in (query, key, value))
-        out_THE = self.cache.attend(self._layer, q_THE, k_TKE, v_TKE, rotary)
+        with self._team:
+            out_THE = self.cache.attend(self._layer, q_THE, k_TKE, v_TKE, rotary)
         return out_THE[None, ..., : self._value_size]
 
     def _laid_out(self, x: Tensor) -> Tensor:

@@ -111,11 +111,14 @@ class Exactly(TorchFunctionMode):
 
     def __init__(self, loose: Loose) -> None:
         super().__init__()
+        self.used = False
+        """Whether a stand-in has been called; without one, passes need not be run in this mode."""
         self._loose = loose
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         stand_in = STAND_INS.get(function)
         if stand_in is not None:
+            self.used |= function is not F.dropout
             return stand_in(*args, **(kwargs or {}))
         if not kwargs and len(args) >= 2:
             out: Tensor | None = None
@@ -124,6 +127,7 @@ class Exactly(TorchFunctionMode):
             elif function in CONVERSIONS and args[0].is_meta and isinstance(args[1], torch.dtype):
                 out = self._loose.converted(*args)
             if out is not None:
+                self.used = True
                 return out
         return function(*args, **(kwargs or {}))
 

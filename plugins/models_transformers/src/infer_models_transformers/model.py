@@ -9,7 +9,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,12 +38,14 @@ from infer_models_transformers.attention import (
 from infer_models_transformers.attention import rotate_in_cache as rotate
 from infer_models_transformers.exact import Exactly, Guard
 from infer_models_transformers.modules import (
+    Packed,
     PackedEmbedding,
     PackedExperts,
     PackedGatedMLP,
     PackedLinear,
     PackedRMSNorm,
     RotaryTable,
+    Team,
     experts_activation,
     gated_activation,
     is_linear,
@@ -79,8 +81,10 @@ class TransformersModel:
     def __init__(self, config: Mapping[str, Any], context: ModelContext) -> None:
         self._context = context
         self._name = _architecture(config)
+        self._trying = True
         self._weights = Weights(context)
-        self._loose = _Loose(self._weights)
+        self._team = Team(context.device)
+        self._loose = _Loose(self._weights, self._team)
         self._mode = Exactly(self._loose)
         self._replaced: Counter[str] = Counter()
         with self._blame("cannot be made"):
@@ -102,6 +106,7 @@ class TransformersModel:
         with self._blame("has an output head that cannot be tried"):
             logits = self._run_head(torch.empty((1, TRIED, self._hidden_size), dtype=context.dtype, device="meta"))
         self.vocab_size: int = logits.shape[-1]
+        self._trying = False
 
     # What the engine calls.
 
@@ -216,7 +221,8 @@ class TransformersModel:
                     made = PackedRMSNorm(RMSNorm(w, name, len(weight), *found), module)
             if made is not None:
                 made.eval()
-                if not isinstance(made, RotaryTable):
+                if isinstance(made, Packed):
+                    made.team = self._team
                     self._replaced[type(made).__name__.removeprefix("Packed")] += 1
                 parent, _, own = name.rpartition(".")
                 self._whole.get_submodule(parent)._modules[own] = made
@@ -285,7 +291,7 @@ class TransformersModel:
             sinks_H = None
             if each.sinks is not None:
                 sinks_H = self._sinks(each.sinks, each.num_heads)
-            self._points.append(point := Point(layer, each, rotations, self._context.dtype))
+            self._points.append(point := Point(layer, each, rotations, self._context.dtype, self._team))
             setattr(each.module, POINT, point)
             specs.append(each.spec(sinks_H))
         self._implementation(RUN)
@@ -321,7 +327,7 @@ class TransformersModel:
 
     def _forward_on_meta(self, mask: Tensor | None) -> Tensor:
         ids, positions = (torch.empty((1, TRIED), dtype=torch.int64, device="meta") for _ in range(2))
-        with self._blame("cannot be tried"), torch.no_grad(), self._mode:
+        with self._blame("cannot be tried"), self._running():
             made = self._base(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False)
             hidden: Tensor = made.last_hidden_state
         return hidden
@@ -336,15 +342,20 @@ class TransformersModel:
     def _run(self, ids: Tensor, positions: Tensor, cache: KVCacheView) -> Tensor:
         for point in self._points:
             point.cache = cache
-        with self._mode:
+        with self._running():
             hidden: Tensor = self._base(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
         return hidden
 
     def _run_head(self, hidden: Tensor) -> Tensor:
         self._head.hidden = hidden
-        with torch.no_grad(), self._mode:
+        with self._running():
             logits: Tensor = self._whole(input_ids=None, use_cache=False).logits
         return logits
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        with self._team.alone(), torch.no_grad(), self._mode if self._mode.used or self._trying else nullcontext():
+            yield
 
     def _prove(self) -> None:
         """Compare rows that are computed together with the same rows alone, with an attention that stays within each
@@ -515,7 +526,8 @@ def _fill_buffers(whole: Any, modules: Sequence[nn.Module], device: torch.device
 class _Loose:
     """``Loose`` of ``exact``: the parameters that modules multiply by themselves, as routers do."""
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: Weights, team: Team) -> None:
+        self._team = team
         self.names: dict[int, str] = {}
         """The names of the module's own parameters by their ids."""
         self.expected: set[int] = set()
@@ -539,7 +551,8 @@ class _Loose:
         shape = (*x.shape[:-1], weight.shape[0])
         if x.is_meta:
             return x.new_empty(shape) if x.dtype == weight.dtype else None
-        out: Tensor = self._weights.context.kernels.linear(x.reshape(-1, x.shape[-1]), held[0])
+        with self._team:
+            out: Tensor = self._weights.context.kernels.linear(x.reshape(-1, x.shape[-1]), held[0])
         return out.view(shape)
 
     def converted(self, weight: Tensor, dtype: torch.dtype) -> Tensor | None:

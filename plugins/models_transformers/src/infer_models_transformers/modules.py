@@ -10,7 +10,8 @@ import copy
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,7 +31,40 @@ HALVES = "infer_halves"
 """The attribute of a cosine that has the cosines and sines of half a head, in fp32."""
 
 
-class PackedLinear(nn.Module):
+class Team:
+    """Entered where kernels compute: on a CPU they have a team of threads, and outside of it, torch gets one thread.
+    Threads of torch's own would go on spinning for a while after each operation, beside those of the kernels."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._changes = device.type == "cpu"
+        self._size = torch.get_num_threads()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Let torch compute with one thread until the context ends."""
+        self._size = torch.get_num_threads()
+        self.__exit__()
+        try:
+            yield
+        finally:
+            self.__enter__()
+
+    def __enter__(self) -> None:
+        if self._changes:
+            torch.set_num_threads(self._size)
+
+    def __exit__(self, *_: object) -> None:
+        if self._changes:
+            torch.set_num_threads(1)
+
+
+class Packed(nn.Module):
+    """What infer's kernels compute."""
+
+    team: Team
+
+
+class PackedLinear(Packed):
     """An ``nn.Linear``, or another module that computes the same. ``product`` is [T, K] -> [T, N]."""
 
     weight: Tensor
@@ -46,7 +80,8 @@ class PackedLinear(nn.Module):
         if x.is_meta:
             _check_dtype(x, self.weight)
             return x.new_empty(shape)
-        return self._product(x.reshape(-1, x.shape[-1])).view(shape)
+        with self.team:
+            return self._product(x.reshape(-1, x.shape[-1])).view(shape)
 
 
 def _keep(module: nn.Module, **empty: Tensor | None) -> None:
@@ -56,7 +91,7 @@ def _keep(module: nn.Module, **empty: Tensor | None) -> None:
         object.__setattr__(module, name, x)
 
 
-class PackedGatedMLP(nn.Module):
+class PackedGatedMLP(Packed):
     """down(activation(gate(x)) * up(x)), whose first product computes the activation, too."""
 
     def __init__(self, mlp: Callable[[Tensor], Tensor], theirs: Any) -> None:
@@ -68,10 +103,11 @@ class PackedGatedMLP(nn.Module):
         if x.is_meta:
             _check_dtype(x, self._weight[0])
             return torch.empty_like(x)
-        return self._mlp(x.reshape(-1, x.shape[-1])).view(x.shape)
+        with self.team:
+            return self._mlp(x.reshape(-1, x.shape[-1])).view(x.shape)
 
 
-class PackedEmbedding(nn.Module):
+class PackedEmbedding(Packed):
     weight: Tensor
 
     def __init__(self, embedding: Embedding, theirs: nn.Embedding) -> None:
@@ -85,10 +121,11 @@ class PackedEmbedding(nn.Module):
         shape = (*ids.shape, self.embedding_dim)
         if ids.is_meta:
             return torch.empty(shape, dtype=self.weight.dtype, device="meta")
-        return self._embedding(ids.flatten()).view(shape)
+        with self.team:
+            return self._embedding(ids.flatten()).view(shape)
 
 
-class PackedRMSNorm(nn.Module):
+class PackedRMSNorm(Packed):
     weight: Tensor
 
     def __init__(self, norm: RMSNorm, theirs: Any) -> None:
@@ -100,9 +137,10 @@ class PackedRMSNorm(nn.Module):
         if x.is_meta:
             _check_dtype(x, self.weight)
             return torch.empty_like(x)
-        if x.dim() == 4 and len(x) == 1:  # heads, in any order: the kernel takes any strides but the last
-            return self._norm(x[0])[None]
-        return self._norm(x.reshape(-1, x.shape[-1])).view(x.shape)
+        with self.team:
+            if x.dim() == 4 and len(x) == 1:  # heads, in any order: the kernel takes any strides but the last
+                return self._norm(x[0])[None]
+            return self._norm(x.reshape(-1, x.shape[-1])).view(x.shape)
 
 
 class RotaryTable(nn.Module):
@@ -151,7 +189,7 @@ class RotaryTable(nn.Module):
         return tuple(tables)
 
 
-class PackedExperts(nn.Module):
+class PackedExperts(Packed):
     """The chosen experts of a mixture, on the kernels' own grid. It is called as transformers' experts are: with the
     tokens, the indices of each token's experts, and their shares."""
 
@@ -190,7 +228,8 @@ class PackedExperts(nn.Module):
     def forward(self, x: Tensor, experts: Tensor, shares: Tensor) -> Tensor:
         if x.is_meta:
             return torch.empty_like(x)
-        return self._kernels.gated_experts(x, experts.int(), shares.float(), self._packed, self._activation)
+        with self.team:
+            return self._kernels.gated_experts(x, experts.int(), shares.float(), self._packed, self._activation)
 
 
 def copied(weight: Weight) -> Weight:
