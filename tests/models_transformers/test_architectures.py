@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ from safetensors.torch import load_file
 from tests.models_transformers.checkpoints import VOCAB, config, write
 from torch import Tensor
 
+from infer.checkpoint import Checkpoint
+from infer.checkpoint.folder import Folder
 from infer.checkpoint.quantise import Quantiser
 from infer.errors import CheckpointError
 from infer.plugins import Plugins
@@ -26,6 +30,7 @@ from infer_models_transformers import exact
 from infer_models_transformers.attention import window_of
 from infer_models_transformers.model import TransformersModel
 
+ROOT = Path(__file__).parents[2]
 KERNELS = CpuKernels()
 PROMPT, NEW = 40, 12
 FAST = ("GPTNeoXForCausalLM", "GPT2LMHeadModel", "Cohere2ForCausalLM", "DeepseekV3ForCausalLM")
@@ -73,6 +78,13 @@ def test_greedy_tokens_and_exactness(name: str, tmp_path: Path) -> None:
         hidden = stage.run([(0, text, len(text) - 1, 1)])
     assert text == expected
     check_model(folder, kernels=KERNELS, only=["transformers", "shapes", "chunks", "company", "recorded"])
+
+
+def test_the_readme_names_what_runs_and_what_is_refused() -> None:
+    text = (ROOT / "plugins/models_transformers/README.md").read_text()
+    runs, refused = text.split("| refused |")
+    assert {*re.findall(r"\w+(?:ForCausalLM|LMHeadModel)", runs)} == {*FAST, *RUN}
+    assert {*re.findall(r"\w+ForCausalLM", refused)} == {*REFUSED}
 
 
 def made(name: str, **more: Any) -> TransformersModel:
@@ -150,6 +162,38 @@ def loaded(model: TransformersModel) -> TransformersModel:
     generator = torch.Generator().manual_seed(0)
     model.load((name, torch.randn(shape, generator=generator) * 0.1) for name, shape in model.expected().items())
     return model
+
+
+def test_a_tied_head_and_a_scaled_embedding_share_one_weight(tmp_path: Path) -> None:
+    folder = write(tmp_path, "BioGptForCausalLM", tie_word_embeddings=True, scale_embedding=True)
+    assert "output_projection.weight" not in load_file(folder / "model.safetensors")
+    check_model(folder, kernels=KERNELS, only=["transformers", "loading"])
+
+
+def test_names_without_the_base_models_prefix(tmp_path: Path) -> None:
+    """As in GPT-2's own checkpoint."""
+    tensors = load_file(write(tmp_path, "GPT2LMHeadModel") / "model.safetensors")
+    found = []
+    for prefix in ("", "transformer."):
+        model = made("GPT2LMHeadModel")
+        model.load(model.unstack((name.removeprefix(prefix), x) for name, x in tensors.items()))
+        found.append(logits(model))
+    assert torch.equal(*found)
+
+
+def test_no_more_positions_than_the_model_has(tmp_path: Path) -> None:
+    fields = config("GPT2LMHeadModel")
+    assert "max_position_embeddings" not in fields
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert Checkpoint(Folder(tmp_path)).max_positions == fields["n_positions"] == 256
+    with pytest.raises(CheckpointError, match=r"made for 40 positions, but 64 are to be served"):
+        made("GPT2LMHeadModel", max_position_embeddings=40)
+
+
+def test_quantised_weights_with_outputs_as_columns_are_refused() -> None:
+    model = made("GPT2LMHeadModel")
+    with pytest.raises(CheckpointError, match=r"has its outputs as columns; use a plain checkpoint"):
+        model.load([("h.0.attn.c_attn.weight", KERNELS.quantise(torch.ones(64, 192), 8))])
 
 
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "Ernie4_5_MoeForCausalLM"])

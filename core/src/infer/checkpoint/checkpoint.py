@@ -26,6 +26,8 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 POOLING = "1_Pooling/config.json"
 """Where sentence-transformers say how hidden states become an embedding."""
+POSITIONS = ("max_position_embeddings", "n_positions")
+"""The fields that say how many positions a model was made for; the second is that of GPT-2 and its kin."""
 MAX_LAYERS = 10_000
 """A file that asks for more layers is damaged: the deepest published models have about a hundred, and each layer takes
 memory before a single weight is read."""
@@ -91,11 +93,12 @@ class Checkpoint:
     @property
     def max_positions(self) -> int:
         """The longest sequence, in tokens, that the model was made for; ``sys.maxsize`` if config.json does not say."""
-        value = self._field("max_position_embeddings")
-        if value is None:
+        name = next((name for name in POSITIONS if self._field(name) is not None), None)
+        if name is None:
             return sys.maxsize
+        value = self._field(name)
         if not _is_id(value) or value < 2:
-            raise self._bad("max_position_embeddings", value, "an integer of at least 2: a prompt and an answer")
+            raise self._bad(name, value, "an integer of at least 2: a prompt and an answer")
         assert isinstance(value, int)
         return value
 

@@ -230,6 +230,11 @@ def _direct(module: Any, window: int | None = None, scale: float | None = None) 
     module._attn = own
 
 
+def _direct_gpt_neo(module: Any) -> None:
+    module.bias = None  # its own mask, for all positions by all positions
+    _direct(module, module.config.window_size if module.attention_type == "local" else None, 1.0)
+
+
 def _direct_sdpa(module: Any) -> None:
     """Lead the call of torch's attention in a module's ``forward`` to the cache, by a ``forward`` of its own."""
 
@@ -253,7 +258,7 @@ def _with_globals(function: types.FunctionType, names: dict[str, Any]) -> types.
 ADAPTED: Mapping[str, Callable[[Any], None]] = {
     "GPTJAttention": _direct,
     "CodeGenAttention": _direct,
-    "GPTNeoSelfAttention": lambda m: _direct(m, m.config.window_size if m.attention_type == "local" else None, 1.0),
+    "GPTNeoSelfAttention": _direct_gpt_neo,
     "FalconAttention": _direct_sdpa,
 }
 """Attention modules that do not call transformers' interface, and what makes them, by their classes' names."""

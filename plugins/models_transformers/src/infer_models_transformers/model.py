@@ -46,6 +46,7 @@ from infer_models_transformers.modules import (
     PackedRMSNorm,
     RotaryTable,
     Team,
+    embedding_scale,
     experts_activation,
     gated_activation,
     is_linear,
@@ -63,6 +64,8 @@ ROWS = (1, 2, 5, 19)
 TRANSPOSED = "transposed_weight"
 """The name of a weight whose rows are its outputs, where the checkpoint's has them as columns."""
 GATED_MLP = (["gate_proj", "up_proj", "down_proj"], "act_fn")
+MAX_LAYERS = 1024
+"""Each layer takes memory before a weight is read."""
 STATE = "it keeps a state besides K and V (a state-space model or linear attention), for which infer has no cache"
 ATTENTION = frozenset(
     ["full_attention", "sliding_attention", "chunked_attention", "global", "local", "dense", "sparse"]
@@ -147,6 +150,12 @@ class TransformersModel:
         theirs = kind.config_class.from_dict(fields)
         if reason := _unfit(kind, theirs):
             raise self._refusal(reason)
+        made_for = getattr(theirs, "max_position_embeddings", None)
+        if isinstance(made_for, int) and made_for < self._context.max_seq_len:
+            raise CheckpointError(
+                f"config.json: the model was made for {made_for} positions, but {self._context.max_seq_len} are to be "
+                f"served; set engine.max_seq_len to {made_for} or fewer."
+            )
         adapted = not kind._can_set_attn_implementation()
         with torch.device("meta"):
             whole = kind._from_config(
@@ -181,6 +190,8 @@ class TransformersModel:
         norms: dict[tuple[Any, ...], tuple[float, bool] | None] = {}
         owners: dict[int, tuple[str, Embedding | None]] = {}
         self._tied: list[str] = []
+        self._turned: dict[str, tuple[int, ...]] = {}
+        """The weights that have their outputs as columns."""
         done: set[nn.Module] = set()
         for name, module in list(self._whole.named_modules()):
             if module in done or name == "":
@@ -196,8 +207,9 @@ class TransformersModel:
             elif acting := experts_activation(module):
                 made = PackedExperts(w, name, module, acting)
                 done.update(module.children())
-            elif type(module) is nn.Embedding:
-                embedding = Embedding(w, name, module.num_embeddings, module.embedding_dim)
+            elif (scale := embedding_scale(module)) is not None:
+                size = module.num_embeddings, module.embedding_dim
+                embedding = Embedding(w, name, *size, None if scale == 1 else scale)
                 owners[id(weight)] = f"{name}.weight", embedding
                 made = PackedEmbedding(embedding, module)
             elif is_linear(module):
@@ -233,6 +245,7 @@ class TransformersModel:
         K, N = module.weight.shape
         inner = Linear(self._weights, f"{name}.{TRANSPOSED}", K, N)
         bias: list[Tensor] = []
+        self._turned[f"{name}.weight"] = (K, N)
         self._weights.expect(f"{name}.bias", (N,), lambda x: bias.append(x.clone()))
         self._weights.expect_stack(f"{name}.weight", (K, N), lambda x: [(f"{name}.{TRANSPOSED}.weight", x.T)])
         return PackedLinear(lambda x: inner(x) + bias[0], module, K, N)
@@ -385,12 +398,16 @@ class TransformersModel:
     # Names and faults.
 
     def _named(self, tensors: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
-        expected = self._weights.shapes()
+        expected = self._weights.shapes() | self._turned
         for name, weight in tensors:
-            if name in expected or name in self._tied:
-                yield name, weight
-            else:
-                yield self._renamed(name, expected), weight
+            if name not in expected and name not in self._tied:
+                name = self._renamed(name, expected)
+            if isinstance(weight, GroupedWeight) and name in self._turned:
+                raise CheckpointError(
+                    f"The checkpoint's {name!r} has {weight}, but {self._name} has its outputs as columns; use a plain "
+                    'checkpoint, and model.quantization = "int8" or "int4" to quantise it.'
+                )
+            yield name, weight
 
     def _refusal(self, why: str) -> CheckpointError:
         return CheckpointError(
@@ -491,6 +508,9 @@ def _unfit(kind: Any, config: Any) -> str | None:
     """Why an architecture cannot be run; None if it may be."""
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
         return "it has an encoder, and infer serves decoders only"
+    layers = getattr(config, "num_hidden_layers", None)
+    if not (isinstance(layers, int) and 0 < layers <= MAX_LAYERS):
+        return f"it has {layers} layers, and infer runs 1 to {MAX_LAYERS}"
     odd = sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION)
     if odd:
         return f"it has layers of type {odd[0]!r}, which are no attention over K and V"

@@ -272,6 +272,27 @@ def is_linear(module: nn.Module) -> bool:
     return _same(module, {"weight": (3, 4), "bias": (3,)}, (2, 4), lambda x, p: nn.functional.linear(x, *p.values()))
 
 
+def embedding_scale(module: nn.Module) -> float | None:
+    """What a module multiplies the rows of its weight by; None if it is no embedding, or one that does something
+    else."""
+    if type(module) is nn.Embedding:
+        return 1.0
+    if not isinstance(module, nn.Embedding):
+        return None
+    scale = getattr(module, "embed_scale", None)
+    if not isinstance(scale, float):
+        return None
+    ids = torch.tensor([2, 0, 1])
+    tried = copy.copy(module)
+    tried._parameters = {"weight": nn.Parameter(torch.eye(3), requires_grad=False)}
+    tried.padding_idx = None
+    try:
+        found = tried(ids)
+    except Exception:  # of another kind, whatever it raises
+        return None
+    return scale if _near(found, scale * torch.eye(3)[ids]) else None
+
+
 def is_transposed_linear(module: nn.Module) -> bool:
     """Whether a module with a weight [K, N] computes x W + b."""
     own = dict(module.named_parameters(recurse=False))
