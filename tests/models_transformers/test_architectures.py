@@ -246,6 +246,7 @@ def test_stand_ins_compute_each_value_by_itself(name: str) -> None:
         (lambda b, h, q, k: (k <= q) & (k // 16 == q // 16), "has a mask"),
         (lambda b, h, q, k: k >= 0, "has a mask"),
         (lambda b, h, q, k: (k <= q) | (k < 4), "has a mask"),
+        (lambda b, h, q, k: torch.zeros(6)[k] > 0, "has a mask"),
     ],
 )
 def test_windows_are_read_from_masks(seen: Any, window: int | str | None) -> None:

@@ -93,7 +93,7 @@ STAND_INS: Mapping[Callable[..., Any], Callable[..., Tensor]] = {
     Tensor.sigmoid: sigmoid,
 }
 """torch's own give an element in the tail of a vector another last bit than one in the middle."""
-CONVERSIONS = (Tensor.to, Tensor.type)
+CONVERSIONS = (Tensor.to, Tensor.type, Tensor.float)
 
 
 class Loose(Protocol):
@@ -120,12 +120,13 @@ class Exactly(TorchFunctionMode):
         if stand_in is not None:
             self.used |= function is not F.dropout
             return stand_in(*args, **(kwargs or {}))
-        if not kwargs and len(args) >= 2:
+        if not kwargs and args:
             out: Tensor | None = None
             if function is F.linear and (len(args) == 2 or args[2] is None):
                 out = self._loose.linear(*args[:2])
-            elif function in CONVERSIONS and args[0].is_meta and isinstance(args[1], torch.dtype):
-                out = self._loose.converted(*args)
+            elif function in CONVERSIONS and args[0].is_meta:
+                dtype = torch.float32 if function is Tensor.float else args[1]
+                out = self._loose.converted(args[0], dtype) if isinstance(dtype, torch.dtype) else None
             if out is not None:
                 self.used = True
                 return out
@@ -159,7 +160,7 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
             whole = not dims or any(dim % x.dim() != x.dim() - 1 for dim in dims)
             return not whole and x.shape[-1] < LONGEST_ROW
         if name == "pow":
-            return isinstance(args[1], (int, float)) and args[1] in (2, 3)
+            return isinstance(args[1], (int, float)) and args[1] in (2, 3, 0.5, -0.5)
         if name in ("max", "argmax", "sort", "_softmax", "_log_softmax"):
             return len(args) > 1 and isinstance(args[1], int) and args[1] % args[0].dim() == args[0].dim() - 1
         return name in ROW_EXACT

@@ -424,7 +424,7 @@ class TransformersModel:
         except UnfitError as error:
             raise self._refusal(f"its attention {error}") from None
         except Exception as error:  # transformers' modules may raise anything for what they do not expect
-            if "meta tensor" in str(error):
+            if isinstance(error, NotImplementedError) or "meta tensor" in str(error):
                 raise self._refusal("its forward pass lets values of tensors decide what it computes") from error
             raise self._refusal(f"its module {what}: {say(error)}") from error
 

@@ -152,6 +152,7 @@ class RotaryTable(nn.Module):
     def __init__(self, theirs: nn.Module, context: ModelContext) -> None:
         super().__init__()
         self._theirs = [theirs]  # not a child: it has no weights
+        self.config = getattr(theirs, "config", None)
         self._context = context
         self._tables: dict[Any, tuple[Tensor, ...]] = {}
 
