@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import pytest
@@ -281,7 +282,7 @@ def paged_pool(
     settings = PagedSettings.model_validate({"num_blocks": 30} | keys)
     if spare is not None:
         tried = (settings.model_copy(update={"num_blocks": n}) for n in itertools.count(1))
-        settings = next(found for found in tried if infer_cache_paged.longest(context, found, 0) >= MAX_SEQ_LEN)
+        settings = next(found for found in tried if infer_cache_paged.longest(context, found) >= MAX_SEQ_LEN)
         settings = settings.model_copy(update={"num_blocks": (settings.num_blocks or 0) + spare})
     pool = PagedPool(context, settings)
     for cache in (*pool.storage.k, *pool.storage.v):
@@ -497,3 +498,30 @@ def make_engine(
 def random_prompt(length: int, seed: int = 0) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, VOCAB, (length,), generator=generator).tolist()
+
+
+def held(thing: object, *without: object) -> int:
+    """Bytes of all tensors but indices that an object leads to, by attributes, containers and what functions enclose;
+    of none that only ``without`` leads to."""
+    seen, storages, left = {id(each) for each in without}, {}, [thing]
+    while left:
+        each = left.pop()
+        if id(each) in seen or isinstance(each, (type, ModuleType, ReferenceKernels, str)):
+            continue
+        seen.add(id(each))
+        if isinstance(each, Tensor):
+            if each.dtype != torch.int64:
+                storages[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
+        elif isinstance(each, Mapping):
+            left += each.values()
+        elif isinstance(each, (list, tuple, set, frozenset)):
+            left += each
+        elif isinstance(each, FunctionType):
+            left += [cell.cell_contents for cell in each.__closure__ or () if cell != CellType()]
+        elif isinstance(each, MethodType):
+            left.append(each.__self__)
+        elif isinstance(each, functools.partial):
+            left += [each.func, *each.args, *each.keywords.values()]
+        else:
+            left += getattr(each, "__dict__", {}).values()
+    return sum(storages.values())

@@ -193,7 +193,7 @@ def test_auto_takes_the_highest_priority_and_says_so(install: Install, caplog: p
     install("better", name="better", priority=15)
     with caplog.at_level(logging.INFO):
         assert Plugins.discover().choose("cache", Settings()).name == "better"
-    assert "auto chose better of better over paged" in caplog.text
+    assert "auto chose better of better, over paged" in caplog.text
 
 
 def test_auto_does_not_choose_between_equals(install: Install) -> None:

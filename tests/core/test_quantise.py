@@ -119,6 +119,9 @@ def test_which_weights_are_quantised() -> None:
         "8-bit weights in groups of 1": 2 * (33 + 2 * 33),
     }
     assert {type(w) for w in dict(Quantiser(None, plain, "auto", 40, quantise_weight)(weights())).values()} == {Tensor}
+    narrow = Quantiser(None, plain, "auto", 40, quantise_weight, torch.bfloat16)
+    assert sum(1 for _ in narrow(weights())) == 5
+    assert narrow.nbytes["plain weights"] * 2 == narrow.before, "a model holds fp32 norms in its own dtype"
     wide = dict(Quantiser("int8", [], "plain", 40, quantise_weight)(weights()))
     quantised = [weight for weight in wide.values() if isinstance(weight, GroupedWeight)]
     assert len(quantised) == 4

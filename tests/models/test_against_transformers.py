@@ -18,7 +18,7 @@ from tests import support
 from tests.models.checkpoints import VOCAB, Family, as_transformers_4, edit_tensors, stacked, write_checkpoint
 from torch import Tensor
 
-from infer.assemble import _checkpoint, _read
+from infer.assemble import _read, open_checkpoint
 from infer.checkpoint import Checkpoint, Folder, dummy_tensors
 from infer.checkpoint.quantise import Quantiser
 from infer.errors import CheckpointError
@@ -146,7 +146,7 @@ class Driver:
 
     def __init__(self, folder: Path, dtype: torch.dtype, dummy: bool = False, max_seq_len: int = MAX_SEQ_LEN) -> None:
         settings, plugins = Settings(model=ModelSettings(path=str(folder))), Plugins.discover()
-        checkpoint = _checkpoint(settings, str(folder), plugins)
+        checkpoint = open_checkpoint(settings, str(folder), plugins)
         (family,) = [r for r in infer_models() if set(r.architectures) & set(checkpoint.architectures)]
         context = ModelContext(support.KERNELS, dtype, torch.device("cpu"), max_seq_len)
         self.model: ModelProtocol = family.factory(checkpoint.config, context, family.settings())
@@ -157,7 +157,7 @@ class Driver:
             unrounded = Quantiser(
                 None, [], "plain", self.model.vocab_size, support.KERNELS.quantise
             )  # as transformers computes
-            self.model.load(unrounded(_read(settings, format, checkpoint)))
+            self.model.load(unrounded(_read(settings, format, checkpoint, bare=False)))
         cache = CacheContext(
             self.model.attention, 1, max_seq_len, dtype, context.device, context.kernels, max_chunk=PROMPT
         )

@@ -367,3 +367,13 @@ def test_what_kernels_may_refuse_is_skipped_and_said() -> None:
     )
     (outcome,) = SUITE.outcomes(Provider(ReferenceKernels()), only=["store_kv_int8"])
     assert outcome.skipped
+
+
+@planted(
+    "packs weights without values as if they were plain", "pack_without_values", r"takes \d+ bytes, but with values"
+)
+class Guessing(CpuKernels):
+    def pack(self, weight_NK: Weight, bias_N: Tensor | None = None) -> Any:
+        if isinstance(weight_NK, GroupedWeight) and weight_NK.codes.is_meta:
+            return torch.empty(weight_NK.shape, dtype=weight_NK.dtype, device="meta")
+        return super().pack(weight_NK, bias_N)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from tokenizers import Tokenizer
 
 from infer import inspection
 from infer.cache import TruncatingBooks
-from infer.checkpoint import Checkpoint, dummy_tensors, ending, locate
+from infer.checkpoint import Checkpoint, Outlines, dummy_tensors, ending, locate
 from infer.checkpoint.quantise import Quantiser
 from infer.contracts.params import SamplingParams
 from infer.contracts.protocols import (
@@ -35,6 +34,7 @@ from infer.contracts.protocols import (
     SchedulerContext,
     SchedulerProtocol,
     SecondModel,
+    TensorFilesProtocol,
     UnstackingProtocol,
     WeightFormatProtocol,
 )
@@ -50,9 +50,11 @@ from infer.engine.runner import Runner
 from infer.engine.speculation import Speculation
 from infer.errors import CheckpointError, InferError, PluginError, SettingsError
 from infer.inspection import CheckedPart, named
+from infer.kernels.quantise import unfilled
 from infer.plugins import Offer, Plugins
 from infer.progress import track
 from infer.settings import Settings, compose, plugin_settings, slow_dtype
+from infer.sizes import Meter, Sketch
 from infer.slots import SLOTS
 from infer.text.encoding import Encoder, TooLongError
 from infer.text.grammar import Grammar, Grammars
@@ -152,30 +154,24 @@ def _load(settings: Settings, plugins: Plugins, publish: Callable[..., None]) ->
     began = time.perf_counter()
     if settings.kernels.threads is not None:
         torch.set_num_threads(settings.kernels.threads)
-    if settings.model.path is None:
-        raise SettingsError("model.path is not set: give a folder, file, hub id or bundled name, e.g. --model demo.")
     device = choose_device(settings.model.device)
-    plugins.check_bundled(settings.model.path)
     formats = plugins.candidates("tool_format", settings)
-    checkpoint = _checkpoint(settings, settings.model.path, plugins)
+    checkpoint = open_checkpoint(settings, settings.model.path, plugins)
     family = plugins.choose("model", settings, checkpoint.architectures)
     format = plugins.choose("weights", settings, [checkpoint.quant_method])
-    dtype = _dtype(settings.model.dtype, checkpoint, device)
+    dtype = choose_dtype(settings.model.dtype, checkpoint, device)
     sampling = checkpoint.sampling if settings.model.generation_config == "auto" else {}
-    backend, cache = plugins.choose("kernels", settings, [device.type]), plugins.choose("cache", settings)
-    _check_kv_dtype(settings, backend, cache)
-    kernels: KernelsProtocol = backend.make(KernelsProtocol, device, plugin_settings(settings, "kernels", backend.name))
-    max_seq_len = _max_seq_len(settings, family, checkpoint, ModelContext(kernels, dtype, device, 2), cache)
+    cache = plugins.choose("cache", settings)
+    kernels = make_kernels(settings, plugins, device, cache)
+    max_seq_len, why = longest(settings, family, format, checkpoint, ModelContext(kernels, dtype, device, 2), cache)
+    log.info("engine.max_seq_len: %s", why)
     model = _loaded(settings, family, format, checkpoint, ModelContext(kernels, dtype, device, max_seq_len))
-    pool = _pool(settings, cache, model, kernels, dtype, device, max_seq_len)
+    pool = make_pool(settings, cache, model, ModelContext(kernels, dtype, device, max_seq_len))
+    log.info("cache %s: %s", cache.name, in_words(settings, pool, dtype))
     if settings.engine.max_seq_len is None and pool.free_tokens() < max_seq_len:
         max_seq_len = pool.free_tokens()
         log.info("engine.max_seq_len: %d positions, since the cache has no more", max_seq_len)
-    template = _template(settings.model.chat_template, checkpoint)
-    reasoning, reasonings = _reasoning(settings, plugins, template.source if template else "")
-    marks = {mark for offer in plugins.offers["tool_format"] for mark in getattr(offer.registration, "marks", ())}
-    marks.update(*(tags[:2] for tags in reasonings))
-    tokenizer = _tokenizer(settings.model.tokenizer, checkpoint, model.vocab_size, marks)
+    tokenizer, template, reasoning = texts(settings, plugins, checkpoint, model.vocab_size)
     graphs = _graphs(settings, model, pool, kernels, device)
     size = settings.engine.max_batch_size
     faults = self_check(
@@ -228,7 +224,7 @@ def _load(settings: Settings, plugins: Plugins, publish: Callable[..., None]) ->
         time.perf_counter() - began,
     )
     return engine, Served(
-        name=settings.server.served_model_name or settings.model.path,
+        name=settings.server.served_model_name or str(settings.model.path),
         tokenizer=tokenizer,
         encoder=Encoder(tokenizer),
         template=template,
@@ -261,22 +257,23 @@ class Stored:
 
 
 def stored(settings: Settings, plugins: Plugins) -> Stored | None:
-    """What the configured checkpoint has in store, by a few weights of each kind, or None if it is not on this machine
-    yet. Raises CheckpointError."""
+    """What the configured checkpoint has in store, by the headers of a few weights of each kind, or None if it is not
+    on this machine yet. Raises CheckpointError."""
     path = settings.model.path
     if path is None or not (path in plugins.checkpoints or Path(path).expanduser().exists()):
         return None
-    checkpoint = _checkpoint(settings, path, plugins)
+    checkpoint = open_checkpoint(settings, path, plugins)
     format = plugins.choose("weights", settings, [checkpoint.quant_method])
     kinds: dict[str, list[str]] = {}
     forms: dict[str, None] = {}
     with checkpoint.placed():
-        read = _weight_format(settings, format, checkpoint)
+        outlines = Outlines(checkpoint.container.tensors())
+        read = _weight_format(settings, format, checkpoint, outlines)
         for name in read.names():
             kinds.setdefault(re.sub(r"\d+", "*", name), []).append(name)
         for names in kinds.values():
             for name in {names[0], names[len(names) // 2], names[-1]}:
-                forms[form_of(read.weight(name))] = None
+                forms[form_of(outlines.weight(name, read))] = None
     return Stored(checkpoint.quant_method or None, sorted(forms), checkpoint.nbytes)
 
 
@@ -288,15 +285,21 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda" if available and name != "cpu" else "cpu")
 
 
-def _checkpoint(settings: Settings, path: str, plugins: Plugins) -> Checkpoint:
+def open_checkpoint(settings: Settings, path: str | None, plugins: Plugins, *, fetch: bool = True) -> Checkpoint:
+    """The checkpoint of that name, downloaded if it has to be, unless ``fetch`` is False. Raises SettingsError,
+    CheckpointError and PluginError."""
+    if path is None:
+        raise SettingsError("model.path is not set: give a folder, file, hub id or bundled name, e.g. --model demo.")
+    plugins.check_bundled(path)
     slot = SLOTS["container"]
     suffixes = [suffix for offer in plugins.offers["container"] for suffix in slot.named(offer.registration)]
-    place = locate(path, bundled=plugins.checkpoints, suffixes=suffixes, revision=settings.model.revision)
+    place = locate(path, bundled=plugins.checkpoints, suffixes=suffixes, revision=settings.model.revision, fetch=fetch)
     offer = plugins.choose("container", settings, [ending(place)])
     return Checkpoint(offer.make(ContainerProtocol, place, plugin_settings(settings, "container", offer.name)))
 
 
-def _dtype(name: str, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
+def choose_dtype(name: str, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
+    """The type that ``model.dtype`` stands for. Raises SettingsError and CheckpointError."""
     dtype = checkpoint.dtype if name == "auto" else getattr(torch, name)
     if why := slow_dtype(str(dtype).removeprefix("torch."), device.type):
         if name != "auto":
@@ -307,9 +310,20 @@ def _dtype(name: str, checkpoint: Checkpoint, device: torch.device) -> torch.dty
     return dtype
 
 
-def _max_seq_len(settings: Settings, family: Offer, checkpoint: Checkpoint, context: ModelContext, cache: Offer) -> int:
-    """``engine.max_seq_len``, or else as many positions as the checkpoint was made for and the cache can hold. To find
-    out how large the weights are, a model is made with ``context`` but not loaded."""
+def make_kernels(settings: Settings, plugins: Plugins, device: torch.device, cache: Offer) -> KernelsProtocol:
+    """The kernels that the settings choose. Raises PluginError, and SettingsError if they or the cache do not know
+    ``cache.kv_dtype``."""
+    backend = plugins.choose("kernels", settings, [device.type])
+    _check_kv_dtype(settings, backend, cache)
+    made: KernelsProtocol = backend.make(KernelsProtocol, device, plugin_settings(settings, "kernels", backend.name))
+    return made
+
+
+def longest(
+    settings: Settings, family: Offer, format: Offer, checkpoint: Checkpoint, context: ModelContext, cache: Offer
+) -> tuple[int, str]:
+    """``engine.max_seq_len``, or else as many positions as the checkpoint was made for and the cache can hold, and a
+    sentence that says which. Raises InferError."""
     asked, own = settings.engine.max_seq_len, checkpoint.max_positions
     if asked is not None:
         if asked > own:
@@ -317,36 +331,20 @@ def _max_seq_len(settings: Settings, family: Offer, checkpoint: Checkpoint, cont
                 f"engine.max_seq_len is {asked}, but the checkpoint was made for {own} positions; lower it or leave it "
                 "out."
             )
-        return asked
+        return asked, f"{asked} positions, as set"
     held, why = DEFAULT_MAX_SEQ_LEN, f"cache.backend {cache.name} reserves them for every request"
     if own == sys.maxsize:
         own, why = DEFAULT_MAX_SEQ_LEN, "config.json does not say how many there are"
     elif own > DEFAULT_MAX_SEQ_LEN and cache.longest is not None:
-        model = _model(settings, family, checkpoint, context)
-        batch, dtype, device = settings.engine.max_batch_size, context.dtype, context.device
-        kv_dtype = settings.cache.kv_dtype
+        sketched = sketch(settings, family, format, checkpoint, context)
+        pool = _cache_context(settings, sketched.model, replace(context, max_seq_len=own), sketched.nbytes)
         with named(f"{cache.whose} cannot say how long a sequence may be"):
-            weights = _weights_bytes(model.expected(), dtype, _quantiser(settings, model, context.kernels), checkpoint)
-            pool = CacheContext(
-                model.attention,
-                batch,
-                own,
-                dtype,
-                device,
-                context.kernels,
-                kv_dtype=kv_dtype,
-                max_chunk=_max_chunk(settings),
-            )
-            held, why = (
-                cache.longest(pool, plugin_settings(settings, "cache", cache.name), weights),
-                "memory holds no more",
-            )
+            held = cache.longest(pool, plugin_settings(settings, "cache", cache.name))
+        why = "memory holds no more"
     length = max(2, min(held, own))
     if length < checkpoint.max_positions:
-        log.info("engine.max_seq_len: %d positions, fewer than the checkpoint may allow: %s", length, why)
-    else:
-        log.info("engine.max_seq_len: %d positions, all that the checkpoint was made for", length)
-    return length
+        return length, f"{length} positions, fewer than the checkpoint may allow: {why}"
+    return length, f"{length} positions, all that the checkpoint was made for"
 
 
 def _max_chunk(settings: Settings) -> int | None:
@@ -421,39 +419,66 @@ def _model(settings: Settings, family: Offer, checkpoint: Checkpoint, context: M
     return model
 
 
-def _quantiser(settings: Settings, model: ModelProtocol, kernels: KernelsProtocol) -> Quantiser:
-    asked = settings.model
-    return Quantiser(asked.quantization, asked.plain_layers, asked.activations, model.vocab_size, kernels.quantise)
+def _fill(
+    settings: Settings, family: Offer, format: Offer, checkpoint: Checkpoint, context: ModelContext
+) -> tuple[ModelProtocol, Quantiser]:
+    """The model with its weights, and what has counted these. On torch's meta device the weights have no values, but
+    everything else about them is checked as on another device."""
+    model, asked, bare = _model(settings, family, checkpoint, context), settings.model, context.device.type == "meta"
+    quantise = unfilled if bare else context.kernels.quantise
+    quantiser = Quantiser(
+        asked.quantization, asked.plain_layers, asked.activations, model.vocab_size, quantise, context.dtype
+    )
+    with checkpoint.placed(), named(f"{family.whose} cannot be loaded"):
+        weights = quantiser(_weights(settings, format, checkpoint, model, context))
+        model.load(weights if bare else track(weights, "weights", len(model.expected())))
+    return model, quantiser
 
 
-def _weights_bytes(
-    shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, quantiser: Quantiser, checkpoint: Checkpoint
-) -> int:
-    """About how much memory the weights will take: no less than kernels need that keep them quantised."""
-    sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
-    for name, shape in shapes.items():
-        if (bits := quantiser.bits(name, shape)) is not None:
-            sizes[name] = math.prod(shape) * bits // 8
-    total = sum(sizes.values())
-    return min(total, checkpoint.nbytes) if checkpoint.quant_method else total
+def _weights(
+    settings: Settings, format: Offer, checkpoint: Checkpoint, model: ModelProtocol, context: ModelContext
+) -> Iterable[tuple[str, Weight]]:
+    """The weights as the checkpoint has them, by the names of the model; on the meta device if the context's is."""
+    bare = context.device.type == "meta"
+    weights: Iterable[tuple[str, Weight]]
+    if settings.model.load_format == "dummy":
+        shapes, dtype = model.expected(), context.dtype
+        weights = dummy_tensors(shapes, dtype)
+        if bare:
+            weights = ((name, torch.empty(shape, dtype=dtype, device="meta")) for name, shape in shapes.items())
+    else:
+        weights = _read(settings, format, checkpoint, bare)
+    return model.unstack(weights) if isinstance(model, UnstackingProtocol) else weights
 
 
 def _loaded(
     settings: Settings, family: Offer, format: Offer, checkpoint: Checkpoint, context: ModelContext
 ) -> ModelProtocol:
     """The model with its weights."""
-    model = _model(settings, family, checkpoint, context)
-    quantiser = _quantiser(settings, model, context.kernels)
-    with checkpoint.placed(), named(f"{family.whose} cannot be loaded"), blocks_given_back():
-        shapes = model.expected()
-        dummy = settings.model.load_format == "dummy"
-        weights: Iterable[tuple[str, Weight]]
-        weights = dummy_tensors(shapes, context.dtype) if dummy else _read(settings, format, checkpoint)
-        if isinstance(model, UnstackingProtocol):
-            weights = model.unstack(weights)
-        model.load(track(quantiser(weights), "weights", len(shapes)))
+    with blocks_given_back():
+        model, quantiser = _fill(settings, family, format, checkpoint, context)
     log.info("weights, %s: %s", settings.model.quantization or checkpoint.quant_method or "not quantised", quantiser)
     return model
+
+
+def sketch(settings: Settings, family: Offer, format: Offer, checkpoint: Checkpoint, context: ModelContext) -> Sketch:
+    """What the model will take once it is loaded. Only headers are read, and, of formats that need them to tell a
+    weight's form, zero points and the like. Raises what loading raises, except for what only values show."""
+    bare = replace(context, device=torch.device("meta"))
+    try:
+        with Meter() as meter:
+            model, quantiser = _fill(settings, family, format, checkpoint, bare)
+        return Sketch(model, quantiser, meter.live, meter.peak)
+    except PluginError as error:  # a family, or kernels, that cannot do without values
+        model, asked = _model(settings, family, checkpoint, context), settings.model
+        quantiser = Quantiser(
+            asked.quantization, asked.plain_layers, asked.activations, model.vocab_size, unfilled, context.dtype
+        )
+        with checkpoint.placed(), named(f"{format.whose} cannot be read"):
+            for _ in quantiser(_weights(settings, format, checkpoint, model, bare)):
+                pass
+        total = sum(quantiser.nbytes.values())
+        return Sketch(model, quantiser, total, total, str(error))
 
 
 def _second(
@@ -462,50 +487,68 @@ def _second(
     """A further checkpoint, loaded as the first except for what the settings say of that one alone."""
     own = {"path": path, "family": "auto", "tokenizer": None, "revision": None}
     settings = settings.model_copy(update={"model": settings.model.model_copy(update=own)})
-    plugins.check_bundled(path)
-    checkpoint = _checkpoint(settings, path, plugins)
+    checkpoint = open_checkpoint(settings, path, plugins)
     family = plugins.choose("model", settings, checkpoint.architectures)
     format = plugins.choose("weights", settings, [checkpoint.quant_method])
     max_seq_len = min(max_seq_len, checkpoint.max_positions)
-    context = ModelContext(kernels, _dtype(settings.model.dtype, checkpoint, device), device, max_seq_len)
+    context = ModelContext(kernels, choose_dtype(settings.model.dtype, checkpoint, device), device, max_seq_len)
     model = _loaded(settings, family, format, checkpoint, context)
-    pool = _pool(settings, plugins.choose("cache", settings), model, kernels, context.dtype, device, max_seq_len)
+    pool = make_pool(settings, cache := plugins.choose("cache", settings), model, context)
+    log.info("cache %s: %s", cache.name, in_words(settings, pool, context.dtype))
     return SecondModel(model, pool, _tokenizer(None, checkpoint, model.vocab_size, frozenset()), max_seq_len)
 
 
-def _read(settings: Settings, format: Offer, checkpoint: Checkpoint) -> Iterator[tuple[str, Weight]]:
-    """The checkpoint's weights, each read when the iterator reaches it."""
-    read = _weight_format(settings, format, checkpoint)
+def _read(settings: Settings, format: Offer, checkpoint: Checkpoint, bare: bool) -> Iterator[tuple[str, Weight]]:
+    """The checkpoint's weights, each read when the iterator reaches it; without values if ``bare``."""
+    files = checkpoint.container.tensors()
+    if not bare:
+        read = _weight_format(settings, format, checkpoint, files)
+        for name in read.names():
+            yield name, read.weight(name)
+        return
+    outlines = Outlines(files)
+    read = _weight_format(settings, format, checkpoint, outlines)
     for name in read.names():
-        yield name, read.weight(name)
+        yield name, outlines.weight(name, read)
 
 
-def _weight_format(settings: Settings, format: Offer, checkpoint: Checkpoint) -> WeightFormatProtocol:
+def _weight_format(
+    settings: Settings, format: Offer, checkpoint: Checkpoint, files: TensorFilesProtocol
+) -> WeightFormatProtocol:
     own = plugin_settings(settings, "weights", format.name)
-    made: WeightFormatProtocol = format.make(
-        WeightFormatProtocol, checkpoint.config, checkpoint.container.tensors(), own
-    )
+    made: WeightFormatProtocol = format.make(WeightFormatProtocol, checkpoint.config, files, own)
     return made
 
 
-def _pool(
-    settings: Settings,
-    offer: Offer,
-    model: ModelProtocol,
-    kernels: KernelsProtocol,
-    dtype: torch.dtype,
-    device: torch.device,
-    max_seq_len: int,
+def _cache_context(
+    settings: Settings, model: ModelProtocol, context: ModelContext, yet_to_take: int, enough: int | None = None
+) -> CacheContext:
+    return CacheContext(
+        model.attention,
+        settings.engine.max_batch_size,
+        context.max_seq_len,
+        context.dtype,
+        context.device,
+        context.kernels,
+        enough,
+        settings.cache.kv_dtype,
+        _max_chunk(settings),
+        yet_to_take,
+    )
+
+
+def make_pool(
+    settings: Settings, offer: Offer, model: ModelProtocol, context: ModelContext, yet_to_take: int = 0
 ) -> CachePoolProtocol:
-    batch, enough = settings.engine.max_batch_size, None
+    """The cache pool for ``context.max_seq_len``, which others leave ``yet_to_take`` bytes less than are free now.
+    Raises InferError if there is too little memory."""
+    batch, max_seq_len, enough = settings.engine.max_batch_size, context.max_seq_len, None
     if settings.engine.max_seq_len is None and max_seq_len > DEFAULT_MAX_SEQ_LEN:
         # Unless the settings ask for long sequences, the cache takes no more memory than it would for shorter ones.
         enough = max(batch * DEFAULT_MAX_SEQ_LEN, max_seq_len)
-    kv_dtype = settings.cache.kv_dtype
-    chunk = _max_chunk(settings)
-    context = CacheContext(model.attention, batch, max_seq_len, dtype, device, kernels, enough, kv_dtype, chunk)
+    given = _cache_context(settings, model, context, yet_to_take, enough)
     try:
-        pool: CachePoolProtocol = offer.make(CachePoolProtocol, context, plugin_settings(settings, "cache", offer.name))
+        pool: CachePoolProtocol = offer.make(CachePoolProtocol, given, plugin_settings(settings, "cache", offer.name))
     except (MemoryError, RuntimeError, OSError) as error:
         raise InferError(
             f"The cache for engine.max_batch_size {settings.engine.max_batch_size} and {max_seq_len} positions does "
@@ -516,11 +559,14 @@ def _pool(
             f"The cache has room for {pool.free_tokens()} positions, but one sequence may need engine.max_seq_len = "
             f"{max_seq_len}; enlarge the cache or lower engine.max_seq_len."
         )
-    positions, nbytes = pool.free_tokens(), pool.nbytes
-    each = nbytes // positions
-    how = str(dtype).removeprefix("torch.") if kv_dtype == "auto" else kv_dtype
-    log.info("cache %s: %d positions of %d bytes (%s) = %.1f MiB", offer.name, positions, each, how, nbytes / 2**20)
     return pool
+
+
+def in_words(settings: Settings, pool: CachePoolProtocol, dtype: torch.dtype) -> str:
+    """How large a pool is."""
+    positions, nbytes = pool.free_tokens(), pool.nbytes
+    how = str(dtype).removeprefix("torch.") if settings.cache.kv_dtype == "auto" else settings.cache.kv_dtype
+    return f"{positions} positions of {nbytes // positions} bytes ({how}) = {nbytes / 2**20:.1f} MiB"
 
 
 def _graphs(
@@ -544,6 +590,17 @@ def _graphs(
         seconds = time.perf_counter() - began
         log.info("decode passes of %d batch sizes recorded in %.1f s", len(graphs.sizes), seconds)
     return graphs
+
+
+def texts(
+    settings: Settings, plugins: Plugins, checkpoint: Checkpoint, vocab_size: int
+) -> tuple[Tokenizer, ChatTemplate | None, ReasoningTags | None]:
+    """The tokenizer, the chat template and the reasoning's tags. Raises CheckpointError and SettingsError."""
+    template = _template(settings.model.chat_template, checkpoint)
+    reasoning, reasonings = _reasoning(settings, plugins, template.source if template else "")
+    marks = {mark for offer in plugins.offers["tool_format"] for mark in getattr(offer.registration, "marks", ())}
+    marks.update(*(tags[:2] for tags in reasonings))
+    return _tokenizer(settings.model.tokenizer, checkpoint, vocab_size, marks), template, reasoning
 
 
 def _tool_format(settings: Settings, offer: Offer) -> ToolFormat:

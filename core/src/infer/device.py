@@ -8,9 +8,11 @@ import mmap
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor
 
@@ -18,6 +20,31 @@ TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 """Numbers of glibc's malloc.h."""
 KEPT = 32 << 20
 """Blocks below this size are what glibc keeps of its own accord."""
+CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+"""Where Linux says how much memory control groups (version 2) may use, and in which of them this process is."""
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes of memory that can be allocated now: the GPU's, or the machine's within the limits of the control groups
+    that the process is in, as containers and services set them."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return max(0, min([psutil.virtual_memory().available, *_left_by_cgroups()]))
+
+
+def _left_by_cgroups() -> Iterator[int]:
+    """What each control group with a limit has left. The kernel drops a group's cached files when memory runs out, so
+    that these count as free."""
+    lines = OWN_CGROUP.read_text().splitlines() if OWN_CGROUP.exists() else []
+    own = next((line.removeprefix("0::").strip("/") for line in lines if line.startswith("0::")), "")
+    group = CGROUPS / own
+    for folder in (group, *group.parents):
+        if not folder.is_relative_to(CGROUPS):
+            return
+        limit, used, kinds = (folder / f"memory.{name}" for name in ("max", "current", "stat"))
+        if limit.exists() and used.exists() and (most := limit.read_text().strip()) != "max":
+            stat = dict(line.split() for line in kinds.read_text().splitlines()) if kinds.exists() else {}
+            yield int(most) - int(used.read_text()) + int(stat.get("inactive_file", 0))
 
 
 def upload(values: np.ndarray[Any, Any], device: torch.device) -> Tensor:
@@ -82,7 +109,7 @@ def pages(nbytes: int) -> mmap.mmap:
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Like ``torch.zeros``, but on a CPU in memory from ``pages``."""
-    if device.type != "cpu":
+    if device.type != "cpu" or 0 in shape:  # no memory cannot be mapped
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.frombuffer(pages(math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
 

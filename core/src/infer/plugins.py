@@ -54,7 +54,7 @@ class Offer:
         return not isinstance(self.registration, SchedulerRegistration) or self.registration.chunks
 
     @property
-    def longest(self) -> Callable[[CacheContext, Any, int], int] | None:
+    def longest(self) -> Callable[[CacheContext, Any], int] | None:
         """``CacheRegistration.longest``; None for other plugins."""
         return self.registration.longest if isinstance(self.registration, CacheRegistration) else None
 
@@ -222,15 +222,15 @@ class Plugins:
             names = " and ".join(f"{o.name!r} ({o.distribution})" for o in top)
             raise PluginError(about.tie.format(names=names, **said))
         chosen = self._only(top, what)
-        others = sorted({offer.name for offer in able} - {chosen.name})
-        log.info(
-            "%s: auto chose %s of %s%s",
-            what,
-            chosen.name,
-            chosen.distribution,
-            f" over {', '.join(others)} (priority {best})" if others else " (the only one)",
-        )
+        log.info("%s: auto chose %s of %s, %s", what, chosen.name, chosen.distribution, self.rank(chosen, there))
         return chosen
+
+    def rank(self, chosen: Offer, there: Sequence[str] = ()) -> str:
+        """What ``auto`` preferred an offer to."""
+        suits = SLOTS[chosen.slot].suits
+        able = (offer.registration for offer in self.offers[chosen.slot])
+        others = sorted({r.name for r in able if suits(r, there) and not r.unavailable} - {chosen.name})
+        return f"over {', '.join(others)} (priority {chosen.registration.priority})" if others else "the only one"
 
     def candidates(self, slot: str, settings: Settings) -> list[Offer]:
         """The offers among which the checkpoint decides: the one that the settings name, none for "none", and for

@@ -78,8 +78,12 @@ class GroupedWeight:
         return [x for x in (self.scales_NG, self.minimum_NG, self.table) if x is not None]
 
     def to(self, device: torch.device, dtype: torch.dtype) -> GroupedWeight:
-        """The weight on ``device``, for activations of ``dtype``."""
-        moved: dict[str, Any] = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        """The weight on ``device``, for activations of ``dtype``. On the meta device, a table keeps its values, which
+        are part of the weight's form."""
+        tensors = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
+        if device.type == "meta":
+            tensors.pop("table", None)
+        moved: dict[str, Any] = {name: x.to(device) for name, x in tensors.items()}
         return replace(self, **moved, dtype=dtype)
 
     def rows(self, order_N: Tensor) -> GroupedWeight:
@@ -114,6 +118,8 @@ class GroupedWeight:
 
     def dequantise(self) -> Tensor:
         """[N, K] in ``dtype``."""
+        if self.codes.is_meta:
+            return torch.empty(self.shape, dtype=self.dtype, device="meta")
         codes = self.codes
         if self.bits == 4:
             codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)

@@ -14,10 +14,13 @@ BUNDLED = {"demo": "infer-demo"}
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::([\w.-]+)|/((?:[\w+-][\w.+-]*/)*[\w+-][\w.+-]*))?")
 
 
-def download(path: str, bundled: Mapping[str, Path], suffixes: Sequence[str], revision: str | None) -> Path:
-    """What the hub id ``path`` leads to in the hub's cache, downloaded if necessary: the folder of ``org/name``, or one
-    file of it, which ends in one of the ``suffixes``. ``org/name/FILE`` gives the file's name, and ``org/name:TAG`` the
-    end of its name, in capital or small letters, as in name-Q4_K_M.gguf. Raises CheckpointError."""
+def download(
+    path: str, bundled: Mapping[str, Path], suffixes: Sequence[str], revision: str | None, fetch: bool = True
+) -> Path:
+    """What the hub id ``path`` leads to in the hub's cache, downloaded if necessary and if ``fetch``: the folder of
+    ``org/name``, or one file of it, which ends in one of the ``suffixes``. ``org/name/FILE`` gives the file's name, and
+    ``org/name:TAG`` the end of its name, in capital or small letters, as in name-Q4_K_M.gguf. Raises
+    CheckpointError."""
     names = f" ({', '.join(sorted(bundled))})" if bundled else ""
     tried = f"{path!r} is neither a folder or file nor a bundled name{names}"
     if package := BUNDLED.get(path):
@@ -49,7 +52,13 @@ def download(path: str, bundled: Mapping[str, Path], suffixes: Sequence[str], re
     where = id if revision is None else f"{id} at revision {revision}"
     try:
         folder = Path(
-            huggingface_hub.snapshot_download(id, revision=revision, allow_patterns=wanted, ignore_patterns=unwanted)
+            huggingface_hub.snapshot_download(
+                id,
+                revision=revision,
+                allow_patterns=wanted,
+                ignore_patterns=unwanted,
+                local_files_only=not fetch,
+            )
         )
     except errors.GatedRepoError as error:
         raise CheckpointError(
@@ -59,7 +68,7 @@ def download(path: str, bundled: Mapping[str, Path], suffixes: Sequence[str], re
         raise CheckpointError(f"{tried}, and the hub has no {where} that this HF_TOKEN may read.") from error
     except errors.LocalEntryNotFoundError as error:
         offline = huggingface_hub.constants.HF_HUB_OFFLINE
-        why = "HF_HUB_OFFLINE is set" if offline else "the hub cannot be reached"
+        why = "HF_HUB_OFFLINE is set" if offline else "the hub cannot be reached" if fetch else "nothing is downloaded"
         raise CheckpointError(f"{tried}, and as a hub id it is not wholly in the cache and {why}.") from error
     except Exception as error:  # whatever the network, the disk or a proxy may answer
         raise CheckpointError(f"{where} cannot be downloaded: {' '.join(str(error).split())}") from error

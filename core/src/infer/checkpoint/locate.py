@@ -20,15 +20,17 @@ def ending(path: Path) -> str:
     return FOLDER if path.is_dir() else path.suffix.lower() or path.name
 
 
-def locate(path: str, *, bundled: Mapping[str, Path], suffixes: Sequence[str], revision: str | None = None) -> Path:
+def locate(
+    path: str, *, bundled: Mapping[str, Path], suffixes: Sequence[str], revision: str | None = None, fetch: bool = True
+) -> Path:
     """The folder or file that holds a checkpoint. ``path`` is one that exists, else a bundled name, else a hub id,
-    which is downloaded at ``revision`` or found in the hub's cache. A folder without safetensors stands for the file
-    in it that ends in one of the ``suffixes``. Raises CheckpointError."""
+    which is found in the hub's cache or, if ``fetch``, downloaded at ``revision``. A folder without safetensors stands
+    for the file in it that ends in one of the ``suffixes``. Raises CheckpointError."""
     suffixes = [suffix for suffix in suffixes if suffix != FOLDER]
     place = Path(os.path.expanduser(path))
     if not place.exists():
         if path not in bundled:
-            return _within(download(path, bundled, suffixes, revision), suffixes)
+            return _within(download(path, bundled, suffixes, revision, fetch), suffixes)
         place = bundled[path]
     if revision is not None:
         raise CheckpointError(f"A revision ({revision!r}) can be chosen of a hub id only, and {path!r} is {place}.")

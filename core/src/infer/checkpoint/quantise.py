@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from infer.errors import SettingsError
@@ -27,10 +28,12 @@ class Quantiser:
     """A weight with so many rows embeds tokens or yields logits: it gets 8 bits."""
     quantise: Callable[[Tensor, Literal[4, 8]], GroupedWeight]
     """The kernels' way to do it."""
+    dtype: torch.dtype | None = None
+    """The model's, in which it holds plain weights; None: the one they are stored in."""
     before: int = field(default=0, init=False)
     """Bytes of the weights as they came."""
     nbytes: Counter[str] = field(default_factory=Counter, init=False)
-    """Bytes of the weights as they left, by their form: ``plain weights``, or a GroupedWeight's name."""
+    """Bytes of the weights as the model gets them, by their form: ``plain weights``, or a GroupedWeight's name."""
 
     def bits(self, name: str, shape: Sequence[int]) -> Literal[4, 8] | None:
         """How many bits the codes of a plain weight get; None if it stays plain."""
@@ -54,7 +57,10 @@ class Quantiser:
                     weight = self.quantise(weight, bits)
             if isinstance(weight, GroupedWeight) and self.activations != "auto":
                 weight = replace(weight, int8_activations=self.activations == "int8")
-            self.nbytes[form_of(weight)] += weight.nbytes
+            held = weight.nbytes
+            if isinstance(weight, Tensor) and self.dtype is not None:
+                held = weight.numel() * self.dtype.itemsize
+            self.nbytes[form_of(weight)] += held
             yield name, weight
 
     def __str__(self) -> str:

@@ -13,8 +13,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from infer.checkpoint.files import read_json, regular
-from infer.contracts.protocols import TensorFilesProtocol
-from infer.errors import CheckpointError
+from infer.contracts.protocols import TensorFilesProtocol, WeightFormatProtocol
+from infer.errors import CheckpointError, InferError
 from infer.weight import Weight
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -89,6 +89,50 @@ def tensor_files(folder: Path) -> TensorFiles:
                 f"{'puts in another file' if extra[0] in listed else 'does not list'}."
             )
     return TensorFiles({name: folder / file for file, names in held.items() for name in names})
+
+
+class Outlines:
+    """A TensorFilesProtocol of the same tensors without values, on torch's meta device: nothing of them is read.
+
+    A weight format may have to know some values, such as zero points, to tell a weight's form: ``weight`` gives it
+    those of the weight's smaller tensors, and of the largest if it needs that, too."""
+
+    def __init__(self, files: TensorFilesProtocol) -> None:
+        self._files = files
+        self._asked: dict[str, int] = {}
+        """The tensors that the weight at hand consists of, and their bytes."""
+        self._real: set[str] = set()
+        """Those of them that are given with their values."""
+
+    def __getattr__(self, name: str) -> Any:
+        """What else a container's files have for a format of their own."""
+        return getattr(self._files, name)
+
+    def names(self) -> Iterable[str]:
+        return self._files.names()
+
+    def tensor(self, name: str) -> Tensor:
+        tensor = self._files.tensor(name)
+        self._asked[name] = tensor.nbytes
+        return tensor if name in self._real else tensor.to("meta")
+
+    def weight(self, name: str, format: WeightFormatProtocol) -> Weight:
+        """The weight of that name, on the meta device. ``format`` has to have been made of these outlines. Raises
+        CheckpointError."""
+        self._asked, self._real = {}, set()
+        while True:
+            try:
+                weight = format.weight(name)
+                break
+            except InferError:
+                raise
+            except Exception:  # torch has several errors for values that are not there
+                largest = max(self._asked, key=lambda each: self._asked[each], default=None)
+                more = self._asked.keys() - self._real
+                if not more:
+                    raise
+                self._real |= more - {largest} or more
+        return weight.to("meta") if isinstance(weight, Tensor) else weight.to(torch.device("meta"), weight.dtype)
 
 
 def dummy_tensors(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

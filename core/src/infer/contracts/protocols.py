@@ -197,7 +197,13 @@ class RecorderProtocol(Protocol):
 class KernelsProtocol(Protocol):
     """The arithmetic of a model. ``infer/kernels/reference.py`` defines what every method computes; a provider
     subclasses it and overrides any subset. Each row of a result depends, bit for bit, on that row of the input
-    alone."""
+    alone.
+
+    Weights without values, on torch's meta device, are packed as well, into tensors on that device, of as many bytes as
+    the real ones have: so ``infer doctor``, and the length of sequences by default, know what weights will take before
+    any is read. Kernels that have ``about``, a line of text, say there which variant of theirs runs on this
+    machine, and why.
+    """
 
     def recorder(self) -> RecorderProtocol | None:
         """What records decode passes; None if these kernels cannot be recorded. With a recorder, the kernels read
@@ -551,6 +557,9 @@ class CacheContext:
     """Other than ``auto`` only if the pool's registration and the kernels' say in ``kv_dtypes`` that they know it."""
     max_chunk: int | None = None
     """The most positions by which one pass extends a sequence; None: any number."""
+    yet_to_take: int = 0
+    """Bytes of the memory that is free now which others will take before the pool is used, such as weights that have
+    not been loaded yet."""
 
 
 @dataclass(frozen=True)

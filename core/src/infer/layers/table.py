@@ -112,7 +112,7 @@ class Weights:
             kind == "bias"
             and f"{layer}.weight" in self._expected
             and isinstance(weight, Tensor)
-            and not weight.count_nonzero()
+            and (weight.is_meta or not weight.count_nonzero())
         )
 
 
@@ -124,5 +124,7 @@ def _check_shape(name: str, tensor: Weight, shape: tuple[int, ...]) -> None:
 
 
 def _finite(x: Tensor) -> bool:
+    if x.is_meta:  # it has no values
+        return True
     lowest, highest = x.aminmax()  # both are NaN if any value is; many times faster than isfinite
     return math.isfinite(lowest) and math.isfinite(highest)

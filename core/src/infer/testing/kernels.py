@@ -29,9 +29,9 @@ from infer.errors import SettingsError
 from infer.kernels.quantise import quantise_weight
 from infer.kernels.reference import ReferenceKernels
 from infer.testing.attention import Scene, attention_spec
-from infer.testing.numbers import compare, differing, equal_bits, random_tensor, unchanged
+from infer.testing.numbers import compare, differing, equal_bits, nbytes_of, random_tensor, unchanged
 from infer.testing.suite import Skipped, Suite, Violation
-from infer.weight import GroupedWeight
+from infer.weight import GroupedWeight, Weight, form_of
 
 SHAPES = ((1, 1), (1, 16), (3, 17), (7, 64), (2, 257), (5, 1024), (130, 48))
 """Rows and their sizes."""
@@ -315,6 +315,25 @@ def linear_grouped(p: Provider, draw: random.Random) -> None:
     exact_weight = weight.to(torch.device("cpu"), torch.float32)
     exact = EXACT.linear(wide(x), EXACT.pack(exact_weight))
     compare(f"{what} of {rows} rows", p.kernels.linear(x, packed), exact, dtype)
+
+
+@check("a weight without values is packed into as many bytes as one with values", 12)
+def pack_without_values(p: Provider, draw: random.Random) -> None:
+    (n, k), dtype, meta = draw.choice(((33, 96), (96, 64), (48, 256))), p.dtype(draw), torch.device("meta")
+    bias = p.tensor(n, dtype=dtype, draw=draw) if draw.random() < 0.5 else None
+    plain, grouped = p.tensor(n, k, dtype=dtype, draw=draw), grouped_weight(p, n, k, 32, dtype, draw)
+    pairs: list[tuple[Weight, Weight]] = [(plain, plain.to(meta)), (grouped, grouped.to(meta, dtype))]
+    weight, bare = draw.choice(pairs)
+    try:
+        found = nbytes_of(p.kernels.pack(bare, None if bias is None else bias.to(meta)))
+        real = nbytes_of(p.kernels.pack(weight, bias))
+    except SettingsError as refusal:
+        raise Skipped(f"grouped weights are refused: {refusal}") from None
+    if found != real:
+        raise Violation(
+            f"pack of {form_of(weight)} {[n, k]} on the meta device takes {found} bytes, but with values it takes "
+            f"{real}; infer doctor would say so"
+        )
 
 
 def _wrong_group(found_NK: Tensor, values_NK: Tensor, weight: GroupedWeight) -> str:

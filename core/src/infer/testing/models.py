@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from infer.assemble import _checkpoint, _loaded
+from infer.assemble import _loaded, open_checkpoint
 from infer.cache import KVStorage
 from infer.checkpoint import Checkpoint
 from infer.contracts.protocols import (
@@ -70,13 +70,13 @@ class Models:
         found = Plugins.discover(plugins)
         sections = {"model": {"path": str(folder), "family": family}}
         settings = load_settings(found, env={}, overrides=sections, read_file=False).settings
-        checkpoint = _checkpoint(settings, str(folder), found)
+        checkpoint = open_checkpoint(settings, str(folder), found)
         offer = found.choose("model", settings, checkpoint.architectures)
         return cls(folder, found, settings, offer, against, kernels or ReferenceKernels())
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
-        return _checkpoint(self.settings, str(self.folder), self.plugins)
+        return open_checkpoint(self.settings, str(self.folder), self.plugins)
 
     def empty(self, dtype: torch.dtype = torch.float32) -> ModelProtocol:
         """A model that is not loaded."""

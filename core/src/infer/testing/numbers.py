@@ -66,3 +66,12 @@ def unchanged(what: str, **tensors: Tensor) -> Iterator[None]:
     for name, tensor in tensors.items():
         if not torch.equal(tensor.nan_to_num(), before[name].nan_to_num()):
             raise Violation(f"{what} writes to its argument {name}")
+
+
+def nbytes_of(packed: object) -> int:
+    """Bytes of all tensors that an object has in its attributes, or in containers there."""
+    if isinstance(packed, Tensor):
+        return packed.nbytes
+    if isinstance(packed, (list, tuple)):
+        return sum(map(nbytes_of, packed))
+    return sum(map(nbytes_of, getattr(packed, "__dict__", {}).values()))

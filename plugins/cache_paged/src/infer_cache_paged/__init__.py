@@ -6,14 +6,11 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
-import psutil
-import torch
 from pydantic import BaseModel, Field, PositiveInt
 
-from infer import hookimpl
+from infer import device, hookimpl
 from infer.cache import BlockBooks, ExtendView, KVStorage, Pool
 from infer.cache.books import Ints
 from infer.errors import SettingsError
@@ -198,16 +195,13 @@ def _groups(
     return [Group.make(pages, window, settings.block_size, context.max_chunk) for window, pages in counts.items()]
 
 
-def longest(context: CacheContext, settings: PagedSettings, yet_to_take: int) -> int:
-    """How many positions one sequence can have in all pages. ``yet_to_take`` bytes of the memory that is free now will
-    be taken before the pool is made."""
+def longest(context: CacheContext, settings: PagedSettings) -> int:
+    """How many positions one sequence can have in all pages."""
     groups = _groups(_tables(context), context, settings)
     if settings.num_blocks is not None:
         pages = settings.num_blocks * sum(group.pages for group in groups)
     else:
-        fraction = settings.memory_fraction or FRACTION[context.device.type]
-        free = max(0, _free_memory(context.device) - yet_to_take)
-        pages = int(fraction * free) // _page_bytes(context, settings)
+        pages = _fitting(context, settings)[0]
     return fitting(groups, pages) * settings.block_size
 
 
@@ -229,9 +223,7 @@ def _num_pages(context: CacheContext, settings: PagedSettings) -> int:
         pages = settings.num_blocks * sum(group.pages for group in groups)
         log.info("paged cache: %d pages of %d positions, as set", pages, settings.block_size)
         return pages
-    fraction = settings.memory_fraction or FRACTION[context.device.type]
-    free = _free_memory(context.device)
-    fits = int(fraction * free) // size
+    fits, fraction, free = _fitting(context, settings)
     batch, most = context.max_batch_size, -(-context.max_seq_len // settings.block_size)
     if context.num_tokens is None:
         wanted = batch * cost(groups, most)
@@ -252,15 +244,11 @@ def _num_pages(context: CacheContext, settings: PagedSettings) -> int:
     return chosen
 
 
-def _free_memory(device: torch.device) -> int:
-    """Bytes of free memory: the GPU's, or the machine's within the container's limit."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    free: int = psutil.virtual_memory().available
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
-        free = min(free, int(text) - int(used.read_text()))
-    return free
+def _fitting(context: CacheContext, settings: PagedSettings) -> tuple[int, float, int]:
+    """How many pages fit into the pool's part of memory, that fraction, and the bytes it is taken of."""
+    fraction = settings.memory_fraction or FRACTION[context.device.type]
+    free = max(0, device.free_memory(context.device) - context.yet_to_take)
+    return int(fraction * free) // _page_bytes(context, settings), fraction, free
 
 
 @hookimpl

@@ -17,6 +17,8 @@ def dequantised(codes_NK: Tensor, scales: Tensor, block: tuple[int, int]) -> Ten
     """fp32 [N, K]: each value times the scale of its block, ``scales`` [N / block, K / block]. The last blocks of rows
     and columns may be smaller."""
     (N, K), (rows, columns) = codes_NK.shape, block
+    if codes_NK.is_meta:
+        return torch.empty(N, K, device="meta")
     values_NK = torch.from_numpy(
         _VALUES[codes_NK.contiguous().view(torch.uint8).numpy()]
     )  # torch takes three times as long

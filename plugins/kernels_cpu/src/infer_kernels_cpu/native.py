@@ -9,8 +9,13 @@ from pathlib import Path
 
 import torch
 
-LEVELS = ("portable", "avx2", "avx512", "avx512_bf16")
-"""Instruction set levels, in the order of ``infer_level``."""
+LEVELS = {
+    "portable": "any processor",
+    "avx2": "AVX2 and FMA",
+    "avx512": "AVX-512 F, BW, VL and DQ",
+    "avx512_bf16": "AVX-512 BF16 and VNNI",
+}
+"""Instruction set levels, in the order of ``infer_level``, and what each needs in addition to the one before."""
 FOLDER = Path(__file__).parent
 
 
@@ -70,7 +75,20 @@ def levels() -> list[str]:
     if not (FOLDER / "portable.so").exists():
         return []
     best = ctypes.CDLL(str(FOLDER / "portable.so")).infer_level()
-    return [level for level in LEVELS[: best + 1] if (FOLDER / f"{level}.so").exists()]
+    return [level for level in [*LEVELS][: best + 1] if (FOLDER / f"{level}.so").exists()]
+
+
+def about(level: str) -> str:
+    """Why kernels are of this level, in a line."""
+    known, built = [*LEVELS], levels()
+    if level != built[-1]:
+        return f"level {level}, as asked for; this processor could run {built[-1]}"
+    if level == known[-1]:
+        return f"level {level}, the best there is: the processor has {LEVELS[level]}"
+    above = known[known.index(level) + 1]
+    if (FOLDER / f"{above}.so").exists():
+        return f"level {level}: the processor lacks {LEVELS[above]}, which {above} needs"
+    return f"level {level}: {above}, which needs {LEVELS[above]}, was not built"
 
 
 @functools.cache

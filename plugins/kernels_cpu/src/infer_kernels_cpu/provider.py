@@ -97,6 +97,7 @@ class CpuKernels(ReferenceKernels):
     def __init__(self, level: str | None = None) -> None:
         self.level = level or native.levels()[-1]
         self.native = native.load(self.level)
+        self.about = native.about(self.level)
         self._empty = Buffers().empty
 
     @contextmanager
@@ -135,8 +136,9 @@ class CpuKernels(ReferenceKernels):
             return self._pack_grouped(weight_NK, bias_N, gated, memory)
         (N, K), kind = weight_NK.shape, KINDS[weight_NK.dtype]
         weight_NK = weight_NK.contiguous()
-        words = torch.frombuffer(memory(4 * self.native.infer_packed_words(kind, N, K, gated)), dtype=torch.int32)
-        self.native.infer_pack(kind, weight_NK.data_ptr(), N, K, gated, words.data_ptr())
+        words = _room(self.native.infer_packed_words(kind, N, K, gated), torch.int32, memory, weight_NK)
+        if not words.is_meta:
+            self.native.infer_pack(kind, weight_NK.data_ptr(), N, K, gated, words.data_ptr())
         return Packed(words, N, K, gated, weight_NK.dtype, None if bias_N is None else bias_N.clone())
 
     def _pack_grouped(
@@ -159,17 +161,18 @@ class CpuKernels(ReferenceKernels):
         )
         if weight.table is not None:
             matrix.values[:] = weight.table.tolist()
-        words = torch.frombuffer(memory(self.native.infer_grouped_bytes(ctypes.byref(matrix))), dtype=torch.uint8)
-        matrix.packed = words.data_ptr()
         codes = weight.codes.contiguous()
-        self.native.infer_pack_grouped(
-            KINDS[weight.dtype],
-            ctypes.byref(matrix),
-            codes.data_ptr(),
-            floats[0].data_ptr(),
-            floats[-1].data_ptr(),
-            floats[0].shape[1],
-        )
+        words = _room(self.native.infer_grouped_bytes(ctypes.byref(matrix)), torch.uint8, memory, codes)
+        if not words.is_meta:
+            matrix.packed = words.data_ptr()
+            self.native.infer_pack_grouped(
+                KINDS[weight.dtype],
+                ctypes.byref(matrix),
+                codes.data_ptr(),
+                floats[0].data_ptr(),
+                floats[-1].data_ptr(),
+                floats[0].shape[1],
+            )
         return PackedGrouped(words, N, K, gated, weight.dtype, None if bias_N is None else bias_N.clone(), matrix)
 
     def linear(self, x_TK: Tensor, packed: Any) -> Tensor:
@@ -398,6 +401,13 @@ class CpuKernels(ReferenceKernels):
             token_N.data_ptr(),
         )
         return token_N
+
+
+def _room(count: int, dtype: torch.dtype, memory: Callable[[int], Any], weight: Tensor) -> Tensor:
+    """A tensor for ``count`` words of a packed ``weight``, in ``memory``, or on the meta device if the weight is."""
+    if weight.is_meta:
+        return torch.empty(count, dtype=dtype, device="meta")
+    return torch.frombuffer(memory(count * dtype.itemsize), dtype=dtype)
 
 
 def _alike(weights: Sequence[Packed]) -> bool:

@@ -87,6 +87,11 @@ def plane_of(weight: GroupedWeight) -> int | None:
     return next((size for size in (32, 16) if weight.group_size % size == 0), None)
 
 
+def _holds(dtype: torch.dtype, x: Tensor) -> bool:
+    """Whether a type represents all values exactly; of tensors without values, whether it is theirs."""
+    return x.dtype == dtype if x.is_meta else torch.equal(x.to(dtype).float(), x.float())
+
+
 def pack(weight: GroupedWeight, bias_N: Tensor | None, config: GroupedConfig) -> PackedGrouped:
     """The weight must have planes (``plane_of``)."""
     (N, K), bits, plane = weight.shape, weight.bits, plane_of(weight)
@@ -104,7 +109,7 @@ def pack(weight: GroupedWeight, bias_N: Tensor | None, config: GroupedConfig) ->
     dtype = torch.float32
     if PLANES.value * plane % (2 * weight.group_size) == 0:  # then planes have their own halves of words
         halves = (torch.bfloat16, torch.float16)
-        dtype = next((d for d in halves if torch.equal(floats.to(d).float(), floats.float())), dtype)
+        dtype = next((d for d in halves if _holds(d, floats)), dtype)
 
     def by_groups(x_NG: Tensor) -> Tensor:
         padding = -x_NG.shape[1] % 2 if dtype.itemsize == 2 else 0

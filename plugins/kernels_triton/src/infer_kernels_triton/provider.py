@@ -61,13 +61,14 @@ class TritonKernels(ReferenceKernels):
             tiles = self._config(weight_NK.dtype).grouped
             if grouped.plane_of(weight_NK) is not None:
                 codes = grouped.pack(weight_NK, bias_N, tiles)
-                grouped.warm_up(codes, tiles)
+                if not codes.words.is_meta:
+                    grouped.warm_up(codes, tiles)
                 return codes
             if self._first("dequantise", str(weight_NK)):
                 log.warning("%s are dequantised: these kernels hold groups of a multiple of 16.", weight_NK)
             weight_NK = replace(weight_NK, int8_activations=False)
         packed = super().pack(weight_NK, bias_N)
-        if self._exact:
+        if self._exact and not packed.weight_NK.is_meta:
             matmul.warm_up(packed.weight_NK, packed.bias_N, self._config(weight_NK.dtype).linear)
         return packed
 

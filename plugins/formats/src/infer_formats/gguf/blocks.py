@@ -43,20 +43,32 @@ def weight_of(name: str, info: TensorInfo, raw: Tensor) -> Weight:
         raise CheckpointError(
             f"The tensor {name!r} has shape {list(info.shape)} and type {kind}; only matrices are quantised."
         )
+    codes, scales_NG, *minima = _without_values(info) if raw.is_meta else _unpacked(info, raw)
+    table = torch.tensor(TABLES[kind], dtype=torch.float32) if kind in TABLES else None
+    bits: Literal[4, 8] = 4 if codes.shape[1] * 2 == info.shape[1] else 8
+    # llama.cpp rounds the activations to int8 as well.
+    return GroupedWeight(codes, scales_NG, bits, minima[0] if minima else None, table, int8_activations=True)
+
+
+def _unpacked(info: TensorInfo, raw: Tensor) -> list[Tensor]:
+    """Codes, scales and perhaps minima, [N, ...]."""
     blocks = raw.numpy().reshape(-1, info.type.nbytes)
     step = max(1, CHUNK // info.type.nbytes)
     whole: Parts = ()
     for at in range(0, len(blocks), step):
         with np.errstate(invalid="ignore", over="ignore"):  # whoever loads the weight sees that it is not finite
-            parts = _READERS[kind](blocks[at : at + step])
+            parts = _READERS[info.type.name](blocks[at : at + step])
         whole = whole or tuple(np.empty((len(blocks), *part.shape[1:]), part.dtype) for part in parts)
         for target, part in zip(whole, parts, strict=True):
             target[at : at + step] = part
-    codes, scales_NG, *minima = (torch.from_numpy(part.reshape(info.shape[0], -1)) for part in whole)
-    table = torch.tensor(TABLES[kind], dtype=torch.float32) if kind in TABLES else None
-    bits: Literal[4, 8] = 4 if codes.shape[1] * 2 == info.shape[1] else 8
-    # llama.cpp rounds the activations to int8 as well.
-    return GroupedWeight(codes, scales_NG, bits, minima[0] if minima else None, table, int8_activations=True)
+    return [torch.from_numpy(part.reshape(info.shape[0], -1)) for part in whole]
+
+
+def _without_values(info: TensorInfo) -> list[Tensor]:
+    """What ``_unpacked`` returns, on the meta device: as many of each as a block has."""
+    parts = map(torch.from_numpy, _READERS[info.type.name](np.zeros((1, info.type.nbytes), np.uint8)))
+    N, blocks = info.shape[0], info.shape[1] // info.type.values
+    return [torch.empty(N, blocks * part.numel(), dtype=part.dtype, device="meta") for part in parts]
 
 
 def _paired(q: Array) -> Array:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -83,8 +83,16 @@ def _other_parts(meta: Metadata) -> Iterator[Path]:
         yield meta.path.with_name(f"{name[1]}{number:05}{name[2]}{meta.path.suffix}")
 
 
+@runtime_checkable
+class BlocksProtocol(TensorFilesProtocol, Protocol):
+    """What a weight format needs to know of a GGUF file's tensors."""
+
+    infos: Mapping[str, TensorInfo]
+    architecture: str
+
+
 class Tensors:
-    """A TensorFilesProtocol: tensors by their names in the file, memory-mapped one by one. Those of quantised types are
+    """A BlocksProtocol: tensors by their names in the file, memory-mapped one by one. Those of quantised types are
     their bytes, [..., bytes of a row]."""
 
     def __init__(self, files: Mapping[str, Path], infos: Mapping[str, TensorInfo], architecture: str) -> None:
@@ -108,7 +116,7 @@ class GGUFFormat:
     """A WeightFormatProtocol: the tensors by the hub's names, as the hub's models have them."""
 
     def __init__(self, given: Mapping[str, Any], files: TensorFilesProtocol) -> None:
-        if not isinstance(files, Tensors):
+        if not isinstance(files, BlocksProtocol):
             raise CheckpointError("config.json: quant_method is 'gguf', which only files that end in .gguf have.")
         self._files, self._head_size = files, given["head_dim"]
         self._names: dict[str, list[tuple[str, int | None]]] = {}

@@ -1,0 +1,279 @@
+"""`infer doctor`: what it says of a checkpoint is what there is once the checkpoint has been loaded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.formats import writers
+from tests.formats.gguf.files import write_gguf
+from tests.formats.writers import compressed, compressed_config, linear, scheme
+from tests.models.checkpoints import write_checkpoint
+from tests.support import held
+from torch import Tensor
+
+from infer import hookimpl
+from infer.assemble import start
+from infer.checkpoint import Outlines
+from infer.commands.cli import main
+from infer.commands.doctor import Doctor, Report
+from infer.errors import CheckpointError
+from infer.hookspecs import KernelsRegistration
+from infer.kernels.reference import ReferenceKernels
+from infer.plugins import Plugins
+from infer.settings import load_settings
+from infer.weight import Weight
+
+PLUGINS = Plugins.discover()
+W4: dict[str, Any] = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+MOE = {"num_experts": 8, "moe_intermediate_size": 32}
+Write = Callable[[Path], Path]
+
+
+def plain(family: Any = "llama", **config: Any) -> Write:
+    return lambda folder: write_checkpoint(folder / "c", family, **config)
+
+
+def packed(pack: writers.Pack, table: dict[str, Any], **config: Any) -> Write:
+    return lambda folder: writers.write(folder, linear(pack), table, **config)[0]
+
+
+def gguf(type: str, family: Any = "llama", **config: Any) -> Write:
+    def write(folder: Path) -> Path:
+        made = write_checkpoint(folder / "c", family, **{"hidden_size": 64, "intermediate_size": 96} | config)
+        write_gguf(made, folder / "model.gguf", type)
+        return folder / "model.gguf"
+
+    return write
+
+
+ASYMMETRIC = scheme(**W4 | {"symmetric": False})
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+CASES: dict[str, tuple[Write, dict[str, Any]]] = {
+    "llama": (plain(), {}),
+    "bfloat16, tied, in shards": (plain(dtype=torch.bfloat16, sharded=True), {"model": {"dtype": "float32"}}),
+    "reference": (plain(), {"kernels": {"backend": "reference"}, "model": {"quantization": "int8"}}),
+    "int8 weights and K/V": (
+        plain("qwen3", head_dim=32),
+        {"model": {"quantization": "int8"}, "cache": {"kv_dtype": "int8"}},
+    ),
+    "int4": (plain("qwen2", tied=False), {"model": {"quantization": "int4"}, "engine": {"max_seq_len": 100}}),
+    "windows": (plain("gemma3", window=9), {"engine": {"max_batch_size": 3}}),
+    "slotted": (plain("phi3"), {"cache": {"backend": "slotted"}, "engine": {"max_batch_size": 3}}),
+    "experts": (plain("qwen3_moe"), {"model": {"quantization": "int8"}}),
+    "stacked experts with biases and sinks": (plain("gpt_oss", window=9), {}),
+    "longer than the memory": (plain(max_position_embeddings=20_000), {"cache": {"paged": {"memory_fraction": 0.001}}}),
+    "gptq": (packed(writers.gptq(symmetric=False), GPTQ), {}),
+    "gptq, shuffled": (packed(writers.gptq(shuffled=True), GPTQ | {"desc_act": True}), {}),
+    "awq": (packed(writers.awq(), {"quant_method": "awq", "bits": 4, "group_size": 32}), {}),
+    "compressed": (packed(compressed(scheme(**W4)), compressed_config(scheme(**W4))), {}),
+    "compressed, asymmetric": (packed(compressed(ASYMMETRIC), compressed_config(ASYMMETRIC)), {}),
+    "fp8": (
+        packed(writers.fp8((16, 32)), {"quant_method": "fp8", "weight_block_size": [16, 32]}, family="qwen3"),
+        {},
+    ),
+    "Q4_0": (gguf("Q4_0"), {}),
+    "Q8_0, experts": (gguf("Q8_0", "mixtral"), {}),
+}
+FAST = ("llama", "int8 weights and K/V", "windows", "experts", "compressed, asymmetric", "Q4_0", "slotted", "reference")
+
+
+def examined(path: Path | str, *, plugins: Plugins = PLUGINS, **sections: Any) -> tuple[Report, Any]:
+    """What the command finds, and the settings."""
+    given = {"model": {"path": str(path)}, "kernels": {"threads": 1}}
+    overrides = {name: given.get(name, {}) | sections.get(name, {}) for name in given | sections}
+    loaded = load_settings(plugins, env={}, overrides=overrides, read_file=False)
+    return Doctor(loaded.settings, loaded.sources, plugins).examine(), loaded.settings
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
+def test_what_it_says_is_what_is_held_after_loading(case: str, tmp_path: Path) -> None:
+    """To the byte: the model's tensors, and the pool's."""
+    write, sections = CASES[case]
+    report, settings = examined(write(tmp_path), **sections)
+    assert not report.problems
+    loop, served = start(settings, PLUGINS)
+    try:
+        loaded: Any = loop._engine
+        weights, cache, sequences = (report.data[part] for part in ("weights", "cache", "sequences"))
+        assert weights["exact"]
+        assert weights["bytes"] == held(loaded._runner._model)
+        assert weights["peak_bytes"] > weights["bytes"]
+        assert cache["bytes"] == held([loaded._pool.storage.k, loaded._pool.storage.v])
+        assert cache["positions"] == served.cache_tokens
+        assert sequences["max_seq_len"] == served.max_seq_len
+    finally:
+        loop.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("doctor") / "c", "llama")
+
+
+def edited(folder: Path, to: Path, **config: Any) -> Path:
+    """A copy of a checkpoint with other values in config.json."""
+    shutil.copytree(folder, to)
+    file = to / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    return to
+
+
+def problems(report: Report) -> str:
+    return "\n".join(report.problems)
+
+
+def test_too_little_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the weights, for the weights and no position, and for a pool that does not ask how much there is."""
+    report, _ = examined(folder)
+    weights, peak = (report.data["weights"][name] for name in ("bytes", "peak_bytes"))
+    sizes = report.data["quantization"]["bytes"]
+    assert sizes["int4"] < sizes["int8"] < sizes["none"] == weights
+    each = report.data["cache"]["bytes_per_token"]
+
+    def with_memory(nbytes: int, **sections: Any) -> str:
+        monkeypatch.setattr("infer.device.free_memory", lambda device: nbytes)
+        return problems(examined(folder, **sections)[0])
+
+    assert "Loading takes" in with_memory(peak - 1)
+    assert "model.quantization = int8 would fit" in with_memory(peak - 1)
+    assert "a smaller checkpoint is needed" in with_memory(1000)
+    assert "The cache has room for 0 positions" in with_memory(peak)
+    assert not with_memory(weights + 2 * 16 * 512 * each + 4096)
+    slotted = {"cache": {"backend": "slotted"}, "engine": {"max_batch_size": 4}}
+    assert not with_memory(weights + 4 * 512 * each, **slotted)
+    assert "Weights and cache take" in with_memory(weights + 4 * 512 * each - 1, **slotted)
+
+
+def test_what_nobody_serves(folder: Path, tmp_path: Path) -> None:
+    """One sentence each, and everything else is still said."""
+    report, _ = examined(edited(folder, tmp_path / "a", architectures=["Unheard"]))
+    assert "The checkpoint's architecture is Unheard, which no installed plugin knows" in problems(report)
+    assert any("infer_models()" in note for note in report.notes)
+    assert {"kernels", "pool", "format", "dtype", "threads"} <= report.data.keys()
+    report, _ = examined(edited(folder, tmp_path / "b", quantization_config={"quant_method": "odd"}))
+    assert "quant_method 'odd', which no installed plugin reads" in problems(report)
+    tensors = load_file(folder / "model.safetensors")
+    cut = edited(folder, tmp_path / "c")
+    name = next(name for name in tensors if "up_proj" in name)
+    save_file({key: value for key, value in tensors.items() if key != name}, cut / "model.safetensors")
+    assert f"lacks '{name}'" in problems(examined(cut)[0]), "the model is filled without values"
+    save_file(tensors | {name: tensors[name][1:].contiguous()}, cut / "model.safetensors")
+    assert "config.json asks for [72, 48]" in problems(examined(cut)[0])
+    (cut / "tokenizer.json").unlink()
+    save_file(tensors, cut / "model.safetensors")
+    assert "has no tokenizer.json" in problems(examined(cut)[0])
+    wrong = examined(folder, engine={"max_seq_len": 10**6})[0]
+    assert "engine.max_seq_len is 1000000, but the checkpoint was made for 512" in problems(wrong)
+    report, _ = examined(folder, kernels={"backend": "nope"})
+    assert "kernels.backend is 'nope'" in problems(report)
+
+
+def test_values_are_not_read(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint of NaNs looks like any other; and nothing is downloaded."""
+    odd = edited(folder, tmp_path / "c")
+    tensors = {name: torch.full_like(x, torch.nan) for name, x in load_file(folder / "model.safetensors").items()}
+    save_file(tensors, odd / "model.safetensors")
+    assert not examined(odd)[0].problems
+    with pytest.raises(CheckpointError, match="not finite"):
+        start(examined(odd)[1], PLUGINS)
+    asked: dict[str, Any] = {}
+
+    def snapshot_download(repo_id: str, **options: Any) -> str:
+        asked.update(options)
+        raise huggingface_hub.errors.LocalEntryNotFoundError("not there")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    with pytest.raises(CheckpointError, match="not wholly in the cache and nothing is downloaded"):
+        examined("org/name")
+    assert asked["local_files_only"] is True
+
+
+def test_only_what_tells_a_form_is_read() -> None:
+    """Zero points and groups are, for their values may need a minimum each; codes are not."""
+
+    class Files:
+        def __init__(self) -> None:
+            self.read: list[str] = []
+            self.held = {"codes": torch.ones(8, 64), "zeros": torch.ones(8, 2), "scales": torch.ones(8, 2)}
+
+        def names(self) -> list[str]:
+            return [*self.held]
+
+        def tensor(self, name: str) -> Tensor:
+            return self.held[name]
+
+    class Format:
+        def __init__(self, files: Any) -> None:
+            self.files = files
+            self.given: list[str] = []
+
+        def names(self) -> list[str]:
+            return ["weight"]
+
+        def weight(self, name: str) -> Weight:
+            tensors = {kind: self.files.tensor(kind) for kind in self.files.names()}
+            self.given = [kind for kind, tensor in tensors.items() if not tensor.is_meta]
+            assert bool(tensors["zeros"].all())
+            codes: Tensor = tensors["codes"]
+            return codes * 2
+
+    format = Format(outlines := Outlines(Files()))
+    weight = outlines.weight("weight", format)
+    assert isinstance(weight, Tensor)
+    assert (weight.is_meta, weight.shape) == (True, (8, 64))
+    assert format.given == ["zeros", "scales"]
+
+
+class Reading:
+    """A family and kernels that cannot do without values."""
+
+    INFER_PLUGIN_API = 1
+
+    @staticmethod
+    @hookimpl
+    def infer_kernels() -> list[KernelsRegistration]:
+        class Kernels(ReferenceKernels):
+            def pack(self, weight_NK: Weight, bias_N: Tensor | None = None) -> Any:
+                assert isinstance(weight_NK, Tensor)
+                weight_NK.sum().item()
+                return super().pack(weight_NK, bias_N)
+
+        return [KernelsRegistration("reading", lambda device, settings: Kernels(), "reads what it packs")]
+
+
+def test_kernels_that_read_what_they_pack(folder: Path) -> None:
+    """The size is that of the weights, and the report says so."""
+    report, _ = examined(folder, plugins=Plugins.discover([Reading()]), kernels={"backend": "reading"})
+    assert not report.problems
+    assert report.data["weights"]["exact"] is False
+    stored = load_file(folder / "model.safetensors")
+    assert report.data["weights"]["bytes"] == sum(x.nbytes for x in stored.values())
+    assert any("before they are packed" in note for note in report.notes)
+
+
+def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 0 if it would be served, 1 if not, 2 for bad input; for people and in JSON."""
+    assert main(["doctor", str(folder), "--cache.paged.num_blocks", "40"]) == 0
+    said = capsys.readouterr()
+    assert "llama of infer-models" in said.out
+    assert "640 positions of" in said.out
+    assert "kernels.backend = auto (from default)" in said.out
+    assert said.out.rstrip().endswith("It would be served.")
+    assert "auto chose" not in said.err, "the report has it"
+    odd = edited(folder, tmp_path / "c", architectures=["Unheard"])
+    assert main(["doctor", str(odd), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["serves"], found["format"]["name"]) == (False, "safetensors")
+    assert main(["doctor", str(tmp_path / "none")]) == 2
+    assert main(["doctor", "--model.path", "none"]) == 2
+    assert "model.path is not set" in capsys.readouterr().err
