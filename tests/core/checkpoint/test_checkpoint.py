@@ -454,6 +454,14 @@ def test_a_truncated_file(keep: int, folder: Path) -> None:
     assert f"{SINGLE} is incomplete or damaged" in refused(lambda: load(folder))
 
 
+def test_a_header_of_too_many_tensors(folder: Path) -> None:
+    """It is refused by its length, before anything is made of it."""
+    entry = '"{:0100}": {{"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}'
+    header = f"{{{', '.join(map(entry.format, range(110_000)))}}}".encode()
+    (folder / SINGLE).write_bytes(len(header).to_bytes(8, "little") + header + b"\0")
+    assert f"{SINGLE} has a header of {len(header)} bytes; infer reads headers of" in refused(lambda: load(folder))
+
+
 def test_a_file_with_a_tail(folder: Path) -> None:
     (folder / SINGLE).write_bytes((folder / SINGLE).read_bytes() + b"\0")
     assert f"{SINGLE} is incomplete or damaged" in refused(lambda: load(folder))

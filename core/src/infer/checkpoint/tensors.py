@@ -25,6 +25,9 @@ DUMMY_PERIOD = 1_048_573
 differ."""
 MAX_NAME = 255
 """Bytes of a file's name that systems allow."""
+MAX_HEADER = 16 << 20
+"""Bytes of a file's header, which has about a hundred for each tensor: the largest published checkpoints have 140,000
+tensors, in many files. To read a longer one takes seconds."""
 MAPPED = 32 << 20
 """A file is mapped anew once so many bytes of it have been read, because these count as this process's memory as long
 as it is mapped."""
@@ -88,7 +91,8 @@ def tensor_files(folder: Path) -> TensorFiles:
                 f"{folder / file} holds {extra[0]!r}, which {INDEX} "
                 f"{'puts in another file' if extra[0] in listed else 'does not list'}."
             )
-    return TensorFiles({name: folder / file for file, names in held.items() for name in names})
+    places = {file: folder / file for file in held}
+    return TensorFiles({name: places[file] for file, names in held.items() for name in names})
 
 
 class Outlines:
@@ -178,7 +182,14 @@ def _names_file(text: str) -> bool:
 
 def _open(file: Path) -> Any:
     try:
-        return safe_open(regular(file), framework="pt")
+        size = regular(file).stat().st_size
+        with file.open("rb") as stream:
+            header = int.from_bytes(stream.read(8), "little")
+        if MAX_HEADER < header < size:  # whatever else may be wrong with it, the library finds
+            raise CheckpointError(
+                f"{file} has a header of {header} bytes; infer reads headers of {MAX_HEADER} at most."
+            )
+        return safe_open(file, framework="pt")
     except FileNotFoundError:
         raise CheckpointError(f"{file} is missing, though {INDEX} lists it.") from None
     except OSError as error:
