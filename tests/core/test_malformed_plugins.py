@@ -258,5 +258,5 @@ def test_malformed_plugins_take_nobody_down(
             assert cli.main(argv) == 0
             answer = json.loads(capsys.readouterr().out)
             if argv[0] == "plugins":
-                (row,) = [row for row in answer if row["chosen"] == "broken"]
+                (row,) = [row for row in answer["parts"] if row["chosen"] == "broken"]
                 assert (row["distribution"], row["why"]) == ("malformed", broken.reason)

@@ -357,7 +357,7 @@ def test_a_plugins_command_gets_its_arguments_and_settings(
     assert cli.main(["hello", "--server.prot", "9"]) == 2
     assert "mean 'server.port'" in capsys.readouterr().err
     assert cli.main(["plugins", "--json"]) == 0
-    rows = [row for row in json.loads(capsys.readouterr().out) if row["slot"] == "command"]
+    rows = [row for row in json.loads(capsys.readouterr().out)["parts"] if row["slot"] == "command"]
     assert [row["name"] for row in rows if row["distribution"] == "greeter"] == ["hello"]
     assert {row["name"] for row in rows} > {"serve", "generate", "chat", "demo", "bench", "plugins", "settings"}
 

@@ -119,7 +119,7 @@ def test_a_limit_on_drafts_without_any_is_refused() -> None:
 def test_plugins_shows_who_proposes(capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("none", "ngram"):
         assert cli.main(["plugins", "--json", "--engine.speculation", name]) == 0
-        rows = {row["name"]: row for row in json.loads(capsys.readouterr().out) if row["slot"] == "proposer"}
+        rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["parts"] if row["slot"] == "proposer"}
         assert {row: rows[row]["chosen"] for row in ("ngram", "draft")} == {
             "ngram": "yes" if name == "ngram" else "no",
             "draft": "no",

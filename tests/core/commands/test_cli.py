@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from infer.commands.cli import _parser
+from infer.commands.cli import _parser, main
+from infer.inspection import SPECS
 from infer.plugins import Plugins
 from infer.settings import load_settings
 
@@ -84,20 +85,47 @@ def test_help_imports_no_torch() -> None:
 
 
 def test_plugins_and_settings_as_json(tmp_path: Path) -> None:
-    rows = json.loads(infer("plugins", "--json", cwd=tmp_path).stdout)
-    (slotted,) = [row for row in rows if row["name"] == "slotted"]
+    found = json.loads(infer("plugins", "--json", "--model.path", "none", cwd=tmp_path).stdout)
+    (slotted,) = [row for row in found["parts"] if row["name"] == "slotted"]
     assert (slotted["distribution"], slotted["slot"]) == ("infer-cache-slotted", "cache")
-    assert not any(row["slot"] == "checkpoint" for row in rows), "none is given"
-    rows = json.loads(infer("plugins", "--json", "--model.path", "demo").stdout)
-    (demo,) = [row for row in rows if row["slot"] == "checkpoint"]
-    assert demo["quantization"]["method"] is None
-    assert demo["quantization"]["forms"] == ["plain weights"]
-    assert demo["quantization"]["nbytes"] > 2e6
-    assert "not quantised: plain weights, " in infer("plugins", "--model.path", "demo").stdout
+    assert not any(row["slot"] == "checkpoint" for row in found["parts"]), "none is given"
+    assert {row["chosen"] for row in found["parts"] if row["slot"] == "model"} == {"when met"}
     values = json.loads(infer("settings", "--json", "--server.port", "9", cwd=tmp_path).stdout)
     assert values["server.port"] == {"value": 9, "source": "--server.port"}
     schema = json.loads(infer("settings", "--json-schema", cwd=tmp_path).stdout)
     assert "prefill_chunk_size" in json.dumps(schema)
+
+
+def test_what_plugins_lists(capsys: pytest.CaptureFixture[str]) -> None:
+    """The choice for the configured checkpoint, who implements which hook, and what settings decide."""
+    assert main(["plugins", "--json", "--model.path", "demo", "--kernels.backend", "reference"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (demo,) = [row for row in found["parts"] if row["slot"] == "checkpoint"]
+    assert demo["quantization"]["method"] is None
+    assert demo["quantization"]["forms"] == ["plain weights"]
+    assert demo["quantization"]["nbytes"] > 2e6
+    chosen = {(row["slot"], row["name"]): row["why"] for row in found["parts"] if row["chosen"] == "yes"}
+    assert chosen["model", "llama"] == "by the checkpoint's architecture: LlamaForCausalLM; the only one"
+    assert chosen["cache", "paged"] == "cache.backend = auto (from default); over slotted (priority 10)"
+    assert chosen["kernels", "reference"] == "kernels.backend = reference (from --kernels.backend)"
+    assert ("weights", "safetensors") in chosen
+    assert ("kernels", "cpu") not in chosen
+    hooks = {row["hook"]: row["plugins"] for row in found["hooks"]}
+    assert hooks.keys() == SPECS.keys()
+    assert [name.split()[0] for name in hooks["infer_models"]] == ["infer-models"]
+    settings = {row["key"]: row for row in found["settings"]}
+    assert settings["kernels.backend"]["source"] == "--kernels.backend"
+    assert settings["kernels.backend"]["selects"]["parts"] == ["reference"]
+    assert settings["engine.speculation"]["selects"]["parts"] == []
+    assert settings["model.tool_format"]["selects"]["chosen"] == "when met"
+    assert "page" in settings["cache.paged.block_size"]["decides"]
+    assert settings["cache.paged.block_size"]["selects"] is None
+    assert found["checkpoints"].keys() == {"demo"}
+    assert main(["plugins", "--model.path", "demo"]) == 0
+    said = capsys.readouterr().out
+    assert "not quantised: plain weights, " in said
+    assert re.search(r"^infer_models +infer-models ", said, re.M)
+    assert re.search(r'^cache.backend +"auto" +default +cache: paged$', said, re.M)
 
 
 @contextmanager

@@ -114,10 +114,11 @@ def test_a_tokenizer_of_its_own(checkpoint: tuple[Path, Path], tmp_path: Path) -
 
 def test_plugins_are_listed(checkpoint: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plugins", "--json", "--model.path", str(checkpoint[1])]) == 0
-    rows = {(row["slot"], row["name"]): row for row in json.loads(capsys.readouterr().out)}
-    for slot, name in (("container", "gguf"), ("weights", "gguf"), ("container", "folder")):
-        assert rows[slot, name]["chosen"] == "when met"
-    assert rows["container", "gguf"]["why"] == "by the ending of the checkpoint's file"
+    rows = {(row["slot"], row["name"]): row for row in json.loads(capsys.readouterr().out)["parts"]}
+    for slot, name in (("container", "gguf"), ("weights", "gguf")):
+        assert rows[slot, name]["chosen"] == "yes"
+    assert rows["container", "folder"]["chosen"] == "no"
+    assert rows["container", "gguf"]["why"] == "by the ending of the checkpoint's file: .gguf; the only one"
 
 
 def test_without_the_plugin(checkpoint: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
