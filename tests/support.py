@@ -282,7 +282,7 @@ def paged_pool(
     settings = PagedSettings.model_validate({"num_blocks": 30} | keys)
     if spare is not None:
         tried = (settings.model_copy(update={"num_blocks": n}) for n in itertools.count(1))
-        settings = next(found for found in tried if infer_cache_paged.longest(context, found) >= MAX_SEQ_LEN)
+        settings = next(found for found in tried if infer_cache_paged.longest(context, found, 0) >= MAX_SEQ_LEN)
         settings = settings.model_copy(update={"num_blocks": (settings.num_blocks or 0) + spare})
     pool = PagedPool(context, settings)
     for cache in (*pool.storage.k, *pool.storage.v):

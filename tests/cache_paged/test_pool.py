@@ -71,7 +71,7 @@ def test_as_many_more_pages_as_quantised_ones_are_smaller(free: int) -> None:
     pool = PagedPool(context, settings)
     assert pool.free_tokens() == 100 * 16 * 64 // 20
     assert pool.nbytes == 100 * 16 * PER_TOKEN
-    assert infer_cache_paged.longest(context, settings) == 100 * 16 * 64 // 20
+    assert infer_cache_paged.longest(context, settings, 0) == 100 * 16 * 64 // 20
 
 
 def test_no_more_than_half_of_the_memory_unless_asked(free: int) -> None:
@@ -311,7 +311,7 @@ def test_free_positions_are_those_of_long_sequences(caplog: pytest.LogCaptureFix
     rest = 3500 - 5 * 652
     assert pool.free_tokens() == (5 * 256 + rest // 7) * 16
     context = CacheContext(GEMMA, 1, 10**6, torch.bfloat16, CPU, ReferenceKernels(), max_chunk=512)
-    assert infer_cache_paged.longest(context, PagedSettings(num_blocks=500)) == (3500 - 6 * 66) * 16
+    assert infer_cache_paged.longest(context, PagedSettings(num_blocks=500), 0) == (3500 - 6 * 66) * 16
 
 
 @pytest.mark.parametrize(

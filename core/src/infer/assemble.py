@@ -337,9 +337,9 @@ def longest(
         own, why = DEFAULT_MAX_SEQ_LEN, "config.json does not say how many there are"
     elif own > DEFAULT_MAX_SEQ_LEN and cache.longest is not None:
         sketched = sketch(settings, family, format, checkpoint, context)
-        pool = _cache_context(settings, sketched.model, replace(context, max_seq_len=own), sketched.nbytes)
+        pool = _cache_context(settings, sketched.model, replace(context, max_seq_len=own))
         with named(f"{cache.whose} cannot say how long a sequence may be"):
-            held = cache.longest(pool, plugin_settings(settings, "cache", cache.name))
+            held = cache.longest(pool, plugin_settings(settings, "cache", cache.name), sketched.nbytes)
         why = "memory holds no more"
     length = max(2, min(held, own))
     if length < checkpoint.max_positions:
@@ -521,7 +521,7 @@ def _weight_format(
 
 
 def _cache_context(
-    settings: Settings, model: ModelProtocol, context: ModelContext, yet_to_take: int, enough: int | None = None
+    settings: Settings, model: ModelProtocol, context: ModelContext, yet_to_take: int = 0, enough: int | None = None
 ) -> CacheContext:
     return CacheContext(
         model.attention,

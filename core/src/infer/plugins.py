@@ -54,7 +54,7 @@ class Offer:
         return not isinstance(self.registration, SchedulerRegistration) or self.registration.chunks
 
     @property
-    def longest(self) -> Callable[[CacheContext, Any], int] | None:
+    def longest(self) -> Callable[[CacheContext, Any, int], int] | None:
         """``CacheRegistration.longest``; None for other plugins."""
         return self.registration.longest if isinstance(self.registration, CacheRegistration) else None
 

@@ -179,7 +179,7 @@ class Traffic(RuleBasedStateMachine):
             least = -(-MAX_SEQ_LEN // size)
             if len(windows) > 1:
                 tried = (PagedSettings(block_size=size, num_blocks=n) for n in range(1, least + 1))
-                least = sum(longest(context, found) < MAX_SEQ_LEN for found in tried) + 1
+                least = sum(longest(context, found, 0) < MAX_SEQ_LEN for found in tried) + 1
             self.pool = PagedPool(context, PagedSettings(block_size=size, num_blocks=least + pages))
         self.pool.commit = self.checked(self.pool.commit)
         self.room = self.pool.free_tokens()

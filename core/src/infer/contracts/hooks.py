@@ -66,9 +66,9 @@ class Registration(Generic[F]):
 class CacheRegistration(Registration[CacheFactory]):
     """A cache pool that says how long a sequence may become in it, and how it can store K and V."""
 
-    longest: Callable[[CacheContext, Any], int] | None = None
-    """(context, the pool's settings) -> how many positions of one sequence fit into memory. Without it, sequences have
-    at most 4096 positions unless ``engine.max_seq_len`` is set."""
+    longest: Callable[[CacheContext, Any, int], int] | None = None
+    """(context, the pool's settings, bytes that the weights have still to take) -> how many positions of one sequence
+    fit into memory. Without it, sequences have at most 4096 positions unless ``engine.max_seq_len`` is set."""
     kv_dtypes: tuple[str, ...] = ()
     """The values of ``cache.kv_dtype`` other than ``auto`` that it stores K and V by, such as ``int8``; a pool whose
     storage is ``infer.cache.KVStorage`` knows them all."""

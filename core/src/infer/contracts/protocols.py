@@ -91,6 +91,7 @@ class QuantisedKV:
 
     @property
     def shape(self) -> torch.Size:
+        """[blocks, block_size, K, E]."""
         return self.codes.shape
 
     @property
@@ -340,7 +341,8 @@ class CachePoolProtocol(Protocol):
     def commit(self, slot: int, token_ids: Sequence[int], num_computed: int) -> None:
         """Say that the K/V of the slot's first ``num_computed`` tokens have been computed and may be shared."""
 
-    def free(self, slot: int) -> None: ...
+    def free(self, slot: int) -> None:
+        """The slot's sequence has ended: its positions and the slot are free again, but for what is shared."""
 
     def free_tokens(self) -> int:
         """How many positions can still be allocated, to sequences of full length."""
@@ -384,7 +386,8 @@ class ModelProtocol(Protocol):
         """One spec per layer; ``attend`` takes a layer's index in this list."""
 
     @property
-    def vocab_size(self) -> int: ...
+    def vocab_size(self) -> int:
+        """How many token ids there are, from 0 on: the columns of the logits."""
 
     def forward(self, batch: Pass) -> Tensor:
         """The wanted tokens' hidden states after the final norm, [N, D]. The last layer may skip the other tokens after
@@ -457,7 +460,8 @@ class WeightFormatProtocol(Protocol):
 class SchedulerProtocol(Protocol):
     """Decides which sequences compute which positions in a step. It handles integers only: no tensors, no text."""
 
-    def add(self, sequence: EngineSequence) -> None: ...
+    def add(self, sequence: EngineSequence) -> None:
+        """A new sequence waits from now on."""
 
     def schedule(self) -> Schedule:
         """Plan one step; the schedule is empty if nothing can run."""
@@ -465,7 +469,8 @@ class SchedulerProtocol(Protocol):
     def finish(self, sequence: EngineSequence) -> None:
         """The sequence, running or waiting, has ended: free its place in the cache at once."""
 
-    def has_work(self) -> bool: ...
+    def has_work(self) -> bool:
+        """Whether any sequence runs or waits, even if nothing of it can run now."""
 
 
 class Ask(NamedTuple):
@@ -518,7 +523,9 @@ class PartProtocol(Protocol):
     of it than a bounded look ahead. ``infer.text.tool_formats.reader`` has the means.
     """
 
-    def push(self, text: str) -> Iterator[Piece]: ...
+    def push(self, text: str) -> Iterator[Piece]:
+        """The pieces that are certain now that ``text`` has come behind what came before."""
+        ...
 
     def flush(self) -> Iterator[Piece]:
         """What is left at the end."""
@@ -659,32 +666,50 @@ class RoutesFactory(Protocol):
 
 
 class CacheFactory(Protocol):
+    """Makes a cache pool; ``settings`` is its own table, ``[cache.NAME]``."""
+
     def __call__(self, context: CacheContext, settings: Any) -> CachePoolProtocol: ...
 
 
 class ModelFactory(Protocol):
+    """Makes a model that is not loaded yet; ``config`` is config.json, ``settings`` its own table, ``[model.NAME]``.
+    Raises CheckpointError, whose text names the field, if the config is not as it has to be."""
+
     def __call__(self, config: Mapping[str, Any], context: ModelContext, settings: Any) -> ModelProtocol: ...
 
 
 class ContainerFactory(Protocol):
+    """Opens the file or folder that a checkpoint is kept in; ``settings`` is its own table, ``[model.NAME]``. Raises
+    CheckpointError if it is damaged."""
+
     def __call__(self, path: Path, settings: Any) -> ContainerProtocol: ...
 
 
 class WeightFormatFactory(Protocol):
+    """Makes the reader of a checkpoint's weights; ``config`` is config.json, whose ``quantization_config`` says how
+    they are stored, and ``settings`` its own table, ``[model.NAME]``. The tensors of ``files`` may be without values
+    (``infer doctor``). Raises CheckpointError if it cannot read such weights."""
+
     def __call__(
         self, config: Mapping[str, Any], files: TensorFilesProtocol, settings: Any
     ) -> WeightFormatProtocol: ...
 
 
 class SchedulerFactory(Protocol):
+    """Makes a scheduler; ``settings`` is its own table, ``[engine.NAME]``."""
+
     def __call__(self, context: SchedulerContext, settings: Any) -> SchedulerProtocol: ...
 
 
 class ProposerFactory(Protocol):
+    """Makes a proposer of draft tokens; ``settings`` is its own table, ``[engine.NAME]``."""
+
     def __call__(self, context: ProposerContext, settings: Any) -> ProposerProtocol: ...
 
 
 class KernelsFactory(Protocol):
+    """Makes kernels that compute on ``device``; ``settings`` is their own table, ``[kernels.NAME]``."""
+
     def __call__(self, device: torch.device, settings: Any) -> KernelsProtocol: ...
 
 
@@ -696,10 +721,14 @@ class ToolFormatFactory(Protocol):
 
 
 class ReasoningFactory(Protocol):
+    """Makes the tags of one way to write reasoning; ``settings`` is its own table, ``[model.NAME]``."""
+
     def __call__(self, settings: Any, /) -> ReasoningTags: ...
 
 
 class ObserverFactory(Protocol):
+    """Makes an observer; ``settings`` is its own table, ``[observers.NAME]``."""
+
     def __call__(self, settings: Any) -> ObserverProtocol: ...
 
 

@@ -58,6 +58,7 @@ class Sequence:
 
     @property
     def decoding(self) -> bool:
+        """Whether the whole prompt has been computed, so that tokens are drawn one after the other."""
         return self.slot is not None and self.num_computed >= self.prefill_end
 
     @property

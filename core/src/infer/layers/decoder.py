@@ -51,10 +51,12 @@ class DecoderConfig(BaseModel, extra="ignore"):
 
     @property
     def head_size(self) -> int:
+        """How many values a head has, E."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
     def attention_scale(self) -> float:
+        """What scores are multiplied by, as ``AttentionSpec.scale``."""
         return float(self.head_size**-0.5)
 
     @property
@@ -92,6 +94,7 @@ class DecoderConfig(BaseModel, extra="ignore"):
         return [None] * self.num_hidden_layers
 
     def attention(self) -> list[AttentionSpec]:
+        """What each layer needs from the cache."""
         heads = self.num_attention_heads, self.num_key_value_heads or self.num_attention_heads, self.head_size
         scale, cap = self.attention_scale, self.attention_soft_cap
         return [AttentionSpec(*heads, scale, window, cap) for window in self.windows()]
@@ -105,6 +108,8 @@ class DecoderConfig(BaseModel, extra="ignore"):
 
 
 class DecoderLayer(Protocol):
+    """A layer of ``Decoder``: attention and what stands behind it, each added to the residual stream."""
+
     def __call__(
         self,
         x_TD: Tensor,

@@ -175,4 +175,5 @@ class Head:
         self._packed = packed
 
     def __call__(self, hidden_ND: Tensor) -> Tensor:
+        """[N, V]."""
         return self._kernels.linear(hidden_ND, self._packed)

@@ -54,9 +54,11 @@ class Weights:
         self._stacks[name] = _Stack(shape, cut)
 
     def when_loaded(self, finish: Callable[[], None]) -> None:
+        """Have ``finish`` called once all tensors have been taken."""
         self._finish.append(finish)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of all expected tensors, by name."""
         return {name: expected.shape for name, expected in self._expected.items()}
 
     def unstack(self, tensors: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:

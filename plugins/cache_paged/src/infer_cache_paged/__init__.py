@@ -195,8 +195,9 @@ def _groups(
     return [Group.make(pages, window, settings.block_size, context.max_chunk) for window, pages in counts.items()]
 
 
-def longest(context: CacheContext, settings: PagedSettings) -> int:
-    """How many positions one sequence can have in all pages."""
+def longest(context: CacheContext, settings: PagedSettings, yet_to_take: int) -> int:
+    """How many positions one sequence can have in all pages, of the memory that ``yet_to_take`` bytes leave."""
+    context = replace(context, yet_to_take=yet_to_take)
     groups = _groups(_tables(context), context, settings)
     if settings.num_blocks is not None:
         pages = settings.num_blocks * sum(group.pages for group in groups)

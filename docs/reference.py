@@ -1,0 +1,180 @@
+"""Writes docs/reference.md: every hook, contract and layer that plugins build on, from the docstrings in the source.
+
+    python docs/reference.py            writes the page
+    python docs/reference.py --check    says whether it is as it would be written
+
+Nothing is imported: a docstring is what the source has, and a string below an attribute is that attribute's.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "core/src/infer"
+PAGE = ROOT / "docs/reference.md"
+SECTIONS: dict[str, tuple[str, Sequence[str]]] = {
+    "Hooks and registrations": (
+        "What a plugin's module implements, and what its hooks return. Import them from `infer.hookspecs`.",
+        ("contracts/hooks.py", "contracts/records.py"),
+    ),
+    "Contracts": (
+        "What the parts are, which are registered, and what they are made from. Import them from `infer.protocols`.",
+        ("contracts/protocols.py", "contracts/schedule.py"),
+    ),
+    "Weights": ("What kernels multiply by. Import it from `infer.weight`.", ("weight.py",)),
+    "Layers": (
+        "What model families are composed of. Import them from `infer.layers`.",
+        tuple(f"layers/{name}.py" for name in ("table", "config", "linear", "rotary", "blocks", "experts", "decoder")),
+    ),
+    "Cache pools": (
+        "What cache pools are made of. Import it from `infer.cache`.",
+        tuple(f"cache/{name}.py" for name in ("books", "storage", "pool")),
+    ),
+}
+
+
+@dataclass
+class Entry:
+    """A class, function or attribute, and what belongs to it."""
+
+    name: str
+    head: str
+    """Its signature, or its type."""
+    text: str | None
+    """Its docstring, cleaned; None if it has none."""
+    kind: str
+    """``class``, ``function`` or ``attribute``."""
+    members: list[Entry] = field(default_factory=list)
+    node: ast.AST | None = None
+
+
+def entries(file: str) -> list[Entry]:
+    """The public names that a file of the core defines, in its order; of a package with ``__all__``, those in it."""
+    package = SOURCE / file.rpartition("/")[0] / "__init__.py"
+    exported = next((each for each in ast.parse(_read(package)).body if _assigned(each, "__all__")), None)
+    names = None if exported is None else {c.value for c in ast.walk(exported) if isinstance(c, ast.Constant)}
+    return [entry for entry in _entries(ast.parse(_read(SOURCE / file)).body) if names is None or entry.name in names]
+
+
+def _read(file: Path) -> str:
+    return file.read_text(encoding="utf-8")
+
+
+def _entries(body: Sequence[ast.stmt], of_class: bool = False) -> Iterator[Entry]:
+    for at, node in enumerate(body):
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            bases = ", ".join(map(ast.unparse, node.bases))
+            members = list(_entries(node.body, of_class=True))
+            head = f"class {node.name}" + (f"({bases})" if bases else "")
+            yield Entry(node.name, head, ast.get_docstring(node), "class", members, node)
+        elif isinstance(node, ast.FunctionDef) and (not node.name.startswith("_") or node.name == "__call__"):
+            returns = "" if node.returns is None else f" -> {ast.unparse(node.returns)}"
+            decorators = {ast.unparse(each) for each in node.decorator_list}
+            head = f"{node.name}({_arguments(node.args)}){returns}"
+            if "property" in decorators:
+                yield Entry(node.name, f"{node.name}: {returns[4:]}", ast.get_docstring(node), "attribute", [], node)
+            elif not decorators & {"model_validator(mode='after')"}:
+                yield Entry(node.name, head, ast.get_docstring(node), "function", [], node)
+        elif of_class and isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            if not node.target.id.startswith("_"):
+                default = "" if node.value is None else f" = {ast.unparse(node.value)}"
+                head = f"{node.target.id}: {ast.unparse(node.annotation)}{default}"
+                yield Entry(node.target.id, head, _below(body, at), "attribute", [], node)
+        elif not of_class and (name := _assigned(node)) and (text := _below(body, at)):
+            yield Entry(name, ast.unparse(node), text, "attribute", [], node)
+
+
+def _assigned(node: ast.stmt, name: str = "") -> str | None:
+    """The public name that a statement of a module gives a value; ``name`` if it gives one to that."""
+    target = node.target if isinstance(node, ast.AnnAssign) else None
+    if isinstance(node, ast.Assign):
+        target = node.targets[0]
+    if not isinstance(target, ast.Name) or (target.id.startswith("_") and target.id != name):
+        return None
+    return target.id if name in ("", target.id) else None
+
+
+def _below(body: Sequence[ast.stmt], at: int) -> str | None:
+    """The string that stands below a statement."""
+    after = body[at + 1] if at + 1 < len(body) else None
+    if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):
+        return "\n".join(line.strip() for line in after.value.value.strip().splitlines())
+    return None
+
+
+def _arguments(arguments: ast.arguments) -> str:
+    """Without ``self``."""
+    if arguments.posonlyargs and arguments.posonlyargs[0].arg == "self":
+        arguments.posonlyargs = arguments.posonlyargs[1:]
+    elif arguments.args and arguments.args[0].arg in ("self", "cls"):
+        arguments.args = arguments.args[1:]
+    return ast.unparse(arguments)
+
+
+def page() -> str:
+    """The whole page."""
+    legend = ast.get_docstring(ast.parse(_read(SOURCE / "contracts/protocols.py"))) or ""
+    lines = [
+        "# Reference",
+        "",
+        "Every hook, contract and layer that plugins build on, from the docstrings in the source: "
+        "`python docs/reference.py` writes this page. [Writing a plugin](plugins.md) shows how they go together.",
+        "",
+        _code(legend.partition("\n\n")[2]),
+    ]
+    elsewhere = promised()
+    for title, (about, files) in SECTIONS.items():
+        lines += ["", f"## {title}", "", about]
+        for file in files:
+            for entry in entries(file):
+                lines += _shown(entry, elsewhere)
+    return "\n".join(lines) + "\n"
+
+
+def promised() -> dict[str, str]:
+    """By the name of a method or property, the class that says what it does: the first one that has it. Others, which
+    keep the promise, need not repeat it."""
+    found: dict[str, str] = {}
+    for _, files in SECTIONS.values():
+        for entry in (each for file in files for each in entries(file)):
+            for member in entry.members:
+                if member.text and member.name != "__call__":
+                    found.setdefault(member.name, entry.name)
+    return found
+
+
+def _shown(entry: Entry, elsewhere: Mapping[str, str]) -> Iterator[str]:
+    yield from ("", f"### {entry.name}", "", "```python", entry.head, "```")
+    if entry.text:
+        yield from ("", _code(entry.text))
+    if entry.members:
+        yield ""
+    for member in entry.members:
+        text = _code(member.text) if member.text else ""
+        if not text and not isinstance(member.node, ast.AnnAssign) and (other := elsewhere.get(member.name)):
+            text = f"As in `{other}`."
+        yield f"- `{member.head}`" + (f"<br>{' '.join(text.split())}" if text else "")
+
+
+def _code(text: str) -> str:
+    return text.replace("``", "`")
+
+
+def main(argv: Sequence[str]) -> int:
+    made = page()
+    if "--check" in argv:
+        held = _read(PAGE) if PAGE.exists() else ""
+        if held != made:
+            print(f"{PAGE} is not what the docstrings say: python docs/reference.py writes it anew.", file=sys.stderr)
+        return int(held != made)
+    PAGE.write_text(made, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,71 @@
+"""docs/reference.md is what the docstrings say, and these say what a plugin's author has to know."""
+
+from __future__ import annotations
+
+import ast
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT: dict[str, Any] = runpy.run_path(str(Path(__file__).parents[1] / "docs/reference.py"))
+FILES = [file for _, files in SCRIPT["SECTIONS"].values() for file in files]
+PROMISED = SCRIPT["promised"]()
+
+
+def members(file: str) -> Iterator[tuple[str, Any, Any]]:
+    """(where, what, the class that it belongs to or itself) of all that a file defines."""
+    for entry in SCRIPT["entries"](file):
+        yield f"{file}: {entry.name}", entry, entry
+        for member in entry.members:
+            yield f"{file}: {entry.name}.{member.name}", member, entry
+
+
+def test_the_page_is_what_the_docstrings_say() -> None:
+    held = SCRIPT["PAGE"].read_text(encoding="utf-8")
+    assert held == SCRIPT["page"](), "python docs/reference.py writes it anew"
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_everything_public_says_what_it_does(file: str) -> None:
+    """A function or class by its docstring, ``__call__`` by its class, and what keeps a promise by who promises it."""
+    assert [
+        where
+        for where, what, owner in members(file)
+        if not isinstance(what.node, ast.AnnAssign)
+        and not what.text
+        and not (what.name == "__call__" and owner.text)
+        and what.name not in PROMISED
+    ] == []
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_docstrings_name_shapes_bytes_and_errors(file: str) -> None:
+    """Where a tensor is returned, its shape, or a function that has it; of a count of bytes, that; of what is raised,
+    the error. A name that ends in its dimensions (``x_TD``) says its shape."""
+    lacking = []
+    for where, what, owner in members(file):
+        said = f"{what.text or ''} {owner.text or ''}"
+        node = what.node
+        if isinstance(node, ast.FunctionDef):
+            returns = "" if node.returns is None else ast.unparse(node.returns)
+            if "Tensor" in returns and what.name not in PROMISED and not any(mark in said for mark in ("[", "``", "=")):
+                lacking.append(f"{where}: the shape of what it returns")
+            raised = {
+                name
+                for each in ast.walk(node)
+                if isinstance(each, ast.Raise) and isinstance(each.exc, ast.Call)
+                for name in [ast.unparse(each.exc.func)]
+                if name.endswith("Error") and name not in ("TypeError", "NotImplementedError")
+            }
+            if raised and "Raise" not in said and PROMISED.get(what.name) in (None, owner.name):
+                lacking.append(f"{where}: that it raises {', '.join(sorted(raised))}")
+        if "bytes" in what.name and "ytes" not in said and what.name not in PROMISED:
+            lacking.append(f"{where}: that it counts bytes")
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation).startswith("Tensor"):
+            named = what.name.rpartition("_")[2].isupper() or what.name.rpartition("_")[2][-1:].isdigit()
+            if not what.text and not named and not owner.text:
+                lacking.append(f"{where}: its shape")
+    assert lacking == []
