@@ -91,7 +91,7 @@ def _entries(body: Sequence[ast.stmt], of_class: bool = False) -> Iterator[Entry
 
 def _assigned(node: ast.stmt, name: str = "") -> str | None:
     """The public name that a statement of a module gives a value; ``name`` if it gives one to that."""
-    target = node.target if isinstance(node, ast.AnnAssign) else None
+    target: ast.expr | None = node.target if isinstance(node, ast.AnnAssign) else None
     if isinstance(node, ast.Assign):
         target = node.targets[0]
     if not isinstance(target, ast.Name) or (target.id.startswith("_") and target.id != name):
