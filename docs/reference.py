@@ -149,7 +149,7 @@ def promised() -> dict[str, str]:
 
 
 def _shown(entry: Entry, elsewhere: Mapping[str, str]) -> Iterator[str]:
-    yield from ("", f"### {entry.name}", "", "```python", entry.head, "```")
+    yield from ("", f"### {entry.name}", "", "```", entry.head, "```")
     if entry.text:
         yield from ("", _code(entry.text))
     if entry.members:
