@@ -248,49 +248,6 @@ class Plugins:
                 log.warning("%s: auto passes over %s of %s: %s", setting, offer.name, offer.distribution, error)
         return found
 
-    def survey(
-        self, settings: Settings, sources: Mapping[str, str], device: Callable[[], str]
-    ) -> tuple[list[dict[str, Any]], InferError | None]:
-        """What is installed, what is chosen, and why: a row for each offer and each broken plugin, and the error of a
-        choice that cannot be made. ``device`` is the type of the model's device; it may raise an InferError, too."""
-        rows: list[dict[str, Any]] = []
-        failed = None
-        for slot, offers in self.offers.items():
-            chosen, why, all_of_them = None, "", ""
-            about = SLOTS[slot]
-            asked = about.asked(settings)
-            if about.setting is not None:
-                why = f"{about.setting} = {asked} (from {sources[about.setting]})"
-            if about.when and asked == "auto":
-                all_of_them, why = "when met", about.when
-            elif about.setting is None:
-                all_of_them = "yes"
-            else:
-                try:
-                    chosen = None if asked == "none" else self.choose(slot, settings, [device()])
-                except InferError as error:
-                    failed = error
-            for offer in offers:
-                unavailable = offer.registration.unavailable
-                taken = offer is chosen or (all_of_them and not unavailable)
-                rows.append(
-                    {
-                        "slot": slot,
-                        "name": offer.name,
-                        "distribution": offer.distribution,
-                        "version": offer.version,
-                        "chosen": (all_of_them or "yes") if taken else "no",
-                        "why": why if taken else unavailable or "",
-                        "description": "; ".join(
-                            (offer.registration.description, *(f"knows K/V in {name}" for name in offer.kv_dtypes))
-                        ),
-                    }
-                )
-        for b in self.broken:
-            row = dict.fromkeys(("slot", "name"), "-") | {"distribution": b.distribution, "version": b.version}
-            rows.append(row | {"chosen": "broken", "why": b.reason, "description": ""})
-        return rows, failed
-
     @property
     def checkpoints(self) -> dict[str, Path]:
         """Bundled checkpoints by name."""

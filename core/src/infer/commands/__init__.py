@@ -3,4 +3,6 @@ is loaded."""
 
 from infer.commands import bench, chat, check, demo, doctor, generate, new, plugins, serve, settings
 
-COMMANDS = tuple(module.COMMAND for module in (serve, generate, chat, demo, bench, doctor, plugins, check, new, settings))
+COMMANDS = tuple(
+    module.COMMAND for module in (serve, generate, chat, demo, bench, doctor, plugins, check, new, settings)
+)

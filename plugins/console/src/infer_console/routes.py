@@ -8,10 +8,10 @@ import json
 
 from aiohttp import web
 
-from infer.assemble import choose_device
 from infer.protocols import Route
 from infer.server.service import Json, Service
-from infer.settings import describe, describe_schema, origins
+from infer.settings import origins
+from infer.survey import Survey
 from infer_console.files import Files
 from infer_console.live import Live
 from infer_console.sessions import Login, Sessions, for_page
@@ -40,8 +40,7 @@ def routes(service: Service) -> list[Route]:
 def _about(service: Service) -> Json:
     settings = service.settings
     sources = origins(settings)
-    rows, _ = service.plugins.survey(settings, sources, lambda: choose_device(settings.model.device).type)
-    texts = {key: text for key, text, _ in describe_schema(type(settings))}
+    survey = Survey(service.plugins, settings, sources)
     return {
         "model": service.served.name,
         "exact": service.served.exact,
@@ -49,10 +48,15 @@ def _about(service: Service) -> Json:
         "sampling": dict(service.served.sampling),
         "chats": service.served.template is not None,
         "keys": bool(service.keys),
-        "plugins": rows,
+        "plugins": survey.parts(),
         "settings": [
             # A secret's text is a row of asterisks.
-            {"key": key, "value": json.dumps(value, default=str), "source": sources[key], "what": texts[key]}
-            for key, value in describe(settings)
+            {
+                "key": row["key"],
+                "value": json.dumps(row["value"], default=str),
+                "source": row["source"],
+                "what": row["decides"],
+            }
+            for row in survey.settings()
         ],
     }

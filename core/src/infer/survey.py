@@ -1,0 +1,141 @@
+"""What is installed, what is chosen and why, who implements which hook, and what each setting decides."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from infer.errors import InferError
+from infer.inspection import SPECS
+from infer.settings import Settings, describe, describe_schema, schema
+from infer.slots import SLOTS
+
+if TYPE_CHECKING:
+    from infer.checkpoint import Checkpoint
+    from infer.plugins import Offer, Plugins
+
+
+class Survey:
+    """What is installed, as rows of tables. What keeps a choice from being made is in ``failed``."""
+
+    def __init__(self, plugins: Plugins, settings: Settings, sources: Mapping[str, str]) -> None:
+        """``sources`` says where each setting's value came from."""
+        self._plugins, self._settings, self._sources = plugins, settings, sources
+        self.failed: list[InferError] = []
+        self._there: dict[str, Sequence[str]] = {}
+        """What decides among a slot's offers on this machine, as far as it is known."""
+        self._stored: Any = None
+        try:
+            self._look()
+        except InferError as error:
+            self.failed.append(error)
+        self._chosen = {slot: self._choices(slot) for slot in SLOTS}
+
+    def _look(self) -> None:
+        """Find out about the device and, if it is on this machine, about the checkpoint."""
+        from infer.assemble import choose_device, open_checkpoint, stored
+        from infer.checkpoint import ending
+
+        settings, plugins = self._settings, self._plugins
+        self._there["kernels"] = [choose_device(settings.model.device).type]
+        path = settings.model.path
+        if path is None or not (path in plugins.checkpoints or Path(path).expanduser().exists()):
+            return
+        checkpoint: Checkpoint = open_checkpoint(settings, path, plugins)
+        self._there["container"] = [ending(checkpoint.path)]
+        self._there["model"] = checkpoint.architectures or ("not stated",)
+        self._there["weights"] = [checkpoint.quant_method]
+        self._stored = stored(settings, plugins)
+
+    def _choices(self, slot: str) -> list[Offer]:
+        """The offers that are chosen. For a slot whose choice is made later, and for one of which all are used, those
+        that can be."""
+        about, asked = SLOTS[slot], SLOTS[slot].asked(self._settings)
+        if asked == "none":
+            return []
+        if self._all_of(slot):
+            return [offer for offer in self._plugins.offers[slot] if not offer.registration.unavailable]
+        if slot not in self._there and (about.fits == "devices" or (about.fits and asked == "auto")):
+            return []
+        try:
+            return [self._plugins.choose(slot, self._settings, self._there.get(slot, ()))]
+        except InferError as error:
+            self.failed.append(error)
+            return []
+
+    def _all_of(self, slot: str) -> str:
+        """What the table says of a slot's offers if none is chosen over the others; empty if one is."""
+        about = SLOTS[slot]
+        if about.when and about.asked(self._settings) == "auto":
+            return "" if slot in self._there else "when met"
+        return "yes" if about.setting is None and not about.when else ""
+
+    def _why(self, offer: Offer) -> str:
+        """Why an offer is chosen."""
+        about, there = SLOTS[offer.slot], self._there.get(offer.slot, ())
+        auto, all_of_them = about.asked(self._settings) == "auto", self._all_of(offer.slot)
+        said = ""
+        if about.when and auto:
+            said = f"{about.when}: {' or '.join(there) or 'none'}" if there else about.when
+        elif about.setting is not None:
+            value = about.asked(self._settings)
+            said = f"{about.setting} = {value} (from {self._sources[about.setting]})"
+        return said if all_of_them or not auto else f"{said}; {self._plugins.rank(offer, there)}"
+
+    def parts(self) -> list[dict[str, Any]]:
+        """A row for each offer of each slot, for the configured checkpoint if it is on this machine, and for each
+        broken plugin."""
+        rows: list[dict[str, Any]] = []
+        row: dict[str, Any]
+        for slot, offers in self._plugins.offers.items():
+            for offer in offers:
+                registration = offer.registration
+                taken = offer in self._chosen[slot]
+                described = (registration.description, *(f"knows K/V in {name}" for name in offer.kv_dtypes))
+                row = {"slot": slot, "name": offer.name, "distribution": offer.distribution, "version": offer.version}
+                row |= {"chosen": (self._all_of(slot) or "yes") if taken else "no"}
+                row |= {"why": self._why(offer) if taken else registration.unavailable or ""}
+                row |= {"description": "; ".join(described), "priority": registration.priority}
+                rows.append(row | {"suits": list(SLOTS[slot].named(registration))})
+        if self._stored is not None:
+            settings, sources = self._settings, self._sources
+            row = dict.fromkeys(("distribution", "version"), "-") | {"slot": "checkpoint", "chosen": "yes"}
+            row |= {"name": str(settings.model.path), "description": str(self._stored)}
+            why = f"model.path = {row['name']} (from {sources['model.path']})"
+            rows.append(row | {"why": why, "quantization": vars(self._stored)})
+        for b in self._plugins.broken:
+            row = {"slot": "-", "name": "-", "distribution": b.distribution, "version": b.version}
+            rows.append(row | {"chosen": "broken", "why": b.reason, "description": ""})
+        return rows
+
+    def hooks(self) -> list[dict[str, Any]]:
+        """A row for each hook: which plugins implement it, in the order in which they were found."""
+        callers = self._plugins.manager.hook
+        return [
+            {
+                "hook": name,
+                "plugins": [found.plugin_name for found in getattr(callers, name).get_hookimpls()],
+                "description": " ".join((spec.__doc__ or "").split()),
+            }
+            for name, spec in SPECS.items()
+        ]
+
+    def settings(self) -> list[dict[str, Any]]:
+        """A row for each setting: its value, where this came from, and what it selects if it names a part."""
+        selecting = {about.setting: slot for slot, about in SLOTS.items() if about.setting is not None}
+        texts = {key: text for key, text, _ in describe_schema(schema(self._plugins))}
+        return [
+            {
+                "key": key,
+                "value": value,
+                "source": self._sources[key],
+                "decides": texts[key],
+                "selects": self._selects(selecting[key]) if key in selecting else None,
+            }
+            for key, value in describe(self._settings)
+        ]
+
+    def _selects(self, slot: str) -> dict[str, Any]:
+        all_of_them = self._all_of(slot)
+        return {"slot": slot, "parts": [offer.name for offer in self._chosen[slot]], "chosen": all_of_them or "yes"}
