@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from importlib.metadata import entry_points
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -28,6 +29,7 @@ from infer.engine.schedulers import ContinuousScheduler, StaticScheduler
 from infer.engine.speculation import Speculation
 from infer.hookspecs import RequestRecord, StepRecord
 from infer.kernels.reference import ReferenceKernels
+from infer.plugins import Plugins
 from infer.protocols import (
     Ask,
     CacheContext,
@@ -525,3 +527,8 @@ def held(thing: object, *without: object) -> int:
         else:
             left += getattr(each, "__dict__", {}).values()
     return sum(storages.values())
+
+
+def without(name: str) -> Plugins:
+    """All installed plugins but that of one entry point."""
+    return Plugins.discover(installed=[entry for entry in entry_points(group="infer") if entry.name != name])

@@ -9,13 +9,13 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from pydantic import BaseModel
+from tests.support import without
 
 from infer import LLM, PLUGIN_API, EngineDeadError, PluginError, SamplingParams, SettingsError, hookimpl
 from infer.commands import cli
@@ -116,9 +116,7 @@ def test_missing_names_what_is_installed_and_what_helps() -> None:
     with pytest.raises(
         PluginError, match=r"cache.backend is 'paged'.*installed: slotted.*pip install infer-cache-paged"
     ):
-        Plugins.discover(installed=[e for e in entry_points(group="infer") if e.name != "paged"]).get(
-            "cache", "paged", "cache.backend"
-        )
+        without("paged").get("cache", "paged", "cache.backend")
     with pytest.raises(PluginError, match="Did you mean 'slotted'"):
         Plugins.discover().get("cache", "slottet", "cache.backend")
 
@@ -218,11 +216,6 @@ def test_unknown_architecture_names_the_known() -> None:
     with pytest.raises(PluginError, match=r"MambaForCausalLM.*LlamaForCausalLM.*infer-models-transformers runs") as why:
         without("models_transformers").choose("model", Settings(), ["MambaForCausalLM"])
     assert "*" not in str(why.value)
-
-
-def without(name: str) -> Plugins:
-    """All installed plugins but that of one entry point."""
-    return Plugins.discover(installed=[entry for entry in entry_points(group="infer") if entry.name != name])
 
 
 def test_unknown_ways_to_store_weights_name_the_package_that_reads_them() -> None:

@@ -105,14 +105,16 @@ def test_what_plugins_lists(capsys: pytest.CaptureFixture[str]) -> None:
     assert demo["quantization"]["forms"] == ["plain weights"]
     assert demo["quantization"]["nbytes"] > 2e6
     chosen = {(row["slot"], row["name"]): row["why"] for row in found["parts"] if row["chosen"] == "yes"}
-    assert chosen["model", "llama"] == "by the checkpoint's architecture: LlamaForCausalLM; the only one"
+    assert (
+        chosen["model", "llama"] == "by the checkpoint's architecture: LlamaForCausalLM; over transformers (priority 0)"
+    )
     assert chosen["cache", "paged"] == "cache.backend = auto (from default); over slotted (priority 10)"
     assert chosen["kernels", "reference"] == "kernels.backend = reference (from --kernels.backend)"
     assert ("weights", "safetensors") in chosen
     assert ("kernels", "cpu") not in chosen
     hooks = {row["hook"]: row["plugins"] for row in found["hooks"]}
     assert hooks.keys() == SPECS.keys()
-    assert [name.split()[0] for name in hooks["infer_models"]] == ["infer-models"]
+    assert [name.split()[0] for name in hooks["infer_models"]] == ["infer-models-transformers", "infer-models"]
     settings = {row["key"]: row for row in found["settings"]}
     assert settings["kernels.backend"]["source"] == "--kernels.backend"
     assert settings["kernels.backend"]["selects"]["parts"] == ["reference"]
@@ -124,7 +126,7 @@ def test_what_plugins_lists(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plugins", "--model.path", "demo"]) == 0
     said = capsys.readouterr().out
     assert "not quantised: plain weights, " in said
-    assert re.search(r"^infer_models +infer-models ", said, re.M)
+    assert re.search(r"^infer_models +infer-models-transformers ", said, re.M)
     assert re.search(r'^cache.backend +"auto" +default +cache: paged$', said, re.M)
 
 

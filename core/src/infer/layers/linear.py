@@ -107,7 +107,8 @@ class Linear:
 class Norm(Protocol):
     """A norm of hidden states, or whatever stands in its place."""
 
-    def __call__(self, x: Tensor) -> Tensor: ...
+    def __call__(self, x: Tensor) -> Tensor:
+        """norm(x), [..., D], over the last dimension."""
 
     def add(self, x_TD: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor]:
         """(norm(x + residual), x + residual); a residual of None counts as zero."""
