@@ -285,6 +285,17 @@ def test_a_failing_observer_is_left_out_and_others_go_on(caplog: pytest.LogCaptu
     assert caplog.text.count("is left out") == 1
 
 
+def test_an_observer_may_leave_while_it_fails() -> None:
+    class Leaving:
+        def infer_step_finished(self, record: StepRecord) -> None:
+            leave()
+            raise ValueError("bad observer")
+
+    plugins = Plugins.discover()
+    leave = plugins.tell("A test's", Leaving())
+    plugins.notify("infer_step_finished", StepRecord(0, 0.0, 0.0, (), 1, 0, 0, 0, 0, 0, 0, 0))
+
+
 def test_an_object_given_by_hand_is_checked_too() -> None:
     with pytest.raises(PluginError, match="states no INFER_PLUGIN_API"):
         Plugins.discover([SimpleNamespace()])

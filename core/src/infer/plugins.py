@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -289,7 +289,8 @@ class Plugins:
                 call(record)
             except (Exception, SystemExit):
                 log.exception("the observer %s failed in %s and is left out", implementation.plugin_name, hook)
-                caller._remove_plugin(implementation.plugin)
+                with suppress(ValueError):  # another thread may have unregistered it meanwhile
+                    caller._remove_plugin(implementation.plugin)
 
     def _only(self, found: Sequence[Offer], setting: str) -> Offer:
         if len(found) > 1:

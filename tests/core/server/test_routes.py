@@ -216,6 +216,14 @@ async def test_a_path_has_one_owner(path: str) -> None:
         assert (await server.post({}, path.replace("{any}", "x")))[0] == 200, "another method is another endpoint"
 
 
+async def test_an_open_route_opens_no_other_and_all_of_its_pattern() -> None:
+    paths = [route(path="/mine", open=True), route("POST", "/mine"), route(path="/mine/{rest:.+}", open=True)]
+    async with running([Stranger(paths)], server={"api_keys": "right", "access_log": False}) as server:
+        for method, path, status in (("GET", "/mine", 200), ("POST", "/mine", 401), ("GET", "/mine/a/b", 200)):
+            async with server.session.request(method, server.url + path) as response:
+                assert response.status == status, (method, path)
+
+
 async def test_a_servers_observers_leave_with_it() -> None:
     told: list[RequestRecord] = []
     services: list[Service] = []

@@ -634,7 +634,8 @@ class Route:
     chunk: Any = None
     """The shape of an event's data, where the answer may be streamed."""
     open: bool = False
-    """Whether it needs no API key, as for load balancers and the page that asks for the key."""
+    """Whether it needs no API key, as for load balancers and the page that asks for the key. If it reads a body, that
+    should be small: anybody may send it (``Service.read``'s ``most``)."""
 
 
 @dataclass(frozen=True)

@@ -22,13 +22,12 @@ from infer.server.service import CALLER, Caller
 log = logging.getLogger("infer.access")
 
 
-def authorize(keys: Keys, open_paths: Set[str]) -> Middleware:
-    """Let in only who has a key, except to the routes of ``open_paths``."""
+def authorize(keys: Keys, opened: Set[web.AbstractRoute]) -> Middleware:
+    """Let in only who has a key, except to the routes that are ``opened``."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        resource = request.match_info.route.resource
-        if (resource is None or resource.canonical not in open_paths) and not keys.admit(request):
+        if request.match_info.route not in opened and not keys.admit(request):
             raise UnauthorizedError("An API key is needed: send Authorization: Bearer KEY, with a key of this server.")
         return await handler(request)
 

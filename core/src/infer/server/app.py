@@ -160,20 +160,22 @@ def make_app(engine_loop: EngineLoop, served: Served, plugins: Plugins, settings
     service = Service(engine_loop, served, plugins, settings)
     routes = gather(service, plugins)
     # The outermost middleware comes first: any error inside has become a status by the time it is logged.
-    open_paths = {route.path for route in routes if route.open}
+    opened: set[web.AbstractRoute] = set()
     app = web.Application(
         middlewares=[
             access_log(server.access_log),
             errors,
             *((preflight(server.cors_origins),) if server.cors_origins else ()),
-            authorize(service.keys, open_paths) if service.keys else guard(server.host),
+            authorize(service.keys, opened) if service.keys else guard(server.host),
         ],
         client_max_size=server.max_body_bytes,
     )
     if server.cors_origins:
         app.on_response_prepare.append(allow_origin(server.cors_origins))
     for route in routes:
-        app.router.add_route(route.method, route.path, route.handler)
+        added = app.router.add_route(route.method, route.path, route.handler)
+        if route.open:
+            opened.add(added)
     for path, page in zip(PAGES, pages(routes, served.name), strict=True):
         app.router.add_get(path, page)
     app.on_startup.append(lambda app: service.conversation.prepare())

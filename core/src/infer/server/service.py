@@ -8,7 +8,7 @@ import zlib
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, NoReturn, Protocol, TypeVar, cast
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -141,9 +141,10 @@ class Service:
         """Announce that bodies of this kind will be read. Call it before any body is read. Raises ValueError."""
         self._reader.expect(model)
 
-    async def read(self, http: web.Request, model: type[T]) -> T:
-        """Read and check the body. Raises RequestError, QueueFullError or an aiohttp HTTP error."""
-        most = self._settings.max_body_bytes
+    async def read(self, http: web.Request, model: type[T], most: int | None = None) -> T:
+        """Read and check the body, of at most ``most`` bytes if that is less than ``server.max_body_bytes``. Raises
+        RequestError, QueueFullError or an aiohttp HTTP error."""
+        most = min(self._settings.max_body_bytes, self._settings.max_body_bytes if most is None else most)
         with self._room.body() as grow:
             try:
                 async with asyncio.timeout(self._settings.body_timeout_s):
@@ -313,7 +314,7 @@ class Service:
             async with asyncio.timeout(self._settings.stall_timeout_s):
                 await response.write(data)
         except TimeoutError:
-            raise ConnectionResetError("the client does not read") from None
+            hang_up(http)
 
     def frame(self, id: str, kind: str) -> Json:
         """The fields that every answer begins with."""
@@ -342,6 +343,14 @@ def raise_if_failed(event: Event) -> None:
         raise InferError(event.error) if event.param is None else RequestError(str(event.error), param=event.param)
     if event.finish_reason == "abort":
         raise EngineDeadError(SHUTTING_DOWN)
+
+
+def hang_up(http: web.Request) -> NoReturn:
+    """End the connection to a client that does not read, and drop what waits to be sent to it: a connection that is
+    closed stays until everything has been sent. Raises ConnectionResetError."""
+    if http.transport is not None:
+        http.transport.abort()
+    raise ConnectionResetError("the client does not read") from None
 
 
 async def _arrived(http: web.Request, most: int, grow: Callable[[int], None]) -> bytes:

@@ -31,7 +31,7 @@ from pydantic_core import to_json
 
 from infer.errors import QueueFullError, RequestError
 from infer.hookspecs import BlockState, RequestRecord, StepRecord
-from infer.server.service import Json, Service
+from infer.server.service import Json, Service, hang_up
 
 MOST_WATCHERS = 8
 PERIOD_S = 0.025
@@ -127,31 +127,35 @@ class Live:
         self._enter(watcher)
         try:
             await response.prepare(http)
-            await self._write(response, [_event([to_json(self._hello()), *self._kept(last)])])
+            await self._write(http, response, [_event([to_json(self._hello()), *self._kept(last)])])
             while self._service.engine_loop.accepting:
                 try:
                     async with asyncio.timeout(BEAT_S):
                         await watcher.some.wait()
                 except TimeoutError:
-                    await self._write(response, [b": nothing new\n\n"])
+                    await self._write(http, response, [b": nothing new\n\n"])
                     continue
                 batches, lost = watcher.take()
                 if lost:
                     batches.insert(0, _event([to_json(self._lost(lost))]))
-                await self._write(response, batches)
+                await self._write(http, response, batches)
         finally:
             self._leave(watcher)
         return response
 
-    async def _write(self, response: web.StreamResponse, batches: Iterable[bytes]) -> None:
+    async def _write(self, http: web.Request, response: web.StreamResponse, batches: Iterable[bytes]) -> None:
         """Write to a client. One that reads nothing for ``server.stall_timeout_s`` counts as disconnected."""
-        async with asyncio.timeout(self._service.settings.server.stall_timeout_s):
-            for batch in batches:
-                await response.write(batch)
+        try:
+            async with asyncio.timeout(self._service.settings.server.stall_timeout_s):
+                for batch in batches:
+                    await response.write(batch)
+        except TimeoutError:
+            hang_up(http)
 
     def _enter(self, watcher: Watcher) -> None:
         self._watchers.add(watcher)
         if len(self._watchers) == 1:
+            self._clear()  # the engine's thread may have told of a step after the last watcher had left
             self._stop = self._service.observe(self)
             self._pumping = asyncio.create_task(self._pump())
 
@@ -161,9 +165,12 @@ class Live:
             self._stop()
             assert self._pumping is not None
             self._pumping.cancel()
-            for kept in (self._fresh, self._ends, self._numbers, self._ring):
-                kept.clear()
-            self._map, self._last, self._ring_bytes = None, None, 0
+            self._clear()
+
+    def _clear(self) -> None:
+        for kept in (self._fresh, self._ends, self._numbers, self._ring):
+            kept.clear()
+        self._map, self._last, self._ring_bytes = None, None, 0
 
     async def _pump(self) -> None:
         """Send what is new to all watchers, again and again."""
@@ -172,7 +179,7 @@ class Live:
             if not self._service.engine_loop.accepting:
                 for watcher in self._watchers:
                     watcher.some.set()  # so that it sees that this is the end
-            if not self._fresh:
+            if not self._fresh and not self._service.engine_loop.num_open:
                 self._send([*self._ended()])
             while self._fresh:
                 made = [*self._made(AT_ONCE)]
@@ -206,7 +213,7 @@ class Live:
 
     def _ended(self) -> Iterator[bytes]:
         """JSON of the requests that have ended. Observers are told of an end before the step in which it was, so it has
-        to wait for that, or for a period in which no step follows."""
+        to wait for that, or until no request is open, when no step can follow."""
         ends, self._ends = self._ends, []
         for record in ends:
             yield self._keep(self._end(record))

@@ -32,8 +32,8 @@ def routes(service: Service) -> list[Route]:
         Route("GET", "/console/{file}", files.file, "A file of the console.", None, open=True),
         Route("POST", "/console/api/login", sessions.login, "Exchange a key for a cookie.", None, Login, open=True),
         Route("POST", "/console/api/logout", sessions.logout, "End the cookie's session.", None, open=True),
-        Route("GET", "/console/api/server", for_page(server), "What is installed, and the settings.", None),
-        Route("GET", "/console/api/steps", for_page(live.handle), "The engine's steps as they happen.", None),
+        Route("GET", "/console/api/server", for_page(service, server), "What is installed, and the settings.", None),
+        Route("GET", "/console/api/steps", for_page(service, live.handle), "The engine's steps as they happen.", None),
     ]
 
 

@@ -19,6 +19,8 @@ from infer.server.service import Service
 LIFE_S = 12 * 3600
 MOST = 256
 """The most sessions at a time; the oldest one ends for a further one."""
+LOGIN_BYTES = 8192
+"""The largest body of a login, which anybody may send: too small for the process that checks large ones."""
 HEADER = "X-Infer-Console"
 """The page's requests have it. A page of another origin cannot send it without asking first."""
 
@@ -42,7 +44,7 @@ class Sessions:
     async def login(self, http: web.Request) -> web.Response:
         """Exchange a key for a new session; one that the request has already ends."""
         check(http)
-        asked = await self._service.read(http, Login)
+        asked = await self._service.read(http, Login, LOGIN_BYTES)
         if not self._service.keys:
             raise RequestError("This server has no keys, so that there is nothing to log in to.")
         if not self._service.keys.known(asked.key.get_secret_value()):
@@ -90,12 +92,12 @@ def own(http: web.Request) -> bool:
         return False
 
 
-def for_page(handler: Handler) -> Handler:
+def for_page(service: Service, handler: Handler) -> Handler:
     """The handler for requests of the page itself, or with a key. Otherwise any page that a browser shows could take
     the places of those who watch a server without keys."""
 
     async def checked(http: web.Request) -> web.StreamResponse:
-        if "Authorization" not in http.headers:
+        if not (service.keys and "Authorization" in http.headers):  # which has let the request in, if there are keys
             check(http)
         return await handler(http)
 

@@ -3,8 +3,9 @@
 
 import { el } from "./dom.js";
 
+const BREAK = /\r\n|[\n\r\u2028\u2029]/g;
 const FENCE = /^\s{0,3}(`{3,}|~{3,})\s*([\w+#.-]*)/;
-const HEADING = /^(#{1,6})\s+(.*?)\s*#*$/;
+const HEADING = /^(#{1,6})\s+(?=\S)(.*)$/s;
 const RULE = /^\s{0,3}([-*_])\s*(?:\1\s*){2,}$/;
 const QUOTE = /^\s{0,3}> ?/;
 const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])\s+/;
@@ -15,9 +16,9 @@ const LONGEST = 5000; // characters of a line in which marks are looked for
 export function render(source, put = (parent, text) => parent.append(text)) {
   const lines = [];
   let at = 0;
-  for (const text of source.split("\n")) {
-    lines.push({ text, at });
-    at += text.length + 1;
+  for (const found of [...source.matchAll(BREAK), null]) {
+    lines.push({ text: source.slice(at, found?.index), at });
+    if (found) at = found.index + found[0].length;
   }
   const all = document.createDocumentFragment();
   blocks(all, lines, put, 0);
@@ -41,6 +42,10 @@ function blocks(parent, lines, put, depth) {
     let block = null;
     if (!text.trim()) {
       i++;
+    } else if (text.length > LONGEST) {
+      i++;
+      parent.append((block = el("p")));
+      put(block, text, line.at);
     } else if ((found = FENCE.exec(text))) {
       i++;
       const closing = found[1];
@@ -50,8 +55,7 @@ function blocks(parent, lines, put, depth) {
     } else if ((found = HEADING.exec(text))) {
       i++;
       block = el(`h${Math.min(6, found[1].length + 2)}`);
-      const skip = text.indexOf(found[2], found[1].length);
-      inline(block, found[2], line.at + skip, put, 0);
+      inline(block, found[2].trimEnd().replace(/(?<!#)#+$/, "").trimEnd(), line.at + text.length - found[2].length, put, 0);
     } else if (RULE.test(text)) {
       i++;
       block = el("hr");

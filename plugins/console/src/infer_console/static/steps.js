@@ -48,7 +48,15 @@ export class Steps {
     record.workRows = record.works.map(([number]) => this.row(number));
     record.ttft = null;
     this.all.push(record);
-    if (this.all.length > MOST + 500) this.all.splice(0, this.all.length - MOST);
+    if (this.all.length > MOST + 500) {
+      this.all.splice(0, this.all.length - MOST);
+      const seen = new Set(this.rows.keys());
+      for (const step of this.all) {
+        for (const number of step.decodes) seen.add(number);
+        for (const [number] of step.works) seen.add(number);
+      }
+      for (const number of this.ids.keys()) if (!seen.has(number)) this.ids.delete(number);
+    }
   }
 
   row(number) {

@@ -14,7 +14,17 @@ function read(key, otherwise) {
 }
 
 export const readSettings = () => read(SETTINGS, {});
-export const writeSettings = (values) => localStorage.setItem(SETTINGS, JSON.stringify(values));
+
+function write(key, text) {
+  try {
+    localStorage.setItem(key, text);
+    return true;
+  } catch {
+    return false; // no room, or the browser keeps nothing for this page
+  }
+}
+
+export const writeSettings = (values) => write(SETTINGS, JSON.stringify(values));
 
 // The newest first.
 export function readChats() {
@@ -28,13 +38,8 @@ export function writeChats(chats) {
   for (; kept.length; kept = kept.slice(0, -1)) {
     const text = JSON.stringify(kept, (key, value) => (key === "marks" ? undefined : value));
     if (text.length > MOST_CHARS && kept.length > 1) continue;
-    try {
-      localStorage.setItem(CHATS, text);
-      return kept.length;
-    } catch (error) {
-      if (error.name !== "QuotaExceededError") throw error;
-    }
+    if (write(CHATS, text)) return kept.length;
   }
-  localStorage.removeItem(CHATS);
+  write(CHATS, "[]");
   return 0;
 }
