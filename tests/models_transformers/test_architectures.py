@@ -28,7 +28,7 @@ from infer.weight import GroupedWeight, Weight
 from infer_kernels_cpu.provider import CpuKernels
 from infer_models_transformers import exact
 from infer_models_transformers.attention import window_of
-from infer_models_transformers.model import TransformersModel
+from infer_models_transformers.model import TransformersModel, _plain
 
 ROOT = Path(__file__).parents[2]
 KERNELS = CpuKernels()
@@ -56,6 +56,7 @@ REFUSED = {
     "DiffLlamaForCausalLM": "is computed twice in a pass by one module",
     "JetMoeForCausalLM": "lets values of tensors decide",
     "BartForCausalLM": "has an encoder",
+    "RobertaForCausalLM": "counts positions from its padding token",
 }
 
 
@@ -131,6 +132,35 @@ def test_code_of_a_checkpoint_is_never_run(tmp_path: Path) -> None:
         "_name_or_path": str(tmp_path),
     }
     assert TransformersModel(fields, context()).vocab_size == VOCAB
+
+
+def test_no_part_of_a_config_names_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers would ask whether to run it."""
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("transformers asks"))
+    part = {"model_type": "trocr", "name_or_path": str(tmp_path), "auto_map": {"AutoModel": "own.Model"}}
+    fields = {"architectures": ["FuyuForCausalLM"], "num_hidden_layers": 2, "text_config": part}
+    with pytest.raises(CheckpointError, match="may name any other architecture"):
+        TransformersModel(fields, context())
+    assert _plain(fields)["text_config"] == {"model_type": "trocr", "name_or_path": str(tmp_path)}
+
+
+@pytest.mark.parametrize("fields", [["num_experts", "num_local_experts"], ["num_hidden_layers"]])
+def test_what_takes_memory_before_weights_is_bounded(fields: list[str]) -> None:
+    with pytest.raises(CheckpointError, match=r"it has 100000 (experts|layers), and infer runs"):
+        made("FlexOlmoForCausalLM", **dict.fromkeys(fields, 100_000))
+
+
+def test_masks_in_old_checkpoints_are_passed_over(tmp_path: Path) -> None:
+    tensors = load_file(write(tmp_path, "GPT2LMHeadModel") / "model.safetensors")
+    masks = {f"h.0.attn.{own}": torch.ones(1, 1, 4, 4) for own in ("bias", "masked_bias")}
+    found = []
+    for extra in ({}, masks):
+        model = made("GPT2LMHeadModel")
+        model.load(model.unstack((name.removeprefix("transformer."), x) for name, x in (tensors | extra).items()))
+        found.append(logits(model))
+    assert torch.equal(*found)
+    with pytest.raises(CheckpointError, match="which this model does not have"):
+        made("GPT2LMHeadModel").load((tensors | {"h.0.attn.other": torch.ones(4)}).items())
 
 
 def test_a_family_of_infers_own_comes_first() -> None:

@@ -16,6 +16,7 @@ from tests.formats import writers
 from tests.formats.gguf.files import write_gguf
 from tests.formats.writers import compressed, compressed_config, linear, scheme
 from tests.models.checkpoints import write_checkpoint
+from tests.models_transformers.checkpoints import write as by_transformers
 from tests.support import held, without
 from torch import Tensor
 
@@ -114,6 +115,27 @@ def test_what_it_says_is_what_is_held_after_loading(case: str, tmp_path: Path, m
         assert cache["bytes"] == held([loaded._pool.storage.k, loaded._pool.storage.v])
         assert cache["positions"] == served.cache_tokens
         assert sequences["max_seq_len"] == served.max_seq_len
+    finally:
+        loop.close()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "GPTNeoXForCausalLM",
+        *(pytest.param(f"{n}ForCausalLM", marks=pytest.mark.slow) for n in ("Cohere", "DeepseekV3")),
+    ],
+)
+def test_a_model_by_transformers_modules_is_examined_and_starts(name: str, tmp_path: Path) -> None:
+    """It has more positions than what needs no look at the memory, and modules that are never filled."""
+    report, settings = examined(by_transformers(tmp_path / "c", name, max_position_embeddings=8192))
+    assert not report.problems
+    loop, served = start(settings, PLUGINS)
+    try:
+        loaded: Any = loop._engine
+        assert report.data["sequences"]["max_seq_len"] == served.max_seq_len == 8192
+        taken = held(loaded._runner._model, loaded._pool, loaded._pool.storage)  # and what passes work in
+        assert 0.9 * taken < report.data["weights"]["bytes"] <= taken
     finally:
         loop.close()
 

@@ -5,6 +5,7 @@ Shapes: T tokens, N wanted rows, D hidden size, V vocabulary size."""
 from __future__ import annotations
 
 import inspect
+import itertools
 import logging
 import re
 from collections import Counter
@@ -64,8 +65,15 @@ ROWS = (1, 2, 5, 19)
 TRANSPOSED = "transposed_weight"
 """The name of a weight whose rows are its outputs, where the checkpoint's has them as columns."""
 GATED_MLP = (["gate_proj", "up_proj", "down_proj"], "act_fn")
-MAX_LAYERS = 1024
-"""Each layer takes memory before a weight is read."""
+MAX_LAYERS, MAX_EXPERTS = 1024, 1 << 15
+"""Each layer and each expert takes memory before a weight is read."""
+MAX_BUFFERS = 1 << 30
+"""The most bytes of buffers that no checkpoint holds."""
+MASKS = (r"\.(attn|attention|self_attn)\.(bias|masked_bias|causal_mask)$",)
+"""The names of causal masks, which older checkpoints hold."""
+ELSEWHERE = {"auto_map", "quantization_config", "attn_implementation", "_attn_implementation", "experts_implementation"}
+"""Fields of config.json, in any of its tables, that say who computes, or name code."""
+EXPERTS_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 STATE = "it keeps a state besides K and V (a state-space model or linear attention), for which infer has no cache"
 ATTENTION = frozenset(
     ["full_attention", "sliding_attention", "chunked_attention", "global", "local", "dense", "sparse"]
@@ -93,6 +101,9 @@ class TransformersModel:
         with self._blame("cannot be made"):
             whole = self._made(config)
         self._whole = whole
+        unused = [*MASKS, *(getattr(whole, "_keys_to_ignore_on_load_unexpected", None) or ())]
+        self._unused = re.compile("|".join(f"(?:{each})" for each in unused))
+        """The names of tensors that checkpoints hold and transformers passes over."""
         self._empty = list(whole.parameters())
         """The module's own parameters, which are told apart by their ids."""
         self._prefix, self._base = self._base_of(whole)
@@ -128,6 +139,8 @@ class TransformersModel:
 
     def load(self, tensors: Iterable[tuple[str, Weight]]) -> None:
         self._weights.load(self._named(tensors), optional=self._tied)
+        if self._context.device.type == "meta":  # there are no values to compare
+            return
         self._prove()
         rest = Counter(type(m).__name__ for m in self._base.modules() if _computes(m))
         plain = ", ".join(f"{count} {name}" for name, count in rest.most_common()) or "nothing"
@@ -146,8 +159,7 @@ class TransformersModel:
         kind = getattr(transformers, self._name)
         if getattr(kind, "_is_stateful", False):
             raise self._refusal(STATE)
-        fields = {key: value for key, value in config.items() if key not in ("quantization_config", "auto_map")}
-        theirs = kind.config_class.from_dict(fields)
+        theirs = kind.config_class.from_dict(_plain(config))
         if reason := _unfit(kind, theirs):
             raise self._refusal(reason)
         made_for = getattr(theirs, "max_position_embeddings", None)
@@ -157,7 +169,8 @@ class TransformersModel:
                 f"served; set engine.max_seq_len to {made_for} or fewer."
             )
         adapted = not kind._can_set_attn_implementation()
-        with torch.device("meta"):
+        # Its own parameters are never filled, so who counts memory is not to count them.
+        with torch.utils._python_dispatch._disable_current_modes(), torch.device("meta"):
             whole = kind._from_config(
                 theirs,
                 attn_implementation="eager" if adapted else TRY,
@@ -167,6 +180,8 @@ class TransformersModel:
         whole.eval().requires_grad_(False)
         whole.tie_weights()
         for module in whole.modules():
+            if hasattr(module, "create_position_ids_from_input_ids"):
+                raise self._refusal("it counts positions from its padding token, not from 0")
             if isinstance(module, transformers.PreTrainedModel):
                 module.config._attn_implementation = TRY
         for module in whole.modules():
@@ -401,7 +416,10 @@ class TransformersModel:
         expected = self._weights.shapes() | self._turned
         for name, weight in tensors:
             if name not in expected and name not in self._tied:
-                name = self._renamed(name, expected)
+                renamed = self._renamed(name, expected)
+                if renamed not in expected and self._unused.search(name):
+                    continue
+                name = renamed
             if isinstance(weight, GroupedWeight) and name in self._turned:
                 raise CheckpointError(
                     f"The checkpoint's {name!r} has {weight}, but {self._name} has its outputs as columns; use a plain "
@@ -504,13 +522,27 @@ def _architecture(config: Mapping[str, Any]) -> str:
     raise CheckpointError(f"config.json names the architecture {ours}: {why}.")
 
 
+def _plain(config: Any) -> Any:
+    """config.json without the fields of ``ELSEWHERE``, in any of its tables."""
+    if isinstance(config, Mapping):
+        return {key: _plain(value) for key, value in config.items() if key not in ELSEWHERE}
+    return [_plain(value) for value in config] if isinstance(config, list) else config
+
+
 def _unfit(kind: Any, config: Any) -> str | None:
     """Why an architecture cannot be run; None if it may be."""
+    if transformers.AutoConfig in config.sub_configs.values():
+        return "its config.json may name any other architecture as a part of it"
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
         return "it has an encoder, and infer serves decoders only"
-    layers = getattr(config, "num_hidden_layers", None)
-    if not (isinstance(layers, int) and 0 < layers <= MAX_LAYERS):
-        return f"it has {layers} layers, and infer runs 1 to {MAX_LAYERS}"
+    tables = (getattr(config, key, None) for key in config.sub_configs)
+    parts = [config, *(table for table in tables if hasattr(table, "num_hidden_layers"))]
+    for layers in [getattr(part, "num_hidden_layers", None) for part in parts]:
+        if not (isinstance(layers, int) and 0 < layers <= MAX_LAYERS):
+            return f"it has {layers} layers, and infer runs 1 to {MAX_LAYERS}"
+    for part, field in itertools.product(parts, EXPERTS_FIELDS):
+        if isinstance(count := getattr(part, field, None), int) and count > MAX_EXPERTS:
+            return f"it has {count} experts, and infer runs up to {MAX_EXPERTS}"
     odd = sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION)
     if odd:
         return f"it has layers of type {odd[0]!r}, which are no attention over K and V"
@@ -525,6 +557,9 @@ def _unfit(kind: Any, config: Any) -> str | None:
 def _fill_buffers(whole: Any, modules: Sequence[nn.Module], device: torch.device) -> None:
     """Compute the buffers that no checkpoint holds, such as rotary frequencies, as transformers does when it loads a
     model; on the meta device they have no values."""
+    size = sum(x.nbytes for m in modules for n, x in m._buffers.items() if x is not None and x.is_meta)
+    if size > MAX_BUFFERS:
+        raise ValueError(f"it has tables of {size >> 20} MiB, and infer makes them up to {MAX_BUFFERS >> 20} MiB")
     for module in modules:
         held = {n: x for n, x in module._buffers.items() if x is not None and x.is_meta}
         held = {n: x for n, x in held.items() if n in module._non_persistent_buffers_set}
