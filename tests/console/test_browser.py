@@ -100,8 +100,8 @@ async def test_chat_streams_stops_repeats_and_remembers() -> None:
         await tab.until("document.querySelectorAll('article').length === 2")
         edited = await answered(tab)
         await tab.open(f"{server.url}/console#about")
-        await tab.run("location.reload()")
-        await tab.until("document.querySelectorAll('#about td').length > 50")
+        await tab.run("window.before = true; location.reload()")
+        await tab.until("!window.before && document.querySelectorAll('#about td').length > 50")
         await tab.run("location.hash = 'chat'")
         kept = await tab.until("[...document.querySelectorAll('article .body')].map((b) => b.textContent)")
         assert kept == ["another question", edited]
@@ -177,6 +177,28 @@ async def test_what_a_model_or_a_user_writes_is_text() -> None:
 
 @pytest.mark.slow
 @needs_browser
+async def test_what_grows_with_the_server_and_what_a_model_writes_is_bounded() -> None:
+    async with running(engine=ENGINE) as server, browsing() as tab:
+        await tab.open(f"{server.url}/console")
+        heading = "'# ' + ' '.repeat(4000) + 'a' + ' '.repeat(4000) + '\\rx'"
+        rendered = f"import('/console/markdown.js').then((m) => m.render({heading}).textContent.trim())"
+        assert (await tab.run(rendered)).endswith("x"), "in time"
+        steps = """import('/console/steps.js').then((m) => {
+            const steps = new m.Steps();
+            for (let i = 0; i < 12000; i++) {
+                const of = { decodes: [i], at: [0], works: [], new: { [i]: `r${i}` }, running: 1 };
+                steps.take({ kind: 'step', index: i, start: i, ms: 1, ...of });
+                steps.take({ kind: 'end', number: i, arrival: i, ttft: null });
+            }
+            return [steps.all.length, steps.ids.size, steps.rows.size];
+        })"""
+        kept, ids, rows = await tab.run(steps)
+        assert 10_000 <= kept == ids <= 10_500
+        assert rows == 0
+
+
+@pytest.mark.slow
+@needs_browser
 async def test_the_page_asks_for_a_key_and_works_by_its_cookie() -> None:
     async with running(engine=ENGINE, server={"api_keys": "right", "access_log": False}) as server, browsing() as tab:
         await tab.open(f"{server.url}/console")
@@ -195,8 +217,8 @@ async def test_the_page_asks_for_a_key_and_works_by_its_cookie() -> None:
         assert "right" not in await tab.run("JSON.stringify(localStorage)")
         await tab.run("location.hash = 'live'")
         await tab.until("document.querySelector('#state').textContent === 'watching'")
-        await tab.run("location.reload()")
-        await tab.until("document.querySelector('#live')?.hidden === false")
+        await tab.run("window.before = true; location.reload()")
+        await tab.until("!window.before && document.querySelector('#live')?.hidden === false")
         await click(tab, "Log out")
         await tab.until("!document.querySelector('#login').hidden")
         assert await tab.run("document.querySelector('#live').hidden")
