@@ -256,13 +256,8 @@ class Stored:
         return f"{self.method or 'not quantised'}: {', '.join(self.forms)}, {self.nbytes / 2**20:.1f} MiB"
 
 
-def stored(settings: Settings, plugins: Plugins) -> Stored | None:
-    """What the configured checkpoint has in store, by the headers of a few weights of each kind, or None if it is not
-    on this machine yet. Raises CheckpointError."""
-    path = settings.model.path
-    if path is None or not (path in plugins.checkpoints or Path(path).expanduser().exists()):
-        return None
-    checkpoint = open_checkpoint(settings, path, plugins)
+def stored(settings: Settings, plugins: Plugins, checkpoint: Checkpoint) -> Stored:
+    """What the checkpoint has in store, by the headers of a few weights of each kind. Raises CheckpointError."""
     format = plugins.choose("weights", settings, [checkpoint.quant_method])
     kinds: dict[str, list[str]] = {}
     forms: dict[str, None] = {}

@@ -46,7 +46,7 @@ class Survey:
         self._there["container"] = [ending(checkpoint.path)]
         self._there["model"] = checkpoint.architectures or ("not stated",)
         self._there["weights"] = [checkpoint.quant_method]
-        self._stored = stored(settings, plugins)
+        self._stored = stored(settings, plugins, checkpoint)
 
     def _choices(self, slot: str) -> list[Offer]:
         """The offers that are chosen. For a slot whose choice is made later, and for one of which all are used, those

@@ -144,7 +144,8 @@ class Service:
     async def read(self, http: web.Request, model: type[T], most: int | None = None) -> T:
         """Read and check the body, of at most ``most`` bytes if that is less than ``server.max_body_bytes``. Raises
         RequestError, QueueFullError or an aiohttp HTTP error."""
-        most = min(self._settings.max_body_bytes, self._settings.max_body_bytes if most is None else most)
+        limit = self._settings.max_body_bytes
+        most = limit if most is None else min(most, limit)
         with self._room.body() as grow:
             try:
                 async with asyncio.timeout(self._settings.body_timeout_s):
