@@ -532,3 +532,12 @@ def held(thing: object, *without: object) -> int:
 def without(name: str) -> Plugins:
     """All installed plugins but that of one entry point."""
     return Plugins.discover(installed=[entry for entry in entry_points(group="infer") if entry.name != name])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Products this small gain nothing from threads, and where another process is busy they wait for it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
