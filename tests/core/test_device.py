@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,3 +54,21 @@ def test_memory_is_as_much_as_the_tightest_control_group_leaves(
     group(own.parent, "max", 600_000, 0)
     group(own, 100, 200, 0)
     assert free_memory(cpu) == 0
+
+
+@pytest.mark.parametrize(
+    ("program", "given", "polls"),
+    [
+        ("from infer import LLM", {}, 0),
+        ("from infer.commands.cli import main; main(['plugins'])", {}, 0),
+        ("from infer import LLM", {"OMP_WAIT_POLICY": "ACTIVE"}, 30_000_000_000),
+    ],
+    ids=["library", "command", "as asked"],
+)
+def test_openmp_does_not_poll_beside_the_kernels(program: str, given: dict[str, str], polls: int) -> None:
+    program += "; import os; print(os.environ.get('OMP_WAIT_POLICY'))"
+    environment = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}
+    environment |= {"OMP_DISPLAY_ENV": "VERBOSE", **given}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert re.findall(r"GOMP_SPINCOUNT = '(\d+)'", done.stderr)[0] == str(polls)
+    assert done.stdout.split()[-1] == str(given.get("OMP_WAIT_POLICY")), "other processes do not inherit it"

@@ -41,6 +41,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import LLM and Completion only when they are used: plugins import this module, and the engine imports plugins."""
     if name in ("LLM", "Completion"):
+        import infer.openmp  # noqa: F401 (before torch)
         from infer import llm
 
         return getattr(llm, name)

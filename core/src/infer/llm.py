@@ -89,6 +89,7 @@ class LLM:
 
     @classmethod
     def from_settings(cls, settings: Settings, plugins: Plugins) -> Self:
+        """As commands get both: ``CommandContext``."""
         llm = cls.__new__(cls)
         llm._start(settings, plugins)
         return llm
