@@ -1,0 +1,129 @@
+"""``infer ray run`` and ``infer ray deploy``."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+import os
+import secrets
+import signal
+import tempfile
+import threading
+from typing import Any
+
+from pydantic import SecretStr
+
+from infer.errors import InferError
+from infer.protocols import CommandContext
+from infer.server.access import loopback
+
+
+def plan(context: CommandContext, *, local: bool) -> dict[str, Any]:
+    """What the application needs, as JSON: the settings of its processes, and how many there are."""
+    settings, own = context.settings, context.settings.ray
+    given: dict[str, Any] = {}
+    for key, source in context.sources.items():
+        if not source.startswith("default") and not key.startswith("ray."):
+            *tables, name = key.split(".")
+            at = given
+            for table in tables:
+                at = at.setdefault(table, {})
+            at[name] = _plain(functools.reduce(getattr, (*tables, name), settings))
+    server = given.pop("server", {})
+    key = secrets.token_hex(32)
+    engine = {**given, "server": {**server, "host": "127.0.0.1", "port": 0, "api_keys": [key], "cors_origins": []}}
+    engine["server"]["access_log"] = False  # the ingress has one
+    if hasattr(settings.server, "console"):
+        engine["server"]["console"] = {"enabled": False}
+    if own.gpus == 0 and settings.kernels.threads is None:
+        engine["kernels"] = {**given.get("kernels", {}), "threads": max(1, int(own.cpus))}
+    return {
+        "name": own.name,
+        "local": local,
+        "key": key,
+        "drain_s": settings.server.drain_timeout_s,
+        "ray": own.model_dump(),
+        "router": {"balance": own.balance, "slack": own.slack, "most_blocks": own.known_blocks},
+        "engine": engine,
+        "ingress": {"server": server, **({"log": given["log"]} if "log" in given else {})},
+    }
+
+
+def run(args: argparse.Namespace, context: CommandContext) -> int:
+    if context.settings.model.path is None:
+        raise InferError("No model is given: infer ray run MODEL, or model.path.")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if args.action == "deploy":
+        return _deploy(context)
+    stop = threading.Event()
+    with tempfile.TemporaryDirectory(prefix="infer-", ignore_cleanup_errors=True) as folder:
+        url = start(plan(context, local=True), folder)
+        for number in (signal.SIGINT, signal.SIGTERM):  # now, since Ray has handlers of its own
+            signal.signal(number, lambda number, frame: stop.set())
+        print(f"infer: ready on {url}", flush=True)
+        stop.wait()
+        end()
+    return 0
+
+
+def start(plan: dict[str, Any], folder: str) -> str:
+    """Start Ray on this machine, for this process alone, and the application. Returns the ingress's URL."""
+    os.environ["RAY_AUTH_MODE"] = "token"
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # the only way to have Ray listen on 127.0.0.1 alone
+    if not os.environ.get("RAY_AUTH_TOKEN_PATH"):
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    import ray
+
+    own = plan["ray"]
+    most = own["max_replicas"] or own["replicas"]
+    ray.init(
+        address="local",
+        num_cpus=max(os.cpu_count() or 1, math.ceil(most * own["cpus"])),
+        include_dashboard=False,
+        log_to_driver=True,
+        _node_ip_address="127.0.0.1",
+        _temp_dir=folder,
+    )
+    return serve(plan)
+
+
+def serve(plan: dict[str, Any]) -> str:
+    """Have the cluster that this process is connected to serve the plan. Returns the ingress's URL."""
+    from ray import serve
+
+    from infer_ray.application import build
+
+    serve.start(proxy_location="Disabled")
+    handle = serve.run(build(plan), name=plan["name"], route_prefix=None)
+    return str(handle.url.remote().result())
+
+
+def end() -> None:
+    """Let the engines finish, and end Ray."""
+    import ray
+    from ray import serve
+
+    serve.shutdown()
+    ray.shutdown()
+
+
+def _deploy(context: CommandContext) -> int:
+    import ray
+
+    settings = context.settings
+    if settings.server.api_keys or loopback(settings.server.host):
+        made = plan(context, local=False)
+    else:
+        raise InferError(
+            f"server.host = {settings.server.host!r} lets the network in, and server.api_keys has no keys; set some."
+        )
+    ray.init(address=settings.ray.address or "auto", log_to_driver=False)
+    print(f"infer: {settings.ray.name} is served on {serve(made)}", flush=True)
+    return 0
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, SecretStr):
+        return value.get_secret_value()
+    return [_plain(each) for each in value] if isinstance(value, list) else value

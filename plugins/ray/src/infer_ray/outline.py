@@ -1,0 +1,59 @@
+"""What an ingress reads of a request's body: no more than it needs to choose a replica and to ask a second one."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import model_validator
+
+from infer.errors import InferError
+from infer.server.reading import Reader
+from infer.server.schemas import Body
+from infer_ray.prefixes import chain, prompt_bytes
+
+
+class Outline(Body):
+    """A body, of which only this is kept. Large ones are read in a child process, since parsing holds the GIL."""
+
+    stream: bool = False
+    seeded: bool = False
+    chain: tuple[int, ...] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _outlined(cls, data: Any) -> Any:
+        salt = data.get("cache_salt")
+        return {
+            "stream": data.get("stream") is True,
+            "seeded": data.get("seed") is not None,
+            "chain": chain(prompt_bytes(data), salt if isinstance(salt, str) else ""),
+        }
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request as an ingress sends it on, as often as needed."""
+
+    body: bytes | None = None
+    chain: tuple[int, ...] = ()
+    stream: bool = False
+    seeded: bool = False
+    """Whether another replica gives the same answer."""
+
+
+async def outlined(body: bytes, reader: Reader, *, samples: bool) -> Asked:
+    """What there is to know of a body. If it is streamed and has no seed, it gets one, where the endpoint ``samples``:
+    without one, the engine would choose a random one just so. What cannot be read is sent on as it is; the replica has
+    the words for what is wrong with it."""
+    try:
+        outline = await reader(body, Outline)
+    except InferError:
+        return Asked(body)
+    seeded = outline.seeded
+    if samples and outline.stream and not seeded:
+        # Of a name that occurs twice, as with "seed": null, the last one counts.
+        body = body.rstrip()[:-1] + b', "seed": %d}' % secrets.randbits(63)
+        seeded = True
+    return Asked(body, outline.chain, outline.stream, seeded)

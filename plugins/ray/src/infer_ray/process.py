@@ -1,0 +1,170 @@
+"""Engines and ingresses are processes of their own, so that neither shares an interpreter with Ray.
+
+``python -m infer_ray.process engine|ingress`` is such a process. Its first line of input is a JSON object: the
+``settings`` (nested; nothing else is read, neither files nor variables) and, for an ingress, what its fleet takes. It
+says ``infer: ready on URL`` when it serves. It ends when its input does, which is when its parent has ended in
+whatever way, and drains on SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import IO, Any
+
+READY = "infer: ready on "
+BIND_S = 20.0
+"""How long to wait for a port that another ingress has: the one in whose place this one comes."""
+
+
+class Process:
+    """The parent's side."""
+
+    def __init__(self, kind: str, first: Mapping[str, Any]) -> None:
+        self._process = subprocess.Popen(
+            (sys.executable, "-m", "infer_ray.process", kind),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for the parent, which drains
+        )
+        self.send(first)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code, once it has ended."""
+        return self._process.poll()
+
+    def ready(self) -> str:
+        """Wait until it serves. Returns the URL. Raises RuntimeError if it ends before."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(READY):
+                threading.Thread(target=self._process.stdout.read, daemon=True).start()
+                return line.removeprefix(READY).strip()
+        raise RuntimeError(f"the process ended with code {self._process.wait()} before it served; its log says why")
+
+    def send(self, value: Mapping[str, Any]) -> None:
+        """Raises OSError if the process has ended."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(value) + "\n")
+        self._process.stdin.flush()
+
+    def end(self, drain_s: float) -> None:
+        """Let it finish what it has, for some seconds."""
+        if self.code is None:
+            self._process.terminate()
+            try:
+                self._process.wait(drain_s)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+        self._process.wait()
+
+
+def main() -> None:
+    kind, source = sys.argv[1], sys.stdin
+    first = json.loads(source.readline())
+    if kind == "engine":
+        _engine(first, source)
+    else:
+        _ingress(first, source)
+
+
+def _engine(first: Mapping[str, Any], source: IO[str]) -> None:
+    from infer.errors import EngineDeadError, InferError
+    from infer.plugins import Plugins
+    from infer.server import app
+
+    _listen(source, lambda line: None)
+    try:
+        plugins = Plugins.discover()
+        settings = _settings(first, plugins)
+        app.run(settings, plugins)
+    except InferError as error:
+        print(f"infer: {error}", file=sys.stderr)
+        sys.exit(1 if isinstance(error, EngineDeadError) else 2)
+
+
+def _ingress(first: Mapping[str, Any], source: IO[str]) -> None:
+    from infer.errors import InferError
+    from infer.plugins import Plugins
+
+    try:
+        asyncio.run(_serve(first, source, _settings(first, Plugins.discover())))
+    except InferError as error:
+        print(f"infer: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+async def _serve(first: Mapping[str, Any], source: IO[str], settings: Any) -> None:
+    from infer.server.access import log_to_stderr
+    from infer.server.app import bind
+    from infer_ray.ingress import Fleet, Ingress, serving
+    from infer_ray.router import Router
+
+    log_to_stderr()
+    router = Router(**first["router"])
+    fleet = Fleet(router, first["key"])
+    ingress = Ingress(fleet, settings.server)
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_signal_handler(signal.SIGTERM, stop.set)
+    _listen(source, lambda line: loop.call_soon_threadsafe(fleet.update, json.loads(line)["replicas"]))
+    sockets = await asyncio.to_thread(
+        _patiently, functools.partial(bind, settings.server.host, settings.server.port), BIND_S
+    )
+    async with serving(ingress, sockets) as url:
+        print(f"{READY}{url}", flush=True)
+        await stop.wait()
+        for socket in sockets:
+            loop.remove_reader(socket)  # nobody else gets in, and those who are in stay
+        deadline = time.monotonic() + settings.server.drain_timeout_s
+        while ingress.open and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+
+
+def _settings(first: Mapping[str, Any], plugins: Any) -> Any:
+    from infer.settings import load_settings
+
+    settings = load_settings(plugins, env={}, overrides=first["settings"], read_file=False).settings
+    logging.basicConfig(
+        level=settings.log.level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
+    )
+    return settings
+
+
+def _patiently(bind: Callable[[], Any], seconds: float) -> Any:
+    from infer.errors import SettingsError
+
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return bind()
+        except SettingsError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.2)
+
+
+def _listen(source: IO[str], hear: Callable[[str], object]) -> None:
+    def run() -> None:
+        for line in source:
+            hear(line)
+        os._exit(1)  # whoever could say how this process is to end has gone
+
+    threading.Thread(target=run, daemon=True).start()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,21 @@
+"""What ``infer ray`` hands to its engines and its ingress."""
+
+from __future__ import annotations
+
+from infer.plugins import Plugins
+from infer.protocols import CommandContext
+from infer.settings import load_settings
+from infer_ray.command import plan
+
+
+def test_engines_get_the_settings_as_they_are_and_the_ingress_what_is_for_clients() -> None:
+    endpoint = "http://user:secret@collector:4318"
+    words = [f"--observers.otel.endpoint={endpoint}", "--model.path=demo", "--server.api_keys=k", "--ray.replicas=3"]
+    plugins = Plugins.discover()
+    loaded = load_settings(plugins, env={}, argv=words, read_file=False)
+    made = plan(CommandContext(loaded.settings, loaded.sources, plugins, tuple(words)), local=True)
+    assert made["engine"]["observers"] == {"otel": {"endpoint": endpoint}}
+    assert made["engine"]["model"] == {"path": "demo"}
+    assert made["engine"]["server"]["api_keys"] == [made["key"]]
+    assert made["ingress"]["server"] == {"api_keys": ["k"]}
+    assert made["ray"]["replicas"] == 3

@@ -1,0 +1,49 @@
+"""What of another replica's stream a client gets, whose first replica was lost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+
+import pytest
+
+from infer_ray.resume import DivergedError, Told
+
+FIRST, SECOND = "5e1f00d5", "0ddba115"
+
+
+def events(id: str, pieces: Iterable[str], end: bool = False) -> bytes:
+    choices = [{"index": 0, "text": piece, "finish_reason": None} for piece in pieces]
+    if end:
+        choices.append({"index": 0, "text": "", "finish_reason": "length"})
+    made = ({"id": f"cmpl-{id}", "created": int(id, 16), "choices": [choice]} for choice in choices)
+    return b"".join(b"data: " + json.dumps(each).encode() + b"\n\n" for each in made)
+
+
+def heard(data: bytes) -> tuple[str, set[str], set[int]]:
+    """The texts together, the ids and the times."""
+    frames = [json.loads(frame.removeprefix(b"data: ")) for frame in data.split(b"\n\n") if frame]
+    texts = "".join(frame["choices"][0]["text"] for frame in frames)
+    return texts, {frame["id"] for frame in frames}, {frame["created"] for frame in frames}
+
+
+@pytest.mark.parametrize("told", [["ab"], ["ab", "cde"], ["abcdefg"], []])
+@pytest.mark.parametrize("again", [["abc", "defg", "hi"], ["a", "b", "c", "d", "e", "f", "g", "h", "i"], ["abcdefghi"]])
+def test_answers_that_are_divided_otherwise_are_cut_where_the_client_is(told: list[str], again: list[str]) -> None:
+    account = Told()
+    account.begin(FIRST)
+    first = account.relay(events(FIRST, told))
+    account.begin(SECOND)
+    texts, ids, times = heard(first + account.relay(events(SECOND, again, end=True)))
+    assert texts == "abcdefghi"
+    assert len(times) == 1
+    assert ids == {f"cmpl-{FIRST}"}
+
+
+def test_another_text_is_noticed_within_an_event() -> None:
+    account = Told()
+    account.begin(FIRST)
+    account.relay(events(FIRST, ["abcd"]))
+    account.begin(SECOND)
+    with pytest.raises(DivergedError):
+        account.relay(events(SECOND, ["abXdef"]))
