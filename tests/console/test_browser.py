@@ -99,6 +99,19 @@ async def test_chat_streams_stops_repeats_and_remembers() -> None:
         await click(tab, "Send", "document.querySelector('article.user')")
         await tab.until("document.querySelectorAll('article').length === 2")
         edited = await answered(tab)
+
+        # A page of a plain http address, other than this host's own, has no API for the clipboard.
+        await tab.send("Browser.grantPermissions", permissions=["clipboardReadWrite", "clipboardSanitizedWrite"])
+        await tab.send("Emulation.setFocusEmulationEnabled", enabled=True)
+        clipboard = "Object.getOwnPropertyDescriptor(Navigator.prototype, 'clipboard').get.call(navigator)"
+        answer = "JSON.parse(localStorage['infer.console.chats'])[0].messages.at(-1).content"
+        button = f"[...{ANSWER}.querySelectorAll('footer button')].at(-1)"
+        for api in ("0", "Object.defineProperty(navigator, 'clipboard', { value: undefined }); 0"):
+            await tab.run(f"{clipboard}.writeText('before').then(() => {{ {button}.textContent = 'Copy' }})")
+            await tab.run(api)
+            await tab.send("Runtime.evaluate", expression=f"{button}.click()", userGesture=True)
+            await tab.until(f"{button}.textContent === 'Copied'")
+            assert await tab.run(f"{clipboard}.readText().then((text) => text === {answer})")
         await tab.open(f"{server.url}/console#about")
         await tab.run("window.before = true; location.reload()")
         await tab.until("!window.before && document.querySelectorAll('#about td').length > 50")
@@ -137,9 +150,13 @@ def delta(logprobs: Any = None, **fields: Any) -> dict[str, Any]:
 async def test_what_a_model_or_a_user_writes_is_text() -> None:
     call = {"index": 0, "id": "c", "type": "function", "function": {"name": EVIL, "arguments": EVIL}}
     token = {"token": HOSTILE, "logprob": -0.5, "top_logprobs": [{"token": EVIL, "logprob": -1.0}]}
-    async with running(engine=ENGINE) as server, browsing() as tab:
+    said = {"served_model_name": EVIL, "access_log": False}
+    async with running(engine=ENGINE, server=said) as server, browsing() as tab:
         await tab.open(f"{server.url}/console")
         await tab.until("!document.querySelector('#chat').hidden")
+        assert await tab.run("document.title") == f"{EVIL} · infer"
+        assert await tab.run("document.querySelector('#model').textContent") == EVIL
+        assert EVIL in await tab.run("document.querySelector('#about').textContent")
         await tab.can(
             "*/v1/chat/completions",
             delta(role="assistant", content=""),
@@ -195,6 +212,20 @@ async def test_what_grows_with_the_server_and_what_a_model_writes_is_bounded() -
         kept, ids, rows = await tab.run(steps)
         assert 10_000 <= kept == ids <= 10_500
         assert rows == 0
+
+        # What the server keeps is sent again to a page that comes back, and after a restart there is another server.
+        again = """import('/console/view.js').then(({ pause, steps, take }) => {
+            const of = { kind: 'step', ms: 1, running: 1, tokens: 1, free: 1, totals: [0, 0, 0, 0, 0] };
+            const step = (index) => ({ ...of, index, start: index, decodes: [0], at: [0], works: [], new: {} });
+            const end = { kind: 'end', nth: 0, number: 0, id: 'a', arrival: 0, ttft: 1 };
+            const hello = (server) => ({ kind: 'hello', server, requests: {} });
+            for (let n = 0; n < 2; n++) take([hello('x'), step(0), step(1), end]);
+            const before = [steps.all.length, steps.ended.length, steps.ids.get(0)];
+            pause(true);
+            take([hello('y'), step(0)]);
+            return [...before, steps.all.length, steps.ended.length, document.querySelector('#pause').textContent];
+        })"""
+        assert await tab.run(again) == [2, 1, "a", 1, 0, "Pause"]
 
 
 @pytest.mark.slow

@@ -18,7 +18,8 @@ from yarl import URL
 
 import infer_console
 from infer.plugins import Plugins
-from infer_console import live, sessions
+from infer_cache_paged import PagedBooks
+from infer_console import live, sessions, telling
 from infer_console.files import HEADERS, POLICY
 from infer_console.live import Watcher
 
@@ -40,13 +41,23 @@ def test_the_page_has_no_script_or_style_in_it_and_names_only_its_own_files() ->
     assert not re.search(r"<script(?![^>]*\ssrc=)|<style|\sstyle=|\son\w+=|javascript:", page)
     named = set(re.findall(r'(?:src|href)="(?!data:)([^"]*)"', page))
     named |= {f"console/{name}" for text in STATIC.values() for name in re.findall(r'from "\./([^"]*)"', text)}
-    assert named == {f"console/{name}" for name in STATIC if name != "index.html"}
+    # timeline.js is of pages that are written to files.
+    assert named == {f"console/{name}" for name in STATIC.keys() - {"index.html", "timeline.js"}}
     for name, text in STATIC.items():
         assert not re.search(r"(inner|outer)HTML|insertAdjacentHTML|document\.write|\beval\(|new Function", text), name
         assert not re.search(r"https?://(?!ui\.perfetto)[a-z]", text), name
-    for part in ("default-src 'none'", "script-src 'self'", "frame-ancestors 'none'", "form-action 'none'"):
-        assert part in POLICY.split("; ")
-    assert "unsafe" not in POLICY
+    assert HEADERS == {
+        "Content-Security-Policy": POLICY,
+        "X-Content-Type-Options": "nosniff",
+        "X-Frame-Options": "DENY",
+        "Referrer-Policy": "no-referrer",
+        "Cross-Origin-Opener-Policy": "same-origin",
+        "Cross-Origin-Resource-Policy": "same-origin",
+        "Cache-Control": "no-cache",
+    }
+    others = ("default-src 'none'", "base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'")
+    own = {"script-src 'self'", "style-src 'self'", "connect-src 'self'", "img-src 'self' data:"}
+    assert {*POLICY.split("; ")} == {*others, *own, "require-trusted-types-for 'script'", "trusted-types 'none'"}
 
 
 async def test_files_have_headers_and_nothing_else_is_found_and_login_leads_in() -> None:
@@ -64,8 +75,7 @@ async def _files(server: Running) -> None:
     }.items():
         response = await ask(server, "GET", path)
         assert (response.status, response.content_type) == (200, kind)
-        assert all(response.headers[name] == value for name, value in HEADERS.items())
-        assert response.headers["X-Content-Type-Options"] == "nosniff"
+        assert {name: response.headers.get(name) for name in HEADERS} == HEADERS
         tag = response.headers["ETag"]
         again = await ask(server, "GET", path, If_None_Match=f'"x", {tag}')
         assert (again.status, again.headers["ETag"]) == (304, tag)
@@ -294,13 +304,36 @@ def test_who_does_not_read_loses_the_oldest_and_is_told() -> None:
 
 
 def test_a_large_cache_is_shown_in_fewer_cells() -> None:
-    states = bytes([0, 0, 0, 2] * live.MAP_CELLS)
-    shown = live._map(states)
-    assert (shown["each"], shown["counts"], shown["cells"]) == (
+    states = bytes([0, 0, 0, 2] * telling.MAP_CELLS)
+    shown = telling.cells(7, states)
+    assert (shown["step"], shown["each"], shown["counts"], shown["cells"]) == (
+        7,
         4,
-        [3 * live.MAP_CELLS, 0, live.MAP_CELLS, 0],
-        "2" * live.MAP_CELLS,
+        [3 * telling.MAP_CELLS, 0, telling.MAP_CELLS, 0],
+        "2" * telling.MAP_CELLS,
     )
+
+
+async def test_a_pool_whose_map_fails_is_said_and_the_steps_go_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(pool: Any) -> bytes:
+        raise RuntimeError("lost count")
+
+    monkeypatch.setattr(PagedBooks, "states", fails)
+    async with running(engine=ENGINE) as server, asyncio.timeout(30), watching(server) as records:
+        assert (await anext(records))["fault"] is None
+        await server.post({"prompt": "x", "max_tokens": 3, "ignore_eos": True})
+        seen: list[Any] = []
+        while {each["kind"] for each in seen} != {"step", "end", "hello"}:
+            seen.append(await anext(records))
+        (said,) = [each["fault"] for each in seen if each["kind"] == "hello"]
+        assert said.startswith("the pool cannot make one: RuntimeError: lost count")
+        await server.post({"prompt": "x", "max_tokens": 1})
+        assert (await anext(records))["kind"] == "step", "it goes on"
+        async with watching(server) as others:
+            assert (await anext(others))["fault"] == said
+    assert len([each for each in caplog.records if "made no map" in each.message]) == 1
 
 
 async def test_it_can_be_turned_off() -> None:

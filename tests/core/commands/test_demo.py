@@ -1,5 +1,10 @@
 """The timeline, made from records that the test writes itself."""
 
+from pathlib import Path
+
+import pytest
+
+from infer.commands.cli import main
 from infer.commands.demo import Arrival, SceneObserver, latencies, render
 from infer.hookspecs import RequestRecord, StepRecord, WorkRecord
 
@@ -44,3 +49,13 @@ def test_later_requests_come_at_their_steps() -> None:
     observer = SceneObserver([Arrival("B", 1, 4, 4), Arrival("C", 3, 4, 4)], submitted.append)
     observer.infer_step_finished(first := step(0, 1.0, 2.0, WorkRecord("A", "prefill", 0, 4, True)))
     assert (observer.steps, [a.id for a in submitted]) == ([first], ["B"])
+
+
+def test_what_keeps_the_model_from_loading_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["demo"]) == 2
+    assert capsys.readouterr().err.endswith(
+        "infer: model.path is not set: give a folder, file, hub id or bundled name, e.g. --model demo.\n"
+    )

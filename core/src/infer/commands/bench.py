@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
-from infer.commands.arguments import LOADING, add_settings
+from infer.commands.arguments import LOADING, add_settings, new_timeline
 from infer.contracts.hooks import CommandRegistration
 from infer.contracts.protocols import CommandContext
 from infer.errors import InferError, SettingsError
@@ -343,7 +343,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shared", type=float, help="the part of every prompt that all have in common; default: the workload's"
     )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the plans that are drawn (default: 0)")
     parser.add_argument("--repeat", type=int, default=1, help="runs per variant, alternating; medians are reported")
     parser.add_argument(
         "--compare",
@@ -354,6 +354,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", help="a running server; default: one of our own with the settings given")
     parser.add_argument("--vocab-size", type=int, help="token ids to draw from; default: what the server says")
     parser.add_argument("--json", metavar="FILE", help="write everything to a file, or - for standard output")
+    parser.add_argument("--timeline", metavar="FILE", help="write a page of the servers' steps (infer-console)")
     add_settings(parser, LOADING)
 
 
@@ -366,6 +367,9 @@ def run(args: argparse.Namespace, context: CommandContext) -> int:
         raise SettingsError(f"--shared is {args.shared}; it is a part of a prompt, from 0 to 1.")
     if args.url and args.compare:
         raise SettingsError("--compare starts servers of its own; leave out --url.")
+    if args.url and args.timeline:
+        raise SettingsError("--timeline shows the steps of servers that infer bench starts; leave out --url.")
+    page = new_timeline("--timeline", args.timeline, context.plugins) if args.timeline else None
     names = list(WORKLOADS) if not args.workload or "all" in args.workload else args.workload
     variants: dict[str, list[str]] = {"as set": []}
     if args.compare:
@@ -382,12 +386,14 @@ def run(args: argparse.Namespace, context: CommandContext) -> int:
     for name in names:
         runs: dict[str, list[dict[str, Any]]] = {title: [] for title in variants}
         rate: float | None = args.rate
-        for _ in range(args.repeat):
+        for turn in range(args.repeat):
             for title, extra in variants.items():
                 if args.url:
                     figures, rate = measure(args.url.rstrip("/"), name, args, rate)
                 else:
-                    with server([*settings_argv, *extra]) as url:
+                    run = {"file": page, "title": f"{name}, {title}, {turn + 1} of {args.repeat}"}
+                    seen = [f"--observers.timeline.{key}={value}" for key, value in run.items() if page is not None]
+                    with server([*settings_argv, *extra, *seen]) as url:
                         figures, rate = measure(url, name, args, rate)
                 runs[title].append(figures)
         merged = {title: median_run(each) for title, each in runs.items()}

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from infer.commands.arguments import LOADING, add_settings
+from infer.commands.arguments import LOADING, add_settings, new_timeline
 from infer.contracts.hooks import CommandRegistration, hookimpl
 from infer.contracts.params import SamplingParams
 from infer.contracts.protocols import CommandContext
 from infer.contracts.records import RequestRecord, StepRecord
 from infer.plugins import Plugins
-from infer.settings import Settings
+from infer.settings import Settings, plugin_settings
 
 SNIPPET = "def parse(text):\n    return [int(part) for part in text.split(',')]\n\n"
 
@@ -119,6 +119,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget", type=int, help="engine.max_tokens_per_step of the chunked run")
     parser.add_argument("--prompt-tokens", type=int, default=1200, help="length of the long prompt")
     parser.add_argument("--json", action="store_true", help="print the records instead")
+    parser.add_argument("--html", metavar="FILE", help="write a page of the steps of both runs, too (infer-console)")
     add_settings(parser, LOADING)
 
 
@@ -133,26 +134,26 @@ def play(settings: Settings, plugins: Plugins, arrivals: Sequence[Arrival]) -> S
     from infer.llm import LLM
 
     observer = SceneObserver([arrival for arrival in arrivals if arrival.step > 0])
-    try:
-        with LLM.from_settings(settings, plugins) as llm:
-            tokenizer = llm.served.tokenizer
-            ids = tokenizer.encode(SNIPPET).ids if tokenizer else [1, 2, 3]
+    with LLM.from_settings(settings, plugins) as llm:
+        tokenizer = llm.served.tokenizer
+        ids = tokenizer.encode(SNIPPET).ids if tokenizer else [1, 2, 3]
 
-            def submit(arrival: Arrival) -> Any:
-                prompt = (ids * (arrival.prompt_tokens // len(ids) + 1))[: arrival.prompt_tokens]
-                params = SamplingParams(temperature=0, max_tokens=arrival.max_tokens, ignore_eos=True)
-                return llm.submit(prompt, params, id=arrival.id, cache_salt=arrival.id)  # nothing is shared
+        def submit(arrival: Arrival) -> Any:
+            prompt = (ids * (arrival.prompt_tokens // len(ids) + 1))[: arrival.prompt_tokens]
+            params = SamplingParams(temperature=0, max_tokens=arrival.max_tokens, ignore_eos=True)
+            return llm.submit(prompt, params, id=arrival.id, cache_salt=arrival.id)  # nothing is shared
 
-            llm.generate([ids], SamplingParams(max_tokens=2))  # first passes are slower than the rest
-            observer.submit = submit
-            plugins.manager.register(observer)
+        llm.generate([ids], SamplingParams(max_tokens=2))  # first passes are slower than the rest
+        observer.submit = submit
+        plugins.manager.register(observer)
+        try:
             handles = [submit(a) for a in arrivals if a.step == 0]
             for handle in handles:
                 for _ in handle.events():
                     pass
             llm.close(drain_s=60.0)
-    finally:
-        plugins.manager.unregister(observer)
+        finally:
+            plugins.manager.unregister(observer)
     return observer
 
 
@@ -160,14 +161,20 @@ def run(args: argparse.Namespace, context: CommandContext) -> int:
     arrivals = scene(args.prompt_tokens)
     names = [arrival.id for arrival in arrivals]
     runs = {}
-    chunking = {
+    settings = context.settings
+    page = new_timeline("--html", args.html, context.plugins) if args.html else None
+    chunking: dict[str, Any] = {
         "use_chunked_prefill": True,
         "prefill_chunk_size": args.chunk,
         "max_tokens_per_step": args.budget,
     }
     for title, keys in (("chunked prefill", chunking), ("whole prefill", {"use_chunked_prefill": False})):
-        engine = context.settings.engine.model_copy(update=keys)
-        runs[title] = play(context.settings.model_copy(update={"engine": engine}), context.plugins, arrivals)
+        update: dict[str, Any] = {"engine": settings.engine.model_copy(update=keys)}
+        if page is not None:
+            table = plugin_settings(settings, "observer", "timeline")
+            said = {"file": page, "title": title, "budget": keys.get("max_tokens_per_step")}
+            update["observers"] = settings.observers.model_copy(update={"timeline": table.model_copy(update=said)})
+        runs[title] = play(settings.model_copy(update=update), context.plugins, arrivals)
     if args.json:
         print(json.dumps({title: [asdict(step) for step in run.steps] for title, run in runs.items()}))
         return 0

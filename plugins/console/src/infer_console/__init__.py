@@ -1,4 +1,5 @@
-"""A page at /console: chat with the model, watch the engine, see what is installed and chosen."""
+"""A page at /console: chat with the model, watch the engine, see what is installed and chosen; and a file that shows
+what an engine has done."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from pydantic import BaseModel, Field
 
 from infer import hookimpl
 from infer.hookspecs import Registration
-from infer.protocols import Route, RoutesFactory
+from infer.protocols import ObserverFactory, Route, RoutesFactory
+from infer_console.timeline import TimelineSettings, make
 
 INFER_PLUGIN_API = 1
 
@@ -27,3 +29,8 @@ def _routes(service: Any, settings: ConsoleSettings) -> Sequence[Route]:
 @hookimpl
 def infer_routes() -> list[Registration[RoutesFactory]]:
     return [Registration("console", _routes, "a page to chat and to watch the engine", ConsoleSettings)]
+
+
+@hookimpl
+def infer_observers() -> list[Registration[ObserverFactory]]:
+    return [Registration("timeline", make, "a page of the engine's steps, written when it ends", TimelineSettings)]

@@ -1,7 +1,7 @@
 // The conversation: what is asked, and the answer as it arrives.
 
 import { call, events } from "./api.js";
-import { by, el, notice } from "./dom.js";
+import { by, copied, el, notice } from "./dom.js";
 import { MessageView } from "./message.js";
 import { readChats, readSettings, writeChats, writeSettings } from "./store.js";
 
@@ -90,7 +90,7 @@ function add(message) {
 function show(message) {
   const from = () => chat.messages.indexOf(message);
   const actions = message.role === "user" ? [["Edit", () => edit(message)]]
-    : [["Again", () => again(from())], ["Copy", () => navigator.clipboard.writeText(message.content)]];
+    : [["Again", () => again(from())], ["Copy", (event) => copied(event.target, message.content)]];
   const view = new MessageView(message, actions);
   views.push(view);
   by("log").append(view.node);

@@ -24,3 +24,27 @@ export function table(head, rows, caption) {
 export function notice(text) {
   by("notice").textContent = text;
 }
+
+// Put a text into the clipboard, and say so on the button. A page of a plain http address has no API for that, so the
+// text is then selected in a field, from which the browser copies as if by keys.
+export async function copied(button, text) {
+  try {
+    if (navigator.clipboard) await navigator.clipboard.writeText(text);
+    else select(text);
+    button.textContent = "Copied";
+  } catch (error) {
+    notice(`Nothing was copied: ${error.message}`);
+  }
+}
+
+function select(text) {
+  const field = el("textarea", { class: "hidden", "aria-label": "The text to copy" });
+  field.value = text;
+  const before = document.activeElement;
+  document.body.append(field);
+  field.select();
+  const done = document.execCommand("copy");
+  field.remove();
+  before?.focus();
+  if (!done) throw new Error("select the text and copy it with the browser's own keys.");
+}

@@ -1,5 +1,5 @@
-// The pictures of the engine. A step is a column; the requests' picture is made of pixels, one per request and step, and
-// then enlarged, so that hundreds of requests take no longer than a few.
+// The pictures of the engine. A step is a column. The requests' picture is made of pixels, one per request and step, and
+// then enlarged, so that hundreds of requests take no longer than a few; so is the map of the cache.
 
 import { MOST_ROWS } from "./steps.js";
 
@@ -27,6 +27,13 @@ function context(canvas) {
 
 const small = document.createElement("canvas");
 
+function enlarge(ctx, image, width, height) {
+  if (small.width !== image.width || small.height !== image.height) [small.width, small.height] = [image.width, image.height];
+  small.getContext("2d").putImageData(image, 0, 0);
+  ctx.imageSmoothingEnabled = false;
+  ctx.drawImage(small, 0, 0, width, height);
+}
+
 // How many rows are shown, and how high each is.
 export function rowsOf(canvas, steps) {
   const rows = Math.max(8, Math.min(MOST_ROWS, steps.most));
@@ -37,7 +44,6 @@ export function lanes(canvas, steps, shown, zoom, chosen) {
   const ctx = context(canvas);
   const { rows, height } = rowsOf(canvas, steps);
   const columns = Math.max(1, shown.length);
-  if (small.width !== columns || small.height !== rows) [small.width, small.height] = [columns, rows];
   const image = new ImageData(columns, rows);
   const pixels = new Uint32Array(image.data.buffer);
   shown.forEach((step, x) => {
@@ -47,9 +53,7 @@ export function lanes(canvas, steps, shown, zoom, chosen) {
       if (step.workRows[n] < rows) pixels[step.workRows[n] * columns + x] = colour.pixel;
     });
   });
-  small.getContext("2d").putImageData(image, 0, 0);
-  ctx.imageSmoothingEnabled = false;
-  ctx.drawImage(small, 0, 0, columns * zoom, rows * height);
+  enlarge(ctx, image, columns * zoom, rows * height);
   mark(ctx, canvas, shown, zoom, chosen);
   canvas.dataset.drawn = Number(canvas.dataset.drawn ?? 0) + 1;
 }
@@ -114,13 +118,14 @@ export function blocks(canvas, map, states) {
   const [width, height] = [canvas.clientWidth, canvas.clientHeight];
   const size = Math.max(1, Math.floor(Math.sqrt((width * height) / map.cells.length)));
   const columns = Math.max(1, Math.floor(width / size));
-  const side = Math.min(size, height / Math.ceil(map.cells.length / columns));
-  states.forEach((state, digit) => {
-    ctx.fillStyle = colours[state].css;
-    for (let i = 0; i < map.cells.length; i++) {
-      if (map.cells.charCodeAt(i) === 48 + digit) {
-        ctx.fillRect((i % columns) * size, Math.floor(i / columns) * side, size > 3 ? size - 1 : size, side > 3 ? side - 1 : side);
-      }
-    }
-  });
+  const rows = Math.ceil(map.cells.length / columns);
+  const side = Math.min(size, height / rows);
+  const image = new ImageData(columns, rows);
+  const pixels = new Uint32Array(image.data.buffer);
+  const shades = states.map((state) => colours[state].pixel);
+  for (let i = 0; i < map.cells.length; i++) pixels[i] = shades[map.cells.charCodeAt(i) - 48];
+  enlarge(ctx, image, columns * size, rows * side);
+  if (side <= 3) return;
+  for (let x = 1; x <= columns; x++) ctx.clearRect(x * size - 1, 0, 1, height);
+  for (let y = 1; y <= rows; y++) ctx.clearRect(0, y * side - 1, width, 1);
 }

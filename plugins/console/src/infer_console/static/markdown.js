@@ -1,7 +1,7 @@
 // A model's Markdown as elements. No text of it is ever parsed as HTML, and links lead to http and https only.
 // ``put(parent, text, at)`` appends text that stands at ``at`` in the source.
 
-import { el } from "./dom.js";
+import { copied, el } from "./dom.js";
 
 const BREAK = /\r\n|[\n\r\u2028\u2029]/g;
 const FENCE = /^\s{0,3}(`{3,}|~{3,})\s*([\w+#.-]*)/;
@@ -107,14 +107,11 @@ function list(first, lines, i, put, depth) {
 function code(lines, language, put) {
   const node = el("code", language ? { "data-language": language } : {});
   lines.forEach((line, n) => put(node, line.text + (n + 1 < lines.length ? "\n" : ""), line.at));
-  const copy = el("button", {
+  const button = el("button", {
     type: "button",
-    click: async () => {
-      await navigator.clipboard.writeText(node.textContent);
-      copy.textContent = "Copied";
-    },
+    click: () => copied(button, node.textContent),
   }, "Copy");
-  return el("pre", {}, copy, node);
+  return el("pre", {}, button, node);
 }
 
 function grid(head, rows, put) {

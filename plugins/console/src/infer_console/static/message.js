@@ -16,7 +16,7 @@ export class MessageView {
     this.facts = el("span");
     this.error = el("p", { class: "error" });
     this.node = el("article", { class: message.role },
-      el("header", {}, WHO[message.role]), this.thinking, this.body, this.calls, this.error,
+      el("header", {}, el("h2", {}, WHO[message.role])), this.thinking, this.body, this.calls, this.error,
       el("footer", {}, this.facts, ...actions.map(([name, act]) => el("button", { type: "button", click: act }, name))));
     this.hover = (event) => tip(this, event.target);
     for (const kind of ["mouseover", "focusin"]) this.node.addEventListener(kind, this.hover);

@@ -2,6 +2,7 @@
 
 export const MOST = 10000;
 export const MOST_ROWS = 512;
+const MOST_MAPS = 500;
 
 export class Steps {
   constructor() {
@@ -14,7 +15,8 @@ export class Steps {
     this.rows = new Map(); // number -> row, of requests that have not ended
     this.taken = [];
     this.ended = [];
-    this.map = null;
+    this.maps = []; // the newest last
+    this.nth = -1; // of the last end
     this.hello = null;
     this.lost = 0;
     this.most = 0; // rows at a time so far
@@ -24,7 +26,10 @@ export class Steps {
   take(record) {
     if (record.kind === "step") this.step(record);
     else if (record.kind === "end") this.end(record);
-    else if (record.kind === "map") this.map = { ...record, step: this.all.at(-1)?.index };
+    else if (record.kind === "map") {
+      this.maps.push(record);
+      if (this.maps.length > MOST_MAPS) this.maps.shift();
+    }
     else {
       if (record.kind === "hello") {
         if (this.hello && this.hello.server !== record.server) this.clear();
@@ -80,11 +85,19 @@ export class Steps {
 
   end(record) {
     this.leave(record.number);
+    if (record.nth <= this.nth) return; // kept by the server, and seen already
+    this.nth = record.nth;
+    if (record.number !== null) this.ids.set(record.number, record.id); // the step that named it may be missing
     this.ended.push(record);
     if (this.ended.length > MOST) this.ended.splice(0, 1000);
     if (record.ttft === null) return;
     const at = this.find(record.arrival + record.ttft);
     if (at) at.ttft = Math.max(at.ttft ?? 0, record.ttft);
+  }
+
+  // The last map that was made up to a step.
+  mapAt(index) {
+    return this.maps.findLast((map) => map.step <= index) ?? null;
   }
 
   // The step during which a moment was, or the one before it.

@@ -1,0 +1,158 @@
+// The engine's view, of a server's steps or recorded ones. It draws while it is on the screen, at most once per frame.
+
+import * as draw from "./draw.js";
+import { by, el, table } from "./dom.js";
+import { Steps, quantile } from "./steps.js";
+import { save } from "./trace.js";
+
+const RECENT = 200; // steps that figures are made of
+
+export const steps = new Steps();
+let wanted = false;
+let paused = false;
+let chosen = null;
+let end = 0; // while paused, the index of the last step that is drawn
+let dirty = false;
+let figured = 0;
+let late = null;
+
+export function appear(on) {
+  wanted = on;
+  redraw();
+}
+
+// Take records. Those of another server take the place of what was there, and nothing of that stays chosen.
+export function take(records) {
+  const server = steps.hello?.server;
+  for (const record of records) steps.take(record);
+  if (paused && server !== undefined && steps.hello.server !== server) pause(false);
+  redraw();
+}
+
+const said = { text: "", paused: "" };
+export function say(text, whilePaused = "paused; it goes on recording") {
+  [said.text, said.paused] = [text, whilePaused];
+  redraw();
+}
+
+export function redraw() {
+  if (dirty || !wanted) return;
+  dirty = true;
+  requestAnimationFrame(frame);
+}
+
+function visible() {
+  const zoom = Number(by("zoom").value);
+  const columns = Math.max(1, Math.floor(by("lanes").clientWidth / zoom));
+  let last = steps.all.length;
+  if (paused) last = steps.all.findLastIndex((step) => step.index <= end) + 1;
+  return { zoom, shown: steps.all.slice(Math.max(0, last - columns), last) };
+}
+
+function frame(now) {
+  dirty = false;
+  if (!wanted) return;
+  const { zoom, shown } = visible();
+  draw.lanes(by("lanes"), steps, shown, zoom, chosen);
+  draw.tokens(by("tokens"), shown, zoom, steps.hello?.budget, chosen);
+  draw.times(by("times"), shown, zoom, chosen);
+  if (now - figured > 250 || paused) {
+    figured = now;
+    const map = steps.mapAt(paused ? (chosen?.index ?? end) : Infinity);
+    figures(map);
+    draw.blocks(by("map"), map, steps.hello?.states ?? []);
+    scrubber(shown);
+  } else {
+    late ??= setTimeout(() => { // so that the last figures are those of the last step
+      late = null;
+      redraw();
+    }, 260);
+  }
+}
+
+function figures(map) {
+  const recent = steps.all.slice(-RECENT);
+  const [first, last] = [recent[0], recent.at(-1)];
+  const seconds = last ? (last.end - first.start) / 1000 : 0;
+  const [prompt, cached, generated, proposed, accepted] = last?.totals ?? [];
+  const gaps = recent.map((step) => step.gap).filter((gap) => gap !== null);
+  const ttfts = steps.ended.slice(-RECENT).map((e) => e.ttft).filter((t) => t !== null);
+  const ms = (value) => (value === null ? "–" : `${value.toFixed(1)} ms`);
+  const share = (part, whole) => (whole ? `${((100 * part) / whole).toFixed(1)} %` : "–");
+  const rows = {
+    Running: last?.running ?? "–",
+    Waiting: last?.waiting ?? "–",
+    "Tokens/s": seconds ? ((generated - first.totals[2]) / seconds).toFixed(0) : "–",
+    "Steps/s": seconds ? (recent.length / seconds).toFixed(1) : "–",
+    "ITL median, 99th": `${ms(quantile(gaps, 0.5))}, ${ms(quantile(gaps, 0.99))}`,
+    "TTFT median, 99th": `${ms(quantile(ttfts, 0.5))}, ${ms(quantile(ttfts, 0.99))}`,
+    "Prefix hits": share(cached, prompt),
+    "Drafts accepted": share(accepted, proposed),
+    "Cache in use": last && steps.hello ? share(steps.hello.cache - last.free, steps.hello.cache) : "–",
+    "Missed records": steps.lost,
+  };
+  by("figures").replaceChildren(...Object.entries(rows).map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, String(value)))));
+  const none = steps.hello?.fault ? `no further map: ${steps.hello.fault}` : map ? "" : "none yet; some pools have none";
+  const counts = map ? `${map.counts.join(", ")}${map.each > 1 ? `; a cell is ${map.each} blocks` : ""}; after step ${map.step}` : "";
+  by("blocks").textContent = `(${[counts, none].filter(Boolean).join("; ")})`;
+  by("state").textContent = paused ? said.paused : said.text;
+}
+
+function scrubber(shown) {
+  const slider = by("scrub");
+  slider.disabled = !steps.all.length;
+  if (slider.disabled) return;
+  [slider.min, slider.max] = [steps.all[0].index, steps.all.at(-1).index];
+  slider.value = chosen && paused ? chosen.index : shown.at(-1)?.index ?? slider.max;
+  by("at").textContent = slider.value;
+}
+
+export function pause(on) {
+  paused = on;
+  by("pause").setAttribute("aria-pressed", String(on));
+  by("pause").textContent = on ? "Go on" : "Pause";
+  if (on) end = steps.all.at(-1)?.index ?? 0;
+  else choose(null);
+  redraw();
+}
+
+function choose(step) {
+  chosen = step;
+  by("step").replaceChildren();
+  if (step) {
+    const id = (number) => steps.ids.get(number) ?? `number ${number}`;
+    const rows = [
+      ...step.works.map(([n, start, length, prefill, drew, proposed, accepted]) => [id(n), prefill ? "prefill" : "decode", start, length, drew ? "yes" : "no", proposed, accepted]),
+      ...Array.from(step.decodes, (n, i) => [id(n), "decode", step.at[i], 1, "yes", 0, 0]),
+    ];
+    by("step").append(
+      el("h2", {}, `Step ${step.index}`),
+      el("p", {}, `${step.ms.toFixed(2)} ms, ${step.tokens} tokens in ${step.passes} passes; ${step.running} running, ${step.waiting} waiting, ${step.free} positions free.`),
+      table(["request", "kind", "start", "length", "drew a token", "drafts", "accepted"], rows, `Requests of step ${step.index}`));
+  }
+  redraw();
+}
+
+by("pause").onclick = () => pause(!paused);
+by("export").onclick = () => save(steps);
+by("zoom").oninput = redraw;
+by("scrub").oninput = () => {
+  const index = Number(by("scrub").value);
+  if (!paused) pause(true);
+  const { shown } = visible();
+  if (!shown.length || index > shown.at(-1).index || index < shown[0].index) end = Math.min(steps.all.at(-1).index, index + (shown.length >> 1));
+  choose(steps.all.findLast((step) => step.index <= index) ?? null);
+};
+by("lanes").onclick = (event) => {
+  const { zoom, shown } = visible();
+  const step = shown[Math.floor(event.offsetX / zoom)];
+  if (!step) return;
+  if (!paused) pause(true);
+  choose(step);
+};
+addEventListener("resize", redraw);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+  draw.readColours();
+  redraw();
+});
+draw.readColours();
