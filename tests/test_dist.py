@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import platform
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import time
 import tomllib
 import urllib.request
 import venv
 import zipfile
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from deploy import dist
+from deploy.dist import NATIVE, PACKAGES, ROOT
+from packaging.requirements import Requirement
 
-ROOT = Path(__file__).parent.parent
-PACKAGES = [ROOT / "core", ROOT / "bundle", *sorted((ROOT / "plugins").iterdir())]
+import infer_demo
+from infer_kernels_cpu import native
+
+FAST = {"CXXFLAGS": "-O1"}
+"""Compiles the kernels in a third of the time; with -O0 they would ask for a newer glibc."""
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
@@ -29,45 +41,216 @@ def test_every_distribution_can_be_published(package: Path) -> None:
         assert (module / "py.typed").exists()
 
 
-def test_the_bundle_and_the_core_have_one_version() -> None:
-    versions = {tomllib.loads((p / "pyproject.toml").read_text())["project"]["version"] for p in PACKAGES}
-    assert len(versions) == 1
+def test_all_packages_have_one_version_and_ask_for_each_other_at_it() -> None:
+    for package in PACKAGES:
+        project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
+        asked = [project["dependencies"], *project.get("optional-dependencies", {}).values()]
+        requirements = [Requirement(line) for lines in asked for line in lines]
+        ours = [requirement for requirement in requirements if requirement.name.startswith("infer-")]
+        assert ours or package.name == "core"
+        assert all(dist.version() in requirement.specifier for requirement in ours)
+        assert all(str(requirement.specifier) for requirement in ours)
+
+
+def test_the_hook_compiles_the_levels_that_the_package_looks_for() -> None:
+    assert dist.expected_levels(ROOT / "plugins" / NATIVE, platform.machine()) == set(native.LEVELS)
+
+
+def archived(file: Path) -> list[str]:
+    if file.suffix == ".whl":
+        return zipfile.ZipFile(file).namelist()
+    with tarfile.open(file) as archive:
+        return [member.name for member in archive.getmembers() if member.isfile()]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `make dist` makes; the kernels compiled in less time."""
+    folder = tmp_path_factory.mktemp("made") / "dist"
+    subprocess.run([sys.executable, "-m", "deploy.dist", str(folder)], cwd=ROOT, env=os.environ | FAST, check=True)
+    return folder
 
 
 @pytest.mark.slow
-def test_one_install_in_an_empty_environment_leads_to_an_answer(tmp_path: Path) -> None:
-    dist = tmp_path / "dist"
-    for package in PACKAGES:  # copies: a build in place would take the kernels away from tests that run beside this one
-        copy = shutil.copytree(package, tmp_path / "source" / package.name, ignore=shutil.ignore_patterns("*.so"))
-        subprocess.run([sys.executable, "-m", "hatchling", "build", "-d", str(dist)], cwd=copy, check=True)
-    for wheel in dist.glob("*.whl"):
-        names = zipfile.ZipFile(wheel).namelist()
-        assert any(name.endswith("licenses/LICENSE") for name in names), wheel.name
-        compiled = [name for name in names if name.endswith(".so")]
-        assert bool(compiled) == ("-py3-none-any" not in wheel.name), wheel.name
-    for sdist in dist.glob("*.tar.gz"):
-        with tarfile.open(sdist) as archive:
-            assert [m.isfile() for m in archive.getmembers() if m.name.endswith("/LICENSE")] == [True], sdist.name
+def test_what_is_published_is_whole(made: Path) -> None:
+    wheels, sdists = sorted(made.glob("*.whl")), sorted(made.glob("*.tar.gz"))
+    assert len(sdists) == len(PACKAGES)
+    for file in [*wheels, *sdists]:
+        names = archived(file)
+        assert sum(name.endswith("/LICENSE") for name in names) == 1, file.name
+        compiled = {Path(name).stem for name in names if name.endswith(".so")}
+        machine = re.search(r"-manylinux_2_(\d+)_(\w+)\.whl$", file.name)
+        assert bool(machine) == bool(compiled), file.name
+        if machine:
+            assert int(machine[1]) <= 28
+            assert compiled == dist.expected_levels(ROOT / "plugins" / NATIVE, machine[2])
+    assert any(wheel.name.endswith(f"_{platform.machine()}.whl") for wheel in wheels)
+    for line in (made / "SHA256SUMS").read_text().splitlines():
+        digest, name = line.split("  ")
+        assert hashlib.sha256((made / name).read_bytes()).hexdigest() == digest
 
-    venv.create(tmp_path / "env", with_pip=True)
-    python = tmp_path / "env" / "bin" / "python"
-    pip = [str(python), "-m", "pip", "install", "--quiet", "--constraint", str(ROOT / "constraints.txt")]
-    subprocess.run([*pip, "--find-links", str(dist), "infer-engine"], check=True)
-    infer = str(tmp_path / "env" / "bin" / "infer")
-    done = subprocess.run(
-        [infer, "generate", "--model", "demo", "--max-tokens", "8", "def "],
-        cwd=tmp_path,
+
+@pytest.mark.slow
+def test_the_bill_of_materials_has_all_that_is_needed(made: Path) -> None:
+    (path,) = made.glob("*.cdx.json")
+    bill = json.loads(path.read_text())
+    assert (bill["bomFormat"], bill["specVersion"]) == ("CycloneDX", "1.6")
+    components = [bill["metadata"]["component"], *bill["components"]]
+    files = {each["name"]: each["hashes"] for component in components for each in component.get("components", [])}
+    assert files == {
+        file.name: [{"alg": "SHA-256", "content": hashlib.sha256(file.read_bytes()).hexdigest()}]
+        for file in made.iterdir()
+        if file.name.endswith((".whl", ".tar.gz"))
+    }
+    named = {component["name"]: component for component in components}
+    assert len(named) == len(components)
+    for name in ("torch", "aiohttp", "tokenizers", "triton", "transformers", "opentelemetry-sdk"):
+        assert named[name]["version"] == version(name).split("+")[0]
+        assert named[name]["licenses"]
+    assert not {"pytest", "mypy", "ruff", "hatchling", "litellm"} & set(named), "for developers only"
+    needs = {each["ref"]: set(each["dependsOn"]) for each in bill["dependencies"]}
+    assert set(needs) == {component["bom-ref"] for component in components}
+    assert set().union(*needs.values()) <= set(needs)
+    assert named["torch"]["bom-ref"] in needs[named["infer-core"]["bom-ref"]]
+
+
+@pytest.mark.slow
+def test_the_same_sources_yield_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In another folder, at another time, from files of other dates and rights. One level stands for all kernels."""
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", dist.epoch())  # a commit meanwhile would change it
+    found = []
+    for name in ("one", "another/folder"):
+        (tmp_path / name).mkdir(parents=True)
+        to = tmp_path / name / "dist"
+        to.mkdir()
+        for package in PACKAGES:
+            if package.name not in ("core", "demo", NATIVE):
+                continue
+            copy = dist.copied(package, tmp_path / name)
+            if name != "one":
+                for file in copy.rglob("*"):
+                    file.chmod(0o700 if file.is_dir() else 0o600)
+                    os.utime(file, (0, time.time() - 1e6))
+            if package.name != NATIVE:
+                dist.build(copy, to)
+                continue
+            dist.build(copy, to, "sdist")
+            hook = copy / "hatch_build.py"
+            hook.write_text(hook.read_text() + "\nLEVELS.clear()\n")
+            dist.native_wheel(copy, to, "c++", FAST)
+        found.append({file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in to.iterdir()})
+        assert len(found[-1]) == 6
+    assert found[0] == found[1]
+
+
+class Empty:
+    """An environment with nothing but pip, in a folder of its own."""
+
+    def __init__(self, folder: Path, links: Path) -> None:
+        venv.create(folder / "env", with_pip=True)
+        self.folder, self._bin, self._links = folder, folder / "env" / "bin", links
+
+    def pip(self, *arguments: str, **environment: str) -> str:
+        command = [str(self._bin / "python"), "-m", "pip", "install", "--constraint", str(ROOT / "constraints.txt")]
+        command += ["--quiet", "--find-links", str(self._links), *arguments]
+        return self._run(command, **environment)
+
+    def infer(self, *arguments: str) -> str:
+        return self._run([str(self._bin / "infer"), *arguments])
+
+    def serve(self) -> subprocess.Popen[str]:
+        command = [str(self._bin / "infer"), "serve", "demo", "--port", "0"]
+        return subprocess.Popen(command, cwd=self.folder, stdout=subprocess.PIPE, text=True)
+
+    def _run(self, command: list[str], **environment: str) -> str:
+        done = subprocess.run(command, cwd=self.folder, env=os.environ | environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def empty(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Empty:
+    return Empty(tmp_path_factory.mktemp("empty"), made)
+
+
+@pytest.mark.slow
+def test_a_newcomer_gets_a_streamed_answer_and_then_the_console(empty: Empty) -> None:
+    """The commands of docs/install.md, from wheels alone."""
+
+    def asked(url: str, path: str, body: object = None) -> list[str]:
+        ask = urllib.request.Request(url + path, headers={"Content-Type": "application/json"})
+        ask.data = None if body is None else json.dumps(body).encode()
+        with urllib.request.urlopen(ask, timeout=60) as answer:
+            return [line.decode().strip() for line in answer if line.strip()]
+
+    for package in ("infer-engine", "infer-engine[console]"):
+        empty.pip(package, "--only-binary", ":all:")
+        with empty.serve() as server:
+            assert server.stdout is not None
+            url = server.stdout.readline().removeprefix("infer: ready on ").strip()
+            body = {"prompt": "def ", "max_tokens": 8, "ignore_eos": True, "stream": True}
+            *chunks, done = asked(url, "/v1/completions", body)
+            assert done == "data: [DONE]"
+            assert len(chunks) >= 8
+            if "console" in package:
+                assert "<!doctype html>" in asked(url, "/console")[0].lower()
+            server.terminate()
+            assert server.wait(timeout=60) == 0
+    assert len(empty.infer("generate", "--model", "demo", "--max-tokens", "8", "def ")) > len("def ")
+    assert infer_demo.__file__ not in empty.infer("plugins")
+
+
+@pytest.mark.slow
+def test_an_sdist_builds_where_a_compiler_is_and_says_what_lacks_where_none_is(empty: Empty, made: Path) -> None:
+    name = "infer-kernels-cpu"
+    from_source = ["--no-deps", "--force-reinstall", "--no-cache-dir", "--no-binary", name, name]
+    empty.pip("infer-engine")
+    empty.pip(*from_source, CXX="no-such-compiler")
+    assert [line for line in empty.infer("plugins").splitlines() if "no C++ compiler" in line]
+    refused = subprocess.run(
+        [empty.folder / "env/bin/infer", "generate", "--model", "demo", "--kernels.backend", "cpu", "def "],
+        cwd=empty.folder,
         capture_output=True,
         text=True,
-        check=True,
     )
-    assert len(done.stdout) > len("def ")
-    with subprocess.Popen([infer, "serve", "demo", "--port", "0"], stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        url = server.stdout.readline().removeprefix("infer: ready on ").strip()
-        ask = urllib.request.Request(f"{url}/v1/completions", headers={"Content-Type": "application/json"})
-        ask.data = json.dumps({"prompt": "def ", "max_tokens": 8, "ignore_eos": True}).encode()
-        with urllib.request.urlopen(ask, timeout=60) as answer:
-            assert json.load(answer)["usage"]["completion_tokens"] == 8
-        server.terminate()
-        assert server.wait(timeout=60) == 0
+    assert refused.returncode != 0
+    (said,) = [line for line in refused.stderr.splitlines() if "C++ compiler" in line]
+    assert "pip install --force-reinstall --no-deps --no-cache-dir infer-kernels-cpu" in said
+    assert len(empty.infer("generate", "--model", "demo", "--max-tokens", "8", "def ")) > len("def ")
+    empty.pip(*from_source, **FAST)
+    options = ["--model", "demo", "--max-tokens", "8", "--kernels.backend", "cpu"]
+    assert len(empty.infer("generate", *options, "def ")) > len("def ")
+
+
+@pytest.mark.slow
+def test_the_wheel_for_aarch64_computes_what_the_others_compute(made: Path, tmp_path: Path) -> None:
+    """On an emulated processor without BF16 and on one with it. Products of int8 have the same bits on all machines."""
+    for tool, package in (("qemu-aarch64", "qemu-user"), ("aarch64-linux-gnu-g++", "g++-aarch64-linux-gnu")):
+        if shutil.which(tool) is None:
+            pytest.skip(f"there is no {tool} (Debian: apt-get install {package})")
+    (wheel,) = made.glob("infer_kernels_cpu-*_aarch64.whl")
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    source = str(Path(__file__).parent / "kernels_cpu" / "native.cpp")
+    for compiler, name in (("c++", "here"), ("aarch64-linux-gnu-g++", "there")):
+        subprocess.run([compiler, "-std=c++20", "-O1", source, "-o", str(tmp_path / name), "-ldl"], check=True)
+    expected = tried([str(tmp_path / "here")], native.FOLDER / "portable.so")
+    for processor, level, best in (("cortex-a72", "portable", "0"), ("max", "portable", "1"), ("max", "bf16", "1")):
+        emulated = ["qemu-aarch64", "-cpu", processor, "-L", "/usr/aarch64-linux-gnu", str(tmp_path / "there")]
+        found = tried(emulated, tmp_path / "infer_kernels_cpu" / f"{level}.so")
+        assert found == expected | {"best level": best}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", native.levels())
+def test_the_levels_of_this_machine_pass_what_the_emulated_ones_pass(level: str, tmp_path: Path) -> None:
+    source = str(Path(__file__).parent / "kernels_cpu" / "native.cpp")
+    subprocess.run(["c++", "-std=c++20", "-O1", source, "-o", str(tmp_path / "here"), "-ldl"], check=True)
+    portable = tried([str(tmp_path / "here")], native.FOLDER / "portable.so")
+    assert tried([str(tmp_path / "here")], native.FOLDER / f"{level}.so") == portable
+
+
+def tried(program: list[str], library: Path) -> dict[str, str]:
+    """What tests/kernels_cpu/native.cpp says of a library."""
+    done = subprocess.run([*program, str(library)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return dict(line.split(": ", 1) for line in done.stdout.splitlines())

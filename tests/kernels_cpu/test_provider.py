@@ -31,7 +31,7 @@ def test_it_was_built_here() -> None:
 
 def test_without_libraries_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "FOLDER", tmp_path)
-    assert "without a C++ compiler" in str(registration().unavailable)
+    assert "no C++ compiler" in str(registration().unavailable)
 
 
 def test_a_level_that_could_not_be_built_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,10 @@ from infer.protocols import KernelsProtocol, NoSettings
 from infer_kernels_cpu import native
 
 INFER_PLUGIN_API = 1
+UNBUILT = (
+    "it was built where no C++ compiler was found, or failed; install one (Debian: apt-get install g++), then run "
+    "pip install --force-reinstall --no-deps --no-cache-dir infer-kernels-cpu"
+)
 
 
 def _make(device: torch.device, settings: NoSettings) -> KernelsProtocol:
@@ -29,6 +33,6 @@ def infer_kernels() -> list[KernelsRegistration]:
             priority=10,
             devices=("cpu",),
             kv_dtypes=("int8",),
-            unavailable=None if built else "it was built without a C++ compiler; reinstall it where there is one",
+            unavailable=None if built else UNBUILT,
         )
     ]

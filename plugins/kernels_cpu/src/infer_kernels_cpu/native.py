@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import platform
 from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path
 
 import torch
 
-LEVELS = {
-    "portable": "any processor",
-    "avx2": "AVX2 and FMA",
-    "avx512": "AVX-512 F, BW, VL and DQ",
-    "avx512_bf16": "AVX-512 BF16 and VNNI",
-}
-"""Instruction set levels, in the order of ``infer_level``, and what each needs in addition to the one before."""
+LEVELS = {"portable": "any processor"}
+"""This machine's instruction set levels, in the order of ``infer_level``, and what each needs in addition to the one
+before."""
+match platform.machine():
+    case "x86_64":
+        LEVELS |= {
+            "avx2": "AVX2 and FMA",
+            "avx512": "AVX-512 F, BW, VL and DQ",
+            "avx512_bf16": "AVX-512 BF16 and VNNI",
+        }
+    case "aarch64":
+        LEVELS |= {"bf16": "BF16 and I8MM"}
 FOLDER = Path(__file__).parent
 
 

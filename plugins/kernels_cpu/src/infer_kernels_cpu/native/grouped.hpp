@@ -135,6 +135,8 @@ struct Activations {
 inline vi integers(vf x) {  // to nearest, halves to even
 #if defined(__AVX512F__)
     return (vi)_mm512_cvtps_epi32((__m512)x);
+#elif defined(__aarch64__)
+    return (vi)vcvtnq_s32_f32((float32x4_t)x);
 #else
     vi out;
     for (int i = 0; i < LANES; i++) out[i] = int32_t(__builtin_lrintf(x[i]));
@@ -328,6 +330,8 @@ inline vi accumulate(vi acc, vu w, uint32_t a) {
     __m256i low = _mm256_madd_epi16((__m256i)(w & 0x00ff00ffu), even);
     __m256i high = _mm256_madd_epi16((__m256i)(w >> 8 & 0x00ff00ffu), _mm256_srai_epi16(x, 8));
     return acc + (vi)low + (vi)high;
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+    return (vi)vusdotq_s32((int32x4_t)acc, (uint8x16_t)w, (int8x16_t)vdupq_n_u32(a));
 #else
     for (int b = 0; b < 32; b += 8) acc += (vi)(w >> b & 0xffu) * int32_t(int8_t(a >> b));
     return acc;
@@ -340,6 +344,8 @@ inline vf fused(vf a, vf b, vf c) {
     return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__FMA__)
     return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
     for (int i = 0; i < LANES; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
     return c;

@@ -3,6 +3,10 @@
 #include <functional>
 #include <vector>
 
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
+
 #include "attention.hpp"
 #include "experts.hpp"
 #include "grouped.hpp"
@@ -45,8 +49,8 @@ void call(F run) {
 #define TYPED(kind) call([=] { typed(kind, [&](auto type) { using T = typename decltype(type)::type;
 #define END }); });
 
-// The best level that this processor supports: 0 portable, 1 AVX2 with FMA, 2 AVX-512, 3 AVX-512 with BF16 and
-// VNNI.
+// The best level that this processor supports: 0 portable; on x86-64, 1 AVX2 with FMA, 2 AVX-512, 3 AVX-512 with BF16
+// and VNNI; on AArch64, 1 BF16 with I8MM.
 EXPORT int infer_level() {
 #if defined(__x86_64__)
     __builtin_cpu_init();
@@ -55,6 +59,9 @@ EXPORT int infer_level() {
         !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq"))
         return 1;
     return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") ? 3 : 2;
+#elif defined(__aarch64__) && defined(__linux__)
+    constexpr unsigned long NEEDED = 1ul << 14 | 1ul << 13;  // HWCAP2_BF16, HWCAP2_I8MM
+    return (getauxval(AT_HWCAP2) & NEEDED) == NEEDED;
 #else
     return 0;
 #endif

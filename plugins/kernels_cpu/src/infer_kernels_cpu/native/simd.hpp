@@ -10,6 +10,8 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace infer {
@@ -20,6 +22,9 @@ constexpr int VECTORS = 4;  // per panel; 6 x 4 vectors of sums, 4 of weights an
 #elif defined(__AVX2__)
 constexpr int LANES = 8;
 constexpr int VECTORS = 2;  // 16 registers
+#elif defined(__aarch64__)
+constexpr int LANES = 4;
+constexpr int VECTORS = 4;  // 32 registers
 #else
 constexpr int LANES = 4;
 constexpr int VECTORS = 2;
@@ -87,6 +92,8 @@ inline vf load(const int8_t* p) {
 inline vh narrow(vf x) {
 #if defined(__AVX512BF16__)
     return (vh)_mm512_cvtneps_pbh((__m512)x);
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    return (vh)vcvt_bf16_f32((float32x4_t)x);
 #else
     vu bits = (vu)x;
     vu rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
@@ -279,6 +286,8 @@ inline vf accumulate(vf acc, vu w, uint32_t a) {
     if constexpr (std::is_same_v<T, float>) return acc + (vf)w * load_as<float>(&a);
 #if defined(__AVX512BF16__)
     return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)_mm512_set1_epi32(int(a)));
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    return (vf)vbfdotq_f32((float32x4_t)acc, (bfloat16x8_t)w, (bfloat16x8_t)vdupq_n_u32(a));
 #else
     uint32_t low = a << 16, high = a & 0xffff0000u;
     acc = acc + (vf)(w << 16) * load_as<float>(&low);
