@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +17,20 @@ from torch import Tensor
 
 from infer.checkpoint import Checkpoint
 from infer.checkpoint.folder import Folder
-from infer.checkpoint.quantise import Quantiser
 from infer.errors import CheckpointError
 from infer.plugins import Plugins
 from infer.protocols import ModelContext
 from infer.settings import ModelSettings, Settings
 from infer.testing import check_model
 from infer.testing.models import Models, Stage
-from infer.weight import GroupedWeight, Weight
 from infer_kernels_cpu.provider import CpuKernels
 from infer_models_transformers import exact
-from infer_models_transformers.attention import window_of
+from infer_models_transformers.attention import FAR, window_of
 from infer_models_transformers.model import TransformersModel, _plain
 
 ROOT = Path(__file__).parents[2]
 KERNELS = CpuKernels()
+SLOW = pytest.mark.slow
 PROMPT, NEW = 40, 12
 FAST = ("GPTNeoXForCausalLM", "GPT2LMHeadModel", "Cohere2ForCausalLM", "DeepseekV3ForCausalLM")
 RUN = (
@@ -88,12 +87,12 @@ def test_the_readme_names_what_runs_and_what_is_refused() -> None:
     assert {*re.findall(r"\w+ForCausalLM", refused)} == {*REFUSED}
 
 
-def made(name: str, **more: Any) -> TransformersModel:
-    return TransformersModel(config(name, **more), context())
+def made(name: str, dtype: Any = torch.float32, **more: Any) -> TransformersModel:
+    return TransformersModel(config(name, **more), context(dtype))
 
 
-def context() -> ModelContext:
-    return ModelContext(KERNELS, torch.float32, torch.device("cpu"), 64)
+def context(dtype: torch.dtype = torch.float32) -> ModelContext:
+    return ModelContext(KERNELS, dtype, torch.device("cpu"), 64)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -118,6 +117,7 @@ def test_what_cannot_run_is_refused_before_weights_are_read(name: str) -> None:
             r"the code that the checkpoint brings \(auto_map\) is never run",
         ),
         ({"architectures": ["BertModel"]}, "not as a decoder-only language model"),
+        ({"architectures": ["A" * 10_000] * 1000}, r"^.{1,500}$"),
     ],
 )
 def test_architectures_that_transformers_cannot_help_with(fields: dict[str, Any], why: str) -> None:
@@ -194,10 +194,20 @@ def loaded(model: TransformersModel) -> TransformersModel:
     return model
 
 
-def test_a_tied_head_and_a_scaled_embedding_share_one_weight(tmp_path: Path) -> None:
-    folder = write(tmp_path, "BioGptForCausalLM", tie_word_embeddings=True, scale_embedding=True)
-    assert "output_projection.weight" not in load_file(folder / "model.safetensors")
-    check_model(folder, kernels=KERNELS, only=["transformers", "loading"])
+@pytest.mark.parametrize(
+    ("name", "head"),
+    [
+        pytest.param("GemmaForCausalLM", "lm_head", id="a scaled embedding"),
+        pytest.param("BioGptForCausalLM", "output_projection", id="a scaled embedding of another kind", marks=SLOW),
+        pytest.param("MiniCPM3ForCausalLM", "lm_head", marks=SLOW),
+        pytest.param("VaultGemmaForCausalLM", "lm_head", marks=SLOW),
+        pytest.param("PhiForCausalLM", "lm_head", id="a bias of the head"),
+    ],
+)
+def test_a_tied_head_and_the_embedding_share_one_weight(name: str, head: str, tmp_path: Path) -> None:
+    folder = write(tmp_path, name, tie_word_embeddings=True, scale_embedding=True)
+    assert f"{head}.weight" not in load_file(folder / "model.safetensors")
+    check_model(folder, kernels=KERNELS, only=["transformers", "loading", "chunks"])
 
 
 def test_names_without_the_base_models_prefix(tmp_path: Path) -> None:
@@ -218,32 +228,6 @@ def test_no_more_positions_than_the_model_has(tmp_path: Path) -> None:
     assert Checkpoint(Folder(tmp_path)).max_positions == fields["n_positions"] == 256
     with pytest.raises(CheckpointError, match=r"made for 40 positions, but 64 are to be served"):
         made("GPT2LMHeadModel", max_position_embeddings=40)
-
-
-def test_quantised_weights_with_outputs_as_columns_are_refused() -> None:
-    model = made("GPT2LMHeadModel")
-    with pytest.raises(CheckpointError, match=r"has its outputs as columns; use a plain checkpoint"):
-        model.load([("h.0.attn.c_attn.weight", KERNELS.quantise(torch.ones(64, 192), 8))])
-
-
-@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "Ernie4_5_MoeForCausalLM"])
-def test_quantised_weights(name: str, tmp_path: Path) -> None:
-    """A model with int8 weights computes what it computes with the values that the codes stand for."""
-    tensors = load_file(write(tmp_path, name) / "model.safetensors")
-
-    def weights(model: TransformersModel, plain: bool) -> Iterator[tuple[str, Weight]]:
-        for key, weight in Quantiser("int8", [], "plain", VOCAB, KERNELS.quantise)(model.unstack(tensors.items())):
-            yield key, weight.dequantise() if plain and isinstance(weight, GroupedWeight) else weight
-
-    found = []
-    for plain in (False, True):
-        model = made(name)
-        model.load(weights(model, plain))
-        found.append(logits(model))
-    assert (found[0] - found[1]).abs().max() < 1e-4 * found[1].abs().max()
-    model = made(name)
-    model.load(tensors.items())
-    assert (logits(model) - found[1]).abs().max() > 1e-4 * found[1].abs().max(), "nothing was quantised"
 
 
 @torch.inference_mode()
@@ -282,3 +266,16 @@ def test_stand_ins_compute_each_value_by_itself(name: str) -> None:
 def test_windows_are_read_from_masks(seen: Any, window: int | str | None) -> None:
     found = window_of(seen)
     assert str(found).startswith(str(window))
+
+
+@pytest.mark.parametrize(("window", "found"), [(None, None), (FAR - 1, FAR - 1), (FAR, FAR), (FAR + 9, None)])
+def test_windows_reach_as_far_as_sequences(window: int | None, found: int | None) -> None:
+    """One that no sequence outgrows is none."""
+    fields = config("Starcoder2ForCausalLM", sliding_window=window, max_position_embeddings=1 << 20)
+    model = TransformersModel(fields, replace(context(), max_seq_len=FAR + 9))
+    assert {spec.window for spec in model.attention} == {found}
+
+
+def test_a_window_of_nothing_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="its attention has a sliding window of 0 positions"):
+        made("Starcoder2ForCausalLM", sliding_window=0)

@@ -8,6 +8,7 @@ H query heads, K key/value heads, E head size.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import sys
 import types
@@ -27,9 +28,9 @@ TRY, RUN = "infer_try", "infer"
 POINT = "infer_point"
 """The attribute of an attention module that has its ``Point``."""
 WINDOW = "infer_window"
-"""The attribute of a mask that has the window which it stands for."""
+"""The attribute of a mask that tells the window which it stands for, as ``window_of`` reads it."""
 FAR = 1 << 18
-"""Positions over which a mask is read."""
+"""Over how many positions a mask is read, at least."""
 ROTATE = "apply_rotary_pos_emb"
 HARMLESS = frozenset(
     [
@@ -102,8 +103,10 @@ def _versions(*tensors: Tensor) -> tuple[int, ...]:
 class Trial:
     """Stands at every module while the forward pass is tried, and notes what those that attend ask for."""
 
-    def __init__(self, module: nn.Module, asked: list[Asked], rotations: Rotations) -> None:
+    def __init__(self, module: nn.Module, asked: list[Asked], rotations: Rotations, positions: int) -> None:
         self._module, self._asked, self._rotations = module, asked, rotations
+        self._positions = positions
+        """Of the longest sequence."""
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, **given: Any) -> Tensor:
         if any(each.module is self._module for each in self._asked):
@@ -122,9 +125,11 @@ class Trial:
         if mask is not None:
             if not hasattr(mask, WINDOW):
                 raise UnfitError("changes its mask in a way of its own, as for positions by ALiBi")
-            window = getattr(mask, WINDOW)
+            window = getattr(mask, WINDOW)(max(FAR, self._positions))
             if isinstance(window, str):
                 raise UnfitError(window)
+        if window is not None and window < 1:
+            raise UnfitError(f"has a sliding window of {window} positions")
         rotates = self._rotations.take(query, key) is not None
         asked = Asked(
             self._module,
@@ -181,29 +186,30 @@ def attend(
 def mask(batch_size: int, q_length: int, kv_length: int, mask_function: Callable[..., Any], **_: Any) -> Tensor:
     """An empty mask of the shape that is asked for, which remembers its window."""
     empty = torch.empty((batch_size, 1, q_length, kv_length), dtype=torch.bool, device="meta")
-    setattr(empty, WINDOW, window_of(mask_function))
+    setattr(empty, WINDOW, functools.cache(functools.partial(window_of, mask_function)))
     return empty
 
 
-def window_of(mask_function: Callable[..., Any]) -> int | str | None:
-    """The sliding window of a mask; None if it is causal without one; what is wrong if it is something else."""
+def window_of(mask_function: Callable[..., Any], far: int = FAR) -> int | str | None:
+    """The sliding window of a mask over ``far`` positions; None if it is causal without one; what is wrong if it is
+    something else."""
     odd = "has a mask that is neither causal nor a sliding window"
     with torch.device("cpu"), torch.utils._python_dispatch._disable_current_modes():
-        zero, keys = torch.tensor(0), torch.arange(FAR)
+        zero, keys = torch.tensor(0), torch.arange(far)
 
         def seen(query: int) -> Tensor:
             row: Tensor = torch.as_tensor(mask_function(zero, zero, torch.tensor(query), keys))
-            return row.expand(FAR)
+            return row.expand(far)
 
         try:
-            width = int(seen(FAR - 1).sum())
-            for query in (0, 1, 2, width - 1, width, width + 1, 2 * width + 3, 1000, FAR // 3, FAR - 1):
+            width = int(seen(far - 1).sum())
+            for query in (0, 1, 2, width - 1, width, width + 1, 2 * width + 3, 1000, far // 3, far - 1):
                 expected = (keys <= query) & (keys > query - width)
-                if 0 <= query < FAR and not torch.equal(seen(query), expected):
+                if 0 <= query < far and not torch.equal(seen(query), expected):
                     return odd
         except (IndexError, RuntimeError):  # one that looks something up, such as which tokens are an image's
             return odd
-        return None if width == FAR else width
+        return None if width == far else width
 
 
 def rotate_in_cache(module: nn.Module, rotations: Rotations) -> bool:

@@ -67,6 +67,8 @@ TRANSPOSED = "transposed_weight"
 GATED_MLP = (["gate_proj", "up_proj", "down_proj"], "act_fn")
 MAX_LAYERS, MAX_EXPERTS = 1024, 1 << 15
 """Each layer and each expert takes memory before a weight is read."""
+MAX_NAMES, MAX_NAME = 4, 80
+"""How many of a config's architectures a message repeats, and how many characters of each."""
 MAX_BUFFERS = 1 << 30
 """The most bytes of buffers that no checkpoint holds."""
 MASKS = (r"\.(attn|attention|self_attn)\.(bias|masked_bias|causal_mask)$",)
@@ -86,7 +88,8 @@ IDLE = (nn.Dropout, nn.Identity, nn.ModuleList, nn.ModuleDict)
 
 
 class TransformersModel:
-    """A ModelProtocol and UnstackingProtocol. Raises CheckpointError if transformers' module cannot be run."""
+    """A ModelProtocol, UnstackingProtocol and SparingProtocol. Raises CheckpointError if transformers' module cannot be
+    run."""
 
     @torch.inference_mode(False)  # there, operations do not reach the guard as what they are made of
     def __init__(self, config: Mapping[str, Any], context: ModelContext) -> None:
@@ -120,6 +123,10 @@ class TransformersModel:
         with self._blame("has an output head that cannot be tried"):
             logits = self._run_head(torch.empty((1, TRIED, self._hidden_size), dtype=context.dtype, device="meta"))
         self.vocab_size: int = logits.shape[-1]
+        routers = {self._loose.names[id] for id in self._loose.expected}
+        tables = {name for name, rows in self._tables.items() if rows != self.vocab_size}
+        self.spared = frozenset(routers | tables | self._delicate)
+        """As in SparingProtocol: a table of positions is one, too."""
         self._trying = False
 
     # What the engine calls.
@@ -178,6 +185,7 @@ class TransformersModel:
                 dtype=self._context.dtype,
             )
         whole.eval().requires_grad_(False)
+        _widen(whole, self._context.dtype)
         whole.tie_weights()
         for module in whole.modules():
             if hasattr(module, "create_position_ids_from_input_ids"):
@@ -187,7 +195,8 @@ class TransformersModel:
         for module in whole.modules():
             if type(module).__name__ in ADAPTED:
                 ADAPTED[type(module).__name__](module)
-        _fill_buffers(whole, [module for module in whole.modules() if is_rotary(module)], torch.device("cpu"))
+        known = [module for module in whole.modules() if is_rotary(module) or isinstance(module, nn.Embedding)]
+        _fill_buffers(whole, known, torch.device("cpu"))  # which tell what these modules compute
         return whole
 
     def _base_of(self, whole: Any) -> tuple[str, nn.Module]:
@@ -201,46 +210,55 @@ class TransformersModel:
 
     def _replace(self) -> None:
         """Have infer's kernels compute what they can."""
-        w, kernels = self._weights, self._context.kernels
+        w = self._weights
         norms: dict[tuple[Any, ...], tuple[float, bool] | None] = {}
         owners: dict[int, tuple[str, Embedding | None]] = {}
         self._tied: list[str] = []
         self._turned: dict[str, tuple[int, ...]] = {}
         """The weights that have their outputs as columns."""
+        self._tables: dict[str, int] = {}
+        """How many rows the weights of embeddings have."""
+        self._delicate: set[str] = set()
+        """Weights that plain torch holds, or that are wider than the model's dtype."""
         done: set[nn.Module] = set()
         for name, module in list(self._whole.named_modules()):
             if module in done or name == "":
                 continue
             weight: Any = getattr(module, "weight", None)
             made: nn.Module | None = None
+            # Only products know another dtype than the model's.
+            usual = all(x.dtype == self._context.dtype for x in module.parameters())
             if is_rotary(module):
                 made = RotaryTable(module, self._context)
-            elif activation := gated_activation(module, *GATED_MLP):
+            elif usual and (activation := gated_activation(module, *GATED_MLP)):
                 size, inner = module.gate_proj.in_features, module.gate_proj.out_features
                 made = PackedGatedMLP(GatedMLP(w, name, size, inner, activation), module)
                 done.update(module.children())
-            elif acting := experts_activation(module):
+            elif usual and (acting := experts_activation(module)):
                 made = PackedExperts(w, name, module, acting)
                 done.update(module.children())
-            elif (scale := embedding_scale(module)) is not None:
+            elif usual and (scale := embedding_scale(module)) is not None:
                 size = module.num_embeddings, module.embedding_dim
                 embedding = Embedding(w, name, *size, None if scale == 1 else scale)
                 owners[id(weight)] = f"{name}.weight", embedding
+                self._tables[f"{name}.weight"] = size[0]
                 made = PackedEmbedding(embedding, module)
             elif is_linear(module):
                 N, K = module.weight.shape
                 first = owners.get(id(weight))
-                if first is not None and first[1] is not None and module.bias is None:
+                if first is not None and first[1] is not None:
                     self._tied.append(f"{name}.weight")
-                    made = PackedLinear(_tied_product(first[1], kernels), module, K, N)
+                    made = PackedLinear(self._tied_product(first[1], name, module), module, K, N)
                 elif first is None:
                     owners[id(weight)] = f"{name}.weight", None
+                    if not usual:
+                        self._delicate.add(f"{name}.weight")
                     made = PackedLinear(
                         Linear(w, name, K, N, module.bias is not None, dtype=weight.dtype), module, K, N
                     )
-            elif is_transposed_linear(module):
+            elif usual and is_transposed_linear(module):
                 made = self._transposed(name, module)
-            elif weight is not None:
+            elif usual and weight is not None:
                 key = (type(module), weight.shape, getattr(module, "variance_epsilon", getattr(module, "eps", None)))
                 if key not in norms:
                     norms[key] = rms_norm_of(module)
@@ -259,11 +277,23 @@ class TransformersModel:
         """A module whose weight is [K, N]."""
         K, N = module.weight.shape
         inner = Linear(self._weights, f"{name}.{TRANSPOSED}", K, N)
-        bias: list[Tensor] = []
         self._turned[f"{name}.weight"] = (K, N)
-        self._weights.expect(f"{name}.bias", (N,), lambda x: bias.append(x.clone()))
         self._weights.expect_stack(f"{name}.weight", (K, N), lambda x: [(f"{name}.{TRANSPOSED}.weight", x.T)])
-        return PackedLinear(lambda x: inner(x) + bias[0], module, K, N)
+        return PackedLinear(self._plus_bias(inner, name, N), module, K, N)
+
+    def _tied_product(self, embedding: Embedding, name: str, module: Any) -> Callable[[Tensor], Tensor]:
+        kernels = self._context.kernels
+
+        def product(x_TK: Tensor) -> Tensor:
+            out: Tensor = kernels.linear(x_TK, embedding.packed)
+            return out
+
+        return product if module.bias is None else self._plus_bias(product, name, len(module.bias))
+
+    def _plus_bias(self, product: Callable[[Tensor], Tensor], name: str, size: int) -> Callable[[Tensor], Tensor]:
+        bias: list[Tensor] = []
+        self._weights.expect(f"{name}.bias", (size,), lambda x: bias.append(x.clone()))
+        return lambda x_TK: product(x_TK) + bias[0]
 
     def _expect_rest(self) -> None:
         """Declare the parameters and buffers that plain modules hold."""
@@ -292,6 +322,7 @@ class TransformersModel:
         if first is not None:
             raise self._refusal(f"{name} is tied to {first[0]}, which is not plain torch")
         self._owners[id(value)] = name, None
+        self._delicate.add(name)
         self._weights.expect(name, tuple(value.shape), take, value.dtype if value.is_floating_point() else None)
 
     # Trying it, before there are weights.
@@ -345,7 +376,7 @@ class TransformersModel:
         asked: list[Asked] = []
         modules = [m for m in self._base.modules() if type(m).__module__.startswith("transformers")]
         for module in modules:
-            setattr(module, POINT, Trial(module, asked, rotations))
+            setattr(module, POINT, Trial(module, asked, rotations, self._context.max_seq_len))
         try:
             self._forward_on_meta(torch.ones((1, TRIED), dtype=torch.int64, device="meta"))
         finally:
@@ -421,10 +452,8 @@ class TransformersModel:
                     continue
                 name = renamed
             if isinstance(weight, GroupedWeight) and name in self._turned:
-                raise CheckpointError(
-                    f"The checkpoint's {name!r} has {weight}, but {self._name} has its outputs as columns; use a plain "
-                    'checkpoint, and model.quantization = "int8" or "int4" to quantise it.'
-                )
+                # Whoever quantises such a module makes a linear one of it, whose rows are its outputs.
+                name = f"{name.removesuffix('weight')}{TRANSPOSED}.weight"
             yield name, weight
 
     def _refusal(self, why: str) -> CheckpointError:
@@ -513,7 +542,7 @@ def _architecture(config: Mapping[str, Any]) -> str:
         return str(found[0])
     if not names:
         raise CheckpointError("config.json names no architecture, by which infer finds a model family.")
-    ours = ", ".join(map(repr, names))
+    ours = ", ".join(repr(str(name)[:MAX_NAME]) for name in names[:MAX_NAMES])
     why = "transformers has it, but not as a decoder-only language model with an output head"
     if not any(hasattr(transformers, str(name)) for name in names):
         why = f"no installed plugin knows it, nor does transformers {transformers.__version__}"
@@ -552,6 +581,25 @@ def _unfit(kind: Any, config: Any) -> str | None:
     if not kind._can_set_attn_implementation() and not adaptable(kind):
         return "its attention does not go through transformers' attention interface"
     return None
+
+
+def _widen(whole: Any, dtype: torch.dtype) -> None:
+    """Give another dtype to the parameters and buffers that transformers holds in one of their own, as it does when it
+    loads a model: float32, mostly for what routers choose by."""
+    plan = [(re.compile(glob.replace("*", ".*")), kept) for glob, kept in whole._get_dtype_plan(dtype).items()]
+    made: dict[int, Tensor] = {}
+    for prefix, module in whole.named_modules():
+        kept_apart = module._non_persistent_buffers_set
+        for held in (module._parameters, module._buffers):
+            for own, x in held.items():
+                name = f"{prefix}.{own}".removeprefix(".")
+                wide = next((kept for pattern, kept in plan if pattern.search(name)), None)
+                if x is None or wide is None or own in kept_apart or not x.is_floating_point():
+                    continue
+                if id(x) not in made:  # weights that are tied stay so
+                    empty = torch.empty_like(x, dtype=wide)
+                    made[id(x)] = nn.Parameter(empty, requires_grad=False) if held is module._parameters else empty
+                held[own] = made[id(x)]
 
 
 def _fill_buffers(whole: Any, modules: Sequence[nn.Module], device: torch.device) -> None:
@@ -620,14 +668,6 @@ class _Loose:
             self._converted[key] = torch.empty_like(weight, dtype=dtype)
             self._of[id(self._converted[key])] = id(weight)
         return self._converted[key]
-
-
-def _tied_product(embedding: Embedding, kernels: Any) -> Callable[[Tensor], Tensor]:
-    def product(x_TK: Tensor) -> Tensor:
-        out: Tensor = kernels.linear(x_TK, embedding.packed)
-        return out
-
-    return product
 
 
 def _computes(module: nn.Module) -> bool:

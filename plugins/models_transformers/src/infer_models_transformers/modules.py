@@ -280,15 +280,13 @@ def embedding_scale(module: nn.Module) -> float | None:
         return 1.0
     if not isinstance(module, nn.Embedding):
         return None
-    scale = getattr(module, "embed_scale", None)
-    if not isinstance(scale, float):
-        return None
     ids = torch.tensor([2, 0, 1])
     tried = copy.copy(module)
     tried._parameters = {"weight": nn.Parameter(torch.eye(3), requires_grad=False)}
     tried.padding_idx = None
     try:
         found = tried(ids)
+        scale = float(found.max())
     except Exception:  # of another kind, whatever it raises
         return None
     return scale if _near(found, scale * torch.eye(3)[ids]) else None
