@@ -39,8 +39,8 @@ def offline(folder: str, prompts: Sequence[list[int]], repeat: int) -> list[floa
     return times[1:]
 
 
-def request(address: tuple[str, int], prompt: list[int]) -> socket.socket:
-    body = {"prompt": prompt, "max_tokens": NEW, "temperature": 0, "ignore_eos": True, "stream": True}
+def request(address: tuple[str, int], prompt: list[int], new: int = NEW) -> socket.socket:
+    body = {"prompt": prompt, "max_tokens": new, "temperature": 0, "ignore_eos": True, "stream": True}
     data = json.dumps(body).encode()
     lines = [
         "POST /v1/completions HTTP/1.1",

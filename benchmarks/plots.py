@@ -24,18 +24,20 @@ def title(report: Mapping[str, Any]) -> str:
 
 
 def peers(report: Mapping[str, Any], medians: Mapping[str, Mapping[str, float]], path: Path) -> None:
-    """Every engine's times relative to infer's, cell by cell, with the bound as a line."""
-    bounds = report["bounds"]["infer"]
-    cells = list(bounds)
+    """Every engine's times relative to the first one's, cell by cell, with its bound as a line."""
+    base, *_ = medians
+    own, bounds = medians[base], report["bounds"].get(base, {})
+    cells = list(own)
     figure, axes = pyplot.subplots(figsize=(1 + 0.9 * len(cells), 3.5))
     width = 0.8 / len(medians)
-    for i, (peer, own) in enumerate(medians.items()):
+    for i, (peer, found) in enumerate(medians.items()):
         at = [x + (i - (len(medians) - 1) / 2) * width for x in range(len(cells))]
-        axes.bar(at, [own[cell] / medians["infer"][cell] for cell in cells], width, label=peer)
+        axes.bar(at, [found[cell] / own[cell] for cell in cells], width, label=peer)
     for x, cell in enumerate(cells):
-        axes.hlines(bounds[cell] / medians["infer"][cell], x - 0.4, x + 0.4, colors="black")
-    axes.set_xticks(range(len(cells)), [f"{c}\n{1e3 * medians['infer'][c]:.0f} ms" for c in cells], rotation=30)
-    axes.set_ylabel("times as long as infer (line: the bound)")
+        if cell in bounds:
+            axes.hlines(bounds[cell] / own[cell], x - 0.4, x + 0.4, colors="black")
+    axes.set_xticks(range(len(cells)), [f"{c}\n{1e3 * own[c]:.0f} ms" for c in cells], rotation=30)
+    axes.set_ylabel(f"times as long as {base} (line: the bound)")
     axes.set_title(title(report))
     axes.legend()
     save(figure, path)

@@ -162,7 +162,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     cells = [cell for cell, name in zip(CELLS, names, strict=True) if name in (args.cell or names)]
-    pythons = installed(["infer", *(args.peer or USUAL)], args.python)
+    pythons = installed(args.peer or list(USUAL), args.python)
+    if not pythons:
+        return 2
     with tempfile.TemporaryDirectory() as made:
         checkpoint = args.checkpoint or Path(made) / args.shape
         if not (checkpoint / "config.json").exists():
@@ -173,10 +175,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         for turn in range(args.repeat + 1):  # the first warms up
             reached.append(ceilings.run())
             found: dict[str, dict[str, float]] = {peer: {} for peer in engines}
+            order = [*engines.items()][:: -1 if turn % 2 else 1]  # whoever is first after a pause is slower
             for cell, busy in itertools.product(cells, args.busy or [0]):
                 beside = f" beside {busy}" if busy else ""
                 with neighbours(busy):
-                    for peer, engine in engines.items():
+                    for peer, engine in order:
                         found[peer] |= {figure + beside: s for figure, s in engine.run(cell).items()}
             if turn:
                 for peer, figures in found.items():

@@ -23,7 +23,7 @@ def test_engines_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setattr(peers.Ceilings, "run", lambda self: {"bandwidth": 1e9, "flops": 1e12, "int8 flops": 2e12})
     checkpoint, out = write_weights(tmp_path / "tiny", CONFIG), tmp_path / "out.json"
     arguments = ["--shape", "tiny", "--repeat", "2"]
-    for peer in ("infer int8", "transformers", "vllm", "ik_llama.cpp Q4_0"):
+    for peer in ("infer", "infer int8", "transformers", "vllm", "ik_llama.cpp Q4_0"):
         arguments += ["--peer", peer]
     assert peers.main([*arguments, "--checkpoint", str(checkpoint), "--json", str(out)]) == 0
     printed = capsys.readouterr().out
@@ -42,6 +42,21 @@ def test_engines_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
         nbytes = Costs(CONFIG, quantization).decode_bytes([8, 8])
         assert report["bounds"][peer]["decode 2x8"] == nbytes / 1e9
     assert report["bounds"]["infer"]["prefill 2x8"] == 2 * report["bounds"]["infer int8"]["prefill 2x8"]
+
+
+def test_an_engine_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others that would not fit into memory beside it are not started, and nothing is compared with infer."""
+    monkeypatch.setattr(peers, "CELLS", [(1, 16, 4)])
+    monkeypatch.setattr(peers, "CONFIGS", {"tiny": CONFIG})
+    monkeypatch.setattr(peers.Ceilings, "__init__", lambda self: None)
+    monkeypatch.setattr(peers.Ceilings, "run", lambda self: {"bandwidth": 1e9, "flops": 1e12, "int8 flops": 2e12})
+    checkpoint, out = write_weights(tmp_path / "tiny", CONFIG), tmp_path / "out.json"
+    arguments = ["--shape", "tiny", "--repeat", "1", "--checkpoint", str(checkpoint), "--json", str(out)]
+    assert peers.main([*arguments, "--peer", "transformers"]) == 0
+    assert set(json.loads(out.read_text())["runs"]) == {"transformers"}
+    assert "times as long as transformers" in out.with_suffix(".svg").read_text()
+    monkeypatch.setattr(engines, "ENVIRONMENTS", tmp_path / "nowhere")
+    assert peers.main([*arguments, "--peer", "vllm"]) == 2
 
 
 def test_servers_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
