@@ -1,4 +1,4 @@
-# make install | serve [PORT=8000] | test | test-all | mutants | test-clients | lint | bench | dist | gpu-box | gpu-dry-run
+# make install | serve [PORT=8000] | test | test-all | mutants | test-clients | lint | docs | bench | dist | gpu-box | gpu-dry-run
 VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?= python3
@@ -6,11 +6,12 @@ PORT ?= 8000
 OPENAI_3 := 3.54.0
 JITER := 0.16.0
 OPENAI_NODE := 6.49.0
+AXE := 4.14.1
 CLIENTS := aiperf==0.13.0 guidellm==0.8.1 lm-eval[api]==0.4.13
 PACKAGES := core bundle $(wildcard plugins/*)
 STAMP := $(VENV)/.installed
 
-.PHONY: install serve test test-all mutants test-clients lint style bench dist gpu-box gpu-dry-run
+.PHONY: install serve test test-all mutants test-clients lint style docs bench dist gpu-box gpu-dry-run
 
 install: $(STAMP)
 
@@ -18,9 +19,9 @@ $(STAMP): Makefile constraints.txt requirements-dev.txt $(PACKAGES:%=%/pyproject
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt \
 		--requirement requirements-dev.txt $(PACKAGES:%=--editable %)
-	# What cannot be in one environment with the rest, or is no Python: for tests/clients.
+	# What cannot be in one environment with the rest, or is no Python: for tests/clients and tests/console.
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(VENV)/openai-3 openai==$(OPENAI_3) jiter==$(JITER)
-	if command -v npm > /dev/null; then npm install --silent --no-audit --no-fund --prefix $(VENV)/node openai@$(OPENAI_NODE); fi
+	if command -v npm > /dev/null; then npm install --silent --no-audit --no-fund --prefix $(VENV)/node openai@$(OPENAI_NODE) axe-core@$(AXE); fi
 	touch $@
 
 serve: install
@@ -32,6 +33,11 @@ lint: style
 style: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+# -W: a warning, such as one of a broken link or of a page in no list, is an error.
+docs: install
+	rm -rf build/site
+	$(BIN)/python -m sphinx -W --keep-going --quiet -j auto -d build/doctrees -c docs . build/site
 
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8
 
@@ -64,8 +70,7 @@ bench: install
 	$(BIN)/infer bench --workload all --scale 0.25
 
 dist: install
-	rm -rf dist
-	for package in $(PACKAGES); do (cd $$package && $(CURDIR)/$(BIN)/python -m hatchling build -d $(CURDIR)/dist) || exit 1; done
+	$(BIN)/python -m deploy.dist dist
 
 # For a bare GPU machine without a network: benchmarks/README.md.
 GPU_BOX := .gpu-box

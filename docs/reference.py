@@ -1,4 +1,4 @@
-"""Writes docs/reference.md: every hook, contract and layer that plugins build on, from the docstrings in the source.
+"""Writes docs/reference.md: all that plugins build on, from the docstrings in the source.
 
     python docs/reference.py            writes the page
     python docs/reference.py --check    says whether it is as it would be written
@@ -17,25 +17,55 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "core/src/infer"
 PAGE = ROOT / "docs/reference.md"
-SECTIONS: dict[str, tuple[str, Sequence[str]]] = {
+SECTIONS: dict[str, tuple[str, str, Sequence[str]]] = {
     "Hooks and registrations": (
         "What a plugin's module implements, and what its hooks return. Import them from `infer.hookspecs`.",
+        "hookspecs.py",
         ("contracts/hooks.py", "contracts/records.py"),
     ),
     "Contracts": (
         "What the parts are, which are registered, and what they are made from. Import them from `infer.protocols`.",
+        "protocols.py",
         ("contracts/protocols.py", "contracts/schedule.py"),
     ),
-    "Weights": ("What kernels multiply by. Import it from `infer.weight`.", ("weight.py",)),
+    "Requests and errors": (
+        "What clients ask for, what they get, and which errors there are. Import them from `infer`.",
+        "__init__.py",
+        ("contracts/params.py", "contracts/request.py", "llm.py", "errors.py"),
+    ),
+    "Weights": ("What kernels multiply by. Import it from `infer.weight`.", "weight.py", ("weight.py",)),
     "Layers": (
         "What model families are composed of. Import them from `infer.layers`.",
+        "layers/__init__.py",
         tuple(f"layers/{name}.py" for name in ("table", "config", "linear", "rotary", "blocks", "experts", "decoder")),
     ),
     "Cache pools": (
         "What cache pools are made of. Import it from `infer.cache`.",
+        "cache/__init__.py",
         tuple(f"cache/{name}.py" for name in ("books", "storage", "pool")),
     ),
+    "Scheduling": (
+        "What schedulers are made of. Import the policies from `infer.engine.schedulers`, the rest from "
+        "`infer.engine.seats`.",
+        "engine/__init__.py",
+        ("engine/schedulers.py", "engine/seats.py"),
+    ),
+    "Tool calls": (
+        "What readers of tool calls are made of. Import it from `infer.text.tool_formats.reader`.",
+        "text/tool_formats/reader.py",
+        ("text/tool_formats/reader.py",),
+    ),
+    "Testing": (
+        "What tries a plugin; [Testing a plugin](testing.md) shows how. Import it from `infer.testing`.",
+        "testing/__init__.py",
+        (
+            *(f"testing/{name}.py" for name in ("checkpoints", "models", "pools", "schedulers", "kernels", "formats")),
+            *(f"testing/{name}.py" for name in ("proposers", "tool_formats", "suite")),
+        ),
+    ),
 }
+"""Of each section: what it says first, the module that plugins import from, and where the names are defined."""
+EXPORTERS = {file: exporter for _, exporter, files in SECTIONS.values() for file in files}
 
 
 @dataclass
@@ -48,15 +78,16 @@ class Entry:
     text: str | None
     """Its docstring, cleaned; None if it has none."""
     kind: str
-    """``class``, ``function`` or ``attribute``."""
+    """``class``, ``maker`` (how a class is made), ``function``, ``property`` or ``attribute``."""
     members: list[Entry] = field(default_factory=list)
     node: ast.AST | None = None
 
 
 def entries(file: str) -> list[Entry]:
-    """The public names that a file of the core defines, in its order; of a package with ``__all__``, those in it."""
-    package = SOURCE / file.rpartition("/")[0] / "__init__.py"
-    exported = next((each for each in ast.parse(_read(package)).body if _assigned(each, "__all__")), None)
+    """The public names that a file of the core defines, in its order; if the module that plugins import them from has
+    ``__all__``, those in it."""
+    exporter = ast.parse(_read(SOURCE / EXPORTERS[file]))
+    exported = next((each for each in exporter.body if _assigned(each, "__all__")), None)
     names = None if exported is None else {c.value for c in ast.walk(exported) if isinstance(c, ast.Constant)}
     return [entry for entry in _entries(ast.parse(_read(SOURCE / file)).body) if names is None or entry.name in names]
 
@@ -65,28 +96,42 @@ def _read(file: Path) -> str:
     return file.read_text(encoding="utf-8")
 
 
-def _entries(body: Sequence[ast.stmt], of_class: bool = False) -> Iterator[Entry]:
+def _entries(body: Sequence[ast.stmt], of_class: str = "") -> Iterator[Entry]:
+    """Of a module, or of the class ``of_class``."""
     for at, node in enumerate(body):
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
             bases = ", ".join(map(ast.unparse, node.bases))
-            members = list(_entries(node.body, of_class=True))
+            members = list(_entries(node.body, node.name))
             head = f"class {node.name}" + (f"({bases})" if bases else "")
             yield Entry(node.name, head, ast.get_docstring(node), "class", members, node)
+        elif of_class and isinstance(node, ast.FunctionDef) and node.name == "__init__":
+            yield Entry(of_class, f"{of_class}({_arguments(node.args)})", ast.get_docstring(node), "maker", [], node)
         elif isinstance(node, ast.FunctionDef) and (not node.name.startswith("_") or node.name == "__call__"):
             returns = "" if node.returns is None else f" -> {ast.unparse(node.returns)}"
             decorators = {ast.unparse(each) for each in node.decorator_list}
             head = f"{node.name}({_arguments(node.args)}){returns}"
             if "property" in decorators:
-                yield Entry(node.name, f"{node.name}: {returns[4:]}", ast.get_docstring(node), "attribute", [], node)
+                yield Entry(node.name, f"{node.name}: {returns[4:]}", ast.get_docstring(node), "property", [], node)
             elif not decorators & {"model_validator(mode='after')"}:
                 yield Entry(node.name, head, ast.get_docstring(node), "function", [], node)
         elif of_class and isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             if not node.target.id.startswith("_"):
-                default = "" if node.value is None else f" = {ast.unparse(node.value)}"
+                value, text = _default(node.value)
+                default = "" if value is None else f" = {ast.unparse(value)}"
                 head = f"{node.target.id}: {ast.unparse(node.annotation)}{default}"
-                yield Entry(node.target.id, head, _below(body, at), "attribute", [], node)
+                yield Entry(node.target.id, head, _below(body, at) or text, "attribute", [], node)
         elif not of_class and (name := _assigned(node)) and (text := _below(body, at)):
             yield Entry(name, ast.unparse(node), text, "attribute", [], node)
+
+
+def _default(value: ast.expr | None) -> tuple[ast.expr | None, str | None]:
+    """The default that a class gives an attribute, and its description if that is pydantic's ``Field``."""
+    if not (isinstance(value, ast.Call) and ast.unparse(value.func) == "Field"):
+        return value, None
+    given = {each.arg: each.value for each in value.keywords}
+    text = given.get("description")
+    default = value.args[0] if value.args else given.get("default")
+    return default, str(text.value) if isinstance(text, ast.Constant) else None
 
 
 def _assigned(node: ast.stmt, name: str = "") -> str | None:
@@ -122,13 +167,13 @@ def page() -> str:
     lines = [
         "# Reference",
         "",
-        "Every hook, contract and layer that plugins build on, from the docstrings in the source: "
+        "All that plugins build on, from the docstrings in the source: "
         "`python docs/reference.py` writes this page. [Writing a plugin](plugins.md) shows how they go together.",
         "",
         _code(legend.partition("\n\n")[2]),
     ]
     elsewhere = promised()
-    for title, (about, files) in SECTIONS.items():
+    for title, (about, _, files) in SECTIONS.items():
         lines += ["", f"## {title}", "", about]
         for file in files:
             for entry in entries(file):
@@ -140,10 +185,10 @@ def promised() -> dict[str, str]:
     """By the name of a method or property, the class that says what it does: the first one that has it. Others, which
     keep the promise, need not repeat it."""
     found: dict[str, str] = {}
-    for _, files in SECTIONS.values():
+    for _, _, files in SECTIONS.values():
         for entry in (each for file in files for each in entries(file)):
             for member in entry.members:
-                if member.text and member.name != "__call__":
+                if member.text and member.name != "__call__" and member.kind != "maker":
                     found.setdefault(member.name, entry.name)
     return found
 
@@ -158,7 +203,8 @@ def _shown(entry: Entry, elsewhere: Mapping[str, str]) -> Iterator[str]:
         text = _code(member.text) if member.text else ""
         if not text and not isinstance(member.node, ast.AnnAssign) and (other := elsewhere.get(member.name)):
             text = f"As in `{other}`."
-        yield f"- `{member.head}`" + (f"<br>{' '.join(text.split())}" if text else "")
+        kind = " (a property)" if member.kind == "property" else ""
+        yield f"- `{member.head}`{kind}" + (f"<br>{' '.join(text.split())}" if text else "")
 
 
 def _code(text: str) -> str:

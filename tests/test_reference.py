@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
+import re
 import runpy
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 SCRIPT: dict[str, Any] = runpy.run_path(str(Path(__file__).parents[1] / "docs/reference.py"))
-FILES = [file for _, files in SCRIPT["SECTIONS"].values() for file in files]
+PLUGINS = Path(__file__).parents[1] / "docs/plugins.md"
+FILES = [file for _, _, files in SCRIPT["SECTIONS"].values() for file in files]
 PROMISED = SCRIPT["promised"]()
 
 
@@ -28,6 +32,31 @@ def test_the_page_is_what_the_docstrings_say() -> None:
     assert held == SCRIPT["page"](), "python docs/reference.py writes it anew"
 
 
+def test_it_has_what_the_contract_names_and_says_how_a_class_is_made() -> None:
+    """All public names of each module that docs/plugins.md promises. (The reference kernels do what their protocol
+    says.)"""
+    plugins, page = (PLUGINS.read_text(encoding="utf-8"), SCRIPT["page"]())
+    promise = plugins.partition("names the contract:")[2].partition("those of `infer.server")[0]
+    modules = [
+        *map(importlib.import_module, set(re.findall(r"`(infer[\w.]*)`", promise)) - {"infer.kernels.reference"})
+    ]
+    assert len(modules) == 10
+    missing = []
+    for module in modules:
+        own = [name for name, what in vars(module).items() if getattr(what, "__module__", "") == module.__name__]
+        for name in getattr(module, "__all__", own):
+            what = getattr(module, name)
+            if name.startswith("_") or not str(getattr(what, "__module__", "")).startswith("infer"):
+                continue
+            if isinstance(what, TypeVar):
+                continue
+            if f"### {name}\n" not in page:
+                missing.append(f"{module.__name__}.{name}")
+            elif "__init__" in vars(what) and "def __init__" in inspect.getsource(what) and f"- `{name}(" not in page:
+                missing.append(f"how {module.__name__}.{name} is made")
+    assert missing == []
+
+
 @pytest.mark.parametrize("file", FILES)
 def test_everything_public_says_what_it_does(file: str) -> None:
     """A function or class by its docstring, ``__call__`` by its class, and what keeps a promise by who promises it."""
@@ -36,7 +65,7 @@ def test_everything_public_says_what_it_does(file: str) -> None:
         for where, what, owner in members(file)
         if not isinstance(what.node, ast.AnnAssign)
         and not what.text
-        and not (what.name == "__call__" and owner.text)
+        and not ((what.name == "__call__" or what.kind == "maker") and owner.text)
         and what.name not in PROMISED
     ] == []
 

@@ -1,0 +1,243 @@
+"""Writes the tables of the documentation that the code knows: commands, metrics, routes, models, formats and memory.
+
+    python docs/tables.py            writes them anew, in the pages
+    python docs/tables.py --check    says which are not as they would be written
+
+A table stands in its page between two comments, `<!-- table: NAME -->` and `<!-- end of table -->`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import re
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.shapes import CONFIGS, write  # noqa: E402
+
+from infer.commands import COMMANDS  # noqa: E402
+from infer.commands.arguments import PLAIN_PARAMS  # noqa: E402
+from infer.commands.doctor import Doctor, warnings_noted  # noqa: E402
+from infer.plugins import Plugins  # noqa: E402
+from infer.server.metrics import Metrics  # noqa: E402
+from infer.settings import Settings, load_settings  # noqa: E402
+
+SHAPES = ("Qwen3-0.6B", "Gemma-3-1B", "Llama-3.2-1B", "Granite-3.1-1B-A400M", "Llama-3.2-3B", "OLMoE-1B-7B", "Qwen3-8B")
+ELSEWHERE = {
+    "transformers": "[a list of its own](../plugins/models_transformers/README.md)",
+}
+"""Families whose architectures another page lists."""
+
+
+def rows(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
+    lines = [[re.sub(r"([|<])", r"\\\1", cell) for cell in line] for line in (head, ["---"] * len(head), *body)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+@cache
+def plugins() -> Plugins:
+    return Plugins.discover()
+
+
+def commands() -> str:
+    """Each command with its arguments. What stands for a setting has that setting's text."""
+    said = []
+    for command in COMMANDS:
+        parser = argparse.ArgumentParser(prog=f"infer {command.name}", allow_abbrev=False)
+        if command.add_arguments is not None:
+            command.add_arguments(parser)
+        actions = [action for action in parser._actions if action.dest != "help"]
+        sampled = {f"--{name.replace('_', '-')}" for name in PLAIN_PARAMS}
+        if not sampled <= {option for action in actions for option in action.option_strings}:
+            sampled = set()
+        body = [[_shown(action), _said(action)] for action in actions if not sampled & {*action.option_strings}]
+        if sampled:
+            body.append(
+                [", ".join(f"`--{name.replace('_', '-')}`" for name in PLAIN_PARAMS), "[Sampling](api.md#sampling)."]
+            )
+        text = f"{command.description[0].upper()}{command.description[1:]}."
+        table = f"\n\n{rows(('argument', ''), body)}" if body else ""
+        said.append(f"## infer {command.name}\n\n{text}{table}")
+    return "\n\n".join(said)
+
+
+def _shown(action: argparse.Action) -> str:
+    name = "/".join(action.option_strings) or action.metavar or action.dest
+    value = "" if action.nargs == 0 or not action.option_strings else f" {action.metavar or action.dest.upper()}"
+    return f"`{name}{value}`"
+
+
+def _said(action: argparse.Action) -> str:
+    """Raises ValueError if the argument has no help."""
+    if not action.help:
+        raise ValueError(f"{action.option_strings or action.dest} has no help")
+    text = re.sub(r"^(\w+\.\w+)", r"`\1`", action.help.replace("%%", "%")).removesuffix(".")
+    choices = f"; one of {', '.join(f'`{choice}`' for choice in action.choices)}" if action.choices else ""
+    return f"{text[0].upper()}{text[1:]}{choices}."
+
+
+def metrics() -> str:
+    settings = Settings()
+    service = SimpleNamespace(
+        engine_loop=SimpleNamespace(num_open=0), settings=settings, served=SimpleNamespace(name="", cache_tokens=1)
+    )
+    body = []
+    for family in Metrics(service).collect():  # type: ignore[arg-type]
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        labels = sorted({label for sample in family.samples for label in sample.labels} - {"le", "model_name"})
+        body.append(
+            [f"`{name}`", family.type + (f", by `{'`, `'.join(labels)}`" if labels else ""), family.documentation]
+        )
+    return rows(("name", "kind", "meaning"), body)
+
+
+def models() -> str:
+    body = []
+    for offer in plugins().offers["model"]:
+        registration: Any = offer.registration
+        there = ELSEWHERE.get(offer.name) or ", ".join(f"`{name}`" for name in registration.architectures)
+        body.append([f"`{offer.name}`", offer.registration.description, there, offer.distribution])
+    return rows(("family", "models", "architectures in config.json", "package"), sorted(body, key=lambda row: row[0]))
+
+
+def formats() -> str:
+    body = []
+    for slot, what in (("weights", "methods"), ("container", "suffixes")):
+        for offer in plugins().offers[slot]:
+            names = getattr(offer.registration, what)
+            known = {"": "none", "/": "a folder"}
+            where = "`quantization_config`" if slot == "weights" else "the path"
+            told = ", ".join(known.get(name) or f"`{name}`" for name in names)
+            body.append([f"`{offer.name}`", offer.registration.description, f"{where}: {told}", offer.distribution])
+    return rows(("format", "what is read", "recognised by", "package"), sorted(body))
+
+
+def slots() -> str:
+    """What else is installed to choose from."""
+    shown = {"cache": "cache.backend", "scheduler": "engine.batching_mode", "proposer": "engine.speculation"}
+    shown |= {"kernels": "kernels.backend", "tool_format": "model.tool_format", "reasoning": "model.reasoning"}
+    body = [
+        [f"`{key}`", f"`{offer.name}`", offer.registration.description, offer.distribution]
+        for slot, key in shown.items()
+        for offer in plugins().offers[slot]
+    ]
+    return rows(("setting", "value", "what it is", "package"), sorted(body))
+
+
+def memory() -> str:
+    """By the arithmetic of `infer doctor`, with the CPU's kernels, whatever this machine has."""
+    body = []
+    for name in SHAPES:
+        with tempfile.TemporaryDirectory() as folder:
+            write(Path(folder), CONFIGS[name])
+            plain, codes = (_examined(folder, kv_dtype) for kv_dtype in ("auto", "int8"))
+        weights = plain["quantization"]["bytes"]
+        body.append(
+            [
+                name,
+                *(gigabytes(weights[each]) for each in ("none", "int8", "int4")),
+                *(f"{report['cache']['bytes_per_token'] / 1000:.0f} kB" for report in (plain, codes)),
+                *(gigabytes(report["cache"]["bytes"]) for report in (plain, codes)),
+            ]
+        )
+    head = ("model", "bfloat16", "int8", "int4", "a position", "in int8", "16 × 4096 positions", "in int8")
+    return rows(head, body)
+
+
+def _examined(folder: str, kv_dtype: str) -> Mapping[str, Any]:
+    overrides: dict[str, Any] = {
+        "model": {"path": folder, "load_format": "dummy", "device": "cpu"},
+        "kernels": {"backend": "cpu"},
+        "cache": {"kv_dtype": kv_dtype},
+        "engine": {"max_seq_len": 4096},
+    }
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch("infer.device.free_memory", return_value=1 << 40))
+        stack.enter_context(warnings_noted([]))
+        loaded = load_settings(plugins(), env={}, read_file=False, overrides=overrides)
+        return Doctor(loaded.settings, loaded.sources, plugins()).examine().data
+
+
+RESULTS = ROOT / "benchmarks/results"
+CELLS = re.compile(r"(decode|prefill) (\d+)x(\d+)")
+
+
+def peers(file: str) -> Callable[[], str]:
+    """Tokens per second of each engine in each cell of a file of `benchmarks.peers`, from the medians of its runs."""
+
+    def table() -> str:
+        runs = json.loads((RESULTS / f"{file}.json").read_text())["runs"]
+        body = []
+        for cell in next(iter(runs.values()))[0]:
+            kind, sequences, length = CELLS.fullmatch(cell).groups()  # type: ignore[union-attr]
+            tokens = int(sequences) * (1 if kind == "decode" else int(length))
+            speeds = [
+                tokens / statistics.median(found) if (found := [run[cell] for run in each if cell in run]) else None
+                for each in runs.values()
+            ]
+            best = max(filter(None, speeds))
+            shown = [
+                "–" if each is None else f"{'**' * (each == best)}{each:.0f}{'**' * (each == best)}" for each in speeds
+            ]
+            body.append((kind == "prefill", [f"{kind}, {sequences} × {length}", *shown]))
+        return rows(("tokens/s", *runs), [row for _, row in sorted(body, key=lambda each: each[0])])
+
+    return table
+
+
+def quality() -> str:
+    return (RESULTS / "2026-11-22-quality-demo.md").read_text().partition("\n\n")[2].strip()
+
+
+def gigabytes(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB"
+
+
+TABLES: Mapping[str, Callable[[], str]] = {
+    "commands": commands,
+    "metrics": metrics,
+    "models": models,
+    "formats": formats,
+    "slots": slots,
+    "memory": memory,
+    "peers_plain": peers("2026-11-21-zen5-2-cores-peers-Qwen3-0.6B"),
+    "peers_quantised": peers("2026-11-22-zen5-2-cores-peers-quantised-Llama-3.2-1B"),
+    "peers_experts": peers("2026-11-22-zen5-2-cores-peers-Granite-3.1-1B-A400M"),
+    "quality": quality,
+}
+TABLE = re.compile(r"(?<=^<!-- table: )(\w+)( -->\n).*?(?=^<!-- end of table -->$)", re.MULTILINE | re.DOTALL)
+
+
+def written(page: str, names: Iterable[str] = TABLES) -> str:
+    """The page's text with these tables as they are now."""
+    return TABLE.sub(lambda m: f"{m[1]}{m[2]}\n{TABLES[m[1]]()}\n\n" if m[1] in {*names} else m[0], page)
+
+
+def main() -> int:
+    stale = 0
+    for file in sorted((ROOT / "docs").glob("*.md")):
+        held = file.read_text(encoding="utf-8")
+        if (now := written(held)) != held:
+            stale += 1
+            print(
+                f"{file.relative_to(ROOT)}: {'is not as it would be written' if '--check' in sys.argv else 'written'}"
+            )
+            if "--check" not in sys.argv:
+                file.write_text(now, encoding="utf-8")
+    return int("--check" in sys.argv and stale > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

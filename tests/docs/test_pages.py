@@ -1,0 +1,120 @@
+"""The documentation's links, navigation, keys, options and quotations are those of what they speak of."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import runpy
+import shlex
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.docs.pages import PAGES, ROOT, Page, commands
+
+from infer.commands import COMMANDS
+from infer.commands.cli import _parser
+from infer.errors import InferError
+from infer.plugins import Plugins
+from infer.settings import Settings, describe, load_settings, split_arguments
+
+CONF: dict[str, Any] = runpy.run_path(str(ROOT / "docs/conf.py"))
+each = pytest.mark.parametrize("page", PAGES.values(), ids=PAGES)
+
+
+@each
+def test_links_lead_to_files_and_headings(page: Page) -> None:
+    broken = []
+    for line, target in page.links:
+        path, _, anchor = target.partition("#")
+        if path.startswith(("http://", "https://")):
+            continue
+        place = (ROOT / page.path).parent / path if path else ROOT / page.path
+        other = PAGES.get(place.resolve().relative_to(ROOT).as_posix())
+        if not place.is_file() or (anchor and (other is None or anchor not in other.anchors)):
+            broken.append(f"{page.path}:{line}: {target}")
+    assert broken == []
+
+
+def test_each_page_is_in_the_navigation_once() -> None:
+    listed = [f"{path}.md" for _, paths in CONF["chapters"](PAGES["docs/README.md"].text) for path in paths]
+    assert sorted(listed) == sorted(path for path in PAGES if path != "docs/README.md"), "docs/README.md lists them"
+
+
+def test_files_that_the_code_speaks_of_are_there() -> None:
+    sources = [file for where in ("core/src", "plugins", "docs") for file in ROOT.glob(f"{where}/**/*.py")]
+    named = {(file, name) for file in sources for name in re.findall(r"\bdocs/[\w/]+\.(?:md|json)\b", file.read_text())}
+    assert named
+    assert [f"{file}: {name}" for file, name in named if not (ROOT / name).exists()] == []
+
+
+@pytest.fixture(scope="module")
+def plugins() -> Plugins:
+    """The installed ones, and those of the examples."""
+    names = [path.name for path in ROOT.glob("examples/*/src/*") if (path / "__init__.py").exists()]
+    return Plugins.discover([importlib.import_module(name) for name in names])
+
+
+KEY = rf"(?:{'|'.join(Settings.model_fields)})(?:\.[a-z]\w*)+"
+
+
+def test_keys_between_backticks_are_settings(plugins: Plugins) -> None:
+    """Also those that are followed by a value: `engine.graphs = "on"`."""
+    settings = load_settings(plugins, env={}, read_file=False).settings
+    keys = {key for key, _ in describe(settings)}
+    known = keys | {key.rpartition(".")[0] for key in keys}
+    unknown = []
+    for page in PAGES.values():
+        for line, code in page.code:
+            key = re.fullmatch(rf"({KEY})(?: = .*)?", code)
+            if key and key[1] not in known:
+                unknown.append(f"{page.path}:{line}: {code}")
+    assert unknown == []
+
+
+MADE_UP = ("engine.brief", "cache.mine")
+"""Tables of plugins that pages only imagine, or build first."""
+
+
+def imagined(error: InferError) -> bool:
+    return str(error).startswith(MADE_UP)
+
+
+def test_commands_have_the_options_and_settings_that_are_shown(plugins: Plugins) -> None:
+    """Of every page, whether a test runs its commands or not."""
+    registrations: list[Any] = [offer.registration for offer in plugins.offers["command"]]
+    parser = _parser(registrations)
+    wrong, seen = [], set()
+    for page in PAGES.values():
+        for block in page.blocks:
+            for command, _ in commands(block.text) if block.language == "console" else ():
+                for part in re.split(r"&&|\|", command.replace("\\\n", " ")):
+                    words = [word for word in shlex.split(part, comments=True) if not re.match(r"[A-Z_0-9]+=", word)]
+                    if words[:1] != ["infer"]:
+                        continue
+                    given, rest = split_arguments([word for word in words[1:] if word not in ("&", ">", "<")])
+                    try:
+                        args = parser.parse_args(rest)
+                        load_settings(
+                            plugins, env={}, argv=(*given, *getattr(args, "plain_settings", ())), read_file=False
+                        )
+                        seen.add(args.command)
+                    except (SystemExit, InferError) as error:
+                        if not (isinstance(error, InferError) and imagined(error)):
+                            wrong.append(f"{page.path}:{block.line}: {part.strip()}: {error}")
+    assert wrong == []
+    assert seen >= {command.name for command in COMMANDS}, "each command is shown somewhere"
+
+
+def test_tables_of_settings_can_be_read(plugins: Plugins, tmp_path: Path) -> None:
+    for page in PAGES.values():
+        for block in page.blocks:
+            if block.language == "toml" and set(tomllib.loads(block.text)) <= set(Settings.model_fields):
+                file = tmp_path / "settings.toml"
+                file.write_text(block.text)
+                try:
+                    load_settings(plugins, env={}, file=str(file))
+                except InferError as error:
+                    if not imagined(error):
+                        raise

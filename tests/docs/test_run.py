@@ -1,0 +1,114 @@
+"""The commands of the documentation work, page by page, or a list says why no test runs them."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.docs.pages import PAGES, ROOT, commands
+from tests.docs.running import Shell, environment, follow, hub
+from tests.test_examples import build
+from tests.test_examples import environment as fresh
+
+MAKEFILE = (ROOT / "Makefile").read_text()
+TUTORIAL = "docs/tutorial.md"
+NOT_RUN = {
+    r".*: make (?!serve$).*|.*: pip install .*infer-(engine|ray).*": "they install, test or measure",
+    r"docs/install.md: (python3 -m venv env|env/bin/.*|curl .*)": "tests/test_dist.py does so with wheels of its own",
+    r"docs/install.md: (docker|MODEL=|sudo).*": "they need Docker, or root",
+    r"plugins/ray/README.md: infer ray run .*": "tests/ray does so",
+    r"examples/.*": "tests/test_examples.py installs, tests and checks each example in its own environment",
+    r"docs/testing.md: infer check .*": "of plugins that the page imagines",
+    r"benchmarks/README.md: (\.venv/bin/python -m benchmarks|infer bench).*": "they measure for minutes",
+    r"benchmarks/README.md: (\.venv/bin/python -m pytest tests/gpu|OUT=results python3 \.gpu-box/).*": "on a GPU",
+    r"docs/start.md: infer serve .* --model.device cuda": "on a GPU",
+    r"plugins/demo/train/README.md: .*": "trains for an hour, on a text that the system's packages bring",
+}
+"""Commands that no test runs, as regular expressions of page and command, and why. That the options, settings and
+targets are there is tested anyway."""
+PYTHON = {"README.md"}
+"""Pages of which blocks of Python are run where they have no file's name."""
+
+
+SHOWN = {
+    path: [command for block in page.blocks if block.language == "console" for command, _ in commands(block.text)]
+    for path, page in PAGES.items()
+}
+
+
+def excused(path: str, command: str) -> set[str]:
+    """The reasons for which a command is not run."""
+    return {why for pattern, why in NOT_RUN.items() if re.fullmatch(pattern, f"{path}: {command}", re.DOTALL)}
+
+
+RUN = [path for path, shown in SHOWN.items() if path != TUTORIAL and not all(excused(path, each) for each in shown)]
+
+
+def test_no_reason_is_given_for_a_command_that_nobody_shows() -> None:
+    given = {why for path, shown in SHOWN.items() for command in shown for why in excused(path, command)}
+    assert given == {*NOT_RUN.values()}
+
+
+def test_targets_of_make_that_are_shown_are_there() -> None:
+    (known,) = re.findall(r"^\.PHONY: (.*)$", MAKEFILE, re.MULTILINE)
+    shown = {
+        word
+        for page in PAGES.values()
+        for text in (*SHOWN[page.path], *(code for _, code in page.code))
+        for word in re.findall(r"(?:^|&& )make ([a-z-]+)", text)
+    }
+    assert shown
+    assert shown <= {*known.split()}
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", RUN)
+def test_the_commands_of_a_page(path: str, tmp_path: Path) -> None:
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    shell = Shell(folder, environment() | {"HF_HOME": str(hub(tmp_path / "home"))}, free_port())
+    follow(PAGES[path], shell, lambda command: not excused(path, command), path in PYTHON)
+
+
+@pytest.mark.slow
+def test_the_tutorial(tmp_path: Path) -> None:
+    """In a fresh environment."""
+    wheels = build(tmp_path / "dist", [ROOT / "core", ROOT / "plugins/cache_slotted"])
+    bin = fresh(tmp_path / "made", wheels)
+    (bin / "pip").write_text(f'#!/bin/sh\nexec {sys.executable} -m pip --python {bin.parent} "$@"\n')
+    (bin / "pytest").write_text(f'#!/bin/sh\nexec {bin}/python -m pytest -p no:cacheprovider -p no:xdist "$@"\n')
+    for name in ("pip", "pytest"):
+        (bin / name).chmod(0o755)
+    variables = environment()
+    variables |= {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0", "PIP_QUIET": "1"}
+    variables |= {"PATH": f"{bin}:{variables['PATH']}"}
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    (folder / "dist").symlink_to(wheels)
+    assert follow(PAGES[TUTORIAL], Shell(folder, variables, 0)) > 10
+
+
+@pytest.mark.slow
+def test_the_site_has_every_page_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+    """As `make docs` builds it: a warning is an error."""
+    (recipe,) = re.findall(r"^docs: .*?^\t\$\(BIN\)/(python -m sphinx .*?)$", MAKEFILE, re.MULTILINE | re.DOTALL)
+    command = recipe.replace("build/", f"{tmp_path}/").split()
+    done = subprocess.run([sys.executable, *command[1:]], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    site = tmp_path / "site"
+    for path in PAGES:
+        assert (site / path).with_suffix(".html").exists(), path
+    loaded = re.compile(
+        r"""<(?:script|link|img|iframe)[^>]*(?:src|href)=["'](?:https?:)?//|@import|url\(["']?(?:https?:)?//"""
+    )
+    files = [file for end in ("html", "css") for file in site.rglob(f"*.{end}")]
+    assert [file for file in files if loaded.search(file.read_text(encoding="utf-8"))] == []
