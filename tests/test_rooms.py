@@ -16,7 +16,7 @@ ABOVE = (
     *("infer.engine", "infer.server", "infer.commands", "infer.settings", "infer.assemble", "infer.llm"),
     "infer.testing",
 )
-DOORS = ("infer", "infer.assemble", "infer.llm", "infer.survey", "infer.engine.loop")
+DOORS = ("infer", "infer.assemble", "infer.llm", "infer.openmp", "infer.survey", "infer.engine.loop")
 """Where rooms meet: what is behind these is not counted as imported by whoever imports them."""
 ROOMS: dict[str, tuple[str, ...]] = {
     "core/src/infer": PLUGINS,
@@ -51,6 +51,11 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "plugins/kernels_cpu/src": ("infer.layers", "infer.cache", "infer.checkpoint", *TEXT, *ABOVE),
     "plugins/models/src": ("infer.cache", "infer.kernels", "infer.checkpoint", *TEXT, *ABOVE),
     "plugins/console/src": ("torch", "infer.layers", "infer.cache", "infer.kernels", "infer.commands", "infer.testing"),
+    "plugins/ray/src": ("torch", "infer.layers", "infer.cache", "infer.kernels", "infer.commands", "infer.testing"),
+    "plugins/ray/src/infer_ray/router.py": ("ray", "aiohttp", "infer", "pydantic"),
+    "plugins/ray/src/infer_ray/prefixes.py": ("ray", "aiohttp", "infer"),
+    "plugins/ray/src/infer_ray/resume.py": ("ray", "aiohttp", "infer"),
+    "plugins/ray/src/infer_ray/ingress.py": ("ray",),
     "plugins/models_transformers/src": ("infer.cache", "infer.kernels", "infer.checkpoint", *TEXT, *ABOVE),
     "plugins/formats/src": ("infer.cache", "infer.kernels", "infer.layers", "infer.checkpoint", *TEXT, *ABOVE),
 }

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from infer.layers import (
     ROPE_KINDS,
     Attention,
     Decoder,
+    DecoderConfig,
     Embedding,
     GatedMLP,
     Head,
@@ -580,6 +582,40 @@ def gemma3(config: dict[str, Any]) -> Gemma3:
 def test_configs_that_are_refused(family: Callable[..., object], changed: dict[str, Any], says: str) -> None:
     family(SMALL)
     assert says in refused(lambda: family(SMALL | changed))
+
+
+@pytest.mark.parametrize("bare", [False, True])
+def test_a_family_names_the_parts_around_its_layers(bare: bool) -> None:
+    class Renamed(LlamaConfig):
+        embedding_name: ClassVar[str] = "transformer.wte"
+        layers_name: ClassVar[str] = "transformer.h"
+        norm_name: ClassVar[str] = "transformer.ln_f"
+        head_name: ClassVar[str] = "embed_out"
+
+    plain, renamed = (like_llama(config)(SMALL) for config in (LlamaConfig, Renamed))
+    tensors = {name: random(*shape, seed=at) for at, (name, shape) in enumerate(plain.expected().items())}
+    plain.load(tensors.items())
+    others = {"model.embed_tokens": "wte", "model.layers": "h", "model.norm": "ln_f"}
+    outer = "" if bare else "transformer."
+    mine = {"lm_head": "embed_out"} | {theirs: f"{outer}{ours}" for theirs, ours in others.items()}
+    names = {name: f"{mine[part]}{name.removeprefix(part)}" for name in tensors for part in mine if part in name}
+    renamed.load((names[name], tensor) for name, tensor in tensors.items())
+    assert {name for name in renamed.expected() if not name.startswith("transformer.")} == {"embed_out.weight"}
+    ids_T = torch.arange(4)
+    assert torch.equal(renamed.embedding(ids_T), plain.embedding(ids_T))
+    assert torch.equal(renamed.logits(random(2, 8)), plain.logits(random(2, 8)))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("logits_divisor", "a property"), ("norm", "a method"), ("default_theta", "a class variable (ClassVar)")],
+)
+@pytest.mark.filterwarnings("ignore:Field name")
+def test_a_field_does_not_hide_what_follows_from_the_config(name: str, kind: str) -> None:
+    """pydantic warns, and then nobody reads the field of a property, and any checkpoint sets that of a class
+    variable."""
+    with pytest.raises(TypeError, match=rf"Mine\.{name} is a field.* in DecoderConfig it is {re.escape(kind)}"):
+        type("Mine", (DecoderConfig,), {"__annotations__": {name: float}, name: 2.0})
 
 
 def test_which_layers_slide() -> None:

@@ -135,7 +135,10 @@ def test_duplicate_names_both_distributions_and_the_setting(install: Install) ->
     ("source", "reason"),
     [
         ("raise RuntimeError('no luck')", r"its import failed: RuntimeError: no luck"),
-        (SOUND.replace("INFER_PLUGIN_API = {api}", ""), r"states no INFER_PLUGIN_API"),
+        (
+            SOUND.replace("INFER_PLUGIN_API = {api}", ""),
+            rf"states no INFER_PLUGIN_API.* write INFER_PLUGIN_API = {PLUGIN_API}",
+        ),
         (SOUND.replace("{api}", "99"), rf"was made for API 99, but this infer-core speaks {PLUGIN_API}"),
         (
             SOUND.replace("{api}", "'1'"),
@@ -521,7 +524,7 @@ def test_observers_are_closed_where_no_engine_comes_to_be() -> None:
 
 
 def test_infer_plugins_lists_observers() -> None:
-    assert {o.name for o in Plugins.discover().offers["observer"]} == {"otel"}
+    assert {o.name for o in Plugins.discover().offers["observer"]} == {"otel", "timeline"}
 
 
 class Hasty:

@@ -37,7 +37,12 @@ def write(folder: Path, pack: Pack, quantization_config: Mapping[str, Any], **ch
         "tied": False,
     }
     plain = write_checkpoint(folder / "plain", **size | checkpoint)
-    quantised = Path(shutil.copytree(plain, folder / "quantised"))
+    return quantise(plain, folder / "quantised", pack, quantization_config), plain
+
+
+def quantise(plain: Path, quantised: Path, pack: Pack, quantization_config: Mapping[str, Any]) -> Path:
+    """Write the checkpoint ``quantised``, and its weights dequantised in place of those of ``plain``."""
+    shutil.copytree(plain, quantised)
     tensors, stored = load_file(plain / "model.safetensors"), {}
     for name, tensor in tensors.items():
         module, _, kind = name.rpartition(".")
@@ -50,7 +55,7 @@ def write(folder: Path, pack: Pack, quantization_config: Mapping[str, Any], **ch
     save_file(tensors, plain / "model.safetensors", {"format": "pt"})
     save_file(stored, quantised / "model.safetensors", {"format": "pt"})
     configure(quantised, quantization_config)
-    return quantised, plain
+    return quantised
 
 
 def configure(folder: Path, quantization_config: Any) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -18,11 +19,13 @@ from torch import Tensor
 from infer import hookimpl
 from infer.hookspecs import ModelRegistration
 from infer.kernels.reference import ReferenceKernels
+from infer.layers import Decoder
 from infer.protocols import AttentionSpec, KVCacheView, ModelContext, ModelProtocol, Pass, Rotary
 from infer.testing import ConformanceError, check_model, tiny_checkpoint
 from infer.weight import Weight
 from infer_kernels_cpu.provider import CpuKernels
 from infer_models import infer_models
+from infer_models.llama import LlamaConfig, LlamaLayer
 
 MakeModel = Callable[[Any, ModelContext], ModelProtocol]
 planted: Bugs[MakeModel] = Bugs([])
@@ -92,6 +95,14 @@ class Wrapped:
 
     def load(self, tensors: Iterable[tuple[str, Weight]]) -> None:
         self.inner.load(tensors)
+
+
+@planted("the model keeps views of the file's tensors", "copies", "model.norm.weight .* load keeps no tensor")
+class KeepsViews(Wrapped):
+    def load(self, tensors: Iterable[tuple[str, Weight]]) -> None:
+        kept = [*tensors]
+        super().load(kept)
+        self.inner.norm.weight_D = dict(kept)["model.norm.weight"]
 
 
 TRANSFORMERS = "transformers"
@@ -231,8 +242,23 @@ class HalfTurned(Wrapped):
         return super().forward(replace(batch, cache=View()))
 
 
+def test_names_that_transformers_does_not_have_are_said() -> None:
+    class Renamed(LlamaConfig):
+        norm_name: ClassVar[str] = "model.last_norm"
+
+    def registered() -> list[ModelRegistration]:
+        make = lambda config, context, settings: Decoder(config, context, Renamed, LlamaLayer)  # noqa: E731
+        return [ModelRegistration("renamed", make, "a typo", architectures=("LlamaForCausalLM",), priority=1)]
+
+    plugin = SimpleNamespace(INFER_PLUGIN_API=1, infer_models=hookimpl(registered))
+    folder = tiny_checkpoint("LlamaForCausalLM", plugins=[plugin])
+    says = "it needs model.norm.weight, which the family does not name; it does not know model.last_norm.weight"
+    with pytest.raises(ConformanceError, match=re.escape(says)):
+        check_model(folder, plugins=[plugin], only=["transformers"])
+
+
 def test_a_checkpoint_that_the_family_cannot_load_is_named(tmp_path: Path) -> None:
-    folder = tiny_checkpoint("LlamaForCausalLM", tmp_path, attention_bias=True)
+    folder = tiny_checkpoint("LlamaForCausalLM", str(tmp_path), attention_bias=True)
     config = folder / "config.json"
     config.write_text(config.read_text().replace('"attention_bias": true', '"attention_bias": false'))
     with pytest.raises(ConformanceError, match=r"raised CheckpointError: .*k_proj.bias'"):

@@ -55,6 +55,28 @@ planted(
 )(limited(max_num_partial_prefills=None))
 
 
+class AsksAgain(ContinuousScheduler):
+    def admit(self, step: Step) -> None:
+        while self.seats.waiting:
+            for sequence in self.seats.waiting[:2]:
+                self.seats.admit(sequence, step)
+
+
+class TakesWhoWaits(ContinuousScheduler):
+    def victim(self) -> Sequence:
+        return (self.seats.waiting or self.seats.running)[-1]
+
+
+planted(
+    "who had no room is asked for again, for ever",
+    "drains",
+    r"failed: ValueError: admit was False \d+ times in a row.* \(test_schedulers.py:\d+\)",
+)(of(AsksAgain))
+planted("someone who waits has to yield", "little_room", r"failed: ValueError: r\d+ does not run.* victim")(
+    of(TakesWhoWaits)
+)
+
+
 def seats(**methods: Callable[..., Any]) -> MakeScheduler:
     """A continuous scheduler whose seats have other methods."""
 

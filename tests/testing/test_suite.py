@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -18,6 +19,8 @@ from tests.testing import (
     test_schedulers,
     test_tool_formats,
 )
+from tests.testing.test_tool_formats import ARGUMENTS, NAME, SCHEMA, WRITTEN
+from torch import Tensor
 
 from infer import hookimpl
 from infer.commands import check
@@ -50,6 +53,8 @@ def test_many_bugs_are_planted_each_under_its_own_name() -> None:
 
 
 MY_ROUTES = """
+from tests.testing.test_tool_formats import ARGUMENTS, NAME, SCHEMA, WRITTEN
+
 from infer import hookimpl
 from infer.hookspecs import Registration
 from infer.protocols import Route
@@ -104,6 +109,20 @@ def run(*words: str) -> int:
     return check.run(args, CommandContext(loaded.settings, loaded.sources, plugins, ()))
 
 
+def test_one_error_in_several_checks_is_told_once() -> None:
+    class Broken(ReferenceKernels):
+        def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float, unit_offset: bool = False) -> Tensor:
+            raise NotImplementedError("write it")
+
+    with pytest.raises(ConformanceError) as caught:
+        check_kernels(Broken(), only=["rms_norm", "rows_of_elementwise", "embedding"])
+    text = str(caught.value)
+    assert text.count("raised NotImplementedError: write it (test_suite.py:") == 1
+    assert text.count("contract:") == 1
+    assert text.endswith("\n    the same: rows_of_elementwise")
+    assert [outcome.name for outcome in caught.value.outcomes] == ["rms_norm", "rows_of_elementwise"]
+
+
 def test_a_failure_is_printed_with_the_command_that_replays_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("kernels:mine", "--only", "rms_norm", "--only", "embedding", "--only", "store_kv_int8") == 1
     lines = capsys.readouterr().out.splitlines()
@@ -127,6 +146,9 @@ def test_a_failure_is_printed_with_the_command_that_replays_it(capsys: pytest.Ca
         (["kernels:yours"], "'yours', but no such plugin is installed"),
         (["kernels:mine", "--only", "rms_nrom"], "There is no check 'rms_nrom'; there are rms_norm, "),
         (["model:llama"], "give --checkpoint DIR"),
+        (["tool_format:tags"], "give --call FILE, a JSON object"),
+        (["tool_format:tags", "--call", "/dev/null"], "--call /dev/null cannot be read"),
+        (["tool_format:tags", "--call", __file__], "cannot be read"),
         (["model:llama", "--against", "vllm"], "--against vllm: a model is compared with auto, transformers or none"),
     ],
 )
@@ -140,6 +162,7 @@ def test_what_cannot_be_checked_is_said(words: list[str], says: str) -> None:
     [
         ("cache:paged", "slots", ["--cache.paged.block-size=4"]),
         ("model:qwen3", "shapes", ["--checkpoint", "{folder}"]),
+        ("tool_format:xml", "reads", ["--call", "{folder}/call.json"]),
         pytest.param("scheduler:static", "drains", [], marks=pytest.mark.slow),
         pytest.param("proposer:ngram", "ends", [], marks=pytest.mark.slow),
         pytest.param(
@@ -152,6 +175,8 @@ def test_other_parts_are_checked_by_name(
     part: str, only: str, more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tiny_checkpoint("Qwen3ForCausalLM", tmp_path)
+    call = {"text": WRITTEN["xml"], "name": NAME, "arguments": ARGUMENTS, "schema": SCHEMA}
+    (folder / "call.json").write_text(json.dumps(call))
     assert main(["check", part, "--only", only, *(word.format(folder=folder) for word in more)]) == 0
     assert f"{only}: ok" in capsys.readouterr().out
 

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from infer import inspection
 from infer.cache import TruncatingBooks
 from infer.checkpoint import Checkpoint, Outlines, dummy_tensors, ending, locate
-from infer.checkpoint.quantise import Quantiser
+from infer.checkpoint.quantise import Quantise, Quantiser
 from infer.contracts.params import SamplingParams
 from infer.contracts.protocols import (
     CacheContext,
@@ -34,6 +34,7 @@ from infer.contracts.protocols import (
     SchedulerContext,
     SchedulerProtocol,
     SecondModel,
+    SparingProtocol,
     TensorFilesProtocol,
     UnstackingProtocol,
     WeightFormatProtocol,
@@ -419,15 +420,20 @@ def _fill(
 ) -> tuple[ModelProtocol, Quantiser]:
     """The model with its weights, and what has counted these. On torch's meta device the weights have no values, but
     everything else about them is checked as on another device."""
-    model, asked, bare = _model(settings, family, checkpoint, context), settings.model, context.device.type == "meta"
-    quantise = unfilled if bare else context.kernels.quantise
-    quantiser = Quantiser(
-        asked.quantization, asked.plain_layers, asked.activations, model.vocab_size, quantise, context.dtype
-    )
+    model, bare = _model(settings, family, checkpoint, context), context.device.type == "meta"
+    quantiser = _quantiser(settings, model, unfilled if bare else context.kernels.quantise, context.dtype)
     with checkpoint.placed(), named(f"{family.whose} cannot be loaded"):
         weights = quantiser(_weights(settings, format, checkpoint, model, context))
         model.load(weights if bare else track(weights, "weights", len(model.expected())))
     return model, quantiser
+
+
+def _quantiser(settings: Settings, model: ModelProtocol, quantise: Quantise, dtype: torch.dtype) -> Quantiser:
+    asked = settings.model
+    spared = frozenset(model.spared if isinstance(model, SparingProtocol) else ())
+    return Quantiser(
+        asked.quantization, asked.plain_layers, asked.activations, model.vocab_size, quantise, dtype, spared
+    )
 
 
 def _weights(
@@ -465,10 +471,8 @@ def sketch(settings: Settings, family: Offer, format: Offer, checkpoint: Checkpo
             model, quantiser = _fill(settings, family, format, checkpoint, bare)
         return Sketch(model, quantiser, meter.live, meter.peak)
     except PluginError as error:  # a family, or kernels, that cannot do without values
-        model, asked = _model(settings, family, checkpoint, context), settings.model
-        quantiser = Quantiser(
-            asked.quantization, asked.plain_layers, asked.activations, model.vocab_size, unfilled, context.dtype
-        )
+        model = _model(settings, family, checkpoint, context)
+        quantiser = _quantiser(settings, model, unfilled, context.dtype)
         with checkpoint.placed(), named(f"{format.whose} cannot be read"):
             for _ in quantiser(_weights(settings, format, checkpoint, model, bare)):
                 pass

@@ -3,6 +3,7 @@ out, and is meant for the user who caused it."""
 
 from __future__ import annotations
 
+import sys
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,6 +15,8 @@ MAX_TEXT = 300
 """The most characters of a foreign exception's text that a message repeats."""
 MAX_MESSAGE = 1000
 """The most characters of a message about a checkpoint, whose names and values may be of any length."""
+LIBRARIES = sys.stdlib_module_names | {"aiohttp", "numpy", "pydantic", "torch"}
+"""Packages whose lines do not tell a plugin's author where a mistake is."""
 
 
 class InferError(Exception):
@@ -94,15 +97,20 @@ def capital(text: str) -> str:
 
 
 def say(error: BaseException) -> str:
-    """A foreign exception in one line: its type, its text, and the innermost file and line outside infer's core."""
+    """A foreign exception in one line: its type, its text, and the innermost file and line outside infer's core, and
+    outside libraries if there is one."""
     try:
         text = " ".join(str(error).split())
     except Exception:  # its __str__ may fail, too
         text = ""
     if len(text) > MAX_TEXT:
         text = f"{text[:MAX_TEXT]}…"
-    places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     ours = str(Path(__file__).parent)
-    places = [(file, line) for file, line in places if "importlib" not in file and not file.startswith(ours)]
-    where = f" ({Path(places[-1][0]).name}:{places[-1][1]})" if places else ""
+    places = [
+        (frame.f_globals.get("__name__", "").partition(".")[0], f" ({Path(file).name}:{line})")
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if "importlib" not in (file := frame.f_code.co_filename) and not file.startswith(ours)
+    ]
+    own = [where for package, where in places if package not in LIBRARIES]
+    where = own[-1] if own else places[-1][1] if places else ""
     return f"{type(error).__name__}{': ' if text else ''}{text}{where}"

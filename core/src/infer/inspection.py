@@ -57,7 +57,8 @@ def check_api(plugin: object) -> None:
         written_for = getattr(plugin, "INFER_PLUGIN_API", None)
     if written_for is None:
         raise PluginError(
-            f"it states no INFER_PLUGIN_API, but this infer-core speaks {PLUGIN_API}; install a release for it."
+            f"it states no INFER_PLUGIN_API: write INFER_PLUGIN_API = {PLUGIN_API}, which this infer-core speaks, into "
+            "its module, or install a release that has it."
         )
     if type(written_for) is not int:
         raise PluginError(
@@ -206,11 +207,8 @@ def _registration(slot: str, at: str, kind: type[Registration[Any]], value: obje
     if "add_arguments" in given:
         _try_arguments(given["add_arguments"], at)
     given["settings"] = _settings(given["settings"], at)
-    if given["settings"].model_fields:
-        if (section := SLOTS[slot].section) is None:
-            raise PluginError(f"{at} settings have no place in settings.toml; a {slot} takes arguments.")
-        if _taken(section, name):
-            raise PluginError(f"{at} settings cannot be a table of that name, which is infer's own; rename it.")
+    if given["settings"].model_fields and _taken(SLOTS[slot].section, name):
+        raise PluginError(f"{at} settings cannot be a table of that name, which is infer's own; rename it.")
     return kind(**given)
 
 
@@ -227,10 +225,10 @@ def _try_arguments(add: object, at: str) -> None:
         parser.format_help()
 
 
-def _taken(section: str, name: str) -> bool:
-    """Whether a section of the settings already uses that name."""
-    model: Any = Settings.model_fields[section].annotation
-    return name in model.model_fields or hasattr(Section, name)
+def _taken(section: str | None, name: str) -> bool:
+    """Whether a section of the settings, or if None the settings themselves, already use that name."""
+    model: Any = Settings if section is None else Settings.model_fields[section].annotation
+    return name in model.model_fields or hasattr(Settings if section is None else Section, name)
 
 
 def _settings(model: object, at: str) -> type[BaseModel]:

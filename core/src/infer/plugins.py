@@ -95,6 +95,8 @@ class Plugins:
 
         The caller asks for ``extra`` explicitly, so a fault in it is raised as a PluginError.
         """
+        import infer.openmp  # noqa: F401 (before a plugin imports torch)
+
         manager = pluggy.PluginManager(GROUP)
         manager.add_hookspecs(hookspecs)
         plugins, loaded = cls(manager), list[object]()

@@ -367,6 +367,10 @@ def schema(plugins: Installed) -> type[Settings]:
         if name == "engine":
             section.whole_prompts = frozenset(offer.name for offer in plugins.offers["scheduler"] if not offer.chunks)
         sections[name] = (section, section())
+    for slot, about in SLOTS.items():
+        for offer in plugins.offers[slot]:
+            if about.section is None and (table := offer.registration.settings).model_fields:
+                sections[offer.name] = (table, table())
     return create_model("Settings", __base__=Settings, **sections)
 
 
@@ -380,7 +384,7 @@ def compose(settings: Settings, plugins: Installed) -> Settings:
 def plugin_settings(settings: Settings, slot: str, name: str) -> BaseModel:
     """The plugin's own table, validated; NoSettings if it has none."""
     section = SLOTS[slot].section
-    table = section and getattr(getattr(settings, section), name, None)
+    table = getattr(settings if section is None else getattr(settings, section), name, None)
     return table if isinstance(table, BaseModel) else NoSettings()
 
 
@@ -434,13 +438,22 @@ def _build(model: type[Settings], values: dict[str, Any], origins: Mapping[str, 
 
 
 def describe(settings: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every dotted key with its value."""
+    """Every dotted key with its value, to be shown: of an address, not what logs in there."""
     for name in type(settings).model_fields:
         value = getattr(settings, name)
         if isinstance(value, BaseModel):
             yield from describe(value, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}", value
+            yield f"{prefix}{name}", _shown(value)
+
+
+def _shown(value: Any) -> Any:
+    """The value with asterisks in place of user and password in every URL."""
+    if isinstance(value, str):
+        return re.sub(r"(?<=://)[^/?#\s]*@", "**********@", value)
+    if isinstance(value, (list, tuple)):
+        return [*map(_shown, value)]
+    return {key: _shown(each) for key, each in value.items()} if isinstance(value, dict) else value
 
 
 def describe_schema(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, Any]]:
@@ -561,9 +574,11 @@ def _explain(
     if fault.kind != "extra_forbidden":
         return SettingsError(f"{key} = {fault.value!r}{origin}: {fault.text}.")
     packages = {name: at for slot in SLOTS.values() if slot.section == path[0] for name, at in slot.packages.items()}
-    if len(path) > 1 and (package := packages.get(str(path[1]))):
+    owner = path[1] if len(path) > 1 and path[1] in packages else path[0]
+    packages |= {name: at for slot in SLOTS.values() if slot.section is None for name, at in slot.packages.items()}
+    if package := packages.get(owner):
         return SettingsError(
-            f"{key}{origin}: the plugin {path[1]!r} is not installed: pip install {package}.{plugins.culprits()}"
+            f"{key}{origin}: the plugin {owner!r} is not installed: pip install {package}.{plugins.culprits()}"
         )
     known = [name for name, _, _ in describe_schema(model)]
     known += sorted({".".join(k.split(".")[:n]) for k in known for n in range(1, k.count(".") + 1)})

@@ -32,7 +32,7 @@ class Slot:
     hook: str
     """The hook that returns the registrations."""
     section: str | None
-    """The section of the settings that holds the plugins' tables; None if these plugins have no settings."""
+    """The section of the settings that holds the plugins' tables; None if these tables are sections themselves."""
     registration: type[Registration[Any]] = Registration
     setting: str | None = None
     """The setting that names the choice. If there is none, the checkpoint decides, or all offers are used."""
@@ -140,5 +140,5 @@ SLOTS: Mapping[str, Slot] = {
     "reasoning": Slot("infer_reasoning_formats", "model", setting="model.reasoning", when="by the chat template"),
     "observer": Slot("infer_observers", "observers", packages={"otel": "infer-otel"}),
     "routes": Slot("infer_routes", "server", packages={"console": "infer-console"}),
-    "command": Slot("infer_commands", None, CommandRegistration),
+    "command": Slot("infer_commands", None, CommandRegistration, packages={"ray": "infer-ray"}),
 }

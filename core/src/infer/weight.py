@@ -60,6 +60,7 @@ class GroupedWeight:
 
     @property
     def group_size(self) -> int:
+        """How many neighbours in a row share a scale."""
         return self.shape[1] // self.scales_NG.shape[1]
 
     @property

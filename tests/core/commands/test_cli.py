@@ -17,7 +17,9 @@ from typing import Any
 
 import pytest
 
+from infer.commands.arguments import new_timeline
 from infer.commands.cli import _parser, main
+from infer.errors import InferError
 from infer.inspection import SPECS
 from infer.plugins import Plugins
 from infer.settings import load_settings
@@ -210,6 +212,26 @@ def test_demo_shows_both_timelines(tmp_path: Path) -> None:
     assert "0:32" in done.stdout
     assert "0:150" in done.stdout
     assert "jitter" in done.stdout
+
+
+def test_a_timeline_needs_the_plugin_that_writes_it_and_a_place(tmp_path: Path) -> None:
+    with pytest.raises(InferError) as raised:
+        new_timeline("--html", str(tmp_path / "x.html"), Plugins.discover(installed=()))
+    assert str(raised.value) == "--html needs the plugin that writes the page: pip install infer-console."
+    assert main(["demo", "--model", "demo", "--html", str(tmp_path / "none" / "x.html")]) == 2
+    assert main(["bench", "--url", "http://x", "--timeline", str(tmp_path / "x.html")]) == 2
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_what_is_shown_of_an_address_is_not_who_logs_in_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    address = "https://me:s3cr3t@spans.example:4318/v1?mail=a@b.example"
+    assert main(["settings", "--observers.otel.endpoint", address]) == 0
+    out = capsys.readouterr().out
+    assert "s3cr3t" not in out
+    assert '"https://**********@spans.example:4318/v1?mail=a@b.example"' in out
 
 
 def test_chat_answers_line_by_line(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from infer.contracts.params import SamplingParams
 from infer.contracts.request import Request
 from infer.engine.checked import CheckedScheduler
 from infer.engine.schedulers import ContinuousScheduler
-from infer.protocols import Schedule, Sequence
+from infer.protocols import NoSettings, Schedule, Sequence
 from infer.settings import EngineSettings
 
 
@@ -56,6 +56,7 @@ def sequence(id: str, length: int = 12) -> Sequence:
         (lambda plan: Schedule([], [plan.prefills[0]._replace(length=13)]), "though 12 of its tokens are left"),
         (lambda plan: Schedule([], [plan.prefills[0]._replace(start=3)]), r"not what its extend\(8\) gives"),
         (lambda plan: 1 / 0, r"failed: ZeroDivisionError: division by zero \(test_checked.py:\d+\)"),
+        (lambda plan: NoSettings().nothing, r"failed: AttributeError: .*'nothing' \(test_checked.py:\d+\)"),  # type: ignore[attr-defined]
     ],
 )
 def test_a_bad_plan_is_one_sentence_that_names_the_scheduler(spoil: Callable[[Schedule], Any], why: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -13,6 +13,8 @@ from torch import Tensor
 
 from infer.errors import SettingsError
 from infer.weight import GroupedWeight, Weight, form_of
+
+Quantise = Callable[[Tensor, Literal[4, 8]], GroupedWeight]
 
 
 @dataclass
@@ -26,10 +28,12 @@ class Quantiser:
     activations: Literal["auto", "int8", "plain"]
     vocab_size: int
     """A weight with so many rows embeds tokens or yields logits: it gets 8 bits."""
-    quantise: Callable[[Tensor, Literal[4, 8]], GroupedWeight]
+    quantise: Quantise
     """The kernels' way to do it."""
     dtype: torch.dtype | None = None
     """The model's, in which it holds plain weights; None: the one they are stored in."""
+    spared: Set[str] = frozenset()
+    """Names that stay plain because the model says so."""
     before: int = field(default=0, init=False)
     """Bytes of the weights as they came."""
     nbytes: Counter[str] = field(default_factory=Counter, init=False)
@@ -37,7 +41,9 @@ class Quantiser:
 
     def bits(self, name: str, shape: Sequence[int]) -> Literal[4, 8] | None:
         """How many bits the codes of a plain weight get; None if it stays plain."""
-        if self.quantization is None or len(shape) != 2 or any(fnmatch.fnmatchcase(name, each) for each in self.plain):
+        if self.quantization is None or len(shape) != 2 or name in self.spared:
+            return None
+        if any(fnmatch.fnmatchcase(name, each) for each in self.plain):
             return None
         # A byte holds two codes of 4 bits, both of one row.
         whole = self.quantization == "int8" or shape[0] == self.vocab_size or shape[1] % 2

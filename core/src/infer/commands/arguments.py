@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from infer.contracts.params import SamplingParams
 from infer.errors import InferError, capital, first_fault
+from infer.plugins import Plugins
 from infer.settings import Settings
 
 PLAIN_PARAMS = (
@@ -70,6 +72,21 @@ def sampling(args: argparse.Namespace, defaults: dict[str, object]) -> SamplingP
             raise InferError(f"{capital(fault.text)}.") from None
         flag = str(fault.path[0]).replace("_", "-")
         raise InferError(f"--{flag} {fault.value}: {fault.text}.") from None
+
+
+def new_timeline(flag: str, file: str, plugins: Plugins) -> Path:
+    """Make sure that there is an observer ``timeline``, which writes a page of an engine's steps, and begin its file
+    anew. Raises InferError."""
+    if not any(offer.name == "timeline" for offer in plugins.offers["observer"]):
+        raise InferError(
+            f"{flag} needs the plugin that writes the page: pip install infer-console.{plugins.culprits()}"
+        )
+    plugins.get("observer", "timeline", flag)
+    try:
+        Path(file).write_bytes(b"")
+    except OSError as error:
+        raise InferError(f"{flag} {file} cannot be written: {error.strerror}.") from None
+    return Path(file).absolute()
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

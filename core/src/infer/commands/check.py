@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,17 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 from infer.contracts.hooks import CommandRegistration
 from infer.contracts.protocols import CommandContext
-from infer.errors import InferError
+from infer.errors import InferError, say
 
 if TYPE_CHECKING:
     from infer.plugins import Offer
     from infer.testing import Suite
 
-SLOTS = ("kernels", "cache", "scheduler", "model", "weights", "proposer")
+CALL = (
+    'a JSON object with "text", which is a call as the model writes it, and its "name" and "arguments"; also "schema", '
+    "that of the arguments, if the format needs it"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("part", metavar="SLOT:NAME", help=f"what to check; SLOT is one of {', '.join(SLOTS)}")
+    parser.add_argument("part", metavar="SLOT:NAME", help=f"what to check; SLOT is one of {', '.join(_SUBJECTS)}")
+    parser.add_argument("--call", metavar="FILE", help=f"of a tool format: {CALL}")
     parser.add_argument("--checkpoint", metavar="DIR", help="of a model or weights: the checkpoint that is read")
     parser.add_argument(
         "--against",
@@ -39,8 +44,8 @@ def run(args: argparse.Namespace, context: CommandContext) -> int:
     import torch
 
     slot, _, name = args.part.partition(":")
-    if slot not in SLOTS or not name:
-        raise InferError(f"{args.part!r} names no part; write SLOT:NAME, where SLOT is one of {', '.join(SLOTS)}.")
+    if slot not in _SUBJECTS or not name:
+        raise InferError(f"{args.part!r} names no part; write SLOT:NAME, where SLOT is one of {', '.join(_SUBJECTS)}.")
     if context.settings.log.level == "info":  # which says of each pool how large it is
         logging.getLogger().setLevel(logging.WARNING)
     torch.set_num_threads(context.settings.kernels.threads or 1)  # tiny tensors gain nothing from more
@@ -57,7 +62,7 @@ def run(args: argparse.Namespace, context: CommandContext) -> int:
 
 def _words(args: argparse.Namespace) -> Iterator[str]:
     """The arguments that a replay repeats."""
-    for name, default in (("settings", None), ("checkpoint", None), ("against", "auto")):
+    for name, default in (("settings", None), ("call", None), ("checkpoint", None), ("against", "auto")):
         if (value := getattr(args, name, None)) != default:
             yield from (f"--{name}", str(value))
 
@@ -125,6 +130,30 @@ def _proposer(args: argparse.Namespace, context: CommandContext, offer: Offer) -
     return proposers.SUITE, proposers.Proposers(lambda given: offer.make(ProposerProtocol, given, own))
 
 
+def _tool_format(args: argparse.Namespace, context: CommandContext, offer: Offer) -> tuple[Suite[Any], Any]:
+    from infer.contracts.protocols import PartProtocol
+    from infer.testing import tool_formats
+
+    own = _own(context, offer)
+    make = lambda tools: offer.make(PartProtocol, tools, own)  # noqa: E731
+    return tool_formats.SUITE, tool_formats.ToolFormats(make, **_call(args.call))
+
+
+def _call(file: str | None) -> dict[str, Any]:
+    """What ``--call`` says. Raises InferError."""
+    if file is None:
+        raise InferError(f"A tool format is tried on a call: give --call FILE, {CALL}.")
+    try:
+        given = json.loads(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InferError(f"--call {file} cannot be read: {say(error)}.") from None
+    kinds = {"text": str, "name": str, "arguments": dict, "schema": dict}
+    call: dict[str, Any] = {"schema": {"type": "object"}} | (given if isinstance(given, dict) else {})
+    if set(call) != set(kinds) or not call["text"] or not all(isinstance(call[key], kinds[key]) for key in kinds):
+        raise InferError(f"--call {file} has to hold {CALL}.")
+    return call
+
+
 def _checkpoint(args: argparse.Namespace) -> Path:
     if args.checkpoint is None:
         raise InferError("This is tried on a checkpoint: give --checkpoint DIR.")
@@ -138,6 +167,7 @@ _SUBJECTS: dict[str, Callable[[argparse.Namespace, CommandContext, Offer], tuple
     "model": _model,
     "weights": _weights,
     "proposer": _proposer,
+    "tool_format": _tool_format,
 }
 """Per slot, the suite and what it tries."""
 

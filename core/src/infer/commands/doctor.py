@@ -241,7 +241,7 @@ def warnings_noted(notes: list[str]) -> Iterator[None]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_settings(parser, NAMED | LOADING)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="print it as JSON, sizes in bytes")
 
 
 def run(args: argparse.Namespace, context: CommandContext) -> int:

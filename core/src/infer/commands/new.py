@@ -58,7 +58,7 @@ KINDS: Mapping[str, Kind] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=["plugin"], metavar="plugin", help="what to write; a plugin is all there is")
+    parser.add_argument("what", choices=["plugin"], metavar="plugin", help="what to write")
     parser.add_argument("name", metavar="NAME", help="the package's name, such as infer-mine: a new folder here")
     parser.add_argument("--slot", required=True, metavar="SLOT", help=f"what it is: one of {', '.join(KINDS)}")
 

@@ -22,7 +22,7 @@ class _Schema(argparse.Action):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
     parser.add_argument("--json-schema", action=_Schema, nargs=0, help="print the schema of settings.toml")
 
 

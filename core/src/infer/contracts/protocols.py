@@ -8,7 +8,7 @@ I the size of an expert's hidden values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
@@ -400,7 +400,8 @@ class ModelProtocol(Protocol):
         """Name and shape of every tensor that ``load`` needs. Random weights are made from it, too."""
 
     def load(self, tensors: Iterable[tuple[str, Weight]]) -> None:
-        """Take the checkpoint's weights. Raises CheckpointError if one is missing, unexpected or of another shape."""
+        """Take the checkpoint's weights, and copy what is kept: tensors may be views of a file that changes later.
+        Raises CheckpointError if one is missing, unexpected or of another shape."""
 
 
 @runtime_checkable
@@ -410,6 +411,16 @@ class UnstackingProtocol(Protocol):
     def unstack(self, tensors: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
         """The weights that ``load`` takes, each by its own name, as views of the checkpoint's tensors. Weights are
         quantised after that. Raises CheckpointError if a stack has another shape than expected."""
+
+
+@runtime_checkable
+class SparingProtocol(Protocol):
+    """A model that has matrices which are not to be quantised."""
+
+    @property
+    def spared(self) -> Collection[str]:
+        """The names of weights that ``model.quantization`` leaves as they are, besides those of ``model.plain_layers``:
+        routers, and what no product is made with."""
 
 
 class TensorFilesProtocol(Protocol):

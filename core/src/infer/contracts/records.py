@@ -101,7 +101,7 @@ class RequestRecord:
     finished: float
     preemptions: int
     trace: Mapping[str, str] = field(default_factory=dict)
-    """The client's W3C trace headers, ``traceparent`` and ``tracestate``."""
+    """The client's W3C trace headers, ``traceparent``, ``tracestate`` and ``baggage``."""
     free_tokens: int = 0
     """How many positions the cache could allocate after the request was freed."""
     totals: Totals = NO_TOKENS

@@ -117,7 +117,18 @@ class Seats:
 
     def admit(self, sequence: Sequence, step: Step) -> bool:
         """Give a waiting sequence a slot with room for its whole prompt, so that no prefill runs out of room half-way,
-        and plan its first chunk. Return False, with nothing changed, if a limit or the pool does not allow it."""
+        and plan its first chunk. Return False, with nothing changed, if a limit or the pool does not allow it. Raises
+        ValueError if it is called for more sequences than wait, and all in vain: it would be for ever."""
+        if step.refused > len(self.waiting):
+            raise ValueError(
+                f"admit was False {step.refused} times in a row in one step, and {len(self.waiting)} sequences wait: "
+                "there is no room, so stop, or ask once for each"
+            )
+        admitted = self._admit(sequence, step)
+        step.refused = 0 if admitted else step.refused + 1
+        return admitted
+
+    def _admit(self, sequence: Sequence, step: Step) -> bool:
         if len(self.running) >= self._settings.max_batch_size or sequence.pending:
             return False
         if not step.has_room(len(sequence.tokens)):
@@ -139,7 +150,9 @@ class Seats:
 
     def preempt(self, sequence: Sequence) -> None:
         """Take a running sequence's slot. The sequence waits again and keeps its tokens; once admitted, it computes
-        again whatever the cache no longer holds of it."""
+        again whatever the cache no longer holds of it. Raises ValueError if it does not run."""
+        if sequence.slot is None:
+            raise ValueError(f"{sequence.id} does not run: what victim gives, and who is preempted, is in running")
         self.running.remove(sequence)
         self._release(sequence)
         sequence.preemptions += 1
@@ -182,6 +195,8 @@ class Step:
         tokens, chunks = settings.max_tokens_per_step, settings.max_prefill_chunks_per_step
         partial = settings.max_num_partial_prefills
         self.schedule = Schedule(decodes, [], settings.mixed_batches)
+        self.refused = 0
+        """How often in a row ``Seats.admit`` has been False."""
         self._tokens = (unlimited if tokens is None else tokens) - len(decodes)
         self._chunks = unlimited if chunks is None else chunks
         self._partial = unlimited if partial is None else partial

@@ -15,7 +15,7 @@ from infer.layers.table import Weights
 
 
 class GatedMLP:
-    """down(activation(gate(x)) * up(x)) (Shazeer, 2020).
+    """down(activation(gate(x)) * up(x)) (Shazeer, 2020). An MLP without a gate is two ``Linear`` and the activation.
 
     ``gate_up`` are the checkpoint's names of the gate and up projections, or the single name of the tensor that holds
     both, gate first.
@@ -45,9 +45,11 @@ class Attention:
     """The q, K and V projections, optional norms of q and K, rotary embedding (unless ``rope`` is None), attention over
     the cache, and the output projection.
 
-    ``biases`` says which projections have a bias, by letters of "qkvo". ``qkv`` are the checkpoint's names of q, k and
-    v, or the single name of the tensor that holds all three, stacked by rows. With ``qk_norm_whole``, one norm spans
-    all heads of q, and another those of K; otherwise each head is normalised by itself. With ``interleaved``, a head's
+    ``layer`` is the layer's index, and ``size`` the hidden size. ``biases`` says which projections have a bias, by
+    letters of "qkvo". ``qkv`` are the checkpoint's names of q, k and v within ``name``, or the single name of the
+    tensor that holds all three, stacked by rows; ``out`` is that of the output projection. q and K have RMS norms if
+    ``qk_norm_eps`` is given: with ``qk_norm_whole``, one norm spans all heads of q, and another those of K; otherwise
+    each head is normalised by itself, and all of them by one weight. With ``interleaved``, a head's
     neighbours are rotated against each other; otherwise its halves. If the spec has sinks, the
     checkpoint's tensor ``sinks`` fills them.
 

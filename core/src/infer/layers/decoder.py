@@ -22,16 +22,31 @@ log = logging.getLogger(__name__)
 
 
 class DecoderConfig(BaseModel, extra="ignore"):
-    """The fields of config.json that every decoder needs, and what follows from them."""
+    """The fields of config.json that every decoder needs, and what follows from them.
+
+    A family's config is a subclass. It adds fields of config.json, which have a type and a default, gives a field
+    another default (``tie_word_embeddings: bool = True``), and overrides what follows from them: class variables,
+    properties and methods, each as what it is here. ``norm`` and ``windows`` are the same for all families that do not
+    override them: RMS norms, and no windows. Fields that are not declared are ignored."""
 
     rope_kinds: ClassVar[Mapping[str, type[RopeParameters]] | None] = None
     """The rope types that this family supports; None for all."""
     partial_rotary: ClassVar[bool] = False
     """Whether the family supports rotating only a part of each head."""
     default_theta: ClassVar[float] = 10_000.0
+    """The base of the rotary frequencies where config.json has none."""
     norm_unit_offset: ClassVar[bool] = False
+    """As in ``RMSNorm``."""
     attention_sinks: ClassVar[bool] = False
     """Whether attention has a tensor ``sinks``, as ``AttentionSpec.sinks_H``."""
+    embedding_name: ClassVar[str] = "model.embed_tokens"
+    """The checkpoint's name of the embedding."""
+    layers_name: ClassVar[str] = "model.layers"
+    """What comes before the layers' numbers in the checkpoint's names."""
+    norm_name: ClassVar[str] = "model.norm"
+    """The checkpoint's name of the norm before the head."""
+    head_name: ClassVar[str] = "lm_head"
+    """The checkpoint's name of the head."""
 
     vocab_size: PositiveInt
     hidden_size: PositiveInt
@@ -42,6 +57,27 @@ class DecoderConfig(BaseModel, extra="ignore"):
     head_dim: PositiveInt | None = None
     rms_norm_eps: PositiveNumber = 1e-6
     tie_word_embeddings: bool = False
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        """Raises TypeError for a field of the name of something that is no field: config.json would set it, or nobody
+        read it."""
+        super().__pydantic_init_subclass__(**kwargs)
+        for name in cls.model_fields:
+            owner = next((base for base in cls.__mro__[1:] if name in vars(base)), None)
+            if owner is not None:
+                what = vars(owner)[name]
+                kind = (
+                    "a property"
+                    if isinstance(what, property)
+                    else "a method"
+                    if callable(what)
+                    else "a class variable (ClassVar)"
+                )
+                raise TypeError(
+                    f"{cls.__name__}.{name} is a field, which config.json sets; in {owner.__name__} it is {kind}: "
+                    "override it by one, and give a field of that name in config.json another one, with an alias"
+                )
 
     @model_validator(mode="after")
     def _heads(self) -> Self:
@@ -128,7 +164,8 @@ class DecoderLayer(Protocol):
 
 class Decoder:
     """A ModelProtocol and UnstackingProtocol: embedding, layers, final norm, head. ``schema`` validates config.json,
-    and ``layer`` makes one layer from (weights, name, index, config, AttentionSpec, RopeParameters or None)."""
+    and names these parts in the checkpoint; ``layer`` makes one layer from (weights, name, index, config,
+    AttentionSpec, RopeParameters or None)."""
 
     def __init__(
         self,
@@ -151,13 +188,13 @@ class Decoder:
             rope: None if rope is None else RotaryEmbedding(context, rope, c.head_size) for rope in dict.fromkeys(ropes)
         }
         self.rotary = [tables[rope] for rope in ropes]
-        self.embedding = Embedding(w, "model.embed_tokens", c.vocab_size, size, c.embedding_scale)
+        self.embedding = Embedding(w, c.embedding_name, c.vocab_size, size, c.embedding_scale)
         self.layers = [
-            layer(w, f"model.layers.{i}", i, c, spec, rope)
+            layer(w, f"{c.layers_name}.{i}", i, c, spec, rope)
             for i, (spec, rope) in enumerate(zip(self.attention, ropes, strict=True))
         ]
-        self.norm = c.norm(w, "model.norm")
-        self.head = Head(w, self.embedding, "lm_head", c.vocab_size, size, c.tie_word_embeddings)
+        self.norm = c.norm(w, c.norm_name)
+        self.head = Head(w, self.embedding, c.head_name, c.vocab_size, size, c.tie_word_embeddings)
         self.soft_cap, self.divisor = c.logits_soft_cap, c.logits_divisor
 
     def forward(self, batch: Pass) -> Tensor:
@@ -190,11 +227,12 @@ class Decoder:
         """The tensors of a whole model. A checkpoint of a model without its head, as those that make embeddings often
         are, has names without the prefix; if it is not tied, its embedding stands in for the head."""
         expected, bare = self.weights.shapes(), False
+        prefix = self.embedding.name.rsplit(".", 2)[0]
         embedding: Weight | None = None
         for name, weight in tensors:
-            if name not in expected and f"model.{name}" in expected:
-                name, bare = f"model.{name}", True
-            if bare and name == "model.embed_tokens.weight" and self.head.name in expected:
+            if name not in expected and f"{prefix}.{name}" in expected:
+                name, bare = f"{prefix}.{name}", True
+            if bare and name == self.embedding.name and self.head.name in expected:
                 embedding = weight  # and not otherwise, because a view of a file keeps the file in memory
             expected.pop(name, None)
             yield name, weight

@@ -18,7 +18,8 @@ from infer.weight import GroupedWeight, Weight
 class Linear:
     """y = x W^T + b, where W may consist of several parts stacked by rows, so that q, k and v take one product.
 
-    ``names`` are the checkpoint's names of the parts, or the single name of the tensor that stacks them. ``bias`` says
+    ``names`` are the checkpoint's names of the parts, without ``.weight`` and ``.bias``, or the single name of the
+    tensor that stacks them; ``out_features`` says how many rows each part has. ``bias`` says
     whether there is a bias, or says it for each part. With an ``activation`` there are two parts, and the first is the
     gate: y = activation(x G^T) * x U^T. With an ``order``, row i of W is the checkpoint's row ``order[i]``, which has
     to belong to the same part. ``dtype`` is that of x, W and y, by default the model's."""
@@ -150,10 +151,11 @@ class Embedding:
     """Token ids -> rows of the weight, multiplied by ``scale`` rounded to the model's dtype."""
 
     def __init__(self, weights: Weights, name: str, num: int, size: int, scale: float | None = None) -> None:
+        self.name = f"{name}.weight"
         self._kernels = weights.context.kernels
         self.scale = None if scale is None else torch.tensor(scale, dtype=weights.context.dtype).item()
         self.packed: Any = None
-        weights.expect(f"{name}.weight", (num, size), lambda t: setattr(self, "packed", self._kernels.pack(t)))
+        weights.expect(self.name, (num, size), lambda t: setattr(self, "packed", self._kernels.pack(t)))
 
     def __call__(self, token_ids_T: Tensor) -> Tensor:
         x_TD = self._kernels.embedding(token_ids_T, self.packed)

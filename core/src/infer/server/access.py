@@ -39,14 +39,14 @@ def guard(host: str) -> Middleware:
     anything but JSON without a preflight, so a body has to be declared as JSON. And if the server listens on a loopback
     address only, the Host header has to name this machine; a foreign name that resolves to it is a sign of DNS
     rebinding."""
-    local = _loopback(host)
+    local = loopback(host)
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         named = request.headers.get("Host")
         if local and named is not None:
             name = _name(named)
-            if name != host.lower() and not _loopback(name):
+            if name != host.lower() and not loopback(name):
                 raise ForbiddenError(
                     f"This server has no keys and answers only to names of its own machine, which {named!r} is not: "
                     "ask for localhost, or set server.api_keys."
@@ -70,7 +70,8 @@ def _name(host: str) -> str:
         return ""
 
 
-def _loopback(name: str) -> bool:
+def loopback(name: str) -> bool:
+    """Whether a host's name or address is this machine's own alone."""
     try:
         return ip_address(name).is_loopback
     except ValueError:

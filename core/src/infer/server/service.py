@@ -147,17 +147,7 @@ class Service:
         limit = self._settings.max_body_bytes
         most = limit if most is None else min(most, limit)
         with self._room.body() as grow:
-            try:
-                async with asyncio.timeout(self._settings.body_timeout_s):
-                    body = await _arrived(http, most, grow)
-            except TimeoutError:
-                raise web.HTTPRequestTimeout(text="The request's body did not arrive in time.") from None
-            except (HttpProcessingError, web.RequestPayloadError) as error:
-                http.content.feed_eof()  # otherwise aiohttp reads on and meets the same error again
-                why = " ".join(getattr(error, "message", "").split())
-                raise UnreadableError(
-                    f"The body cannot be read: what was sent of it is not complete{why and f' ({why})'}."
-                ) from None
+            body = await arrived(http, most, grow, self._settings.body_timeout_s)
             if (encoding := http.headers.get("Content-Encoding", "identity").lower()) != "identity":
                 # In a thread and up to a limit, because a few bytes may inflate to a thousand times as many.
                 body = await asyncio.to_thread(_inflated, body, encoding, most)
@@ -194,7 +184,7 @@ class Service:
                 f"{self._settings.max_choices}.",
                 param="n" if n > 1 else "prompt",
             )
-        trace = {name: http.headers[name] for name in ("traceparent", "tracestate") if name in http.headers}
+        trace = {name: http.headers[name] for name in ("traceparent", "tracestate", "baggage") if name in http.headers}
         grammar = await self._compile(params.structured_outputs)
 
         def make() -> list[Request]:
@@ -307,15 +297,7 @@ class Service:
         await self._write(http, response, b"".join(pieces[begin:]))
 
     async def _write(self, http: web.Request, response: web.StreamResponse, data: bytes) -> None:
-        """Write to the client. One that reads nothing for ``stall_timeout_s`` counts as disconnected."""
-        if http.transport is not None and http.transport.get_write_buffer_size() == 0:
-            await response.write(data)  # the buffer is empty, so this does not wait
-            return
-        try:
-            async with asyncio.timeout(self._settings.stall_timeout_s):
-                await response.write(data)
-        except TimeoutError:
-            hang_up(http)
+        await write(http, response, data, self._settings.stall_timeout_s)
 
     def frame(self, id: str, kind: str) -> Json:
         """The fields that every answer begins with."""
@@ -346,6 +328,18 @@ def raise_if_failed(event: Event) -> None:
         raise EngineDeadError(SHUTTING_DOWN)
 
 
+async def write(http: web.Request, response: web.StreamResponse, data: bytes, stall_timeout_s: float) -> None:
+    """Write to the client. One that reads nothing for ``stall_timeout_s`` counts as disconnected."""
+    if http.transport is not None and http.transport.get_write_buffer_size() == 0:
+        await response.write(data)  # the buffer is empty, so this does not wait
+        return
+    try:
+        async with asyncio.timeout(stall_timeout_s):
+            await response.write(data)
+    except TimeoutError:
+        hang_up(http)
+
+
 def hang_up(http: web.Request) -> NoReturn:
     """End the connection to a client that does not read, and drop what waits to be sent to it: a connection that is
     closed stays until everything has been sent. Raises ConnectionResetError."""
@@ -354,14 +348,25 @@ def hang_up(http: web.Request) -> NoReturn:
     raise ConnectionResetError("the client does not read") from None
 
 
-async def _arrived(http: web.Request, most: int, grow: Callable[[int], None]) -> bytes:
-    """The body as it was sent. Raises HTTPRequestEntityTooLarge, and whatever ``grow`` raises."""
+async def arrived(http: web.Request, most: int, grow: Callable[[int], None], timeout_s: float) -> bytes:
+    """The body as it was sent. Raises HTTPRequestTimeout, HTTPRequestEntityTooLarge, UnreadableError, and whatever
+    ``grow`` raises."""
     body = bytearray()
-    while chunk := await http.content.readany():
-        body += chunk
-        if len(body) > most:
-            raise web.HTTPRequestEntityTooLarge(max_size=most, actual_size=len(body))
-        grow(len(body))
+    try:
+        async with asyncio.timeout(timeout_s):
+            while chunk := await http.content.readany():
+                body += chunk
+                if len(body) > most:
+                    raise web.HTTPRequestEntityTooLarge(max_size=most, actual_size=len(body))
+                grow(len(body))
+    except TimeoutError:
+        raise web.HTTPRequestTimeout(text="The request's body did not arrive in time.") from None
+    except (HttpProcessingError, web.RequestPayloadError) as error:
+        http.content.feed_eof()  # otherwise aiohttp reads on and meets the same error again
+        why = " ".join(getattr(error, "message", "").split())
+        raise UnreadableError(
+            f"The body cannot be read: what was sent of it is not complete{why and f' ({why})'}."
+        ) from None
     return bytes(body)
 
 

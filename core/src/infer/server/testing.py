@@ -52,5 +52,5 @@ def serving(path: str, *, plugins: Sequence[object] = (), **sections: Mapping[st
     finally:
         loop.call_soon_threadsafe(stop.set)
         thread.join(30)
+        engine_loop.close()  # which may have events for the event loop until then
         loop.close()
-        engine_loop.close()

@@ -46,7 +46,7 @@ _kept: list[tempfile.TemporaryDirectory[str]] = []
 
 def tiny_checkpoint(
     architecture: str,
-    folder: Path | None = None,
+    folder: Path | str | None = None,
     *,
     plugins: Sequence[object] = (),
     seed: int = 0,
@@ -59,7 +59,8 @@ def tiny_checkpoint(
     plugin, or more than one, knows the architecture."""
     if folder is None:
         _kept.append(tempfile.TemporaryDirectory(prefix="infer-"))
-        folder = Path(_kept[-1].name)
+        folder = _kept[-1].name
+    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     fields = CONFIG | {"architectures": [architecture]} | config
     offer = Plugins.discover(plugins).choose("model", Settings(), [architecture])

@@ -172,7 +172,6 @@ def loading(m: Models, draw: random.Random) -> None:
                 yield name, torch.zeros([n + 1 for n in shape] if name == other else shape)
 
     name = draw.choice(sorted(shapes))
-    m.empty().load(weights())
     faults: dict[str, Iterable[tuple[str, Weight]]] = {
         f"although {name} is missing": weights(skip=name),
         f"although {name} has another shape": weights(other=name),
@@ -219,6 +218,25 @@ def shapes(m: Models, draw: random.Random) -> None:
         raise Violation(f"logits gives {list(logits.shape)} of {logits.dtype}, not {[40, model.vocab_size]} of {dtype}")
 
 
+@check("load copies the tensors that it is given, which may be views of a file", 1)
+def copies(m: Models, draw: random.Random) -> None:
+    stage = Stage(m, torch.float32, 1)
+    stage.model = m.empty()
+    given = {name: torch.zeros(shape) for name, shape in stage.model.expected().items()}
+    stage.model.load(given.items())
+
+    def logits() -> Tensor:
+        return stage.model.logits(stage.run([(0, [0, 1], 0, 2)]))
+
+    before = logits()
+    for name, tensor in given.items():
+        tensor.fill_(torch.nan)
+        if differs(logits(), before):
+            raise Violation(
+                f"{name} is written to after load, and logits change: load keeps no tensor that it is given"
+            )
+
+
 @check("Log-probabilities at all positions are those of transformers", 1)
 def transformers(m: Models, draw: random.Random) -> None:
     if m.against == "none":
@@ -262,14 +280,22 @@ def _of_transformers(m: Models, text: list[int]) -> Tensor:
     model, info = kinds[0].from_pretrained(
         m.folder, config=config, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
-    for kind, names in info.items():
-        if kind in ("missing_keys", "unexpected_keys", "mismatched_keys") and names:
-            raise Violation(
-                f"transformers loads other tensors from this checkpoint: {kind} {sorted(map(str, names))[:3]}"
-            )
+    faults = {
+        "missing_keys": "it needs {}, which the family does not name",
+        "unexpected_keys": "it does not know {}, which the family names",
+        "mismatched_keys": "it has other shapes of {}",
+    }
+    if told := [text.format(_few(info[kind])) for kind, text in faults.items() if info.get(kind)]:
+        raise Violation(f"transformers loads other tensors from this checkpoint: {'; '.join(told)}")
     with torch.inference_mode():
         logits: Tensor = model.eval()(torch.tensor([text])).logits[0]
     return logits.float().log_softmax(-1)
+
+
+def _few(names: Iterable[object]) -> str:
+    first, *others = sorted(str(name[0] if isinstance(name, tuple) else name) for name in names)
+    shown = ", ".join([first, *others[:2]])
+    return shown if len(others) < 3 else f"{shown} and {len(others) - 2} more"
 
 
 @check("A text in chunks has the bits that it has in one pass", 8)

@@ -26,11 +26,20 @@ class Skipped(Exception):  # noqa: N818
 
 
 class ConformanceError(AssertionError):
-    """At least one check has failed. The text has a paragraph for each of ``outcomes``."""
+    """At least one check has failed. The text has a paragraph for each of ``outcomes``; those that say the same, as if
+    an exception ends every check, share one."""
 
     def __init__(self, outcomes: Sequence[Outcome]) -> None:
         self.outcomes = outcomes
-        super().__init__("\n\n".join(map(str, outcomes)))
+        alike: dict[str | None, list[Outcome]] = {}
+        for outcome in outcomes:
+            alike.setdefault(outcome.violation, []).append(outcome)
+        super().__init__(
+            "\n\n".join(
+                str(first) + (f"\n    the same: {', '.join(other.name for other in others)}" if others else "")
+                for first, *others in alike.values()
+            )
+        )
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ class Reader:
         return len(self._text) - self._at
 
     def peek(self, most: int) -> str:
+        """The next characters, at most so many, without taking them."""
         return self._text[self._at : self._at + most]
 
     def take(self, count: int | None = None) -> str:
@@ -46,6 +47,7 @@ class Reader:
         return taken
 
     def find(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
+        """The first match in what has not been taken."""
         return pattern.search(self._text, self._at)
 
     def before(self, found: re.Match[str]) -> str:
@@ -53,6 +55,7 @@ class Reader:
         return self.take(found.start() - self._at)
 
     def last(self, most: int) -> str:
+        """The last characters that have arrived, at most so many, without taking them."""
         return self._text[max(self._at, len(self._text) - most) :]
 
     def end_of(self, value: Extent) -> int | None:
