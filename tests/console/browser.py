@@ -29,6 +29,7 @@ class Tab:
         self._ids = itertools.count(1)
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self.complaints: list[str] = []
+        self._loaded = asyncio.Event()
         self._canned = ""
         self._replying: asyncio.Task[Any] | None = None
         self._reading = asyncio.create_task(self._read())
@@ -38,6 +39,8 @@ class Tab:
             said = json.loads(message.data)
             if "id" in said:
                 self._answers.pop(said["id"]).set_result(said)
+            elif said["method"] == "Page.loadEventFired":
+                self._loaded.set()
             elif said["method"] == "Runtime.exceptionThrown":
                 self.complaints.append(said["params"]["exceptionDetails"]["text"])
             elif said["method"] == "Log.entryAdded" and said["params"]["entry"]["level"] == "error":
@@ -75,8 +78,15 @@ class Tab:
             return value
 
     async def open(self, url: str) -> None:
-        await self.send("Page.navigate", url=url)
-        await self.until(f"location.href.startsWith({json.dumps(url)}) && document.readyState === 'complete'")
+        self._loaded.clear()
+        if "loaderId" in await self.send("Page.navigate", url=url):  # Chrome names none if only the fragment changes.
+            await asyncio.wait_for(self._loaded.wait(), 60)
+
+    async def reload(self) -> None:
+        """Load the page again, and wait: a script sent while one page replaces another is refused."""
+        self._loaded.clear()
+        await self.send("Page.reload")
+        await asyncio.wait_for(self._loaded.wait(), 60)
 
     async def can(self, pattern: str, *frames: object) -> None:
         """Answer further requests to such addresses with server-sent events, in place of the server."""
