@@ -25,8 +25,14 @@ PACKAGE = Path(__file__).parent / "src" / "infer_kernels_cpu"
 FLAGS = ["-std=c++20", "-pthread", "-O3", "-fPIC", "-shared", "-fvisibility=hidden"]
 FLAGS += ["-fno-math-errno", "-ffp-contract=fast"]
 AVX512 = ["-mfma", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
+BF16 = [*AVX512, "-mavx512bf16", "-mavx512vnni"]
 LEVELS: dict[str, dict[str, list[str]]] = {
-    "x86_64": {"avx2": ["-mavx2", "-mfma"], "avx512": AVX512, "avx512_bf16": [*AVX512, "-mavx512bf16", "-mavx512vnni"]},
+    "x86_64": {
+        "avx2": ["-mavx2", "-mfma"],
+        "avx512": AVX512,
+        "avx512_bf16": BF16,
+        "amx": [*BF16, "-mamx-tile", "-mamx-bf16"],
+    },
     "aarch64": {"bf16": ["-march=armv8.2-a+bf16+i8mm"]},
 }
 """The levels of a machine besides ``portable``; native.py says what they need."""

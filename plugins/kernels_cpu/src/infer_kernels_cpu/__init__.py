@@ -29,7 +29,7 @@ def infer_kernels() -> list[KernelsRegistration]:
         KernelsRegistration(
             "cpu",
             _make,
-            "native kernels for CPUs, fastest with AVX-512 BF16",
+            "native kernels for CPUs, fastest with AMX or AVX-512 BF16",
             priority=10,
             devices=("cpu",),
             kv_dtypes=("int8",),

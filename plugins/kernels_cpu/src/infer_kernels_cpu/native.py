@@ -19,6 +19,7 @@ match platform.machine():
             "avx2": "AVX2 and FMA",
             "avx512": "AVX-512 F, BW, VL and DQ",
             "avx512_bf16": "AVX-512 BF16 and VNNI",
+            "amx": "AMX",
         }
     case "aarch64":
         LEVELS |= {"bf16": "BF16 and I8MM"}

@@ -5,6 +5,12 @@
 
 #if defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
+#elif defined(__x86_64__)
+#include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #endif
 
 #include "attention.hpp"
@@ -43,6 +49,21 @@ void call(F run) {
     if (recording) recording->push_back(run);
 }
 
+#if defined(__x86_64__)
+// Whether there is AMX. Linux lets a process use its registers once it has asked for them.
+bool amx() {
+#if defined(__linux__)
+    unsigned eax, ebx, ecx, edx;
+    constexpr unsigned NEEDED = 1u << 24 | 1u << 22;  // AMX-TILE, AMX-BF16
+    if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || (edx & NEEDED) != NEEDED) return false;
+    constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18;
+    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0;
+#else
+    return false;
+#endif
+}
+#endif
+
 }  // namespace
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -50,7 +71,7 @@ void call(F run) {
 #define END }); });
 
 // The best level that this processor supports: 0 portable; on x86-64, 1 AVX2 with FMA, 2 AVX-512, 3 AVX-512 with BF16
-// and VNNI; on AArch64, 1 BF16 with I8MM.
+// and VNNI, 4 AMX as well; on AArch64, 1 BF16 with I8MM.
 EXPORT int infer_level() {
 #if defined(__x86_64__)
     __builtin_cpu_init();
@@ -58,7 +79,8 @@ EXPORT int infer_level() {
     if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
         !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq"))
         return 1;
-    return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") ? 3 : 2;
+    if (!__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512vnni")) return 2;
+    return amx() ? 4 : 3;
 #elif defined(__aarch64__) && defined(__linux__)
     constexpr unsigned long NEEDED = 1ul << 14 | 1ul << 13;  // HWCAP2_BF16, HWCAP2_I8MM
     return (getauxval(AT_HWCAP2) & NEEDED) == NEEDED;

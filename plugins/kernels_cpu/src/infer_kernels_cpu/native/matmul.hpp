@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "amx.hpp"
 #include "parallel.hpp"
 #include "simd.hpp"
 
@@ -36,13 +37,25 @@ struct Fetch {
     }
 };
 
+#if defined(__AMX_BF16__)
+template <class T>
+constexpr bool AMX = std::is_same_v<T, bf16>;
+#else
+template <class T>
+constexpr bool AMX = false;
+#endif
+// Rows that are multiplied at a time.
+template <class T>
+constexpr int64_t ROWS_OF = AMX<T> ? 16 : ROWS;
+
 // Fetches ``steps`` steps of a packed matrix, if ``from`` is not null, while as many are computed for ``rows`` rows.
+template <class T>
 struct Following {
     const uint32_t* from;
     int64_t steps, rows;
 
     Fetch operator()(int64_t row) const {
-        int64_t each = from ? (PANEL / LINE * ROWS + rows - 1) / rows : 0, line = row / ROWS * each;
+        int64_t each = from ? (PANEL / LINE * ROWS_OF<T> + rows - 1) / rows : 0, line = row / ROWS_OF<T> * each;
         return {from + line * steps * LINE, std::max<int64_t>(0, std::min(each, PANEL / LINE - line))};
     }
 };
@@ -96,6 +109,9 @@ inline void in_tiles(int64_t rows, Run run) {
 template <class T, class Begin, class End, class Ahead>
 void tiles(const T* a, int64_t stride_a, int64_t rows, const uint32_t* w, int64_t steps, Begin begin, End end,
            Ahead&& ahead) {
+#if defined(__AMX_BF16__)
+    if constexpr (AMX<T>) return amx_tiles(a, stride_a, rows, w, steps, begin, end, ahead);
+#endif
     in_tiles<ROWS, ROWS>(rows, [&]<int M>(int64_t m) {
         tile<T, M>(a + m * stride_a, stride_a, w, steps, m, begin, end, ahead(m));
     });
@@ -218,7 +234,7 @@ auto panel_product(const T* x, int64_t stride_x, int64_t rows, const uint32_t* p
             if (last) next = following < 0 ? nullptr : packed + following * steps * PANEL;
             if (rows <= STREAMED_ROWS) next = nullptr;
             auto sums = [=](int64_t m, int j) { return s ? load(c + m * PANEL + j * LANES) : vf{}; };
-            Following ahead{next, std::min(block, steps - s), count};
+            Following<T> ahead{next, std::min(block, steps - s), count};
             if (last)
                 tiles<T>(
                     from + s * STEP<T>, stride_x, count, w, steps - s, sums,
