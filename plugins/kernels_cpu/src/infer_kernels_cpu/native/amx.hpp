@@ -2,13 +2,18 @@
 // say which memory they read, so that GCC 12 leaves out stores before them; hence the assembly.
 #pragma once
 
+#include <algorithm>
+
 #include "simd.hpp"
 
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__)
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__)
+#define INFER_AMX
 
 namespace infer {
 
 constexpr int TILE = 16;  // rows of a tile register, and words of each
+constexpr int64_t PANEL_BYTES = 4 * PANEL;
+static_assert(PANEL == 4 * TILE && LANES == TILE);
 
 // Which rows and bytes of each tile register are used.
 struct alignas(64) TileShapes {
@@ -38,10 +43,49 @@ inline void store_tile(void* to, int64_t stride) {
     asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(REGISTER) : "memory");
 }
 
-// SUM += A . B: B has for every word of A's rows a row with a word per column.
-template <int SUM, int A, int B>
+template <int REGISTER>
+inline void clear_tile() {
+    asm volatile("tilezero %%tmm%c0" ::"i"(REGISTER));
+}
+
+// SUM += A . B: B has for every word of A's rows a row with a word per column. Of bfloat16, or of signed bytes in A and
+// unsigned ones in B.
+template <class T, int SUM, int A, int B>
 inline void multiply_tiles() {
-    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(A), "i"(B));
+    if constexpr (std::is_same_v<T, bf16>)
+        asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(A), "i"(B));
+    else
+        asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(A), "i"(B));
+}
+
+// Adds the products of rows of words at ``a``, ``stride`` bytes apart, with a panel's words at ``w`` to registers 0 to 3.
+template <class T>
+inline void add_products(const T* a, int64_t stride, const uint32_t* w) {
+    load_tile<4>(a, stride);
+    load_tile<5>(w, PANEL_BYTES);
+    load_tile<6>(w + TILE, PANEL_BYTES);
+    multiply_tiles<T, 0, 4, 5>();
+    load_tile<7>(w + 2 * TILE, PANEL_BYTES);
+    multiply_tiles<T, 1, 4, 6>();
+    load_tile<5>(w + 3 * TILE, PANEL_BYTES);
+    multiply_tiles<T, 2, 4, 7>();
+    multiply_tiles<T, 3, 4, 5>();
+}
+
+// Calls move<J>(address) for registers 0 to 3 and the parts [rows][TILE] of sums [rows][PANEL].
+template <class S, class Move>
+inline void over_sums(S (*sums)[PANEL], Move move) {
+    [&]<int... J>(std::integer_sequence<int, J...>) {
+        (move.template operator()<J>(&sums[0][J * TILE]), ...);
+    }(std::make_integer_sequence<int, VECTORS>{});
+}
+template <class S>
+inline void load_sums(S (*sums)[PANEL]) {
+    over_sums(sums, []<int J>(S* at) { load_tile<J>(at, PANEL_BYTES); });
+}
+template <class S>
+inline void store_sums(S (*sums)[PANEL]) {
+    over_sums(sums, []<int J>(S* at) { store_tile<J>(at, PANEL_BYTES); });
 }
 
 // As ``tiles`` in matmul.hpp. A product's sums begin anew every TILE steps and are then added to the row's, so that
@@ -49,46 +93,21 @@ inline void multiply_tiles() {
 template <class Begin, class End, class Ahead>
 void amx_tiles(const bf16* a, int64_t stride_a, int64_t rows, const uint32_t* w, int64_t steps, Begin begin, End end,
                Ahead&& ahead) {
-    constexpr int64_t LINE_BYTES = 4 * PANEL;
-    static_assert(PANEL == 4 * TILE && LANES == TILE);
     alignas(64) float c[TILE][PANEL];
     for (int64_t m = 0, count; m < rows; m += count) {
         count = std::min<int64_t>(TILE, rows - m);
         auto fetch = ahead(m);
         for (int64_t i = 0; i < count; i++)
             for (int j = 0; j < VECTORS; j++) store(c[i] + j * LANES, begin(m + i, j));
-        auto sums = [&](auto move) {
-            [&]<int... J>(std::integer_sequence<int, J...>) {
-                (move.template operator()<J>(&c[0][J * TILE]), ...);
-            }(std::make_integer_sequence<int, VECTORS>{});
-        };
-        auto load_sums = [&] { sums([]<int J>(float* at) { load_tile<J>(at, LINE_BYTES); }); };
-        auto store_sums = [&] { sums([]<int J>(float* at) { store_tile<J>(at, LINE_BYTES); }); };
-        auto add = [&](int64_t s, int64_t words) {
-            const uint32_t* from = w + s * PANEL;
+        for (int64_t s = 0, words; s < steps; s += words) {
+            words = std::min<int64_t>(TILE, steps - s);
+            if (s == 0 || words < TILE) {
+                TileShapes(int(count), int(words)).load();
+                load_sums(c);
+            }
             for (int64_t i = 0; i < words; i++) fetch(s + i);
-            load_tile<4>(a + m * stride_a + s * STEP<bf16>, stride_a * int64_t(sizeof(bf16)));
-            load_tile<5>(from, LINE_BYTES);
-            load_tile<6>(from + TILE, LINE_BYTES);
-            multiply_tiles<0, 4, 5>();
-            load_tile<7>(from + 2 * TILE, LINE_BYTES);
-            multiply_tiles<1, 4, 6>();
-            load_tile<5>(from + 3 * TILE, LINE_BYTES);
-            multiply_tiles<2, 4, 7>();
-            multiply_tiles<3, 4, 5>();
-        };
-        int64_t s = 0;
-        if (steps >= TILE) {
-            TileShapes(int(count), TILE).load();
-            load_sums();
-            for (; s + TILE <= steps; s += TILE) add(s, TILE);
-            store_sums();
-        }
-        if (s < steps) {
-            TileShapes(int(count), int(steps - s)).load();
-            load_sums();
-            add(s, steps - s);
-            store_sums();
+            add_products(a + m * stride_a + s * STEP<bf16>, stride_a * int64_t(sizeof(bf16)), w + s * PANEL);
+            if (s + words == steps || s + 2 * TILE > steps) store_sums(c);
         }
         for (int64_t i = 0; i < count; i++) {
             vf row[VECTORS];

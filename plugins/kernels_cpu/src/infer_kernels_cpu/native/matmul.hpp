@@ -37,7 +37,7 @@ struct Fetch {
     }
 };
 
-#if defined(__AMX_BF16__)
+#if defined(INFER_AMX)
 template <class T>
 constexpr bool AMX = std::is_same_v<T, bf16>;
 #else
@@ -109,7 +109,7 @@ inline void in_tiles(int64_t rows, Run run) {
 template <class T, class Begin, class End, class Ahead>
 void tiles(const T* a, int64_t stride_a, int64_t rows, const uint32_t* w, int64_t steps, Begin begin, End end,
            Ahead&& ahead) {
-#if defined(__AMX_BF16__)
+#if defined(INFER_AMX)
     if constexpr (AMX<T>) return amx_tiles(a, stride_a, rows, w, steps, begin, end, ahead);
 #endif
     in_tiles<ROWS, ROWS>(rows, [&]<int M>(int64_t m) {
