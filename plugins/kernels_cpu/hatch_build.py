@@ -31,7 +31,7 @@ LEVELS: dict[str, dict[str, list[str]]] = {
         "avx2": ["-mavx2", "-mfma"],
         "avx512": AVX512,
         "avx512_bf16": BF16,
-        "amx": [*BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"],
+        "amx": [*BF16, "-mamx-tile", "-mamx-bf16"],
     },
     "aarch64": {"bf16": ["-march=armv8.2-a+bf16+i8mm"]},
 }

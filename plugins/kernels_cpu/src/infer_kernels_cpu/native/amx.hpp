@@ -6,10 +6,9 @@
 
 #include "simd.hpp"
 
-#if defined(__AMX_BF16__) && defined(__AMX_INT8__)
-#define INFER_AMX
-
 namespace infer {
+
+#if defined(__AMX_BF16__)
 
 constexpr int TILE = 16;  // rows of a tile register, and words of each
 constexpr int64_t PANEL_BYTES = 4 * PANEL;
@@ -43,49 +42,37 @@ inline void store_tile(void* to, int64_t stride) {
     asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(REGISTER) : "memory");
 }
 
-template <int REGISTER>
-inline void clear_tile() {
-    asm volatile("tilezero %%tmm%c0" ::"i"(REGISTER));
-}
-
-// SUM += A . B: B has for every word of A's rows a row with a word per column. Of bfloat16, or of signed bytes in A and
-// unsigned ones in B.
-template <class T, int SUM, int A, int B>
+// SUM += A . B: B has for every word of A's rows a row with a word per column.
+template <int SUM, int A, int B>
 inline void multiply_tiles() {
-    if constexpr (std::is_same_v<T, bf16>)
-        asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(A), "i"(B));
-    else
-        asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(A), "i"(B));
+    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(A), "i"(B));
 }
 
 // Adds the products of rows of words at ``a``, ``stride`` bytes apart, with a panel's words at ``w`` to registers 0 to 3.
-template <class T>
-inline void add_products(const T* a, int64_t stride, const uint32_t* w) {
+inline void add_products(const bf16* a, int64_t stride, const uint32_t* w) {
     load_tile<4>(a, stride);
     load_tile<5>(w, PANEL_BYTES);
     load_tile<6>(w + TILE, PANEL_BYTES);
-    multiply_tiles<T, 0, 4, 5>();
+    multiply_tiles<0, 4, 5>();
     load_tile<7>(w + 2 * TILE, PANEL_BYTES);
-    multiply_tiles<T, 1, 4, 6>();
+    multiply_tiles<1, 4, 6>();
     load_tile<5>(w + 3 * TILE, PANEL_BYTES);
-    multiply_tiles<T, 2, 4, 7>();
-    multiply_tiles<T, 3, 4, 5>();
+    multiply_tiles<2, 4, 7>();
+    multiply_tiles<3, 4, 5>();
 }
 
 // Calls move<J>(address) for registers 0 to 3 and the parts [rows][TILE] of sums [rows][PANEL].
-template <class S, class Move>
-inline void over_sums(S (*sums)[PANEL], Move move) {
+template <class Move>
+inline void over_sums(float (*sums)[PANEL], Move move) {
     [&]<int... J>(std::integer_sequence<int, J...>) {
         (move.template operator()<J>(&sums[0][J * TILE]), ...);
     }(std::make_integer_sequence<int, VECTORS>{});
 }
-template <class S>
-inline void load_sums(S (*sums)[PANEL]) {
-    over_sums(sums, []<int J>(S* at) { load_tile<J>(at, PANEL_BYTES); });
+inline void load_sums(float (*sums)[PANEL]) {
+    over_sums(sums, []<int J>(float* at) { load_tile<J>(at, PANEL_BYTES); });
 }
-template <class S>
-inline void store_sums(S (*sums)[PANEL]) {
-    over_sums(sums, []<int J>(S* at) { store_tile<J>(at, PANEL_BYTES); });
+inline void store_sums(float (*sums)[PANEL]) {
+    over_sums(sums, []<int J>(float* at) { store_tile<J>(at, PANEL_BYTES); });
 }
 
 // As ``tiles`` in matmul.hpp. A product's sums begin anew every TILE steps and are then added to the row's, so that
@@ -118,6 +105,8 @@ void amx_tiles(const bf16* a, int64_t stride_a, int64_t rows, const uint32_t* w,
     release_tiles();
 }
 
-}  // namespace infer
-
+#else
+constexpr int TILE = 0;
 #endif
+
+}  // namespace infer

@@ -425,76 +425,6 @@ inline void grouped_tile(const Grouped& w, const Decoder<A, FORM>& decoder, cons
     for (int m = 0; m < M; m++) end(row + m, c[m]);
 }
 
-#if defined(INFER_AMX)
-constexpr int64_t AMX_ROWS = 8;  // fewer rows are faster without
-
-// Whether a group consists of equal tiles.
-inline bool amx_takes(const Grouped& w) {
-    int64_t words = w.padded() / 4;
-    return words <= TILE || words % TILE == 0;
-}
-
-// As ``grouped_tile`` for any number of rows, whose panel is decoded once.
-template <Form FORM, class End>
-void amx_grouped_tiles(const Grouped& w, const Decoder<int8_t, FORM>& decoder, const Activations<int8_t>& x, int64_t first,
-                       int64_t rows, const uint8_t* panel, Fetch fetch, End end) {
-    constexpr int PARTS = Decoder<int8_t, FORM>::PARTS;
-    int64_t G = w.groups(), words = w.padded() / 4, each = std::min<int64_t>(words, TILE);
-    auto* decoded = scratch<uint32_t, struct Decoded>(FORM == Form::BYTES ? 0 : G * words * PANEL);
-    if constexpr (FORM != Form::BYTES)
-        for (int64_t g = 0; g < G; g++) {
-            const uint32_t* codes = (const uint32_t*)(panel + g * w.group_bytes() + w.header_bytes());
-            uint32_t* to = decoded + g * words * PANEL;
-            for (int64_t s = 0; s < w.words(); s++, codes += PANEL, to += PARTS * PANEL)
-#pragma GCC unroll 8
-                for (int j = 0; j < VECTORS; j++) {
-                    vu word = load_as<vu>(codes + j * LANES);
-                    store_as(to + j * LANES, decoder.template part<0>(word));
-                    store_as(to + PANEL + j * LANES, decoder.template part<1>(word));
-                }
-        }
-    alignas(64) int32_t sums[TILE][PANEL];
-    alignas(64) float c[TILE][PANEL];
-    for (int64_t m = first, count; m < first + rows; m += count) {
-        count = std::min<int64_t>(TILE, first + rows - m);
-        TileShapes(int(count), int(each)).load();
-        std::memset(c, 0, sizeof c);
-        const uint8_t* at = panel;
-        for (int64_t g = 0; g < G; g++, at += w.group_bytes()) {
-            for (int64_t l = 0; l < fetch.lines; l++, fetch.from += LINE) __builtin_prefetch(fetch.from);
-            const int8_t* a = x.values + m * x.stride + g * w.padded();
-            const uint32_t* codes = FORM == Form::BYTES ? (const uint32_t*)(at + w.header_bytes()) : decoded + g * words * PANEL;
-            over_sums(sums, []<int J>(int32_t*) { clear_tile<J>(); });
-            for (int64_t s = 0; s < words; s += each) add_products(a + 4 * s, x.stride, codes + s * PANEL);
-            store_sums(sums);
-            vf scale[VECTORS], least[VECTORS];
-            for (int j = 0; j < VECTORS; j++) {
-                scale[j] = load_scales(at, w.scales, j);
-                if (w.minimum) least[j] = load_scales(at + w.scale_bytes(), w.scales, j);
-            }
-            for (int64_t i = 0; i < count; i++) {
-                int64_t place = (m + i) * G + g;
-                vi start = vi{} + x.starts[place];
-                vf own = splat(x.scales[place]);
-#pragma GCC unroll 8
-                for (int j = 0; j < VECTORS; j++) {
-                    vf sum = __builtin_convertvector(load_as<vi>(sums[i] + j * LANES) + start, vf) * own;
-                    sum = fused(sum, scale[j], load(c[i] + j * LANES));
-                    if (w.minimum) sum = fused(splat(x.sums[place]), least[j], sum);
-                    store(c[i] + j * LANES, sum);
-                }
-            }
-        }
-        for (int64_t i = 0; i < count; i++) {
-            vf row[VECTORS];
-            for (int j = 0; j < VECTORS; j++) row[j] = load(c[i] + j * LANES);
-            end(m + i, row);
-        }
-    }
-    release_tiles();
-}
-#endif
-
 // A function for ``over_panels`` that multiplies ``rows`` rows by a panel.
 template <class T, class A, Form FORM>
 auto grouped_panel_product(const Grouped& w, Activations<A> from, int64_t rows, const T* bias, Gate gate, T* out) {
@@ -506,14 +436,6 @@ auto grouped_panel_product(const Grouped& w, Activations<A> from, int64_t rows, 
         const uint8_t* panel = w.packed + p * w.panel_bytes();
         auto end = [=](int64_t m, const vf(&sums)[VECTORS]) { emit(sums, p, w.N, bias, gate, out + m * stride_out); };
         const uint8_t* next = rows > STREAMED_ROWS && rows <= ROW_BLOCK && following >= 0 ? w.packed + following * w.panel_bytes() : nullptr;
-#if defined(INFER_AMX)
-        if constexpr (sizeof(A) == 1)
-            if (count >= AMX_ROWS && amx_takes(w)) {
-                int64_t passes = w.groups() * ((count + TILE - 1) / TILE);
-                Fetch fetch{(const uint32_t*)next, next ? (w.panel_bytes() / 64 + passes - 1) / passes : 0};
-                return amx_grouped_tiles(w, decoder, from, first, count, panel, fetch, end);
-            }
-#endif
         int64_t left = next ? w.panel_bytes() / 64 : 0, passes = w.groups() * ((count + EACH - 1) / EACH);
         Fetch fetch{(const uint32_t*)next, (left + passes - 1) / passes};
         in_tiles<EACH, EACH == 3 ? 4 : EACH>(count, [&]<int M>(int64_t m) {

@@ -37,16 +37,12 @@ struct Fetch {
     }
 };
 
-#if defined(INFER_AMX)
+// Whether rows of T are multiplied by AMX.
 template <class T>
-constexpr bool AMX = std::is_same_v<T, bf16>;
-#else
-template <class T>
-constexpr bool AMX = false;
-#endif
+constexpr bool AMX = TILE > 0 && std::is_same_v<T, bf16>;
 // Rows that are multiplied at a time.
 template <class T>
-constexpr int64_t ROWS_OF = AMX<T> ? 16 : ROWS;
+constexpr int64_t ROWS_OF = AMX<T> ? TILE : ROWS;
 
 // Fetches ``steps`` steps of a packed matrix, if ``from`` is not null, while as many are computed for ``rows`` rows.
 template <class T>
@@ -109,7 +105,7 @@ inline void in_tiles(int64_t rows, Run run) {
 template <class T, class Begin, class End, class Ahead>
 void tiles(const T* a, int64_t stride_a, int64_t rows, const uint32_t* w, int64_t steps, Begin begin, End end,
            Ahead&& ahead) {
-#if defined(INFER_AMX)
+#if defined(__AMX_BF16__)
     if constexpr (AMX<T>) return amx_tiles(a, stride_a, rows, w, steps, begin, end, ahead);
 #endif
     in_tiles<ROWS, ROWS>(rows, [&]<int M>(int64_t m) {
