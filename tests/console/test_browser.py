@@ -284,10 +284,13 @@ async def test_the_engine_is_shown_at_work_with_two_hundred_requests() -> None:
 
         await tab.run("document.querySelector('#lanes').focus()")
         slider = "document.querySelector('#scrub')"
-        await tab.run(f"{slider}.value = Number({slider}.max) - 5; {slider}.dispatchEvent(new Event('input'))")
+        busy = "document.querySelector('#works').getAttribute('aria-busy')"
+        move = f"{slider}.value = Number({slider}.max) - 5; {slider}.dispatchEvent(new Event('input'))"
+        assert await tab.run(f"{move}; {busy}") == "true", "the table waits until the slider rests"
         chosen = await tab.run(f"Number({slider}.value)")
         assert await tab.run("document.querySelector('#step h2').textContent") == f"Step {chosen}"
         assert await tab.run("document.querySelector('#pause').getAttribute('aria-pressed')") == "true"
+        await tab.until(f"{busy} === 'false'")
         rows = await tab.run("[...document.querySelectorAll('#step tbody tr')].map((r) => r.textContent)")
         assert rows
         assert all(row.startswith("cmpl-") for row in rows)

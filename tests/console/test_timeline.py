@@ -18,6 +18,8 @@ from infer_console import timeline
 from infer_console.timeline import HEAD, RUNS, Timeline, TimelineSettings, bundle, page
 
 EVIL = "</script><!--<script>window.harm=1</script><img src=x onerror=window.harm=1>\"'&"
+RESTS = "document.querySelector('#works').getAttribute('aria-busy') === 'false'"
+"""The slider rests, so that the table is that of the chosen step."""
 
 
 def runs(page: str) -> list[Any]:
@@ -107,6 +109,7 @@ async def test_the_demos_page_opens_from_the_disk_and_is_scrubbed(tmp_path: Path
             long = next(s for s in steps if any(work[2] == (200 if n else 64) for work in s["works"]))
             await tab.run(f"{slider}.value = {long['index']}; {slider}.dispatchEvent(new Event('input'))")
             assert await tab.run(at) == f"Step {long['index']}"
+            await tab.until(RESTS)
             rows = await tab.run("[...document.querySelectorAll('#step tbody tr')].map((r) => r.textContent)")
             assert any(row.startswith("LONGprefill") for row in rows)
             assert await tab.run("document.querySelector('#state').textContent") == state
@@ -124,6 +127,7 @@ async def test_the_demos_page_opens_from_the_disk_and_is_scrubbed(tmp_path: Path
         await tab.open((tmp_path / "evil.html").as_uri())
         await tab.until(f"{slider}.max === '2'")
         await tab.run(f"{slider}.value = 1; {slider}.dispatchEvent(new Event('input'))")
+        await tab.until(RESTS)
         assert await tab.run("document.querySelector('#step td').textContent") == EVIL
         assert await tab.run("window.harm") is None
         assert tab.complaints == []

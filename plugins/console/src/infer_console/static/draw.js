@@ -46,8 +46,9 @@ export function lanes(canvas, steps, shown, zoom, chosen) {
   const columns = Math.max(1, shown.length);
   const image = new ImageData(columns, rows);
   const pixels = new Uint32Array(image.data.buffer);
+  const { pixel } = colours.decode;
   shown.forEach((step, x) => {
-    for (const row of step.rows) if (row < rows) pixels[row * columns + x] = colours.decode.pixel;
+    for (const row of step.rows) if (row < rows) pixels[row * columns + x] = pixel;
     step.works.forEach((work, n) => {
       const colour = work[3] ? colours.prefill : work[6] ? colours.drafts : colours.decode;
       if (step.workRows[n] < rows) pixels[step.workRows[n] * columns + x] = colour.pixel;
@@ -74,18 +75,16 @@ function label(ctx, text, y) {
 export function tokens(canvas, shown, zoom, budget, chosen) {
   const ctx = context(canvas);
   const most = Math.max(budget ?? 0, 1, ...shown.map((step) => step.tokens));
-  const unit = (canvas.clientHeight - 4) / most;
-  shown.forEach((step, x) => {
-    const decodes = step.decodes.length * unit;
-    const all = step.tokens * unit;
-    ctx.fillStyle = colours.prefill.css;
-    ctx.fillRect(x * zoom, canvas.clientHeight - all, Math.max(1, zoom - 0.5), all - decodes);
-    ctx.fillStyle = colours.decode.css;
-    ctx.fillRect(x * zoom, canvas.clientHeight - decodes, Math.max(1, zoom - 0.5), decodes);
-  });
+  const { clientWidth: width, clientHeight: height } = canvas;
+  const unit = (height - 4) / most;
+  const bar = Math.max(1, zoom - 0.5);
+  ctx.fillStyle = colours.prefill.css;
+  shown.forEach((step, x) => ctx.fillRect(x * zoom, height - step.tokens * unit, bar, (step.tokens - step.decodes.length) * unit));
+  ctx.fillStyle = colours.decode.css;
+  shown.forEach((step, x) => ctx.fillRect(x * zoom, height - step.decodes.length * unit, bar, step.decodes.length * unit));
   if (budget) {
     ctx.fillStyle = colours.bad.css;
-    ctx.fillRect(0, canvas.clientHeight - budget * unit, canvas.clientWidth, 1);
+    ctx.fillRect(0, height - budget * unit, width, 1);
   }
   label(ctx, `${most}${most === budget ? " (budget)" : ""}`, 11);
   mark(ctx, canvas, shown, zoom, chosen);
@@ -95,7 +94,8 @@ export function times(canvas, shown, zoom, chosen) {
   const ctx = context(canvas);
   const gap = Math.max(1, ...shown.map((step) => step.gap ?? 0));
   const first = Math.max(1, ...shown.map((step) => step.ttft ?? 0));
-  const y = (value, most) => canvas.clientHeight - 2 - (value / most) * (canvas.clientHeight - 16);
+  const { clientHeight: height } = canvas;
+  const y = (value, most) => height - 2 - (value / most) * (height - 16);
   ctx.strokeStyle = colours.decode.css;
   ctx.beginPath();
   shown.forEach((step, x) => {

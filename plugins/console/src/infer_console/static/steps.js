@@ -102,13 +102,23 @@ export class Steps {
 
   // The step during which a moment was, or the one before it.
   find(moment) {
+    return this.all[this.count((step) => step.start <= moment) - 1];
+  }
+
+  // How many steps there are up to an index.
+  upTo(index) {
+    return this.count((step) => step.index <= index);
+  }
+
+  // How many steps of the first ones are such; none of those after them is.
+  count(such) {
     let [low, high] = [0, this.all.length];
     while (low < high) {
       const middle = (low + high) >> 1;
-      if (this.all[middle].start <= moment) low = middle + 1;
+      if (such(this.all[middle])) low = middle + 1;
       else high = middle;
     }
-    return this.all[low - 1];
+    return low;
   }
 }
 

@@ -6,6 +6,8 @@ import { Steps, quantile } from "./steps.js";
 import { save } from "./trace.js";
 
 const RECENT = 200; // steps that figures are made of
+const FIGURES_MS = 250;
+const REST_MS = 150; // when the slider rests so long, the table is made, which takes longer than a frame
 
 export const steps = new Steps();
 let wanted = false;
@@ -15,6 +17,8 @@ let end = 0; // while paused, the index of the last step that is drawn
 let dirty = false;
 let figured = 0;
 let late = null;
+let resting = null;
+const hint = by("facts").textContent;
 
 export function appear(on) {
   wanted = on;
@@ -45,7 +49,7 @@ function visible() {
   const zoom = Number(by("zoom").value);
   const columns = Math.max(1, Math.floor(by("lanes").clientWidth / zoom));
   let last = steps.all.length;
-  if (paused) last = steps.all.findLastIndex((step) => step.index <= end) + 1;
+  if (paused) last = steps.upTo(end);
   return { zoom, shown: steps.all.slice(Math.max(0, last - columns), last) };
 }
 
@@ -56,21 +60,25 @@ function frame(now) {
   draw.lanes(by("lanes"), steps, shown, zoom, chosen);
   draw.tokens(by("tokens"), shown, zoom, steps.hello?.budget, chosen);
   draw.times(by("times"), shown, zoom, chosen);
-  if (now - figured > 250 || paused) {
-    figured = now;
+  const due = now - figured > FIGURES_MS;
+  if (due || paused) {
     const map = steps.mapAt(paused ? (chosen?.index ?? end) : Infinity);
-    figures(map);
     draw.blocks(by("map"), map, steps.hello?.states ?? []);
+    caption(map);
     scrubber(shown);
+  }
+  if (due) {
+    figured = now;
+    figures();
   } else {
     late ??= setTimeout(() => { // so that the last figures are those of the last step
       late = null;
       redraw();
-    }, 260);
+    }, FIGURES_MS + 10);
   }
 }
 
-function figures(map) {
+function figures() {
   const recent = steps.all.slice(-RECENT);
   const [first, last] = [recent[0], recent.at(-1)];
   const seconds = last ? (last.end - first.start) / 1000 : 0;
@@ -92,6 +100,9 @@ function figures(map) {
     "Missed records": steps.lost,
   };
   by("figures").replaceChildren(...Object.entries(rows).map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, String(value)))));
+}
+
+function caption(map) {
   const none = steps.hello?.fault ? `no further map: ${steps.hello.fault}` : map ? "" : "none yet; some pools have none";
   const counts = map ? `${map.counts.join(", ")}${map.each > 1 ? `; a cell is ${map.each} blocks` : ""}; after step ${map.step}` : "";
   by("blocks").textContent = `(${[counts, none].filter(Boolean).join("; ")})`;
@@ -116,21 +127,32 @@ export function pause(on) {
   redraw();
 }
 
-function choose(step) {
+function choose(step, moving = false) {
   chosen = step;
-  by("step").replaceChildren();
-  if (step) {
-    const id = (number) => steps.ids.get(number) ?? `number ${number}`;
-    const rows = [
-      ...step.works.map(([n, start, length, prefill, drew, proposed, accepted]) => [id(n), prefill ? "prefill" : "decode", start, length, drew ? "yes" : "no", proposed, accepted]),
-      ...Array.from(step.decodes, (n, i) => [id(n), "decode", step.at[i], 1, "yes", 0, 0]),
-    ];
-    by("step").append(
-      el("h2", {}, `Step ${step.index}`),
-      el("p", {}, `${step.ms.toFixed(2)} ms, ${step.tokens} tokens in ${step.passes} passes; ${step.running} running, ${step.waiting} waiting, ${step.free} positions free.`),
-      table(["request", "kind", "start", "length", "drew a token", "drafts", "accepted"], rows, `Requests of step ${step.index}`));
-  }
+  by("chosen").hidden = !step;
+  by("chosen").textContent = step ? `Step ${step.index}` : "";
+  by("facts").textContent = step
+    ? `${step.ms.toFixed(2)} ms, ${step.tokens} tokens in ${step.passes} passes; ${step.running} running, ${step.waiting} waiting, ${step.free} positions free.`
+    : hint;
+  clearTimeout(resting);
+  by("works").setAttribute("aria-busy", String(moving));
+  if (moving) resting = setTimeout(works, REST_MS);
+  else works();
   redraw();
+}
+
+// The table of the chosen step.
+function works() {
+  const step = chosen;
+  by("works").setAttribute("aria-busy", "false");
+  by("works").replaceChildren();
+  if (!step) return;
+  const id = (number) => steps.ids.get(number) ?? `number ${number}`;
+  const rows = [
+    ...step.works.map(([n, start, length, prefill, drew, proposed, accepted]) => [id(n), prefill ? "prefill" : "decode", start, length, drew ? "yes" : "no", proposed, accepted]),
+    ...Array.from(step.decodes, (n, i) => [id(n), "decode", step.at[i], 1, "yes", 0, 0]),
+  ];
+  by("works").append(table(["request", "kind", "start", "length", "drew a token", "drafts", "accepted"], rows, `Requests of step ${step.index}`));
 }
 
 by("pause").onclick = () => pause(!paused);
@@ -141,7 +163,7 @@ by("scrub").oninput = () => {
   if (!paused) pause(true);
   const { shown } = visible();
   if (!shown.length || index > shown.at(-1).index || index < shown[0].index) end = Math.min(steps.all.at(-1).index, index + (shown.length >> 1));
-  choose(steps.all.findLast((step) => step.index <= index) ?? null);
+  choose(steps.all[steps.upTo(index) - 1] ?? null, true);
 };
 by("lanes").onclick = (event) => {
   const { zoom, shown } = visible();
