@@ -98,6 +98,14 @@ def test_an_image_runs_a_command_that_there_is() -> None:
     assert unit()["ExecStart"] == "/opt/infer/bin/infer serve"
 
 
+def test_nothing_in_the_container_is_written_but_what_a_server_writes() -> None:
+    """Its home can be written by any user, and libraries in it be loaded, as Triton's kernels are."""
+    service = compose()["infer"]
+    assert service["read_only"]
+    temporary = dict(mount.partition(":")[::2] for mount in service["tmpfs"])
+    assert temporary == {"/tmp": "", last("cpu", "WORKDIR"): "exec,mode=1777"}
+
+
 def test_the_services_find_each_other_and_nobody_else_finds_them() -> None:
     services = compose()
     for name, service in services.items():

@@ -55,6 +55,14 @@ def test_memory_is_as_much_as_the_tightest_control_group_leaves(
     group(own, 100, 200, 0)
     assert free_memory(cpu) == 0
 
+    # Version 1 counts a group's files alone and with those of the groups in it. A container need not see its own path.
+    (tmp_path / "own").write_text("5:cpu,memory:/docker/1\n1:name=systemd:/docker/1\n0::/\n")
+    (tmp_path / "memory").mkdir()
+    of = {"limit_in_bytes": "900000", "usage_in_bytes": "500000", "stat": "inactive_file 1\ntotal_inactive_file 100000"}
+    for name, value in of.items():
+        (tmp_path / f"memory/memory.{name}").write_text(f"{value}\n")
+    assert free_memory(cpu) == 500_000
+
 
 @pytest.mark.parametrize(
     ("program", "given", "polls"),

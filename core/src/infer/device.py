@@ -21,7 +21,9 @@ TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 KEPT = 32 << 20
 """Blocks below this size are what glibc keeps of its own accord."""
 CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-"""Where Linux says how much memory control groups (version 2) may use, and in which of them this process is."""
+"""Where Linux says how much memory control groups may use, and in which of them this process is."""
+VERSIONS = {"": ("", "max", "current"), "memory": ("memory", "limit_in_bytes", "usage_in_bytes")}
+"""Of the groups of version 2 and of those of version 1 for memory: their folder, and the files of limit and use."""
 
 
 def free_memory(device: torch.device) -> int:
@@ -35,16 +37,19 @@ def free_memory(device: torch.device) -> int:
 def _left_by_cgroups() -> Iterator[int]:
     """What each control group with a limit has left. The kernel drops a group's cached files when memory runs out, so
     that these count as free."""
-    lines = OWN_CGROUP.read_text().splitlines() if OWN_CGROUP.exists() else []
-    own = next((line.removeprefix("0::").strip("/") for line in lines if line.startswith("0::")), "")
-    group = CGROUPS / own
-    for folder in (group, *group.parents):
-        if not folder.is_relative_to(CGROUPS):
-            return
-        limit, used, kinds = (folder / f"memory.{name}" for name in ("max", "current", "stat"))
-        if limit.exists() and used.exists() and (most := limit.read_text().strip()) != "max":
-            stat = dict(line.split() for line in kinds.read_text().splitlines()) if kinds.exists() else {}
-            yield int(most) - int(used.read_text()) + int(stat.get("inactive_file", 0))
+    for line in OWN_CGROUP.read_text().splitlines() if OWN_CGROUP.exists() else []:
+        _, controllers, own = line.split(":", 2)
+        for controller in VERSIONS.keys() & {*controllers.split(",")}:
+            root, most, now = VERSIONS[controller]
+            group = CGROUPS / root / own.strip("/")
+            for folder in (group, *group.parents):
+                if not folder.is_relative_to(CGROUPS / root):
+                    break
+                limit, used, kinds = (folder / f"memory.{name}" for name in (most, now, "stat"))
+                if limit.exists() and used.exists() and (bound := limit.read_text().strip()) != "max":
+                    stat = dict(line.split() for line in kinds.read_text().splitlines()) if kinds.exists() else {}
+                    files = stat.get("total_inactive_file", stat.get("inactive_file", 0))
+                    yield int(bound) - int(used.read_text()) + int(files)
 
 
 def upload(values: np.ndarray[Any, Any], device: torch.device) -> Tensor:
