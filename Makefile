@@ -7,6 +7,8 @@ OPENAI_3 := 3.54.0
 JITER := 0.16.0
 OPENAI_NODE := 6.49.0
 AXE := 4.14.1
+GRAFANA := 12.1.0
+TYPESCRIPT := 5.9.2
 CLIENTS := aiperf==0.13.0 guidellm==0.8.1 lm-eval[api]==0.4.13
 PACKAGES := core bundle $(wildcard plugins/*)
 STAMP := $(VENV)/.installed
@@ -19,9 +21,10 @@ $(STAMP): Makefile constraints.txt requirements-dev.txt $(PACKAGES:%=%/pyproject
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt \
 		--requirement requirements-dev.txt $(PACKAGES:%=--editable %)
-	# What cannot be in one environment with the rest, or is no Python: for tests/clients and tests/console.
+	# What cannot be in one environment with the rest, or is no Python: for tests/clients, tests/console and tests/test_delivery.py.
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(VENV)/openai-3 openai==$(OPENAI_3) jiter==$(JITER)
-	if command -v npm > /dev/null; then npm install --silent --no-audit --no-fund --prefix $(VENV)/node openai@$(OPENAI_NODE) axe-core@$(AXE); fi
+	if command -v npm > /dev/null; then npm install --silent --no-audit --no-fund --prefix $(VENV)/node openai@$(OPENAI_NODE) axe-core@$(AXE) \
+		@grafana/schema@$(GRAFANA) typescript@$(TYPESCRIPT); fi
 	touch $@
 
 serve: install

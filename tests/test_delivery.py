@@ -146,6 +146,36 @@ def test_systemd_takes_the_unit_and_rates_it_safe(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_dashboard_has_the_types_of_the_grafana_that_shows_it(tmp_path: Path) -> None:
+    """By TypeScript and Grafana's own package of that version: every name and value is one that it knows."""
+    modules = Path(sys.prefix) / "node/node_modules"
+    schema = modules / "@grafana/schema"
+    if shutil.which("node") is None or not schema.exists():
+        pytest.skip("there is no package of Grafana's types (make install, with npm)")
+    image = compose()["grafana"]["image"]
+    assert json.loads((schema / "package.json").read_text())["version"] == image.partition(":")[2]
+    text = (ROOT / "docs/grafana.json").read_text()
+    (tmp_path / "node_modules").symlink_to(modules)
+
+    def complaints(dashboard: str) -> str:
+        types = "@grafana/schema/dist/types/raw/dashboard/x/dashboard_types.gen"
+        source = f'import type {{ Dashboard }} from "{types}";\nexport const it: Dashboard = {dashboard};\n'
+        (tmp_path / "dashboard.ts").write_text(source)
+        compiler = modules / "typescript/bin/tsc"
+        options = ["--noEmit", "--strict", "--skipLibCheck", "--moduleResolution", "node10", "dashboard.ts"]
+        return subprocess.run(["node", compiler, *options], cwd=tmp_path, capture_output=True, text=True).stdout
+
+    assert complaints(text) == ""
+    for right, wrong in {
+        '"gridPos"': '"gridpos"',
+        '"defaults"': '"default"',
+        '"type": "query"': '"type": "ask"',
+    }.items():
+        assert right in text
+        assert "error TS" in complaints(text.replace(right, wrong, 1)), wrong
+
+
+@pytest.mark.slow
 async def test_prometheus_reads_all_that_the_dashboard_shows(tmp_path: Path) -> None:
     """By a Prometheus of its own: every query of every panel yields numbers."""
     if shutil.which("prometheus") is None:
