@@ -24,8 +24,8 @@ needs_browser = pytest.mark.skipif(BINARY is None, reason="no Chromium is instal
 class Tab:
     """A page. What its scripts log as errors, and what its policy has refused, is in ``complaints``."""
 
-    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
-        self._socket = socket
+    def __init__(self, session: aiohttp.ClientSession, socket: aiohttp.ClientWebSocketResponse, address: str) -> None:
+        self._session, self._socket, self._address = session, socket, address
         self._ids = itertools.count(1)
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self.complaints: list[str] = []
@@ -55,6 +55,13 @@ class Tab:
                 self._replying = asyncio.create_task(call)
             elif said["method"] == "Page.javascriptDialogOpening":
                 self.complaints.append(f"a dialog: {said['params']['message']}")
+
+    @asynccontextmanager
+    async def another(self) -> AsyncIterator[Tab]:
+        """A further page of this browser, in a window of its own, so that both are shown."""
+        id = (await self.send("Target.createTarget", url="about:blank", newWindow=True))["targetId"]
+        async with _attached(self._session, f"{self._address.rpartition('/')[0]}/{id}") as tab:
+            yield tab
 
     async def send(self, method: str, **params: Any) -> Any:
         id = next(self._ids)
@@ -129,14 +136,20 @@ async def browsing() -> AsyncIterator[Tab]:
                 port = await _port(Path(profile) / "DevToolsActivePort")
                 async with session.get(f"http://127.0.0.1:{port}/json/list") as response:
                     (page,) = [each for each in await response.json() if each["type"] == "page"]
-                async with session.ws_connect(page["webSocketDebuggerUrl"], max_msg_size=0) as socket:
-                    tab = Tab(socket)
-                    for domain in ("Page", "Runtime", "Log"):
-                        await tab.send(f"{domain}.enable")
+                async with _attached(session, page["webSocketDebuggerUrl"]) as tab:
                     yield tab
         finally:
             process.terminate()
             await process.wait()
+
+
+@asynccontextmanager
+async def _attached(session: aiohttp.ClientSession, address: str) -> AsyncIterator[Tab]:
+    async with session.ws_connect(address, max_msg_size=0) as socket:
+        tab = Tab(session, socket, address)
+        for domain in ("Page", "Runtime", "Log"):
+            await tab.send(f"{domain}.enable")
+        yield tab
 
 
 async def _port(file: Path) -> int:

@@ -207,9 +207,13 @@ async def test_what_grows_with_the_server_and_what_a_model_writes_is_bounded() -
                 steps.take({ kind: 'step', index: i, start: i, ms: 1, ...of });
                 steps.take({ kind: 'end', number: i, arrival: i, ttft: null });
             }
-            return [steps.all.length, steps.ids.size, steps.rows.size];
+            const kept = [steps.all.length, steps.ids.size, steps.rows.size];
+            const of = { decodes: [], at: [], works: [], new: {}, running: 0 };
+            steps.take({ kind: 'step', index: 20000, start: 9e9, ms: 1, ...of });
+            return [...kept, steps.recent(200).length];
         })"""
-        kept, ids, rows = await tab.run(steps)
+        kept, ids, rows, recent = await tab.run(steps)
+        assert recent == 1, "rates are of a time in which somebody watched"
         assert 10_000 <= kept == ids <= 10_500
         assert rows == 0
 

@@ -155,6 +155,15 @@ async def _login(server: Running) -> None:
     assert (await ask(server, "POST", "/console/api/logout", {}, **shown)).status == 204
     assert not await enters(**shown)
 
+    response = await ask(server, "POST", login, key, **OWN)
+    shown["Cookie"] = response.headers["Set-Cookie"].partition(";")[0]
+    async with server.session.get(f"{server.url}/console/api/steps", headers=shown) as watched:
+        assert b"hello" in await watched.content.readline()
+        await ask(server, "POST", "/console/api/logout", {}, **shown)
+        asked = {"prompt": "x", "max_tokens": 4}
+        assert (await ask(server, "POST", "/v1/completions", asked, Authorization="Bearer right")).status == 200
+        assert b"step" not in await asyncio.wait_for(watched.read(), 30), "who has logged out watches no longer"
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sessions, "MOST", 2)
         made = []

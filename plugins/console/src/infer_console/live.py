@@ -8,6 +8,7 @@ event is a list of the objects that ``telling`` describes.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -103,16 +104,15 @@ class Live:
             await response.prepare(http)
             await self._write(http, response, [_event([to_json(self._hello()), *self._ring.last(last)])])
             while self._service.engine_loop.accepting:
-                try:
+                with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(BEAT_S):
                         await watcher.some.wait()
-                except TimeoutError:
-                    await self._write(http, response, [b": nothing new\n\n"])
-                    continue
+                if (keys := self._service.keys) and not keys.admit(http):
+                    break  # the session has ended meanwhile
                 batches, lost = watcher.take()
                 if lost:
                     batches.insert(0, _event([to_json(self._telling.lost(lost))]))
-                await self._write(http, response, batches)
+                await self._write(http, response, batches or [b": nothing new\n\n"])
         finally:
             self._leave(watcher)
         return response

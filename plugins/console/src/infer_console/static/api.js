@@ -29,14 +29,15 @@ export async function call(path, { body, ...options } = {}) {
   throw new Error(text);
 }
 
-// The data of each server-sent event.
-export async function* events(response) {
+// The data of each server-sent event. ``heard`` is called for whatever comes, also for what is no event.
+export async function* events(response, heard = () => {}) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   try {
     for (;;) {
       const { value, done } = await reader.read();
       if (done) return;
+      heard();
       const parts = (rest + value).split("\n\n");
       rest = parts.pop();
       for (const part of parts) if (part.startsWith("data: ")) yield part.slice(6);

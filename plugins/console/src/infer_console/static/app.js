@@ -7,6 +7,7 @@ import { by, notice } from "./dom.js";
 import { show as watch } from "./live.js";
 
 const VIEWS = ["chat", "live", "about"];
+const tabs = new BroadcastChannel("infer.console"); // to the others of this browser, which share the cookie
 let ready = false;
 
 function select(view) {
@@ -17,7 +18,7 @@ function select(view) {
     by(`tab-${each}`).tabIndex = chosen ? 0 : -1;
   }
   by("tip").hidden = true;
-  watch(ready && view === "live");
+  watch(ready && view === "live", () => enter().catch((error) => notice(error.message)));
 }
 
 const current = () => VIEWS.find((view) => `#${view}` === location.hash) ?? "chat";
@@ -63,6 +64,7 @@ by("login").onsubmit = async (event) => {
     await call("console/api/login", { body: { key: by("key").value } });
     by("key").value = "";
     await enter();
+    tabs.postMessage("in");
   } catch (error) {
     by("login-error").textContent = error.message;
   }
@@ -70,6 +72,11 @@ by("login").onsubmit = async (event) => {
 by("logout").onclick = async () => {
   await call("console/api/logout", { body: {} });
   ask();
+  tabs.postMessage("out");
+};
+tabs.onmessage = ({ data }) => {
+  if (data === "out") ask();
+  else if (!ready) enter().catch((error) => notice(error.message));
 };
 
 onRefused(ask);

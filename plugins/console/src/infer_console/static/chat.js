@@ -3,28 +3,32 @@
 import { call, events } from "./api.js";
 import { by, copied, el, notice } from "./dom.js";
 import { MessageView } from "./message.js";
-import { readChats, readSettings, writeChats, writeSettings } from "./store.js";
+import { onChats, readChats, readSettings, writeChats, writeSettings } from "./store.js";
 
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"];
+let begun = false;
 let model = "";
 let chats = [];
 let chat = fresh();
 let views = [];
 let running = null; // the AbortController of the answer that arrives
 
+// ``at`` changes with the chat, so that tabs see which of them has the newer one.
 function fresh() {
-  return { messages: [], title: "" };
+  return { id: `${Date.now()}-${crypto.getRandomValues(new Uint32Array(1))[0]}`, at: 0, messages: [], title: "" };
 }
 
+// Ask this server, and no longer the one before.
 export function setUp(served) {
   model = served.model;
-  chats = readChats();
+  for (const name of NUMBERS) by("sampling").elements[name].placeholder = served.sampling[name] ?? "";
+  if (begun) return;
+  begun = true;
   const form = by("sampling");
   const kept = readSettings();
   for (const field of form.elements) {
     if (field.type === "checkbox") field.checked = kept[field.name] ?? field.checked;
     else field.value = kept[field.name] ?? "";
-    if (NUMBERS.includes(field.name)) field.placeholder = served.sampling[field.name] ?? "";
   }
   form.oninput = () => {
     writeSettings(Object.fromEntries([...form.elements].map((f) => [f.name, f.type === "checkbox" ? f.checked : f.value])));
@@ -55,7 +59,20 @@ export function setUp(served) {
     }
   };
   by("stop").onclick = () => running?.abort();
+  chats = readChats();
   open(chats[0] ?? fresh());
+  onChats(() => {
+    refill();
+    const other = chats.find((each) => each.id === chat.id);
+    if (other && other !== chat && !running) open(other);
+    else list();
+  });
+}
+
+// Take the chats as this browser keeps them now. Those that no other tab has changed have probabilities only here.
+function refill() {
+  const mine = new Map([chat, ...chats].map((each) => [each.id, each]));
+  chats = readChats().map((each) => (mine.get(each.id)?.at === each.at ? mine.get(each.id) : each));
 }
 
 function open(which) {
@@ -75,7 +92,9 @@ function list() {
 function keep() {
   if (chat.messages.length) {
     chat.title = chat.messages[0].content.slice(0, 60);
-    chats = [chat, ...chats.filter((each) => each !== chat)];
+    chat.at = Date.now();
+    refill();
+    chats = [chat, ...chats.filter((each) => each.id !== chat.id)];
   }
   const kept = writeChats(chats);
   chats = chats.slice(0, Math.max(1, kept));

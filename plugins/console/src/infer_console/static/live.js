@@ -4,12 +4,15 @@ import { call, events } from "./api.js";
 import { appear, redraw, say, take } from "./view.js";
 
 const AGAIN_MS = 2000;
+const SILENCE_MS = 40000; // the server sends something every 15 s, so that a connection is lost that is silent for longer
 
 let control = null; // the AbortController while it watches
 let wanted = false;
+let replaced = () => {};
 
-export function show(visible) {
-  wanted = visible;
+// Watch while ``visible``. ``call`` is called when another server has taken the place of the one that was watched.
+export function show(visible, call) {
+  [wanted, replaced] = [visible, call];
   appear(visible);
   watch();
 }
@@ -26,16 +29,25 @@ function watch() {
 
 async function follow(own) {
   while (own === control) {
+    const silence = new AbortController();
+    let timer;
+    const heard = () => {
+      clearTimeout(timer);
+      timer = setTimeout(() => silence.abort(new Error("the server is silent")), SILENCE_MS);
+    };
     try {
-      const response = await call("console/api/steps?last=2000", { signal: own.signal });
+      heard();
+      const response = await call("console/api/steps?last=2000", { signal: AbortSignal.any([own.signal, silence.signal]) });
       say("watching");
-      for await (const data of events(response)) {
-        take(JSON.parse(data));
+      for await (const data of events(response, heard)) {
+        if (take(JSON.parse(data))) replaced();
       }
       say("the server has ended the stream");
     } catch (error) {
-      if (error.name === "AbortError") return;
+      if (own !== control) return;
       say(error.message);
+    } finally {
+      clearTimeout(timer);
     }
     if (own === control) await new Promise((done) => setTimeout(done, AGAIN_MS));
   }

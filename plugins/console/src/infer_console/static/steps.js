@@ -95,6 +95,13 @@ export class Steps {
     if (at) at.ttft = Math.max(at.ttft ?? 0, record.ttft);
   }
 
+  // So many of the newest steps, and none from before a time when nobody watched.
+  recent(most) {
+    let from = this.all.length - 1;
+    while (from > 0 && from > this.all.length - most && this.all[from - 1].index === this.all[from].index - 1) from--;
+    return this.all.slice(Math.max(0, from));
+  }
+
   // The last map that was made up to a step.
   mapAt(index) {
     return this.maps.findLast((map) => map.step <= index) ?? null;

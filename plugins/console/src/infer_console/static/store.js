@@ -29,7 +29,14 @@ export const writeSettings = (values) => write(SETTINGS, JSON.stringify(values))
 // The newest first.
 export function readChats() {
   const chats = read(CHATS, []);
-  return Array.isArray(chats) ? chats.filter((chat) => Array.isArray(chat?.messages)) : [];
+  return Array.isArray(chats) ? chats.filter((chat) => chat?.id && Array.isArray(chat.messages)) : [];
+}
+
+// Call back when another tab has changed the chats.
+export function onChats(changed) {
+  addEventListener("storage", (event) => {
+    if (event.key === CHATS || event.key === null) changed();
+  });
 }
 
 // Keep as many of the newest as there is room for. Returns how many.

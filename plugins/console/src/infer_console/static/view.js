@@ -25,12 +25,15 @@ export function appear(on) {
   redraw();
 }
 
-// Take records. Those of another server take the place of what was there, and nothing of that stays chosen.
+// Take records. Those of another server take the place of what was there, and nothing of that stays chosen. Returns
+// whether there is another server.
 export function take(records) {
   const server = steps.hello?.server;
   for (const record of records) steps.take(record);
-  if (paused && server !== undefined && steps.hello.server !== server) pause(false);
+  const other = server !== undefined && steps.hello.server !== server;
+  if (other && paused) pause(false);
   redraw();
+  return other;
 }
 
 const said = { text: "", paused: "" };
@@ -79,7 +82,7 @@ function frame(now) {
 }
 
 function figures() {
-  const recent = steps.all.slice(-RECENT);
+  const recent = steps.recent(RECENT);
   const [first, last] = [recent[0], recent.at(-1)];
   const seconds = last ? (last.end - first.start) / 1000 : 0;
   const [prompt, cached, generated, proposed, accepted] = last?.totals ?? [];
