@@ -1,15 +1,14 @@
-"""python -m benchmarks.watched [--shape NAME] [--streams N] [--seconds S] [--rounds N] [--json FILE]
+"""python -m benchmarks.watched [--shape NAME] [--streams N] [--seconds S] [--turn N] [--json FILE]
 
-What a decode step costs more while somebody watches the engine: a server under load, for short times in turns
-unwatched, watched, watched, unwatched. The watcher reads what the console's page reads and throws it away, so that the
-client's own work is not in the figures. See benchmarks/README.md.
+What a decode step costs more while somebody watches the engine: a server under load, whose observer is on and off in
+turns of a few steps, off, on, on, off, so that both see the same machine. The watcher reads what the console's page
+reads and throws it away, so that the client's own work is not in the figures. See benchmarks/README.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import json
 import random
 import socket
@@ -33,20 +32,29 @@ from infer import hookimpl
 from infer.commands.bench import machine
 from infer.hookspecs import StepRecord
 from infer.server.testing import serving
+from infer_console.live import Live
 from infer_console.telling import Kept, Maps, Telling, cells
 
 PROMPT, NEW = 32, 1800
-SETTLE_S = 0.03
+SETTLE = 3 / 8
+"""The share of a turn's steps that do not count, at its beginning: the event loop still sends what was before."""
+CLOCKS = ("step", "engine_thread", "process")
 
 
 class Clock:
-    """An observer that notes, after each step, how many sequences decoded and nothing else, and three clocks in ns: the
-    wall's, that of the engine's thread and that of the process."""
+    """An observer that notes, after each step, how many sequences decoded, and three clocks in ns: the wall's, that of
+    the engine's thread and that of the process."""
 
     INFER_PLUGIN_API = 1
 
-    def __init__(self) -> None:
+    def __init__(self, turn: int) -> None:
         self.steps: list[tuple[int, int, int, int]] = []
+        self._turn = turn
+
+    @property
+    def on(self) -> bool:
+        """Whether the next step is of a turn that is watched."""
+        return len(self.steps) // self._turn % 4 in (1, 2)
 
     @hookimpl
     def infer_step_finished(self, record: StepRecord) -> None:
@@ -54,9 +62,16 @@ class Clock:
         self.steps.append((alone, time.perf_counter_ns(), time.thread_time_ns(), time.process_time_ns()))
 
 
-def serve(path: str, streams: int) -> None:
+def serve(path: str, streams: int, turn: int) -> None:
     """Serve until standard input ends; then print the steps."""
-    clock, engine = Clock(), {"max_batch_size": streams, "max_seq_len": 2048}
+    clock, engine = Clock(turn), {"max_batch_size": streams, "max_seq_len": 2048}
+    watched = Live.infer_step_finished
+
+    def in_turns(live: Live, record: StepRecord) -> None:
+        if clock.on:
+            watched(live, record)
+
+    Live.infer_step_finished = in_turns  # type: ignore[assignment, method-assign]
     model = {} if path == "demo" else {"load_format": "dummy"}
     with serving(path, plugins=[clock], model=model, engine=engine) as server:
         print(server.url, flush=True)
@@ -89,15 +104,6 @@ def watching(address: tuple[str, int]) -> Iterator[None]:
         stream.close()
 
 
-def window(address: tuple[str, int], seconds: float, watched: bool) -> tuple[int, int]:
-    """Let the server work for so long. Returns when that began and ended, in ns."""
-    with watching(address) if watched else contextlib.nullcontext():
-        time.sleep(SETTLE_S)
-        began = time.perf_counter_ns()
-        time.sleep(seconds)
-        return began, time.perf_counter_ns()
-
-
 @contextlib.contextmanager
 def load(address: tuple[str, int], streams: int) -> Iterator[None]:
     """Have so many prompts answered, again and again, from the moment when all have begun."""
@@ -122,22 +128,34 @@ def load(address: tuple[str, int], streams: int) -> Iterator[None]:
         asking.join()
 
 
-def costs(steps: Sequence[Sequence[int]], streams: int, began: int, ended: int) -> dict[str, float] | None:
-    """Medians in µs of the steps in which all streams decode; None if there are too few."""
-    rows = [
-        [(b - a) / 1e3 for a, b in zip(before[1:], after[1:], strict=True)]
-        for before, after in itertools.pairwise(steps)
-        if before[0] == after[0] == streams and began < before[1] and after[1] < ended
-    ]
-    if len(rows) < 5:
-        return None
-    return dict(zip(("step", "engine_thread", "process"), map(statistics.median, zip(*rows, strict=True)), strict=True))
+def turns(steps: Sequence[Sequence[int]], streams: int, length: int) -> Iterator[list[float] | None]:
+    """The mean costs of a step of each turn, in µs by each clock; None if another work than decoding was in it."""
+    for first in range(0, len(steps) - length, length):
+        turn = steps[first + int(SETTLE * length) : first + length]
+        pure = all(step[0] == streams for step in turn)
+        yield (
+            [(b - a) / 1e3 / (len(turn) - 1) for a, b in zip(turn[0][1:], turn[-1][1:], strict=True)] if pure else None
+        )
+
+
+def ratios(costs: Sequence[list[float] | None]) -> list[tuple[float, ...]]:
+    """For each clock, what every round of four turns took watched, as a multiple of what it took unwatched."""
+    rounds = [costs[i : i + 4] for i in range(0, len(costs) - 3, 4)]
+    whole = [[turn for turn in each if turn] for each in rounds]
+    return [tuple((b + c) / (a + d) for a, b, c, d in zip(*each, strict=True)) for each in whole if len(each) == 4]
+
+
+def interval(values: Sequence[float], draws: int = 2000) -> tuple[float, float]:
+    """Of the median: 95 %, by bootstrap."""
+    draw = random.Random(0)
+    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(draws))
+    return medians[draws // 40], medians[-draws // 40]
 
 
 def own(streams: int, blocks: int = 65536) -> dict[str, float]:
     """CPU time in µs that watching itself takes, on this thread and alone: of the engine's thread after each step and
-    for each map of a cache of so many blocks, and of the event loop for each step. It says what the noise of a server's
-    steps hides, but not what the threads cost each other."""
+    for each map of a cache of so many blocks, and of the event loop for each step. What the threads cost each other is
+    not in it."""
 
     def timed(act: Callable[[StepRecord], object], times: int) -> float:
         records = [step(n, *ids) for n in range(times)]
@@ -163,44 +181,44 @@ def own(streams: int, blocks: int = 65536) -> dict[str, float]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.watched", description=__doc__)
-    parser.add_argument("--shape", choices=["demo", *CONFIGS], default="Qwen3-0.6B")
+    parser.add_argument("--shape", choices=["demo", *CONFIGS], default="demo")
     parser.add_argument("--streams", type=int, default=16)
-    parser.add_argument("--seconds", type=float, default=1.5, help="of each turn")
-    parser.add_argument("--rounds", type=int, default=6, help="of four turns")
+    parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--turn", type=int, default=64, help="steps of a turn: fewer of them if they are long")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.serve:
-        serve(args.serve, args.streams)
+        serve(args.serve, args.streams, args.turn)
         return 0
-    turns: list[tuple[bool, tuple[int, int]]] = []
     with tempfile.TemporaryDirectory() as made:
         path = "demo" if args.shape == "demo" else str(write(Path(made), CONFIGS[args.shape]))
         command = [sys.executable, "-m", "benchmarks.watched", "--serve", path, "--streams", str(args.streams)]
+        command += ["--turn", str(args.turn)]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
             assert server.stdin is not None
             assert server.stdout is not None
             where = urlsplit(server.stdout.readline().strip())
             address = (where.hostname or "", where.port or 0)
-            with load(address, args.streams):
-                for watched in (False, True, True, False) * args.rounds:
-                    turns.append((watched, window(address, args.seconds, watched)))
+            with watching(address), load(address, args.streams):
+                time.sleep(args.seconds)
             server.stdin.close()
             steps = json.loads(server.stdout.read())
-    seen = [(watched, costs(steps, args.streams, *when)) for watched, when in turns]
-    rounds = [seen[i : i + 4] for i in range(0, len(seen), 4)]
-    whole = [each for each in rounds if all(cost for _, cost in each)]
-    report: dict[str, Any] = {"machine": machine(), "shape": args.shape, "streams": args.streams, "rounds": len(whole)}
-    print(f"{'µs a step':16}{'unwatched':>12}{'watched':>12}{'ratio of a round, quartiles':>32}")
-    for name in ("step", "engine_thread", "process"):
-        sums = [
-            [sum(cost[name] for w, cost in each if cost and w == is_) / 2 for is_ in (False, True)] for each in whole
-        ]
-        quartiles = statistics.quantiles([b / a for a, b in sums], n=4)
-        unwatched, watched_ = (statistics.median(column) for column in zip(*sums, strict=True))
-        report[name] = {"unwatched_us": unwatched, "watched_us": watched_, "ratio_quartiles": quartiles}
-        said = " ".join(f"{ratio:8.4f}" for ratio in quartiles)
-        print(f"{name:16}{unwatched:12.1f}{watched_:12.1f}     {said}")
+    costs = [*turns(steps, args.streams, args.turn)]
+    rounds = ratios(costs)
+    if not rounds:
+        print("Too few steps for a round of four turns: give more --seconds.", file=sys.stderr)
+        return 1
+    report: dict[str, Any] = {"machine": machine(), "shape": args.shape, "streams": args.streams, "rounds": len(rounds)}
+    print(f"{len(rounds)} rounds{'µs a step':>20}{'watched / unwatched':>24}{'95 % of that':>20}")
+    for i, (name, ratio) in enumerate(zip(CLOCKS, zip(*rounds, strict=True), strict=True)):
+        cost, median, (low, high) = (
+            statistics.median(c[i] for c in costs if c),
+            statistics.median(ratio),
+            interval(ratio),
+        )
+        report[name] = {"us": cost, "ratio": median, "interval": [low, high]}
+        print(f"{name:16}{cost:20.1f}{median:24.4f}{low:12.4f}{high:8.4f}")
     report["own_us"] = own(args.streams)
     print("CPU time of watching itself, in µs:", ", ".join(f"{name} {us:.2f}" for name, us in report["own_us"].items()))
     if args.json:
