@@ -180,6 +180,21 @@ async def test_what_a_model_or_a_user_writes_is_text() -> None:
         assert f"Call of {EVIL}" in text
         await tab.run("document.querySelector('#log .t').dispatchEvent(new MouseEvent('mouseover', {bubbles: true}))")
         assert await tab.run("document.querySelector('#tip').textContent.includes('onerror')")
+        await tab.can("*/v1/chat/completions", {"error": {"message": EVIL}})
+        await tab.type("#text", "what fails")
+        await tab.press("Enter")
+        await tab.until(f"{ANSWER}.querySelector('.error').textContent === {json.dumps(EVIL)}")
+        counts = {"tokens": 1, "passes": 1, "running": 1, "waiting": 0, "free": 1, "totals": [0, 0, 0, 0, 0]}
+        works = {"decodes": [], "at": [], "works": [[0, EVIL, EVIL, 0, 0, EVIL, EVIL]], "new": {}}
+        hello = {"kind": "hello", "server": EVIL, "fault": EVIL, "requests": {EVIL: 0}, "states": [], "cache": 1}
+        told = json.dumps([hello, {"kind": "step", "index": 0, "start": 0, "ms": 1} | counts | works])
+        await tab.run("location.hash = 'live'")
+        await tab.until("document.querySelector('#state').textContent === 'watching'")
+        await tab.run(f"import('/console/view.js').then(({{ take }}) => {{ take({told}) }})")
+        await tab.run("document.querySelector('#scrub').dispatchEvent(new Event('input'))")
+        await tab.until("document.querySelector('#works').textContent.split('onerror').length === 6")
+        await tab.until("document.querySelector('#blocks').textContent.includes('onerror')")
+        assert await tab.run("document.querySelectorAll('main img, main script').length") == 0
         # Even code of the page's own cannot parse a text as HTML, or run one.
         assert await tab.run("(() => { try { document.body.innerHTML = '<b>' } catch { return true } })()")
         await tab.run(
