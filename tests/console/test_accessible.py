@@ -73,6 +73,7 @@ async def test_nothing_keeps_anybody_out(tmp_path: Path) -> None:
         slider = "document.querySelector('#scrub')"
         await tab.until(f"{slider}.max > 3")
         await tab.run(f"{slider}.value = 3; {slider}.dispatchEvent(new Event('input'))")
+        await tab.until("document.querySelector('#works').getAttribute('aria-busy') === 'false'")
         found += await faults(tab, "the engine")
         await tab.run("location.hash = 'about'")
         await tab.until("!document.querySelector('#about').hidden")
