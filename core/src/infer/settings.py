@@ -9,8 +9,10 @@ Rules between keys are validators of the models, so they hold however a model is
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 import re
+import sys
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -295,6 +297,10 @@ class ServerSettings(Section):
 
 class LogSettings(Section):
     level: Literal["debug", "info", "warning", "error"] = Field("info", description="What is logged, to stderr.")
+
+    def begin(self) -> None:
+        """Have this process log so."""
+        logging.basicConfig(level=self.level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
 
 
 class ObserversSettings(Section):

@@ -1,56 +1,22 @@
-"""What commands share: arguments for settings and for sampling parameters, and tables."""
+"""What commands share: arguments for sampling parameters, and tables."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
 from infer.contracts.params import SamplingParams
 from infer.errors import InferError, capital, first_fault
 from infer.plugins import Plugins
-from infer.settings import Settings
 
 PLAIN_PARAMS = (
     *("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos", "min_tokens"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 )
 """The sampling parameters that have a flag."""
-NAMED = {"MODEL": "model.path"}
-LOADING = {"--model": "model.path", "--max-model-len": "engine.max_seq_len"}
-SERVING = {
-    "--host": "server.host",
-    "--port": "server.port",
-    "--api-key": "server.api_keys",
-    "--served-model-name": "server.served_model_name",
-}
-"""Short names for the settings that users type most; other servers use the same names."""
-
-
-class _Plain(argparse.Action):
-    """A flag or a positional argument that stands for a setting."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
-    ) -> None:
-        key = str(self.const)
-        given: list[str] = namespace.__dict__.setdefault("plain_settings", [])
-        if any(word.startswith(f"--{key}=") for word in given):
-            parser.error(f"{key} is given twice; the second is {values!r}.")
-        given.append(f"--{key}={values}")
-
-
-def add_settings(sub: argparse.ArgumentParser, flags: Mapping[str, str]) -> None:
-    """Add arguments that stand for settings; ``flags`` maps each argument's name to a setting's key."""
-    sections = {name: field.annotation for name, field in Settings.model_fields.items()}
-    for flag, key in flags.items():
-        section, name = key.split(".")
-        text = sections[section].model_fields[name].description  # type: ignore[union-attr]
-        names: dict[str, Any] = {} if flag.startswith("--") else {"nargs": "?"}
-        sub.add_argument(flag, action=_Plain, const=key, default=argparse.SUPPRESS, help=f"{key}: {text}", **names)
 
 
 def add_sampling(sub: argparse.ArgumentParser) -> None:

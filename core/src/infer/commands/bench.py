@@ -24,10 +24,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
-from infer.commands.arguments import LOADING, add_settings, new_timeline
+from infer.commands.arguments import new_timeline
 from infer.contracts.hooks import CommandRegistration
 from infer.contracts.protocols import CommandContext
 from infer.errors import InferError, SettingsError
+from infer.flags import LOADING, add_settings
 
 if TYPE_CHECKING:
     import aiohttp

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-from infer.commands.arguments import LOADING, NAMED, add_sampling, add_settings, sampling
+from infer.commands.arguments import add_sampling, sampling
 from infer.contracts.hooks import CommandRegistration
 from infer.contracts.params import SamplingParams
 from infer.contracts.protocols import CommandContext
 from infer.errors import InferError
+from infer.flags import LOADING, NAMED, add_settings
 from infer.text.tools import make_parser, opens_reasoning
 
 if TYPE_CHECKING:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -46,11 +45,7 @@ def _run(settings_argv: Sequence[str], rest: Sequence[str]) -> int:
     offer = _command(plugins, args.command)
     words = (*settings_argv, *getattr(args, "plain_settings", ()))
     loaded = load_settings(plugins, file=args.settings, argv=words)
-    logging.basicConfig(
-        level=loaded.settings.log.level.upper(),
-        format="%(asctime)s %(levelname)s %(message)s",
-        stream=sys.stderr,
-    )
+    loaded.settings.log.begin()
     code = offer.registration.factory(args, CommandContext(loaded.settings, loaded.sources, plugins, words))
     if type(code) is not int:
         raise PluginError(f"{offer.whose} returned a {type(code).__name__}, not an exit code.")

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from infer.commands.arguments import LOADING, add_settings, new_timeline
+from infer.commands.arguments import new_timeline
 from infer.contracts.hooks import CommandRegistration, hookimpl
 from infer.contracts.params import SamplingParams
 from infer.contracts.protocols import CommandContext
 from infer.contracts.records import RequestRecord, StepRecord
+from infer.flags import LOADING, add_settings
 from infer.plugins import Plugins
 from infer.settings import Settings, plugin_settings
 

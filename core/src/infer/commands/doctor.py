@@ -10,10 +10,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from infer.commands.arguments import LOADING, NAMED, add_settings, table
+from infer.commands.arguments import table
 from infer.contracts.hooks import CommandRegistration
 from infer.contracts.protocols import CommandContext, ModelContext
 from infer.errors import InferError
+from infer.flags import LOADING, NAMED, add_settings
 
 if TYPE_CHECKING:
     import torch

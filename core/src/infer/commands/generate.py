@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 
-from infer.commands.arguments import LOADING, add_sampling, add_settings, sampling
+from infer.commands.arguments import add_sampling, sampling
 from infer.contracts.hooks import CommandRegistration
 from infer.contracts.protocols import CommandContext
+from infer.flags import LOADING, add_settings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from infer.commands.arguments import LOADING, NAMED, SERVING, add_settings
 from infer.contracts.hooks import CommandRegistration
 from infer.contracts.protocols import CommandContext
+from infer.flags import LOADING, NAMED, SERVING, add_settings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -57,9 +57,15 @@ def _run(args: argparse.Namespace, context: CommandContext) -> int:
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    from infer_ray.arguments import add_arguments
+    from infer.flags import LOADING, NAMED, SERVING, add_settings
 
-    add_arguments(parser)
+    parser.add_argument(
+        "action",
+        choices=("run", "deploy"),
+        help="run: start Ray on this machine, for itself alone, and serve until Ctrl-C; deploy: have a cluster serve",
+    )
+    own = {"--replicas": "ray.replicas", "--address": "ray.address"}
+    add_settings(parser, NAMED | LOADING | SERVING | own, ray=RaySettings)
 
 
 @hookimpl
