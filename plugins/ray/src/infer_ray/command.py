@@ -18,6 +18,11 @@ from infer.errors import InferError
 from infer.protocols import CommandContext
 from infer.server.access import loopback
 
+PATIENCE_S = 86400.0
+"""An engine does not drop an ingress that does not read, for that waits for a client, and drops it in time."""
+SEED_BYTES = 64
+"""A body has room for the seed that an ingress adds."""
+
 
 def plan(context: CommandContext, *, local: bool) -> dict[str, Any]:
     """What the application needs, as JSON: the settings of its processes, and how many there are."""
@@ -34,6 +39,8 @@ def plan(context: CommandContext, *, local: bool) -> dict[str, Any]:
     key = secrets.token_hex(32)
     engine = {**given, "server": {**server, "host": "127.0.0.1", "port": 0, "api_keys": [key], "cors_origins": []}}
     engine["server"]["access_log"] = False  # the ingress has one
+    engine["server"]["stall_timeout_s"] = PATIENCE_S
+    engine["server"]["max_body_bytes"] = settings.server.max_body_bytes + SEED_BYTES
     if hasattr(settings.server, "console"):
         engine["server"]["console"] = {"enabled": False}
     if own.gpus == 0 and settings.kernels.threads is None:

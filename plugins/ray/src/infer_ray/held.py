@@ -16,6 +16,8 @@ from infer_ray.prefixes import LENGTHS, MOST_BLOCKS
 
 ENTRY = "infer.prefix"
 """The entry of the W3C header ``baggage`` that has a prompt's blocks."""
+MOST_BAGGAGE = 8000
+"""Servers take headers of 8,190 bytes."""
 MOST_CHANGES = 1 << 14
 MOST_HELD = 1 << 16
 """How many blocks are accounted for, and how many changes are remembered for ingresses that ask what is new."""
@@ -25,11 +27,24 @@ def to_baggage(chain: Sequence[int]) -> str:
     return f"{ENTRY}={base64.urlsafe_b64encode(struct.pack(f'<{len(chain)}Q', *chain)).decode().rstrip('=')}"
 
 
+def with_blocks(baggage: str, chain: Sequence[int]) -> str:
+    """A client's header with these blocks in place of any that it has itself: what a client says that a replica holds
+    would be told to all ingresses. Without them if it would be too long for a server."""
+    entries = [entry for each in baggage.split(",") if (entry := each.strip()) and _name(entry) != ENTRY]
+    if chain and sum(map(len, entries)) + len(entries) < MOST_BAGGAGE - 11 * MOST_BLOCKS:
+        entries.insert(0, to_baggage(chain))
+    return ",".join(entries)
+
+
+def _name(entry: str) -> str:
+    return entry.partition("=")[0].strip()
+
+
 def from_baggage(baggage: str) -> tuple[int, ...]:
     """The blocks in a header, which anybody may have written; none if it has none."""
     for entry in baggage.split(","):
-        name, _, value = entry.strip().partition("=")
-        if name == ENTRY and len(value) <= 11 * MOST_BLOCKS:
+        _, _, value = entry.strip().partition("=")
+        if _name(entry) == ENTRY and len(value) <= 11 * MOST_BLOCKS:
             try:
                 data = base64.urlsafe_b64decode(value + "=" * (-len(value) % 4))
                 return tuple(each for (each,) in struct.iter_unpack("<Q", data))

@@ -26,10 +26,10 @@ from infer.server.access import access_log, allow_origin, authorize, guard, pref
 from infer.server.app import listen
 from infer.server.http_errors import REQUEST_ID, error_body, errors
 from infer.server.keys import Keys
-from infer.server.reading import MAX_BODIES, Reader, Room
-from infer.server.service import SHUTTING_DOWN, arrived, hang_up, write
+from infer.server.reading import Reader, Room
+from infer.server.service import CALLER, SHUTTING_DOWN, arrived, hang_up, write
 from infer.settings import ServerSettings
-from infer_ray.held import to_baggage
+from infer_ray.held import with_blocks
 from infer_ray.outline import Asked, Outline, outlined
 from infer_ray.resume import DivergedError, Told, complaint
 from infer_ray.router import Router
@@ -45,6 +45,12 @@ HIDDEN = ("/console", "/ray")
 CONNECT_S = 5.0
 RESUME_S = 60.0
 """How long a stream that has begun waits for another replica."""
+MOST_LOST = 3
+"""How many replicas may be lost in a row while they answer a request that gets nowhere: it may be what ends them."""
+MOST_REFUSED = 3
+"""How many replicas that are full are asked. The least loaded ones come first, so that others are full as well."""
+MOST_BODIES = 128
+"""Bodies of requests that are not answered yet may take as many bytes together as this many of the largest size."""
 METRICS_S = 5.0
 MOST_POLLS = 200
 """How many replicas are asked per second how they are."""
@@ -64,8 +70,15 @@ class LostError(Exception):
     """The replica has gone, or will not go on."""
 
 
+class EndingError(LostError):
+    """The replica finishes what it can and takes no more."""
+
+
 class LeftError(Exception):
     """The client has gone."""
+
+
+NOT_REACHED = (EndingError, aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 
 
 @dataclass(frozen=True)
@@ -157,12 +170,16 @@ class Ingress:
         self.counts = Counts()
         self.open = 0
         """How many requests are being answered."""
+        self.closing = False
+        """Whether connections end with the answer that is under way on them."""
         self._server = server
         self._poll_s = poll_s
         self._reader = Reader()
         self._reader.expect(Outline)
-        self._room = Room(MAX_BODIES * server.max_body_bytes)
+        self._room = Room(MOST_BODIES * server.max_body_bytes)
         self._session: aiohttp.ClientSession
+        self._asking: dict[str, set[asyncio.Timeout]] = {}
+        """What ends the requests that a replica has, if it leaves: a machine that is gone closes no connection."""
         self._polling: dict[str, asyncio.Task[None]] = {}
         self._versions: dict[str, Any] = {}
         self._keeper: asyncio.Task[None]
@@ -198,6 +215,7 @@ class Ingress:
         )
         if server.cors_origins:
             app.on_response_prepare.append(allow_origin(server.cors_origins))
+        app.on_response_prepare.append(self._end_connection)
         opened.add(app.router.add_get("/health", self._health))
         opened.add(app.router.add_get("/ready", self._ready))
         app.router.add_get("/metrics", self._metrics)
@@ -213,8 +231,13 @@ class Ingress:
         return web.json_response({"status": "ok" if alive else "dead"}, status=200 if alive else 503)
 
     async def _ready(self, http: web.Request) -> web.Response:
-        takes = self.fleet.router.choose(()) is not None
+        takes = not self.closing and self.fleet.router.choose(()) is not None
         return web.json_response({"status": "ready" if takes else "draining"}, status=200 if takes else 503)
+
+    async def _end_connection(self, http: web.Request, response: web.StreamResponse) -> None:
+        if self.closing:
+            response.force_close()
+            response.headers["Connection"] = "close"
 
     async def _hidden(self, http: web.Request) -> web.Response:
         raise web.HTTPNotFound
@@ -265,24 +288,42 @@ class Ingress:
     # One request
 
     async def _handle(self, http: web.Request) -> web.StreamResponse:
+        if not http.rel_url.raw_path.startswith("/"):
+            raise web.HTTPNotFound
         asked = Asked(seeded=True)
-        if http.can_read_body:
-            with self._room.body() as grow:
-                body = await arrived(http, self._server.max_body_bytes, grow, self._server.body_timeout_s)
-                asked = Asked(body)
-                if http.method == "POST" and "Content-Encoding" not in http.headers:
-                    asked = await outlined(body, self._reader, samples=http.path in SAMPLING)
-        headers = CIMultiDict((name, value) for name, value in http.headers.items() if name.lower() not in KEPT_BACK)
-        headers.update(self.fleet.headers)
-        if asked.chain:  # so that the replica can tell every ingress what it holds
-            given = [headers["baggage"]] if "baggage" in headers else []
-            headers["baggage"] = ",".join([to_baggage(asked.chain), *given])
-        self.counts.requests += 1
         self.open += 1
         try:
-            return await _Exchange(self, http, asked, headers).run()
+            with self._room.body() as grow:
+                if http.can_read_body:
+                    body = await arrived(http, self._server.max_body_bytes, grow, self._server.body_timeout_s)
+                    asked = Asked(body)
+                    if http.method == "POST" and "Content-Encoding" not in http.headers:
+                        asked = await outlined(body, self._reader, samples=http.path in SAMPLING)
+                http[CALLER].user = asked.user
+                headers = CIMultiDict((name, v) for name, v in http.headers.items() if name.lower() not in KEPT_BACK)
+                headers.update(self.fleet.headers)
+                # The blocks, so that the replica can tell every ingress what it holds.
+                if baggage := with_blocks(headers.pop("baggage", ""), asked.chain):
+                    headers["baggage"] = baggage
+                self.counts.requests += 1
+                return await _Exchange(self, http, asked, headers).run()
         finally:
             self.open -= 1
+
+    @asynccontextmanager
+    async def asking(self, name: str) -> AsyncIterator[None]:
+        """While a replica is asked. Raises LostError if it leaves."""
+        try:
+            async with asyncio.timeout(None) as asking:
+                self._asking.setdefault(name, set()).add(asking)
+                try:
+                    yield
+                finally:
+                    self._asking.get(name, set()).discard(asking)
+        except TimeoutError:
+            if not asking.expired():
+                raise
+            raise LostError("it has left") from None
 
     # How replicas are
 
@@ -296,6 +337,9 @@ class Ingress:
             for name in self.fleet.urls:
                 if name not in self._polling:
                     self._polling[name] = asyncio.create_task(self._poll(name))
+            for name in [name for name in self._asking if name not in self.fleet.urls]:
+                for asking in self._asking.pop(name):
+                    asking.reschedule(0.0)
             await self.fleet.changed()
 
     async def _poll(self, name: str) -> None:
@@ -329,6 +373,8 @@ class _Exchange:
         self._response: web.StreamResponse | None = None
         """What the client gets, once its headers are sent."""
         self._told = Told()
+        self._lost = 0
+        """How many replicas were lost since there was anything new to tell the client."""
         self._stall_s = ingress._server.stall_timeout_s
 
     async def run(self) -> web.StreamResponse:
@@ -337,7 +383,7 @@ class _Exchange:
         refused: _Refused | None = None
         deadline = 0.0
         while True:
-            choice = fleet.router.choose(self._asked.chain, without)
+            choice = fleet.router.choose(self._asked.chain, without) if len(without) < MOST_REFUSED else None
             if choice is None:
                 if refused is not None and self._response is None:
                     return web.Response(status=refused.status, headers=refused.headers, body=refused.body)
@@ -355,13 +401,20 @@ class _Exchange:
             ingress.counts.known_blocks += choice.known
             begun = fleet.router.begin(name, self._asked.chain)
             try:
-                done = await self._ask(fleet.urls[name])
+                done = await self._ask(name)
             except (LostError, aiohttp.ClientError) as error:
                 log.warning("replica %s was lost while it answered %s: %r", name, self._http.path, error)
                 fleet.suspect(name)
+                # Who ends in good order, or was not there, was not ended by this request.
+                self._lost += not isinstance(error, NOT_REACHED)
+                if self._lost >= MOST_LOST:
+                    message = f"{MOST_LOST} replicas were lost while they answered this; no other is asked."
+                    if self._response is None:
+                        raise EngineDeadError(message) from None
+                    return await self._fail(message)
                 if self._response is None:
                     ingress.counts.retried += 1
-                elif self._asked.seeded and self._streamed:
+                elif self._asked.seeded and self._streamed and self._told.known:
                     ingress.counts.resumed += 1
                 else:
                     return await self._fail(
@@ -400,22 +453,23 @@ class _Exchange:
             return False
         return True
 
-    async def _ask(self, url: str) -> web.StreamResponse | _Refused:
+    async def _ask(self, name: str) -> web.StreamResponse | _Refused:
         """Send the request to a replica and its answer to the client. Raises LostError, DivergedError or what aiohttp
         raises if the connection fails."""
         http = self._http
-        async with self._ingress._session.request(
-            http.method,
-            URL(url + http.raw_path, encoded=True),
-            headers=self._headers,
-            data=self._asked.body,
-            allow_redirects=False,
-        ) as upstream:
+        # Of what the client wrote, the path alone: before it may stand a host, to which the key is not to go.
+        url = URL(self._ingress.fleet.urls[name] + http.rel_url.raw_path_qs, encoded=True)
+        async with (
+            self._ingress.asking(name),
+            self._ingress._session.request(
+                http.method, url, headers=self._headers, data=self._asked.body, allow_redirects=False
+            ) as upstream,
+        ):
             headers = CIMultiDict((k, v) for k, v in upstream.headers.items() if k.lower() not in NOT_PASSED)
             if upstream.status == 503:
                 refused = _Refused(503, headers, await upstream.read())
                 if SHUTTING_DOWN.encode() in refused.body:
-                    raise LostError("it is shutting down")
+                    raise EndingError("it is shutting down")
                 return refused
             id = upstream.headers.get("X-Request-Id", "")
             if self._response is None:
@@ -447,22 +501,25 @@ class _Exchange:
             response = self._response = web.StreamResponse(status=200, headers=headers)
         told = self._told
         told.begin(id)
-        rest = b""
+        rest = bytearray()
         async for chunk in upstream.content.iter_any():
             # Whole events only, so that another replica can go on after the last one.
-            if chunk.endswith(b"\n\n"):
-                events, rest = rest + chunk, b""
+            if not rest and chunk.endswith(b"\n\n"):
+                events = chunk
             else:
+                searched = max(0, len(rest) - 1)
                 rest += chunk
-                end = rest.rfind(b"\n\n") + 2
+                end = rest.rfind(b"\n\n", searched) + 2
                 if end == 1:
                     if len(rest) > FRAME_BYTES:
                         raise LostError("an event does not end")
                     continue
-                events, rest = rest[:end], rest[end:]
+                events = bytes(rest[:end])
+                del rest[:end]
             if b'"error"' in events and complaint(events) == SHUTTING_DOWN:
-                raise LostError("it is shutting down")
+                raise EndingError("it is shutting down")
             if new := told.relay(events):
+                self._lost = 0
                 await self._write(response, new)
         if rest:
             raise LostError("the answer ends within an event")

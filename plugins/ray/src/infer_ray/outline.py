@@ -13,6 +13,8 @@ from infer.server.reading import Reader
 from infer.server.schemas import Body
 from infer_ray.prefixes import chain, prompt_bytes
 
+MOST_USER = 512
+
 
 class Outline(Body):
     """A body, of which only this is kept. Large ones are read in a child process, since parsing holds the GIL."""
@@ -20,15 +22,17 @@ class Outline(Body):
     stream: bool = False
     seeded: bool = False
     chain: tuple[int, ...] = ()
+    user: str | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _outlined(cls, data: Any) -> Any:
-        salt = data.get("cache_salt")
+        salt, user = data.get("cache_salt"), data.get("safety_identifier") or data.get("user")
         return {
             "stream": data.get("stream") is True,
             "seeded": data.get("seed") is not None,
             "chain": chain(prompt_bytes(data), salt if isinstance(salt, str) else ""),
+            "user": user[:MOST_USER] if isinstance(user, str) else None,
         }
 
 
@@ -41,6 +45,8 @@ class Asked:
     stream: bool = False
     seeded: bool = False
     """Whether another replica gives the same answer."""
+    user: str | None = None
+    """On whose behalf it is asked, for the access log."""
 
 
 async def outlined(body: bytes, reader: Reader, *, samples: bool) -> Asked:
@@ -56,4 +62,4 @@ async def outlined(body: bytes, reader: Reader, *, samples: bool) -> Asked:
         # Of a name that occurs twice, as with "seed": null, the last one counts.
         body = body.rstrip()[:-1] + b', "seed": %d}' % secrets.randbits(63)
         seeded = True
-    return Asked(body, outline.chain, outline.stream, seeded)
+    return Asked(body, outline.chain, outline.stream, seeded, outline.user)

@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
-import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -127,8 +127,10 @@ async def _serve(first: Mapping[str, Any], source: IO[str], settings: Any) -> No
     async with serving(ingress, sockets) as url:
         print(f"{READY}{url}", flush=True)
         await stop.wait()
-        for socket in sockets:
-            loop.remove_reader(socket)  # nobody else gets in, and those who are in stay
+        ingress.closing = True
+        for listening in sockets:  # who comes now is for the next ingress, which may have the port; who is in stays
+            loop.remove_reader(listening)
+            listening.shutdown(socket.SHUT_RDWR)
         deadline = time.monotonic() + settings.server.drain_timeout_s
         while ingress.open and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
@@ -138,9 +140,7 @@ def _settings(first: Mapping[str, Any], plugins: Any) -> Any:
     from infer.settings import load_settings
 
     settings = load_settings(plugins, env={}, overrides=first["settings"], read_file=False).settings
-    logging.basicConfig(
-        level=settings.log.level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
-    )
+    settings.log.begin()
     return settings
 
 

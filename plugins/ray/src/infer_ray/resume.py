@@ -18,6 +18,8 @@ from pydantic_core import from_json, to_json
 
 KEPT_BYTES = 1 << 14
 """So many bytes are kept as they were sent. Only those before them are parsed, unless the stream is lost."""
+PARSED_BYTES = 1 << 20
+"""The most bytes of events that are parsed at a time, which takes some ten milliseconds."""
 ERROR = re.compile(rb'(?:^|\n)data: (\{"(?:error"|type": ?"error").*)')
 CREATED = re.compile(rb'"created(?:_at)?": ?(\d+)')
 Json = dict[str, Any]
@@ -77,6 +79,8 @@ class Told:
         self._seen: _Account | None = None
         """What the present stream has said, while that is not more than the client knows."""
         self._events = 0
+        self.known = True
+        """Whether there is an account: a stream with longer events than are parsed here has none."""
 
     def begin(self, request_id: str) -> None:
         """A stream begins: the first one, or one after a lost one."""
@@ -100,6 +104,12 @@ class Told:
     def _fold(self) -> None:
         """Enter what was kept into the account."""
         data = b"".join(self._kept)
+        if len(data) > PARSED_BYTES:
+            self.known = False
+        if not self.known:
+            self._kept.clear()
+            self._size = 0
+            return
         if not self._created and (found := CREATED.search(data)):
             self._created = found[0]
         for _, frame in _frames(data):

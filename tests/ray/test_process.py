@@ -1,0 +1,69 @@
+"""An ingress as a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import aiohttp
+from tests.serving import serving
+
+from infer.server.app import bind
+from infer_ray.process import Process
+
+SETTINGS = {"server": {"port": 0, "access_log": False}}
+ROUTER = {"balance": 1.25, "slack": 4, "most_blocks": 1024}
+
+
+@contextmanager
+def ingress(**server: Any) -> Iterator[tuple[Process, str]]:
+    process = Process("ingress", {"settings": {"server": SETTINGS["server"] | server}, "router": ROUTER, "key": None})
+    try:
+        yield process, process.ready()
+    finally:
+        process.end(0)
+
+
+async def test_an_ingress_that_ends_finishes_its_streams_and_leaves_the_port_to_another() -> None:
+    with serving() as engine, ingress() as (process, url):
+        port = int(url.rpartition(":")[2])
+        process.send({"replicas": {"r": {"url": engine.url}}})
+        body = {"prompt": "def ", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+        async with aiohttp.ClientSession() as session, asyncio.timeout(60):
+            while (await session.get(url + "/ready")).status != 200:
+                await asyncio.sleep(0.05)
+            async with session.post(url + "/v1/completions", json=body) as response:
+                await response.content.readany()
+                _signal(process)
+                while _connects(port):
+                    await asyncio.sleep(0.01)
+                for other in bind("127.0.0.1", port):
+                    other.listen()
+                    other.close()
+                assert engine.engine_loop.num_open == 1, "too short a stream for this test"
+                assert (await response.read()).endswith(b"data: [DONE]\n\n")
+            while process.code is None:
+                await asyncio.sleep(0.01)
+        assert process.code == 0
+
+
+async def test_an_ingress_ends_with_whoever_started_it() -> None:
+    with ingress() as (process, _):
+        assert process._process.stdin is not None
+        process._process.stdin.close()
+        async with asyncio.timeout(20):
+            while process.code is None:
+                await asyncio.sleep(0.01)
+
+
+def _signal(process: Process) -> None:
+    process._process.send_signal(signal.SIGTERM)
+
+
+def _connects(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
