@@ -1,0 +1,136 @@
+"""Has the server's own tests run against an ingress: ``pytest -p tests.ray.behind tests/core/server tests/clients``.
+
+Where a test starts a server, there are two of it and an ingress before them, with the settings that ``infer ray`` gives
+them. A real Ray places the servers of the clients' tests; those that a test looks into (``running``) are in its own
+process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from typing import Any, cast
+
+import aiohttp
+import pytest
+from tests import serving as servers
+from tests.serving import Running
+
+from infer.assemble import start
+from infer.plugins import Plugins
+from infer.protocols import CommandContext
+from infer.server.app import bind, listen, make_app
+from infer.server.testing import Serving
+from infer.settings import Settings, load_settings
+from infer_ray import command
+from infer_ray.ingress import Fleet, Ingress
+from infer_ray.ingress import serving as serving_ingress
+
+OTHERWISE = {
+    "usage is in the log of a replica alone": (
+        "test_the_access_log_is_json",
+        "test_an_echo_without_an_answer_is_billed_as_none",
+        "test_every_chunk_says_what_it_has_to",
+    ),
+    "counts of one engine, or a prompt that is too short to be routed": (
+        "test_figures_move_as_they_should",
+        "test_metrics_count_what_was_computed_and_what_was_needed",
+        "test_a_common_prefix_is_computed_once_and_not_across_salts",
+        "test_what_is_refused",
+        "test_two_run_four_wait_two_are_refused",
+    ),
+    "looks into the engine or changes the server's code": (
+        "test_answers_that_wait_for_their_prompt_keep_nobody_out",
+        "test_who_asks_and_what_belongs_together_reach_the_engine",
+        "test_a_client_that_leaves_frees_everything",
+        "test_few_documents_are_inside_at_a_time",
+        "test_a_servers_observers_leave_with_it",
+        "test_a_client_that_does_not_read_is_dropped",
+    ),
+    "an ingress says in its own words that no replica is there": (
+        "test_a_draining_server_finishes_what_it_has_and_takes_no_more",
+        "test_what_does_not_finish_within_the_drain_is_told_so",
+    ),
+    "an ingress knows no route that is open": (
+        "test_an_open_route_opens_no_other_and_all_of_its_pattern",
+        "test_what_goes_for_cores_endpoints_goes_for_a_plugins",
+    ),
+}
+"""Tests that do not hold for an ingress, by why."""
+FOLDER: list[str] = []
+
+
+def planned(plugins: Plugins, **sections: Any) -> dict[str, Any]:
+    given = {"model": {"path": "demo"}, "kernels": {"threads": 1}, "server": {"access_log": False}} | sections
+    loaded = load_settings(plugins, env={}, overrides=given | {"ray": {"replicas": 2, "cpus": 0}}, read_file=False)
+    return command.plan(CommandContext(loaded.settings, loaded.sources, plugins, ()), local=True)
+
+
+class Loops:
+    """Two servers' engine loops, as far as tests look at them."""
+
+    def __init__(self, loops: Sequence[Any]) -> None:
+        self._loops = loops
+
+    @property
+    def num_open(self) -> int:
+        return sum(loop.num_open for loop in self._loops)
+
+
+@asynccontextmanager
+async def running(plugins: Sequence[object] = (), **sections: Any) -> AsyncIterator[Running]:
+    found = Plugins.discover(plugins)
+    plan = planned(found, **sections)
+
+    def settings(kind: str) -> Settings:
+        return load_settings(found, env={}, overrides=plan[kind], read_file=False).settings
+
+    async with AsyncExitStack() as stack:
+        loops, table = [], {}
+        for name in ("r0", "r1"):
+            engine_loop, served = await asyncio.to_thread(start, settings("engine"), found)
+            stack.callback(engine_loop.close)
+            app = make_app(engine_loop, served, found, settings("engine"))
+            table[name] = {"url": await stack.enter_async_context(listen(app, bind("127.0.0.1", 0)))}
+            loops.append(engine_loop)
+        ingress = Ingress(Fleet(key=plan["key"]), settings("ingress").server, poll_s=0.05)
+        ingress.fleet.update(table)
+        url = await stack.enter_async_context(serving_ingress(ingress, bind("127.0.0.1", 0)))
+        yield Running(await stack.enter_async_context(aiohttp.ClientSession()), url, Loops(loops))
+
+
+@contextmanager
+def serving(**sections: Any) -> Iterator[Serving]:
+    model = {"path": "demo"} | sections.pop("model", {})
+    plan = planned(Plugins.discover(), model=model, **sections)
+    plan["name"] += plan["key"][:8]
+    if not FOLDER:
+        FOLDER.append(tempfile.mkdtemp(prefix="infer-"))
+        url = command.start(plan, FOLDER[0])
+    else:
+        url = command.serve(plan)
+    from ray import serve  # not before ``start`` has set what Ray reads when it is imported
+
+    yield Serving(url, cast(Any, None))
+    serve.delete(plan["name"])
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    servers.running, servers.serving = running, serving
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    left_out = {name for names in OTHERWISE.values() for name in names}
+    unknown = left_out - {item.name.partition("[")[0] for item in items}
+    assert not unknown, f"no longer there: {unknown}"
+    items[:] = [item for item in items if item.name.partition("[")[0] not in left_out]
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if FOLDER:
+        command.end()
+        shutil.rmtree(FOLDER[0], ignore_errors=True)

@@ -1,0 +1,23 @@
+"""The server's own tests, and those of its clients, with an ingress before two of each server."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TESTS = (
+    "tests/clients",
+    *(f"tests/core/server/test_{name}.py" for name in ("access", "api", "embeddings", "rerank", "responses", "routes")),
+    *(f"tests/core/server/test_{name}.py" for name in ("server", "streams")),
+)
+
+
+@pytest.mark.slow
+def test_an_ingress_passes_the_server_s_tests() -> None:
+    command = (sys.executable, "-m", "pytest", "-p", "tests.ray.behind", "-p", "no:cacheprovider", *TESTS)
+    done = subprocess.run((*command, "-m", "not slow"), cwd=ROOT, capture_output=True, text=True, timeout=540)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
