@@ -20,22 +20,22 @@ ROUTER = {"balance": 1.25, "slack": 4, "most_blocks": 1024}
 
 
 @contextmanager
-def ingress(**server: Any) -> Iterator[tuple[Process, str]]:
-    process = Process("ingress", {"settings": {"server": SETTINGS["server"] | server}, "router": ROUTER, "key": None})
+def ingress(**replicas: Any) -> Iterator[tuple[Process, str]]:
+    process = Process("ingress", {"settings": SETTINGS, "router": ROUTER, "key": None})
     try:
+        process.send({"replicas": replicas})
         yield process, process.ready()
     finally:
         process.end(0)
 
 
 async def test_an_ingress_that_ends_finishes_its_streams_and_leaves_the_port_to_another() -> None:
-    with serving() as engine, ingress() as (process, url):
+    with serving() as engine, ingress(r={"url": engine.url}) as (process, url):
         port = int(url.rpartition(":")[2])
-        process.send({"replicas": {"r": {"url": engine.url}}})
         body = {"prompt": "def ", "max_tokens": 1500, "ignore_eos": True, "stream": True}
         async with aiohttp.ClientSession() as session, asyncio.timeout(60):
-            while (await session.get(url + "/ready")).status != 200:
-                await asyncio.sleep(0.05)
+            async with session.get(url + "/ready") as ready:
+                assert ready.status == 200, "it knows engines before it serves"
             async with session.post(url + "/v1/completions", json=body) as response:
                 await response.content.readany()
                 _signal(process)
@@ -52,7 +52,7 @@ async def test_an_ingress_that_ends_finishes_its_streams_and_leaves_the_port_to_
 
 
 async def test_an_ingress_ends_with_whoever_started_it() -> None:
-    with ingress() as (process, _):
+    with ingress(r={"url": "http://127.0.0.1:1"}) as (process, _):
         assert process._process.stdin is not None
         process._process.stdin.close()
         async with asyncio.timeout(20):

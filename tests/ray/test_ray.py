@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,30 +26,44 @@ from tests.serving import serving
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": "0123456789abcdef" * 4,
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # as in infer_ray.command: nothing listens beyond loopback
+    "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "1",
+    "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
+}
 Json = dict[str, Any]
 
 
 class Cluster:
-    """``infer ray run``, and all processes that it has started."""
+    """A command that has started Ray, and all processes that it has started."""
 
-    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
-        self.process, self.url = process, url
+    def __init__(self, process: subprocess.Popen[str], url: str, log: Path) -> None:
+        self.process, self.url, self.log = process, url, log
 
     def processes(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def engines(self) -> list[psutil.Process]:
-        return [each for each in self.processes() if each.cmdline()[-2:] == ["infer_ray.process", "engine"]]
+        found = []
+        for each in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if each.cmdline()[-2:] == ["infer_ray.process", "engine"]:
+                    found.append(each)
+        return found
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    log = tmp_path_factory.mktemp("ray") / "log"
-    words = ("ray", "run", "demo", "--replicas", "2", "--port", "0", "--kernels.threads", "1")
+@contextmanager
+def started(words: Sequence[str], ready: str, log: Path, code: int | None = 0) -> Iterator[Cluster]:
+    """A command that serves until SIGTERM, once a line of its output has matched ``ready``. It has to end with this
+    exit code (None: any), and none of the processes that it started may be left."""
     with log.open("w") as stderr:
         process = subprocess.Popen(
-            (sys.executable, "-m", "infer.commands.cli", *words),
+            (sys.executable, "-m", *words),
             cwd=ROOT,
+            env=os.environ | ENVIRONMENT,
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,
@@ -53,20 +72,33 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     try:
         assert process.stdout is not None
         for line in process.stdout:
-            if ready := re.search(r"^infer: ready on (\S+)", line):
+            if match := re.search(ready, line):
                 break
         else:
             pytest.fail(log.read_text()[-4000:])
-        yield Cluster(process, ready[1])
-        found = psutil.Process(process.pid).children(recursive=True)
-        process.terminate()
-        assert process.wait(90) == 0
+        cluster = Cluster(process, match[1] if match.groups() else "", log)
+        yield cluster
+        if process.poll() is None:
+            found = cluster.processes()
+            process.terminate()
+        assert code in (None, process.wait(90)), log.read_text()[-4000:]
     finally:
         process.kill()
         _, alive = psutil.wait_procs(found, 20)
         for each in alive:
             each.kill()
     assert not alive, [each.cmdline() for each in alive]
+
+
+def ray_run(log: Path, *words: str, **how: Any) -> AbstractContextManager[Cluster]:
+    command = ("infer.commands.cli", "ray", "run", "demo", "--port", "0", "--kernels.threads", "1", *words)
+    return started(command, r"^infer: ready on (\S+)", log, **how)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with ray_run(tmp_path_factory.mktemp("ray") / "log", "--replicas", "2") as made:
+        yield made
 
 
 def body(i: int, **more: Any) -> Json:
@@ -87,6 +119,14 @@ async def all_streamed(url: str, bodies: list[Json], begun: list[asyncio.Event] 
     timeout, connector = aiohttp.ClientTimeout(300), aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
         return await asyncio.gather(*(streamed(session, url, *each) for each in zip(bodies, events, strict=True)))
+
+
+async def ingress_counts(url: str) -> dict[str, int]:
+    async with aiohttp.ClientSession() as session, session.get(url + "/metrics") as response:
+        lines = (await response.text()).splitlines()
+    prefix = "infer_ingress_"
+    found = (line.removeprefix(prefix).split(" ") for line in lines if line.startswith(prefix))
+    return {name: int(number) for name, number in found}
 
 
 def test_nothing_listens_beyond_loopback(cluster: Cluster) -> None:
@@ -112,11 +152,90 @@ async def test_streams_survive_the_death_of_an_engine(cluster: Cluster) -> None:
     victim = cluster.engines()[0]
     os.kill(victim.pid, signal.SIGKILL)
     assert await again == expected
-    async with aiohttp.ClientSession() as session, session.get(cluster.url + "/metrics") as response:
-        counts = dict(line.split(" ") for line in (await response.text()).splitlines() if line.startswith("infer_ing"))
-    assert int(counts["infer_ingress_resumed_total"]) > 0
-    assert int(counts["infer_ingress_lost_total"]) == 0
+    counts = await ingress_counts(cluster.url)
+    assert counts["resumed_total"] > 0
+    assert counts["lost_total"] == 0
     deadline = time.monotonic() + 120
     while len([each for each in cluster.engines() if each.pid != victim.pid]) < 2:
         assert time.monotonic() < deadline
         await asyncio.sleep(0.5)
+
+
+async def test_engines_come_and_go_with_load_and_no_request_notices(tmp_path: Path) -> None:
+    bodies = [body(i, max_tokens=800) for i in range(8)]
+    with serving() as single:
+        expected = await all_streamed(single.url, bodies)
+    limits = ("--replicas", "1", "--ray.max_replicas", "2", "--ray.target_requests", "4")
+    delays = ("--ray.upscale_delay_s", "1", "--ray.downscale_delay_s", "2")
+    with ray_run(tmp_path / "log", *limits, *delays) as cluster:
+        wanted, draining = 12, 0
+
+        async def client(number: int) -> None:
+            for i in itertools.count(number):
+                if number >= wanted:
+                    return
+                (answer,) = await all_streamed(cluster.url, [bodies[i % len(bodies)]])
+                assert answer == expected[i % len(bodies)]
+
+        async def engines(number: int) -> None:
+            nonlocal draining
+            while len(cluster.engines()) != number or (await ingress_counts(cluster.url))["replicas"] != number:
+                counts = await ingress_counts(cluster.url)
+                draining += counts["replicas_taking"] < counts["replicas"]
+                await asyncio.sleep(0.1)
+
+        async with asyncio.timeout(200), asyncio.TaskGroup() as clients:
+            for number in range(wanted):
+                clients.create_task(client(number))
+            await engines(2)
+            draining, wanted = 0, 3
+            await engines(1)
+            assert draining
+            wanted = 0
+        counts = await ingress_counts(cluster.url)
+        assert counts["lost_total"] == counts["resumed_total"] == 0
+
+
+def test_a_run_whose_ray_has_ended_says_so(tmp_path: Path) -> None:
+    with ray_run(tmp_path / "log", code=1) as cluster:
+        found = cluster.processes()
+        (raylet,) = [each for each in found if each.name() == "raylet"]
+        raylet.kill()
+        cluster.process.wait(60)
+        _, alive = psutil.wait_procs(found, 20)
+        assert not alive
+    assert "infer: Ray's raylet has ended" in cluster.log.read_text()
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """One with a short name, as sockets need it."""
+    with tempfile.TemporaryDirectory(prefix="infer-", ignore_cleanup_errors=True) as made:
+        yield Path(made)
+
+
+async def test_a_cluster_that_is_there_serves_what_is_sent_to_it(tmp_path: Path, folder: Path) -> None:
+    bodies = [body(i) for i in range(20)]
+    with serving() as single:
+        expected = await all_streamed(single.url, bodies)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    where = (
+        "--node-ip-address",
+        "127.0.0.1",
+        "--port",
+        address.rpartition(":")[2],
+        "--temp-dir",
+        str(folder),
+    )
+    words = ("start", "--head", "--block", "--include-dashboard", "false", "--num-cpus", "4", *where)
+    with started(("ray.scripts.scripts", *words), "Ray runtime started", tmp_path / "log", code=None) as cluster:
+        more = ("--address", address, "--port", "0", "--kernels.threads", "1", "--replicas", "2")
+        with started(
+            ("infer.commands.cli", "ray", "deploy", "demo", *more), r"is served on (\S+)", tmp_path / "d"
+        ) as sent:
+            sent.process.wait(60)
+        assert len(cluster.engines()) == 2
+        assert await all_streamed(sent.url, bodies) == expected
+    with pytest.raises(aiohttp.ClientConnectorError):
+        await all_streamed(sent.url, bodies[:1])

@@ -187,9 +187,9 @@ class Front:
             _inward()
         self._drain_s = plan["drain_s"]
         self._process = Process("ingress", {"settings": plan["ingress"], "router": plan["router"], "key": plan["key"]})
-        self._url = await asyncio.to_thread(self._process.ready)
         self._directory = _Directory(plan["name"])
-        self._telling = asyncio.create_task(self._tell())
+        self._telling = asyncio.create_task(self._tell())  # before it serves, so that it knows engines by then
+        self._url = await asyncio.to_thread(self._process.ready)
         self._ending = False
 
     async def _tell(self) -> None:
@@ -206,6 +206,15 @@ class Front:
                 self._process.send({"replicas": table})
 
     async def url(self) -> str:
+        """Once requests are taken there."""
+        import aiohttp
+
+        async with aiohttp.ClientSession() as session:
+            while self._process.code is None:
+                async with session.get(f"{self._url}/ready") as response:
+                    if response.status == 200:
+                        break
+                await asyncio.sleep(0.1)
         return self._url
 
     async def check_health(self) -> None:

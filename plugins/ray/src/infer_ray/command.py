@@ -14,10 +14,12 @@ from typing import Any
 
 from pydantic import SecretStr
 
-from infer.errors import InferError
+from infer.errors import EngineDeadError, InferError
 from infer.protocols import CommandContext
 from infer.server.access import loopback
 
+WATCH_S = 1.0
+VITAL = ("raylet", "gcs_server")
 PATIENCE_S = 86400.0
 """An engine does not drop an ingress that does not read, for that waits for a client, and drops it in time."""
 SEED_BYTES = 64
@@ -66,12 +68,25 @@ def run(args: argparse.Namespace, context: CommandContext) -> int:
     stop = threading.Event()
     with tempfile.TemporaryDirectory(prefix="infer-", ignore_cleanup_errors=True) as folder:
         url = start(plan(context, local=True), folder)
+        import ray
+
         for number in (signal.SIGINT, signal.SIGTERM):  # now, since Ray has handlers of its own
             signal.signal(number, lambda number, frame: stop.set())
         print(f"infer: ready on {url}", flush=True)
-        stop.wait()
+        while not stop.wait(WATCH_S):
+            if ended := _ended():
+                ray.shutdown()
+                raise EngineDeadError(f"Ray's {ended} has ended, and all engines with it; start infer ray run again.")
         end()
     return 0
+
+
+def _ended() -> str | None:
+    """A process of this machine's Ray that has ended, though nothing works without it. Ray itself would not say so."""
+    from ray._private import worker
+
+    ended = dict(worker._global_node.dead_processes())
+    return next((kind for kind in VITAL if kind in ended), None)
 
 
 def start(plan: dict[str, Any], folder: str) -> str:

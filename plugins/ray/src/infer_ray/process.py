@@ -8,6 +8,7 @@ whatever way, and drains on SIGTERM."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 import os
@@ -21,6 +22,8 @@ from collections.abc import Callable, Mapping
 from typing import IO, Any
 
 READY = "infer: ready on "
+KNOWN_S = 10.0
+"""How long to wait for the first engine, so that an ingress in the place of another refuses nobody."""
 BIND_S = 20.0
 """How long to wait for a port that another ingress has: the one in whose place this one comes."""
 
@@ -121,6 +124,10 @@ async def _serve(first: Mapping[str, Any], source: IO[str], settings: Any) -> No
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, stop.set)
     _listen(source, lambda line: loop.call_soon_threadsafe(fleet.update, json.loads(line)["replicas"]))
+    with contextlib.suppress(TimeoutError):  # with no engine, it serves all the same, and says so
+        async with asyncio.timeout(KNOWN_S):
+            while not fleet.urls:
+                await fleet.changed()
     sockets = await asyncio.to_thread(
         _patiently, functools.partial(bind, settings.server.host, settings.server.port), BIND_S
     )
