@@ -273,17 +273,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     loaded = load_settings(plugins, env={}, argv=words, read_file=False)
     made = command.plan(CommandContext(loaded.settings, loaded.sources, plugins, tuple(words)), local=True)
     with tempfile.TemporaryDirectory(prefix="infer-", ignore_cleanup_errors=True) as folder:
-        url = command.start(made, folder)
-        import ray  # not before ``start`` has set what Ray reads when it is imported
+        try:
+            url = command.start(made, folder)
+            import ray  # not before ``start`` has set what Ray reads when it is imported
 
-        from infer_ray import application
+            from infer_ray import application
 
-        directory = ray.get_actor(made["name"], namespace=application.NAMESPACE)
-        engines = {name: entry["url"] for name, entry in ray.get(directory.table.remote(0))[1].items()}
-        with proxying([*engines.values()], made["key"]) as plain:
-            ways = {"direct": [*engines.values()], "proxy": [plain], "ingress": [url]}
-            figures = asyncio.run(measure(Bench(engines, ways, made["key"]), args.rounds, args.scale))
-        command.end()
+            directory = ray.get_actor(made["name"], namespace=application.NAMESPACE)
+            engines = {name: entry["url"] for name, entry in ray.get(directory.table.remote(0))[1].items()}
+            with proxying([*engines.values()], made["key"]) as plain:
+                ways = {"direct": [*engines.values()], "proxy": [plain], "ingress": [url]}
+                figures = asyncio.run(measure(Bench(engines, ways, made["key"]), args.rounds, args.scale))
+        finally:
+            command.end()
     result = {"machine": machine(), "ray": ray.__version__, "targets": TARGETS, **figures}
     print(json.dumps(result, indent=1))
     if args.json:
