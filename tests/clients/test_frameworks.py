@@ -41,7 +41,7 @@ def test_langchain(server: Serving) -> None:
     assert whole.content
     assert whole.usage_metadata["output_tokens"] > 0
     assert "".join(chunk.content for chunk in model().stream("a loop")) == whole.content
-    made = model().bind_tools([get_weather], tool_choice="required").invoke("the weather")
+    made = model().bind_tools([get_weather], tool_choice="required", strict=True).invoke("the weather")
     assert made.tool_calls[0]["args"]["city"] in ("Rome", "Oslo")
     steered = model(extra_body={"structured_outputs": {"choice": [CALL]}})
     (call,) = steered.bind_tools([get_weather]).invoke("the weather").tool_calls
