@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial, reduce
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from tests.attention import Scene, close, quantised, random, spec
 from torch import Tensor
 
-from infer.kernels.reference import SEGMENT, TILE, ReferenceKernels, plan_tiles
+from infer.kernels.reference import SEGMENT, TILE, ReferenceKernels, exact_rows, plan_tiles
 from infer.protocols import KV, Activation, AttentionSpec, HeadNorms, KVDtype, QuantisedKV, Rotary
 from infer_kernels_cpu import native
 from infer_kernels_cpu.provider import CpuKernels
@@ -430,6 +431,17 @@ def test_rows_of_linear(rows: list[int], n: int, k: int, dtype: torch.dtype, bia
     if n % 2 == 0:
         gated = KERNELS.pack_gated(random(n, k, dtype=dtype, seed=1))
         check_rows(lambda x: KERNELS.gated_linear(x, gated, "silu"), rows, k, dtype)
+
+
+def test_libraries_whose_products_of_many_rows_differ_get_few_at_a_time() -> None:
+    """As on some processors, where another number of rows is divided among threads in another way."""
+
+    def linear(x: Tensor, weight: Tensor, *, most: int) -> Tensor:
+        step = 1 if len(x) <= most else -1
+        return torch.stack([reduce(torch.add, (x * row).unbind(1)[::step]) for row in weight], 1)
+
+    for most, found in ((127, 16), (399, 16), (1000, None)):
+        assert exact_rows(partial(linear, most=most), 3, 40, torch.float32, 1)[1] == found
 
 
 @threads

@@ -45,8 +45,11 @@ CLAMP, SLOPE = 7.0, 1.702
 SMALLEST_SUM = 1e-20
 """What is added to the sum of the chosen sigmoids before it divides them, as in DeepSeek-V3."""
 EXACT_ROWS = 16
-"""Matrix products of at least this many rows are taken to treat all rows alike. Below, ``exact_rows`` finds out from
-how many rows on this is true, and products of fewer rows are padded."""
+"""Matrix products of at least this many rows are taken to treat all rows alike, if samples of them do; otherwise
+they are computed this many rows at a time. Below, ``exact_rows`` finds out from how many rows on rows are treated
+alike, and products of fewer rows are padded."""
+MANY_ROWS = (24, 96, 128, 256, 400)
+"""The samples."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ class PackedLinear:
     weight_NK: Tensor
     bias_N: Tensor | None
     min_rows: int
+    max_rows: int | None
     dtype: torch.dtype
     """The dtype of the activations and the results."""
     int8_group: int | None = None
@@ -104,20 +108,23 @@ class ReferenceKernels(KernelsProtocol):
             weight_NK = weight_NK.dequantise()
         else:
             weight_NK = weight_NK.clone()
-        rows = 1
+        rows: tuple[int, int | None] = (1, None)
         if weight_NK.device.type == "cpu":
             n, k = weight_NK.shape
             rows = exact_rows(torch.nn.functional.linear, n, k, weight_NK.dtype, torch.get_num_threads())
         bias_N = None if bias_N is None else bias_N.to(weight_NK.dtype, copy=True)
-        return PackedLinear(weight_NK, bias_N, rows, dtype, int8_group)
+        return PackedLinear(weight_NK, bias_N, *rows, dtype, int8_group)
 
     def linear(self, x_TK: Tensor, packed: Any) -> Tensor:
         if packed.int8_group is not None:
             q_TGk, scale_TG1 = quantise_rows(x_TK, packed.int8_group)
             x_TK = (q_TGk * scale_TG1).flatten(1)
-        return _at_least(
-            packed.min_rows, x_TK, lambda x: torch.nn.functional.linear(x, packed.weight_NK, packed.bias_N)
-        ).to(packed.dtype)
+        parts = [x_TK] if packed.max_rows is None else torch.split(x_TK, packed.max_rows)
+        products = [
+            _at_least(packed.min_rows, part, lambda x: torch.nn.functional.linear(x, packed.weight_NK, packed.bias_N))
+            for part in parts
+        ]
+        return (products[0] if len(products) == 1 else torch.cat(products)).to(packed.dtype)
 
     def pack_gated(self, gate_up_NK: Weight, bias_N: Tensor | None = None) -> Any:
         return self.pack(gate_up_NK, bias_N)
@@ -379,23 +386,30 @@ def _at_least(rows: int, x: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 @functools.lru_cache(maxsize=256)
-def exact_rows(linear: Callable[[Tensor, Tensor], Tensor], n: int, k: int, dtype: torch.dtype, threads: int) -> int:
-    """The fewest rows from which on ``linear`` with a weight [n, k] gives a row the same bits, whatever the other rows.
+def exact_rows(
+    linear: Callable[[Tensor, Tensor], Tensor], n: int, k: int, dtype: torch.dtype, threads: int
+) -> tuple[int, int | None]:
+    """The fewest and the most rows with which ``linear`` with a weight [n, k] gives a row the same bits, whatever the
+    other rows. The most is None if many rows are no different from few, and otherwise equal to the fewest.
 
     It is found by trying, because libraries switch algorithms with the number of rows. ``threads`` is only a part of
     the cache's key: how a product is split over threads is part of the algorithm."""
     generator = torch.Generator().manual_seed(0)
     # Trying a whole vocabulary would take too long, and 4096 rows of it take the same path in the library.
     half_w = torch.randn(min(n, 4096), k // 2, generator=generator)
-    half_x = torch.randn(4 * EXACT_ROWS, k // 2, generator=generator)
+    half_x = torch.randn(MANY_ROWS[-1], k // 2, generator=generator)
     # Every product occurs with both signs, so that the sums are rounding errors alone. Another order of summation then
     # shows in nearly every value; with plain noise, rounding to bfloat16 would hide it in all but a few.
     order = torch.randperm(k, generator=generator)
     odd = (0, k % 2)
     weight = torch.nn.functional.pad(torch.cat((half_w, -half_w), 1), odd)[:, order].to(dtype)
     x = torch.nn.functional.pad(torch.cat((half_x, half_x), 1), odd)[:, order].to(dtype)
-    whole = linear(x, weight)
+    few = linear(x[: 2 * EXACT_ROWS], weight)
+    for rows in (EXACT_ROWS, *MANY_ROWS):
+        many, last = linear(x[:rows], weight), slice(rows - EXACT_ROWS, rows)
+        if not torch.equal(many[: 2 * EXACT_ROWS], few[:rows]) or not torch.equal(many[last], linear(x[last], weight)):
+            return EXACT_ROWS, EXACT_ROWS
     for rows in range(EXACT_ROWS - 1, 0, -1):
-        if not all(torch.equal(linear(x[i : i + rows], weight), whole[i : i + rows]) for i in (0, 5)):
-            return rows + 1
-    return 1
+        if not all(torch.equal(linear(x[i : i + rows], weight), few[i : i + rows]) for i in (0, 5)):
+            return rows + 1, None
+    return 1, None
