@@ -24,12 +24,16 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 PACKAGE = Path(__file__).parent / "src" / "infer_kernels_cpu"
 FLAGS = ["-std=c++20", "-pthread", "-O3", "-fPIC", "-shared", "-fvisibility=hidden"]
 FLAGS += ["-fno-math-errno", "-ffp-contract=fast"]
+AVX2 = ["-mavx2", "-mfma"]
 AVX512 = ["-mfma", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
-BF16 = [*AVX512, "-mavx512bf16", "-mavx512vnni"]
+VNNI = [*AVX512, "-mavx512vnni"]
+BF16 = [*VNNI, "-mavx512bf16"]
 LEVELS: dict[str, dict[str, list[str]]] = {
     "x86_64": {
-        "avx2": ["-mavx2", "-mfma"],
+        "avx2": AVX2,
+        "avx2_vnni": [*AVX2, "-mavxvnni"],
         "avx512": AVX512,
+        "avx512_vnni": VNNI,
         "avx512_bf16": BF16,
         "amx": [*BF16, "-mamx-tile", "-mamx-bf16"],
     },

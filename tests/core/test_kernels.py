@@ -29,7 +29,12 @@ SINKS = (0.5, -1e4, 3.0, 1e4)
 """Logits of attention sinks, each among, below or above the scores."""
 
 
-@pytest.fixture(autouse=True, scope="module", params=["reference", *native.levels()])
+ALIKE = ("avx2_vnni", "avx512_vnni")
+"""The levels that differ from the one before in products of int8 only."""
+LEVELS = [pytest.param(level, marks=pytest.mark.slow) if level in ALIKE else level for level in native.levels()]
+
+
+@pytest.fixture(autouse=True, scope="module", params=["reference", *LEVELS])
 def provider(request: pytest.FixtureRequest) -> None:
     global KERNELS
     KERNELS = ReferenceKernels() if request.param == "reference" else CpuKernels(request.param)

@@ -200,7 +200,7 @@ void attention(int kind, int64_t length, int64_t count, int64_t window) {
 int main(int count, char** arguments) {
     library = count == 2 ? dlopen(arguments[1], RTLD_NOW) : nullptr;
     if (!library) return std::printf("%s\n", dlerror()), 2;
-    std::printf("best level: %d\n", int(ask("level")));
+    std::printf("features: %d\n", int(ask("features")));
     call("bind", &two);  // threads
     for (int kind = 0; kind < 2; kind++) {
         for (int64_t rows : {1, 7, 100})

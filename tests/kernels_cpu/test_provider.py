@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import logging
+import platform
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +15,8 @@ import torch
 from tests.attention import Scene, random, spec
 
 import infer_kernels_cpu
+from infer import LLM
+from infer.commands.cli import main
 from infer.hookspecs import KernelsRegistration
 from infer_kernels_cpu import native
 from infer_kernels_cpu.memory import SMALL, Buffers
@@ -29,15 +33,64 @@ def test_it_was_built_here() -> None:
     assert CpuKernels().level == native.levels()[-1]
 
 
+def test_the_level_and_why_are_told_wherever_kernels_are(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    about = native.about()
+    assert about.startswith(f"level {native.levels()[-1]}")
+    for command in ("plugins", "doctor"):
+        assert main([command, "--model.path", "demo", "--kernels.backend", "cpu"]) == 0
+        assert about in capsys.readouterr().out
+    with caplog.at_level(logging.INFO), LLM("demo", kernels={"backend": "cpu"}):
+        assert f"kernels cpu: {about}" in caplog.messages
+
+
 def test_without_libraries_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "FOLDER", tmp_path)
     assert "no C++ compiler" in str(registration().unavailable)
+    assert not registration().about
 
 
 def test_a_level_that_could_not_be_built_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "portable.so").symlink_to(native.FOLDER / "portable.so")
     monkeypatch.setattr(native, "FOLDER", tmp_path)
     assert native.levels() == ["portable"]
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="asks for levels of x86-64")
+@pytest.mark.parametrize(
+    ("has", "level", "why"),
+    [
+        (0, "portable", "lacks AVX2 and FMA, which avx2 needs"),
+        (1, "avx2", "lacks AVX-VNNI, which avx2_vnni needs"),  # Haswell to Comet Lake, Zen to Zen 3
+        (3, "avx2_vnni", "lacks AVX-512 F, BW, VL and DQ, which avx512 needs"),  # Alder Lake and later Core processors
+        (5, "avx512", "lacks AVX-512 VNNI, which avx512_vnni needs"),  # Skylake-X
+        (13, "avx512_vnni", "lacks fast AVX-512 BF16, which avx512_bf16 needs"),  # Cascade Lake, Ice Lake, Tiger Lake
+        (29, "avx512_bf16", "lacks AMX, which amx needs"),  # Zen 4
+        (31, "avx512_bf16", "lacks AMX, which amx needs"),  # Zen 5
+        (47, "amx", "the best there is"),  # Sapphire Rapids
+    ],
+)
+def test_a_processor_gets_the_best_level_that_it_can_run(
+    has: int, level: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    features = {feature for i, feature in enumerate(native.FEATURES) if has >> i & 1}
+    monkeypatch.setattr(native, "features", lambda: features)
+    assert native.levels()[-1] == level
+    assert why in native.about()
+    assert all(native.LEVELS[each] <= features for each in native.levels())
+
+
+def test_a_process_may_begin_with_any_level_that_it_can_run() -> None:
+    program = f"""
+import torch
+from infer_kernels_cpu.provider import CpuKernels
+kernels, ones = CpuKernels({native.levels()[-1]!r}), torch.ones(64, 64, dtype=torch.bfloat16)
+assert (kernels.linear(ones, kernels.pack(ones)) == 64).all()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+    with pytest.raises(ValueError, match=r"level 'mmx' was not built, or"):
+        native.load("mmx")
 
 
 def test_memory_is_used_again_once_nobody_holds_it() -> None:

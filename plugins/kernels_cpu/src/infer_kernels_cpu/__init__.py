@@ -24,7 +24,7 @@ def _make(device: torch.device, settings: NoSettings) -> KernelsProtocol:
 
 @hookimpl
 def infer_kernels() -> list[KernelsRegistration]:
-    built = bool(native.levels())
+    about = native.about()
     return [
         KernelsRegistration(
             "cpu",
@@ -33,6 +33,7 @@ def infer_kernels() -> list[KernelsRegistration]:
             priority=10,
             devices=("cpu",),
             kv_dtypes=("int8",),
-            unavailable=None if built else UNBUILT,
+            unavailable=None if about else UNBUILT,
+            about=about,
         )
     ]

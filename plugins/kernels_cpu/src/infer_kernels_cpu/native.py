@@ -10,19 +10,25 @@ from pathlib import Path
 
 import torch
 
-LEVELS = {"portable": "any processor"}
-"""This machine's instruction set levels, in the order of ``infer_level``, and what each needs in addition to the one
-before."""
+FEATURES: tuple[str, ...] = ()
+"""What this machine's processors may have, in the order of the bits of ``infer_features``."""
+LEVELS: dict[str, set[str]] = {"portable": set()}
+"""This machine's instruction set levels, the slowest first, and which features each needs."""
 match platform.machine():
     case "x86_64":
+        FEATURES = ("AVX2 and FMA", "AVX-VNNI", "AVX-512 F, BW, VL and DQ", "AVX-512 VNNI", "fast AVX-512 BF16", "AMX")
+        avx2, avx_vnni, avx512, vnni, bf16, amx = FEATURES
         LEVELS |= {
-            "avx2": "AVX2 and FMA",
-            "avx512": "AVX-512 F, BW, VL and DQ",
-            "avx512_bf16": "AVX-512 BF16 and VNNI",
-            "amx": "AMX",
+            "avx2": {avx2},
+            "avx2_vnni": {avx2, avx_vnni},
+            "avx512": {avx2, avx512},
+            "avx512_vnni": {avx2, avx512, vnni},
+            "avx512_bf16": {avx2, avx512, vnni, bf16},
+            "amx": {avx2, avx512, vnni, amx},
         }
     case "aarch64":
-        LEVELS |= {"bf16": "BF16 and I8MM"}
+        FEATURES = ("BF16 and I8MM",)
+        LEVELS |= {"bf16": {*FEATURES}}
 FOLDER = Path(__file__).parent
 
 
@@ -77,30 +83,40 @@ FUNCTIONS: dict[str, list[type]] = {
 }
 
 
+def features() -> set[str]:
+    """What this processor has of FEATURES."""
+    bits = ctypes.CDLL(str(FOLDER / "portable.so")).infer_features()
+    return {feature for i, feature in enumerate(FEATURES) if bits >> i & 1}
+
+
 def levels() -> list[str]:
     """The levels that were built and that this processor supports, the best one last."""
-    if not (FOLDER / "portable.so").exists():
+    built = [level for level in LEVELS if (FOLDER / f"{level}.so").exists()]
+    if "portable" not in built:
         return []
-    best = ctypes.CDLL(str(FOLDER / "portable.so")).infer_level()
-    return [level for level in [*LEVELS][: best + 1] if (FOLDER / f"{level}.so").exists()]
+    here = features()
+    return [level for level in built if LEVELS[level] <= here]
 
 
-def about(level: str) -> str:
-    """Why kernels are of this level, in a line."""
-    known, built = [*LEVELS], levels()
-    if level != built[-1]:
-        return f"level {level}, as asked for; this processor could run {built[-1]}"
+def about() -> str:
+    """Which level runs on this machine and why, in a line; empty if none does."""
+    known, here = [*LEVELS], levels()
+    if not here:
+        return ""
+    level = here[-1]
     if level == known[-1]:
-        return f"level {level}, the best there is: the processor has {LEVELS[level]}"
+        return f"level {level}, the best there is"
     above = known[known.index(level) + 1]
-    if (FOLDER / f"{above}.so").exists():
-        return f"level {level}: the processor lacks {LEVELS[above]}, which {above} needs"
-    return f"level {level}: {above}, which needs {LEVELS[above]}, was not built"
+    if lacking := LEVELS[above] - features():
+        return f"level {level}: the processor lacks {' and '.join(sorted(lacking))}, which {above} needs"
+    return f"level {level}: {above} was not built"
 
 
 @functools.cache
 def load(level: str) -> ctypes.CDLL:
-    """The library of a level. It uses as many threads as torch does."""
+    """The library of a level. It uses as many threads as torch does. Raises ValueError."""
+    if level not in levels():  # which asks Linux for AMX's registers, too
+        raise ValueError(f"the level {level!r} was not built, or this processor cannot run it")
     library = ctypes.CDLL(str(FOLDER / f"{level}.so"))
     for name, types in FUNCTIONS.items():
         function = getattr(library, f"infer_{name}")

@@ -97,7 +97,6 @@ class CpuKernels(ReferenceKernels):
     def __init__(self, level: str | None = None) -> None:
         self.level = level or native.levels()[-1]
         self.native = native.load(self.level)
-        self.about = native.about(self.level)
         self._empty = Buffers().empty
 
     @contextmanager

@@ -20,17 +20,33 @@ struct alignas(64) TileShapes {
     uint16_t bytes[16] = {};
     uint8_t rows[16] = {};
 
-    // Registers 0 to 3 are sums [rows][TILE], 4 is of ``rows`` rows with ``words`` words, 5 to 7 have ``words`` rows.
-    TileShapes(int count, int words) {
-        for (int i = 0; i < 4; i++) rows[i] = uint8_t(count), bytes[i] = 4 * TILE;
-        rows[4] = uint8_t(count), bytes[4] = uint16_t(4 * words);
-        for (int i = 5; i < 8; i++) rows[i] = uint8_t(words), bytes[i] = 4 * TILE;
+    // For ``count`` rows in R tiles: registers 0 to 3 are sums, as many each for every tile of rows; the next R are rows
+    // of ``words`` words, and the last ones weights.
+    TileShapes(int R, int count, int words) {
+        for (int i = 0; i < 8; i++) {
+            int r = i < VECTORS ? i / (VECTORS / R) : i - VECTORS;
+            rows[i] = uint8_t(r < R ? std::min(TILE, count - r * TILE) : words);
+            bytes[i] = uint16_t(4 * (i < VECTORS || r >= R ? TILE : words));
+        }
     }
 
     void load() const { asm volatile("ldtilecfg %0" ::"m"(*this)); }
 };
 
-inline void release_tiles() { asm volatile("tilerelease"); }
+// The shapes of the registers for the time being.
+struct Tiles {
+    int64_t count = 0, words = 0;
+
+    Tiles() = default;
+    Tiles(const Tiles&) = delete;
+    ~Tiles() { asm volatile("tilerelease"); }
+
+    // Changing them clears the registers.
+    void shape(int R, int64_t rows, int64_t wide) {
+        if (rows != count || wide != words) TileShapes(R, int(rows), int(wide)).load();
+        count = rows, words = wide;
+    }
+};
 
 template <int REGISTER>
 inline void load_tile(const void* from, int64_t stride) {
@@ -42,71 +58,98 @@ inline void store_tile(void* to, int64_t stride) {
     asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(REGISTER) : "memory");
 }
 
+template <int REGISTER>
+inline void zero_tile() {
+    asm volatile("tilezero %%tmm%c0" ::"i"(REGISTER));
+}
+
 // SUM += A . B: B has for every word of A's rows a row with a word per column.
 template <int SUM, int A, int B>
 inline void multiply_tiles() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(A), "i"(B));
 }
 
-// Adds the products of rows of words at ``a``, ``stride`` bytes apart, with a panel's words at ``w`` to registers 0 to 3.
-inline void add_products(const bf16* a, int64_t stride, const uint32_t* w) {
-    load_tile<4>(a, stride);
-    load_tile<5>(w, PANEL_BYTES);
-    load_tile<6>(w + TILE, PANEL_BYTES);
-    multiply_tiles<0, 4, 5>();
-    load_tile<7>(w + 2 * TILE, PANEL_BYTES);
-    multiply_tiles<1, 4, 6>();
-    load_tile<5>(w + 3 * TILE, PANEL_BYTES);
-    multiply_tiles<2, 4, 7>();
-    multiply_tiles<3, 4, 5>();
-}
-
-// Calls move<J>(address) for registers 0 to 3 and the parts [rows][TILE] of sums [rows][PANEL].
-template <class Move>
-inline void over_sums(float (*sums)[PANEL], Move move) {
-    [&]<int... J>(std::integer_sequence<int, J...>) {
-        (move.template operator()<J>(&sums[0][J * TILE]), ...);
+// Calls f<r, c>() for R rows of tiles of sums, which registers 0 to 3 hold.
+template <int R, class F>
+inline void over_sums(F f) {
+    constexpr int C = VECTORS / R;
+    [&]<int... I>(std::integer_sequence<int, I...>) {
+        (f.template operator()<I / C, I % C>(), ...);
     }(std::make_integer_sequence<int, VECTORS>{});
 }
-inline void load_sums(float (*sums)[PANEL]) {
-    over_sums(sums, []<int J>(float* at) { load_tile<J>(at, PANEL_BYTES); });
-}
-inline void store_sums(float (*sums)[PANEL]) {
-    over_sums(sums, []<int J>(float* at) { store_tile<J>(at, PANEL_BYTES); });
+
+// Adds the products of R tiles of rows with VECTORS / R tiles of weights.
+template <int R>
+inline void add_products(const bf16* a, int64_t stride, const uint32_t* w) {
+    constexpr int C = VECTORS / R, B = VECTORS + R;  // the first register with weights
+    over_sums<R>([&]<int r, int c>() {
+        constexpr int WEIGHTS = B + c % (8 - B);
+        if constexpr (c == 0) load_tile<VECTORS + r>(a + r * TILE * stride, stride * int64_t(sizeof(bf16)));
+        if constexpr (r == 0) load_tile<WEIGHTS>(w + c * TILE, PANEL_BYTES);
+        multiply_tiles<r * C + c, VECTORS + r, WEIGHTS>();
+    });
 }
 
-// As ``tiles`` in matmul.hpp. A product's sums begin anew every TILE steps and are then added to the row's, so that
-// the chain of a row depends on K only.
+// Adds the products of rows at ``a`` with ``steps`` steps of a panel to ``sums`` [rows][PANEL], which hold nothing yet if
+// they ``begin`` here. If these are the ``last`` steps, each row's sums then go to end(row, sums). ``ahead`` is that of
+// ``tiles`` in matmul.hpp; many rows leave the hardware enough time to prefetch. A product's sums begin anew every TILE
+// steps and are then added to the row's, so that the chain of a row depends on K only.
+template <class Ahead, class End>
+void amx_products(Tiles& registers, const bf16* a, int64_t stride_a, int64_t rows, const uint32_t* w, int64_t steps, bool begin,
+                  bool last, float (*sums)[PANEL], Ahead&& ahead, End end) {
+    auto add = [&]<int R>(int64_t m, int64_t first, int64_t until, int words) {
+        constexpr int C = VECTORS / R;
+        int64_t count = std::min<int64_t>(R * TILE, rows - m);
+        registers.shape(R, count, words);
+        for (int64_t column = 0; column < PANEL; column += C * TILE) {
+            auto at = [&](int r, int c) { return &sums[m + r * TILE][column + c * TILE]; };
+            over_sums<R>([&]<int r, int c>() {
+                if (begin && first == 0)
+                    zero_tile<r * C + c>();
+                else
+                    load_tile<r * C + c>(at(r, c), PANEL_BYTES);
+            });
+            auto fetch = ahead(m);
+            for (int64_t s = first; s < until; s += words) {
+                for (int64_t i = 0; R == 1 && i < words; i++) fetch(s + i);
+                add_products<R>(a + m * stride_a + s * STEP<bf16>, stride_a, w + s * PANEL + column);
+            }
+            over_sums<R>([&]<int r, int c>() { store_tile<r * C + c>(at(r, c), PANEL_BYTES); });
+        }
+        for (int64_t i = m; last && until == steps && i < m + count; i++) {
+            vf row[VECTORS];
+            for (int j = 0; j < VECTORS; j++) row[j] = load(sums[i] + j * LANES);
+            end(i, row);
+        }
+    };
+    auto add_all = [&](int64_t first, int64_t until, int words) {
+        int64_t m = 0;
+        for (; rows - m > TILE; m += 2 * TILE) add.template operator()<2>(m, first, until, words);
+        if (m < rows) add.template operator()<1>(m, first, until, words);
+    };
+    int64_t whole = steps / TILE * TILE;
+    if (whole) add_all(0, whole, TILE);
+    if (whole < steps) add_all(whole, steps, int(steps - whole));
+}
+
+// As ``tiles`` in matmul.hpp.
 template <class Begin, class End, class Ahead>
 void amx_tiles(const bf16* a, int64_t stride_a, int64_t rows, const uint32_t* w, int64_t steps, Begin begin, End end,
                Ahead&& ahead) {
-    alignas(64) float c[TILE][PANEL];
+    alignas(64) float sums[2 * TILE][PANEL];
+    Tiles registers;
     for (int64_t m = 0, count; m < rows; m += count) {
-        count = std::min<int64_t>(TILE, rows - m);
-        auto fetch = ahead(m);
+        count = std::min<int64_t>(2 * TILE, rows - m);
         for (int64_t i = 0; i < count; i++)
-            for (int j = 0; j < VECTORS; j++) store(c[i] + j * LANES, begin(m + i, j));
-        for (int64_t s = 0, words; s < steps; s += words) {
-            words = std::min<int64_t>(TILE, steps - s);
-            if (s == 0 || words < TILE) {
-                TileShapes(int(count), int(words)).load();
-                load_sums(c);
-            }
-            for (int64_t i = 0; i < words; i++) fetch(s + i);
-            add_products(a + m * stride_a + s * STEP<bf16>, stride_a * int64_t(sizeof(bf16)), w + s * PANEL);
-            if (s + words == steps || s + 2 * TILE > steps) store_sums(c);
-        }
-        for (int64_t i = 0; i < count; i++) {
-            vf row[VECTORS];
-            for (int j = 0; j < VECTORS; j++) row[j] = load(c[i] + j * LANES);
-            end(m + i, row);
-        }
+            for (int j = 0; j < VECTORS; j++) store(sums[i] + j * LANES, begin(m + i, j));
+        amx_products(registers, a + m * stride_a, stride_a, count, w, steps, false, true, sums,
+                     [&](int64_t) { return ahead(m); }, [&](int64_t i, const vf(&row)[VECTORS]) { end(m + i, row); });
     }
-    release_tiles();
 }
 
 #else
 constexpr int TILE = 0;
+struct Tiles {};
 #endif
 
 }  // namespace infer

@@ -227,7 +227,7 @@ struct Attention {
 
     // One step of keys for the rows that see some of them. Their values are prefetched while the keys are used, and then
     // the keys of head ``then`` at ``next``, which come after these.
-    void step(const Queries& t, int64_t key, const Places& places, int64_t head, const T* queries, const Found& f,
+    void step(const Queries& t, int64_t key, const Places& places, int64_t head, const Factor<T>* queries, const Found& f,
               const Places& next, int64_t then) const {
         int64_t G = group(), count = places.count;
         // The first queries may see none of these keys because of causality, and the last ones because of the window.
@@ -237,7 +237,7 @@ struct Attention {
         int64_t e_steps = steps_of<T>(E), k_steps = steps_of<T>(KEYS), rows = end - begin;
         auto* packed = scratch<uint32_t, struct PackedStep>(std::max(KEYS * e_steps, columns() * k_steps));
         auto* scores = scratch<float, struct Scores>(tile_rows() * KEYS);
-        auto* weights = scratch<T, struct Weights>(tile_rows() * KEYS);
+        auto* weights = scratch<Factor<T>, struct Weights>(tile_rows() * KEYS);
         float units = scale * LOG2E, *factors = scratch<float, struct Factors>(KEYS);
         if constexpr (QUANTISED) gather_scales(places, k_scales + head, units, factors);
         auto factor = [=](int64_t n) { return QUANTISED ? load(factors + n) : splat(units); };
@@ -280,8 +280,8 @@ struct Attention {
     // ``factors`` if they are quantised, and scales the rows' earlier sums to their new maxima.
     // last[row] is the last key that a row sees, seen[row] how many scores have been computed for it. Going through
     // all rows three times is faster than going row by row, where every maximum and every sum would have to be awaited.
-    void softmax(const int64_t* last, const int64_t* seen, int64_t rows, float* scores, const float* factors, T* weights,
-                 const Found& f) const {
+    void softmax(const int64_t* last, const int64_t* seen, int64_t rows, float* scores, const float* factors,
+                 Factor<T>* weights, const Found& f) const {
         auto* now = scratch<float, struct Now>(tile_rows());
         auto* decay = scratch<float, struct Decay>(tile_rows() + LANES);
         for (int64_t r = 0; r < rows; r++) {
@@ -301,7 +301,8 @@ struct Attention {
             for (int64_t n = 0; n < count; n += LANES) {
                 vf w = exp2(load(scores + r * KEYS + n) - top);
                 total += w;
-                store(weights + r * KEYS + n, QUANTISED ? w * load(factors + n) : w);
+                if constexpr (QUANTISED) w *= load(factors + n);
+                store(weights + r * KEYS + n, CONVERTS<T> ? rounded<T>(w) : w);
             }
             f.total[r] = f.total[r] * decay[r] + sum(total);
         }
@@ -325,18 +326,18 @@ struct Attention {
     }
 
     // Copies the queries of K/V heads [first, end) to rows, [heads][count * G][width].
-    void gather(const Queries& t, int64_t first, int64_t end, T* queries) const {
+    void gather(const Queries& t, int64_t first, int64_t end, Factor<T>* queries) const {
         int64_t G = group();
         for (int64_t head = first; head < end; head++)
             for (int64_t r = 0; r < t.count * G; r++, queries += width()) {
                 int64_t row = offsets[t.sequence] + t.first + r / G;
-                std::memcpy(queries, q + row * stride_q + (head * G + r % G) * stride_q_head, E * sizeof(T));
-                if (width() > E) queries[E] = T{};
+                to_factors(q + row * stride_q + (head * G + r % G) * stride_q_head, E, queries);
+                if (width() > E) queries[E] = {};
             }
     }
 
     // Attention over the keys of one segment that the tile sees, for K/V heads [first, end).
-    void segment(const Queries& t, int64_t first, int64_t end, int64_t index, const T* queries, const Found& f) const {
+    void segment(const Queries& t, int64_t first, int64_t end, int64_t index, const Factor<T>* queries, const Found& f) const {
         int64_t begin = std::max(index * SEGMENT, first_key(t) / KEYS * KEYS);
         int64_t stop = std::min((index + 1) * SEGMENT, last_key(t) + 1), rows = t.count * group();
         Places both[2], *places = both, *after = both + 1;
@@ -408,7 +409,7 @@ struct Attention {
             const Queries& t = tiles[task / parts / groups];
             int64_t first = task / parts % groups * heads, end = std::min(K, first + heads);
             int64_t own = (end - first) * t.count * G;
-            T* queries = scratch<T, struct Gathered>(rows * width());
+            auto* queries = scratch<Factor<T>, struct Gathered>(rows * width());
             if (split && task % parts >= segments(t)) return;
             gather(t, first, end, queries);
             if (split) {

@@ -63,7 +63,7 @@ void route(const T* logits, int64_t rows, int64_t X, Routing routing, const floa
 }
 
 constexpr int64_t MOST_PAIRS = 1 << 15;              // of a token and an expert, that are computed at a time
-constexpr int64_t BUCKET = 4 * ROW_BLOCK;            // rows of a bucket, so that a popular expert is divided, too
+constexpr int64_t BUCKET = MANY_ROWS;                // rows of a bucket, so that a popular expert is divided, too
 constexpr int64_t LIGHT_TASKS = 8, HEAVY_TASKS = 32; // per thread; heavy ones are of many rows, and unequal
 
 // Consecutive rows with the same expert.
@@ -98,13 +98,14 @@ void over_blocks(int64_t rows, int64_t begin, int64_t end, Product product) {
 // The product of each bucket's rows of x [P][K] with its expert's weight.
 template <class T>
 void plain_products(const Bucket* buckets, int64_t count, const void* const* weights, const void* const* biases,
-                    const T* x, int64_t rows, int64_t N, int64_t K, Gate gate, T* out) {
-    int64_t width = gate == Gate::NONE ? N : N / 2, stride = K;
-    x = padded_rows(x, stride, rows, K);
+                    const T* x, int64_t N, int64_t K, Gate gate, T* out) {
+    int64_t width = gate == Gate::NONE ? N : N / 2;
     over_buckets(buckets, count, panels_of(N, gate != Gate::NONE), [=](Bucket b, int64_t begin, int64_t end) {
+        int64_t stride = K;
+        const Factor<T>* own = padded_rows(x + b.first * K, stride, b.rows, K);
         over_blocks(b.rows, begin, end,
-                    panel_product(x + b.first * stride, stride, b.rows, static_cast<const uint32_t*>(weights[b.expert]), N, K,
-                                  static_cast<const T*>(biases ? biases[b.expert] : nullptr), gate, out + b.first * width));
+                    panel_product<T>(own, stride, b.rows, static_cast<const uint32_t*>(weights[b.expert]), N, K,
+                                     static_cast<const T*>(biases ? biases[b.expert] : nullptr), gate, out + b.first * width));
     });
 }
 
@@ -113,12 +114,12 @@ void grouped_products(const Bucket* buckets, int64_t count, const void* const* w
                       const T* x, int64_t rows, Gate gate, T* out) {
     const Grouped& any = *static_cast<const Grouped*>(weights[0]);
     int64_t width = gate == Gate::NONE ? any.N : any.N / 2, G = any.groups();
-    Activations<A> all = activations(any, x, any.K, rows, (A*)nullptr);
+    constexpr bool EACH = CONVERTS<T> && sizeof(A) > 1;  // floats of all rows would take much memory
+    Activations<A> all = activations(any, x, any.K, EACH ? 0 : rows, (A*)nullptr);
     over_buckets(buckets, count, any.panels(), [=](Bucket b, int64_t begin, int64_t end) {
         const Grouped& w = *static_cast<const Grouped*>(weights[b.expert]);
-        Activations<A> own = all;
-        own.values += b.first * own.stride;
-        own.sums += b.first * G;
+        Activations<A> own = EACH ? activations(w, x + b.first * w.K, w.K, b.rows, (A*)nullptr) : all;
+        if (!EACH) own.values += b.first * own.stride, own.sums += b.first * G;
         if (own.scales) own.scales += b.first * G, own.starts += b.first * G;
         over_blocks(b.rows, begin, end,
                     grouped_panel_product<T, A, FORM>(w, own, b.rows, static_cast<const T*>(biases ? biases[b.expert] : nullptr),
@@ -140,11 +141,11 @@ template <class T>
 void products(const Bucket* buckets, int64_t count, bool grouped, const void* const* weights, const void* const* biases,
               const T* x, int64_t rows, int64_t N, int64_t K, Gate gate, T* out) {
     if (!grouped)
-        plain_products(buckets, count, weights, biases, x, rows, N, K, gate, out);
+        plain_products(buckets, count, weights, biases, x, N, K, gate, out);
     else if (static_cast<const Grouped*>(weights[0])->int8)
         grouped_products<T, int8_t>(buckets, count, weights, biases, x, rows, gate, out);
     else
-        grouped_products<T, T>(buckets, count, weights, biases, x, rows, gate, out);
+        grouped_products<T, Factor<T>>(buckets, count, weights, biases, x, rows, gate, out);
 }
 
 // out [tokens][D]: the results of each token's J experts, summed with their shares.

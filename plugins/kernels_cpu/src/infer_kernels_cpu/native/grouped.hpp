@@ -217,7 +217,7 @@ Activations<int8_t> activations(const Grouped& w, const T* x, int64_t stride, in
 }
 
 template <class T>
-Activations<T> activations(const Grouped& w, const T* x, int64_t stride, int64_t rows, T*) {
+Activations<Factor<T>> activations(const Grouped& w, const T* x, int64_t stride, int64_t rows, Factor<T>*) {
     int64_t G = w.groups(), wide = G * w.padded();
     float* sums = scratch<float, struct RowScales>(rows * G);
     if (w.minimum)
@@ -227,14 +227,13 @@ Activations<T> activations(const Grouped& w, const T* x, int64_t stride, int64_t
             for (int64_t k = 0; k < w.group; k++) sum += to_float(from[k]);
             sums[i] = sum;
         }
-    if (w.padded() != w.group) {
-        T* copy = scratch<T, struct Rounded>(rows * wide);
-        std::memset((void*)copy, 0, rows * wide * sizeof(T));
-        for (int64_t i = 0; i < rows * G; i++)
-            std::memcpy(copy + i * w.padded(), x + i / G * stride + i % G * w.group, w.group * sizeof(T));
-        x = copy, stride = wide;
-    }
-    return {x, stride, nullptr, nullptr, sums};
+    if constexpr (!CONVERTS<T>)
+        if (w.padded() == w.group) return {x, stride, nullptr, nullptr, sums};
+    auto* copy = scratch<Factor<T>, struct Rounded>(rows * wide);
+    std::memset((void*)copy, 0, rows * wide * sizeof *copy);
+    for (int64_t i = 0; i < rows * G; i++)
+        to_factors(x + i / G * stride + i % G * w.group, w.group, copy + i * w.padded());
+    return {copy, wide, nullptr, nullptr, sums};
 }
 
 enum class Form { BYTES, NIBBLES, TABLE };
@@ -325,6 +324,8 @@ inline vi accumulate(vi acc, vu w, uint32_t a) {
     __m512i low = _mm512_madd_epi16((__m512i)(w & 0x00ff00ffu), even);
     __m512i high = _mm512_madd_epi16((__m512i)(w >> 8 & 0x00ff00ffu), _mm512_srai_epi16(x, 8));
     return acc + (vi)low + (vi)high;
+#elif defined(__AVXVNNI__)
+    return (vi)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)w, _mm256_set1_epi32(int(a)));
 #elif defined(__AVX2__)
     __m256i x = _mm256_set1_epi32(int(a)), even = _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8);
     __m256i low = _mm256_madd_epi16((__m256i)(w & 0x00ff00ffu), even);
@@ -427,7 +428,7 @@ inline void grouped_tile(const Grouped& w, const Decoder<A, FORM>& decoder, cons
 
 // A function for ``over_panels`` that multiplies ``rows`` rows by a panel.
 template <class T, class A, Form FORM>
-auto grouped_panel_product(const Grouped& w, Activations<A> from, int64_t rows, const T* bias, Gate gate, T* out) {
+auto register_panel_product(const Grouped& w, Activations<A> from, int64_t rows, const T* bias, Gate gate, T* out) {
     Decoder<A, FORM> decoder(w);
     int64_t stride_out = gate == Gate::NONE ? w.N : w.N / 2;
     // Three rows' sums of integers and of floats fit into the registers, but then the panel is read twice as often.
@@ -447,10 +448,80 @@ auto grouped_panel_product(const Grouped& w, Activations<A> from, int64_t rows, 
     };
 }
 
+// The same by AMX: the codes are decoded, a few groups at a time, into a panel of words, whose products with all rows are
+// summed group by group.
+template <Form FORM>
+auto decoded_panel_product(const Grouped& w, Activations<bf16> x, const bf16* bias, Gate gate, bf16* out) {
+    constexpr int PARTS = Decoder<bf16, FORM>::PARTS;
+    static_assert(AMX_STEPS % PARTS == 0 && FEW_STEPS % PARTS == 0);
+    Decoder<bf16, FORM> decoder(w);
+    int64_t stride_out = gate == Gate::NONE ? w.N : w.N / 2, G = w.groups(), steps = w.words() * PARTS;
+    return [=, &w](int64_t p, int64_t first, int64_t count, int64_t) {
+        float* sums = scratch<float, struct Sums>(ROW_BLOCK * PANEL);
+        auto* of_group = reinterpret_cast<float(*)[PANEL]>(scratch<float, struct GroupSums>(ROW_BLOCK * PANEL));
+        uint32_t* plain = scratch<uint32_t, struct Plain>(AMX_STEPS * PANEL);
+        int64_t most = count > TILE ? AMX_STEPS : FEW_STEPS, piece = std::min(steps, most), at_once = most / piece;
+        int64_t lines = (w.group_bytes() / 64 + steps - 1) / steps;  // of the codes that are decoded next, per step
+        Tiles registers;
+        auto decode = [&](int64_t g, int64_t s, int64_t length, uint32_t* to) {
+            const uint8_t* at = w.packed + p * w.panel_bytes() + g * w.group_bytes() + w.header_bytes();
+            const uint32_t* codes = (const uint32_t*)at + s / PARTS * PANEL;
+            for (int64_t i = 0; i < length; i += PARTS, codes += PANEL, to += PARTS * PANEL)
+#pragma GCC unroll 8
+                for (int j = 0; j < VECTORS; j++) {
+                    vu word = load_as<vu>(codes + j * LANES);
+                    [&]<int... PART>(std::integer_sequence<int, PART...>) {
+                        (store_as(to + PART * PANEL + j * LANES, decoder.template part<PART>(word)), ...);
+                    }(std::make_integer_sequence<int, PARTS>{});
+                }
+        };
+        auto multiply = [&](int64_t g, int64_t s, int64_t length, const uint32_t* words, int64_t m, int64_t rows) {
+            const uint8_t* at = w.packed + p * w.panel_bytes() + g * w.group_bytes();
+            vf scale[VECTORS], least[VECTORS];
+            for (int j = 0; j < VECTORS; j++) scale[j] = load_scales(at, w.scales, j);
+            for (int j = 0; w.minimum && j < VECTORS; j++) least[j] = load_scales(at + w.scale_bytes(), w.scales, j);
+            auto end = [&](int64_t i, const vf(&row)[VECTORS]) {
+                vf c[VECTORS];
+                float* to = sums + (m + i) * PANEL;
+#pragma GCC unroll 8
+                for (int j = 0; j < VECTORS; j++) {
+                    c[j] = fused(row[j], scale[j], g ? load(to + j * LANES) : vf{});
+                    if (w.minimum) c[j] = fused(splat(x.sums[(first + m + i) * G + g]), least[j], c[j]);
+                    store(to + j * LANES, c[j]);
+                }
+                if (g + 1 == G) emit(c, p, w.N, bias, gate, out + (first + m + i) * stride_out);
+            };
+            amx_products(registers, x.values + (first + m) * x.stride + g * w.padded() + s * STEP<bf16>, x.stride, rows, words,
+                         length, s == 0, s + length == steps, of_group + (piece < steps ? m : 0),
+                         [=](int64_t) { return Fetch{(const uint32_t*)(at + at_once * w.group_bytes()), lines}; }, end);
+        };
+        for (int64_t g = 0; g < G; g += at_once)
+            for (int64_t s = 0; s < steps; s += piece) {
+                int64_t groups = std::min(at_once, G - g), length = std::min(piece, steps - s);
+                for (int64_t i = 0; i < groups; i++) decode(g + i, s, length, plain + i * length * PANEL);
+                for (int64_t m = 0; m < count; m += 2 * TILE)
+                    for (int64_t i = 0; i < groups; i++)
+                        multiply(g + i, s, length, plain + i * length * PANEL, m, std::min<int64_t>(2 * TILE, count - m));
+            }
+    };
+}
+
+template <class T, class A, Form FORM>
+auto grouped_panel_product(const Grouped& w, Activations<A> from, int64_t rows, const T* bias, Gate gate, T* out) {
+    if constexpr (AMX<A>)
+        return decoded_panel_product<FORM>(w, from, bias, gate, out);
+    else
+        return register_panel_product<T, A, FORM>(w, from, rows, bias, gate, out);
+}
+
 template <class T, class A, Form FORM>
 void grouped_product(const Grouped& w, const T* x, int64_t stride, int64_t rows, const T* bias, Gate gate, T* out) {
-    Activations<A> from = activations(w, x, stride, rows, (A*)nullptr);
-    over_panels(rows, w.panels(), grouped_panel_product<T, A, FORM>(w, from, rows, bias, gate, out));
+    int64_t each = CONVERTS<T> && sizeof(A) > 1 ? MANY_ROWS : rows, stride_out = gate == Gate::NONE ? w.N : w.N / 2;
+    for (int64_t m = 0; m < rows; m += each) {
+        int64_t count = std::min(each, rows - m);
+        Activations<A> from = activations(w, x + m * stride, stride, count, (A*)nullptr);
+        over_panels(count, w.panels(), grouped_panel_product<T, A, FORM>(w, from, count, bias, gate, out + m * stride_out));
+    }
 }
 
 template <class T, class A>

@@ -70,17 +70,18 @@ bool amx() {
 #define TYPED(kind) call([=] { typed(kind, [&](auto type) { using T = typename decltype(type)::type;
 #define END }); });
 
-// The best level that this processor supports: 0 portable; on x86-64, 1 AVX2 with FMA, 2 AVX-512, 3 AVX-512 with BF16
-// and VNNI, 4 AMX as well; on AArch64, 1 BF16 with I8MM.
-EXPORT int infer_level() {
+// What this processor supports, a bit for each of native.py's FEATURES.
+EXPORT int infer_features() {
 #if defined(__x86_64__)
     __builtin_cpu_init();
+    unsigned eax = 0, ebx, ecx, edx;
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 0;
-    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
-        !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq"))
-        return 1;
-    if (!__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512vnni")) return 2;
-    return amx() ? 4 : 3;
+    bool vnni = __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && eax >> 4 & 1;  // older compilers cannot be asked
+    bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                  __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    bool bf16 = __builtin_cpu_supports("avx512bf16");  // Intel's take twice as long as multiplying floats
+    return 1 | vnni << 1 | avx512 << 2 | !!__builtin_cpu_supports("avx512vnni") << 3 |
+           (bf16 && !__builtin_cpu_is("intel")) << 4 | (bf16 && amx()) << 5;
 #elif defined(__aarch64__) && defined(__linux__)
     constexpr unsigned long NEEDED = 1ul << 14 | 1ul << 13;  // HWCAP2_BF16, HWCAP2_I8MM
     return (getauxval(AT_HWCAP2) & NEEDED) == NEEDED;
@@ -125,21 +126,21 @@ EXPORT void infer_pack_grouped(int kind, const Grouped* w, const uint8_t* codes,
                                int64_t G) {
     TYPED(kind)
         if (w->int8) pack_grouped<int8_t>(*w, codes, scales, minima, G);
-        else pack_grouped<T>(*w, codes, scales, minima, G);
+        else pack_grouped<Factor<T>>(*w, codes, scales, minima, G);
     END
 }
 
 EXPORT void infer_grouped_rows(int kind, const Grouped* w, const int64_t* ids, int64_t count, void* out) {
     TYPED(kind)
         if (w->int8) unpack_grouped<int8_t>(*w, ids, count, static_cast<T*>(out));
-        else unpack_grouped<T>(*w, ids, count, static_cast<T*>(out));
+        else unpack_grouped<Factor<T>>(*w, ids, count, static_cast<T*>(out));
     END
 }
 
 EXPORT void infer_grouped_linear(int kind, const Grouped* w, const void* x, int64_t stride, int64_t rows,
                                  const void* bias, int gate, void* out) {
     TYPED(kind)
-        auto product = w->int8 ? grouped_linear<T, int8_t> : grouped_linear<T, T>;
+        auto product = w->int8 ? grouped_linear<T, int8_t> : grouped_linear<T, Factor<T>>;
         product(*w, static_cast<const T*>(x), stride, rows, static_cast<const T*>(bias), Gate(gate), static_cast<T*>(out));
     END
 }

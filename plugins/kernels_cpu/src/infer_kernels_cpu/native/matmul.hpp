@@ -56,10 +56,25 @@ struct Following {
     }
 };
 
+// What rows consist of while they are multiplied by a matrix of T. Without instructions for pairs of bfloat16 these are
+// floats, which are then made once, and not again for each panel.
+template <class T>
+using Factor = std::conditional_t<std::is_same_v<T, bf16> && !PAIRS, float, T>;
+template <class T>
+constexpr bool CONVERTS = !std::is_same_v<Factor<T>, T>;
+
+template <class T>
+inline void to_factors(const T* from, int64_t count, Factor<T>* to) {
+    if constexpr (CONVERTS<T>)
+        over_vectors(count, [=](int64_t i, int n) { give(to + i, take(from + i, n), n); });
+    else
+        std::memcpy(to, from, count * sizeof(T));
+}
+
 // A register tile of M rows. Sums start with begin(row, vector), a . w is added step by step, and each row's sums go
 // together to end(row, sums). Calls fetch(step), which may prefetch what is needed later.
 template <class T, int M, class Begin, class End, class Fetch>
-inline void tile(const T* a, int64_t stride_a, const uint32_t* w, int64_t steps, int64_t row, Begin begin, End end,
+inline void tile(const Factor<T>* a, int64_t stride_a, const uint32_t* w, int64_t steps, int64_t row, Begin begin, End end,
                  Fetch fetch) {
     vf acc[M][VECTORS];  // all loops over it are unrolled, or it would live in memory
 #pragma GCC unroll 8
@@ -71,11 +86,25 @@ inline void tile(const T* a, int64_t stride_a, const uint32_t* w, int64_t steps,
 #pragma GCC unroll 8
         for (int j = 0; j < VECTORS; j++) words[j] = load_as<vu>(w + s * PANEL + j * LANES);
         fetch(s);
+        if constexpr (!CONVERTS<T>) {
 #pragma GCC unroll 8
-        for (int m = 0; m < M; m++) {
-            uint32_t word = load_as<uint32_t>(a + m * stride_a + s * STEP<T>);
+            for (int m = 0; m < M; m++) {
+                uint32_t word = load_as<uint32_t>(a + m * stride_a + s * STEP<T>);
 #pragma GCC unroll 8
-            for (int j = 0; j < VECTORS; j++) acc[m][j] = accumulate<T>(acc[m][j], words[j], word);
+                for (int j = 0; j < VECTORS; j++) acc[m][j] = accumulate<T>(acc[m][j], words[j], word);
+            }
+        } else {
+            auto half = [&]<int HALF>() {
+                vf now[VECTORS];
+#pragma GCC unroll 8
+                for (int j = 0; j < VECTORS; j++) now[j] = half_of<HALF>(words[j]);
+#pragma GCC unroll 8
+                for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
+                    for (int j = 0; j < VECTORS; j++) acc[m][j] += now[j] * a[m * stride_a + s * STEP<T> + HALF];
+            };
+            half.template operator()<0>();
+            half.template operator()<1>();
         }
     }
 #pragma GCC unroll 8
@@ -103,14 +132,14 @@ inline void in_tiles(int64_t rows, Run run) {
 
 // ``tile`` for any number of rows; ahead(row) is the ``fetch`` of the tile that begins with a row.
 template <class T, class Begin, class End, class Ahead>
-void tiles(const T* a, int64_t stride_a, int64_t rows, const uint32_t* w, int64_t steps, Begin begin, End end,
+void tiles(const Factor<T>* a, int64_t stride_a, int64_t rows, const uint32_t* w, int64_t steps, Begin begin, End end,
            Ahead&& ahead) {
-#if defined(__AMX_BF16__)
-    if constexpr (AMX<T>) return amx_tiles(a, stride_a, rows, w, steps, begin, end, ahead);
-#endif
-    in_tiles<ROWS, ROWS>(rows, [&]<int M>(int64_t m) {
-        tile<T, M>(a + m * stride_a, stride_a, w, steps, m, begin, end, ahead(m));
-    });
+    if constexpr (AMX<T>)
+        amx_tiles(a, stride_a, rows, w, steps, begin, end, ahead);
+    else
+        in_tiles<ROWS, ROWS>(rows, [&]<int M>(int64_t m) {
+            tile<T, M>(a + m * stride_a, stride_a, w, steps, m, begin, end, ahead(m));
+        });
 }
 
 // Packs w [N][K]. The first half of the rows of a ``gated`` matrix compute gates, the second half values. Each of its
@@ -146,9 +175,11 @@ void unpack_rows(const uint32_t* packed, int64_t K, const int64_t* ids, int64_t 
 }
 
 constexpr int64_t TASKS = 4;         // tasks per thread, so that no thread waits long for the last one
-constexpr int64_t ROW_BLOCK = 96;    // rows whose sums fit into the L1 cache
+constexpr int64_t ROW_BLOCK = TILE ? 256 : 96;  // rows whose sums fit into the L1 cache, with AMX into the L2 cache
 constexpr int64_t STEPS = 128;       // steps of a panel that fit there, too
+constexpr int64_t AMX_STEPS = 192;   // the same of half a panel
 constexpr int64_t FEW_STEPS = 64;    // the same for few rows, which leave less time to prefetch the next steps
+constexpr int64_t MANY_ROWS = 4 * ROW_BLOCK;  // more are not converted, or given to one task, at once
 constexpr int64_t STREAMED_ROWS = 2; // up to so many rows, the hardware prefetches faster than we would
 
 // Turns a row's sums in panel p of a product [rows][N] into results in ``to``, a row of the output. With a gate, the
@@ -196,34 +227,37 @@ void over_panels(int64_t rows, int64_t panels, Run run) {
     });
 }
 
-// The rows, padded if K is no multiple of a word: the last word would reach into the next row.
+// The rows as ``tile`` takes them, padded if K is no multiple of a word: the last word would reach into the next row.
 template <class T>
-const T* padded_rows(const T* x, int64_t& stride, int64_t rows, int64_t K) {
-    if (K % STEP<T> == 0) return x;
-    T* padded = scratch<T, struct Padded>(rows * (K + 1));
+const Factor<T>* padded_rows(const T* x, int64_t& stride, int64_t rows, int64_t K) {
+    int64_t wide = steps_of<T>(K) * STEP<T>;
+    if constexpr (!CONVERTS<T>)
+        if (wide == K) return x;
+    auto* padded = scratch<Factor<T>, struct Padded>(rows * wide);
     for (int64_t m = 0; m < rows; m++) {
-        std::memcpy(padded + m * (K + 1), x + m * stride, K * sizeof(T));
-        std::memset(padded + m * (K + 1) + K, 0, sizeof(T));
+        to_factors(x + m * stride, K, padded + m * wide);
+        std::memset((void*)(padded + m * wide + K), 0, (wide - K) * sizeof(Factor<T>));
     }
-    stride = K + 1;
+    stride = wide;
     return padded;
 }
 
 // A function for ``over_panels`` that multiplies ``rows`` padded rows of x by a panel.
 template <class T>
-auto panel_product(const T* x, int64_t stride_x, int64_t rows, const uint32_t* packed, int64_t N, int64_t K,
+auto panel_product(const Factor<T>* x, int64_t stride_x, int64_t rows, const uint32_t* packed, int64_t N, int64_t K,
                    const T* bias, Gate gate, T* out) {
     bool halved = gate != Gate::NONE;
     int64_t steps = steps_of<T>(K), columns = halved ? PANEL / 2 : PANEL;
     int64_t stride_out = halved ? N / 2 : N;
-    int64_t block = rows > ROWS && rows <= 8 * ROWS ? FEW_STEPS : STEPS;
+    int64_t block = AMX<T> && rows > TILE ? AMX_STEPS : rows > ROWS && rows <= 8 * ROWS ? FEW_STEPS : STEPS;
     return [=](int64_t p, int64_t first, int64_t count, int64_t following) {
         float* c = scratch<float, struct Sums>(ROW_BLOCK * PANEL);
-        const T* from = x + first * stride_x;
+        const Factor<T>* from = x + first * stride_x;
         T* to = out + first * stride_out;
         for (int64_t m = 0; m < count; m++)  // stores that miss the cache wait as long as loads do
             for (int64_t e = 0; e < columns; e += 64 / int64_t(sizeof(T)))
                 __builtin_prefetch(to + m * stride_out + p * columns + e, 1);
+        [[maybe_unused]] Tiles registers;
         for (int64_t s = 0; s < steps; s += block) {
             const uint32_t *w = packed + (p * steps + s) * PANEL, *next = w + block * PANEL;
             bool last = s + block >= steps;
@@ -231,10 +265,12 @@ auto panel_product(const T* x, int64_t stride_x, int64_t rows, const uint32_t* p
             if (rows <= STREAMED_ROWS) next = nullptr;
             auto sums = [=](int64_t m, int j) { return s ? load(c + m * PANEL + j * LANES) : vf{}; };
             Following<T> ahead{next, std::min(block, steps - s), count};
-            if (last)
-                tiles<T>(
-                    from + s * STEP<T>, stride_x, count, w, steps - s, sums,
-                    [=](int64_t m, const vf(&row)[VECTORS]) { emit(row, p, N, bias, gate, to + m * stride_out); }, ahead);
+            auto end = [=](int64_t m, const vf(&row)[VECTORS]) { emit(row, p, N, bias, gate, to + m * stride_out); };
+            if constexpr (AMX<T>)
+                amx_products(registers, from + s * STEP<T>, stride_x, count, w, std::min(block, steps - s), s == 0, last,
+                             reinterpret_cast<float(*)[PANEL]>(c), ahead, end);
+            else if (last)
+                tiles<T>(from + s * STEP<T>, stride_x, count, w, steps - s, sums, end, ahead);
             else
                 tiles<T>(
                     from + s * STEP<T>, stride_x, count, w, block, sums,
@@ -246,8 +282,13 @@ auto panel_product(const T* x, int64_t stride_x, int64_t rows, const uint32_t* p
 template <class T>
 void linear(const T* x, int64_t stride_x, int64_t rows, const uint32_t* packed, int64_t N, int64_t K, const T* bias,
             Gate gate, T* out) {
-    x = padded_rows(x, stride_x, rows, K);
-    over_panels(rows, panels_of(N, gate != Gate::NONE), panel_product(x, stride_x, rows, packed, N, K, bias, gate, out));
+    int64_t each = CONVERTS<T> ? MANY_ROWS : rows, stride_out = gate == Gate::NONE ? N : N / 2;
+    for (int64_t m = 0; m < rows; m += each) {
+        int64_t count = std::min(each, rows - m), stride = stride_x;
+        const Factor<T>* some = padded_rows(x + m * stride_x, stride, count, K);
+        over_panels(count, panels_of(N, gate != Gate::NONE),
+                    panel_product<T>(some, stride, count, packed, N, K, bias, gate, out + m * stride_out));
+    }
 }
 
 }  // namespace infer

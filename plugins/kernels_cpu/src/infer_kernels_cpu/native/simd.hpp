@@ -280,18 +280,28 @@ inline vf gated(vf gate, vf through, Gate kind) {
     return rounded<T>(open) * through;
 }
 
-// acc + a . w for one step: w has a word per lane, a is one word for all lanes.
+// Whether there are instructions for products of pairs of bfloat16.
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+constexpr bool PAIRS = true;
+#else
+constexpr bool PAIRS = false;
+#endif
+
+// The first or the second one of the pair of bfloat16 in each word.
+template <int HALF>
+inline vf half_of(vu words) {
+    return (vf)(HALF ? words & 0xffff0000u : words << 16);
+}
+
+// acc + a . w for one step: w has a word per lane, a is one word for all lanes. Pairs of bfloat16 only if there are PAIRS.
 template <class T>
 inline vf accumulate(vf acc, vu w, uint32_t a) {
+    static_assert(PAIRS || std::is_same_v<T, float>);
     if constexpr (std::is_same_v<T, float>) return acc + (vf)w * load_as<float>(&a);
 #if defined(__AVX512BF16__)
     return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)_mm512_set1_epi32(int(a)));
 #elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
     return (vf)vbfdotq_f32((float32x4_t)acc, (bfloat16x8_t)w, (bfloat16x8_t)vdupq_n_u32(a));
-#else
-    uint32_t low = a << 16, high = a & 0xffff0000u;
-    acc = acc + (vf)(w << 16) * load_as<float>(&low);
-    return acc + (vf)(w & 0xffff0000u) * load_as<float>(&high);
 #endif
 }
 
