@@ -163,10 +163,10 @@ class Marked:
 
     @hookimpl
     def infer_tool_formats(self) -> list[ToolFormatRegistration]:
-        return [ToolFormatRegistration("marked", scripted(bare), "a test's", marks=("<|call|>",))]
+        return [ToolFormatRegistration("marked", scripted(bare), "a test's", marks=("<|ring|>",))]
 
 
-@pytest.mark.parametrize("mark", ["[TOOL_CALLS]", "<|python_tag|>", "<|action_start|>", "<think>", "<|call|>"])
+@pytest.mark.parametrize("mark", ["[TOOL_CALLS]", "<|python_tag|>", "<|action_start|>", "<think>", "<|ring|>"])
 def test_marks_of_calls_are_told_though_they_are_special_tokens(tmp_path: Path, mark: str) -> None:
     folder = write_checkpoint(tmp_path / "c", "llama")
     file = folder / "tokenizer.json"

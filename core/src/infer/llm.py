@@ -37,6 +37,7 @@ class Completion:
     num_cached: int = 0
 
     def add(self, event: Event) -> None:
+        """Take over what the event says is new."""
         self.text += event.text
         self.token_ids += event.token_ids
         if event.logprobs:

@@ -56,6 +56,7 @@ class GroupedWeight:
 
     @property
     def shape(self) -> torch.Size:
+        """[N, K]."""
         return torch.Size((self.codes.shape[0], self.codes.shape[1] * 8 // self.bits))
 
     @property
@@ -71,6 +72,7 @@ class GroupedWeight:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the codes and of ``floats``."""
         return sum(x.nbytes for x in (self.codes, *self.floats))
 
     @property

@@ -55,9 +55,10 @@ def test_a_decode_that_would_write_elsewhere_is_refused() -> None:
         ([0, 1], "slot 1 has room for 320 positions, not for 320+1"),
         ([0, 2], "slot 2 is not allocated"),
     ):
-        with pytest.raises(ValueError, match=re.escape(says)):
-            pool.decode_view(slots)
-        assert (pool.length(0), pool.length(1)) == (4, 320)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=re.escape(says)):
+                pool.decode_view(slots)
+            assert (pool.length(0), pool.length(1)) == (4, 320)
     pool.decode_view([0])
     assert pool.length(0) == 5
 

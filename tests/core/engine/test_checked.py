@@ -90,6 +90,31 @@ def test_planning_nothing_for_ever_ends(thorough: bool) -> None:
         scheduler.schedule()
 
 
+@pytest.mark.parametrize("call", ["add", "finish"])
+@pytest.mark.parametrize("error", [ValueError("lost"), SystemExit(3)])
+def test_a_fault_in_any_method_names_the_scheduler(
+    call: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*given: object) -> None:
+        raise error
+
+    scheduler = checked(lambda plan: plan)
+    monkeypatch.setattr(scheduler._scheduler, call, fail)
+    with pytest.raises(PluginError, match=r"'bad' of somebody failed: \w+: (lost|3) \(test_checked.py:\d+\)"):
+        getattr(scheduler, call)(sequence("a"))
+
+
+def test_who_is_here_is_work_whatever_the_scheduler_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine without work waits for the next message, and a forgotten request would wait with it."""
+    scheduler = checked(lambda plan: plan)
+    monkeypatch.setattr(scheduler._scheduler, "has_work", lambda: False)
+    assert not scheduler.has_work()
+    scheduler.add(waiting := sequence("a"))
+    assert scheduler.has_work()
+    scheduler.finish(waiting)
+    assert not scheduler.has_work()
+
+
 @pytest.mark.parametrize("lag", [0, 1])
 def test_sound_plans_pass(lag: int) -> None:
     """Mixed lengths, preemption, aborts: what core plans is never refused."""

@@ -70,20 +70,23 @@ def test_what_is_remembered_of_a_long_text_is_bounded(monkeypatch: pytest.Monkey
     assert proposer.propose([Ask(request, text, 3)]) == [[]], "too long ago"
 
 
+def proposing(backend: str) -> tuple[DraftProposer, Any]:
+    """A second model that proposes, and its pool."""
+    model = tiny_model("qwen3")
+    pool = POOLS[backend](model, DTYPES[0], 2)
+    second = SecondModel(model, pool, letters(), 128)
+    keys = EngineSettings(max_batch_size=2, graphs="off")
+    context = ProposerContext(keys, letters(), VOCAB, 128, CPU, support.KERNELS, lambda path: second)
+    return DraftProposer(context, DraftSettings(path="second")), pool
+
+
 @pytest.mark.parametrize("backend", [pytest.param("slotted", marks=pytest.mark.slow), "paged"])
 def test_a_second_model_proposes_what_it_would_draw_itself(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """After right drafts and wrong ones alike. It reads a long prompt in several steps."""
-    model, most = tiny_model("qwen3"), 4
+    most = 4
     monkeypatch.setattr(draft, "CHUNK", 16)
 
-    def proposer() -> tuple[DraftProposer, Any]:
-        pool = POOLS[backend](model, DTYPES[0], 2)
-        second = SecondModel(model, pool, letters(), 128)
-        keys = EngineSettings(max_batch_size=2, graphs="off")
-        context = ProposerContext(keys, letters(), VOCAB, 128, CPU, support.KERNELS, lambda path: second)
-        return DraftProposer(context, DraftSettings(path="second")), pool
-
-    draw, (kept, pool) = random.Random(1), proposer()
+    draw, (kept, pool) = random.Random(1), proposing(backend)
     room = pool.free_tokens()
     texts = {"a": random_prompt(40), "b": random_prompt(7, seed=1)}
     params = SamplingParams(temperature=1.0, prompt_logprobs=1, logprobs=2)
@@ -92,7 +95,7 @@ def test_a_second_model_proposes_what_it_would_draw_itself(backend: str, monkeyp
     for step in range(8):
         proposals = kept.propose([Ask(requests[id], texts[id], most) for id in texts])
         for (id, text), drafts in zip(texts.items(), proposals, strict=True):
-            fresh, _ = proposer()
+            fresh, _ = proposing(backend)
             alone: list[list[int]] = [[]]
             while alone == [[]]:
                 alone = fresh.propose([Ask(requests[id], text, most)])
@@ -104,6 +107,18 @@ def test_a_second_model_proposes_what_it_would_draw_itself(backend: str, monkeyp
     assert pool.free_tokens() == room
     longest = Request(tuple(random_prompt(126)), params, id="d")
     assert kept.propose([Ask(longest, longest.prompt_token_ids, most)]) == [[]], "it may have 128 positions"
+
+
+def test_a_second_model_may_meet_an_answer_late_whose_beginning_it_has_cached() -> None:
+    """It shares more than the prompt with an earlier request that had the same answer."""
+    kept, _ = proposing("paged")
+    text, params = random_prompt(70), SamplingParams()
+    for id, known in (("a", 70), ("b", 66), ("c", 60)):
+        request = Request(tuple(text[:20]), params, id=id)
+        (drafts,) = kept.propose([Ask(request, text[:known], 3)])
+        fresh, _ = proposing("paged")
+        assert [drafts] == fresh.propose([Ask(request, text[:known], 3)])
+        kept.end(id)
 
 
 def sequences(count: int) -> list[Sequence]:

@@ -118,6 +118,12 @@ def test_greedy_takes_the_first_of_equals() -> None:
     assert sample(logits.bfloat16(), [row(temperature=0)] * 2) == [1, 0]
 
 
+def test_greedy_rows_beside_others_take_the_top() -> None:
+    logits = torch.randn(64, 50, generator=torch.Generator().manual_seed(1))
+    tokens = sample(logits, [row(i, temperature=i % 2) for i in range(64)])
+    assert tokens[::2] == logits[::2].argmax(-1).tolist()
+
+
 kinds = st.fixed_dictionaries(
     {
         "temperature": st.sampled_from([0, 1e-6, 0.7, 1.0, 50.0]),

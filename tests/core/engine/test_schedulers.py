@@ -100,6 +100,18 @@ def test_decodes_are_columns_of_what_each_sequence_does_next() -> None:
         assert list(works[1:]) == expected[1:]
 
 
+def test_who_was_preempted_comes_back_once_its_last_token_is_known() -> None:
+    driver = make()
+    seats, one = driver.scheduler.seats, sequence(0, 3, 9)
+    driver.scheduler.add(one)
+    driver.step()
+    one.tokens[-1], one.pending = PENDING, 1  # drawn, and not read back
+    seats.preempt(one)
+    assert tokens(driver.step()) == 0
+    one.tokens[-1], one.pending = 7, 0
+    assert chunks(driver.step()) == [("r0", 0, 4)]
+
+
 def test_prompt_of_20_with_a_budget_of_8() -> None:
     driver = make(max_batch_size=4, max_tokens_per_step=8)
     driver.scheduler.add(sequence(0, 20, 3))

@@ -4,7 +4,9 @@ is how many passes it takes."""
 from __future__ import annotations
 
 import functools
+import itertools
 import random
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -312,13 +314,23 @@ class Faulty:
             return [[1]] * len(asks)
         if self.how == "raises":
             raise ValueError("no idea")
-        return {"too many": [[1] * 9], "too few": [], "no ids": [["x"]], "no list": None}[self.how]
+        if self.how == "exits":
+            sys.exit(3)
+        return {
+            "endless": [itertools.count()],
+            "too many": [[1] * 9],
+            "too few": [],
+            "no ids": [["x"]],
+            "no list": None,
+        }[self.how]
 
     def end(self, request_id: str) -> None:
         raise KeyError(request_id)
 
 
-@pytest.mark.parametrize("how", ["raises", "too many", "too few", "no ids", "no list", "at the end"])
+@pytest.mark.parametrize(
+    "how", ["raises", "exits", "endless", "too many", "too few", "no ids", "no list", "at the end"]
+)
 def test_a_proposer_that_fails_is_not_asked_again(how: str, caplog: pytest.LogCaptureFixture) -> None:
     class Ends(Knowing):
         end = Faulty.end

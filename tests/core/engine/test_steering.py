@@ -14,6 +14,7 @@ from tests.support import VOCAB, make_engine, random_prompt, slotted_pool, tiny_
 
 from infer import LLM, Event, SamplingParams
 from infer.contracts.params import StructuredOutputs
+from infer.contracts.request import Request
 from infer.engine.sampler import uniform, words
 from infer.engine.steering import Steering
 from infer.kernels.reference import ReferenceKernels
@@ -82,6 +83,34 @@ def test_greedy_tokens_follow_the_formulas(case: str, lag: int) -> None:
         if answer[-1] in params.get("stop_token_ids", ()):
             break
     assert engine.tokens("a") == answer
+
+
+def test_a_prompt_is_seen_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every answer to a prompt sees all of it in the engine's thread, so it must not take a turn per token."""
+    placed: list[int] = []
+    place = Steering._place
+
+    def counted(self: Steering, token: int) -> int:
+        placed.append(token)
+        return place(self, token)
+
+    monkeypatch.setattr(Steering, "_place", counted)
+    prompt = tuple(random_prompt(9, seed=3)) * 1000
+    request = Request.make(
+        prompt, SamplingParams(repetition_penalty=1.5), vocab_size=VOCAB, max_seq_len=len(prompt) + 10
+    )
+    biased = SamplingParams(logit_bias=dict.fromkeys(range(VOCAB), 1.0))
+    Steering(Request.make(prompt, biased, vocab_size=VOCAB, max_seq_len=len(prompt) + 10), [])
+    assert not placed, "biases are placed one by one"
+    steering = Steering(request, [])
+    steering.see(prompt[:5000])
+    steering.see([*prompt[5000:], prompt[0], prompt[0]])
+    assert steering.fault is None
+    assert len(placed) <= 2 * 9 + 2
+    edit = steering.edit(None)
+    assert edit is not None
+    assert sorted(edit.ids_M.tolist()) == sorted(set(prompt))
+    assert set(edit.repetition_M.tolist()) == {1.5}
 
 
 def test_drawn_tokens_are_drawn_from_what_the_formulas_leave() -> None:

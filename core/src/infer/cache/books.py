@@ -100,6 +100,9 @@ class BlockBooks(ABC):
         self.room: Sequence[int] = self._room_S.data
         """The same numbers as Python's integers, which numpy takes several times as long to make."""
         self._free_slots = list(reversed(range(num_slots)))
+        self._distinct_B: Slots | None = None
+        """The slots that the last ``advance`` found to differ from each other. It often gets them again, since a pool's
+        array of slots stays the same while the same sequences decode."""
 
     @abstractmethod
     def allocate(self, token_ids: Sequence[int]) -> Allocation | None: ...
@@ -147,8 +150,11 @@ class BlockBooks(ABC):
     def advance(self, slots_B: Slots) -> tuple[Ints, int]:
         starts_B = self._lengths_S[slots_B]
         ends_B = starts_B + 1
-        if np.count_nonzero(ends_B > self._room_S[slots_B]) or len(set(slots_B.tolist())) < len(slots_B):
+        if np.count_nonzero(ends_B > self._room_S[slots_B]) or (
+            slots_B is not self._distinct_B and len(set(slots_B.tolist())) < len(slots_B)
+        ):
             self.extend(slots_B, starts_B, np.ones_like(starts_B))  # raises, and says why, unless they ``reach``
+        self._distinct_B = slots_B
         self._lengths_S[slots_B] = ends_B
         return starts_B, int(ends_B[ends_B.argmax()])
 

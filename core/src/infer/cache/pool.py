@@ -33,6 +33,9 @@ class Pool(Generic[Table, View]):
             self.truncate = books.truncate
         if isinstance(books, MappedBooks):
             self.states = books.states
+        self._slots: Sequence[int] = []
+        """The slots of the last ``decode_view``."""
+        self._slots_B = np.zeros(0, dtype=np.int64)
         self._sharing = books if isinstance(books, SharingBooks) and getattr(books, "shares", True) else None
         self.shares = self._sharing is not None
 
@@ -56,7 +59,10 @@ class Pool(Generic[Table, View]):
         return self.storage.view(self.books.table(slots, longest), start_positions, chunk_lens)
 
     def decode_view(self, slots: Sequence[int], rows: int | None = None) -> View:
-        slots_B = np.fromiter(slots, np.int64, len(slots))
+        if slots != self._slots:
+            self._slots = list(slots)
+            self._slots_B = np.fromiter(slots, np.int64, len(slots))
+        slots_B = self._slots_B
         starts_B, longest = self.books.advance(slots_B)
         if rows is None:
             return self.storage.view(self.books.table(slots_B, longest), starts_B, np.ones_like(starts_B))

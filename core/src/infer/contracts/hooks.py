@@ -115,6 +115,8 @@ class KernelsRegistration(Registration[KernelsFactory]):
     kv_dtypes: tuple[str, ...] = ()
     """The values of ``cache.kv_dtype`` other than ``auto`` with which it stores and attends: with ``int8``, caches are
     ``QuantisedKV``."""
+    about: str = ""
+    """Which variant of it runs on this machine, and why: a line for ``infer plugins``, ``infer doctor`` and the log."""
 
 
 @dataclass(frozen=True)

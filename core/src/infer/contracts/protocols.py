@@ -96,6 +96,7 @@ class QuantisedKV:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of codes and scales."""
         return self.codes.nbytes + self.scales.nbytes
 
 
@@ -202,8 +203,7 @@ class KernelsProtocol(Protocol):
 
     Weights without values, on torch's meta device, are packed as well, into tensors on that device, of as many bytes as
     the real ones have: so ``infer doctor``, and the length of sequences by default, know what weights will take before
-    any is read. Kernels that have ``about``, a line of text, say there which variant of theirs runs on this
-    machine, and why.
+    any is read.
     """
 
     def recorder(self) -> RecorderProtocol | None:

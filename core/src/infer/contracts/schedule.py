@@ -89,6 +89,7 @@ class Work(NamedTuple):
 
     @property
     def end(self) -> int:
+        """The position behind the last one."""
         return self.start + self.length
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +43,7 @@ class Answer:
     """
 
     __slots__ = (
-        "_counts", "_decode", "_fault", "_find", "_id", "_left", "_stops", "_sum", "_text",
+        "_counts", "_decode", "_fault", "_find", "_id", "_left", "_plain", "_stops", "_sum", "_text",
         "ended", "first_token", "prompt_logprobs", "sequence", "steering",
     )  # fmt: skip
 
@@ -76,6 +77,9 @@ class Answer:
                 self.steering = Steering(request, self._stops)
         except BaseException as error:  # a panic in Rust code is not an Exception
             self._spoil(error)
+        self._plain: Mapping[int, str] = {}
+        """The texts of tokens that change nothing but the text, provided that they do not end the answer. Empty before
+        the first token, which changes more."""
         self._decode = None if self._text is None else self._text.decode
         self._find = None if self._text is None else self._text.find
 
@@ -98,8 +102,19 @@ class Answer:
         sequence = self.sequence
         tokens, pending = sequence.tokens, sequence.pending
         tokens[-pending] = token
-        sequence.pending = pending = pending - 1
+        sequence.pending = pending - 1
         self._counts.generated += 1
+        text = self._plain.get(token)
+        if text is None or token in self._stops or len(tokens) >= sequence.max_len:
+            return self._weigh(token, logprobs)
+        scored = () if logprobs is None else (logprobs,)
+        return tuple.__new__(  # in a third of the constructor's time
+            Event, (self._id, (token,), text, scored, None, None, None, None, sequence.num_cached, None, None)
+        )
+
+    def _weigh(self, token: int, logprobs: TokenLogprobs | None) -> Event:
+        """The event of a token that may end the answer, or has more to it than its text."""
+        sequence = self.sequence
         prompt_logprobs = None
         if self.first_token is None:
             self.first_token = time.perf_counter()
@@ -126,13 +141,12 @@ class Answer:
                 reason = "error"
             elif stop is not None:
                 reason = "stop"
-            elif len(tokens) - pending >= sequence.max_len:
+            elif len(sequence.tokens) - sequence.pending >= sequence.max_len:
                 reason = "length"
+        if self._text is not None:
+            self._plain = self._text.plain
         scored = () if logprobs is None else (logprobs,)
-        event = tuple.__new__(  # in a third of the constructor's time
-            Event,
-            (self._id, (token,), text, scored, prompt_logprobs, None, None, None, sequence.num_cached, None, None),
-        )
+        event = Event(self._id, (token,), text, scored, prompt_logprobs, num_cached=sequence.num_cached)
         return event if reason is None else self._last(event, reason, stop)
 
     def pool(self, rows_ND: Floats) -> Event | None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,8 +21,7 @@ Floats = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 NONE: Ints = np.zeros(0, dtype=np.int64)
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
+class Draw(NamedTuple):
     """A readout: N tokens, drawn from the logits of wanted rows first .. first+N-1. Each of the M sequences that draw
     has one or more of them, in the order of its positions."""
 
@@ -62,8 +62,7 @@ class Pool:
     count: int
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(NamedTuple):
     """The input of one pass: T tokens of B sequences."""
 
     decode_only: bool
@@ -90,8 +89,7 @@ class Batch:
         more = (0, rows - len(self.token_ids_T))
         token_ids_T = np.pad(self.token_ids_T, more, mode="edge")
         fed_rows = np.flatnonzero(token_ids_T == PENDING)
-        return replace(
-            self,
+        return self._replace(
             token_ids_T=token_ids_T,
             fed_rows=fed_rows,
             fed_slots=np.pad(np.asarray(self.slots), more, mode="edge")[fed_rows],
@@ -116,7 +114,7 @@ def pack(works: Seq[Work], steering: Mapping[Sequence, Steering] | None = None) 
     last_M: Seq[int] | None = None
     if decode_only:
         of = range(len(works))
-        token_ids = [sequence.tokens[start] for sequence, start in zip(sequences, starts, strict=True)]
+        token_ids = [sequence.tokens[-1] for sequence in sequences]
         token_ids_T = ints(token_ids)
         positions_T = starts_B
         rows_N = ends_B = np.arange(len(works))

@@ -6,7 +6,8 @@ import time
 
 from infer.contracts.protocols import SchedulerProtocol
 from infer.contracts.schedule import Schedule, Sequence, Work
-from infer.errors import PluginError, say
+from infer.errors import PluginError
+from infer.inspection import Named
 
 PATIENCE_S = 10.0
 """How long, in seconds, a scheduler that has work may plan nothing before it counts as stuck."""
@@ -25,6 +26,7 @@ class CheckedScheduler:
     ) -> None:
         self._scheduler = scheduler
         self._whose = whose
+        self._named = Named(f"{whose} failed")
         self._thorough = thorough
         self._patience_s = patience_s
         self._idle_since: float | None = None
@@ -34,23 +36,22 @@ class CheckedScheduler:
     def add(self, sequence: Sequence) -> None:
         self._idle_since = None
         self._here[sequence.id] = sequence
-        self._scheduler.add(sequence)
+        with self._named:
+            self._scheduler.add(sequence)
 
     def finish(self, sequence: Sequence) -> None:
         self._idle_since = None
         self._here.pop(sequence.id, None)
-        self._scheduler.finish(sequence)
+        with self._named:
+            self._scheduler.finish(sequence)
 
     def has_work(self) -> bool:
-        return self._scheduler.has_work()
+        """Whether anybody is here. The scheduler is not asked: if it forgot a request, that would wait for ever."""
+        return bool(self._here)
 
     def schedule(self) -> Schedule:
-        try:
+        with self._named:
             schedule = self._scheduler.schedule()
-        except PluginError:
-            raise
-        except Exception as error:
-            raise PluginError(f"{self._whose} failed: {say(error)}.") from error
         if self._thorough:
             self._check(schedule)
         if schedule.decodes or schedule.prefills:
@@ -64,7 +65,7 @@ class CheckedScheduler:
 
         An empty schedule makes the engine read what is under way, so from the second one on nothing is.
         """
-        if not self._scheduler.has_work():
+        if not self._here:
             return
         now = time.monotonic()
         if self._idle_since is None:

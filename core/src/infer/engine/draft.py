@@ -98,6 +98,7 @@ class DraftProposer:
             plain = {"logprobs": None, "logprob_token_ids": None, "prompt_logprobs": None}
             sequence = Sequence(replace(ask.request, params=ask.request.params.model_copy(update=plain)), 0, longest)
             sequence.slot, sequence.num_computed = place.slot, place.num_cached
+            sequence.tokens[:] = tokens  # of which more than the prompt may be cached
             self._open[id] = sequence
         assert sequence.slot is not None, "it has one until it ends"
         right = known

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -24,6 +24,7 @@ from infer.engine.batch import Draw, Pool, Score, pack
 from infer.engine.runner import Drawn, Launched, Runner
 from infer.engine.speculation import Speculation
 from infer.engine.steering import Steering
+from infer.errors import say
 from infer.text.detokenizer import TokenTexts
 
 log = logging.getLogger(__name__)
@@ -95,7 +96,7 @@ class Engine:
         """The answers of all open requests, by request id."""
         self._steering: dict[Sequence, Steering] = {}
         """The steering of open requests that have one. It needs each token before it can edit the next logits."""
-        self._accepted: Counter[str] = Counter()
+        self._accepted: dict[str, int] = {}
         """How many tokens of this step answers owe to drafts, by request id."""
         self._counts = Counts()
         self._steps = 0
@@ -182,10 +183,17 @@ class Engine:
         try:
             batch = pack(works, self._steering)
             launched = self._runner.launch(batch)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             log.error("a pass with %d requests failed", len(works), exc_info=error)
-            text = f"The step failed: {type(error).__name__}: {error}"
+            text = f"The step failed: {say(error)}"
             return [self._end(answer, "error", text) for answer in answers]
+        self._in_flight.append(_Flight(launched, batch.readouts, answers, works))
+        if batch.decode_only:
+            for sequence, start in zip(works.sequences, works.starts, strict=True):
+                sequence.num_computed = start + 1
+                sequence.tokens.append(PENDING)
+                sequence.pending += 1
+            return []
         for sequence, start, length, draws, decode, _ in zip(*works.columns, strict=True):
             sequence.num_computed = start + length
             if draws:
@@ -199,7 +207,6 @@ class Engine:
                     works.sequences[b].prompt_scored += len(targets)
                 case Pool(of=b, count=count):
                     works.sequences[b].prompt_scored += count
-        self._in_flight.append(_Flight(launched, batch.readouts, answers, works))
         return []
 
     def _settle(self, left: int) -> list[Event]:
@@ -243,7 +250,7 @@ class Engine:
             if n in wrong:
                 continue
             if n and of[n - 1] == of[n] and not answer.ended:
-                self._accepted[answer.sequence.id] += 1
+                self._accepted[answer.sequence.id] = self._accepted.get(answer.sequence.id, 0) + 1
                 answer.sequence.accepted += 1
                 self._counts.accepted += 1
             yield answer, token, scored
@@ -301,12 +308,12 @@ class Engine:
                 waiting=waiting,
                 free_tokens=self._pool.free_tokens(),
                 totals=self._counts.totals(),
-                proposed=sum(map(len, work.drafts)),
-                accepted=self._accepted.total(),
+                proposed=sum(map(len, work.drafts)) if self._speculation is not None else 0,
+                accepted=sum(self._accepted.values()),
                 blocks=self._states,
             ),
         )
-        self._accepted = Counter()
+        self._accepted = {}
         self._steps += 1
 
 

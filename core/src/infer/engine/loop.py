@@ -13,7 +13,7 @@ from concurrent.futures import Future
 
 from infer.contracts.request import Event, Request
 from infer.engine.engine import Abort, Engine
-from infer.errors import EngineDeadError, InferError, QueueFullError
+from infer.errors import EngineDeadError, InferError, QueueFullError, say
 
 log = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ class EngineLoop:
             engine.fail_all("abort", None)
         except BaseException as error:
             log.exception("the engine has stopped")
-            what = str(error).rstrip(".") if isinstance(error, InferError) else repr(error)
+            what = str(error).rstrip(".") if isinstance(error, InferError) else say(error)
             with self._lock:
                 self._fault = f"The engine has stopped: {what}. Start the process again."
                 ids = list(self._open)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -35,17 +34,16 @@ Result = Drawn | list[TokenLogprobs | None] | Floats
 """The result of a Draw, of a Score, or of a Pool: its rows, [count, D]."""
 
 
-@dataclass(frozen=True, slots=True)
-class Launched:
+class Launched(NamedTuple):
     """A pass in flight on the device."""
 
-    _readers: list[Callable[[], Result]]
-    _wait: Callable[[], None]
+    readers: list[Callable[[], Result]]
+    wait: Callable[[], None]
 
     def results(self) -> list[Result]:
         """Wait for the pass and read its results, one for each of the batch's readouts."""
-        self._wait()
-        return [read() for read in self._readers]
+        self.wait()
+        return [read() for read in self.readers]
 
 
 class Runner:
@@ -100,7 +98,9 @@ class Runner:
         host_N = download(token_N)
 
         def read() -> Drawn:
-            tokens = [token if token >= 0 else None for token in host_N.tolist()]
+            tokens = host_N.tolist()
+            if min(tokens) < 0:
+                tokens = [token if token >= 0 else None for token in tokens]
             return Drawn(tokens, [None] * num if chosen is None else chosen.read())
 
         return read

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Set
 from collections.abc import Sequence as Seq
+from itertools import islice
 from typing import Protocol
 
 from infer.contracts.protocols import Ask, CachePoolProtocol, ProposerProtocol
@@ -138,7 +139,7 @@ class Speculation:
         assert self._proposer is not None
         try:
             return self._checked(asks, self._proposer.propose(asks))
-        except Exception:
+        except (Exception, SystemExit):
             log.exception("%s failed; the engine goes on without speculation", self._whose)
             self._proposer = None
             return []
@@ -149,9 +150,9 @@ class Speculation:
             raise PluginError(f"{self._whose} was asked for {len(asks)} sequences and proposed for {len(proposals)}.")
         checked = []
         for ask, proposal in zip(asks, proposals, strict=True):
-            drafts = tuple(map(int, proposal))
+            drafts = tuple(map(int, islice(proposal, ask.most + 1)))
             if len(drafts) > ask.most:
-                raise PluginError(f"{self._whose} proposed {len(drafts)} tokens where {ask.most} were asked for.")
+                raise PluginError(f"{self._whose} proposed more than the {ask.most} tokens that were asked for.")
             known = (i for i, token in enumerate(drafts) if not 0 <= token < self._vocab_size)
             checked.append(drafts[: next(known, len(drafts))])
         return checked
@@ -192,7 +193,7 @@ class Speculation:
         if self._proposer is not None:
             try:
                 self._proposer.end(sequence.id)
-            except Exception:
+            except (Exception, SystemExit):
                 log.exception("%s failed; the engine goes on without speculation", self._whose)
                 self._proposer = None
 

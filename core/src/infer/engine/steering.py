@@ -77,19 +77,15 @@ class Steering:
         self._fault: str | None = None
         self.num_seen = 0
         """How many tokens of prompt and answer it has seen."""
-        self._row: dict[int, int] = {}
-        """Token id -> index in the arrays below."""
         self._stops = sorted(stops) if params.min_tokens else []
-        self._ids = np.zeros(0, np.int64)
-        self._bias = np.zeros(0, np.float32)
-        self._repetition = np.zeros(0, np.float32)
-        self._count = np.zeros(0, np.float32)
-        for token, bias in params.logit_bias.items():
-            row = self._place(token)
-            self._bias[row] = bias
-        for token in self._stops:
-            row = self._place(token)
-            self._bias[row] = -np.inf
+        # At once, not by ``_place``: all answers of a request begin in one step.
+        biased = params.logit_bias | dict.fromkeys(self._stops, -np.inf)
+        self._row = {token: row for row, token in enumerate(biased)}
+        """Token id -> index in the arrays below."""
+        self._ids = np.fromiter(biased, np.int64, len(biased))
+        self._bias = np.fromiter(biased.values(), np.float32, len(biased))
+        self._repetition = np.ones(len(biased), np.float32)
+        self._count = np.zeros(len(biased), np.float32)
 
     def fork(self) -> Steering:
         """A copy in the same state, which takes in draft tokens in place of this one."""
@@ -127,9 +123,13 @@ class Steering:
         return None
 
     def _see_all(self, tokens: Sequence[int]) -> Matcher | None:
-        for token in tokens:
-            self._see(token, answer=self.num_seen >= self._num_prompt)
-            self.num_seen += 1
+        if self._params.repetition_penalty != 1:
+            for token in dict.fromkeys(tokens):  # prompts are long, and each answer to one sees it by itself
+                row = self._place(token)
+                self._repetition[row] = self._params.repetition_penalty
+        for token in tokens[max(0, self._num_prompt - self.num_seen) :]:
+            self._see(token)
+        self.num_seen += len(tokens)
         return None if self._waits else self._matcher
 
     def _edit(self, matcher: Matcher | None) -> Edit:
@@ -164,14 +164,12 @@ class Steering:
         """The request parameter that caused the fault; None if none did."""
         return None if self._fault is not None or self.fault is None else "structured_outputs"
 
-    def _see(self, token: int, answer: bool) -> None:
-        if self._params.repetition_penalty != 1:
-            row = self._place(token)
-            self._repetition[row] = self._params.repetition_penalty
-        if answer and (self._params.presence_penalty or self._params.frequency_penalty):
+    def _see(self, token: int) -> None:
+        """Take in a token of the answer, but for the repetition penalty."""
+        if self._params.presence_penalty or self._params.frequency_penalty:
             row = self._place(token)
             self._count[row] += 1
-        if answer and self._matcher is not None:
+        if self._matcher is not None:
             if not self._waits:
                 self._matcher.accept(token)
             elif token == self._gate[self._passed]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Protocol, Self
 
+import numpy as np
 import torch
 from pydantic import BaseModel, PositiveInt, model_validator
 from torch import Tensor
@@ -221,7 +222,32 @@ class Decoder:
 
     def load(self, tensors: Iterable[tuple[str, Weight]]) -> None:
         # Some checkpoints with tied embeddings store the head as a tensor of its own, too.
-        self.weights.load(self._named(tensors), optional=[self.head.name])
+        sums: dict[str, tuple[torch.dtype, int]] = {}
+        self.weights.load(self._summed(self._named(tensors), sums), optional=[self.head.name])
+        head, embedding = (sums.get(name) for name in (self.head.name, self.embedding.name))
+        if head and embedding and head[0] == embedding[0] and head != embedding:
+            log.warning(
+                "config.json says that the head is the embedding (tie_word_embeddings), but the checkpoint has another "
+                "%r, which is not used; if the model was trained with it, set tie_word_embeddings to false there",
+                self.head.name,
+            )
+
+    def _summed(
+        self, tensors: Iterable[tuple[str, Weight]], sums: dict[str, tuple[torch.dtype, int]]
+    ) -> Iterator[tuple[str, Weight]]:
+        """The tensors, while the types and sums of a tied embedding and of the head are taken, to compare the two
+        without keeping them."""
+        names = (self.embedding.name, self.head.name) if self.head.tied else ()
+
+        def passed(named: tuple[str, Weight]) -> tuple[str, Weight]:
+            name, weight = named
+            if name in names:
+                values = weight if isinstance(weight, Tensor) else weight.codes
+                if not values.is_meta:
+                    sums[name] = values.dtype, _sum(values)
+            return named
+
+        return map(passed, tensors)  # a generator would hold each tensor until the next one
 
     def _named(self, tensors: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
         """The tensors of a whole model. A checkpoint of a model without its head, as those that make embeddings often
@@ -239,3 +265,10 @@ class Decoder:
         if embedding is not None and self.head.name in expected:
             log.warning("the checkpoint has no output head: embeddings are as they should be, but texts make no sense")
             yield self.head.name, embedding
+
+
+def _sum(values: Tensor) -> int:
+    """The sum of a tensor's bytes, eight at a time."""
+    raw = values.cpu().contiguous().flatten().view(torch.uint8).numpy()
+    end = len(raw) // 8 * 8
+    return int(raw[:end].view(np.int64).sum()) + int(raw[end:].sum())
