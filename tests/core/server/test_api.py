@@ -56,7 +56,8 @@ async def test_chat_is_the_completion_of_what_the_template_makes(chatty: dict[st
 
 
 BAD: list[tuple[Body, str | None, str]] = [
-    ({"messages": []}, "messages", "at least 1"),
+    ({"messages": []}, "messages", "Array should have at least 1 item"),
+    ({"messages": MESSAGES, "metadata": {"a": "b"}}, "metadata", "metadata goes with stored answers, and none are"),
     ({"messages": [{"role": "robot", "content": "x"}]}, "messages", "Unknown role robot"),
     ({"messages": [*MESSAGES, {"role": "usr", "content": "x"}]}, "messages", "Unknown role usr in messages[1]"),
     ({"messages": [{"content": "x"}]}, "messages[0].role", "missing"),
@@ -449,6 +450,25 @@ async def test_decisions_judge_a_conversation(chatty: dict[str, Any]) -> None:
         _, other, _ = await server.post({"input": said, "questions": questions}, "/v1/decisions")
     assert one["answers"] == other["answers"]
     assert one["usage"]["input_tokens"] == other["usage"]["input_tokens"]
+
+
+async def test_many_questions_leave_places_for_others(chatty: dict[str, Any]) -> None:
+    questions = [{"type": "predicate", "name": f"{i}", "instructions": f"Is it {i}?"} for i in range(30)]
+    most = 0
+
+    async def watch() -> None:
+        nonlocal most
+        while True:
+            most = max(most, server.engine_loop.num_open)
+            await asyncio.sleep(0)
+
+    async with running(**chatty) as server:
+        watching = asyncio.create_task(watch())
+        status, found, _ = await server.post({"input": "x", "questions": questions}, "/v1/decisions")
+        watching.cancel()
+    assert status == 200, found
+    assert [answer["name"] for answer in found["answers"]] == [f"{i}" for i in range(30)]
+    assert 1 <= most <= ENGINE["max_batch_size"]
 
 
 async def test_more_choices_than_letters(chatty: dict[str, Any]) -> None:

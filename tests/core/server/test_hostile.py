@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import resource
+import socket
 import threading
 import time
 import zlib
@@ -13,15 +15,31 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from prometheus_client import generate_latest
 from pydantic import ValidationError
 from tests import serving
 from tests.serving import Body, running
 
-from infer.server import app, compiling, completions, decisions, parsing, reading, schemas, service, tokens, writing
+from infer.server import (
+    app,
+    compiling,
+    completions,
+    decisions,
+    metrics,
+    parsing,
+    reading,
+    schemas,
+    service,
+    tokens,
+    writing,
+)
 from infer.server.child import Child, ChildError
 from infer.server.http_errors import Protocol
+from infer.server.testing import serving as serving_in_process
 from infer.text import grammar
+from infer.text.encoding import Encoder
 
 ENGINE = {"max_batch_size": 4, "max_seq_len": 512}
 SIZE = 1_000_000
@@ -220,6 +238,66 @@ async def test_tokens_are_written_few_at_a_time_beside_the_loop(chatty: Body, mo
         _, back, _ = await server.post({"tokens": answer["tokens"]}, "/detokenize")
     assert (status, back["prompt"], len(answer["token_strs"])) == (200, text, answer["count"])
     assert (sum(sizes), max(sizes)) == (2 * answer["count"], writing.RUN)
+
+
+async def test_long_texts_leave_threads_for_others(chatty: Body, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many texts take long to tokenize, others of a few kilobytes are tokenized meanwhile."""
+    long, free, inside = "a" * (service.LONG_CHARS + 1), threading.Event(), 0
+    encode = Encoder.__call__
+
+    def slow(self: Encoder, text: str, *, special: bool, most: int) -> list[int]:
+        nonlocal inside
+        if text == long:
+            inside += 1
+            free.wait(60)
+        return encode(self, text, special=special, most=most)
+
+    monkeypatch.setattr(Encoder, "__call__", slow)
+    async with running(**chatty) as server:
+        waiting = [asyncio.create_task(server.post({"prompt": long}, "/tokenize")) for _ in range(40)]
+        try:
+            async with asyncio.timeout(30):
+                while not inside:
+                    await asyncio.sleep(0.01)
+                for _ in range(3):
+                    status, _, _ = await server.post({"prompt": "a " * service.INLINE_CHARS}, "/tokenize")
+                    assert status == 200
+            assert inside == 1
+        finally:
+            free.set()
+        assert {answer[0] for answer in await asyncio.gather(*waiting)} == {200}
+
+
+async def test_small_work_that_many_ask_for_at_once_takes_turns(chatty: Body, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small bodies are parsed and figures written in the event loop. However many ask, streams go on in between."""
+    now = 0
+
+    async def turn() -> None:
+        nonlocal now
+        while True:
+            await asyncio.sleep(0)
+            now += 1
+
+    def noting(work: Any, at: list[int]) -> Any:
+        def noted(*given: Any) -> Any:
+            at.append(now)
+            return work(*given)
+
+        return noted
+
+    parsed, written = list[int](), list[int]()
+    monkeypatch.setattr(parsing, "parse", noting(parsing.parse, parsed))
+    monkeypatch.setattr(metrics, "generate_latest", noting(generate_latest, written))
+    async with running(**chatty) as server:
+        ticker = asyncio.create_task(turn())
+        url, few = f"{server.url}/metrics", {"prompt": "a", "n": 0}
+        for _ in range(2):  # the second time, all connections are open
+            asked = [*(server.post(few) for _ in range(40)), *(server.session.get(url) for _ in range(40))]
+            await asyncio.gather(*asked)
+        ticker.cancel()
+    for at in (parsed, written):
+        assert len(at) == 80
+        assert len(set(at)) == 80
 
 
 async def test_long_answers_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -560,3 +638,58 @@ async def test_headers_that_do_not_end_are_not_waited_for(chatty: Body, monkeypa
             writer.write(sent)
             assert await reader.read() == b""
             writer.close()
+
+
+async def test_so_many_connections_are_taken_and_others_are_told(chatty: Body, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "MAX_CONNECTIONS", 3)
+    async with running(**chatty) as server, asyncio.timeout(60):
+        host, port = server.url.removeprefix("http://").split(":")
+        assert (await server.post({"prompt": "a", "max_tokens": 1}))[0] == 200  # on one that stays
+        held = [await asyncio.open_connection(host, int(port)) for _ in range(2)]
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 503 ")
+        assert b"Retry-After: 1" in head
+        assert json.loads(body)["error"]["message"] == "All 3 connections are taken. Try again."
+        writer.close()
+        assert (await server.post({"prompt": "a", "max_tokens": 1}))[0] == 200
+        held[0][1].close()
+        answer = b""
+        while not answer.startswith(b"HTTP/1.1 200 "):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            answer = await reader.read()
+            writer.close()
+
+
+def test_as_many_files_are_opened_as_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = [100, 1000]
+
+    def raised(kind: int, asked: tuple[int, int]) -> None:
+        limits[:] = asked
+
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: tuple(limits))
+    monkeypatch.setattr(resource, "setrlimit", raised)
+    assert app._files() == 1000
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="Linux drops them")
+async def test_who_never_reads_loses_the_connection() -> None:
+    """Though the answers are short, and the server has closed the connection by itself."""
+    with serving_in_process("demo", server={"stall_timeout_s": 0.5}) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            client.connect((host, int(port)))
+            client.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 40)
+            own = client.getsockname()
+
+            def held() -> bool:
+                return any(tuple(one.raddr) == own for one in psutil.Process().net_connections("tcp"))
+
+            while not held():
+                await asyncio.sleep(0)
+            async with asyncio.timeout(60):
+                while held():
+                    await asyncio.sleep(0.05)

@@ -12,6 +12,7 @@ from tests.serving import Running, chatty, running
 from tokenizers import Tokenizer
 
 import infer_demo
+from infer.server.rendering import Renderer
 from infer.server.rerank import INSTRUCTION, SYSTEM
 
 CHECKPOINT = Path(infer_demo.__file__).parent / "checkpoint"
@@ -103,3 +104,27 @@ async def test_few_documents_are_inside_at_a_time(tmp_path: Path) -> None:
         server.engine_loop.submit_all = watched
         status, _, _ = await server.post({"query": "a", "documents": ["b"] * 12}, "/v1/rerank")
         assert (status, most) == (200, 2)
+
+
+async def test_a_long_query_is_not_put_before_every_document_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompts of one body are made as their turn comes, since all of them may be a thousand times as long."""
+    rendered: list[int] = []
+    render = Renderer.__call__
+
+    async def counted(self: Renderer, messages: bytes, /, **form: Any) -> str:
+        rendered.append(len(messages))
+        return await render(self, messages, **form)
+
+    monkeypatch.setattr(Renderer, "__call__", counted)
+    async with running(model=chatty(tmp_path), engine={"max_batch_size": 2}) as server:
+        for path, body in (
+            ("/v1/rerank", {"query": "a " * 5000, "documents": ["b"] * 500}),
+            ("/v1/score", {"text_1": "a " * 5000, "text_2": ["b"] * 500}),
+        ):
+            rendered.clear()
+            status, answer, _ = await server.post(body, path)
+            assert status == 400
+            assert answer["error"]["code"] == "context_length_exceeded"
+            assert len(rendered) <= 3  # the first by itself, then as many as run together

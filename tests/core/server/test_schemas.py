@@ -268,6 +268,26 @@ def test_a_refusal_names_a_field_on_the_way_to_what_is_wrong(
         (ChatRequest, {"messages": [USER | {"content": {"str": 5}}]}, "messages[0].content", "valid string"),
         (ChatRequest, {"messages": [USER | {"role": None}]}, "messages[0].role", "missing"),
         (ChatRequest, {"messages": [USER], "logit_bias": {"x": 1}}, "logit_bias.x", "integer"),
+        (
+            ChatRequest,
+            {"messages": [USER], "response_format": {"type": "json_schema"}},
+            "response_format",
+            "the type json_schema needs json_schema",
+        ),
+        (
+            ResponsesRequest,
+            {"input": "x", "text": {"format": {"type": "json_schema", "name": "s"}}},
+            "text.format",
+            "the type json_schema needs schema",
+        ),
+        (
+            ResponsesRequest,
+            {"input": "x", "text": {"format": {"schema": {"type": "object"}}}},
+            "text.format",
+            "schema goes with the type json_schema, and the type is text",
+        ),
+        (ResponsesRequest, {"input": "x", "tools": [{"type": "function"}]}, "tools", "is not supported; leave it out"),
+        (ResponsesRequest, {"input": "x", "text": {"verbosity": "low"}}, "text.verbosity", "leave it out"),
         (ResponsesRequest, {"input": [{"role": "usr", "content": ""}]}, "input[0].role", "'developer'"),
         (ResponsesRequest, {"input": [{"type": "image_generation_call"}]}, "input[0].type", "'reasoning'"),
         (

@@ -142,7 +142,7 @@ BAD: list[tuple[Any, int, str | None, str]] = [
     ({"prompt": "a", "guided_regex": "a", "min_tokens": 2}, 400, "min_tokens", "structured output"),
     ({"prompt": "a", "guided_regex": "("}, 400, "guided_regex", "cannot be compiled"),
     ({"prompt": "a", "guided_regex": "a", "guided_choice": ["b"]}, 400, "structured_outputs", "not several"),
-    ({"prompt": "a", "response_format": {"type": "json_schema"}}, 400, "response_format", "json_schema goes with"),
+    ({"prompt": "a", "response_format": {"type": "json_schema"}}, 400, "response_format", "needs json_schema; give it"),
     ({"prompt": "a", "response_format": {"type": "xml"}}, 400, "response_format.type", "not supported"),
     ({"prompt": "a", "suffix": "b"}, 400, "suffix", "not supported"),
     ({"prompt": "a", "logprobs": 21}, 400, "logprobs", "less than or equal to 20"),
@@ -163,7 +163,9 @@ async def test_everything_a_client_can_get_wrong_gets_one_sentence_and_the_serve
             assert error["type"] == "invalid_request_error"
             assert "X-Request-Id" in headers
         assert (await server.post({"prompt": [5] * 600}))[1]["error"]["code"] == "context_length_exceeded"
-        assert (await server.post({"prompt": "a"}, "/v1/nothing"))[0] == 404
+        status, answer, _ = await server.post({"prompt": "a"}, "/chat/completions")
+        assert status == 404
+        assert answer["error"]["message"] == "There is no /chat/completions here; GET /docs lists what there is."
         async with server.session.get(server.url + "/v1/completions") as response:
             assert response.status == 405
             assert "POST" in (await response.json())["error"]["message"]

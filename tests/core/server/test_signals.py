@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from infer.errors import SettingsError
+from infer.server import access
 from infer.server.app import bind
 
 INFER = (sys.executable, "-c", "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
@@ -133,3 +135,36 @@ def test_a_port_in_use_is_said_before_anything_is_loaded(tmp_path: Path) -> None
         assert "Traceback" not in said
     with pytest.raises(SettingsError, match=r"server.host = 'no\.such\.host\.invalid' is no address"):
         bind("no.such.host.invalid", 0)
+    with pytest.raises(SettingsError, match=r"server.host = '192\.0\.2\.1' is no address .*; use 127\.0\.0\.1 for"):
+        bind("192.0.2.1", 0)
+
+
+def test_a_log_that_nobody_reads_holds_up_no_request_and_no_signal(tmp_path: Path) -> None:
+    with process(tmp_path) as started:
+        address = ready(started)
+        assert started.stderr is not None
+        fcntl.fcntl(started.stderr, fcntl.F_SETPIPE_SZ, 4096)
+        for _ in range(60):
+            with urllib.request.urlopen(f"http://{address[0]}:{address[1]}/health", timeout=30) as answer:
+                assert answer.status == 200
+        started.send_signal(signal.SIGTERM)
+        assert started.wait(20) == 0
+
+
+def test_what_is_missing_in_a_log_is_counted_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(access, "MOST_LINES", 3)
+    reader, writer = os.pipe()
+    fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 4096)
+    lines = access.Lines(writer)
+    written = [f"{i} {'x' * 8000}\n" for i in range(9)]
+    lines.write(written[0])
+    while lines._lines.qsize():  # until the thread has taken it, and waits for the reader
+        pass
+    for line in written[1:]:
+        lines.write(line)
+    read = b""
+    while not read.endswith(b"\n") or b"\n3 x" not in read:
+        read += os.read(reader, 1 << 16)
+    missing = "5 lines of the log are missing here: nobody read them in time\n"
+    assert read.decode() == written[0] + missing + "".join(written[1:4])
+    os.close(reader)

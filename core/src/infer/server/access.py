@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
 import logging
+import os
+import queue
 import re
 import secrets
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence, Set
 from ipaddress import ip_address
@@ -20,6 +25,10 @@ from infer.server.keys import Keys
 from infer.server.service import CALLER, Caller
 
 log = logging.getLogger("infer.access")
+MOST_LINES = 10_000
+"""How many lines of the log may wait for whoever reads it."""
+LAST_S = 1.0
+"""How many seconds the process waits at its end for the lines that are left."""
 
 
 def authorize(keys: Keys, opened: Set[web.AbstractRoute]) -> Middleware:
@@ -144,10 +153,58 @@ def access_log(enabled: bool) -> Middleware:
     return middleware
 
 
+class Lines:
+    """A stream that a thread of its own copies to a file, so that whoever logs never waits for the log's reader: a pipe
+    may be full, or a terminal stopped. What is not read in time is dropped, and counted."""
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+        self._lines: queue.Queue[str] = queue.Queue(MOST_LINES)
+        self._dropped = 0
+        threading.Thread(target=self._copy, name="log", daemon=True).start()
+        atexit.register(self._last)
+
+    def write(self, line: str) -> None:
+        try:
+            self._lines.put_nowait(line)
+        except queue.Full:
+            self._dropped += 1
+
+    def flush(self) -> None:
+        """Nothing to do: handlers call it after every line."""
+
+    def _copy(self) -> None:
+        while True:
+            line = self._lines.get()
+            dropped, self._dropped = self._dropped, 0
+            if dropped:
+                line = f"{dropped} lines of the log are missing here: nobody read them in time\n{line}"
+            rest = line.encode(errors="backslashreplace")
+            with contextlib.suppress(OSError):  # the disk is full, or the reader has gone
+                while rest:
+                    rest = rest[os.write(self._file, rest) :]
+            self._lines.task_done()
+
+    def _last(self) -> None:
+        """Give the lines that are left a moment to be written."""
+        deadline = time.monotonic() + LAST_S
+        while self._lines.unfinished_tasks and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+
 def log_to_stderr() -> None:
-    """Write the access log's lines to stderr as they are, whatever the format of the rest of the log."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    log.handlers[:] = [handler]
+    """From now on, write the log to stderr without waiting for its reader, and the access log's lines as they are,
+    whatever the format of the rest."""
+    handlers = [handler for handler in logging.root.handlers if isinstance(handler, logging.StreamHandler)]
+    log.handlers[:] = [logging.NullHandler()]
     log.setLevel(logging.INFO)
     log.propagate = False
+    if sys.stderr is None:
+        return
+    lines = Lines(sys.stderr.fileno())
+    for handler in handlers:
+        if handler.stream is sys.stderr:
+            handler.setStream(lines)
+    handler = logging.StreamHandler(lines)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    log.handlers[:] = [handler]

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
 import gc
 import logging
 import os
+import resource
+import select
 import signal
 import socket
 import sys
 import threading
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from aiohttp import web
@@ -34,6 +37,8 @@ log = logging.getLogger(__name__)
 KEEPALIVE_S = 15.0
 LEAVE_S = 1.5
 """The process ends at most this many seconds after the engine has failed."""
+MAX_CONNECTIONS = 8192
+"""How many connections there may be at a time, if the process may open twice as many files."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -54,7 +59,8 @@ def run(settings: Settings, plugins: Plugins) -> None:
 def _leave(number: int) -> None:
     """End the process at once, even while native code runs. This is for signals during the start, when there is no
     request to finish, and for a second signal."""
-    print(f"infer: stopped by {signal.Signals(number).name}", file=sys.stderr, flush=True)
+    if sys.stderr is not None and select.select([], [sys.stderr], [], 0)[1]:  # a pipe that nobody reads may be full
+        print(f"infer: stopped by {signal.Signals(number).name}", file=sys.stderr, flush=True)
     os._exit(128 + number)
 
 
@@ -77,7 +83,7 @@ async def serve(
     # What is loaded by now stays, and each collection that looks through it again would hold up a step.
     gc.collect()
     gc.freeze()
-    async with listen(app, sockets) as url:
+    async with listen(app, sockets, settings.server.stall_timeout_s) as url:
         ended = asyncio.wrap_future(engine_loop.ended)
         ended.add_done_callback(lambda _: stop.set())
         print(f"infer: ready on {url}", flush=True)
@@ -100,7 +106,7 @@ def bind(host: str, port: int) -> list[socket.socket]:
     try:
         found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
-        raise SettingsError(f"server.host = {host!r} is no address of this machine: {error}.") from None
+        raise _elsewhere(host, error) from None
     sockets: list[socket.socket] = []
     try:
         for family, kind, protocol, _, address in dict.fromkeys(found):
@@ -113,8 +119,17 @@ def bind(host: str, port: int) -> list[socket.socket]:
     except OSError as error:
         for bound in sockets:
             bound.close()
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise _elsewhere(host, error) from None
         raise _taken(host, port, error) from None
     return sockets
+
+
+def _elsewhere(host: str, error: Exception) -> SettingsError:
+    return SettingsError(
+        f"server.host = {host!r} is no address of this machine: {error}; use 127.0.0.1 for this machine "
+        "only, or 0.0.0.0 for all that reach it."
+    )
 
 
 def _taken(host: str, port: int, error: OSError) -> SettingsError:
@@ -124,9 +139,24 @@ def _taken(host: str, port: int, error: OSError) -> SettingsError:
     )
 
 
+def _files() -> int:
+    """How many files this process may have open, connections among them, once the limit is as high as it may be."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):  # macOS has another limit below an unlimited one
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
+
+
 @asynccontextmanager
-async def listen(app: web.Application, sockets: Sequence[socket.socket]) -> AsyncIterator[str]:
-    """Serve the app until the end of the block. Yields the URL."""
+async def listen(
+    app: web.Application, sockets: Sequence[socket.socket], stall_timeout_s: float = 60.0
+) -> AsyncIterator[str]:
+    """Serve the app until the end of the block. Yields the URL. A client that reads nothing for ``stall_timeout_s``
+    loses its connection, whatever is being written to it and even if the server has closed it: Linux sees to that."""
+    for bound in sockets:
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # connections inherit it
+            bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(stall_timeout_s * 1000)))
     runner = web.AppRunner(
         app,
         handler_cancellation=True,  # if a client disconnects, its handler is cancelled, and so its request
@@ -137,6 +167,8 @@ async def listen(app: web.Application, sockets: Sequence[socket.socket]) -> Asyn
     try:
         assert runner.server is not None
         how: dict[str, Any] = {"keepalive_timeout": KEEPALIVE_S, "access_log": None, "auto_decompress": False}
+        # Half of the files are left for others than clients: an ingress has another connection for each of theirs.
+        how |= {"most": min(MAX_CONNECTIONS, _files() // 2), "refused": set()}
         protocol = functools.partial(Protocol, runner.server, loop=loop, **how)
         try:
             listening = [await loop.create_server(protocol, sock=bound) for bound in sockets]

@@ -25,7 +25,7 @@ from infer.contracts.protocols import Route
 from infer.contracts.request import Request
 from infer.errors import RequestError
 from infer.llm import Completion
-from infer.server import answers
+from infer.server import answers, many
 from infer.server.decision_schemas import (
     ChoiceQuestion,
     Choices,
@@ -111,7 +111,7 @@ class Decisions:
         # The first request puts the state into the cache, where the others find it.
         answers, tokens, cached = [], 0, 0
         for part in (requests[:1], requests[1:]):
-            found, used = await self._service.whole(http, part)
+            found, used = await self._service.whole(http, part, most=many.at_once(self._service))
             answers += found
             tokens += used["prompt_tokens"]
             cached += used["prompt_tokens_details"]["cached_tokens"]

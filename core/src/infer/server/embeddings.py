@@ -16,7 +16,7 @@ from infer.contracts.protocols import Route
 from infer.contracts.request import Pooling, Request
 from infer.errors import RequestError
 from infer.server import answers, many
-from infer.server.schemas import EmbeddingRequest
+from infer.server.schemas import EmbeddingRequest, TokenIds
 from infer.server.service import Json, Service, TokenCount, raise_if_failed
 from infer.server.writing import Array
 
@@ -49,7 +49,7 @@ class Embeddings:
             )
         params, special = SamplingParams(max_tokens=1, temperature=0), asked.add_special_tokens
         how = {"special": special, "pooling": cast(Pooling, pooling)}
-        requests, usage = await many.make(service, http, inputs, params, asked, "input", **how)
+        requests, usage = await many.make(service, http, inputs, _itself, params, asked, "input", **how)
         rows = await self._run(requests)
         made = functools.partial(written, asked.dimensions, asked.encoding_format == "base64")
         data = Array(await service.writer.each(lambda row: made(*row), rows, len(rows)))
@@ -65,6 +65,10 @@ class Embeddings:
                 if event.embedding is not None:
                     found[count.add(event)] = event.embedding
         return [(index, found[index]) for index in range(len(requests))]
+
+
+async def _itself(prompt: str | TokenIds) -> str | TokenIds:
+    return prompt
 
 
 def written(dimensions: int | None, packed: bool, index: int, pooled: bytes) -> bytes:

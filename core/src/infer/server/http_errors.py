@@ -27,6 +27,10 @@ READ_BYTES = 1 << 14
 asyncio reads by default takes 100 ms."""
 LINGER_S = 1.0
 """How long, in seconds, input is still read and discarded after the answer to something that is not HTTP."""
+FULL = (
+    b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nRetry-After: %d\r\n"
+    b"Content-Type: application/json; charset=utf-8\r\nContent-Length: " % RETRY_AFTER_S
+)
 REQUEST_ID = web.RequestKey("request_id", str)
 ASKED = web.RequestKey("asked", Body)
 """The body, once it is parsed: it knows its own names for the parameters that an error is about."""
@@ -107,7 +111,7 @@ def _response(request: web.Request, error: Exception) -> web.Response:
             status, kind = 503, "server_error"
             headers["Retry-After"] = str(RETRY_AFTER_S)
         case web.HTTPNotFound():
-            message = f"There is no {request.path} here."
+            message = f"There is no {request.path} here; GET /docs lists what there is."
             return web.json_response(error_body(message, "invalid_request_error"), status=404)
         case web.HTTPMethodNotAllowed():
             message = (
@@ -134,13 +138,34 @@ def _response(request: web.Request, error: Exception) -> web.Response:
 
 
 class Protocol(web.RequestHandler):
-    """aiohttp's protocol, which here answers invalid HTTP with an error in the same format as all others."""
+    """aiohttp's protocol, which here answers invalid HTTP with an error in the same format as all others, and so it
+    answers a connection beyond the first ``most``."""
 
-    __slots__ = ()
+    __slots__ = ("_most", "_refused", "_server")
+
+    def __init__(self, manager: web.Server, *, most: int, refused: set[asyncio.Transport], **how: Any) -> None:
+        super().__init__(manager, **how)
+        self._server, self._most, self._refused = manager, most, refused
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport.max_size = READ_BYTES  # type: ignore[attr-defined]
-        super().connection_made(transport)
+        assert isinstance(transport, asyncio.Transport)
+        if len(self._server.connections) < self._most:
+            super().connection_made(transport)
+            return
+        self.force_close()  # what the client sends is not parsed
+        body = json.dumps(error_body(f"All {self._most} connections are taken. Try again.", "server_error"))
+        transport.write(FULL + f"{len(body)}\r\n\r\n{body}".encode())
+        if len(self._refused) < self._most // 2:  # as with ``_Last``, but not for more than there are files
+            self._refused.add(transport)
+            transport.write_eof()
+            asyncio.get_running_loop().call_later(LINGER_S, self._dismiss, transport)
+        else:
+            transport.close()
+
+    def _dismiss(self, transport: asyncio.Transport) -> None:
+        self._refused.discard(transport)
+        transport.close()
 
     def handle_error(
         self,

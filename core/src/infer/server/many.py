@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from typing import Any, TypeVar
 
 from aiohttp import web
 
@@ -16,6 +16,7 @@ from infer.server.service import CALLER, Asked, Json, Service
 MAX_INPUTS = 2048
 MAX_TOKENS = 300_000
 """Of all inputs together."""
+Input = TypeVar("Input")
 
 
 def check_count(count: int, field: str) -> None:
@@ -27,19 +28,22 @@ def check_count(count: int, field: str) -> None:
 async def make(
     service: Service,
     http: web.Request,
-    prompts: Sequence[str | Sequence[int]],
+    inputs: Sequence[Input],
+    prompt: Callable[[Input], Awaitable[str | Sequence[int]]],
     params: SamplingParams,
     asked: Asked,
     field: str,
     **how: Any,
 ) -> tuple[list[Request], Json]:
-    """A request for each prompt, and their usage. ``how`` is passed to ``Service.requests``. Raises RequestError, about
-    ``field`` if there are too many tokens."""
+    """A request for each input, and their usage. ``prompt`` makes an input's prompt, when it is this one's turn: those
+    of all inputs together may be a thousand times as long as the body. ``how`` is passed to ``Service.requests``.
+    Raises RequestError, about ``field`` if there are too many tokens."""
     made, size, tokens = list[Request](), at_once(service), 0
-    for begin in range(0, len(prompts), size):
+    for begin in range(0, len(inputs), size):
         await asyncio.sleep(0)  # short texts are tokenized here
         how["prefix"] = f"{field}-{begin}"
-        made += await service.requests(http, prompts[begin : begin + size], params, asked, **how)
+        prompts = [await prompt(each) for each in inputs[begin : begin + size]]
+        made += await service.requests(http, prompts, params, asked, **how)
         tokens += sum(len(request.prompt_token_ids) for request in made[begin:])
         if tokens > MAX_TOKENS:
             raise RequestError(f"The inputs have more than {MAX_TOKENS} tokens in all.", param=field)
@@ -54,4 +58,5 @@ def run(service: Service, requests: Sequence[Request]) -> AsyncGenerator[Event]:
 
 
 def at_once(service: Service) -> int:
+    """How many of one body's requests may be open at a time."""
     return min(service.settings.engine.max_batch_size, service.settings.server.max_choices)

@@ -13,6 +13,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from infer.contracts.protocols import Route
 from infer.contracts.records import RequestRecord, StepRecord, Totals
 from infer.server.service import Service
+from infer.server.turns import Turn
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
 LONG_SECONDS = (*SECONDS[6:], 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)
@@ -59,6 +60,7 @@ class Metrics:
 
     def __init__(self, service: Service) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
+        self._turn = Turn()
         self._engine_loop, settings = service.engine_loop, service.settings
         self._prefix = "vllm:" if settings.server.metrics_names == "vllm" else "infer_"
         self._model, self._cache_tokens = service.served.name, service.served.cache_tokens
@@ -190,4 +192,6 @@ class Metrics:
         return family
 
     async def handle(self, http: web.Request) -> web.Response:
-        return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        async with self._turn:  # it takes milliseconds
+            body = generate_latest(self._registry)
+        return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})

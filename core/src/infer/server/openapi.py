@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import html
 import json
@@ -94,17 +95,25 @@ def _is_shape(kind: Any) -> bool:
 
 
 def pages(routes: Sequence[Route], server_name: str) -> tuple[Handler, Handler]:
-    """The handlers of /openapi.json and /docs. The document is made at the first request, to keep the start short."""
+    """The handlers of /openapi.json and /docs. Both are made at the first request, to keep the start short, and in a
+    thread, since that takes a while."""
 
     @functools.cache
-    def made() -> dict[str, Any]:
-        return document(routes, server_name)
+    def made() -> tuple[str, str]:
+        described = document(routes, server_name)
+        return json.dumps(described), _page(described)
+
+    one = asyncio.Lock()
+
+    async def both() -> tuple[str, str]:
+        async with one:
+            return await asyncio.to_thread(made)
 
     async def openapi(http: web.Request) -> web.Response:
-        return web.json_response(made())
+        return web.Response(text=(await both())[0], content_type="application/json")
 
     async def docs(http: web.Request) -> web.Response:
-        return web.Response(text=_page(made()), content_type="text/html")
+        return web.Response(text=(await both())[1], content_type="text/html")
 
     return openapi, docs
 

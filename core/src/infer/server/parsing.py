@@ -215,6 +215,8 @@ def _explain(error: ValidationError, model: type[BaseModel], data: object) -> Re
             return RequestError(
                 f"{field} = {value} is not supported; {what.removeprefix('Input should be ')} is.", param=field
             )
+        case "none_required" | "too_long" if not first.context.get("max_length"):
+            return RequestError(f"{field} = {value} is not supported; leave it out.", param=field)
         case "union_tag_invalid":
             context = first.context
             return RequestError(

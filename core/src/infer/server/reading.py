@@ -15,11 +15,13 @@ from typing import TypeVar
 from infer.errors import QueueFullError, RequestError
 from infer.server import parsing, schemas
 from infer.server.child import Child, ChildError
+from infer.server.turns import Turn
 
 MAX_BODIES = 8
 """Bodies that are still arriving may take as many bytes together as this many of the largest size."""
 INLINE_BYTES = 1 << 14
-"""Bodies up to this size are parsed in the event loop: they take a few milliseconds at most, whatever they contain."""
+"""Bodies up to this size are parsed in the event loop: they take a few milliseconds at most, whatever they contain,
+and between two of them it does other work."""
 SECONDS = 5.0
 MEMORY = 1 << 30
 T = TypeVar("T", bound=schemas.Body)
@@ -58,6 +60,7 @@ class Reader:
     """``parsing.parse`` without blocking the event loop. Use it in one event loop."""
 
     def __init__(self) -> None:
+        self._turn = Turn()
         self._modules = {schemas.__name__}
         self._child = Child(__name__, lambda: "\n".join(self._modules).encode(), seconds=SECONDS, memory=MEMORY)
 
@@ -71,7 +74,8 @@ class Reader:
     async def __call__(self, body: bytes, model: type[T]) -> T:
         """Parse a body. Raises RequestError."""
         if len(body) <= INLINE_BYTES:
-            return parsing.parse(body, model)
+            async with self._turn:
+                return parsing.parse(body, model)
         try:
             answer = await self._child.ask(f"{model.__module__} {model.__name__}\n".encode() + body)
         except ChildError as error:

@@ -23,7 +23,7 @@ class Renderer:
     """Renders one call after the other, each within ``timeout_s``. Use it in one event loop."""
 
     def __init__(self, template: ChatTemplate, timeout_s: float = TIMEOUT_S) -> None:
-        self._first = _json({"source": template.source, "tokens": template.tokens}) + b"\n"
+        self._first = _json(template.state) + b"\n"
         self._timeout_s = timeout_s
         self._process: Process | None = None
         self._lock = asyncio.Lock()

@@ -90,11 +90,15 @@ class Rerank:
         field: str,
     ) -> tuple[list[float], Json]:
         """The probability of "yes" for each (query, document), and the usage. Raises RequestError."""
-        prompts = [await self._prompt(instruction or INSTRUCTION, *pair) for pair in pairs]
-        ids = await asyncio.to_thread(self._label_ids, prompts[0][-TAIL_CHARS:], LABELS)
+
+        async def prompt(pair: tuple[str, str]) -> str:
+            return await self._prompt(instruction or INSTRUCTION, *pair)
+
+        first = await prompt(pairs[0])
+        ids = await asyncio.to_thread(self._label_ids, first[-TAIL_CHARS:], LABELS)
         params = SamplingParams(max_tokens=1, temperature=0, logprob_token_ids=ids)
         special = self._service.served.template is None
-        requests, usage = await many.make(self._service, http, prompts, params, asked, field, special=special)
+        requests, usage = await many.make(self._service, http, pairs, prompt, params, asked, field, special=special)
         count, scores = TokenCount(requests), [0.0] * len(requests)
         async with aclosing(many.run(self._service, requests)) as events:
             async for event in events:

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from infer.contracts.protocols import Route
 from infer.errors import PluginError
-from infer.inspection import named
+from infer.inspection import Named
 from infer.plugins import Plugins
 from infer.server.openapi import PAGES, document
 from infer.server.schemas import Body
@@ -31,7 +31,7 @@ def gather(service: Service, plugins: Plugins) -> list[Route]:
             log.warning("%s is left out: %s", offer.whose, offer.registration.unavailable)
             continue
         plugins.get("routes", offer.name, "the server's routes")
-        with named(f"{offer.whose} cannot be used"):
+        with Named(f"{offer.whose} cannot be used"):
             own = plugin_settings(service.settings, "routes", offer.name)
             routes = checked(offer.registration.factory(service, own), service)
             if offer.distribution != "infer-core":  # describing core's takes a while, and tests check it

@@ -64,6 +64,14 @@ class StreamOptions(Body):
     include_obfuscation: Literal[False] = False
 
 
+def _schema_goes_with_its_type(type: str, field: str, schema: object) -> None:
+    """Raise ValueError if a format has a schema that nobody would read, or lacks one."""
+    if type == "json_schema" and schema is None:
+        raise ValueError(f"the type json_schema needs {field}; give it, or another type")
+    if type != "json_schema" and schema is not None:
+        raise ValueError(f"{field} goes with the type json_schema, and the type is {type}")
+
+
 class SchemaFormat(Body):
     name: str = Field(min_length=1, max_length=64)
     schema_: dict[str, Any] | None = Field(None, alias="schema")
@@ -77,8 +85,7 @@ class ResponseFormat(Body):
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema goes with the type json_schema")
+        _schema_goes_with_its_type(self.type, "json_schema", self.json_schema)
         return self
 
     def outputs(self) -> StructuredOutputs | None:
@@ -214,7 +221,7 @@ class Compared(Body):
 class RerankRequest(Compared):
     """The body of POST /v1/rerank."""
 
-    NAMES: ClassVar[Mapping[str, str]] = {"prompt": "documents"}
+    NAMES: ClassVar[Mapping[str, str]] = {"prompt": "documents", "messages": "documents"}
 
     query: str
     documents: Many[str | Document] = Field(min_length=1, description="Up to 2,048 texts, or objects with a text.")
@@ -229,7 +236,7 @@ class RerankRequest(Compared):
 class ScoreRequest(Compared):
     """The body of POST /v1/score."""
 
-    NAMES: ClassVar[Mapping[str, str]] = {"prompt": "text_2"}
+    NAMES: ClassVar[Mapping[str, str]] = {"prompt": "text_2", "messages": "text_2"}
 
     text_1: str | Many[str] = Field(description="The query, or one for each of text_2.")
     text_2: str | Many[str] = Field(description="A document, or up to 2,048 of them.")
@@ -442,7 +449,7 @@ class ChatRequest(Common):
     )
     echo: Literal[False] | None = None
     store: Literal[False] | None = None
-    metadata: dict[str, str] | None = Field(None, max_length=0)
+    metadata: dict[str, str] | None = None
     modalities: Many[Literal["text"]] | None = None
     service_tier: Literal["auto", "default"] | None = None
 
@@ -450,6 +457,8 @@ class ChatRequest(Common):
     def _possible(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs goes with logprobs = true")
+        if self.metadata:
+            raise ValueError("metadata goes with stored answers, and none are stored; leave it out")
         if self.max_completion_tokens is not None and self.max_tokens not in (None, self.max_completion_tokens):
             raise ValueError("max_tokens and max_completion_tokens differ; give one")
         if (
@@ -498,6 +507,11 @@ class TextFormat(Body):
     schema_: dict[str, Any] | None = Field(None, alias="schema")
     description: str | None = None
     strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        _schema_goes_with_its_type(self.type, "schema", self.schema_)
+        return self
 
     def outputs(self) -> StructuredOutputs | None:
         match self.type:

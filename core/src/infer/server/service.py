@@ -6,6 +6,7 @@ import asyncio
 import time
 import zlib
 from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, TypeVar, cast
@@ -37,7 +38,11 @@ PIECE_BYTES = 1 << 18
 INLINE_CHARS = 4096
 """If a request's prompts are longer than this in all, they are tokenized in a thread, so that other streams can
 continue."""
+LONG_CHARS = 1 << 17
+"""If their texts are longer than this, they are tokenized one after the other: a text of megabytes without a break may
+take half a minute and gigabytes, and all requests share few threads."""
 T = TypeVar("T", bound=Body)
+R = TypeVar("R")
 Json = dict[str, Any]
 Events = AsyncGenerator[tuple[int, Event]]
 """Events, each with the index of its request."""
@@ -109,6 +114,7 @@ class Service:
         self.texts = TokenTexts(served.tokenizer)
         self.writer = Writer()
         self._door = AsyncDoor(engine_loop)
+        self._long = ThreadPoolExecutor(1, "infer-long-texts")
         self._untell: set[Callable[[], None]] = set()
         self._reader = Reader()
         self._settings = settings.server
@@ -117,6 +123,7 @@ class Service:
 
     async def close(self) -> None:
         """End the child processes and unregister the observers."""
+        self._long.shutdown(wait=False, cancel_futures=True)
         while self._untell:
             self._untell.pop()()
         await self._reader.close()
@@ -212,18 +219,29 @@ class Service:
                     made.append(request)
             return made
 
-        return make() if sum(map(len, prompts)) * n <= INLINE_CHARS else await asyncio.to_thread(make)
+        return await self.tokenize(prompts, make, n)
+
+    async def tokenize(self, prompts: Sequence[str | Sequence[int]], make: Callable[[], R], n: int = 1) -> R:
+        """The result of ``make``, which tokenizes the prompts and copies each of them ``n`` times, without holding up
+        others."""
+        if sum(map(len, prompts)) * n <= INLINE_CHARS:
+            return make()
+        if sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) <= LONG_CHARS:
+            return await asyncio.to_thread(make)
+        return await asyncio.get_running_loop().run_in_executor(self._long, make)
 
     def run(self, requests: Sequence[Request], most: int | None = None) -> AsyncGenerator[Event]:
         """``AsyncDoor.stream``."""
         return self._door.stream(*requests, most=most)
 
-    async def whole(self, http: web.Request, requests: Sequence[Request]) -> tuple[list[Completion], Json]:
-        """Run requests. Returns all answers, in the order of the requests, and the usage. If one fails, the others are
-        aborted and its error is raised."""
+    async def whole(
+        self, http: web.Request, requests: Sequence[Request], most: int | None = None
+    ) -> tuple[list[Completion], Json]:
+        """Run requests, at most ``most`` at a time. Returns all answers, in the order of the requests, and the usage.
+        If one fails, the others are aborted and its error is raised."""
         count = TokenCount(requests)
         answers = [Completion(request.prompt_token_ids) for request in requests]
-        async with aclosing(self.run(requests)) as events:
+        async with aclosing(self.run(requests, most)) as events:
             async for event in events:
                 raise_if_failed(event)
                 answers[count.add(event)].add(event)

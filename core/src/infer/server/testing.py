@@ -37,7 +37,7 @@ def serving(path: str, *, plugins: Sequence[object] = (), **sections: Mapping[st
     async def serve() -> None:
         try:
             app = make_app(engine_loop, served, found, settings)
-            async with listen(app, bind("127.0.0.1", 0)) as url:
+            async with listen(app, bind("127.0.0.1", 0), settings.server.stall_timeout_s) as url:
                 began.set_result(url)
                 await stop.wait()
         except BaseException as error:

@@ -10,7 +10,7 @@ from infer.contracts.protocols import Route
 from infer.errors import RequestError
 from infer.server import answers
 from infer.server.schemas import DetokenizeRequest, TokenizeRequest
-from infer.server.service import INLINE_CHARS, Json, Service
+from infer.server.service import Json, Service
 from infer.server.writing import Array
 from infer.text.encoding import TooLongError
 
@@ -53,7 +53,7 @@ class Tokenization:
             }
 
         try:
-            answer = tokens() if len(text) <= INLINE_CHARS else await asyncio.to_thread(tokens)
+            answer = await self._service.tokenize([text], tokens)
         except TooLongError as error:
             raise RequestError(
                 f"The text has {error.count} tokens; /tokenize takes {most} at most. Send it in parts.", param="prompt"

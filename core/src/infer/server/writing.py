@@ -3,12 +3,13 @@ work between."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Self, TypeVar
+
+from infer.server.turns import Turn
 
 FEW = 16
 """Up to this many items, such as the tokens of one step, are written without a pause."""
@@ -44,7 +45,7 @@ class Writer:
     """Writes values as JSON that may contain Arrays. Use it in one event loop."""
 
     def __init__(self) -> None:
-        self._turn = asyncio.Lock()
+        self._turn = Turn()
         self._arrays: list[Array] = []
         # One encoder for all: json.dumps would make a new one for every token.
         self._encode = json.JSONEncoder(ensure_ascii=False, default=self._meet).encode
@@ -58,7 +59,6 @@ class Writer:
         left = iter(items)
         while len(made) < count:
             async with self._turn:
-                await asyncio.sleep(0)
                 end = time.perf_counter() + TURN_S
                 for item in left:
                     made.append(make(item))
