@@ -112,6 +112,13 @@ CASES: dict[str, dict[str, Any]] = {
     "gemma2-no-caps": {"family": "gemma2", "attn_logit_softcapping": None, "final_logit_softcapping": None},
     "gemma2-window": {"family": "gemma2", "window": 4, "layer_types": [FULL, SLIDING, SLIDING, SLIDING]},
     "qwen3_moe-some": {"family": "qwen3_moe", "norm_topk_prob": True, "mlp_only_layers": [0], "decoder_sparse_step": 2},
+    "qwen3_moe-window": {"family": "qwen3_moe", "use_sliding_window": True, "sliding_window": 9},
+    "qwen2_moe-window": {
+        "family": "qwen2_moe",
+        "use_sliding_window": True,
+        "sliding_window": 9,
+        "max_window_layers": 3,
+    },
     "granite_moe-biases": {"family": "granite_moe", "attention_bias": True, "num_experts_per_tok": 3},
     "gpt_oss-yarn-rope": {"family": "gpt_oss", "rope": "yarn", "window": 9, "num_experts_per_tok": 3},
     "qwen2_moe-some": {"family": "qwen2_moe", "norm_topk_prob": True, "mlp_only_layers": [1], "qkv_bias": False},
@@ -329,6 +336,24 @@ def test_old_spelling_of_the_rotary_kind(tmp_path: Path) -> None:
     assert torch.equal(new, logits_of(folder))
 
 
+@pytest.mark.parametrize(
+    ("case", "key"),
+    [
+        ("mixtral-untied-2", "rope_parameters"),
+        ("gpt_oss-untied-2", "rope_parameters"),
+        ("smollm3-untied-2", "rope_parameters"),
+        ("qwen2_moe-window", "layer_types"),
+    ],
+)
+def test_a_config_that_leaves_a_field_out(case: str, key: str, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, **CASES[case])
+    config = json.loads((folder / "config.json").read_text())
+    del config[key]
+    (folder / "config.json").write_text(json.dumps(config))
+    expected = expected_logits(folder, prompt())
+    torch.testing.assert_close(logits_of(folder), expected, rtol=TOLERANCE, atol=10 * TOLERANCE)
+
+
 one_of_each = pytest.mark.parametrize(
     "case",
     [pytest.param(case, marks=pytest.mark.slow) if case.startswith(NEW_FAMILIES) else case for case in ONE_EACH],
@@ -444,6 +469,21 @@ def test_surplus_tensors_that_are_known(family: Family, prefix: str, tmp_path: P
 
     edit_tensors(folder, add)
     assert torch.equal(plain, logits_of(folder))
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_tied_head_that_differs_is_named(same: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As fine-tuning may leave it, beside a config that says otherwise."""
+    folder = write_checkpoint(tmp_path, "qwen3", tied=True)
+    plain = logits_of(folder)
+
+    def add(tensors: dict[str, Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["lm_head.weight"][3, 5] += 0 if same else 1e-3
+
+    edit_tensors(folder, add)
+    assert torch.equal(plain, logits_of(folder))
+    assert ("another 'lm_head.weight', which is not used; if" in caplog.text) is not same
 
 
 @pytest.mark.parametrize(

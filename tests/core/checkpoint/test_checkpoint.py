@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -9,7 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import huggingface_hub
 import pytest
@@ -119,6 +120,16 @@ def test_what_cannot_be_a_hub_id(path: str) -> None:
     assert "it cannot be a hub id" in refused(lambda: locate(path))
 
 
+def test_a_place_that_cannot_be_looked_into(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "cannot be read: File name too long." in refused(lambda: locate("a" * 300))
+
+    def deny(self: Path, pattern: str = "") -> NoReturn:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "glob", deny)
+    assert refused(lambda: locate(folder)) == f"{str(folder)!r} cannot be read: Permission denied."
+
+
 def test_a_file_that_nothing_reads() -> None:
     with pytest.raises(PluginError, match=r"a file \(\.json\) that no installed plugin reads; .* infer-formats"):
         LLM(str(DEMO / "config.json"))
@@ -167,11 +178,17 @@ def test_a_hub_id_is_downloaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -
             "1_Pooling/config.json",
             "1_Pooling/a.safetensors",
             "2_Dense/config.json",
+            "additional_chat_templates/tool_use.jinja",
+            "adapter/adapter_config.json",
+            "adapter/adapter_model.safetensors",
         ],
         allow_patterns=call[2],
         ignore_patterns=call[3],
     )
-    assert list(wanted) == ["model-1.safetensors", INDEX, "tokenizer.json", "1_Pooling/config.json"]
+    assert list(wanted) == [
+        *("model-1.safetensors", INDEX, "tokenizer.json", "1_Pooling/config.json"),
+        "additional_chat_templates/tool_use.jinja",
+    ]
 
 
 @pytest.mark.parametrize(

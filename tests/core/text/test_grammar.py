@@ -143,6 +143,11 @@ def test_what_is_no_grammar_is_refused(outputs: dict[str, Any], message: str, ll
     assert len(str(raised.value)) < 700
 
 
+def test_a_panic_is_told_without_the_calls_that_led_there() -> None:
+    error = grammar.refused("panic: too many symbols\n<backtrace>\n   0: <unknown>\n</backtrace>")
+    assert str(error) == "The structured output cannot be compiled: panic: too many symbols."
+
+
 def test_it_takes_one_form_at_a_time() -> None:
     with pytest.raises(ValueError, match="exactly one"):
         StructuredOutputs(regex="a", grammar="b")

@@ -74,14 +74,46 @@ def test_where_checkpoints_keep_them(tmp_path: Path) -> None:
     several = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
     config.write_text(json.dumps({"chat_template": several}))
     assert Checkpoint(Folder(folder)).chat_template == "d"
+    assert Checkpoint(Folder(folder)).tool_template == "t"
     (folder / "chat_template.jinja").write_text("file")
     assert Checkpoint(Folder(folder)).chat_template == "file"
+    assert Checkpoint(Folder(folder)).tool_template is None
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    assert Checkpoint(Folder(folder)).chat_template == "file"
+    assert Checkpoint(Folder(folder)).tool_template == "tools"
+    (folder / "additional_chat_templates" / "tool_use.jinja").unlink()
     (folder / "chat_template.jinja").unlink()
     config.write_text(json.dumps({"chat_template": 5}))
     with pytest.raises(CheckpointError, match="neither a text"):
         _ = Checkpoint(Folder(folder)).chat_template
 
 
+def test_special_tokens_of_old_checkpoints(tmp_path: Path) -> None:
+    """As transformers reads them: the map counts unless tokenizer_config.json says which tokens were added."""
+    folder = write_checkpoint(tmp_path, "llama")
+    config = folder / "tokenizer_config.json"
+    config.write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<pad>"}))
+    (folder / "special_tokens_map.json").write_text(
+        json.dumps({"bos_token": {"content": "<bos>"}, "eos_token": "<eos>"})
+    )
+    for how in ({}, {"added_tokens_decoder": {"0": {"content": "<eos>"}}}):
+        config.write_text(json.dumps(json.loads(config.read_text()) | how))
+        theirs = transformers.AutoTokenizer.from_pretrained(folder).special_tokens_map
+        assert Checkpoint(Folder(folder)).special_tokens == theirs
+
+
+def test_chats_with_tools_have_a_template_of_their_own(tmp_path: Path) -> None:
+    """As in Hermes 2 Pro: the default template knows neither tools nor calls."""
+    template = ChatTemplate(ROLE, {}, tool_source=HERMES)
+    assert template.render(MESSAGES) == ChatTemplate(ROLE, {}).render(MESSAGES)
+    assert template.render(MESSAGES, tools=TOOLS) == ChatTemplate(HERMES, {}).render(MESSAGES, tools=TOOLS)
+    assert template.manners.call == ChatTemplate(HERMES, {}).manners.call is not None
+    assert ChatTemplate(**template.state).state == template.state
+
+
+HERMES = "{{ tools | tojson }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}"
+HERMES += "<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|end|>{% endfor %}"
 ROLE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>\n{% endfor %}"
 PROMPT = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 KNOWN = "{% for m in messages if m.role in ['system', 'user', 'assistant'] %}<|{{ m.role }}|>{{ m.content }}<|end|>"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from infer.builtin import infer_tool_formats
@@ -241,13 +241,14 @@ def test_channels_are_told_apart_without_tools_as_well(
     assert said == {"reasoning": reasoning, "content": content}
 
 
+@example(["to=functions.weather", " ", "<|message|>"])
 @given(st.lists(st.one_of(st.sampled_from([*harmony.TOKENS, "<|end|>"]), WORDS), max_size=14))
 def test_no_sequence_of_channels_loses_text(shreds: list[str]) -> None:
     """Only marks and complete headers are dropped, which have a channel, a role or a recipient."""
     text = "".join(shreds)
     parser = make_parser(TOOLS, FORMATS["harmony"], tags=CHANNELS, thinking=True)
     told = "".join(piece.text for piece in [*parser.push(text), *parser.flush()] if piece.kind != "call")
-    header = r"(<\|start\|>|<\|channel\|>|<\|constrain\|>)[^|]*?(?=<\||$)|^ ?to=\S*(?=<\|)"
+    header = r"(<\|start\|>|<\|channel\|>|<\|constrain\|>)[^|]*?(?=<\||$)|^\s*to=\S*\s*\w*\s*(?=<\||$)"
     left = re.sub(r"<\|\w+\|>", "", re.sub(header, "", text))
     remaining = iter("".join(told.split()))
     assert all(character in remaining for character in "".join(left.split())), (left, told)

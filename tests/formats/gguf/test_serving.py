@@ -16,9 +16,11 @@ from tests.formats.gguf.files import byte_level, write_gguf
 from tests.models.checkpoints import write_checkpoint
 
 from infer import LLM, SamplingParams
+from infer.checkpoint import Checkpoint
 from infer.commands import cli
 from infer.errors import CheckpointError, PluginError
 from infer.plugins import Plugins
+from infer_formats.gguf import GGUF
 
 FAST: dict[str, Any] = {"kernels": {"backend": "reference", "threads": 1}, "cache": {"backend": "slotted"}}
 TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"
@@ -86,6 +88,14 @@ def test_the_file_is_served_as_its_folder(checkpoint: tuple[Path, Path]) -> None
     assert wanted[2] == {"temperature": 0.5, "top_k": 7, "top_p": 0.75, "repetition_penalty": 1.5}
     assert answers(file) == wanted
     assert answers(file.parent) == wanted
+
+
+def test_chat_templates_by_name(checkpoint: tuple[Path, Path], tmp_path: Path) -> None:
+    folder, _ = checkpoint
+    several = [{"name": "default", "template": TEMPLATE}, {"name": "tool_use", "template": f"tools{TEMPLATE}"}]
+    write_gguf(folder, tmp_path / "two.gguf", edit=lambda writer, _: writer.add_chat_template(several))
+    read = Checkpoint(GGUF(tmp_path / "two.gguf"))
+    assert (read.chat_template, read.tool_template) == (TEMPLATE, f"tools{TEMPLATE}")
 
 
 def test_its_name_is_what_the_user_wrote(checkpoint: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:

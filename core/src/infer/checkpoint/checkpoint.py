@@ -160,13 +160,22 @@ class Checkpoint:
     @property
     def chat_template(self) -> str | None:
         """The Jinja source of the chat template; None if the checkpoint has none."""
+        return self._template("default")
+
+    @property
+    def tool_template(self) -> str | None:
+        """The Jinja source of the template for chats with tools, if they have one of their own."""
+        return self._template("tool_use")
+
+    def _template(self, name: str) -> str | None:
         value = self.container.tokenizer_config().get("chat_template")
         if isinstance(value, list):  # several by name
-            named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
-            value = named.get("default")
+            value = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}.get(name)
+        elif name != "default":
+            return None
         if value is not None and not isinstance(value, str):
             where = self._place("tokenizer_config.json")
-            raise CheckpointError(f"{where}: chat_template is neither a text nor has a default.")
+            raise CheckpointError(f"{where}: chat_template is neither a text nor a list of texts by name.")
         return value
 
     @property

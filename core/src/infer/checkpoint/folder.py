@@ -10,6 +10,9 @@ from infer.checkpoint.files import read_json, read_text, regular
 from infer.checkpoint.tensors import TensorFiles, tensor_files
 from infer.errors import CheckpointError
 
+TEMPLATES = "additional_chat_templates"
+"""The folder of further chat templates, each a file by the template's name."""
+
 
 @dataclass(frozen=True)
 class Folder:
@@ -24,9 +27,15 @@ class Folder:
         return self._optional("generation_config.json")
 
     def tokenizer_config(self) -> dict[str, Any]:
-        """With the chat template of chat_template.jinja, if there is this file."""
-        config, file = self._optional("tokenizer_config.json"), self.path / "chat_template.jinja"
-        return config | {"chat_template": read_text(file)} if file.is_file() else config
+        """With the chat templates that have files of their own, and the special tokens of special_tokens_map.json
+        where old files have them there."""
+        config = self._optional("tokenizer_config.json")
+        if "added_tokens_decoder" not in config:
+            config |= self._optional("special_tokens_map.json")
+        files = {"default": self.path / "chat_template.jinja"}
+        files |= {file.stem: file for file in sorted(self.path.glob(f"{TEMPLATES}/*.jinja"))}
+        named = [{"name": name, "template": read_text(file)} for name, file in files.items() if file.is_file()]
+        return config | {"chat_template": named} if named else config
 
     def tokenizer(self) -> bytes:
         file = self.path / "tokenizer.json"

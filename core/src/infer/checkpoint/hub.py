@@ -38,8 +38,9 @@ def download(
             f"{path!r} is a file of {id}, which no installed plugin reads: pip install infer-formats."
         )
     # The weights lie at the top level; subfolders and "consolidated" files hold the same ones in other formats.
-    # 1_Pooling/config.json says what an embedding is made of.
-    wanted, unwanted = ["*.safetensors", "*.json", "*.jinja"], ["[!1]*/*", "1*/*.safetensors", "consolidated*"]
+    # 1_Pooling/config.json says what an embedding is made of, and additional_chat_templates has chat templates.
+    wanted = ["*.safetensors", "*.json", "*.jinja"]
+    unwanted = ["[!1a]*/*", "[1a]*/*.safetensors", "a*/*.json", "consolidated*"]
     if file:
         wanted, unwanted = [file], []
     elif tag:

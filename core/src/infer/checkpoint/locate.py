@@ -28,13 +28,16 @@ def locate(
     for the file in it that ends in one of the ``suffixes``. Raises CheckpointError."""
     suffixes = [suffix for suffix in suffixes if suffix != FOLDER]
     place = Path(os.path.expanduser(path))
-    if not place.exists():
-        if path not in bundled:
-            return _within(download(path, bundled, suffixes, revision, fetch), suffixes)
-        place = bundled[path]
-    if revision is not None:
-        raise CheckpointError(f"A revision ({revision!r}) can be chosen of a hub id only, and {path!r} is {place}.")
-    return _within(place, suffixes)
+    try:
+        if not place.exists():
+            if path not in bundled:
+                return _within(download(path, bundled, suffixes, revision, fetch), suffixes)
+            place = bundled[path]
+        if revision is not None:
+            raise CheckpointError(f"A revision ({revision!r}) can be chosen of a hub id only, and {path!r} is {place}.")
+        return _within(place, suffixes)
+    except OSError as error:  # a folder that this process may not enter, a name that is too long
+        raise CheckpointError(f"{path!r} cannot be read: {error.strerror}.") from error
 
 
 def parts(file: Path) -> list[Path]:

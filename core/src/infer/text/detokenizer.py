@@ -7,7 +7,7 @@ import functools
 import json
 import re
 from codecs import utf_8_decode
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -19,6 +19,7 @@ differently."""
 RECENT = 64
 """These are looked for among so many last tokens of the prompt; special tokens, which are not shown, do not count."""
 INCOMPLETE = "\ufffd"
+NOTHING: dict[int, str] = {}
 MOST_BYTES = 4
 """The most bytes that a character has in UTF-8."""
 FALLBACK_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -44,6 +45,8 @@ class TokenTexts:
         self.decode = functools.partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
         self.known: dict[int, str | bytes] = {}
         """The pieces of tokens looked up so far: text, or bytes that may be part of a character."""
+        self.plain: dict[int, str] = {}
+        """The texts of those that have the same text after any whole character."""
         self._token = tokenizer.id_to_token
         added = tokenizer.get_added_tokens_decoder().items()
         self.skipped = frozenset(i for i, token in added if token.special and skip_special_tokens)
@@ -76,6 +79,12 @@ class TokenTexts:
             with suppress(UnicodeDecodeError):  # the piece begins or ends inside a character
                 piece = piece.decode()
         self.known[token_id] = piece
+        if isinstance(piece, str):
+            self.plain[token_id] = piece
+        elif not self.falls_back:
+            text, read = utf_8_decode(piece, "replace", False)
+            if read == len(piece):
+                self.plain[token_id] = text
         return piece
 
     def follow(self, prompt_token_ids: Sequence[int]) -> Detokenizer | CompanyDetokenizer:
@@ -108,12 +117,10 @@ class Detokenizer:
     replaces all characters of a run of fallback bytes that is not valid UTF-8, but those that were complete before the
     invalid byte have been shown by then."""
 
-    __slots__ = ("_falls_back", "_known", "_learn", "_open", "_pending", "_spoiled", "_strip", "begins", "length")
+    __slots__ = ("_pending", "_spoiled", "_strip", "_texts", "begins", "length", "plain")
 
     def __init__(self, texts: TokenTexts, prompt_token_ids: Sequence[int]) -> None:
-        self._known = texts.known
-        self._learn = texts.learn
-        self._falls_back = texts.falls_back
+        self._texts = texts
         self._spoiled = False
         """The current run of fallback bytes is not valid UTF-8."""
         self._strip = texts.stripped
@@ -131,38 +138,39 @@ class Detokenizer:
             tail = (piece or b"") + tail
         self._pending = tail[utf_8_decode(tail, "replace", False)[1] :]
         """The bytes of an incomplete character."""
-        self._open = bool(self._pending or self._strip)
-        """The next piece cannot simply be appended: it may need completing, replacing or stripping."""
+        self.plain = NOTHING if self._pending or self._strip else texts.plain
+        """The texts of tokens whose ``push`` would return just these and change only ``length`` and ``begins``. Empty
+        if the next piece may need completing, replacing or stripping. Each ``push`` may change it."""
 
     def push(self, token_id: int) -> str:
         """The text that the token adds; empty while a character is incomplete."""
-        piece = self._known.get(token_id)
-        if piece is None:
-            piece = self._learn(token_id)
         self.begins = length = self.length
-        if self._open or isinstance(piece, bytes):
-            piece = (self._fall_back if self._falls_back else self._complete)(piece) if piece else ""
+        piece = self.plain.get(token_id)
+        if piece is None:
+            found = self._piece(token_id)
+            piece = (self._fall_back if self._texts.falls_back else self._complete)(found) if found else ""
         self.length = length + len(piece)
         return piece
 
     def flush(self) -> str:
         """The text that is left when no more tokens come: replacement characters for an incomplete character."""
-        if self._falls_back:
+        if self._texts.falls_back:
             return INCOMPLETE * len(self._pending)
         return utf_8_decode(self._pending, "replace", True)[0]  # each leading byte of a cut-off surrogate becomes one
 
     def _piece(self, token_id: int) -> str | bytes:
-        piece = self._known.get(token_id)
-        return self._learn(token_id) if piece is None else piece
+        piece = self._texts.known.get(token_id)
+        return self._texts.learn(token_id) if piece is None else piece
 
     def _complete(self, piece: str | bytes) -> str:
         """The text that a byte-level token completes. Invalid UTF-8 becomes replacement characters as soon as it is
         certain to be invalid."""
         data = self._pending + (piece.encode() if isinstance(piece, str) else piece)
-        self.begins += len(utf_8_decode(data[: len(self._pending) + 1], "replace", True)[0]) - 1
+        if self._pending:
+            self.begins += len(utf_8_decode(data[: len(self._pending) + 1], "replace", True)[0]) - 1
         text, read = utf_8_decode(data, "replace", False)
         self._pending = data[read:]
-        self._open = bool(self._pending)
+        self.plain = NOTHING if self._pending else self._texts.plain
         return text
 
     def _fall_back(self, piece: str | bytes) -> str:
@@ -185,7 +193,7 @@ class Detokenizer:
                 self._pending, self._spoiled = b"", True
         if text:
             text, self._strip = text.removeprefix(self._strip), ""
-        self._open = bool(self._pending or self._spoiled or self._strip)
+        self.plain = NOTHING if self._pending or self._spoiled or self._strip else self._texts.plain
         return text
 
 
@@ -195,6 +203,8 @@ class CompanyDetokenizer:
     It keeps two offsets into the tokens: those before ``_read`` have been shown, and decoding starts at ``_prefix``, a
     little earlier, so that the decoder sees the tokens before the new ones.
     """
+
+    plain: Mapping[int, str] = NOTHING
 
     def __init__(self, texts: TokenTexts, prompt_token_ids: Sequence[int]) -> None:
         self._decode = texts.decode
@@ -281,6 +291,11 @@ class TextStream:
         self.find = self._stops.push if stops else None
         """(text to show, the stop string that was found or None), from the text that a token adds; None if all text is
         to be shown."""
+
+    @property
+    def plain(self) -> Mapping[int, str]:
+        """The texts of tokens that need neither ``decode`` nor ``find``. Each call of these may change it."""
+        return NOTHING if self.find else self._detokenizer.plain
 
     def flush(self) -> tuple[str, str | None]:
         """As ``find``, for the text that is left when no more tokens come."""

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import queue
+import re
 import resource
 import threading
 import time
@@ -339,6 +340,6 @@ def _source(outputs: StructuredOutputs) -> str:
 
 
 def _short(error: str, most: int = 500) -> str:
-    """The first part of an error of llguidance's, which may show the whole grammar after it."""
-    text = error.partition("\n<state>")[0].partition("\n<non-verbose/>")[0].strip().rstrip(".")
+    """The first part of an error of llguidance's, which may show the whole grammar or its own calls after it."""
+    text = re.split(r"\n<(?:state|non-verbose/|backtrace)>", error)[0].strip().rstrip(".")
     return text if len(text) <= most else text[:most] + "..."

@@ -67,15 +67,21 @@ class Manners(NamedTuple):
 
 class ChatTemplate:
     """A chat template. ``tokens`` are the special tokens by role (``bos_token``, ``eos_token``), as templates name
-    them.
+    them; ``tool_source`` is a template for chats with tools, if they have one of their own.
 
     The source is not compiled before the first ``render``: Jinja evaluates constants when it compiles, and
     ``{{ 'x' * 10**10 }}`` is one.
     """
 
-    def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
+    def __init__(self, source: str, tokens: Mapping[str, str], tool_source: str | None = None) -> None:
         self.source = source
         self.tokens = dict(tokens)
+        self.tool_source = tool_source
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The arguments that make it."""
+        return {"source": self.source, "tokens": self.tokens, "tool_source": self.tool_source}
 
     def render(
         self,
@@ -95,7 +101,7 @@ class ChatTemplate:
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
         }
-        template = self._template
+        template = self._tool_template if tools else self._template
         try:
             text = template.render(values)
         except Exception as error:  # a template may fail in as many ways as a program
@@ -127,7 +133,7 @@ class ChatTemplate:
     @functools.cached_property
     def manners(self) -> Manners:
         """What probing the template has shown. Raises ValueError if the template is not valid."""
-        _ = self._template
+        _ = self._template, self._tool_template
         developer = "developer" in self.source and self._shows([{"role": "developer", "content": MARK}, _USER])
         for no_content, text_arguments in itertools.product((None, ""), (False, True)):
             arguments = json.dumps(PROBE_ARGUMENTS) if text_arguments else PROBE_ARGUMENTS
@@ -145,6 +151,13 @@ class ChatTemplate:
 
     @functools.cached_property
     def _template(self) -> Template:
+        return self._compiled(self.source)
+
+    @functools.cached_property
+    def _tool_template(self) -> Template:
+        return self._template if self.tool_source is None else self._compiled(self.tool_source)
+
+    def _compiled(self, source: str) -> Template:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
         )
@@ -152,7 +165,7 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
         try:
-            return environment.from_string(self.source)
+            return environment.from_string(source)
         except TemplateError as error:
             raise ValueError(f"the chat template is not valid: {error}") from error
 

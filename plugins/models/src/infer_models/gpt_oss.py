@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, PositiveInt
 
-from infer.layers import Experts, LayerType, PositiveNumber, Weights, layer_windows
+from infer.layers import Experts, LayerType, PositiveNumber, RopeParameters, Weights, layer_windows
 from infer.protocols import Routing
 from infer_models.llama import LlamaConfig, LlamaLayer
+
+DEFAULT_ROPE: Mapping[str, Any] = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 
 
 class GptOssConfig(LlamaConfig):
@@ -25,6 +35,11 @@ class GptOssConfig(LlamaConfig):
     # No other numbers are published, so the activation has them built in.
     swiglu_limit: Annotated[float, Field(ge=7, le=7)] = 7.0
     swiglu_alpha: Annotated[float, Field(ge=1.702, le=1.702)] = 1.702
+
+    def ropes(self, config: Mapping[str, Any]) -> Sequence[RopeParameters | None]:
+        """Where the config says nothing of the rope, it is stretched as in the published models."""
+        silent = config.get("rope_parameters") is None and "rope_scaling" not in config
+        return super().ropes({**config, "rope_parameters": DEFAULT_ROPE} if silent else config)
 
     def windows(self) -> list[int | None]:
         count = self.num_hidden_layers

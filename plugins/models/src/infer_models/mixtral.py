@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from pydantic import AliasChoices, Field, PositiveInt
 
 from infer.layers import Experts, PositiveNumber, Weights
@@ -11,6 +13,8 @@ from infer_models.mistral import MistralConfig
 
 
 class MixtralConfig(MistralConfig):
+    default_theta: ClassVar[float] = 1_000_000.0
+
     rms_norm_eps: PositiveNumber = 1e-5
     sliding_window: PositiveInt | None = None
     num_local_experts: PositiveInt = Field(8, validation_alias=AliasChoices("num_local_experts", "num_experts"))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pydantic import AliasChoices, Field, NonNegativeInt, PositiveInt
 from torch import Tensor
 
-from infer.layers import Experts, GatedMLP, Weights
+from infer.layers import Experts, GatedMLP, LayerType, Weights, layer_windows
 from infer.protocols import Routing
 from infer_models.llama import LlamaLayer
 from infer_models.qwen2 import Qwen2Config
@@ -30,6 +30,15 @@ class Qwen2MoeConfig(Qwen2Config):
     @property
     def biases(self) -> str:
         return "qkv" if self.qkv_bias else ""
+
+    def windows(self) -> list[int | None]:
+        """Every other layer before ``max_window_layers`` has a window, unless ``layer_types`` says otherwise."""
+        window, count = (self.sliding_window or None) if self.use_sliding_window else None, self.num_hidden_layers
+        end = 0 if window is None else self.max_window_layers
+        types: list[LayerType] = [
+            "sliding_attention" if i % 2 == 0 and i < end else "full_attention" for i in range(count)
+        ]
+        return layer_windows(self.layer_types or types, window, count)
 
     def sparse(self, index: int) -> bool:
         return index not in (self.mlp_only_layers or ()) and (index + 1) % self.decoder_sparse_step == 0

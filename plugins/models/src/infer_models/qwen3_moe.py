@@ -23,6 +23,10 @@ class Qwen3MoeConfig(Qwen3Config):
     mlp_only_layers: list[int] | None = None
     """except these, counted from 0."""
 
+    def windows(self) -> list[int | None]:
+        """In all layers or in none."""
+        return [self.sliding_window if self.use_sliding_window else None] * self.num_hidden_layers
+
     def sparse(self, index: int) -> bool:
         return index not in (self.mlp_only_layers or ()) and (index + 1) % self.decoder_sparse_step == 0
 

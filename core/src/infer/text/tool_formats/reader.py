@@ -31,6 +31,7 @@ class Reader:
         self._at = 0
 
     def add(self, text: str) -> None:
+        """More text has arrived."""
         self._text, self._at = self._text[self._at :] + text, 0
 
     def __len__(self) -> int:

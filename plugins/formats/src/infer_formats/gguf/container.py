@@ -58,8 +58,13 @@ class GGUF:
         }
 
     def tokenizer_config(self) -> dict[str, Any]:
-        template = self._metadata.text("tokenizer.chat_template")
-        return tokenizer.special_texts(self._metadata) | ({} if template is None else {"chat_template": template})
+        key = "tokenizer.chat_template"
+        named = {"default": key} | {
+            name: f"{key}.{name}" for name in self._metadata.several("tokenizer.chat_templates", str) or []
+        }
+        texts = {name: self._metadata.text(key) for name, key in named.items()}
+        held = [{"name": name, "template": text} for name, text in texts.items() if text is not None]
+        return tokenizer.special_texts(self._metadata) | ({"chat_template": held} if held else {})
 
     def tokenizer(self) -> bytes:
         return json.dumps(tokenizer.hub_tokenizer(self._metadata), ensure_ascii=False).encode()

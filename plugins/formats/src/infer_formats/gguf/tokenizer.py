@@ -32,6 +32,10 @@ _CASED = (
     r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
+MAX_PIECE = 1024
+"""Characters of a token whose merges follow from scores, since all places where it can be cut are tried; those of
+published models have 64 at most."""
+
 
 class Split(NamedTuple):
     """How texts are split into words, and what else goes by the same name."""
@@ -151,6 +155,11 @@ def _sentence_piece(meta: Metadata, tokens: list[str], kinds: list[int]) -> dict
         # Gemma's merges follow the order of its tokens. Its runs of spaces, pieces like others, are written as spaces.
         tokens = [SPACE * len(token) if len(token) > 1 and not token.strip(" ") else token for token in tokens]
         pieces = {token: (id, -id) for id, token in enumerate(tokens) if kinds[id] in (NORMAL, USER_DEFINED)}
+    if (longest := max(map(len, pieces), default=0)) > MAX_PIECE:
+        raise CheckpointError(
+            f"{meta.path}: {KEY}tokens has a token of {longest} characters; infer reads {MAX_PIECE} at most. "
+            "Give model.tokenizer a tokenizer.json."
+        )
     prefixed = meta.truth(f"{KEY}add_space_prefix", True)
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     back: list[dict[str, Any]] = [
