@@ -112,7 +112,11 @@ FIELDS = {
 MORE_FIELDS: dict[str, dict[str, tuple[str, ...]]] = {
     "ModelRegistration": {"architectures": ("'LlamaForCausalLM'", "[1]", "None")},
     "ContainerRegistration": {"suffixes": ("'.gguf'", "[1]", "None")},
-    "KernelsRegistration": {"devices": ("'cpu'", "[1]", "None", "3"), "kv_dtypes": ("'int8'", "[8]")},
+    "KernelsRegistration": {
+        "devices": ("'cpu'", "[1]", "None", "3"),
+        "kv_dtypes": ("'int8'", "[8]"),
+        "about": ("None", "'a\\nb'"),
+    },
     "SchedulerRegistration": {"chunks": ("None", "1", "'no'")},
     "ToolFormatRegistration": {"marks": ("'[CALL]'", "[1]", "None", "('a', b'b')")},
     "CommandRegistration": {
@@ -120,7 +124,6 @@ MORE_FIELDS: dict[str, dict[str, tuple[str, ...]]] = {
             *("3", "'--x'", "Awkward()", "lambda: None", "lambda parser: parser.add_argument('--settings')"),
             *("lambda parser: parser.error('no')", "lambda parser: parser.add_argument('--x', help='%(nowhere)s')"),
         ),
-        "settings": ("create_model('Own', size=(int, 3))",),
     },
     "CacheRegistration": {"longest": ("1", "'no'", "[print]"), "kv_dtypes": ("'int8'", "True")},
 }

@@ -17,9 +17,10 @@ import pytest
 from pydantic import BaseModel
 from tests.support import without
 
-from infer import LLM, PLUGIN_API, EngineDeadError, PluginError, SamplingParams, SettingsError, hookimpl
+from infer import LLM, PLUGIN_API, EngineDeadError, PluginError, SamplingParams, SettingsError, hookimpl, inspection
 from infer.commands import cli
 from infer.engine.schedulers import ContinuousScheduler
+from infer.errors import say
 from infer.hookspecs import (
     ModelRegistration,
     Registration,
@@ -27,6 +28,7 @@ from infer.hookspecs import (
     SchedulerRegistration,
     StepRecord,
 )
+from infer.kernels.reference import ReferenceKernels
 from infer.plugins import Plugins
 from infer.protocols import CacheFactory, ObserverFactory, Schedule
 from infer.settings import Settings, load_settings
@@ -288,7 +290,7 @@ def test_a_failing_observer_is_left_out_and_others_go_on(caplog: pytest.LogCaptu
     assert caplog.text.count("is left out") == 1
 
 
-def test_an_observer_may_leave_while_it_fails() -> None:
+def test_an_observer_may_leave_while_it_fails(caplog: pytest.LogCaptureFixture) -> None:
     class Leaving:
         def infer_step_finished(self, record: StepRecord) -> None:
             leave()
@@ -297,6 +299,7 @@ def test_an_observer_may_leave_while_it_fails() -> None:
     plugins = Plugins.discover()
     leave = plugins.tell("A test's", Leaving())
     plugins.notify("infer_step_finished", StepRecord(0, 0.0, 0.0, (), 1, 0, 0, 0, 0, 0, 0, 0))
+    assert caplog.messages == ["A test's failed in infer_step_finished and is left out"]
 
 
 def test_an_object_given_by_hand_is_checked_too() -> None:
@@ -376,6 +379,7 @@ def test_a_plugins_command_gets_its_arguments_and_settings(
         (["hello"], "first and second both offer 'hello' for infer COMMAND; uninstall one"),
         (["settings"], "infer-core and third both offer 'settings' for infer COMMAND; uninstall one"),
         (["odd"], "The command plugin 'odd' of fourth returned a str, not an exit code"),
+        (["raises"], r"^infer: The command plugin 'raises' of fifth failed: ZeroDivisionError: .*py:\d+\); --log"),
     ],
 )
 def test_a_command_has_one_owner(
@@ -390,6 +394,7 @@ def test_a_command_has_one_owner(
     monkeypatch.chdir(tmp_path)
     for distribution, name in (("first", "hello"), ("second", "hello"), ("third", "settings"), ("fourth", "odd")):
         install(distribution, COMMANDS, name=name, code="'fine'")
+    install("fifth", COMMANDS, name="raises", code="1 / 0")
     assert cli.main(argv) == 2
     assert re.search(says, capsys.readouterr().err)
     assert cli.main(["plugins"]) == 0
@@ -446,6 +451,49 @@ def test_a_factory_that_fails_is_named_with_what_lacks(sections: dict[str, Any],
             LLM("demo", plugins=[Making(factory)], **sections)
 
 
+def scheduler(**methods: Callable[..., object]) -> Making:
+    """A plugin with a scheduler some of whose methods are others."""
+    return Making(lambda context, settings: type("Odd", (ContinuousScheduler,), methods)(context, settings))
+
+
+@pytest.mark.parametrize(
+    ("plugin", "says"),
+    [
+        (
+            Making(lambda *given: ContinuousScheduler),
+            "made: its factory returned the class ContinuousScheduler, not",
+        ),
+        (scheduler(add=lambda self: None), r"its Odd.add\(\) cannot take \(sequence\): too many positional arguments"),
+        (scheduler(finish=lambda self, one, why: None), r"Odd.finish\(one, why\) .* argument: 'why'\.$"),
+    ],
+    ids=["a class", "too few", "too many"],
+)
+def test_what_cannot_be_called_as_the_contract_says_is_refused_at_the_start(plugin: Making, says: str) -> None:
+    with pytest.raises(PluginError, match=f"The scheduler plugin 'mine' of Making cannot be .*{says}"):
+        LLM("demo", plugins=[plugin], engine={"batching_mode": "mine"})
+
+
+@pytest.mark.parametrize(
+    ("method", "fits"),
+    [
+        (lambda first, second, *, rows=None: None, True),
+        (lambda *given, rows: None, False),
+        (lambda *given, **named: None, True),
+        (lambda one, two, three=None: None, True),
+        (lambda one, two: None, False),
+        (lambda one, two, three: None, False),
+        (print, True),
+        (SimpleNamespace(__signature__=3), True),
+    ],
+)
+def test_which_parameters_fit(method: Any, fits: bool) -> None:
+    """Those of a method that takes what is required by position, and the rest by position or by name."""
+
+    def promised(self: Any, first: int, second: int, rows: int | None = None) -> None: ...
+
+    assert (inspection._misfit(method, promised) == "") is fits
+
+
 class Unloadable:
     """All that a model has, but it does not know its tensors."""
 
@@ -460,6 +508,28 @@ def test_a_model_that_cannot_be_loaded_is_named_too() -> None:
         PluginError, match=r"The model plugin 'mine' of Making cannot be loaded: KeyError: 'hidden_size'"
     ):
         LLM("demo", plugins=[plugin], model={"family": "mine"})
+
+
+class Unsound(ReferenceKernels):
+    def rms_norm(self, *given: Any, **named: Any) -> Any:
+        raise KeyError("eps")
+
+
+def test_a_part_that_fails_in_the_check_at_the_start_is_one_sentence() -> None:
+    with pytest.raises(
+        PluginError, match=r"^The check at the start failed: KeyError: 'eps' \(test_plugins.py:\d+\)\.$"
+    ):
+        LLM("demo", plugins=[Making(lambda device, settings: Unsound())], kernels={"backend": "mine"})
+
+
+def test_the_place_of_a_fault_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All packages have a file __init__.py."""
+    (tmp_path / "somebodys").mkdir()
+    (tmp_path / "somebodys" / "__init__.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ZeroDivisionError) as caught:
+        importlib.import_module("somebodys")
+    assert say(caught.value) == "ZeroDivisionError: division by zero (somebodys/__init__.py:1)"
 
 
 class Watch(BaseModel):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from infer.cache import ExtendView, KVStorage, Pool
 from infer.cache.books import Ints, Slots
-from infer.protocols import Allocation, AttentionSpec, CacheContext, CachePoolProtocol, KVCacheView, Rotary
+from infer.protocols import Allocation, AttentionSpec, CacheContext, CachePoolProtocol, KVCacheView, Ragged, Rotary
 from infer.testing import check_pool
 from infer.testing.pools import SUITE, Pools
 from infer_cache_paged import PagedBooks, PagedPool, PagedSettings
@@ -301,6 +301,17 @@ planted("layers write to one place, from where a later pass reads", "sequences",
 )
 
 
+class OneSide(KVStorage):
+    """It counts the bytes of K alone."""
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes // 2
+
+
+planted("nbytes leaves out V", "size", r"nbytes is \d+; the \d+ positions need")(StorageOf(OneSide))
+
+
 class Moving(KVStorage):
     def fixed_view(self, table: Ints, starts: Sequence[int] | Ints) -> ExtendView:
         return self.view(table, starts, np.ones(len(starts), dtype=np.int32))
@@ -309,6 +320,40 @@ class Moving(KVStorage):
 planted("views of decodes are made anew", "recorded_views", "gives a view whose .* is not where that of the first")(
     StorageOf(Moving)
 )
+
+
+class Kept(KVStorage):
+    """The tensors of all fixed views are those of the first one; ``starts`` are each view's own."""
+
+    written: tuple[str, ...] = ("starts_B", "block_table_BP", "flat_T")
+    first: Ragged | None = None
+
+    def fixed_view(self, table: Ints, starts: Sequence[int] | Ints) -> ExtendView:
+        made = self.view(table, starts, np.ones(len(starts), dtype=np.int32)).ragged
+        first = self.first = self.first or made
+        for name in self.written:
+            getattr(first, name).copy_(getattr(made, name))
+        tensors = first.starts_B, first.offsets_B1, first.block_table_BP, first.flat_T
+        return ExtendView(self, Ragged(made.starts, made.lens, made.offsets, *tensors))
+
+
+class Stale(Kept):
+    written = ("block_table_BP", "flat_T")
+
+
+def kept(storage: type[Kept]) -> MakePool:
+    def make(context: CacheContext) -> CachePoolProtocol:
+        sizes = context.max_batch_size, context.max_seq_len
+        return Pool(SlottedBooks(*sizes), storage(context, *sizes))
+
+    return make
+
+
+planted("views of decodes keep where the first one started", "recorded_views", "reads, at position")(kept(Stale))
+
+
+def test_a_view_that_keeps_its_tensors_is_enough() -> None:
+    check_pool(kept(Kept), only=["recorded_views"])
 
 
 def narrower(context: CacheContext) -> CachePoolProtocol:

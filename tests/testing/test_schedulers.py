@@ -97,6 +97,13 @@ class Starves(ContinuousScheduler):
             pass
 
 
+@planted("who has more tokens comes later", "drains", r"key\(r\d+\) was \d+ and is \d+; it must not change")
+@of
+class Younger(ContinuousScheduler):
+    def key(self, sequence: Sequence) -> int:
+        return len(sequence.tokens)
+
+
 @planted("sequences preempt each other for ever", "drains", "somebody waits for ever")
 @of
 class Swaps(ContinuousScheduler):

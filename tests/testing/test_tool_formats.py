@@ -51,6 +51,8 @@ def test_the_documented_one_passes() -> None:
     (registration,) = documented("quills")["infer_tool_formats"]()
     make = lambda tools: registration.factory(tools, registration.settings())  # noqa: E731
     check_tool_format(make, f"«{NAME}|{JSON}»", NAME, ARGUMENTS)
+    quoted = {"text": "»", "deep": {"list": ["}»", '"|«']}}
+    check_tool_format(make, f"«{NAME}|{json.dumps(quoted, ensure_ascii=False)}»", NAME, quoted)
 
 
 @planted.each
@@ -155,3 +157,22 @@ def _holds(tools: Tools) -> PartProtocol:
         yield reader.content(reader.take())
 
     return Script(script)
+
+
+@planted("a bracket that begins no call is lost", "lone", "is read as the content")
+class Swallows(Changed):
+    def change(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
+        for piece in pieces:
+            yield piece._replace(text=piece.text.replace("<", "")) if piece.kind == "content" else piece
+
+
+@planted("what came before is read again with every delta", "proportion", "deltas of text without a call take")
+class Again(Changed):
+    def __init__(self, tools: Tools) -> None:
+        super().__init__(tools)
+        self.all = ""
+
+    def push(self, text: str) -> Iterator[Piece]:
+        self.all += text
+        sum(letter == "<" for letter in self.all)
+        yield from super().push(text)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import pluggy
 
@@ -62,6 +62,11 @@ class Offer:
     def kv_dtypes(self) -> tuple[str, ...]:
         """The values of ``cache.kv_dtype`` other than ``auto`` that a cache pool or kernels know."""
         return getattr(self.registration, "kv_dtypes", ())
+
+    @property
+    def about(self) -> str:
+        """``KernelsRegistration.about``; empty for other plugins."""
+        return getattr(self.registration, "about", "")
 
     def make(self, contract: type, *given: Any) -> Any:
         """Call the factory with ``given`` and check the result against the contract. Raises PluginError."""
@@ -145,7 +150,8 @@ class Plugins:
             while self.manager.has_plugin(label):  # one distribution may bring several entry points
                 label += "+"
             # pluggy compares plugins and reads all their attributes, which may raise, so it gets the hooks alone.
-            self._register(label, {attribute: function for attribute, _, function in hooks})
+            functions = {attribute: function for attribute, _, function in hooks}
+            self._register(label, functions, f"The observer of {distribution}")
         except (PluginError, KeyboardInterrupt):
             raise
         except BaseException as error:  # any access to a foreign object may raise
@@ -154,8 +160,8 @@ class Plugins:
             self.offers[offer.slot].append(offer)
         self._checkpoints += [(name, path, distribution) for name, path in found.items()]
 
-    def _register(self, label: str, functions: Mapping[str, Callable[..., object]]) -> ModuleType:
-        module = ModuleType(label)
+    def _register(self, label: str, functions: Mapping[str, Callable[..., object]], whose: str) -> ModuleType:
+        module = ModuleType(whose)
         vars(module).update(functions)
         try:
             self.manager.register(module, label)
@@ -279,7 +285,7 @@ class Plugins:
 
     def tell(self, whose: str, observer: object) -> Callable[[], None]:
         """Notify an object from now on, until the returned function is called. Raises PluginError."""
-        module = self._register(f"{whose} {id(observer)}", _records(whose, observer))
+        module = self._register(f"{whose} {id(observer)}", _records(whose, observer), whose)
         return lambda: self.manager.unregister(module)
 
     def notify(self, hook: str, record: object) -> None:
@@ -290,7 +296,8 @@ class Plugins:
             try:
                 call(record)
             except (Exception, SystemExit):
-                log.exception("the observer %s failed in %s and is left out", implementation.plugin_name, hook)
+                whose = cast(ModuleType, implementation.plugin).__name__
+                log.exception("%s failed in %s and is left out", whose, hook)
                 with suppress(ValueError):  # another thread may have unregistered it meanwhile
                     caller._remove_plugin(implementation.plugin)
 

@@ -138,7 +138,7 @@ SLOTS: Mapping[str, Slot] = {
         when="by what the chat template writes",
     ),
     "reasoning": Slot("infer_reasoning_formats", "model", setting="model.reasoning", when="by the chat template"),
-    "observer": Slot("infer_observers", "observers", packages={"otel": "infer-otel"}),
+    "observer": Slot("infer_observers", "observers", packages={"otel": "infer-otel", "timeline": "infer-console"}),
     "routes": Slot("infer_routes", "server", packages={"console": "infer-console"}),
     "command": Slot("infer_commands", None, CommandRegistration, packages={"ray": "infer-ray"}),
 }

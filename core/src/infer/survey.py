@@ -92,7 +92,8 @@ class Survey:
             for offer in offers:
                 registration = offer.registration
                 taken = offer in self._chosen[slot]
-                described = (registration.description, *(f"knows K/V in {name}" for name in offer.kv_dtypes))
+                known = (f"knows K/V in {name}" for name in offer.kv_dtypes)
+                described = filter(None, (registration.description, *known, offer.about))
                 row = {"slot": slot, "name": offer.name, "distribution": offer.distribution, "version": offer.version}
                 row |= {"chosen": (self._all_of(slot) or "yes") if taken else "no"}
                 row |= {"why": self._why(offer) if taken else registration.unavailable or ""}

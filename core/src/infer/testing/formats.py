@@ -142,7 +142,7 @@ def _like(parts: Tensor, exact: Tensor, error: Tensor) -> str:
     return ""
 
 
-@check("A tensor that is missing, cut or of another type raises a CheckpointError: a checkpoint may be damaged", 12)
+@check("A tensor that is missing, cut or flattened raises a CheckpointError: a checkpoint may be damaged", 12)
 def damage(f: Formats, draw: random.Random) -> None:
     name = draw.choice([name for name in sorted(f.files.names()) if f.files.tensor(name).ndim])
     tensor = f.files.tensor(name)

@@ -16,7 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from infer.contracts.protocols import Allocation, AttentionSpec, CacheContext, CachePoolProtocol, KVCacheView, Rotary
+from infer.contracts.protocols import (
+    KV,
+    Allocation,
+    AttentionSpec,
+    CacheContext,
+    CachePoolProtocol,
+    KVCacheView,
+    Ragged,
+    Rotary,
+)
 from infer.engine.graphs import Recording
 from infer.kernels.reference import ReferenceKernels
 from infer.testing.suite import Skipped, Suite, Violation
@@ -42,9 +51,9 @@ class Pools:
     kv_dtypes: Sequence[str] = ()
 
     def pool(self, draw: random.Random, **keys: Any) -> tuple[CachePoolProtocol, CacheContext]:
-        given: dict[str, Any] = {"layers": PLAIN, "max_batch_size": draw.randint(2, 5)} | keys
-        cpu, kernels = torch.device("cpu"), ReferenceKernels()
-        context = CacheContext(max_seq_len=LONGEST, dtype=torch.float32, device=cpu, kernels=kernels, **given)
+        given: dict[str, Any] = {"layers": PLAIN, "max_batch_size": draw.randint(2, 5), "kernels": ReferenceKernels()}
+        cpu = torch.device("cpu")
+        context = CacheContext(max_seq_len=LONGEST, dtype=torch.float32, device=cpu, **given | keys)
         return self.make(context), context
 
 
@@ -408,9 +417,51 @@ def wrong_starts(pools: Pools, draw: random.Random) -> None:
     machine.watch()
 
 
+class Replayed(ReferenceKernels):
+    """They read a view's tensors only, as kernels do that have a recorder: ``starts`` are those of the first view."""
+
+    def extend_attention(self, q_THE: Tensor, k_cache: KV, v_cache: KV, ragged: Ragged, spec: AttentionSpec) -> Tensor:
+        tensors = ragged.starts_B, ragged.offsets_B1, ragged.block_table_BP, ragged.flat_T
+        now = Ragged(tuple(ragged.starts_B.tolist()), ragged.lens, ragged.offsets, *tensors)
+        return super().extend_attention(q_THE, k_cache, v_cache, now, spec)
+
+
+class Storing(ReferenceKernels):
+    """They note how many bytes what they store into has, by its address."""
+
+    def __init__(self) -> None:
+        self.found: dict[int, int] = {}
+
+    def store_kv(self, k_TKE: Tensor, v_TKE: Tensor, k_cache: KV, v_cache: KV, flat_T: Tensor) -> None:
+        for cache in (k_cache, v_cache):
+            for x in (cache,) if isinstance(cache, Tensor) else (cache.codes, cache.scales):
+                memory = x.untyped_storage()
+                self.found[memory.data_ptr()] = memory.nbytes()
+        super().store_kv(k_TKE, v_TKE, k_cache, v_cache, flat_T)
+
+
+@check("nbytes says how much memory K and V of all positions take", 2)
+def size(pools: Pools, draw: random.Random) -> None:
+    kernels = Storing()
+    machine = Machine(pools, draw, num_tokens=draw.choice([None, 3 * LONGEST]), kernels=kernels)
+    if (life := machine.allocate(9, reuse=False)) is None:
+        raise Violation("allocate gives None in an empty pool")
+    machine.extend([life], 9)
+    if not kernels.found:
+        raise Skipped("the pool does not have the kernels store K and V")
+    each = sum(2 * spec.num_kv_heads * SIZE * machine.context.dtype.itemsize for spec in machine.context.layers)
+    least, most = machine.room * each, sum(kernels.found.values())
+    if not least <= machine.pool.nbytes <= most:
+        raise Violation(
+            f"nbytes is {machine.pool.nbytes}; the {machine.room} positions need {least} bytes, and the tensors that "
+            f"K and V are stored in have {most}"
+        )
+
+
 @check("With rows, a decode view keeps its tensors, and an earlier one then serves the sequences of the latest", 8)
 def recorded_views(pools: Pools, draw: random.Random) -> None:
-    machine = Machine(pools, draw, num_tokens=None, max_batch_size=4, layers=draw.choice([PLAIN, WINDOWED]))
+    layers = draw.choice([PLAIN, WINDOWED])
+    machine = Machine(pools, draw, num_tokens=None, max_batch_size=4, layers=layers, kernels=Replayed())
     for _ in range(4):
         if machine.allocate(draw.randint(1, 50)) is None:
             raise Violation("allocate gives None in a pool with room for all")

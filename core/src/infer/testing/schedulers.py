@@ -17,6 +17,7 @@ from infer.contracts.protocols import Allocation, SchedulerContext, SchedulerPro
 from infer.contracts.request import Request
 from infer.contracts.schedule import PENDING, Schedule, Sequence, Work
 from infer.engine.checked import CheckedScheduler
+from infer.engine.schedulers import ContinuousScheduler
 from infer.errors import PluginError
 from infer.settings import EngineSettings
 from infer.testing.suite import Suite, Violation
@@ -145,7 +146,7 @@ class Arrival:
 class Drive:
     """An engine without a model."""
 
-    scheduler: SchedulerProtocol
+    made: SchedulerProtocol
     pool: CountingPool
     engine: EngineSettings
     lag: int
@@ -159,8 +160,10 @@ class Drive:
     computed: Counter[tuple[str, int]] = field(default_factory=Counter)
     """How often each prompt position of a group was computed."""
     idle: int = 0
+    keys: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.scheduler = CheckedScheduler(self.made, "The scheduler", thorough=True)
         self.pool.computed = self.computed_in
 
     def computed_in(self, slot: int) -> int | None:
@@ -169,7 +172,7 @@ class Drive:
 
     def run(self) -> None:
         step, left = 0, len(self.arrivals) // 2  # so that aborts cannot end everything that waits for ever
-        while self.arrivals or self.scheduler.has_work() or self.flights:
+        while self.arrivals or self.made.has_work() or self.flights:
             while self.arrivals and self.arrivals[0].step <= step:
                 arrival = self.arrivals.pop(0)
                 self.open[arrival.sequence.id] = arrival
@@ -194,6 +197,7 @@ class Drive:
                 raise error.__cause__ from None
             raise Violation(str(error)) from None
         self.check_limits(schedule)
+        self.check_keys()
         passes = list(schedule.passes())
         lag = self.lag if passes else 0
         for works in passes:
@@ -202,7 +206,7 @@ class Drive:
             self.flights.append(works)
             self.settle(lag)
         self.settle(lag)
-        self.idle = 0 if passes or not self.scheduler.has_work() else self.idle + 1
+        self.idle = 0 if passes or not self.made.has_work() else self.idle + 1
         if self.idle > IDLE_STEPS:
             raise Violation(
                 f"nothing is planned, though there is work: {', '.join(self.open)} wait; slots "
@@ -281,6 +285,16 @@ class Drive:
             if not work.decode and work.sequence.prefill_end < work.sequence.num_prompt:
                 raise Violation(f"prefill_end of {work.sequence.id} is below its prompt's length")
 
+    def check_keys(self) -> None:
+        """Those by which a ``ContinuousScheduler`` sorts: it keeps its sequences sorted."""
+        if isinstance(self.made, ContinuousScheduler):
+            for id, arrival in self.open.items():
+                key = self.made.key(arrival.sequence)
+                if (first := self.keys.setdefault(id, key)) != key:
+                    raise Violation(
+                        f"key({id}) was {first!r} and is {key!r}; it must not change while the sequence runs or waits"
+                    )
+
 
 def drive(s: Schedulers, draw: random.Random, *, sharing: bool, lag: int, spare: int, aborts: float = 0.05) -> Drive:
     """Requests that come in the first steps, several of which may ask for answers to one prompt."""
@@ -324,7 +338,7 @@ def drive(s: Schedulers, draw: random.Random, *, sharing: bool, lag: int, spare:
         arrival.sequence.order = order
         arrival.sequence.rank = (arrival.sequence.request.priority, order)
     made = s.make(SchedulerContext(pool, engine))  # type: ignore[arg-type]
-    return Drive(CheckedScheduler(made, "The scheduler", thorough=True), pool, engine, lag, draw, arrivals, aborts)
+    return Drive(made, pool, engine, lag, draw, arrivals, aborts)
 
 
 @check("Everyone ends, whatever comes, within all limits, and nothing is left in the pool", 200)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +17,10 @@ from infer.testing.suite import Suite, Violation
 BEFORE = "Let me see, one moment (it takes 3 or 4).\n\n"
 LOOK_AHEAD = 1024
 """The most characters of plain text that a reader may hold back."""
+DELTAS = (1 << 8, 1 << 10, 1 << 12, 1 << 14, 1 << 16)
+"""Of a long answer, after which the time is taken."""
+NOTICEABLE_S = 0.25
+"""A reader that takes less is quick enough."""
 MakeReader = Callable[[Tools], PartProtocol]
 KINDS = ("content", "reasoning", "call", "arguments")
 
@@ -135,3 +141,40 @@ def early(f: ToolFormats, draw: random.Random) -> None:
     told += sum(len(piece.text) for piece in part.flush())
     if told != len(text):
         raise Violation(f"of {len(text)} characters without a call, {told} are told")
+
+
+@check("A character that may begin a call, and begins none, is content")
+def lone(f: ToolFormats, draw: random.Random) -> None:
+    for text in (f"{BEFORE}{f.text[0]} and so on", BEFORE + f.text[0]):
+        if (content := said(f.read([text]), "content")) != text:
+            raise Violation(f"{text!r} is read as the content {content!r}")
+
+
+@check("Reading takes time in proportion to the text: it runs between the answers to others")
+def proportion(f: ToolFormats, draw: random.Random) -> None:
+    last = next((value for value in reversed([*f.arguments.values()]) if isinstance(value, str) and value), "")
+    within = f.text.rfind(last) + 1 if last in f.text else len(f.text) // 2
+    for what, begin, more in (
+        ("text without a call", "", "word"),
+        ("what may begin a call, again and again", "", f"{f.text[0]} x "),
+        ("a call that goes on and on", f.text[:within], "more"),
+    ):
+        times: list[float] = []
+        for deltas, seconds in _reading(f, begin, more):
+            # Halfway between the 16 times of a reader in proportion and the 256 of one that reads all again: other work
+            # on the machine does not make one look like the other.
+            if seconds > NOTICEABLE_S and len(times) > 1 and seconds > 64 * times[-2]:
+                raise Violation(f"{deltas} deltas of {what} take over 64 times as long as {deltas // 16} of them")
+            times.append(seconds)
+
+
+def _reading(f: ToolFormats, begin: str, more: str) -> Iterator[tuple[int, float]]:
+    """The CPU time to read an answer, after so many deltas, each time four times as many."""
+    part, spent, done = f.make({f.name: f.schema}), 0.0, 0
+    deque(part.push(begin), maxlen=0)
+    for deltas in DELTAS:
+        began = time.thread_time()
+        for _ in range(deltas - done):
+            deque(part.push(more), maxlen=0)
+        spent, done = spent + time.thread_time() - began, deltas
+        yield deltas, spent
