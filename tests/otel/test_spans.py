@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import http.server
+import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
+import infer_otel
+from infer.errors import SettingsError
 from infer.hookspecs import RequestRecord
 from infer.plugins import Plugins
 from infer.settings import load_settings
@@ -88,6 +92,20 @@ def test_the_standard_variables_say_it_too(collector: Collected, monkeypatch: py
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
     observe()
     assert (len(spans), services) == (1, ["infer"])
+
+
+def test_a_collector_that_hangs_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(infer_otel, "LAST_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        began = time.monotonic()
+        observe("--observers.otel.endpoint", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("endpoint", ["localhost:4318", "collector", "grpc://localhost:4317", "http://"])
+def test_an_endpoint_that_spans_cannot_go_to_is_refused(endpoint: str) -> None:
+    with pytest.raises(SettingsError, match=r"observers\.otel\.endpoint = .*http://localhost:4318"):
+        load_settings(Plugins.discover(), argv=["--observers.otel.endpoint", endpoint], env={}, read_file=False)
 
 
 def test_without_an_endpoint_nothing_is_sent(collector: Collected) -> None:

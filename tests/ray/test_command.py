@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import socket
+
+import pytest
+
+from infer.commands.cli import main
 from infer.plugins import Plugins
 from infer.protocols import CommandContext
 from infer.settings import load_settings
@@ -19,3 +24,14 @@ def test_engines_get_the_settings_as_they_are_and_the_ingress_what_is_for_client
     assert made["engine"]["server"]["api_keys"] == [made["key"]]
     assert made["ingress"]["server"] == {"api_keys": ["k"]}
     assert made["ray"]["replicas"] == 3
+
+
+@pytest.mark.parametrize("words", [("deploy", "demo"), ("delete",)])
+def test_an_address_without_a_cluster_is_said_at_once(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))  # nobody listens
+        address = f"127.0.0.1:{bound.getsockname()[1]}"
+        assert main(["ray", *words, "--address", address]) == 2
+    assert f"ray.address = '{address}' cannot be reached: " in capsys.readouterr().err

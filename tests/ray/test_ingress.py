@@ -296,6 +296,6 @@ async def test_a_request_without_a_seed_gets_one_so_that_it_can_go_on(engines: l
     async with front(engines) as f:
         f.relays[0].after = 6000
         f.ingress.fleet.router.report("r1", 5)
-        events, _ = await f.stream({"prompt": PROMPT, "max_tokens": 60})
+        events, _ = await f.stream({"prompt": PROMPT, "max_tokens": 60, "ignore_eos": True})
         assert f.ingress.counts.resumed == 1
         assert said(events)[0, "finish"] == "length"

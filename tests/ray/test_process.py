@@ -10,10 +10,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import aiohttp
+import pytest
 from tests.serving import serving
 
 from infer.server.app import bind
-from infer_ray.process import Process
+from infer_ray.process import FAULT, Process
 
 SETTINGS = {"server": {"port": 0, "access_log": False}}
 ROUTER = {"balance": 1.25, "slack": 4, "most_blocks": 1024}
@@ -67,3 +68,10 @@ def _signal(process: Process) -> None:
 def _connects(port: int) -> bool:
     with socket.socket() as client:
         return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_an_engine_that_cannot_serve_says_why() -> None:
+    process = Process("engine", {"settings": {"model": {"path": "nosuch"}, "server": {"port": 0}}})
+    with pytest.raises(RuntimeError, match=f"{FAULT}'nosuch' is neither a folder or file nor a bundled name"):
+        process.ready()
+    process.end(0)

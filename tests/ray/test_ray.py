@@ -237,5 +237,19 @@ async def test_a_cluster_that_is_there_serves_what_is_sent_to_it(tmp_path: Path,
             sent.process.wait(60)
         assert len(cluster.engines()) == 2
         assert await all_streamed(sent.url, bodies) == expected
+        command = ("infer.commands.cli", "ray", "delete", "--address", address)
+        with started(command, "is served no more", tmp_path / "e") as deleted:
+            deleted.process.wait(60)
+        assert not cluster.engines()
+        refused = subprocess.run(
+            (sys.executable, "-m", "infer.commands.cli", "ray", "deploy", "nosuch", "--address", address),
+            cwd=ROOT,
+            env=os.environ | ENVIRONMENT,
+            capture_output=True,
+            text=True,
+            timeout=300,  # Serve tries three times, and other tests run
+        )
+        assert refused.returncode == 2
+        assert "infer: 'nosuch' is neither a folder" in refused.stderr
     with pytest.raises(aiohttp.ClientConnectorError):
         await all_streamed(sent.url, bodies[:1])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import threading
 import time
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -11,7 +13,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, field_validator
 
 from infer import hookimpl
 from infer.hookspecs import Registration, RequestRecord
@@ -21,6 +23,8 @@ INFER_PLUGIN_API = 1
 
 _EPOCH_NS = time.time_ns() - time.perf_counter_ns()
 """Unix time, in ns, at which ``time.perf_counter`` was zero."""
+LAST_S = 5.0
+"""How many seconds the process waits at its end for spans to reach a collector that may be away or hang."""
 
 
 class OtelSettings(BaseModel, extra="forbid"):
@@ -30,9 +34,17 @@ class OtelSettings(BaseModel, extra="forbid"):
     )
     service_name: str | None = Field(None, description="the service's name; none: OTEL_SERVICE_NAME's, or infer")
 
+    @field_validator("endpoint")
+    @classmethod
+    def _over_http(cls, value: str | None) -> str | None:
+        if value is not None and not re.match(r"https?://[^/]", value):
+            raise ValueError("it begins with http:// or https://, as in http://localhost:4318")
+        return value
+
 
 class Spans:
-    """Makes spans of requests. A thread of the SDK sends them in batches; ``close`` sends those that are left."""
+    """Makes spans of requests. A thread of the SDK sends them in batches; ``close`` sends those that are left, and
+    gives up after ``LAST_S``."""
 
     def __init__(self, settings: OtelSettings) -> None:
         resource = {}
@@ -42,6 +54,9 @@ class Spans:
         self._provider = TracerProvider(resource=Resource.create(resource), shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("infer")
+        self._ends = threading.Event()
+        self._ending = threading.Thread(target=self._end, name="spans", daemon=True)
+        self._ending.start()  # now: an interpreter that is ending starts no more threads
 
     def infer_request_finished(self, record: RequestRecord) -> None:
         span = self._tracer.start_span(
@@ -70,6 +85,11 @@ class Spans:
         span.end(_ns(record.finished))
 
     def close(self) -> None:
+        self._ends.set()
+        self._ending.join(LAST_S)
+
+    def _end(self) -> None:
+        self._ends.wait()
         self._provider.shutdown()
 
 

@@ -61,8 +61,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
     parser.add_argument(
         "action",
-        choices=("run", "deploy"),
-        help="run: start Ray on this machine, for itself alone, and serve until Ctrl-C; deploy: have a cluster serve",
+        choices=("run", "deploy", "delete"),
+        help="run: start Ray on this machine, for itself alone, and serve until Ctrl-C; deploy: have a cluster serve; "
+        "delete: have it serve no more",
     )
     own = {"--replicas": "ray.replicas", "--address": "ray.address"}
     add_settings(parser, NAMED | LOADING | SERVING | own, ray=RaySettings)

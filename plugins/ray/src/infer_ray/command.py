@@ -1,4 +1,4 @@
-"""``infer ray run`` and ``infer ray deploy``."""
+"""``infer ray run``, ``infer ray deploy`` and ``infer ray delete``."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import argparse
 import functools
 import math
 import os
+import re
 import secrets
 import signal
+import socket
 import tempfile
 import threading
+import time
 from typing import Any
 
 from pydantic import SecretStr
@@ -17,8 +20,10 @@ from pydantic import SecretStr
 from infer.errors import EngineDeadError, InferError
 from infer.protocols import CommandContext
 from infer.server.access import loopback
+from infer_ray.process import FAULT
 
 WATCH_S = 1.0
+CONNECT_S = 5.0
 VITAL = ("raylet", "gcs_server")
 PATIENCE_S = 86400.0
 """An engine does not drop an ingress that does not read, for that waits for a client, and drops it in time."""
@@ -60,9 +65,11 @@ def plan(context: CommandContext, *, local: bool) -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace, context: CommandContext) -> int:
-    if context.settings.model.path is None:
-        raise InferError("No model is given: infer ray run MODEL, or model.path.")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if args.action == "delete":
+        return _delete(context.settings.ray)
+    if context.settings.model.path is None:
+        raise InferError(f"No model is given: infer ray {args.action} MODEL, or model.path.")
     if args.action == "deploy":
         return _deploy(context)
     stop = threading.Event()
@@ -111,13 +118,21 @@ def start(plan: dict[str, Any], folder: str) -> str:
 
 
 def serve(plan: dict[str, Any]) -> str:
-    """Have the cluster that this process is connected to serve the plan. Returns the ingress's URL."""
+    """Have the cluster that this process is connected to serve the plan. Returns the ingress's URL. Raises InferError,
+    and leaves the cluster, if an engine or an ingress cannot serve."""
+    import ray
     from ray import serve
 
     from infer_ray.application import build
 
     serve.start(proxy_location="Disabled")
-    handle = serve.run(build(plan), name=plan["name"], route_prefix=None)
+    try:
+        handle = serve.run(build(plan), name=plan["name"], route_prefix=None)
+    except RuntimeError as error:
+        parts = serve.status().applications[plan["name"]].deployments.values()
+        said = re.findall(f"{FAULT}(.+)", "\n".join(part.message for part in parts))
+        ray.shutdown()
+        raise InferError(said[-1] if said else str(error)) from None
     return str(handle.url.remote().result())
 
 
@@ -130,9 +145,39 @@ def end() -> None:
     ray.shutdown()
 
 
-def _deploy(context: CommandContext) -> int:
+def _join(own: Any) -> None:
+    """Connect this process to a cluster that is there. Raises InferError."""
+    if own.address and (found := re.fullmatch(r"([^:/]+):(\d+)", own.address)):
+        try:  # Ray itself would try for minutes
+            socket.create_connection((found[1], int(found[2])), CONNECT_S).close()
+        except (OSError, OverflowError) as error:
+            raise InferError(f"ray.address = {own.address!r} cannot be reached: {error}.") from None
     import ray
 
+    try:
+        ray.init(address=own.address or "auto", log_to_driver=False)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        where = f"ray.address = {own.address!r}" if own.address else "ray.address is not set, and RAY_ADDRESS"
+        raise InferError(f"{where} leads to no cluster of Ray: {' '.join(str(error).split())}") from None
+
+
+def _delete(own: Any) -> int:
+    """Let the application finish what it has, and take it off the cluster."""
+    _join(own)
+    from ray import serve
+
+    if own.name not in (there := serve.status().applications):
+        raise InferError(
+            f"ray.name = {own.name!r} is no application of this cluster; it has {', '.join(sorted(there)) or 'none'}."
+        )
+    serve.delete(own.name, _blocking=False)
+    while own.name in serve.status().applications:
+        time.sleep(WATCH_S)
+    print(f"infer: {own.name} is served no more", flush=True)
+    return 0
+
+
+def _deploy(context: CommandContext) -> int:
     settings = context.settings
     if settings.server.api_keys or loopback(settings.server.host):
         made = plan(context, local=False)
@@ -140,7 +185,7 @@ def _deploy(context: CommandContext) -> int:
         raise InferError(
             f"server.host = {settings.server.host!r} lets the network in, and server.api_keys has no keys; set some."
         )
-    ray.init(address=settings.ray.address or "auto", log_to_driver=False)
+    _join(settings.ray)
     print(f"infer: {settings.ray.name} is served on {serve(made)}", flush=True)
     return 0
 

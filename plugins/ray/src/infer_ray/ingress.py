@@ -582,5 +582,5 @@ def merge_metrics(texts: Sequence[tuple[str, str]]) -> str:
 @asynccontextmanager
 async def serving(ingress: Ingress, sockets: Sequence[Any]) -> AsyncIterator[str]:
     """Serve until the end of the block. Yields the URL."""
-    async with ingress, listen(ingress.app(), sockets) as url:
+    async with ingress, listen(ingress.app(), sockets, ingress._server.stall_timeout_s) as url:
         yield url

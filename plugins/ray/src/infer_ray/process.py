@@ -2,8 +2,8 @@
 
 ``python -m infer_ray.process engine|ingress`` is such a process. Its first line of input is a JSON object: the
 ``settings`` (nested; nothing else is read, neither files nor variables) and, for an ingress, what its fleet takes. It
-says ``infer: ready on URL`` when it serves. It ends when its input does, which is when its parent has ended in
-whatever way, and drains on SIGTERM."""
+says ``infer: ready on URL`` when it serves, or why it cannot. It ends when its input does, which is when its parent has
+ended in whatever way, and drains on SIGTERM."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ from collections.abc import Callable, Mapping
 from typing import IO, Any
 
 READY = "infer: ready on "
+FAULT = "infer: it cannot serve: "
+"""Before the sentence that says why, in what a process says and in what its parent raises."""
 KNOWN_S = 10.0
 """How long to wait for the first engine, so that an ingress in the place of another refuses nobody."""
 BIND_S = 20.0
@@ -57,6 +59,8 @@ class Process:
             if line.startswith(READY):
                 threading.Thread(target=self._process.stdout.read, daemon=True).start()
                 return line.removeprefix(READY).strip()
+            if line.startswith(FAULT):
+                raise RuntimeError(line.strip())
         raise RuntimeError(f"the process ended with code {self._process.wait()} before it served; its log says why")
 
     def send(self, value: Mapping[str, Any]) -> None:
@@ -77,38 +81,31 @@ class Process:
 
 
 def main() -> None:
+    from infer.errors import InferError
+
     kind, source = sys.argv[1], sys.stdin
     first = json.loads(source.readline())
-    if kind == "engine":
-        _engine(first, source)
-    else:
-        _ingress(first, source)
+    try:
+        (_engine if kind == "engine" else _ingress)(first, source)
+    except InferError as error:
+        print(f"{FAULT}{' '.join(str(error).split())}", flush=True)
+        print(f"infer: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
 
 
 def _engine(first: Mapping[str, Any], source: IO[str]) -> None:
-    from infer.errors import EngineDeadError, InferError
     from infer.plugins import Plugins
     from infer.server import app
 
     _listen(source, lambda line: None)
-    try:
-        plugins = Plugins.discover()
-        settings = _settings(first, plugins)
-        app.run(settings, plugins)
-    except InferError as error:
-        print(f"infer: {error}", file=sys.stderr)
-        sys.exit(1 if isinstance(error, EngineDeadError) else 2)
+    plugins = Plugins.discover()
+    app.run(_settings(first, plugins), plugins)
 
 
 def _ingress(first: Mapping[str, Any], source: IO[str]) -> None:
-    from infer.errors import InferError
     from infer.plugins import Plugins
 
-    try:
-        asyncio.run(_serve(first, source, _settings(first, Plugins.discover())))
-    except InferError as error:
-        print(f"infer: {error}", file=sys.stderr)
-        sys.exit(2)
+    asyncio.run(_serve(first, source, _settings(first, Plugins.discover())))
 
 
 async def _serve(first: Mapping[str, Any], source: IO[str], settings: Any) -> None:

@@ -104,11 +104,11 @@ class Told:
     def _fold(self) -> None:
         """Enter what was kept into the account."""
         data = b"".join(self._kept)
+        self._kept.clear()
+        self._size = 0
         if len(data) > PARSED_BYTES:
             self.known = False
         if not self.known:
-            self._kept.clear()
-            self._size = 0
             return
         if not self._created and (found := CREATED.search(data)):
             self._created = found[0]
@@ -116,8 +116,6 @@ class Told:
             self._events += 1
             for key, kind, container, name in _places(frame):
                 self._account.add(key, kind, container[name])
-        self._kept.clear()
-        self._size = 0
 
     def _again(self, data: bytes) -> Iterator[bytes]:
         """What of a later stream's events is new to the client."""
