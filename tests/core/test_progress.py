@@ -26,3 +26,8 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_file_gets_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert list(progress.track("abc", "letters", 3)) == ["a", "b", "c"]
     assert capsys.readouterr().err == ""
+
+
+def test_no_standard_error_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    assert list(progress.track("abc", "letters", 3)) == ["a", "b", "c"]

@@ -87,6 +87,14 @@ def test_a_plugin_owns_its_table() -> None:
 BAD: list[tuple[list[str], str]] = [
     (["--engine.max_batch_sise", "3"], r"engine.max_batch_sise .*Did you mean 'engine.max_batch_size'"),
     (["--engin.max_batch_size", "3"], r"engin.*not a setting.*Did you mean"),
+    (["--engine.foo", "3"], r"engine.foo \(from --engine.foo\) is not a setting\.(?! Did you mean 'engine')"),
+    (["--server.threads", "3"], r"server.threads.*not a setting.*Did you mean 'kernels.threads'"),
+    (["--kernels.threads", "100000"], r"kernels.threads = '100000' .*less than or equal to 1024"),
+    (["--cache.slotted.size", "3"], r"cache.slotted .*: the plugin 'slotted' has no settings; leave it out\."),
+    (
+        ["--cache.paged=demo"],
+        r"cache.paged = 'demo' .*: cache.paged is a table of settings, such as cache.paged.block_s",
+    ),
     (["--engine.max_batch_size", "many"], r"engine.max_batch_size = 'many' \(from --engine.max_batch_size\).*integer"),
     (["--engine.max_batch_size", "0"], r"engine.max_batch_size = '0'.*greater than or equal to 1"),
     (["--engine.prefill_chunk_size", "0"], r"engine.prefill_chunk_size = '0'"),
@@ -133,10 +141,42 @@ def test_the_table_of_a_plugin_that_is_not_installed() -> None:
     without = Plugins.discover(installed=[e for e in entry_points(group="infer") if e.name != "paged"])
     with pytest.raises(SettingsError, match=r"plugin 'paged' is not installed: pip install infer-cache-paged"):
         load("--cache.paged.block_size", "8", plugins=without, read_file=False)
+    without = Plugins.discover(installed=[e for e in entry_points(group="infer") if e.name != "console"])
+    with pytest.raises(SettingsError, match=r"plugin 'timeline' is not installed: pip install infer-console"):
+        load("--observers.timeline.file", "steps.html", plugins=without, read_file=False)
+
+
+def test_a_table_where_a_file_has_a_value(tmp_path: Path) -> None:
+    """The sentence names the file, whether or not another source has a setting of that table."""
+    file = tmp_path / "settings.toml"
+    file.write_text('model = "demo"\n')
+    for argv in ([], ["--model.path", "demo"]):
+        with pytest.raises(
+            SettingsError, match=r"model = 'demo' \(from \S*settings.toml\): model is a table .*model.path"
+        ):
+            load(*argv, file=str(file))
+    file.write_text("port = 1\n")
+    with pytest.raises(SettingsError, match=r"port \(from .*Did you mean 'server.port'"):
+        load(file=str(file))
+    file.write_text("[server]\napi_keys = [1]\n")
+    with pytest.raises(SettingsError, match=r"server.api_keys.0 = 1 \(from \S*settings.toml\): "):
+        load(file=str(file))
+
+
+def test_keys_are_those_that_a_header_can_carry(tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text('[server]\napi_keys = [" one\\n", "two three"]\n')
+    keys = load(file=str(file)).settings.server.api_keys
+    assert [key.get_secret_value() for key in keys] == ["one", "two three"]
+    file.write_text('[server]\napi_keys = [" "]\n')
+    with pytest.raises(SettingsError, match="a key is empty"):
+        load(file=str(file))
 
 
 def test_the_environment_is_checked_too() -> None:
-    with pytest.raises(SettingsError, match=r"from INFER_ENGIN__MAX_BATCH_SIZE.*Did you mean 'engine"):
+    with pytest.raises(
+        SettingsError, match=r"from INFER_ENGIN__MAX_BATCH_SIZE.*Did you mean INFER_ENGINE__MAX_BATCH_SIZE\?"
+    ):
         load(env={"INFER_ENGIN__MAX_BATCH_SIZE": "3"}, read_file=False)
     with pytest.raises(SettingsError, match="from INFER_NONSENSE"):
         load(env={"INFER_NONSENSE": "3"}, read_file=False)
@@ -165,15 +205,17 @@ def test_what_kubernetes_says_of_services_is_none_of_ours() -> None:
             load(env={wrong: "8000"}, read_file=False)
     assert load(env={"INFER_SERVER__PORT": "9000"}, read_file=False).settings.server.port == 9000
     for near in ("INFER_SERVER_PORT", "INFER_PORT"):
-        with pytest.raises(SettingsError, match=rf"from {near}\) is not a setting"):
+        with pytest.raises(SettingsError, match=rf"from {near}\) is not a setting. Did you mean INFER_SERVER__PORT\?"):
             load(env={near: "9000"}, read_file=False)
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"nowhere.toml does not exist"):
+    with pytest.raises(SettingsError, match=r"nowhere.toml \(from --settings\) does not exist"):
         load(file="nowhere.toml")
-    with pytest.raises(SettingsError, match=r"elsewhere.toml does not exist"):
+    with pytest.raises(SettingsError, match=r"elsewhere.toml \(from INFER_SETTINGS\) does not exist"):
         load(env={"INFER_SETTINGS": "elsewhere.toml"})
+    with pytest.raises(SettingsError, match=r"a+ cannot be read: .*too long"):
+        load(file="a" * 300)
     bad = tmp_path / "bad.toml"
     bad.write_text("[engine\n")
     with pytest.raises(SettingsError, match=r"bad.toml cannot be read: .*line 1"):
@@ -183,6 +225,12 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     bad.write_text("engine = 3\n")
     with pytest.raises(SettingsError, match="engine = 3"):
         load(file=str(bad))
+
+
+def test_a_settings_file_as_editors_on_windows_save_it(tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_bytes(b"\xef\xbb\xbf[server]\r\nport = 9001\r\n")
+    assert load(file=str(file)).settings.server.port == 9001
 
 
 def test_static_turns_chunking_off_unless_it_was_asked_for() -> None:
@@ -274,8 +322,11 @@ def test_settings_built_directly_meet_what_is_installed() -> None:
 def test_a_value_in_one_place_is_no_table_in_another(tmp_path: Path) -> None:
     file = tmp_path / "s.toml"
     file.write_text("engine = 3\n")
-    with pytest.raises(SettingsError, match=r"engine.max_batch_size \(from --engine.*'engine' is a value, not a table"):
+    with pytest.raises(SettingsError, match=r"engine = 3 \(from \S*s.toml\): engine is a table of settings"):
         load("--engine.max_batch_size", "3", file=str(file))
+    file.write_text("nonsense = 3\n")
+    with pytest.raises(SettingsError, match=r"nonsense.size \(from --nonsense.*'nonsense' is a value, not a table"):
+        load("--nonsense.size", "3", file=str(file))
 
 
 @pytest.mark.parametrize("key", ["tool_format", "reasoning", "generation_config"])
@@ -286,11 +337,33 @@ def test_none_is_a_choice_where_it_is_one(key: str, tmp_path: Path) -> None:
     assert getattr(load(f"--model.{key}", "none").settings.model, key) == "none"
 
 
+def test_a_list_may_come_from_anywhere(tmp_path: Path) -> None:
+    file = tmp_path / "s.toml"
+    file.write_text('[model]\nplain_layers = ["*.a", "b"]\n')
+    told = [
+        load(file=str(file)),
+        load("--model.plain_layers", "*.a, b", read_file=False),
+        load(env={"INFER_MODEL__PLAIN_LAYERS": "*.a,b"}, read_file=False),
+    ]
+    assert [each.settings.model.plain_layers for each in told] == [["*.a", "b"]] * 3
+    assert load("--model.plain_layers", "none", file=str(file)).settings.model.plain_layers == []
+
+
+def test_an_empty_variable_takes_nothing_away(tmp_path: Path) -> None:
+    file = tmp_path / "s.toml"
+    file.write_text('[server]\napi_keys = ["sesame"]\n')
+    for empty in ("INFER_SERVER__API_KEYS", "INFER_SERVER__PORT", "INFER_UNKNOWN"):
+        loaded = load(env={empty: ""}, file=str(file)).settings.server
+        assert [key.get_secret_value() for key in loaded.api_keys] == ["sesame"]
+
+
 def test_none_is_said_alike_everywhere(tmp_path: Path) -> None:
     file = tmp_path / "s.toml"
     file.write_text('[engine]\nmax_seq_len = "none"\n')
     assert load(file=str(file)).settings.engine.max_seq_len is None
     assert load("--engine.max_seq_len", "null", file=str(file)).settings.engine.max_seq_len is None
+    by_a_program = load(overrides={"model": {"quantization": "none"}}, read_file=False)
+    assert by_a_program.settings.model.quantization is None
 
 
 def flat(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -50,7 +50,7 @@ from infer.engine.payoff import Costs, Payoff, measure
 from infer.engine.runner import Runner
 from infer.engine.speculation import Speculation
 from infer.errors import CheckpointError, InferError, PluginError, SettingsError
-from infer.inspection import CheckedPart, named
+from infer.inspection import CheckedPart, Named
 from infer.kernels.quantise import unfilled
 from infer.plugins import Offer, Plugins
 from infer.progress import track
@@ -173,18 +173,18 @@ def _load(settings: Settings, plugins: Plugins, publish: Callable[..., None]) ->
         max_seq_len = pool.free_tokens()
         log.info("engine.max_seq_len: %d positions, since the cache has no more", max_seq_len)
     tokenizer, template, reasoning = texts(settings, plugins, checkpoint, model.vocab_size)
-    graphs = _graphs(settings, model, pool, kernels, device)
-    size = settings.engine.max_batch_size
-    faults = self_check(
-        model,
-        pool,
-        kernels,
-        graphs,
-        max_batch_size=size,
-        max_seq_len=max_seq_len,
-        max_chunk=_max_chunk(settings),
-        device=device,
-    )
+    with Named("The check at the start failed"):
+        graphs = _graphs(settings, model, pool, kernels, device)
+        faults = self_check(
+            model,
+            pool,
+            kernels,
+            graphs,
+            max_batch_size=settings.engine.max_batch_size,
+            max_seq_len=max_seq_len,
+            max_chunk=_max_chunk(settings),
+            device=device,
+        )
     exact = not faults
     for fault in faults:
         log.warning("not exact: %s", fault)
@@ -312,6 +312,7 @@ def make_kernels(settings: Settings, plugins: Plugins, device: torch.device, cac
     backend = plugins.choose("kernels", settings, [device.type])
     _check_kv_dtype(settings, backend, cache)
     made: KernelsProtocol = backend.make(KernelsProtocol, device, plugin_settings(settings, "kernels", backend.name))
+    log.info("kernels %s: %s", backend.name, backend.about or backend.registration.description)
     return made
 
 
@@ -334,7 +335,7 @@ def longest(
     elif own > DEFAULT_MAX_SEQ_LEN and cache.longest is not None:
         sketched = sketch(settings, family, format, checkpoint, context)
         pool = _cache_context(settings, sketched.model, replace(context, max_seq_len=own))
-        with named(f"{cache.whose} cannot say how long a sequence may be"):
+        with Named(f"{cache.whose} cannot say how long a sequence may be"):
             held = cache.longest(pool, plugin_settings(settings, "cache", cache.name), sketched.nbytes)
         why = "memory holds no more"
     length = max(2, min(held, own))
@@ -422,7 +423,7 @@ def _fill(
     everything else about them is checked as on another device."""
     model, bare = _model(settings, family, checkpoint, context), context.device.type == "meta"
     quantiser = _quantiser(settings, model, unfilled if bare else context.kernels.quantise, context.dtype)
-    with checkpoint.placed(), named(f"{family.whose} cannot be loaded"):
+    with checkpoint.placed(), Named(f"{family.whose} cannot be loaded"):
         weights = quantiser(_weights(settings, format, checkpoint, model, context))
         model.load(weights if bare else track(weights, "weights", len(model.expected())))
     return model, quantiser
@@ -473,7 +474,7 @@ def sketch(settings: Settings, family: Offer, format: Offer, checkpoint: Checkpo
     except PluginError as error:  # a family, or kernels, that cannot do without values
         model = _model(settings, family, checkpoint, context)
         quantiser = _quantiser(settings, model, unfilled, context.dtype)
-        with checkpoint.placed(), named(f"{format.whose} cannot be read"):
+        with checkpoint.placed(), Named(f"{format.whose} cannot be read"):
             for _ in quantiser(_weights(settings, format, checkpoint, model, bare)):
                 pass
         total = sum(quantiser.nbytes.values())
@@ -623,7 +624,7 @@ def _reasoning(settings: Settings, plugins: Plugins, template: str) -> tuple[Rea
 
 
 def _tags(settings: Settings, offer: Offer) -> ReasoningTags:
-    with named(f"{offer.whose} cannot be used"):
+    with Named(f"{offer.whose} cannot be used"):
         tags = offer.registration.factory(plugin_settings(settings, "reasoning", offer.name))
         if not isinstance(tags, ReasoningTags) or not all(isinstance(tag, str) and tag.strip() for tag in tags[:2]):
             raise TypeError("its factory made no ReasoningTags of two texts")
@@ -677,10 +678,10 @@ def _telling(tokenizer: Tokenizer, marks: Set[str]) -> Tokenizer:
 
 
 def _template(path: str | None, checkpoint: Checkpoint) -> ChatTemplate | None:
-    source = checkpoint.chat_template
+    source, tool_source = checkpoint.chat_template, checkpoint.tool_template
     if path is not None:
         try:
-            source = Path(path).expanduser().read_text(encoding="utf-8")
+            source, tool_source = Path(path).expanduser().read_text(encoding="utf-8"), None
         except (OSError, UnicodeDecodeError) as error:
             raise SettingsError(f"model.chat_template = {path!r} cannot be read: {error}.") from None
-    return None if source is None else ChatTemplate(source, checkpoint.special_tokens)
+    return None if source is None else ChatTemplate(source, checkpoint.special_tokens, tool_source)

@@ -71,7 +71,7 @@ class FixedTensor:
 
     def write(self, values: np.ndarray[Any, Any]) -> None:
         """Copy ``values`` into the leading rows, and columns, without waiting."""
-        place = tuple(map(slice, values.shape))
+        place: Any = slice(len(values)) if values.ndim == 1 else tuple(map(slice, values.shape))
         if self._array is not None:
             self._array[place] = values
         else:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 if TYPE_CHECKING:
     from pydantic_core import ValidationError
@@ -20,7 +20,10 @@ LIBRARIES = sys.stdlib_module_names | {"aiohttp", "numpy", "pydantic", "torch"}
 
 
 class InferError(Exception):
-    """The base of all. The command line prints its message and exits with 2, or with 1 if the engine has failed."""
+    """The base of all. The command line prints its message and exits with ``exit_code``."""
+
+    exit_code: ClassVar[int] = 2
+    """1 if the engine has failed."""
 
 
 class SettingsError(InferError):
@@ -55,6 +58,8 @@ class QueueFullError(InferError):
 class EngineDeadError(InferError):
     """The engine has stopped and takes no more requests."""
 
+    exit_code = 1
+
 
 class Fault(NamedTuple):
     """One thing that pydantic found wrong."""
@@ -72,9 +77,15 @@ class Fault(NamedTuple):
 def faults(error: ValidationError) -> list[Fault]:
     """All that pydantic found wrong, in its order."""
     return [
-        Fault(each["loc"], each["input"], each["msg"].removeprefix("Value error, "), each["type"], each.get("ctx", {}))
+        Fault(each["loc"], each["input"], _text(each["msg"]), each["type"], each.get("ctx", {}))
         for each in error.errors(include_url=False)
     ]
+
+
+def _text(said: str) -> str:
+    """pydantic's message in the words of JSON and TOML, which have arrays and no tuples."""
+    said = said.removeprefix("Value error, ")
+    return said.replace("Tuple should", "Array should").replace("valid tuple", "valid array")
 
 
 def first_fault(error: ValidationError) -> Fault:
@@ -107,10 +118,15 @@ def say(error: BaseException) -> str:
         text = f"{text[:MAX_TEXT]}…"
     ours = str(Path(__file__).parent)
     places = [
-        (frame.f_globals.get("__name__", "").partition(".")[0], f" ({Path(file).name}:{line})")
+        (frame.f_globals.get("__name__", "").partition(".")[0], f" ({_short(Path(file))}:{line})")
         for frame, line in traceback.walk_tb(error.__traceback__)
         if "importlib" not in (file := frame.f_code.co_filename) and not file.startswith(ours)
     ]
     own = [where for package, where in places if package not in LIBRARIES]
     where = own[-1] if own else places[-1][1] if places else ""
     return f"{type(error).__name__}{': ' if text else ''}{text}{where}"
+
+
+def _short(file: Path) -> str:
+    """A file by its name, and by its package's where all packages have a file of that name."""
+    return f"{file.parent.name}/{file.name}" if file.name == "__init__.py" else file.name

@@ -13,7 +13,7 @@ T = TypeVar("T")
 @contextmanager
 def bar(what: str, total: int) -> Iterator[Callable[[], None]]:
     """Show a bar. Yields a function to be called whenever one of ``total`` things is done."""
-    if not sys.stderr.isatty():
+    if sys.stderr is None or not sys.stderr.isatty():  # None: the process was started without
         yield lambda: None
         return
     from rich.console import Console  # imported late, since a server that logs to a file does not need it

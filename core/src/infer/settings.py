@@ -17,7 +17,7 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, Self, cast
+from typing import Any, ClassVar, Literal, Protocol, Self, cast, get_origin
 
 from pydantic import (
     BaseModel,
@@ -25,13 +25,14 @@ from pydantic import (
     Field,
     SecretStr,
     ValidationError,
+    ValidationInfo,
     create_model,
     field_validator,
     model_validator,
 )
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from infer.contracts.hooks import Registration
 from infer.contracts.protocols import KVDtype, NoSettings
@@ -71,6 +72,14 @@ class Installed(Protocol):
 
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _listed(cls, value: object, about: ValidationInfo) -> object:
+        """The command line and the environment have texts only: a list is separated by commas there."""
+        if about.field_name is None or get_origin(cls.model_fields[about.field_name].annotation) is not list:
+            return value
+        return [part.strip() for part in value.split(",")] if isinstance(value, str) else value or []
 
 
 def slow_dtype(dtype: str, device: str) -> str | None:
@@ -116,7 +125,8 @@ class ModelSettings(Section):
     )
     plain_layers: list[str] = Field(
         ["*.mlp.gate.weight", "*.router.*", "*.block_sparse_moe.gate.weight", "*.shared_expert_gate.weight"],
-        description="Names of weights that quantization leaves as they are; * stands for any text.",
+        description="Names of weights that quantization leaves as they are, separated by commas; * stands for any "
+        "text.",
     )
     activations: Literal["auto", "int8", "plain"] = Field(
         "auto",
@@ -249,7 +259,7 @@ class EngineSettings(Section):
 
 class KernelsSettings(Section):
     backend: str = Field("auto", description="The kernel plugin; auto takes the best that runs on the device.")
-    threads: int | None = Field(None, ge=1, description="CPU threads of the kernels; none for torch's choice.")
+    threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of the kernels; none for torch's choice.")
 
 
 class ServerSettings(Section):
@@ -274,11 +284,6 @@ class ServerSettings(Section):
     stall_timeout_s: float = Field(60.0, gt=0, description="Seconds until a client that does not read is dropped.")
     drain_timeout_s: float = Field(30.0, ge=0, description="Seconds that requests may finish in after SIGTERM.")
 
-    @field_validator("api_keys", "cors_origins", mode="before")
-    @classmethod
-    def _listed(cls, value: object) -> object:
-        return [part.strip() for part in value.split(",")] if isinstance(value, str) else value or []
-
     @field_validator("cors_origins")
     @classmethod
     def _origins(cls, value: list[str]) -> list[str]:
@@ -290,9 +295,12 @@ class ServerSettings(Section):
     @field_validator("api_keys")
     @classmethod
     def _long(cls, value: list[SecretStr]) -> list[SecretStr]:
-        if any(not key.get_secret_value() for key in value):
+        """Without the whitespace around keys, which no header can carry: a secret from a file often ends with a line
+        break."""
+        keys = [SecretStr(key.get_secret_value().strip()) for key in value]
+        if any(not key.get_secret_value() for key in keys):
             raise ValueError("a key is empty")
-        return value
+        return keys
 
 
 class LogSettings(Section):
@@ -410,12 +418,18 @@ def load_settings(
     env = os.environ if env is None else env
     model = schema(plugins)
     model.sources = (
-        Said(model, ((key, value, "argument") for key, value in _leaves(overrides or {}))),
-        Said(model, _arguments(argv)),
+        Said(model, ((key, _value(value), "argument") for key, value in _leaves(overrides or {}))),
+        Said(model, arguments(argv)),
         Said(model, _variables(env, plugins.environment)),
-        Said(model, _file(model, file or env.get(ENV_FILE)) if read_file else ()),
+        Said(model, _file(file or env.get(ENV_FILE), "--settings" if file else ENV_FILE) if read_file else ()),
     )
     said = _said(model)
+    tables = _tables(key for key, _, _ in describe_schema(model))
+    for key, (value, origin) in said.items():
+        if key in tables:
+            raise SettingsError(
+                f"{key} = {value!r} (from {origin}): {key} is a table of settings, such as {tables[key]}."
+            )
     _nest(said)  # raises if one source has a table where another has a value
     settings = _build(model, {}, {key: origin for key, (_, origin) in said.items()}, plugins)
     return Loaded(settings, origins(settings))
@@ -472,6 +486,24 @@ def describe_schema(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[
             yield f"{prefix}{name}", field.description or "", default
 
 
+def _tables(keys: Iterable[str]) -> dict[str, str]:
+    """The tables that dotted keys are in, each with the first of its keys."""
+    found: dict[str, str] = {}
+    for key in keys:
+        parts = key.split(".")
+        for n in range(1, len(parts)):
+            found.setdefault(".".join(parts[:n]), key)
+    return found
+
+
+def meant(key: str, known: Sequence[str]) -> str:
+    """Which of the dotted keys ``known`` may be meant by an unknown one; empty if none is like it."""
+    lasts = {name.rpartition(".")[2]: name for name in reversed(known)}
+    whole = difflib.get_close_matches(key, known, n=1)
+    last = [lasts[name] for name in difflib.get_close_matches(key.rpartition(".")[2], lasts, n=1)]
+    return next(iter(whole + last if "." in key else last + whole), "")
+
+
 def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split off the settings, ``--a.b value`` and ``--a.b=value``, wherever they stand before a ``--``. Returns
     (settings, the rest)."""
@@ -487,28 +519,28 @@ def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return settings, rest + words
 
 
-def _file(model: type[Settings], named: str | None) -> Iterator[tuple[str, Any, str]]:
+def _file(named: str | None, origin: str) -> Iterator[tuple[str, Any, str]]:
     path = Path(named or DEFAULT_FILE)
-    if not path.exists():
-        if named:
-            raise SettingsError(f"The settings file {named} does not exist.")
-        return
-    if not path.is_file():
-        raise SettingsError(f"The settings file {path} is no file.")
     try:
-        content = TomlConfigSettingsSource(model, path).toml_data
+        if not path.exists():
+            if named:
+                raise SettingsError(f"The settings file {named} (from {origin}) does not exist.")
+            return
+        if not path.is_file():
+            raise SettingsError(f"The settings file {path} is no file.")
+        content = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # Windows' editors begin with a byte order mark
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         raise SettingsError(f"The settings file {path} cannot be read: {error}.") from None
     for key, value in _leaves(content):
-        # TOML has no null, so "none" means it there, as on the command line.
-        yield key, _none(value) if isinstance(value, str) else value, str(path)
+        yield key, _value(value), str(path)
 
 
 def _variables(env: Mapping[str, str], foreign: frozenset[str]) -> Iterator[tuple[str, Any, str]]:
     """The settings among the variables: ``INFER_A__B=value``. Plugins read ``foreign`` ones themselves, and Kubernetes
-    sets some that are not settings."""
+    sets some that are not settings. An empty one is no setting: a unit or a container may have found no value for it,
+    which must not take away a file's keys, for example."""
     for variable, text in env.items():
-        if not variable.startswith(ENV_PREFIX) or variable == ENV_FILE or variable in foreign:
+        if not text or not variable.startswith(ENV_PREFIX) or variable == ENV_FILE or variable in foreign:
             continue
         if "__" in variable or not SERVICE_LINK.fullmatch(f"{variable}={text}"):
             yield variable.removeprefix(ENV_PREFIX).lower().replace("__", "."), _none(text), variable
@@ -536,11 +568,12 @@ def _nest(said: Mapping[str, tuple[Any, str]]) -> dict[str, Any]:
 
 
 def _origin(key: str, origins: Mapping[str, str]) -> str:
-    """Where a key's value, or a part of it, came from; empty if no source has it."""
-    return origins.get(key) or next((o for k, o in origins.items() if k.startswith(f"{key}.")), "")
+    """Where a key's value, a part of it, or what it is a part of came from; empty if no source has it."""
+    related = (o for k, o in origins.items() if k.startswith(f"{key}.") or key.startswith(f"{k}."))
+    return origins.get(key) or next(related, "")
 
 
-def _arguments(argv: Sequence[str]) -> Iterator[tuple[str, Any, str]]:
+def arguments(argv: Sequence[str]) -> Iterator[tuple[str, Any, str]]:
     """Parse ``--a.b value`` and ``--a.b=value``. Raises SettingsError."""
     rest = list(argv)
     while rest:
@@ -554,6 +587,12 @@ def _arguments(argv: Sequence[str]) -> Iterator[tuple[str, Any, str]]:
             value = rest.pop(0)
         key = key.replace("-", "_")
         yield key, _none(value), f"--{key}"
+
+
+def _value(value: Any) -> Any:
+    """The value of a setting from a file or a program. TOML has no null, so "none" means it there, as on the command
+    line, and in a program as well, since people move settings from one to the other."""
+    return _none(value) if isinstance(value, str) else value
 
 
 def _none(text: str) -> str | None:
@@ -579,6 +618,9 @@ def _explain(
     origin = f" (from {source})" if source else ""
     if fault.kind != "extra_forbidden":
         return SettingsError(f"{key} = {fault.value!r}{origin}: {fault.text}.")
+    there = [f"{about.section}.{offer.name}" for slot, about in SLOTS.items() for offer in plugins.offers[slot]]
+    if key in there:
+        return SettingsError(f"{key}{origin}: the plugin {path[1]!r} has no settings; leave it out.")
     packages = {name: at for slot in SLOTS.values() if slot.section == path[0] for name, at in slot.packages.items()}
     owner = path[1] if len(path) > 1 and path[1] in packages else path[0]
     packages |= {name: at for slot in SLOTS.values() if slot.section is None for name, at in slot.packages.items()}
@@ -587,7 +629,13 @@ def _explain(
             f"{key}{origin}: the plugin {owner!r} is not installed: pip install {package}.{plugins.culprits()}"
         )
     known = [name for name, _, _ in describe_schema(model)]
-    known += sorted({".".join(k.split(".")[:n]) for k in known for n in range(1, k.count(".") + 1)})
-    close = difflib.get_close_matches(key, known, n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else " `infer settings` lists all."
+    if source.startswith(ENV_PREFIX):
+        whole = next(k for k, o in origins.items() if o == source)
+        close = meant(whole, known).replace(".", "__").upper()
+        hint = f" Did you mean {ENV_PREFIX}{close}?" if close else ""
+    else:
+        tables = [table for table in sorted(_tables(known)) if not key.startswith(f"{table}.")]
+        close = meant(key, [*known, *tables])
+        hint = f" Did you mean {close!r}?" if close else ""
+    hint = hint or " `infer settings` lists all."
     return SettingsError(f"{key}{origin} is not a setting.{hint}{plugins.culprits()}")

@@ -42,6 +42,9 @@ def test_generate_prints_text(tmp_path: Path) -> None:
     assert len(first.stdout) > 8
     many = infer(*args, "def ", "import ", cwd=tmp_path, **ONE_THREAD)
     assert first.stdout.strip() in many.stdout, "alone or in company"
+    refused = infer("generate", "--model.path", "demo", "--max-tokens", "5000", "def ", cwd=tmp_path, **ONE_THREAD)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "Lower max_tokens" in refused.stderr
 
 
 @pytest.mark.parametrize(
@@ -55,6 +58,21 @@ def test_generate_prints_text(tmp_path: Path) -> None:
         (["plugins", "--cache.backend", "nope"], "cache.backend is 'nope'"),
         (["bench", "--scale", "0"], "--scale"),
         (["serve", "demo", "--port", "x"], "server.port = 'x'"),
+        (["serve", "demo", "--model.path", "other"], "model.path is given twice, as --model.path and"),
+        (
+            ["serve", "demo", "--max-batch-size", "4"],
+            "no argument '--max-batch-size'. Did you mean --engine.max_batch_size?",
+        ),
+        (["generate", "--max_token", "4"], "no argument '--max_token'. Did you mean --max-tokens?"),
+        (["demo", "--model", "demo", "--chunk", "0"], "engine.prefill_chunk_size = 0"),
+        (
+            ["demo", "--model", "demo", "--prompt-tokens", "5000"],
+            "--prompt-tokens is 5000, and with the answer's 8",
+        ),
+        (["bench", "--model", "demo", "--compare", "engine.foo=3"], "engine.foo (from --engine.foo) is not a setting"),
+        (["bench", "--model", "demo", "--compare", "engine.graphs"], "--engine.graphs needs a value"),
+        (["plugins", "--model", "demo"], "no argument '--model'. Did you mean --model.path?"),
+        (["plugins", "all"], "infer plugins has no argument 'all'. `infer plugins --help` lists what it has."),
     ],
 )
 def test_what_the_user_can_mend_is_one_sentence_and_exit_code_2(args: list[str], sentence: str, tmp_path: Path) -> None:
@@ -232,6 +250,12 @@ def test_what_is_shown_of_an_address_is_not_who_logs_in_there(
     out = capsys.readouterr().out
     assert "s3cr3t" not in out
     assert '"https://**********@spans.example:4318/v1?mail=a@b.example"' in out
+
+
+def test_what_has_no_value_is_shown_as_it_is_written(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["settings", "--kernels.threads", "none"]) == 0
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("kernels.threads")]
+    assert row.split()[1:3] == ["none", "--kernels.threads"]
 
 
 def test_chat_answers_line_by_line(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from infer.contracts.hooks import CommandRegistration
 from infer.contracts.protocols import CommandContext
 from infer.errors import InferError, SettingsError
 from infer.flags import LOADING, add_settings
+from infer.settings import load_settings
 
 if TYPE_CHECKING:
     import aiohttp
@@ -375,6 +376,8 @@ def run(args: argparse.Namespace, context: CommandContext) -> int:
     variants: dict[str, list[str]] = {"as set": []}
     if args.compare:
         variants["compared"] = [f"--{setting}" for setting in args.compare]
+        # A mistake is said before anything is measured.
+        load_settings(context.plugins, file=args.settings, argv=[*context.argv, *variants["compared"]])
     report: dict[str, Any] = {
         "machine": machine(),
         "scale": args.scale,

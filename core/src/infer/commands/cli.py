@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+import logging
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -11,9 +13,11 @@ from importlib.metadata import version
 from infer.commands import COMMANDS
 from infer.contracts.hooks import CommandRegistration
 from infer.contracts.protocols import CommandContext
-from infer.errors import EngineDeadError, InferError, PluginError
+from infer.errors import InferError, PluginError, SettingsError, say
 from infer.plugins import Offer, Plugins
-from infer.settings import load_settings, split_arguments
+from infer.settings import arguments, describe_schema, load_settings, meant, schema, split_arguments
+
+log = logging.getLogger(__name__)
 
 SETTINGS = "Any setting can be given as --section.key value; `infer settings` lists them."
 
@@ -25,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(settings_argv, rest)
     except InferError as error:
         print(f"infer: {error}", file=sys.stderr)
-        return 1 if isinstance(error, EngineDeadError) else 2
+        return error.exit_code
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
@@ -40,16 +44,42 @@ def _run(settings_argv: Sequence[str], rest: Sequence[str]) -> int:
         # Load plugins only if needed, because it takes as long as importing torch.
         plugins = Plugins.discover()
         commands[rest[0]] = _command(plugins, rest[0]).registration
-    args = _parser(commands.values()).parse_args(rest)
+    args, unknown = _parser(commands.values()).parse_known_args(rest)
     plugins = plugins or Plugins.discover()
     offer = _command(plugins, args.command)
-    words = (*settings_argv, *getattr(args, "plain_settings", ()))
+    if unknown:
+        raise SettingsError(_not_understood(unknown[0], args, plugins))
+    plain = getattr(args, "plain_settings", ())
+    if twice := sorted({key for key, *_ in arguments(settings_argv)} & {key for key, *_ in arguments(plain)}):
+        raise SettingsError(f"{twice[0]} is given twice, as --{twice[0]} and by another argument; leave one out.")
+    words = (*settings_argv, *plain)
     loaded = load_settings(plugins, file=args.settings, argv=words)
     loaded.settings.log.begin()
-    code = offer.registration.factory(args, CommandContext(loaded.settings, loaded.sources, plugins, words))
+    context = CommandContext(loaded.settings, loaded.sources, plugins, words)
+    try:
+        code = offer.registration.factory(args, context)
+    except (InferError, BrokenPipeError):
+        raise
+    except Exception as error:
+        if offer.registration in COMMANDS:
+            raise
+        log.debug("%s failed", offer.whose, exc_info=error)
+        raise PluginError(f"{offer.whose} failed: {say(error)}; --log.level debug shows more.") from error
     if type(code) is not int:
         raise PluginError(f"{offer.whose} returned a {type(code).__name__}, not an exit code.")
     return code
+
+
+def _not_understood(word: str, args: argparse.Namespace, plugins: Plugins) -> str:
+    """The sentence about an argument that a command does not have."""
+    hint, name = "", word.partition("=")[0].replace("_", "-")
+    if name.startswith("--"):
+        settings = [key for key, *_ in describe_schema(schema(plugins))]
+        options = [option for option in args.infer_options if option != "--help"]  # which the sentence ends with anyway
+        close = difflib.get_close_matches(name, options, n=1)
+        close += [f"--{key}" for key in [meant(name.removeprefix("--").replace("-", "_"), settings)] if key]
+        hint = f" Did you mean {close[0]}?" if close else ""
+    return f"infer {args.command} has no argument {word!r}.{hint} `infer {args.command} --help` lists what it has."
 
 
 def _command(plugins: Plugins, name: str) -> Offer:
@@ -74,6 +104,7 @@ def _parser(commands: Iterable[CommandRegistration] = COMMANDS) -> argparse.Argu
         sub.add_argument("--settings", metavar="FILE", help="settings file (default: INFER_SETTINGS, ./settings.toml)")
         if command.add_arguments is not None:
             command.add_arguments(sub)
+        sub.set_defaults(infer_options=[*sub._option_string_actions])
     return parser
 
 

@@ -15,9 +15,10 @@ from infer.contracts.hooks import CommandRegistration, hookimpl
 from infer.contracts.params import SamplingParams
 from infer.contracts.protocols import CommandContext
 from infer.contracts.records import RequestRecord, StepRecord
+from infer.errors import SettingsError
 from infer.flags import LOADING, add_settings
 from infer.plugins import Plugins
-from infer.settings import Settings, plugin_settings
+from infer.settings import Settings, load_settings, plugin_settings
 
 SNIPPET = "def parse(text):\n    return [int(part) for part in text.split(',')]\n\n"
 
@@ -136,6 +137,12 @@ def play(settings: Settings, plugins: Plugins, arrivals: Sequence[Arrival]) -> S
 
     observer = SceneObserver([arrival for arrival in arrivals if arrival.step > 0])
     with LLM.from_settings(settings, plugins) as llm:
+        longest, room = max(arrivals, key=lambda arrival: arrival.prompt_tokens), llm.served.max_seq_len
+        if longest.prompt_tokens + longest.max_tokens > room:
+            raise SettingsError(
+                f"--prompt-tokens is {longest.prompt_tokens}, and with the answer's {longest.max_tokens} that is more "
+                f"than the model's {room} positions; lower it."
+            )
         tokenizer = llm.served.tokenizer
         ids = tokenizer.encode(SNIPPET).ids if tokenizer else [1, 2, 3]
 
@@ -169,6 +176,10 @@ def run(args: argparse.Namespace, context: CommandContext) -> int:
         "prefill_chunk_size": args.chunk,
         "max_tokens_per_step": args.budget,
     }
+    if args.prompt_tokens < 1:
+        raise SettingsError(f"--prompt-tokens is {args.prompt_tokens}; a prompt has at least 1.")
+    few = {"engine": chunking | {"max_batch_size": 1}}  # the scene has few requests, however many the settings allow
+    load_settings(context.plugins, file=args.settings, argv=context.argv, overrides=few)  # checks chunk and budget
     for title, keys in (("chunked prefill", chunking), ("whole prefill", {"use_chunked_prefill": False})):
         update: dict[str, Any] = {"engine": settings.engine.model_copy(update=keys)}
         if page is not None:

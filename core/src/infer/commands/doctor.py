@@ -92,7 +92,7 @@ class Doctor:
         if cache and backend:
             with self.report.tried():
                 kernels = assemble.make_kernels(self.settings, self.plugins, device, cache)
-                self._about(backend, kernels, device)
+                self._about(backend, device)
         with self.report.tried():
             dtype = assemble.choose_dtype(self.settings.model.dtype, checkpoint, device)
             self._dtype(checkpoint, dtype)
@@ -122,12 +122,12 @@ class Doctor:
         section, name = key.split(".")
         return f"{key} = {getattr(getattr(self.settings, section), name)} (from {self.sources[key]})"
 
-    def _about(self, backend: Offer, kernels: object, device: torch.device) -> None:
+    def _about(self, backend: Offer, device: torch.device) -> None:
         import torch
 
-        if about := getattr(kernels, "about", ""):
-            self.report.rows["kernels"] += f"; {about}"
-        self.report.data["kernels"]["about"] = about or None
+        if backend.about:
+            self.report.rows["kernels"] += f"; {backend.about}"
+        self.report.data["kernels"]["about"] = backend.about or None
         if device.type == "cpu":
             threads = self.settings.kernels.threads or torch.get_num_threads()
             self.report.say("threads", f"{threads} ({self._why('kernels.threads')})", count=threads)

@@ -29,9 +29,10 @@ def run(args: argparse.Namespace, context: CommandContext) -> int:
             for prompt, answer in zip(prompts, answers, strict=True):
                 print(f"{prompt}{answer.text}\n")
             return int(any(answer.finish_reason == "error" for answer in answers))
-        print(prompts[0], end="", flush=True)
+        unsaid = prompts[0]  # until the request is accepted, so that a refusal is a line of its own
         for event in llm.stream(prompts[0], params):
-            print(event.text, end="", flush=True)
+            print(unsaid + event.text, end="", flush=True)
+            unsaid = ""
         print()
         if event.finish_reason == "error":
             print(f"infer: {event.error}", file=sys.stderr)

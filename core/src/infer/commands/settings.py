@@ -33,9 +33,8 @@ def run(args: argparse.Namespace, context: CommandContext) -> int:
         print(json.dumps(both, indent=2, default=str))
         return 0
     descriptions = {key: text for key, text, _ in describe_schema(schema(context.plugins))}
-    rows = [
-        (key, json.dumps(value, default=str), context.sources[key], descriptions[key]) for key, value in values.items()
-    ]
+    shown = {key: "none" if value is None else json.dumps(value, default=str) for key, value in values.items()}
+    rows = [(key, text, context.sources[key], descriptions[key]) for key, text in shown.items()]
     print(table([("key", "value", "source", "what it is"), *rows]))
     return 0
 
