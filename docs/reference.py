@@ -181,19 +181,26 @@ def page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def promised() -> dict[str, str]:
-    """By the name of a method or property, the class that says what it does: the first one that has it. Others, which
-    keep the promise, need not repeat it."""
-    found: dict[str, str] = {}
-    for _, _, files in SECTIONS.values():
-        for entry in (each for file in files for each in entries(file)):
-            for member in entry.members:
-                if member.text and member.name != "__call__" and member.kind != "maker":
-                    found.setdefault(member.name, entry.name)
+def form(entry: Entry) -> tuple[str, ...]:
+    """What a method or property has in common with the one whose promise it keeps: name, kind and parameters."""
+    taken = entry.node.args if isinstance(entry.node, ast.FunctionDef) else None
+    names = [each.arg for each in (*taken.posonlyargs, *taken.args, *taken.kwonlyargs)] if taken else []
+    return entry.name, entry.kind, *(name for name in names if name != "self")
+
+
+def promised() -> dict[tuple[str, ...], str]:
+    """By the form of a method or property, the class that says what it does: the first one that has it, a protocol if
+    there is one. Others, which keep the promise, need not repeat it."""
+    found: dict[tuple[str, ...], str] = {}
+    known = [each for _, _, files in SECTIONS.values() for file in files for each in entries(file)]
+    for entry in sorted(known, key=lambda each: "(Protocol" not in each.head):
+        for member in entry.members:
+            if member.text and member.name != "__call__" and member.kind != "maker":
+                found.setdefault(form(member), entry.name)
     return found
 
 
-def _shown(entry: Entry, elsewhere: Mapping[str, str]) -> Iterator[str]:
+def _shown(entry: Entry, elsewhere: Mapping[tuple[str, ...], str]) -> Iterator[str]:
     yield from ("", f"### {entry.name}", "", "```", entry.head, "```")
     if entry.text:
         yield from ("", _code(entry.text))
@@ -201,7 +208,7 @@ def _shown(entry: Entry, elsewhere: Mapping[str, str]) -> Iterator[str]:
         yield ""
     for member in entry.members:
         text = _code(member.text) if member.text else ""
-        if not text and not isinstance(member.node, ast.AnnAssign) and (other := elsewhere.get(member.name)):
+        if not text and not isinstance(member.node, ast.AnnAssign) and (other := elsewhere.get(form(member))):
             text = f"As in `{other}`."
         kind = " (a property)" if member.kind == "property" else ""
         yield f"- `{member.head}`{kind}" + (f"<br>{' '.join(text.split())}" if text else "")

@@ -234,10 +234,22 @@ def test_the_wheel_for_aarch64_computes_what_the_others_compute(made: Path, tmp_
     for compiler, name in (("c++", "here"), ("aarch64-linux-gnu-g++", "there")):
         subprocess.run([compiler, "-std=c++20", "-O1", source, "-o", str(tmp_path / name), "-ldl"], check=True)
     expected = tried([str(tmp_path / "here")], native.FOLDER / "portable.so")
-    for processor, level, best in (("cortex-a72", "portable", "0"), ("max", "portable", "1"), ("max", "bf16", "1")):
+    for processor, level, features in (("cortex-a72", "portable", "0"), ("max", "portable", "1"), ("max", "bf16", "1")):
         emulated = ["qemu-aarch64", "-cpu", processor, "-L", "/usr/aarch64-linux-gnu", str(tmp_path / "there")]
         found = tried(emulated, tmp_path / "infer_kernels_cpu" / f"{level}.so")
-        assert found == expected | {"best level": best}
+        assert found == expected | {"features": features}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="asks for features of x86-64")
+@pytest.mark.parametrize(("processor", "features"), [("Nehalem", "0"), ("Haswell", "1")])
+def test_a_processor_is_asked_for_what_it_has(processor: str, features: str, tmp_path: Path) -> None:
+    if shutil.which("qemu-x86_64") is None:
+        pytest.skip("there is no qemu-x86_64 (Debian: apt-get install qemu-user)")
+    source = str(Path(__file__).parent / "kernels_cpu" / "native.cpp")
+    subprocess.run(["c++", "-std=c++20", "-O1", source, "-o", str(tmp_path / "here"), "-ldl"], check=True)
+    found = tried(["qemu-x86_64", "-cpu", processor, str(tmp_path / "here")], native.FOLDER / "portable.so")
+    assert found["features"] == features
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ import psutil
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 120.0
 """For each test that a mutant names. It may make them hang: that is noticed, too."""
-LEFT_OUT = (".*", "__pycache__", "results", "dist", "build", "*.egg-info")
+LEFT_OUT = (".*", "__pycache__", "dist", "build", "*.egg-info")
 PYTEST = ("-m", "pytest", "--numprocesses", "0", "--tb=short", "-rfE", "-p", "no:cacheprovider", "--hypothesis-seed=0")
 
 Outcome = Literal["killed", "SURVIVED", "broken"]
