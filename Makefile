@@ -1,4 +1,5 @@
-# make install | serve [PORT=8000] | test | test-all | mutants | test-clients | lint | docs | bench | dist | gpu-box | gpu-dry-run
+# make install | serve [PORT=8000] | test | test-all | explore [SEED=] | mutants [CHANGED=1] | test-clients | lint | docs | bench | dist
+#      | gpu-box | gpu-dry-run
 VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?= python3
@@ -13,7 +14,7 @@ CLIENTS := aiperf==0.13.0 guidellm==0.8.1 lm-eval[api]==0.4.13
 PACKAGES := core bundle $(wildcard plugins/*)
 STAMP := $(VENV)/.installed
 
-.PHONY: install serve test test-all mutants test-clients lint style docs bench dist gpu-box gpu-dry-run
+.PHONY: install serve test test-all explore mutants test-clients lint style docs bench dist gpu-box gpu-dry-run
 
 install: $(STAMP)
 
@@ -44,6 +45,9 @@ docs: install
 
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8
 
+# The verdict of test and test-all depends on the code alone: tests/examples.py.
+test test-all: export PYTHONHASHSEED := 0
+
 # Types are checked meanwhile: mypy leaves all cores but one idle.
 typed = $(BIN)/mypy & types=$$!; $(1); tests=$$?; wait $$types && exit $$tests
 
@@ -51,11 +55,17 @@ test: install style
 	$(call typed,$(PYTEST) -m 'not slow')
 
 test-all: install style
-	$(call typed,$(PYTEST))
-	$(BIN)/python -m tests.mutants --sample 12
+	$(call typed,$(PYTEST) --again)
 
-mutants: install
+# Luck belongs here: other examples, and more of them, in every run. What it finds becomes a test of its own.
+explore: SEED := $(shell date +%s)
+explore: install
+	$(PYTEST) -m 'hypothesis or draws' --explore $(SEED)
 	$(BIN)/python -m tests.mutants
+
+# CHANGED=1: those whose file or test differs from the last commit; CHANGED=REF: from another one.
+mutants: install
+	$(BIN)/python -m tests.mutants $(if $(CHANGED),--changed $(if $(filter 1,$(CHANGED)),HEAD,$(CHANGED)))
 
 test-clients: $(VENV)/clients/.installed
 	$(BIN)/python -m pytest tests/clients/heavy.py

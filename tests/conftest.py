@@ -12,7 +12,9 @@ torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    """Where pytest-asyncio is not installed, its settings in pyproject.toml are no mistake."""
+    parser.addoption("--explore", type=int, metavar="SEED", help="draw examples from this seed, and more of them")
+    pluginmanager.import_plugin("tests.again")
+    # Where pytest-asyncio is not installed, its settings in pyproject.toml are no mistake.
     if not pluginmanager.hasplugin("asyncio"):
         for name in ("asyncio_mode", "asyncio_default_fixture_loop_scope"):
             parser.addini(name, "of pytest-asyncio, which is not installed")
@@ -20,13 +22,19 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 def pytest_configure(config: pytest.Config) -> None:
     examples.fast = config.option.markexpr == "not slow"
+    examples.explored = config.option.explore
+    examples.use_profile()
+
+
+def pytest_runtest_setup() -> None:
+    examples.seed_everything()
 
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined: before any of them is imported
 
 
-@pytest.fixture(scope="module", params=["reference", "native"])
+@pytest.fixture(scope="module", params=[pytest.param("reference", marks=pytest.mark.slow), "native"])
 def each_provider(request: pytest.FixtureRequest, monkeypatch_module: pytest.MonkeyPatch) -> None:
     """What ``tests.support`` makes computes with the reference kernels, then with the native ones."""
     from tests import support

@@ -15,6 +15,7 @@ from tests.support import CONFIGS
 CONFIG = {**CONFIGS["qwen3"], "model_type": "qwen3", "vocab_size": 8192}
 
 
+@pytest.mark.slow
 def test_engines_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(peers, "CELLS", [(1, 16, 4), (2, 8, 4)])
     monkeypatch.setattr(peers, "CONFIGS", {"tiny": CONFIG})
@@ -59,6 +60,7 @@ def test_an_engine_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert peers.main([*arguments, "--peer", "vllm"]) == 2
 
 
+@pytest.mark.slow
 def test_servers_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(online, "CONFIGS", {"tiny": CONFIG})
     monkeypatch.setattr(engines, "ENVIRONMENTS", tmp_path / "nowhere")

@@ -468,6 +468,5 @@ TestPages = PagesMachine.TestCase
 TestPages.settings = settings(
     max_examples=examples(300, 100),
     stateful_step_count=30,
-    deadline=None,
     phases=[phase for phase in Phase if phase is not Phase.shrink],  # which would take minutes
 )

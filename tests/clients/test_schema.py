@@ -24,11 +24,12 @@ def brief(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
         yield made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["positive", "negative"])
 def test_what_is_documented_is_what_happens(mode: str, brief: Serving) -> None:
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{brief.url}/openapi.json", "--checks", CHECKS]
     command += ["--header", f"Authorization: Bearer {KEY}", "--mode", mode, "--seed", "1"]
-    command += ["--max-examples", str(examples(12, 4))]
+    command += ["--max-examples", str(examples(12))]
     command += ["--phases", "examples,coverage,fuzzing", "--no-color", "--suppress-health-check", "all"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

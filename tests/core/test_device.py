@@ -78,8 +78,8 @@ def test_memory_is_as_much_as_the_tightest_control_group_leaves(
     ("program", "given", "polls"),
     [
         ("from infer import LLM", {}, 0),
-        ("from infer.commands.cli import main; main(['plugins'])", {}, 0),
-        ("from infer import LLM", {"OMP_WAIT_POLICY": "ACTIVE"}, 30_000_000_000),
+        pytest.param("from infer.commands.cli import main; main(['plugins'])", {}, 0, marks=pytest.mark.slow),
+        pytest.param("from infer import LLM", {"OMP_WAIT_POLICY": "ACTIVE"}, 30_000_000_000, marks=pytest.mark.slow),
     ],
     ids=["library", "command", "as asked"],
 )

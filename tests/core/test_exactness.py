@@ -225,7 +225,7 @@ arrivals = st.lists(
 pools = st.just(None) | st.tuples(st.sampled_from([1, 7, 16, 128, 400]), st.integers(0, 200))
 
 
-@settings(max_examples=examples(120, 30), deadline=None)
+@settings(max_examples=examples(120, 30))
 @given(
     st.sampled_from(FAMILIES + QUANTISED),
     st.sampled_from(DTYPES),

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.attention import random
+from tests.examples import examples
 from tests.experts import FORMS, Mixture, check_rows, route64
 from torch import Tensor
 
@@ -39,7 +40,7 @@ def provider(request: pytest.FixtureRequest) -> None:
     st.booleans(),
     st.sampled_from([torch.float32, torch.bfloat16]),
 )
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=examples(10))
 def test_routes(routing: Routing, experts: int, tokens: int, biased: bool, dtype: torch.dtype) -> None:
     """In bfloat16, many of the logits are equal."""
     logits = (random(tokens, experts, dtype=dtype) * 2).round(decimals=1)
@@ -121,7 +122,7 @@ def test_a_token_has_the_same_bits_on_two_threads(form: str) -> None:
 
 @pytest.mark.slow
 @given(st.lists(st.integers(0, 199), min_size=1, max_size=60), st.sampled_from(FORMS), st.integers(1, 4))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=examples(60))
 def test_any_company(rows: list[int], form: str, top: int) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         check_rows(KERNELS, Mixture(96, 32, 9, form, dtype), 200, top, [rows])

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.attention import Scene, close, quantised, random, spec
+from tests.examples import examples
 from torch import Tensor
 
 from infer.kernels.reference import SEGMENT, TILE, ReferenceKernels, exact_rows, plan_tiles
@@ -29,9 +30,10 @@ SINKS = (0.5, -1e4, 3.0, 1e4)
 """Logits of attention sinks, each among, below or above the scores."""
 
 
-ALIKE = ("avx2_vnni", "avx512_vnni")
-"""The levels that differ from the one before in products of int8 only."""
-LEVELS = [pytest.param(level, marks=pytest.mark.slow) if level in ALIKE else level for level in native.levels()]
+LEVELS = [
+    level if level in ("portable", native.levels()[-1]) else pytest.param(level, marks=pytest.mark.slow)
+    for level in native.levels()
+]
 
 
 @pytest.fixture(autouse=True, scope="module", params=["reference", *LEVELS])
@@ -349,7 +351,7 @@ def test_attention_with_large_scores() -> None:
     close_attention(scene)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     st.lists(st.tuples(st.integers(0, 400), st.integers(1, 300)), min_size=1, max_size=6),
     st.none() | st.integers(1, 300),
@@ -384,7 +386,7 @@ def check_rows(kernel: Callable[[Tensor], Tensor | tuple[Tensor, ...]], rows: li
         assert torch.equal(a[rows], b)
 
 
-exact = settings(max_examples=150, deadline=None)
+exact = settings(max_examples=examples(150))
 
 
 @exact
@@ -475,7 +477,7 @@ specs = st.builds(
 company = st.lists(st.tuples(st.integers(0, 300), st.integers(1, 40)), max_size=4)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120))
 @given(
     specs,
     st.integers(1, 300),

@@ -12,6 +12,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.core.test_weight import meaning
+from tests.examples import examples
 from tests.models.checkpoints import write_checkpoint
 from torch import Tensor
 
@@ -29,7 +30,7 @@ from infer.weight import GroupedWeight, Weight, quantise_rows
     st.floats(1e-28, 1e4),
     st.integers(0, 2**32),
 )
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=examples(30))
 def test_no_value_is_further_from_its_code_than_half_a_step(bits: Any, n: int, k: int, size: float, seed: int) -> None:
     x = torch.randn(n, k, generator=torch.Generator().manual_seed(seed)) * size
     x = x.bfloat16().float() if bits == 4 else x

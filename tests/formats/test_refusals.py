@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tests.core.commands.test_cli import infer
+from tests.examples import examples
 from tests.formats import writers
 from tests.formats.writers import awq, compressed, fp8, gptq, scheme
 from torch import Tensor
@@ -323,7 +324,7 @@ VALUES = st.recursive(
 
 
 @given(st.sampled_from(METHODS), st.dictionaries(st.sampled_from(KEYS) | st.text(max_size=4), VALUES, max_size=6))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 def test_any_table_is_read_or_refused_in_one_sentence(method: str, changes: dict[str, Any]) -> None:
     sentence = ""
     try:

@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.attention import random
 from tests.core.test_weight import meaning
+from tests.examples import examples
 from torch import Tensor
 
 from infer.device import same_bits
@@ -61,7 +62,7 @@ def rounded(x_TK: Tensor, group: int) -> Tensor:
     st.booleans(),
 )
 @example((8, "minimum"), 32, 2, 70, 100, torch.float16, torch.bfloat16, True)
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=examples(20))
 def test_products(
     kind: tuple[int, str],
     group: int,
@@ -148,7 +149,7 @@ def test_extreme_activations(int8: bool) -> None:
     st.integers(0, 2**32),
 )
 @example(4, 400, 1024, torch.float32, 1.0, 0)
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=examples(40))
 def test_weights_are_quantised_to_the_same_bits(
     bits: Any, n: int, k: int, dtype: torch.dtype, size: float, seed: int
 ) -> None:

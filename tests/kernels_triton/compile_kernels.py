@@ -314,13 +314,14 @@ def summing(ttgir: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--arch", action="append", type=int, choices=list(SHARED_MEMORY))
     parser.add_argument("--dtype", action="append", choices=list(DTYPES))
     parser.add_argument("--model", action="append", choices=list(MODELS))
     args = parser.parse_args()
     models = tuple(args.model or MODELS)
     jobs = [
         (arch, dtype, models, index)
-        for arch in SHARED_MEMORY
+        for arch in args.arch or SHARED_MEMORY
         for dtype in args.dtype or DTYPES
         for index in range(len(launches(arch, DTYPES[dtype], models)))
     ]

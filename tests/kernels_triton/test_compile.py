@@ -15,11 +15,10 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize(
     "narrow",
     [
-        ["--dtype", "bf16", "--model", "Llama-3.2-3B", "--model", "Gemma-3-1B"],
-        ["--dtype", "fp32", "--model", "Llama-3.2-3B", "--model", "Gemma-3-1B"],
+        ["--arch", "90", "--dtype", "bf16", "--model", "Llama-3.2-3B"],
         pytest.param([], marks=pytest.mark.slow),
     ],
-    ids=["bf16", "fp32", "all"],
+    ids=["one", "all"],
 )
 def test_every_kernel_compiles_and_fits(narrow: list[str]) -> None:
     """And attention waits for the matrix unit once per product, not per instruction of it; loads go on meanwhile;
@@ -30,8 +29,8 @@ def test_every_kernel_compiles_and_fits(narrow: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     kernels = ["extend", "merge", "linear", "norm", "rope_store", "gated", "sample"]
-    for arch in (80, 90, 100):
+    for arch in (90,) if narrow else (80, 90, 100):
         for kernel in kernels if narrow else [*kernels, "route", "plan", "experts", "combine"]:
             assert any(f"sm_{arch} " in line and f"{kernel}_kernel " in line for line in done.stdout.splitlines())
-    for kernel in ("grouped", "add", "rows") if "fp32" not in narrow else ():
+    for kernel in ("grouped", "add", "rows"):
         assert f" {kernel}_kernel " in done.stdout

@@ -54,7 +54,7 @@ def play(
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [
-        ("llama", torch.bfloat16),
+        pytest.param("llama", torch.bfloat16, marks=pytest.mark.slow),
         pytest.param("llama int4", torch.bfloat16, marks=pytest.mark.slow),  # the embedding and the head are int8
         pytest.param("gemma3 int8", torch.float32, marks=pytest.mark.slow),
         pytest.param("qwen3", torch.float32, marks=pytest.mark.slow),

@@ -13,7 +13,11 @@ from infer_kernels_triton.provider import TritonKernels
 ROWS = [1, 2, 15, 16, 17, 33, 130]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bfloat16, *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float32, torch.float16))],
+    ids=["bf16", "fp32", "fp16"],
+)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (17, 33), (64, 128), (50, 96), (130, 70)])
 def test_products_and_their_rows(n: int, k: int, bias: bool, dtype: torch.dtype, device: str) -> None:

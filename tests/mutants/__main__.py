@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import argparse
 import os
-import random
 import sys
 from collections import Counter
 
-from tests.mutants.plant import read, try_all
+from tests.mutants.plant import changed, read, try_all
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("name", nargs="*", help="only mutants whose name or file holds one of these")
-    parser.add_argument("--sample", type=int, metavar="N", help="only so many, drawn")
-    parser.add_argument("--seed", type=int, help="of the draw")
+    parser.add_argument("--changed", metavar="REF", help="only mutants whose file or test differs from this commit")
+    parser.add_argument("--part", metavar="I/N", help="only the I-th of N parts, such as 1/4")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     args = parser.parse_args()
     mutants = [m for m in read() if not args.name or any(part in m.name or part in m.file for part in args.name)]
-    if args.sample is not None and args.sample < len(mutants):
-        seed = random.randrange(10**6) if args.seed is None else args.seed
-        print(f"{args.sample} of {len(mutants)} mutants, drawn with --seed {seed}", flush=True)
-        mutants = random.Random(seed).sample(mutants, args.sample)
+    if args.changed:
+        mutants = [m for m in mutants if changed(args.changed) & {m.file, *(test.split("::")[0] for test in m.tests)}]
+        if not mutants:
+            print(f"no mutant's file or test differs from {args.changed}")
+            return 0
+    if args.part:
+        part, _, parts = args.part.partition("/")
+        mutants = mutants[int(part) - 1 :: int(parts)]
     if not mutants:
         print("no such mutant", file=sys.stderr)
         return 2

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 120.0
 """For each test that a mutant names. It may make them hang: that is noticed, too."""
 LEFT_OUT = (".*", "__pycache__", "dist", "build", "*.egg-info")
-PYTEST = ("-m", "pytest", "--numprocesses", "0", "--tb=short", "-rfE", "-p", "no:cacheprovider", "--hypothesis-seed=0")
+PYTEST = ("-m", "pytest", "--numprocesses", "0", "--tb=short", "-rfE", "-p", "no:cacheprovider")
 
 Outcome = Literal["killed", "SURVIVED", "broken"]
 
@@ -68,6 +68,14 @@ def read(folder: Path = Path(__file__).parent) -> list[Mutant]:
                 raise ValueError(f"{file.name}: there are two mutants named {mutant.name!r}")
             found[mutant.name] = mutant
     return list(found.values())
+
+
+@functools.cache
+def changed(ref: str) -> frozenset[str]:
+    """The files that differ from a commit, new ones included."""
+    asked = (["diff", "--name-only", ref], ["ls-files", "--others", "--exclude-standard"])
+    lists = [subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True) for words in asked]
+    return frozenset(line for found in lists for line in found.stdout.splitlines())
 
 
 @functools.cache

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from tests.examples import examples
 
 from infer_ray.prefixes import LENGTHS, MOST_BLOCKS, STEP, chain, prompt_bytes
 from infer_ray.router import CHOICES, Choice, Replica, Router
@@ -121,7 +122,7 @@ class Model(RuleBasedStateMachine):
         assert all(self.router.open(name) == self.own[name] for name in self.router)
 
 
-Model.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+Model.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40)
 TestModel = Model.TestCase
 
 

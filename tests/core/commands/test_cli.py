@@ -11,7 +11,8 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,25 @@ from infer.settings import load_settings
 ONE_THREAD = {"INFER_KERNELS__THREADS": "1"}
 
 
-def infer(*args: str, cwd: Path | None = None, text: str = "", **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "infer.commands.cli", *args]
-    return subprocess.run(
-        command, capture_output=True, text=True, input=text, env=os.environ | env, cwd=cwd, timeout=120, check=False
-    )
+def infer(*args: str, cwd: Path, text: str = "", **env: str) -> subprocess.CompletedProcess[str]:
+    """The command in this process, which has imported torch already."""
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
+        patch.chdir(cwd)
+        patch.setattr(sys, "stdin", StringIO(text))
+        for name, value in env.items():
+            patch.setenv(name, value)
+        try:
+            code = main([*args])
+        except SystemExit as ended:  # what argparse answers itself
+            code = int(ended.code or 0)
+    return subprocess.CompletedProcess(args, code, out.getvalue(), err.getvalue())
+
+
+def test_a_process_ends_with_the_commands_code(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "infer.commands.cli", "generate", "x"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("infer: model.path is not set")
 
 
 def test_generate_prints_text(tmp_path: Path) -> None:

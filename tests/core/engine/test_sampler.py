@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests import support
+from tests.examples import examples
 
 from infer.contracts.params import SamplingParams
 from infer.contracts.request import Request
@@ -134,7 +135,7 @@ kinds = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     st.lists(kinds, min_size=1, max_size=6),
     st.permutations(range(6)),

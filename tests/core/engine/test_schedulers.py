@@ -428,7 +428,7 @@ arrival = st.tuples(
 )
 
 
-@settings(max_examples=examples(500, 150), deadline=None)
+@settings(max_examples=examples(500, 150))
 @given(
     st.sampled_from([ContinuousScheduler, ContinuousScheduler, StaticScheduler, ShortestFirst, FairShares]),
     limits,

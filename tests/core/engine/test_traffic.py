@@ -296,7 +296,7 @@ class Traffic(RuleBasedStateMachine):
 
 
 TestTraffic = Traffic.TestCase
-TestTraffic.settings = settings(max_examples=examples(600, 150), stateful_step_count=25, deadline=None)
+TestTraffic.settings = settings(max_examples=examples(600, 150), stateful_step_count=25)
 
 
 def rows_by_lag(common: int, new: int) -> list[int]:

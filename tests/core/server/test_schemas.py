@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from infer.errors import RequestError
 from infer.server.decision_schemas import DecisionsRequest, Questions, SystemOneRequest
@@ -214,7 +215,7 @@ WRONG: Any = st.one_of(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400))
 @given(place=st.sampled_from(PLACES), value=WRONG, sibling=st.booleans())
 def test_a_refusal_names_a_field_on_the_way_to_what_is_wrong(
     place: tuple[int, tuple[int | str, ...]], value: Any, sibling: bool

@@ -15,6 +15,7 @@ import pytest
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 from tests.formats.gguf.files import byte_level
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers.convert_slow_tokenizer import generate_merges
@@ -38,8 +39,8 @@ WORDS = " ".join(CORPUS).split()
 TEXTS = st.lists(st.sampled_from([*SPECIAL, *BITS, *WORDS, *"aZ0 .,<|>/"]) | st.text(max_size=8), max_size=12)
 
 
-def same(original: Tokenizer, read: Tokenizer, examples: int) -> None:
-    @settings(max_examples=examples, deadline=None, derandomize=True, database=None)
+def same(original: Tokenizer, read: Tokenizer, count: int) -> None:
+    @settings(max_examples=examples(count))
     @given(TEXTS.map("".join))
     def check(text: str) -> None:
         for special in (True, False):
