@@ -33,14 +33,16 @@ from infer.engine.exactness import self_check
 from infer.protocols import CachePoolProtocol, KVDtype, ModelProtocol, Pass, QuantisedKV
 
 pytestmark = pytest.mark.usefixtures("each_provider")
+FIRST = ("llama", "qwen3", "gemma3")
 families = pytest.mark.parametrize(
-    "family",
+    ("each_provider", "family"),
     [
-        *(f if f in ("llama", "qwen3", "gemma3") else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES),
-        *(pytest.param(f, marks=pytest.mark.slow) for f in QUANTISED),
+        *(pytest.param("native", f, marks=() if f in FIRST else pytest.mark.slow) for f in FAMILIES + QUANTISED),
+        *(pytest.param("reference", f, marks=pytest.mark.slow) for f in (*FIRST, "qwen3_moe", QUANTISED[0])),
     ],
+    indirect=["each_provider"],
 )
-"""Every family, with plain and with quantised weights."""
+"""Every family, with plain and with quantised weights, by the native kernels, and one of each kind by the reference."""
 
 CHUNK = 16
 KV_DTYPES: tuple[KVDtype, ...] = ("auto", "int8")

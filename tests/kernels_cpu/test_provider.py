@@ -30,14 +30,14 @@ def registration() -> KernelsRegistration:
 
 def test_it_was_built_here() -> None:
     assert registration().unavailable is None
-    assert CpuKernels().level == native.levels()[-1]
+    assert CpuKernels().level == native.chosen()
 
 
 def test_the_level_and_why_are_told_wherever_kernels_are(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     about = native.about()
-    assert about.startswith(f"level {native.levels()[-1]}")
+    assert about.startswith(f"level {native.chosen()}")
     for command in ("plugins", "doctor"):
         assert main([command, "--model.path", "demo", "--kernels.backend", "cpu"]) == 0
         assert about in capsys.readouterr().out
@@ -55,6 +55,20 @@ def test_a_level_that_could_not_be_built_is_left_out(tmp_path: Path, monkeypatch
     (tmp_path / "portable.so").symlink_to(native.FOLDER / "portable.so")
     monkeypatch.setattr(native, "FOLDER", tmp_path)
     assert native.levels() == ["portable"]
+
+
+def test_a_variable_asks_for_a_level(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv(native.VARIABLE, "portable")
+    assert CpuKernels().level == "portable"
+    assert registration().about == "level portable, as INFER_CPU_LEVEL says"
+    monkeypatch.setenv(native.VARIABLE, "")
+    assert CpuKernels().level == native.levels()[-1]
+    monkeypatch.setenv(native.VARIABLE, "avx9")
+    assert main(["generate", "--model.path", "demo", "x"]) == 2
+    sentence = capsys.readouterr().err.splitlines()[-1]
+    assert (
+        sentence == f"infer: INFER_CPU_LEVEL is 'avx9'; what was built and runs here is {', '.join(native.levels())}."
+    )
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="asks for levels of x86-64")
@@ -76,6 +90,7 @@ def test_a_processor_gets_the_best_level_that_it_can_run(
 ) -> None:
     features = {feature for i, feature in enumerate(native.FEATURES) if has >> i & 1}
     monkeypatch.setattr(native, "features", lambda: features)
+    monkeypatch.delenv(native.VARIABLE, raising=False)
     assert native.levels()[-1] == level
     assert why in native.about()
     assert all(native.LEVELS[each] <= features for each in native.levels())
@@ -85,7 +100,7 @@ def test_a_process_may_begin_with_any_level_that_it_can_run() -> None:
     program = f"""
 import torch
 from infer_kernels_cpu.provider import CpuKernels
-kernels, ones = CpuKernels({native.levels()[-1]!r}), torch.ones(64, 64, dtype=torch.bfloat16)
+kernels, ones = CpuKernels({native.chosen()!r}), torch.ones(64, 64, dtype=torch.bfloat16)
 assert (kernels.linear(ones, kernels.pack(ones)) == 64).all()
 """
     subprocess.run([sys.executable, "-c", program], check=True)

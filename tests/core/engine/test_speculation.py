@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from tests.core.engine.test_steering import CASES
+from tests.examples import seeds
 from tests.support import (
     QUANTISED,
     VOCAB,
@@ -151,7 +152,8 @@ def mix(seed: int) -> None:
     assert proposed == sum(record.proposed for record in speculating.finished)
 
 
-@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(i, marks=pytest.mark.slow) for i in range(8, 300))])
+@pytest.mark.draws
+@pytest.mark.parametrize("seed", [*seeds(8), *(pytest.param(i, marks=pytest.mark.slow) for i in seeds(120)[8:])])
 def test_any_mix_of_requests_has_the_same_events_with_drafts(seed: int) -> None:
     mix(seed)
 

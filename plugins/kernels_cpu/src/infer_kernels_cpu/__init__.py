@@ -10,6 +10,7 @@ from infer.protocols import KernelsProtocol, NoSettings
 from infer_kernels_cpu import native
 
 INFER_PLUGIN_API = 1
+INFER_PLUGIN_ENV = [native.VARIABLE]
 UNBUILT = (
     "it was built where no C++ compiler was found, or failed; install one (Debian: apt-get install g++), then run "
     "pip install --force-reinstall --no-deps --no-cache-dir infer-kernels-cpu"

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import platform
 from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path
 
 import torch
 
+from infer.errors import SettingsError
+
+VARIABLE = "INFER_CPU_LEVEL"
+"""The environment variable that asks for a level below the best, as to repeat the bits of another machine."""
 FEATURES: tuple[str, ...] = ()
 """What this machine's processors may have, in the order of the bits of ``infer_features``."""
 LEVELS: dict[str, set[str]] = {"portable": set()}
@@ -98,12 +103,23 @@ def levels() -> list[str]:
     return [level for level in built if LEVELS[level] <= here]
 
 
+def chosen() -> str:
+    """The level that kernels compute at: the one that VARIABLE asks for, or the best. Raises SettingsError."""
+    here = levels()
+    level = os.environ.get(VARIABLE) or here[-1]
+    if level not in here:
+        raise SettingsError(f"{VARIABLE} is {level!r}; what was built and runs here is {', '.join(here)}.")
+    return level
+
+
 def about() -> str:
     """Which level runs on this machine and why, in a line; empty if none does."""
     known, here = [*LEVELS], levels()
     if not here:
         return ""
     level = here[-1]
+    if (asked := os.environ.get(VARIABLE)) in here:
+        return f"level {asked}, as {VARIABLE} says"
     if level == known[-1]:
         return f"level {level}, the best there is"
     above = known[known.index(level) + 1]

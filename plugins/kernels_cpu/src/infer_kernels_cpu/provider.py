@@ -95,7 +95,7 @@ class CpuKernels(ReferenceKernels):
     """Kernels for bfloat16 and float32 on CPUs. ``level`` is the instruction set level; None for the best one."""
 
     def __init__(self, level: str | None = None) -> None:
-        self.level = level or native.levels()[-1]
+        self.level = level or native.chosen()
         self.native = native.load(self.level)
         self._empty = Buffers().empty
 
