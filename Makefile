@@ -38,9 +38,13 @@ style: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# -W: a warning, such as one of a broken link or of a page in no list, is an error.
+# What pages link to and git does not keep is made first. -W: a warning, such as one of a broken link or of a page in no
+# list, is an error.
 docs: install
 	rm -rf build/site
+	mkdir -p docs/demo
+	$(BIN)/python docs/reference.py
+	$(BIN)/infer demo --model demo --budget 128 --html docs/demo/steps.html --log.level warning > /dev/null
 	$(BIN)/python -m sphinx -W --keep-going --quiet -j auto -d build/doctrees -c docs . build/site
 
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8

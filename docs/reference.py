@@ -1,22 +1,18 @@
 """Writes docs/reference.md: all that plugins build on, from the docstrings in the source.
 
-    python docs/reference.py            writes the page
-    python docs/reference.py --check    says whether it is as it would be written
-
-Nothing is imported: a docstring is what the source has, and a string below an attribute is that attribute's.
+`make docs` runs it; git does not keep the page. Nothing is imported: a docstring is what the source has, and a string
+below an attribute is that attribute's.
 """
 
 from __future__ import annotations
 
 import ast
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "core/src/infer"
-PAGE = ROOT / "docs/reference.md"
 SECTIONS: dict[str, tuple[str, str, Sequence[str]]] = {
     "Hooks and registrations": (
         "What a plugin's module implements, and what its hooks return. Import them from `infer.hookspecs`.",
@@ -218,16 +214,5 @@ def _code(text: str) -> str:
     return text.replace("``", "`")
 
 
-def main(argv: Sequence[str]) -> int:
-    made = page()
-    if "--check" in argv:
-        held = _read(PAGE) if PAGE.exists() else ""
-        if held != made:
-            print(f"{PAGE} is not what the docstrings say: python docs/reference.py writes it anew.", file=sys.stderr)
-        return int(held != made)
-    PAGE.write_text(made, encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    (ROOT / "docs/reference.md").write_text(page(), encoding="utf-8")

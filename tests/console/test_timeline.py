@@ -142,7 +142,14 @@ async def test_the_demos_page_opens_from_the_disk_and_is_scrubbed(tmp_path: Path
         assert len([each for each in tab.complaints if "Content Security Policy" in each]) >= 3
 
 
-def test_the_example_in_the_docs_is_of_the_view_as_it_is() -> None:
-    """Otherwise: infer demo --model demo --budget 128 --html docs/demo/steps.html."""
-    example = (Path(__file__).parents[2] / "docs/demo/steps.html").read_text()
+def test_the_example_in_the_docs_shows_both_runs(tmp_path: Path) -> None:
+    """As `make docs` makes it."""
+    makefile = (Path(__file__).parents[2] / "Makefile").read_text()
+    (command,) = re.findall(r"^\t\$\(BIN\)/infer (demo .*) > /dev/null$", makefile, re.MULTILINE)
+    file = tmp_path / "steps.html"
+    assert main([*command.replace("docs/demo/steps.html", str(file)).split(), "--kernels.threads", "1"]) == 0
+    example = file.read_text()
     assert page(RUNS.findall(example)) == example
+    made = runs(example)
+    assert [run["title"] for run in made] == ["chunked prefill", "whole prefill"]
+    assert [run["records"][0]["budget"] for run in made] == [128, None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from markdown_it.token import Token
 ROOT = Path(__file__).parents[2]
 RESULTS = "benchmarks/results/"
 """What is measured is kept there, also as Markdown; it is no part of the documentation."""
+REFERENCE, TIMELINE = "docs/reference.md", "docs/demo/steps.html"
+"""What `make docs` writes before it makes the site. Git does not keep it."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,8 @@ class Page:
 
     @cached_property
     def text(self) -> str:
+        if self.path == REFERENCE:
+            return str(runpy.run_path(str(ROOT / "docs/reference.py"))["page"]())
         return (ROOT / self.path).read_text(encoding="utf-8")
 
     @cached_property
@@ -107,4 +112,4 @@ def _pages() -> Iterator[str]:
                 yield path
 
 
-PAGES = {path: Page(path) for path in sorted(_pages())}
+PAGES = {path: Page(path) for path in sorted({*_pages(), REFERENCE})}
