@@ -51,6 +51,8 @@ PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8
 
 # The verdict of test and test-all depends on the code alone: tests/examples.py.
 test test-all: export PYTHONHASHSEED := 0
+# Dozens of processes import the same sources: they are compiled once, whatever the environment says.
+test test-all: export PYTHONDONTWRITEBYTECODE :=
 
 # Types are checked meanwhile: mypy leaves all cores but one idle.
 typed = $(BIN)/mypy & types=$$!; $(1); tests=$$?; wait $$types && exit $$tests

@@ -46,7 +46,7 @@ class Again:
 
     def _passes(self, test: str) -> bool:
         """Whether a test passes in a process of its own. What it prints is shown if not."""
-        command = [sys.executable, "-m", "pytest", "--numprocesses", "0", "-p", "no:cacheprovider", test]
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", test]
         done = subprocess.run(command, cwd=self._root, capture_output=True, text=True, check=False)
         if done.returncode:
             print(done.stdout, done.stderr, sep="\n", flush=True)

@@ -5,10 +5,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from aiohttp import web_app
 from tests import examples
 
 # Tiny tensors gain nothing from a second thread, and its spinning costs whatever runs beside.
 torch.set_num_threads(1)
+# aiohttp's cache would keep the last 1024 applications, and with each its engine.
+web_app._cached_build_middleware = web_app._build_middlewares  # type: ignore[assignment]
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:

@@ -86,10 +86,9 @@ def test_a_slow_test_that_failed_is_run_once_more_alone(
 ) -> None:
     (tmp_path / "test_it.py").write_text(FAILING.format(always=always, other=other, mark=mark))
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow\n    quick\n")
-    command = [sys.executable, "-m", "pytest", "-p", "tests.again", "--again", "--numprocesses", "1", "test_it.py"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-m", "pytest", "-p", "xdist", "-p", "tests.again", "--again", "-n1", "test_it.py"]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stdout + done.stderr
     final = mark == "quick" and not other
     assert ("flaky: test_it.py::test_in_company" in done.stdout) is not final
