@@ -10,6 +10,7 @@ import importlib.util
 import random
 
 import numpy as np
+import pytest
 import torch
 
 fast = False
@@ -30,6 +31,11 @@ def examples(all_tests: int, fast_tests: int | None = None) -> int:
 def seeds(all_tests: int) -> list[int]:
     """The seeds of a test that draws from its own generator: the same ones in every run of the gate."""
     return [*range(all_tests)] if explored is None else [explored * 1_000_000 + i for i in range(MORE * all_tests)]
+
+
+def seeded(all_tests: int = 1) -> pytest.MarkDecorator:
+    """Runs a test with each of ``seeds``. The test is to be marked with ``draws``."""
+    return pytest.mark.parametrize("seed", seeds(all_tests))
 
 
 def seed_everything() -> None:

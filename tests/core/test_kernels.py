@@ -25,7 +25,7 @@ KERNELS = ReferenceKernels()
 """The provider that is being tested."""
 FLOATS = (torch.float32, torch.bfloat16)
 floats = pytest.mark.parametrize("dtype", FLOATS, ids=["fp32", "bf16"])
-threads = pytest.mark.parametrize("threads", [1, 2])
+threads = pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.slow), 2])
 SINKS = (0.5, -1e4, 3.0, 1e4)
 """Logits of attention sinks, each among, below or above the scores."""
 

@@ -36,9 +36,8 @@ KIB = 1024
 SHARED_MEMORY = {80: 99 * KIB, 90: 227 * KIB, 100: 227 * KIB}
 """Of a block, at the most. An A100 has 163 KiB, but the smaller GPUs that take its configurations have 99."""
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
-SERVED = {80: ("bf16", "fp32"), 90: ("bf16", "fp16"), 100: ("bf16",)}
-"""What is compiled unless it is asked for: the type of most checkpoints everywhere, and the others where they differ
-most: float32 where there is least shared memory, float16 on one GPU, since it is as wide as bfloat16."""
+SERVED = {80: ("bf16",), 90: ("bf16", "fp16"), 100: ("bf16",)}
+"""What is compiled unless another type is asked for. float16 is as wide as bfloat16: one GPU is enough."""
 SPILL = {80: 128, 90: 256, 100: 256}
 """Bytes of registers per thread that may go to memory."""
 

@@ -10,11 +10,16 @@ from collections import Counter
 from tests.mutants.plant import changed, read, try_all
 
 
+def _part(text: str) -> slice:
+    part, _, parts = text.partition("/")
+    return slice(int(part) - 1, None, int(parts))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("name", nargs="*", help="only mutants whose name or file holds one of these")
     parser.add_argument("--changed", metavar="REF", help="only mutants whose file or test differs from this commit")
-    parser.add_argument("--part", metavar="I/N", help="only the I-th of N parts, such as 1/4")
+    parser.add_argument("--part", type=_part, metavar="I/N", help="only the I-th of N parts, such as 1/4")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     args = parser.parse_args()
     mutants = [m for m in read() if not args.name or any(part in m.name or part in m.file for part in args.name)]
@@ -24,8 +29,7 @@ def main() -> int:
             print(f"no mutant's file or test differs from {args.changed}")
             return 0
     if args.part:
-        part, _, parts = args.part.partition("/")
-        mutants = mutants[int(part) - 1 :: int(parts)]
+        mutants = mutants[args.part]
     if not mutants:
         print("no such mutant", file=sys.stderr)
         return 2

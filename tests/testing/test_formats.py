@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from tests.examples import seeded
 from tests.formats.writers import awq, compressed, compressed_config, gptq, linear, scheme, write
 from tests.testing.planted import Bug, Bugs, caught
 from torch import Tensor
@@ -51,9 +52,11 @@ def ours(kind: str) -> MakeFormat:
 @pytest.mark.parametrize(
     "kind", ["compressed-tensors", *(pytest.param(k, marks=pytest.mark.slow) for k in ("gptq", "awq"))]
 )
-def test_ours_pass(kind: str, stored: Callable[[str], Stored]) -> None:
+@pytest.mark.draws
+@seeded()
+def test_ours_pass(kind: str, seed: int, stored: Callable[[str], Stored]) -> None:
     config, files, plain = stored(kind)
-    check_weight_format(ours(kind), config, files, plain=plain)
+    check_weight_format(ours(kind), config, files, plain=plain, seed=seed)
 
 
 def test_plain_tensors_pass(stored: Callable[[str], Stored]) -> None:

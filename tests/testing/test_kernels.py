@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.examples import seeded
 from tests.support import Recorder
 from tests.testing.planted import Bug, Bugs, caught
 from torch import Tensor
@@ -28,10 +29,11 @@ planted: Bugs[type[ReferenceKernels]] = Bugs([])
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=pytest.mark.slow) if kind != native.chosen() else kind for kind in KINDS]
 )
-def test_ours_pass(kind: str) -> None:
-    outcomes = list(
-        SUITE.outcomes(Provider(ReferenceKernels() if kind == "reference" else CpuKernels(kind), kv_dtypes=("int8",)))
-    )
+@pytest.mark.draws
+@seeded()
+def test_ours_pass(kind: str, seed: int) -> None:
+    kernels = ReferenceKernels() if kind == "reference" else CpuKernels(kind)
+    outcomes = list(SUITE.outcomes(Provider(kernels, kv_dtypes=("int8",)), seed=seed))
     assert not [str(outcome) for outcome in outcomes if outcome.violation]
     skipped = [outcome.name for outcome in outcomes if outcome.skipped]
     assert skipped == (["recorded"] if kind == "reference" else [])

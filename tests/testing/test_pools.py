@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.examples import seeded
 from tests.testing.planted import Bug, Bugs, caught
 from torch import Tensor
 
@@ -88,8 +89,10 @@ OURS: dict[str, MakePool] = {
 @pytest.mark.parametrize(
     "kind", [kind if kind == "paged" else pytest.param(kind, marks=pytest.mark.slow) for kind in OURS]
 )
-def test_ours_pass(kind: str) -> None:
-    outcomes = list(SUITE.outcomes(Pools(OURS[kind], kv_dtypes=("int8",))))
+@pytest.mark.draws
+@seeded()
+def test_ours_pass(kind: str, seed: int) -> None:
+    outcomes = list(SUITE.outcomes(Pools(OURS[kind], kv_dtypes=("int8",)), seed=seed))
     assert not [str(outcome) for outcome in outcomes if outcome.violation]
     assert [outcome.name for outcome in outcomes if outcome.skipped] == ["sharing"] * (kind not in list(OURS)[1:3])
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 from tests.core.engine.test_schedulers import documented
+from tests.examples import seeded
 from tests.testing.planted import Bug, Bugs, caught
 
 from infer.engine.ngram import NgramProposer, NgramSettings
@@ -19,8 +20,10 @@ Cycle = documented("class Cycle")["Cycle"]
 
 
 @pytest.mark.parametrize("make", [lambda context: NgramProposer(NgramSettings()), lambda context: Cycle(8)])
-def test_ours_pass(make: MakeProposer) -> None:
-    check_proposer(make)
+@pytest.mark.draws
+@seeded()
+def test_ours_pass(make: MakeProposer, seed: int) -> None:
+    check_proposer(make, seed=seed)
 
 
 @planted.each

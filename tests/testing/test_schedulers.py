@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tests.core.engine.test_schedulers import FairShares, ShortestFirst
+from tests.examples import seeded
 from tests.testing.planted import Bug, Bugs, caught
 
 from infer.engine.schedulers import ContinuousScheduler, StaticScheduler
@@ -24,8 +25,10 @@ def of(kind: type[ContinuousScheduler]) -> MakeScheduler:
 
 
 @pytest.mark.parametrize("kind", [ContinuousScheduler, StaticScheduler, ShortestFirst, FairShares])
-def test_ours_pass(kind: type[ContinuousScheduler]) -> None:
-    check_scheduler(of(kind), chunks=kind is not StaticScheduler)
+@pytest.mark.draws
+@seeded()
+def test_ours_pass(kind: type[ContinuousScheduler], seed: int) -> None:
+    check_scheduler(of(kind), chunks=kind is not StaticScheduler, seed=seed)
 
 
 @planted.each

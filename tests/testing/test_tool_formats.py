@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tests.core.engine.test_schedulers import documented
+from tests.examples import seeded
 from tests.testing.planted import Bug, Bugs, caught
 
 from infer.builtin import infer_tool_formats
@@ -43,8 +44,10 @@ def reader_of(name: str) -> Callable[[Tools], PartProtocol]:
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_ours_pass(name: str) -> None:
-    check_tool_format(reader_of(name), WRITTEN[name], NAME, ARGUMENTS, schema=SCHEMA)
+@pytest.mark.draws
+@seeded()
+def test_ours_pass(name: str, seed: int) -> None:
+    check_tool_format(reader_of(name), WRITTEN[name], NAME, ARGUMENTS, schema=SCHEMA, seed=seed)
 
 
 def test_the_documented_one_passes() -> None:
