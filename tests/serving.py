@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import shutil
-from collections.abc import AsyncIterator, Iterator, Sequence
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import pytest
 from aiohttp import web
 from safetensors.torch import load_file, save_file
 
 import infer.server.testing
 import infer_demo
 from infer.assemble import start
+from infer.engine.schedulers import ContinuousScheduler
 from infer.plugins import Plugins
 from infer.server.app import bind, listen, make_app
 from infer.server.testing import Serving
 from infer.settings import load_settings
 
 Body = dict[str, Any]
+HANG_S = 300.0
+"""When a test that waits for an event gives up: no machine is so slow."""
 TEMPLATE = """\
 {%- if tools %}<|tools|>{% for tool in tools %}{{ tool | tojson }}
 {% endfor %}Write <tool_call>{"name": ..., "arguments": ...}</tool_call> to call one.
@@ -85,9 +91,31 @@ class Running:
 
     async def idle(self) -> None:
         """Wait until no request is open. Raises TimeoutError."""
-        async with asyncio.timeout(20):
-            while self.engine_loop.num_open:
-                await asyncio.sleep(0)
+        await until(lambda: not self.engine_loop.num_open)
+
+
+@contextmanager
+def holding(steps: int) -> Iterator[None]:
+    """The engines of this process make so many steps together, and no other before the end of the block."""
+    made, go, schedule = itertools.count(), threading.Event(), ContinuousScheduler.schedule
+
+    def held(scheduler: ContinuousScheduler) -> Any:
+        assert next(made) < steps or go.wait(HANG_S)
+        return schedule(scheduler)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ContinuousScheduler, "schedule", held)
+        try:
+            yield
+        finally:
+            go.set()
+
+
+async def until(reached: Callable[[], bool]) -> None:
+    """Give the other tasks of this event loop turns until they have come to this. Raises TimeoutError."""
+    async with asyncio.timeout(HANG_S):
+        while not reached():
+            await asyncio.sleep(0)
 
 
 @asynccontextmanager

@@ -15,8 +15,10 @@ from typing import Any
 
 import pytest
 import yaml  # type: ignore[import-untyped]
-from tests.serving import running
+from prometheus_client import generate_latest
+from tests.serving import HANG_S, running
 
+from infer.server import metrics
 from infer.settings import ServerSettings
 
 ROOT = Path(__file__).parent.parent
@@ -176,7 +178,7 @@ def test_the_dashboard_has_the_types_of_the_grafana_that_shows_it(tmp_path: Path
 
 
 @pytest.mark.slow
-async def test_prometheus_reads_all_that_the_dashboard_shows(tmp_path: Path) -> None:
+async def test_prometheus_reads_all_that_the_dashboard_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a Prometheus of its own: every query of every panel yields numbers."""
     if shutil.which("prometheus") is None:
         pytest.skip("there is no prometheus (Debian: apt-get install prometheus)")
@@ -185,16 +187,20 @@ async def test_prometheus_reads_all_that_the_dashboard_shows(tmp_path: Path) -> 
     (variable,) = [each for each in dashboard["templating"]["list"] if each["name"] == "model"]
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     assert len(queries) > 20
+    scraped = asyncio.Event()
+
+    def generated(*given: Any) -> bytes:
+        scraped.set()
+        return generate_latest(*given)
+
+    monkeypatch.setattr(metrics, "generate_latest", generated)
     engine = {"max_seq_len": 256, "max_tokens_per_step": 64}
     async with running(cache={"paged": {"num_blocks": 24}}, engine=engine) as server:
         config = (DEPLOY / "prometheus.yml").read_text()
         config = config.replace("infer:8000", server.url.removeprefix("http://")).replace("5s", "1s")
         (tmp_path / "prometheus.yml").write_text(config)
-        address = "127.0.0.1:39090"
         command = ["prometheus", f"--config.file={tmp_path}/prometheus.yml", f"--storage.tsdb.path={tmp_path}/data"]
-        prometheus = await asyncio.create_subprocess_exec(
-            *command, f"--web.listen-address={address}", stderr=asyncio.subprocess.DEVNULL
-        )
+        command += ["--web.listen-address=127.0.0.1:0"]
 
         async def ask(query: str) -> list[float]:
             query = query.replace("$model", "demo").replace("$__rate_interval", "20s")
@@ -204,27 +210,32 @@ async def test_prometheus_reads_all_that_the_dashboard_shows(tmp_path: Path) -> 
             assert answer["status"] == "success", answer
             return [float(each["value"][1]) for each in answer["data"]["result"]]
 
+        async def another_scrape() -> None:
+            scraped.clear()
+            await scraped.wait()
+
         async def traffic() -> None:
             body = {"prompt": "def f(x):\n    return " * 6, "max_tokens": 120, "ignore_eos": True}
             while True:
                 await asyncio.gather(*(server.post(body | {"seed": seed}) for seed in range(6)))
 
         load = asyncio.create_task(traffic())
+        prometheus = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
         try:
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(HANG_S):
+                assert prometheus.stderr is not None
+                log = (await prometheus.stderr.readuntil(b"Server is ready")).decode()
+                (address,) = re.findall(r'"Listening on".* address=(\S+)', log)
                 left = list(queries)
                 while left:
-                    await asyncio.sleep(1)
-                    try:
-                        values = [await ask(query) for query in left]
-                    except OSError:  # it does not listen yet
-                        continue
+                    await another_scrape()
+                    values = [await ask(query) for query in left]
                     left = [q for q, found in zip(left, values, strict=True) if not found or any(x != x for x in found)]
                 async with server.session.get(f"http://{address}/api/v1/label/model_name/values") as response:
                     assert (await response.json())["data"] == ["demo"]
                 assert variable["query"]["query"].startswith("label_values(infer_num_requests_running, model_name)")
                 while not sum(await ask("infer_num_preemptions_total")):
-                    await asyncio.sleep(1)
+                    await another_scrape()
         finally:
             load.cancel()
             prometheus.terminate()

@@ -9,16 +9,29 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+from tests.serving import HANG_S
 
 BINARY = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 needs_browser = pytest.mark.skipif(BINARY is None, reason="no Chromium is installed (apt-get install chromium)")
+UNTIL = """new Promise((done, fail) => {
+    const look = async () => {
+        const value = await (%s);
+        if (value) {
+            changes.disconnect();
+            done(value);
+        }
+    };
+    const changes = new MutationObserver(() => look().catch(fail));
+    changes.observe(document, { subtree: true, childList: true, attributes: true, characterData: true });
+    look().catch(fail);
+})"""
 
 
 class Tab:
@@ -29,7 +42,9 @@ class Tab:
         self._ids = itertools.count(1)
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self.complaints: list[str] = []
-        self._loaded = asyncio.Event()
+        self._loaded = ""
+        """Which document has been loaded, by its loader's id."""
+        self._heard = asyncio.Event()
         self._canned = ""
         self._replying: asyncio.Task[Any] | None = None
         self._reading = asyncio.create_task(self._read())
@@ -39,8 +54,8 @@ class Tab:
             said = json.loads(message.data)
             if "id" in said:
                 self._answers.pop(said["id"]).set_result(said)
-            elif said["method"] == "Page.loadEventFired":
-                self._loaded.set()
+            elif said["method"] == "Page.lifecycleEvent" and said["params"]["name"] == "load":
+                self._loaded = said["params"]["loaderId"]
             elif said["method"] == "Runtime.exceptionThrown":
                 self.complaints.append(said["params"]["exceptionDetails"]["text"])
             elif said["method"] == "Log.entryAdded" and said["params"]["entry"]["level"] == "error":
@@ -55,6 +70,18 @@ class Tab:
                 self._replying = asyncio.create_task(call)
             elif said["method"] == "Page.javascriptDialogOpening":
                 self.complaints.append(f"a dialog: {said['params']['message']}")
+            self._heard.set()
+
+    async def _when(self, reached: Callable[[], bool]) -> None:
+        """Wait until what the browser says has come to this. Raises TimeoutError."""
+        async with asyncio.timeout(HANG_S):
+            while not reached():
+                self._heard.clear()
+                await self._heard.wait()
+
+    async def complaint(self, part: str) -> None:
+        """Wait for a complaint that holds this. Raises TimeoutError."""
+        await self._when(lambda: any(part in each for each in self.complaints))
 
     @asynccontextmanager
     async def another(self) -> AsyncIterator[Tab]:
@@ -67,7 +94,7 @@ class Tab:
         id = next(self._ids)
         self._answers[id] = answer = asyncio.get_running_loop().create_future()
         await self._socket.send_str(json.dumps({"id": id, "method": method, "params": params}))
-        said = await asyncio.wait_for(answer, 60)
+        said = await asyncio.wait_for(answer, HANG_S)
         assert "error" not in said, said
         return said["result"]
 
@@ -77,23 +104,21 @@ class Tab:
         assert "exceptionDetails" not in done, done["exceptionDetails"]
         return done["result"].get("value")
 
-    async def until(self, condition: str, timeout_s: float = 60.0) -> Any:
-        """Wait until an expression is true, and return its value."""
-        async with asyncio.timeout(timeout_s):
-            while not (value := await self.run(condition)):
-                await asyncio.sleep(0.05)
-            return value
+    async def until(self, condition: str) -> Any:
+        """Wait until an expression is true, which may be a promise, and return its value. It is looked at whenever the
+        document changes: what it depends on has to show there. Raises TimeoutError."""
+        return await self.run(UNTIL % condition)
 
     async def open(self, url: str) -> None:
-        self._loaded.clear()
-        if "loaderId" in await self.send("Page.navigate", url=url):  # Chrome names none if only the fragment changes.
-            await asyncio.wait_for(self._loaded.wait(), 60)
+        said = await self.send("Page.navigate", url=url)
+        if loader := said.get("loaderId"):  # Chrome names none if only the fragment changes.
+            await self._when(lambda: self._loaded == loader)
 
     async def reload(self) -> None:
         """Load the page again, and wait: a script sent while one page replaces another is refused."""
-        self._loaded.clear()
+        before = self._loaded
         await self.send("Page.reload")
-        await asyncio.wait_for(self._loaded.wait(), 60)
+        await self._when(lambda: self._loaded != before)
 
     async def can(self, pattern: str, *frames: object) -> None:
         """Answer further requests to such addresses with server-sent events, in place of the server."""
@@ -128,19 +153,20 @@ async def browsing() -> AsyncIterator[Tab]:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
         flags += ["--remote-debugging-port=0", f"--user-data-dir={profile}", "--hide-scrollbars", "about:blank"]
-        quiet = asyncio.subprocess.DEVNULL
+        quiet, pipe = asyncio.subprocess.DEVNULL, asyncio.subprocess.PIPE
         env = os.environ | {"HOME": profile}
-        process = await asyncio.create_subprocess_exec(BINARY, *flags, stdout=quiet, stderr=quiet, env=env)
+        process = await asyncio.create_subprocess_exec(
+            BINARY, *flags, stdout=quiet, stderr=pipe, env=env, limit=1 << 24
+        )
+        assert process.stderr is not None
         try:
             async with aiohttp.ClientSession() as session:
-                port = await _port(Path(profile) / "DevToolsActivePort")
-                async with session.get(f"http://127.0.0.1:{port}/json/list") as response:
-                    (page,) = [each for each in await response.json() if each["type"] == "page"]
-                async with _attached(session, page["webSocketDebuggerUrl"]) as tab:
+                page = await _first_page(session, process.stderr)
+                async with _attached(session, page) as tab:
                     yield tab
         finally:
             process.terminate()
-            await process.wait()
+            await process.communicate()
 
 
 @asynccontextmanager
@@ -149,11 +175,18 @@ async def _attached(session: aiohttp.ClientSession, address: str) -> AsyncIterat
         tab = Tab(session, socket, address)
         for domain in ("Page", "Runtime", "Log"):
             await tab.send(f"{domain}.enable")
+        await tab.send("Page.setLifecycleEventsEnabled", enabled=True)
         yield tab
 
 
-async def _port(file: Path) -> int:
-    async with asyncio.timeout(60):
-        while not (file.exists() and (lines := file.read_text().split())):
-            await asyncio.sleep(0.05)
-    return int(lines[0])
+async def _first_page(session: aiohttp.ClientSession, log: asyncio.StreamReader) -> str:
+    """Wait for the page that a new browser opens. Returns its address. Raises TimeoutError."""
+    async with asyncio.timeout(HANG_S):
+        await log.readuntil(b"DevTools listening on ")
+        browser = (await log.readline()).decode().strip()
+        async with session.ws_connect(browser) as socket:
+            await socket.send_json({"id": 1, "method": "Target.setDiscoverTargets", "params": {"discover": True}})
+            target: dict[str, str] = {}
+            while target.get("type") != "page":
+                target = (await socket.receive_json()).get("params", {}).get("targetInfo", {})
+    return f"{browser.partition('/devtools/')[0]}/devtools/page/{target['targetId']}"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from tests.console.browser import Tab, browsing, needs_browser
-from tests.serving import running
+from tests.serving import holding, running
 
 import infer_console
 
@@ -85,10 +85,7 @@ async def test_chat_streams_stops_repeats_and_remembers() -> None:
         await tab.type("#text", "a long one")
         await tab.press("Enter")
         begun = f"document.querySelectorAll('article').length === 4 && {ANSWER}.querySelector('.t')"
-        stop = "document.querySelector('#stop').click()"
-        await tab.run(
-            f"new Promise((done) => {{ const look = () => {begun} ? done({stop}) : setTimeout(look, 5); look(); }})"
-        )
+        await tab.until(f"{begun} && (document.querySelector('#stop').click(), true)")
         assert await answered(tab)
         assert "ended by you" in await tab.run(f"{ANSWER}.querySelector('footer').textContent")
         await server.idle()
@@ -200,9 +197,7 @@ async def test_what_a_model_or_a_user_writes_is_text() -> None:
         await tab.run(
             "document.body.append(Object.assign(document.createElement('img'), {src: 'https://elsewhere.example/x'}))"
         )
-        async with asyncio.timeout(30):
-            while not any("elsewhere" in each for each in tab.complaints):  # the policy refuses other hosts
-                await asyncio.sleep(0.01)
+        await tab.complaint("elsewhere")  # the policy refuses other hosts
         assert await tab.run("window.harm") is None
         assert not [each for each in tab.complaints if "elsewhere" not in each and "TrustedHTML" not in each]
 
@@ -286,14 +281,15 @@ async def test_the_engine_is_shown_at_work_with_two_hundred_requests() -> None:
         await tab.until("document.querySelector('#state').textContent === 'watching'")
         prompts = [f"import os{chr(10) * (n % 7)}" for n in range(200)]
         body = {"prompt": prompts, "max_tokens": 60, "ignore_eos": True, "seed": 1}
-        asked = asyncio.create_task(server.post(body))
         figure = (
             "[...document.querySelectorAll('#figures div')].find((d) => d.textContent.startsWith('{}'))"
             ".lastChild.textContent"
         )
-        await tab.until(f"Number({figure.format('Running')}) > 100", 120)
         drawn = "Number(document.querySelector('#lanes').dataset.drawn)"
-        before = await tab.run(drawn)
+        with holding(30):  # all run, and none is done
+            asked = asyncio.create_task(server.post(body))
+            await tab.until(f"Number({figure.format('Running')}) > 100")
+            before = await tab.run(drawn)
         assert (await asked)[0] == 200
         await tab.until(f"{drawn} > {before} && Number({figure.format('Running')}) === 0")
         assert re.search(r"\d ms", await tab.run(figure.format("TTFT")))

@@ -7,13 +7,13 @@ import contextlib
 import gzip
 import json
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from importlib.resources import files
 from typing import Any
 
 import pytest
 from aiohttp import ClientResponse
-from tests.serving import Running, running
+from tests.serving import HANG_S, Running, running
 from yarl import URL
 
 import infer_console
@@ -21,7 +21,7 @@ from infer.plugins import Plugins
 from infer_cache_paged import PagedBooks
 from infer_console import live, sessions, telling
 from infer_console.files import HEADERS, POLICY
-from infer_console.live import Watcher
+from infer_console.live import Live, Watcher
 
 STATIC = {file.name: file.read_text() for file in files(infer_console).joinpath("static").iterdir()}
 OWN = {"X-Infer-Console": "1"}
@@ -162,7 +162,7 @@ async def _login(server: Running) -> None:
         await ask(server, "POST", "/console/api/logout", {}, **shown)
         asked = {"prompt": "x", "max_tokens": 4}
         assert (await ask(server, "POST", "/v1/completions", asked, Authorization="Bearer right")).status == 200
-        assert b"step" not in await asyncio.wait_for(watched.read(), 30), "who has logged out watches no longer"
+        assert b"step" not in await asyncio.wait_for(watched.read(), HANG_S), "who has logged out watches no longer"
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sessions, "MOST", 2)
@@ -203,16 +203,29 @@ async def test_who_watches_sees_every_step_and_no_text_and_nobody_else_pays(monk
     monkeypatch.setattr(Plugins, "discover", remember)
     monkeypatch.setattr(live, "MOST_WATCHERS", 2)
     prompt = "secret = 1\n" * 8
+    changed = asyncio.Event()
+
+    def noting(change: Callable[[Live, Watcher], None]) -> Callable[[Live, Watcher], None]:
+        def noted(self: Live, watcher: Watcher) -> None:
+            change(self, watcher)
+            changed.set()
+
+        return noted
+
+    monkeypatch.setattr(Live, "_enter", noting(Live._enter))
+    monkeypatch.setattr(Live, "_leave", noting(Live._leave))
     settings = {"access_log": False, "stall_timeout_s": 0.5}
-    async with running(engine=ENGINE | {"prefill_chunk_size": 16}, server=settings) as server, asyncio.timeout(60):
+    engine = ENGINE | {"prefill_chunk_size": 16}
+    async with running(engine=engine, server=settings) as server, asyncio.timeout(HANG_S):
         hooks = found[0].manager.hook
 
         def observers() -> int:
             return len(hooks.infer_step_finished.get_hookimpls()) + len(hooks.infer_request_finished.get_hookimpls())
 
-        async def unwatched() -> None:
-            while observers() != before:
-                await asyncio.sleep(0.01)
+        async def watched(so: bool) -> None:
+            while (observers() != before) is not so:
+                changed.clear()
+                await changed.wait()
 
         before = observers()
         for bad in ("-1", "1e3", "99999999999999999999", "2001", "%D9%A3", ""):
@@ -243,14 +256,14 @@ async def test_who_watches_sees_every_step_and_no_text_and_nobody_else_pays(monk
                 response = await ask(server, "GET", "/console/api/steps", **OWN)
                 assert response.status == 503
                 assert "2 places" in (await response.json())["error"]["message"]
-        await unwatched()
+        await watched(False)
         await server.post({"prompt": prompt, "max_tokens": 1})
         async with watching(server, "?last=2000") as records:
             hello = await anext(records)
             assert hello["requests"] == {}
             await server.post({"prompt": "x", "max_tokens": 1})
             assert (await anext(records))["new"] != {}, "nothing from before"
-        await unwatched()
+        await watched(False)
 
         # One that never reads is dropped: a batch is as large as what may wait for it.
         event = live._event
@@ -258,14 +271,12 @@ async def test_who_watches_sees_every_step_and_no_text_and_nobody_else_pays(monk
         url = URL(server.url)
         reader, writer = await asyncio.open_connection(url.host, url.port, limit=1)
         writer.write(b"GET /console/api/steps HTTP/1.1\r\nHost: localhost\r\nX-Infer-Console: 1\r\n\r\n")
-        while observers() == before:
-            await asyncio.sleep(0.01)
+        await watched(True)
         while observers() != before:
             await server.post({"prompt": "x", "max_tokens": 1})
-        async with asyncio.timeout(60):
-            with contextlib.suppress(ConnectionResetError):
-                while await reader.read(1 << 16):  # what had been sent; nothing more waits for it
-                    pass
+        with contextlib.suppress(ConnectionResetError):
+            while await reader.read(1 << 16):  # what had been sent; nothing more waits for it
+                pass
         writer.close()
 
 
@@ -330,7 +341,7 @@ async def test_a_pool_whose_map_fails_is_said_and_the_steps_go_on(
         raise RuntimeError("lost count")
 
     monkeypatch.setattr(PagedBooks, "states", fails)
-    async with running(engine=ENGINE) as server, asyncio.timeout(30), watching(server) as records:
+    async with running(engine=ENGINE) as server, asyncio.timeout(HANG_S), watching(server) as records:
         assert (await anext(records))["fault"] is None
         await server.post({"prompt": "x", "max_tokens": 3, "ignore_eos": True})
         seen: list[Any] = []

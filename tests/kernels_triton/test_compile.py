@@ -31,9 +31,10 @@ def test_every_kernel_compiles_and_fits(narrow: list[str]) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     kernels = ["extend", "merge", "linear", "norm", "rope_store", "gated", "sample"]
     if "fp32" not in narrow:
-        kernels += ["grouped", "add", "rows"]
+        kernels += ["grouped", "rows"]
     if "--model" not in narrow:
         kernels += ["route", "plan", "experts", "combine"]
     for arch in [narrow[1]] if "--arch" in narrow else ["80", "90", "100"]:
         lines = [line for line in done.stdout.splitlines() if line.startswith(f"sm_{arch} ")]
-        assert [kernel for kernel in kernels if not any(f" {kernel}_kernel " in line for line in lines)] == []
+        expected = [*kernels, "add"] if arch == "90" and "grouped" in kernels else kernels  # of segments of products
+        assert [kernel for kernel in expected if not any(f" {kernel}_kernel " in line for line in lines)] == []

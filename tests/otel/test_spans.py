@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.server
 import socket
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -57,6 +56,7 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collected]:
 
     server = http.server.HTTPServer(("127.0.0.1", 0), Collector)
     threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr(infer_otel, "LAST_S", 300.0)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "none")
     for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_SERVICE_NAME"):
         monkeypatch.delenv(name, raising=False)
@@ -96,10 +96,10 @@ def test_the_standard_variables_say_it_too(collector: Collected, monkeypatch: py
 
 def test_a_collector_that_hangs_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(infer_otel, "LAST_S", 0.2)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1000")
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        began = time.monotonic()
         observe("--observers.otel.endpoint", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        assert time.monotonic() - began < 5
+        assert any(thread.name == "spans" for thread in threading.enumerate()), "it waits for the collector still"
 
 
 @pytest.mark.parametrize("endpoint", ["localhost:4318", "collector", "grpc://localhost:4317", "http://"])

@@ -14,6 +14,7 @@ import pytest
 from aiohttp import web
 from pydantic_core import from_json
 from tests.ray.test_ingress import frames
+from tests.serving import HANG_S
 
 from infer.server.app import bind, listen
 from infer.settings import ServerSettings
@@ -122,7 +123,7 @@ async def test_streams_of_a_replica_that_has_left_in_silence_go_on_elsewhere() -
             await asyncio.Event().wait()
         return await streaming(http, event("one, "), event("two"), b"data: [DONE]\n\n")
 
-    async with front(half, 2) as f, asyncio.timeout(20):
+    async with front(half, 2) as f, asyncio.timeout(HANG_S):
         async with f.post({"prompt": "x", "stream": True, "seed": 1}) as response:
             first = await response.content.readuntil(b"\n\n")
             (gone,) = [name for name in f.ingress.fleet.urls if f.ingress.fleet.router.open(name)]
@@ -155,7 +156,7 @@ async def test_no_target_of_a_request_leads_elsewhere(target: str) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(f.url.rpartition(":")[2]))
         asked = f"{target.format(port=port)} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
         writer.write(asked.encode())
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(HANG_S):
             status = int((await reader.read()).split()[1])
         writer.close()
         assert status == 200 if target.startswith("GET") else status in (400, 404)

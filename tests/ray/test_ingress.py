@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from tests.serving import chatty, serving
+from tests.serving import HANG_S, chatty, serving, until
 
 from infer.server.app import bind
 from infer.server.testing import Serving
@@ -221,9 +221,7 @@ async def test_a_client_that_leaves_ends_its_request_at_the_replica(engines: lis
         body = {"prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True, "stream": True}
         async with f.session.post(f.url + "/v1/completions", json=body) as response:
             await response.content.readany()
-        async with asyncio.timeout(20):
-            while any(engine.engine_loop.num_open for engine in engines) or f.ingress.open:
-                await asyncio.sleep(0.01)
+        await until(lambda: not f.ingress.open and not any(engine.engine_loop.num_open for engine in engines))
         assert f.ingress.counts.retried == f.ingress.counts.resumed == f.ingress.counts.lost == 0
 
 
@@ -272,6 +270,18 @@ async def test_keys_mean_what_they_mean_at_a_replica(engines: list[Serving]) -> 
             assert got == status
 
 
+class Hearing(Fleet):
+    """Says when a replica has told of itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard = asyncio.Event()
+
+    def tell(self, name: str, state: Mapping[str, Any]) -> None:
+        super().tell(name, state)
+        self.heard.set()
+
+
 async def test_equal_beginnings_go_to_one_replica_unless_their_salts_differ(engines: list[Serving]) -> None:
     async with front(engines) as f:
         async with asyncio.TaskGroup() as group:
@@ -282,13 +292,14 @@ async def test_equal_beginnings_go_to_one_replica_unless_their_salts_differ(engi
         known = f.ingress.counts.known_blocks
         await f.post({"prompt": PROMPT, "max_tokens": 4, "cache_salt": "t"})
         assert f.ingress.counts.known_blocks == known
-        other = Ingress(Fleet(), f.ingress._server, poll_s=0.05)  # another ingress, which hears it from the replicas
-        async with other:
-            other.fleet.update({name: {"url": url} for name, url in f.ingress.fleet.urls.items()})
+        fleet = Hearing()
+        other = Ingress(fleet, f.ingress._server, poll_s=0.05)  # another ingress, which hears it from the replicas
+        async with other, asyncio.timeout(HANG_S):
+            fleet.update({name: {"url": url} for name, url in f.ingress.fleet.urls.items()})
             chain = chain_of(PROMPT.encode(), "s")
-            async with asyncio.timeout(20):
-                while (choice := other.fleet.router.choose(chain)) is None or choice.known < len(chain):
-                    await asyncio.sleep(0.01)
+            while (choice := fleet.router.choose(chain)) is None or choice.known < len(chain):
+                fleet.heard.clear()
+                await fleet.heard.wait()
         assert f.ingress.fleet.router.choose(chain) == choice
 
 

@@ -123,7 +123,7 @@ class World:
             runner.launch = lambda batch: faults.watch(  # type: ignore[method-assign]
                 faults.call("launch", lambda: launch(batch)), "results"
             )
-            scheduler.has_work = lambda: begin.wait(60) and has_work()  # type: ignore[method-assign]
+            scheduler.has_work = lambda: begin.wait(300) and has_work()  # type: ignore[method-assign]
             self.engine = Engine(
                 runner,  # type: ignore[arg-type]
                 scheduler,
@@ -150,7 +150,7 @@ class World:
         for part in (requests[: NUM // 2], requests[NUM // 2 :]):
             self.loop.submit_all(part, self._mailbox())
         begin.set()
-        self.loop.close(drain_s=60)
+        self.loop.close(drain_s=300)
 
     def _mailbox(self) -> Mailbox:
         def receive(events: list[Event]) -> None:

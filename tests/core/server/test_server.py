@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from tests.serving import Body, running
+from tests.serving import HANG_S, Body, holding, running, until
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +178,10 @@ async def test_two_run_four_wait_two_are_refused() -> None:
     engine = {"max_batch_size": 2, "max_waiting_requests": 4, "max_seq_len": 1024}
     async with running(engine=engine) as server:
         body = {"prompt": "def ", "max_tokens": 300, "ignore_eos": True, "temperature": 0}
-        answers = await asyncio.gather(*(server.post(body) for _ in range(8)))
+        with holding(0):
+            asked = [asyncio.create_task(server.post(body)) for _ in range(8)]
+            await until(lambda: sum(each.done() for each in asked) == 2)
+        answers = await asyncio.gather(*asked)
         statuses = sorted(status for status, _, _ in answers)
         assert statuses == [200] * 6 + [503] * 2
         refused = [(answer, headers) for status, answer, headers in answers if status == 503]
@@ -198,9 +201,7 @@ async def test_a_client_that_leaves_is_aborted(small: Body, stream: bool) -> Non
                 response.close()
         else:
             task = asyncio.create_task(server.post(body))
-            async with asyncio.timeout(20):
-                while not server.engine_loop.num_open:
-                    await asyncio.sleep(0)
+            await until(lambda: server.engine_loop.num_open > 0)
             task.cancel()
         await server.idle()
         assert (await server.post({"prompt": "x", "max_tokens": 1}))[0] == 200
@@ -209,13 +210,11 @@ async def test_a_client_that_leaves_is_aborted(small: Body, stream: bool) -> Non
 async def test_a_draining_server_finishes_what_it_has_and_takes_no_more() -> None:
     async with running(engine={"max_batch_size": 2, "max_seq_len": 600}) as server:
         task = asyncio.create_task(server.post({"prompt": "def ", "max_tokens": 200, "ignore_eos": True}))
-        async with asyncio.timeout(20):
-            while not server.engine_loop.num_open:
-                await asyncio.sleep(0)
+        await until(lambda: server.engine_loop.num_open > 0)
         closing = asyncio.create_task(asyncio.to_thread(server.engine_loop.close, 60.0))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(HANG_S):
             while (await server.get("/ready"))[0] != 503:
-                await asyncio.sleep(0)
+                pass
         assert (await server.post({"prompt": "a"}))[0] == 503
         status, answer, _ = await task
         assert (status, answer["usage"]["completion_tokens"]) == (200, 200)
@@ -229,9 +228,7 @@ async def test_what_does_not_finish_within_the_drain_is_told_so() -> None:
         async with server.session.post(server.url + "/v1/completions", json=body | {"stream": True}) as streamed:
             await streamed.content.readline()
             whole = asyncio.create_task(server.post(body))
-            async with asyncio.timeout(20):
-                while server.engine_loop.num_open < 2:
-                    await asyncio.sleep(0)
+            await until(lambda: server.engine_loop.num_open == 2)
             await asyncio.to_thread(server.engine_loop.close)
             status, answer, headers = await whole
             *_, error, done = [line for line in (await streamed.read()).split(b"\n\n") if line]

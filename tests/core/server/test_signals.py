@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tests.serving import HANG_S
 
 from infer.errors import SettingsError
 from infer.server import access
@@ -53,21 +54,21 @@ def post(address: tuple[str, int], body: object) -> socket.socket:
         f"POST /v1/completions HTTP/1.1\r\nHost: {address[0]}:{address[1]}\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
     )
-    client = socket.create_connection(address, timeout=60)
+    client = socket.create_connection(address, timeout=HANG_S)
     client.sendall(head.encode() + data)
     return client
 
 
 def test_a_signal_ends_the_process_whatever_is_compiled(tmp_path: Path) -> None:
-    with process(tmp_path, "--server.drain_timeout_s", "60") as started:
+    with process(tmp_path, "--server.drain_timeout_s", "1000") as started:
         address = ready(started)
         body = {"prompt": "a", "max_tokens": 3, "structured_outputs": {"json": EXPONENTIAL}}
         clients = [post(address, body) for _ in range(8)]
         url = f"http://{address[0]}:{address[1]}/health"
-        with urllib.request.urlopen(url, timeout=30) as answer:
+        with urllib.request.urlopen(url, timeout=HANG_S) as answer:
             assert answer.status == 200
         started.send_signal(signal.SIGTERM)
-        assert started.wait(20) == 0
+        assert started.wait(HANG_S) == 0
         for client in clients:
             client.close()
 
@@ -75,7 +76,7 @@ def test_a_signal_ends_the_process_whatever_is_compiled(tmp_path: Path) -> None:
 def test_requests_finish_after_a_signal_and_a_second_one_ends_them(tmp_path: Path) -> None:
     body = {"prompt": "def ", "max_tokens": 300, "ignore_eos": True, "stream": True}
     body["stream_options"] = {"include_usage": True}
-    with process(tmp_path) as started:
+    with process(tmp_path, "--server.drain_timeout_s", "1000") as started:
         with post(ready(started), body) as client:
             data = client.recv(1 << 16)
             started.send_signal(signal.SIGTERM)
@@ -84,7 +85,7 @@ def test_requests_finish_after_a_signal_and_a_second_one_ends_them(tmp_path: Pat
                 if b"[DONE]" in data:
                     break
             assert b'"completion_tokens": 300' in data
-        assert started.wait(20) == 0
+        assert started.wait(HANG_S) == 0
     with process(tmp_path, "--server.drain_timeout_s", "1000") as started:
         body["max_tokens"] = 1900
         with post(ready(started), body | {"n": 16}) as client:
@@ -94,7 +95,7 @@ def test_requests_finish_after_a_signal_and_a_second_one_ends_them(tmp_path: Pat
             while "draining" not in (line := started.stderr.readline()):
                 assert line
             started.send_signal(signal.SIGINT)
-            assert started.wait(20) == 128 + signal.SIGINT
+            assert started.wait(HANG_S) == 128 + signal.SIGINT
         assert "stopped by SIGINT" in started.stderr.read()
 
 
@@ -116,7 +117,7 @@ def test_a_signal_while_loading_is_no_traceback(number: signal.Signals, tmp_path
         assert started.stderr is not None
         assert started.stdout.readline() == "loading\n"
         started.send_signal(number)
-        assert started.wait(20) == 128 + number
+        assert started.wait(HANG_S) == 128 + number
         assert started.stderr.read() == f"infer: stopped by {number.name}\n"
 
 
@@ -126,7 +127,7 @@ def test_a_port_in_use_is_said_before_anything_is_loaded(tmp_path: Path) -> None
         taken.listen()
         port = taken.getsockname()[1]
         with process(tmp_path, "--server.port", str(port), "--model.path", "/nowhere") as started:
-            assert started.wait(60) == 2
+            assert started.wait(HANG_S) == 2
             assert started.stderr is not None
             said = started.stderr.read()
         assert said.startswith(
@@ -145,10 +146,10 @@ def test_a_log_that_nobody_reads_holds_up_no_request_and_no_signal(tmp_path: Pat
         assert started.stderr is not None
         fcntl.fcntl(started.stderr, fcntl.F_SETPIPE_SZ, 4096)
         for _ in range(60):
-            with urllib.request.urlopen(f"http://{address[0]}:{address[1]}/health", timeout=30) as answer:
+            with urllib.request.urlopen(f"http://{address[0]}:{address[1]}/health", timeout=HANG_S) as answer:
                 assert answer.status == 200
         started.send_signal(signal.SIGTERM)
-        assert started.wait(20) == 0
+        assert started.wait(HANG_S) == 0
 
 
 def test_what_is_missing_in_a_log_is_counted_there(monkeypatch: pytest.MonkeyPatch) -> None:
