@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from tests.console.browser import Tab, browsing, needs_browser
-from tests.console.test_browser import ENGINE, HOSTILE, click, delta
+from tests.console.test_browser import ENGINE, HOSTILE, answered, click, delta, set_field
 from tests.console.test_timeline import record
 from tests.serving import running
 
@@ -57,11 +57,15 @@ async def test_nothing_keeps_anybody_out(tmp_path: Path) -> None:
         await tab.can("*/v1/chat/completions", *frames)
         await tab.type("#text", "a question")
         await tab.press("Enter")
-        await tab.until("document.querySelector('article.assistant footer')?.textContent.includes('seed')")
+        await answered(tab)
         await tab.run("for (const fold of document.querySelectorAll('details')) fold.open = true")
         await tab.run("document.querySelector('[name=colours]').click()")
         await tab.run("document.querySelector('.t').dispatchEvent(new MouseEvent('mouseover', {bubbles: true}))")
         found += await faults(tab, "a chat")
+        await set_field(tab, "temperature", "9")
+        await set_field(tab, "tools", "{")
+        await tab.type("#find", "nothing holds this")
+        found += await faults(tab, "settings that are refused")
         await click(tab, "Edit", "document.querySelector('article.user')")
         found += await faults(tab, "an edit")
         await tab.run("location.hash = 'live'")

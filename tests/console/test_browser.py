@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from html.parser import HTMLParser
 from importlib.resources import files
 from typing import Any
 
@@ -13,6 +14,7 @@ from tests.console.browser import Tab, browsing, needs_browser
 from tests.serving import holding, running
 
 import infer_console
+from infer.contracts.params import SamplingParams
 
 CSS = files(infer_console).joinpath("static/style.css").read_text()
 ENGINE = {"max_batch_size": 4, "max_seq_len": 2048}
@@ -31,10 +33,28 @@ def test_text_is_readable_in_light_and_dark() -> None:
     themes = [dict(re.findall(r"--([\w-]+): (#\w{6});", block)) for block in re.findall(r":root \{(.*?)\}", CSS, re.S)]
     assert len(themes) == 2
     for theme in themes:
-        for text in ("text", "faint", "link", "bad", "on-first"):
+        for text in ("text", "faint", "link", "bad", "on-first", "keyword", "string", "number"):
             for back in ("first",) if text == "on-first" else ("back", "over"):
                 light, dark = sorted((luminance(theme[text]), luminance(theme[back])), reverse=True)
                 assert (light + 0.05) / (dark + 0.05) >= 4.5, (text, back)
+
+
+def test_the_fields_take_what_the_server_takes() -> None:
+    fields: dict[str, dict[str, str | None]] = {}
+
+    class Inputs(HTMLParser):
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            given = dict(attrs)
+            if tag == "input" and given.get("type") == "number":
+                fields[str(given["name"])] = given
+
+    Inputs().feed(files(infer_console).joinpath("static/index.html").read_text())
+    assert fields.keys() == {"temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"}
+    for name, field in fields.items():
+        # How many tokens there may be depends on the model, so that the page sets that bound.
+        bounds = [str(field[each]) for each in ("min", "max") if name != "max_tokens" or each == "min"]
+        for bound in bounds:
+            SamplingParams.model_validate({name: json.loads(bound)})
 
 
 async def ask(tab: Tab, text: str) -> str:
@@ -70,14 +90,14 @@ async def test_chat_streams_stops_repeats_and_remembers() -> None:
         assert first
         await tab.run(f"{ANSWER}.querySelector('.t').dispatchEvent(new MouseEvent('mouseover', {{bubbles: true}}))")
         tip = await tab.run("document.querySelector('#tip').textContent")
-        assert re.search(r"[\d.]+ %.*[\d.]+ %", tip, re.S)
+        assert re.search(r"[\d.]+%.*[\d.]+%", tip, re.S)
         spans = await tab.run(f"[...{ANSWER}.querySelectorAll('.body .t')].map((s) => s.textContent).join('').length")
         assert spans > len(first) // 2
 
         await set_field(tab, "seed", "7")
         texts = []
         for _ in range(2):
-            await click(tab, "Again", ANSWER)
+            await click(tab, "Regenerate", ANSWER)
             texts.append(await answered(tab))
         assert texts[0] == texts[1], "a seed repeats its answer"
 
@@ -87,7 +107,7 @@ async def test_chat_streams_stops_repeats_and_remembers() -> None:
         begun = f"document.querySelectorAll('article').length === 4 && {ANSWER}.querySelector('.t')"
         await tab.until(f"{begun} && (document.querySelector('#stop').click(), true)")
         assert await answered(tab)
-        assert "ended by you" in await tab.run(f"{ANSWER}.querySelector('footer').textContent")
+        assert "stopped by you" in await tab.run(f"{ANSWER}.querySelector('footer').textContent")
         await server.idle()
 
         await set_field(tab, "max_tokens", "8")
@@ -122,6 +142,185 @@ async def test_chat_streams_stops_repeats_and_remembers() -> None:
         assert tab.complaints == []
 
 
+ACTIVE = "document.activeElement.id || document.activeElement.name"
+HIDDEN_TIP = "document.querySelector('#tip').checkVisibility() === false"
+
+
+@pytest.mark.slow
+@needs_browser
+async def test_settings_show_the_servers_values_and_refuse_what_it_would_not_take() -> None:
+    async with running(engine=ENGINE) as server, browsing() as tab:
+        await tab.open(f"{server.url}/console")
+        await tab.until("!document.querySelector('#chat').hidden")
+        assert await tab.run(ACTIVE) == "text", "a message can be typed at once"
+        shown = (
+            "Object.fromEntries([...document.querySelector('#sampling').elements].map((f) => [f.name, f.placeholder]))"
+        )
+        defaults = {"temperature": "1", "top_p": "1", "top_k": "0", "min_p": "0"}
+        assert defaults.items() <= (await tab.run(shown)).items()
+
+        form = "document.querySelector('#sampling').elements"
+        fault = "document.querySelector('#fault-{}').textContent"
+        for name, bad, good, said in (
+            ("temperature", "9", "0.5", "2"),
+            ("top_p", "0", "0.9", "0.001"),
+            ("top_k", "1.5", "2", ""),
+            ("max_tokens", "2049", "8", "2048"),
+            ("tools", "{", "", "not valid JSON"),
+            ("tools", "{}", "", "array"),
+        ):
+            await set_field(tab, name, bad)
+            assert said in (text := await tab.run(fault.format(name)))
+            assert text
+            await tab.run("document.querySelector('#side').open = false")
+            await tab.type("#text", "kept")
+            await tab.press("Enter")
+            assert await tab.run(ACTIVE) == name
+            assert await tab.run(f"{form}.{name}.matches('[aria-invalid=true]') && {form}.{name}.checkVisibility()")
+            assert await tab.run("document.querySelectorAll('article').length") == 0, "nothing is sent"
+            assert await tab.run("document.querySelector('#text').value") == "kept"
+            await set_field(tab, name, good)
+            assert await tab.run(fault.format(name)) == ""
+            await tab.run("document.querySelector('#text').value = ''")
+        assert await ask(tab, "hello")
+        await set_field(tab, "temperature", "9")
+        await click(tab, "Regenerate", ANSWER)
+        assert await tab.run("document.querySelectorAll('article').length") == 2, "the answer stays"
+        assert tab.complaints == []
+
+
+@pytest.mark.slow
+@needs_browser
+async def test_a_chat_is_renamed_found_saved_and_deleted() -> None:
+    async with running(engine=ENGINE) as server, browsing() as tab:
+        await tab.open(f"{server.url}/console")
+        await tab.until("!document.querySelector('#chat').hidden")
+        assert await tab.run("document.querySelector('#one').hidden"), "there is none yet"
+        await set_field(tab, "max_tokens", "4")
+        await set_field(tab, "system", "be brief")
+        for text in ("about apples", "about pears"):
+            await click(tab, "New chat")
+            assert await tab.run(ACTIVE) == "text"
+            await ask(tab, text)
+        titles = "[...document.querySelectorAll('#chats li')].map((each) => each.textContent)"
+        rename = (
+            "((name) => { const title = document.querySelector('#title'); title.value = name; "
+            "title.dispatchEvent(new Event('change')); })"
+        )
+        await tab.run(f"{rename}('fruit / 1')")
+        assert await tab.run(titles) == ["fruit / 1", "about apples"]
+        await ask(tab, "and another")
+        await tab.reload()
+        await tab.until(f"{titles}.length === 2")
+        assert await tab.run(titles) == ["fruit / 1", "about apples"], "the name stays"
+
+        search = (
+            "((text) => { const find = document.querySelector('#find'); find.value = text; "
+            "find.dispatchEvent(new Event('input')); })"
+        )
+        for text, found in (("PEARS", ["fruit / 1"]), ("1", ["fruit / 1"]), ("apple", ["about apples"]), ("fig", [])):
+            await tab.run(f"{search}({json.dumps(text)})")
+            assert (await tab.run(titles))[: len(found) or 1] == found, text
+        assert await tab.run("document.querySelector('#none').textContent") == "No chat found"
+        await tab.run(f"{search}('')")
+
+        await tab.run("URL.createObjectURL = (blob) => { window.saved = blob; return 'data:,'; }")
+        await tab.run("HTMLAnchorElement.prototype.click = function () { window.named = this.download; }")
+        await click(tab, "Export")
+        assert await tab.run("named") == "fruit-1.json"
+        body = json.loads(await tab.run("saved.text()"))
+        said = [(message["role"], message["content"]) for message in body["messages"]]
+        assert (said[0], said[1]) == (("system", "be brief"), ("user", "about pears"))
+        assert [role for role, _ in said] == ["system", "user", "assistant", "user", "assistant"]
+        status, *_ = await server.post(body | {"max_tokens": 1}, "/v1/chat/completions")
+        assert status == 200, "the file is a body of the API"
+
+        await tab.run(f"{rename}('')")
+        assert await tab.run(titles) == ["about pears", "about apples"], "without a name of its own"
+        await tab.run("confirm = (text) => { window.asked = text; return true; }")
+        await click(tab, "Delete")
+        assert "about pears" in await tab.run("asked")
+        assert await tab.run(titles) == ["about apples"]
+        assert await tab.run("document.querySelector('article .body').textContent") == "about apples"
+        assert "pears" not in await tab.run("JSON.stringify(localStorage)")
+        await click(tab, "Delete")
+        assert await tab.run("document.querySelectorAll('article, #chats li').length") == 0
+        assert await tab.run("document.querySelector('#one').hidden")
+        assert tab.complaints == []
+
+
+@pytest.mark.slow
+@needs_browser
+async def test_a_tooltip_goes_where_its_token_goes() -> None:
+    async with running(engine=ENGINE) as server, browsing() as tab:
+        await tab.open(f"{server.url}/console")
+        await tab.until("!document.querySelector('#chat').hidden")
+        await set_field(tab, "max_tokens", "200")
+        await tab.run("document.querySelector('#log').style.maxHeight = '6rem'")
+        await ask(tab, "a question")
+        hover = f"{ANSWER}.querySelector('.t').dispatchEvent(new MouseEvent('mouseover', {{bubbles: true}}))"
+
+        async def hovers() -> None:
+            # Frames, so that no scroll is on its way that would hide it again.
+            await tab.run("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+            await tab.run(hover)
+            assert not await tab.run(HIDDEN_TIP)
+
+        for leave in (
+            "document.querySelector('#log').scrollTop = 0",
+            "dispatchEvent(new KeyboardEvent('keydown', {key: 'Escape'}))",
+            "document.querySelector('#new').click()",
+        ):
+            await hovers()
+            await tab.run(leave)
+            await tab.until(HIDDEN_TIP)
+        await tab.run("document.querySelector('#chats button').click()")
+        await hovers()
+        await tab.run("location.hash = 'live'")
+        await tab.until("!document.querySelector('#live').hidden")
+        assert await tab.run(HIDDEN_TIP)
+        # Even a token that is hovered over at this moment has none on another view.
+        await tab.run(hover)
+        assert await tab.run(HIDDEN_TIP)
+
+
+@pytest.mark.slow
+@needs_browser
+async def test_words_stay_whole_and_figures_make_sense() -> None:
+    async with running(engine=ENGINE) as server, browsing() as tab:
+        await tab.resize(390, 844)
+        await tab.open(f"{server.url}/console#live")
+        figures = (
+            "Object.fromEntries([...document.querySelectorAll('#figures div')]"
+            ".map((d) => [...d.children].map((c) => c.textContent)))"
+        )
+        await tab.until(f"({figures})['TTFT p50 / p99'] === '–' && ({figures})['ITL p50 / p99'] === '–'")
+        await tab.run("location.hash = 'about'")
+        await tab.until("!document.querySelector('#about').hidden")
+        assert await tab.run("document.querySelector('h1').getBoundingClientRect().top") >= 0, "the header is in view"
+        broken = r"""[...document.querySelectorAll('#about :is(th, td:first-child, td:nth-child(2), td:nth-child(3))')]
+            .flatMap((cell) => [...cell.textContent.matchAll(/[^\s-]{1,40}/g)].filter((word) => {
+                const range = document.createRange();
+                range.setStart(cell.firstChild, word.index);
+                range.setEnd(cell.firstChild, word.index + word[0].length);
+                return range.getClientRects().length > 1;
+            }).map(String))"""
+        assert await tab.run(broken) == []
+        facts = "import('/console/message.js').then(({{ facts }}) => facts({}))"
+        said = await tab.run(facts.format("{ usage: { completion_tokens: 5 }, ttft: 10, ms: 10.6 }"))
+        assert said == "5 tokens · first token after 10 ms"
+        said = await tab.run(facts.format("{ usage: { completion_tokens: 400 }, ttft: 10, ms: 10.6 }"))
+        assert "tokens/s" not in said, "all of them have come at once"
+        said = await tab.run(
+            facts.format("{ usage: { completion_tokens: 101 }, ttft: 100, ms: 1100, finish: 'length' }")
+        )
+        assert said == "101 tokens · first token after 100 ms · 100.0 tokens/s · stopped at the token limit"
+        assert (
+            await tab.run(facts.format("{ usage: { completion_tokens: 1 }, ttft: 1, ms: 2 }"))
+            == "1 token · first token after 1 ms"
+        )
+
+
 EVIL = "<img src=x onerror='window.harm=1'><script>window.harm=1</script>"
 HOSTILE = f"""{EVIL}
 
@@ -140,6 +339,55 @@ https://good.example/<b>
 
 def delta(logprobs: Any = None, **fields: Any) -> dict[str, Any]:
     return {"choices": [{"index": 0, "delta": fields, "logprobs": logprobs, "finish_reason": None}]}
+
+
+CODE = f"""> ```python
+> def f(x):  # {EVIL}
+>     return "{EVIL} &amp; &lt;" + f'{{x!r}}'
+> ```
+
+```html
+<p class="a">{EVIL}</p>
+```
+
+```nobody-knows
+def f
+```
+"""
+
+
+@pytest.mark.slow
+@needs_browser
+async def test_code_is_colored_and_stays_the_text_that_it_is() -> None:
+    async with running(engine=ENGINE) as server, browsing() as tab:
+        await tab.open(f"{server.url}/console")
+        await tab.until("!document.querySelector('#chat').hidden")
+        loaded = "performance.getEntriesByType('resource').filter((e) => e.name.includes('hljs-')).length"
+        assert await tab.run(loaded) == 0, "what no answer needs is not loaded"
+        pieces = [{"token": piece, "logprob": -0.5, "top_logprobs": []} for piece in re.findall(r"\w+|\W", CODE)]
+        await tab.can("*/v1/chat/completions", delta({"content": pieces}, content=CODE))
+        await ask(tab, "a question")
+        await tab.until(f"{ANSWER}.querySelector('.hljs-keyword') && {ANSWER}.querySelector('.hljs-tag')")
+        codes = await tab.run(f"[...{ANSWER}.querySelectorAll('code')].map((code) => code.textContent)")
+        python, html, other = (
+            block.split("\n", 1)[1] for block in re.findall(r"```(.*?)\n(?:> )?```", CODE, re.DOTALL)
+        )
+        assert codes == [python.replace("\n> ", "\n").removeprefix("> "), html, other]
+        colored = (
+            f"(kind, n) => [...{ANSWER}.querySelectorAll('code')[n].querySelectorAll(kind)].map((s) => s.textContent)"
+        )
+        assert await tab.run(f"({colored})('.hljs-keyword', 0)") == ["def", "return"]
+        assert await tab.run(f"({colored})('.hljs-comment', 0)") == [f"# {EVIL}"]
+        assert await tab.run(f"({colored})('span:not(.t)', 2)") == []
+        # Each token is where it was: its tooltip shows what it covers.
+        wrong = f"""[...{ANSWER}.querySelectorAll('code .t')].filter((span) => {{
+            span.dispatchEvent(new MouseEvent('mouseover', {{bubbles: true}}));
+            return document.querySelector('#tip td:nth-child(2)').textContent !== JSON.stringify(span.textContent);
+        }}).map((span) => span.textContent)"""
+        assert await tab.run(wrong) == []
+        assert await tab.run("window.harm") is None
+        assert await tab.run("document.querySelectorAll('#log img, #log script').length") == 0
+        assert tab.complaints == []
 
 
 @pytest.mark.slow
@@ -174,7 +422,7 @@ async def test_what_a_model_or_a_user_writes_is_text() -> None:
         }
         assert await tab.run("document.querySelectorAll('#log img, #log script, #log b').length") == 0
         assert await tab.run("document.querySelectorAll('#log strong').length") > 0
-        assert f"Call of {EVIL}" in text
+        assert f"Call to {EVIL}" in text
         await tab.run("document.querySelector('#log .t').dispatchEvent(new MouseEvent('mouseover', {bubbles: true}))")
         assert await tab.run("document.querySelector('#tip').textContent.includes('onerror')")
         await tab.can("*/v1/chat/completions", {"error": {"message": EVIL}})
@@ -251,7 +499,7 @@ async def test_the_page_asks_for_a_key_and_works_by_its_cookie() -> None:
         assert await tab.run("document.querySelector('#chat').hidden")
         await tab.type("#key", "wrong")
         await tab.press("Enter")
-        await tab.until("document.querySelector('#login-error').textContent.includes('no key')")
+        await tab.until("document.querySelector('#login-error').textContent.includes('not one of')")
         await tab.run("document.querySelector('#key').value = ''")
         await tab.type("#key", "right")
         await tab.press("Enter")
@@ -343,5 +591,8 @@ async def test_it_fits_a_phone_and_is_operated_by_keys() -> None:
             await tab.run(f"document.querySelector('#tab-{view}').focus()")
             await tab.press("ArrowRight")
         await tab.until("!document.querySelector('#chat').hidden")
+        tall = "document.querySelector('#log').append(...Array.from({length: 99}, () => document.createElement('hr')))"
+        await tab.run(f"{tall}; document.querySelector('#side').open = true")
+        assert await tab.run("document.querySelector('#ask').getBoundingClientRect().bottom") <= 640
         assert await tab.run("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 26)"
         assert tab.complaints == []

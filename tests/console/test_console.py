@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gzip
+import hashlib
 import json
 import re
 from collections.abc import AsyncIterator, Callable
@@ -24,6 +25,9 @@ from infer_console.files import HEADERS, POLICY
 from infer_console.live import Live, Watcher
 
 STATIC = {file.name: file.read_text() for file in files(infer_console).joinpath("static").iterdir()}
+VENDORED = {name: STATIC.pop(name) for name in sorted(STATIC) if name.startswith("hljs-")}
+PUBLISHED = "debb6942760de6e1473333b0cf7e62619bf94e36824cdbfab4e92d7fb2900eec"
+"""The digest of highlight.js 11.12.0: LICENSE, es/core.min.js and es/languages/*.min.js of @highlightjs/cdn-assets."""
 OWN = {"X-Infer-Console": "1"}
 ENGINE = {"max_batch_size": 4, "max_seq_len": 128}
 
@@ -58,6 +62,17 @@ def test_the_page_has_no_script_or_style_in_it_and_names_only_its_own_files() ->
     others = ("default-src 'none'", "base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'")
     own = {"script-src 'self'", "style-src 'self'", "connect-src 'self'", "img-src 'self' data:"}
     assert {*POLICY.split("; ")} == {*others, *own, "require-trusted-types-for 'script'", "trusted-types 'none'"}
+
+
+def test_what_is_of_others_is_as_published_and_all_of_it_is_used() -> None:
+    digest = hashlib.sha256("".join(VENDORED.values()).encode()).hexdigest()
+    assert digest == PUBLISHED
+    table = re.search(r"const GRAMMARS = \{(.*?)\};", STATIC["highlight.js"], re.DOTALL)
+    assert table is not None
+    used = {f"hljs-{name}.min.js" for name in re.findall(r"(\w+): \"", table[1])}
+    assert VENDORED.keys() == {*used, "hljs-core.min.js", "hljs-LICENSE.txt"}
+    assert "BSD 3-Clause" in VENDORED["hljs-LICENSE.txt"]
+    assert not any(re.search(r"\beval\(|new Function|document\.write", text) for text in VENDORED.values())
 
 
 async def test_files_have_headers_and_nothing_else_is_found_and_login_leads_in() -> None:

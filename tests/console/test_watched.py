@@ -83,7 +83,7 @@ async def test_a_page_notices_another_server_and_a_connection_that_is_silent(mon
 
         slider = "document.querySelector('#scrub')"
         await tab.run(f"{slider}.value = 3; {slider}.dispatchEvent(new Event('input'))")
-        assert await tab.run("document.querySelector('#pause').textContent") == "Go on"
+        assert await tab.run("document.querySelector('#pause').textContent") == "Resume"
         second = await stack.enter_async_context(running(engine=ENGINE, server={"served_model_name": "another"}))
         relay.target = second.url
         relay.silence()

@@ -1,5 +1,5 @@
-"""A page at /console: chat with the model, watch the engine, see what is installed and chosen; and a file that shows
-what an engine has done."""
+"""A page at /console to chat with the model, watch the engine and see what is installed and chosen; and a file that
+shows what an engine has done."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INFER_PLUGIN_API = 1
 
 
 class ConsoleSettings(BaseModel, extra="forbid"):
-    enabled: bool = Field(True, description="serve the page /console")
+    enabled: bool = Field(True, description="serve the console at /console")
 
 
 def _routes(service: Any, settings: ConsoleSettings) -> Sequence[Route]:
@@ -28,9 +28,11 @@ def _routes(service: Any, settings: ConsoleSettings) -> Sequence[Route]:
 
 @hookimpl
 def infer_routes() -> list[Registration[RoutesFactory]]:
-    return [Registration("console", _routes, "a page to chat and to watch the engine", ConsoleSettings)]
+    return [Registration("console", _routes, "a web page to chat with the model and watch the engine", ConsoleSettings)]
 
 
 @hookimpl
 def infer_observers() -> list[Registration[ObserverFactory]]:
-    return [Registration("timeline", make, "a page of the engine's steps, written when it ends", TimelineSettings)]
+    return [
+        Registration("timeline", make, "writes a page of the engine's steps when the engine stops", TimelineSettings)
+    ]

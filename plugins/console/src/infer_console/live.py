@@ -178,7 +178,7 @@ class Live:
             yield from map(self._ring.keep, self._telling.tell(self._fresh.popleft()))
 
     def _hello(self) -> Json:
-        engine = self._service.settings.engine
+        engine = self._service.served.engine
         return hello(
             server=self._server,
             requests=self._telling.numbers,
@@ -193,7 +193,7 @@ def _last(http: web.Request) -> int:
     """How many kept records the client wants. Raises RequestError."""
     given = http.query.get("last", "0")
     if not (given.isascii() and given.isdecimal() and len(given) < 6 and int(given) <= RING_RECORDS):
-        raise RequestError(f"last is {given[:40]!r}; it is a number from 0 to {RING_RECORDS}.", param="last")
+        raise RequestError(f"last is {given[:40]!r}; it must be a number from 0 to {RING_RECORDS}.", param="last")
     return int(given)
 
 

@@ -16,6 +16,9 @@ from infer_console.files import Files
 from infer_console.live import Live
 from infer_console.sessions import Login, Sessions, for_page
 
+SAMPLING = {"temperature", "top_p", "top_k", "min_p"}
+"""The sampling parameters for which the page has a field, and the server a default."""
+
 
 def routes(service: Service) -> list[Route]:
     files, sessions, live = Files(), Sessions(service), Live(service)
@@ -45,7 +48,7 @@ def _about(service: Service) -> Json:
         "model": service.served.name,
         "exact": service.served.exact,
         "max_seq_len": service.served.max_seq_len,
-        "sampling": dict(service.served.sampling),
+        "sampling": service.served.defaulted().model_dump(include=SAMPLING),
         "chats": service.served.template is not None,
         "keys": bool(service.keys),
         "plugins": survey.parts(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from aiohttp import web
@@ -14,7 +15,9 @@ from pydantic import Field, SecretStr
 from infer.errors import RequestError
 from infer.server.http_errors import ForbiddenError, UnauthorizedError
 from infer.server.schemas import Body
-from infer.server.service import Service
+
+if TYPE_CHECKING:  # the process that checks bodies imports this file, and has no use for torch
+    from infer.server.service import Service
 
 LIFE_S = 12 * 3600
 MOST = 256
@@ -46,9 +49,9 @@ class Sessions:
         check(http)
         asked = await self._service.read(http, Login, LOGIN_BYTES)
         if not self._service.keys:
-            raise RequestError("This server has no keys, so that there is nothing to log in to.")
+            raise RequestError("This server has no API keys, so there is nothing to log in to.")
         if not self._service.keys.known(asked.key.get_secret_value()):
-            raise UnauthorizedError("This is no key of this server.")
+            raise UnauthorizedError("This is not one of the server's API keys.")
         self._ends.pop(self._shown(http), None)
         while len(self._ends) >= MOST:
             del self._ends[next(iter(self._ends))]
@@ -107,7 +110,7 @@ def for_page(service: Service, handler: Handler) -> Handler:
 def check(http: web.Request) -> None:
     """Raises ForbiddenError unless ``own``."""
     if not own(http):
-        raise ForbiddenError(f"Only the console's own page may ask this, or who sends the header {HEADER}.")
+        raise ForbiddenError(f"Only the console's own page may call this, or a client that sends the header {HEADER}.")
 
 
 def _name(http: web.Request) -> str:

@@ -31,9 +31,9 @@ EXPORT = re.compile(r"^export ((?:async )?(?:function\*?|const|class) (\w+))", r
 
 
 class TimelineSettings(BaseModel, extra="forbid"):
-    file: Path | None = Field(None, description="the page that shows the engine's steps when it has ended")
-    title: str = Field("engine", max_length=200, description="the run's name on the page, which may have several runs")
-    budget: int | None = Field(None, description="the tokens per step that the page draws a line at")
+    file: Path | None = Field(None, description="write a page of the engine's steps to this file when the engine stops")
+    title: str = Field("engine", max_length=200, description="the name of this run on the page, which can have several")
+    budget: int | None = Field(None, description="draw a line at this many tokens per step")
 
 
 class Nothing:
@@ -126,7 +126,7 @@ def page(runs: list[str]) -> str:
 <meta http-equiv="Content-Security-Policy" content="{policy}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
-<title>infer: a timeline</title>
+<title>infer timeline</title>
 <link rel="icon" href="data:,">
 <style>{style}</style>
 </head>

@@ -41,6 +41,7 @@ async function enter() {
   chat(served);
   about(served);
   select(current());
+  if (!by("chat").hidden) by("text").focus();
 }
 
 for (const view of VIEWS) {

@@ -21,11 +21,21 @@ export function table(head, rows, caption) {
       el("tbody", {}, ...rows.map((row) => el("tr", {}, ...row.map((cell) => el("td", {}, String(cell ?? ""))))))));
 }
 
+export const counted = (n, one, many = `${one}s`) => `${n} ${n === 1 ? one : many}`;
+
 export function notice(text) {
   by("notice").textContent = text;
 }
 
-// Put a text into the clipboard, and say so on the button. A page of a plain http address has no API for that, so the
+// Download a value as a file of JSON.
+export function save(value, name) {
+  const link = el("a", { download: name });
+  link.href = URL.createObjectURL(new Blob([JSON.stringify(value, null, 1)], { type: "application/json" }));
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 10000);
+}
+
+// Copy a text to the clipboard, and say so on the button. A page of a plain http address has no API for that, so the
 // text is then selected in a field, from which the browser copies as if by keys.
 export async function copied(button, text) {
   try {
@@ -33,12 +43,12 @@ export async function copied(button, text) {
     else select(text);
     button.textContent = "Copied";
   } catch (error) {
-    notice(`Nothing was copied: ${error.message}`);
+    notice(`Could not copy: ${error.message}`);
   }
 }
 
 function select(text) {
-  const field = el("textarea", { class: "hidden", "aria-label": "The text to copy" });
+  const field = el("textarea", { class: "hidden", "aria-label": "Text to copy" });
   field.value = text;
   const before = document.activeElement;
   document.body.append(field);
@@ -46,5 +56,5 @@ function select(text) {
   const done = document.execCommand("copy");
   field.remove();
   before?.focus();
-  if (!done) throw new Error("select the text and copy it with the browser's own keys.");
+  if (!done) throw new Error("select the text and press Ctrl+C.");
 }

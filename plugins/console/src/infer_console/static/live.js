@@ -33,7 +33,7 @@ async function follow(own) {
     let timer;
     const heard = () => {
       clearTimeout(timer);
-      timer = setTimeout(() => silence.abort(new Error("the server is silent")), SILENCE_MS);
+      timer = setTimeout(() => silence.abort(new Error("no data from the server; reconnecting")), SILENCE_MS);
     };
     try {
       heard();
@@ -42,7 +42,7 @@ async function follow(own) {
       for await (const data of events(response, heard)) {
         if (take(JSON.parse(data))) replaced();
       }
-      say("the server has ended the stream");
+      say("the server closed the stream; reconnecting");
     } catch (error) {
       if (own !== control) return;
       say(error.message);

@@ -2,6 +2,7 @@
 // ``put(parent, text, at)`` appends text that stands at ``at`` in the source.
 
 import { copied, el } from "./dom.js";
+import { highlighted } from "./highlight.js";
 
 const BREAK = /\r\n|[\n\r\u2028\u2029]/g;
 const FENCE = /^\s{0,3}(`{3,}|~{3,})\s*([\w+#.-]*)/;
@@ -106,7 +107,18 @@ function list(first, lines, i, put, depth) {
 
 function code(lines, language, put) {
   const node = el("code", language ? { "data-language": language } : {});
-  lines.forEach((line, n) => put(node, line.text + (n + 1 < lines.length ? "\n" : ""), line.at));
+  const fill = (pieces) => {
+    node.replaceChildren();
+    let [n, done] = [0, 0]; // the line and how much of it is there, because lines need not be adjacent in the source
+    for (const [kind, text] of pieces) {
+      const parent = kind ? node.appendChild(el("span", { class: kind })) : node;
+      for (const part of text.split(/(?<=\n)/)) {
+        if (part) put(parent, part, lines[n].at + done);
+        [n, done] = part.endsWith("\n") ? [n + 1, 0] : [n, done + part.length];
+      }
+    }
+  };
+  fill(highlighted(lines.map(({ text }) => text).join("\n"), language, fill));
   const button = el("button", {
     type: "button",
     click: () => copied(button, node.textContent),
@@ -128,7 +140,7 @@ function grid(head, rows, put) {
     }
     return tr;
   };
-  return el("div", { class: "scroll" },
+  return el("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": "Table" },
     el("table", {}, el("thead", {}, row(head, "th")), el("tbody", {}, ...rows.map((line) => row(line, "td")))));
 }
 

@@ -1,6 +1,6 @@
 // One message on the page: its text, what is folded, and the probabilities of its tokens.
 
-import { by, el } from "./dom.js";
+import { by, counted, el } from "./dom.js";
 import { render } from "./markdown.js";
 
 const WHO = { user: "You", assistant: "Model" };
@@ -36,7 +36,7 @@ export class MessageView {
     if (calls.length || this.calls.firstChild) {
       const open = [...this.calls.children].map((fold) => fold.open);
       this.calls.replaceChildren(...calls.map((call, i) => el("details", { open: open[i] },
-        el("summary", {}, `Call of ${call.name}`), el("pre", {}, el("code", {}, call.arguments)))));
+        el("summary", {}, `Call to ${call.name}`), el("pre", {}, el("code", {}, call.arguments)))));
     }
     this.error.textContent = message.error ?? "";
     this.error.hidden = !message.error;
@@ -58,16 +58,20 @@ export class MessageView {
   }
 }
 
-function facts({ running, seed, usage, ttft, ms, finish }) {
+const [FEW, SHORT_MS] = [20, 100]; // a rate of fewer tokens, or in less time, says more of the network
+const ENDS = { length: "stopped at the token limit", tool_calls: "called a tool", you: "stopped by you" };
+
+// What is said below an answer. ``ttft`` and ``ms`` are milliseconds since it was asked.
+export function facts({ running, seed, usage, ttft, ms, finish }) {
   const said = [];
   if (running) said.push("…");
-  if (usage) said.push(`${usage.completion_tokens} tokens`);
-  if (usage?.prompt_tokens_details?.cached_tokens) said.push(`${usage.prompt_tokens_details.cached_tokens} of the prompt cached`);
-  if (ttft) said.push(`first after ${Math.round(ttft)} ms`);
-  if (usage && ms > ttft && usage.completion_tokens > 1) {
+  if (usage) said.push(counted(usage.completion_tokens, "token"));
+  if (usage?.prompt_tokens_details?.cached_tokens) said.push(`${counted(usage.prompt_tokens_details.cached_tokens, "prompt token")} cached`);
+  if (ttft) said.push(`first token after ${Math.round(ttft)} ms`);
+  if (usage?.completion_tokens > FEW && ms - ttft >= SHORT_MS) {
     said.push(`${(((usage.completion_tokens - 1) / (ms - ttft)) * 1000).toFixed(1)} tokens/s`);
   }
-  if (finish && finish !== "stop") said.push(`ended by ${finish}`);
+  if (finish && finish !== "stop") said.push(ENDS[finish] ?? `ended: ${finish}`);
   if (seed !== undefined) said.push(`seed ${seed}`);
   return said.join(" · ");
 }
@@ -107,4 +111,4 @@ function tip(view, span) {
   box.style.top = `${bottom + box.offsetHeight < innerHeight ? bottom + 4 : Math.max(0, top - box.offsetHeight - 4)}px`;
 }
 
-const percent = (logprob) => `${(100 * Math.exp(logprob)).toFixed(logprob > -5 ? 1 : 3)} %`;
+const percent = (logprob) => `${(100 * Math.exp(logprob)).toFixed(logprob > -5 ? 1 : 3)}%`;

@@ -37,11 +37,3 @@ export function trace(steps) {
 function name(pid, tid, kind, text) {
   return { ph: "M", pid, tid, name: kind, args: { name: text } };
 }
-
-export function save(steps) {
-  const link = document.createElement("a");
-  link.href = URL.createObjectURL(new Blob([JSON.stringify(trace(steps))], { type: "application/json" }));
-  link.download = "infer-trace.json";
-  link.click();
-  setTimeout(() => URL.revokeObjectURL(link.href), 10000);
-}

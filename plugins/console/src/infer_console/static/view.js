@@ -1,9 +1,9 @@
 // The engine's view, of a server's steps or recorded ones. It draws while it is on the screen, at most once per frame.
 
 import * as draw from "./draw.js";
-import { by, el, table } from "./dom.js";
+import { by, counted, el, save, table } from "./dom.js";
 import { Steps, quantile } from "./steps.js";
-import { save } from "./trace.js";
+import { trace } from "./trace.js";
 
 const RECENT = 200; // steps that figures are made of
 const FIGURES_MS = 250;
@@ -37,7 +37,7 @@ export function take(records) {
 }
 
 const said = { text: "", paused: "" };
-export function say(text, whilePaused = "paused; it goes on recording") {
+export function say(text, whilePaused = "paused; still recording") {
   [said.text, said.paused] = [text, whilePaused];
   redraw();
 }
@@ -88,15 +88,15 @@ function figures() {
   const [prompt, cached, generated, proposed, accepted] = last?.totals ?? [];
   const gaps = recent.map((step) => step.gap).filter((gap) => gap !== null);
   const ttfts = steps.ended.slice(-RECENT).map((e) => e.ttft).filter((t) => t !== null);
-  const ms = (value) => (value === null ? "–" : `${value.toFixed(1)} ms`);
-  const share = (part, whole) => (whole ? `${((100 * part) / whole).toFixed(1)} %` : "–");
+  const spread = (values) => (values.length ? `${quantile(values, 0.5).toFixed(1)} / ${quantile(values, 0.99).toFixed(1)} ms` : "–");
+  const share = (part, whole) => (whole ? `${((100 * part) / whole).toFixed(1)}%` : "–");
   const rows = {
     Running: last?.running ?? "–",
     Waiting: last?.waiting ?? "–",
     "Tokens/s": seconds ? ((generated - first.totals[2]) / seconds).toFixed(0) : "–",
     "Steps/s": seconds ? (recent.length / seconds).toFixed(1) : "–",
-    "ITL median, 99th": `${ms(quantile(gaps, 0.5))}, ${ms(quantile(gaps, 0.99))}`,
-    "TTFT median, 99th": `${ms(quantile(ttfts, 0.5))}, ${ms(quantile(ttfts, 0.99))}`,
+    "ITL p50 / p99": spread(gaps),
+    "TTFT p50 / p99": spread(ttfts),
     "Prefix hits": share(cached, prompt),
     "Drafts accepted": share(accepted, proposed),
     "Cache in use": last && steps.hello ? share(steps.hello.cache - last.free, steps.hello.cache) : "–",
@@ -106,8 +106,8 @@ function figures() {
 }
 
 function caption(map) {
-  const none = steps.hello?.fault ? `no further map: ${steps.hello.fault}` : map ? "" : "none yet; some pools have none";
-  const counts = map ? `${map.counts.join(", ")}${map.each > 1 ? `; a cell is ${map.each} blocks` : ""}; after step ${map.step}` : "";
+  const none = steps.hello?.fault ? `no more maps: ${steps.hello.fault}` : map ? "" : "no map yet; some cache pools have none";
+  const counts = map ? `${map.counts.join(", ")}${map.each > 1 ? `; each cell is ${map.each} blocks` : ""}; after step ${map.step}` : "";
   by("blocks").textContent = `(${[counts, none].filter(Boolean).join("; ")})`;
   by("state").textContent = paused ? said.paused : said.text;
 }
@@ -124,7 +124,7 @@ function scrubber(shown) {
 export function pause(on) {
   paused = on;
   by("pause").setAttribute("aria-pressed", String(on));
-  by("pause").textContent = on ? "Go on" : "Pause";
+  by("pause").textContent = on ? "Resume" : "Pause";
   if (on) end = steps.all.at(-1)?.index ?? 0;
   else choose(null);
   redraw();
@@ -135,7 +135,7 @@ function choose(step, moving = false) {
   by("chosen").hidden = !step;
   by("chosen").textContent = step ? `Step ${step.index}` : "";
   by("facts").textContent = step
-    ? `${step.ms.toFixed(2)} ms, ${step.tokens} tokens in ${step.passes} passes; ${step.running} running, ${step.waiting} waiting, ${step.free} positions free.`
+    ? `${step.ms.toFixed(2)} ms, ${counted(step.tokens, "token")} in ${counted(step.passes, "pass", "passes")}; ${step.running} running, ${step.waiting} waiting, ${step.free} positions free.`
     : hint;
   clearTimeout(resting);
   by("works").setAttribute("aria-busy", String(moving));
@@ -150,16 +150,16 @@ function works() {
   by("works").setAttribute("aria-busy", "false");
   by("works").replaceChildren();
   if (!step) return;
-  const id = (number) => steps.ids.get(number) ?? `number ${number}`;
+  const id = (number) => steps.ids.get(number) ?? `#${number}`;
   const rows = [
     ...step.works.map(([n, start, length, prefill, drew, proposed, accepted]) => [id(n), prefill ? "prefill" : "decode", start, length, drew ? "yes" : "no", proposed, accepted]),
     ...Array.from(step.decodes, (n, i) => [id(n), "decode", step.at[i], 1, "yes", 0, 0]),
   ];
-  by("works").append(table(["request", "kind", "start", "length", "drew a token", "drafts", "accepted"], rows, `Requests of step ${step.index}`));
+  by("works").append(table(["request", "kind", "start", "length", "sampled", "drafts", "accepted"], rows, `Requests of step ${step.index}`));
 }
 
 by("pause").onclick = () => pause(!paused);
-by("export").onclick = () => save(steps);
+by("export").onclick = () => save(trace(steps), "infer-trace.json");
 by("zoom").oninput = redraw;
 by("scrub").oninput = () => {
   const index = Number(by("scrub").value);
