@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -210,6 +212,30 @@ def test_special_tokens_are_not_shown_unless_asked_for() -> None:
     assert "".join(pieces([], ids)) == "fox"
     stream = TokenTexts(tokenizer(), skip_special_tokens=False).follow([])
     assert "".join(map(stream.push, ids)) == "fox<eos>"
+
+
+WHOLE: dict[str, tuple[Any, Any, tuple[str, ...]]] = {
+    "WordPiece": (models.WordPiece, decoders.WordPiece(), ("a", "##b", "\ufffd", "##\ufffd")),
+    "Metaspace": (models.WordLevel, decoders.Metaspace(), ("▁a", "b", "\ufffd", "▁\ufffd")),
+    "bytes": (
+        *(models.WordLevel, decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), decoders.Replace("▁", " ")])),
+        ("▁a", "b", "\ufffd", "▁\ufffd"),
+    ),
+}
+"""Models and decoders of vocabularies that have U+FFFD as a token."""
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_a_replacement_character_of_the_prompt_is_not_repeated(kind: str) -> None:
+    model, decoder, words = WHOLE[kind]
+    made = Tokenizer(model({word: i for i, word in enumerate(("[UNK]", *words))}, unk_token="[UNK]"))
+    made.decoder = decoder
+    texts = TokenTexts(made)
+    for prompt in itertools.chain.from_iterable(itertools.product(range(1, 5), repeat=n) for n in range(5)):
+        for ids in ([1, 2], [3, 2], [1, 4]):
+            stream = texts.follow(prompt)
+            found = "".join(map(stream.push, ids)) + stream.flush()
+            assert found == made.decode([*prompt, *ids])[len(made.decode(list(prompt))) :], prompt
 
 
 def first_stop(text: str, stops: list[str]) -> tuple[str, str | None]:

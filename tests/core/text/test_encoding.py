@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Encoding, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from infer.text.encoding import Encoder, TooLongError
 
@@ -134,3 +134,11 @@ def test_special_tokens_are_as_asked() -> None:
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", start)])
     encoder = Encoder(tokenizer)
     assert encoder("abab", special=True, most=9) == [start, *encoder("abab", special=False, most=9)]
+
+
+def test_what_is_refused_does_not_stay_in_the_errors_traceback() -> None:
+    encode = Encoder(byte_level())
+    with pytest.raises(TooLongError, match="30 tokens") as caught:
+        encode("b" * 30, special=False, most=29)
+    held = [value for entry in caught.traceback for value in entry.frame.f_locals.values()]
+    assert not [value for value in held if isinstance(value, Encoding)]

@@ -217,8 +217,32 @@ def test_grammars_that_are_remembered_stay_within_their_memory(llm: LLM, monkeyp
     grammars.make(sources[3], grammar.KEPT_BYTES // 3)
     assert [grammars.known(source) is not None for source in sources] == [True, False, True, True]
     monkeypatch.setattr(grammar, "MAX_CHARS", 50)
-    with pytest.raises(RequestError, match="50 are allowed"):
-        grammars.source(StructuredOutputs(regex="a" * 100))
+    with pytest.raises(RequestError, match="more than 50 characters"):
+        grammars.source(StructuredOutputs(regex="\\n" * 20))  # which is escaped
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        {"regex": "a" * 51},
+        {"grammar": "start: " + "a" * 50},
+        {"choice": ["a" * 26] * 2},
+        {"json": '{"const": "' + "a" * 51},
+        {"json": {"const": "a" * 51}},
+        {"json": {"enum": [{"a" * 5: {}, "b": "c" * 5}] * 5}},
+        {"json": {"enum": [0] * 51}},
+    ],
+    ids=str,
+)
+def test_a_long_source_is_refused_before_it_is_made(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, outputs: dict[str, Any]
+) -> None:
+    """Making it would hold up every stream."""
+    grammars = Grammars(llm.served.tokenizer, llm.served.vocab_size, [0])
+    monkeypatch.setattr(grammar, "MAX_CHARS", 50)
+    monkeypatch.setattr(grammar, "_source", lambda outputs: pytest.fail("it is made"))
+    with pytest.raises(RequestError, match="it has more than 50 characters"):
+        grammars.source(StructuredOutputs.model_validate(outputs))
 
 
 def test_a_mask_that_raises_is_its_own_requests_fault() -> None:

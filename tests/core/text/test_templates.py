@@ -237,6 +237,66 @@ def test_a_template_is_given_calls_as_it_takes_them(name: str) -> None:
         assert "None" not in shown
 
 
+QWQ = KNOWS_TOOLS + "{% set text = m.content %}{% if m.role == 'assistant' and not loop.last %}"
+QWQ += "{% set text = m.content.split('</think>')[-1] %}{% endif %}{% if text %}{{ text }}{% endif %}" + CALLS + AFTER
+
+
+def test_a_message_of_calls_is_followed_by_others() -> None:
+    """QwQ's template takes null as the content of the last message, and splits that of all others."""
+    template = ChatTemplate(QWQ, {})
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"place": "Oslo"}}}
+    asked = {"role": "assistant", "content": None, "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "1", "content": "Sunny."}
+    shown = template.prompt([{"role": "user", "content": "x"}, asked, result, asked], tools=TOOLS)
+    assert shown.count('{"place": "Oslo"}</tool_call><|end|>'.replace("}<", "}}<")) == 2
+    assert "None" not in shown
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        '{"description": "{{ f.description }}", "parameters": {{ f.parameters | tojson }}}',
+        "{{ '// ' + f.description }}{% for name in f.parameters.properties %}{{ name }}{% endfor %}",
+        "{{ tool | tojson }}",
+    ],
+)
+def test_a_tool_may_lack_description_and_parameters(shown: str) -> None:
+    """Cohere's template writes both as they are, and gpt-oss's adds the description to a text. Where a template can do
+    without, it gets what the client gave."""
+    source = (
+        "{% for tool in tools or [] %}{% set f = tool.function %}{{ f.name }}: "
+        + shown
+        + "{{ '\\n' }}{% endfor %}"
+        + ROLE
+    )
+    template = ChatTemplate(source, {})
+    bare = {"type": "function", "function": {"name": "f"}}
+    found = template.prompt([{"role": "user", "content": "x"}], tools=[bare, *TOOLS])
+    first, second, _ = found.split("\n", 2)
+    assert first in (
+        'f: {"description": "", "parameters": {"type": "object", "properties": {}}}',
+        "f: // ",
+        'f: {"type": "function", "function": {"name": "f"}}',
+    )
+    assert "ä < b & c" in second
+
+
+def test_arguments_that_are_no_object_are_refused_only_where_the_template_needs_one() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"place": "Os'}}
+    asked = {"role": "assistant", "content": None, "tool_calls": [call]}
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "x"}, asked]
+    source = KNOWS_TOOLS + "{{ m.content or '' }}" + CALLS + AFTER
+    assert '{\\"place\\": \\"Os' in ChatTemplate(source, {}).prompt(messages)
+    each = source.replace(
+        "c.function | tojson }}", "c.function.name }}{% for k, v in c.function.arguments.items() %}{{ k }}"
+    )
+    template = ChatTemplate(each.replace("</tool_call>", "{{ v }}{% endfor %}</tool_call>"), {})
+    with pytest.raises(ValueError, match=r"^messages\[1\].tool_calls\[0\].function.arguments must be a JSON object"):
+        template.prompt(messages)
+    call["function"] = {"name": "f", "arguments": {"place": "Oslo"}}
+    assert "placeOslo" in template.prompt(messages)
+
+
 @pytest.mark.parametrize("opened", ["<think>\n", "<think>\n\n</think>\n\n", "<|channel|>", ""])
 def test_a_call_is_told_from_how_a_turn_begins(opened: str) -> None:
     """Where the prompt opens a reasoning that the history does not show, both may begin alike."""

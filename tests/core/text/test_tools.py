@@ -39,7 +39,7 @@ TOOLS: dict[str, Any] = {
 THINK = ReasoningTags("<think>", "</think>")
 
 
-def told(parts: Sequence[str], format: str | None, *, thinks: bool = True, **how: bool) -> dict[str, Any]:
+def told(parts: Sequence[str], format: str | None, *, thinks: bool = True, **how: Any) -> dict[str, Any]:
     """The message that the parts of a text amount to."""
     parser = make_parser(TOOLS, FORMATS.get(format or ""), tags=THINK if thinks else None, **how)
     message: dict[str, Any] = {"content": "", "reasoning_content": "", "calls": []}
@@ -217,6 +217,21 @@ TEXTS += [(text, "harmony", *said) for text, *said in HARMONY]  # type: ignore[m
 SHREDS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "text", "ä€😀", "weather", *"{}[],:\"'\\ \n<"]
 SHREDS += [CALL, LATE, QUOTED, CALL[:30], IN_TAGS, "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "```", "tool_code\n"]
 SHREDS += ["weather(", "city='x')", "clock.now()", XML, XML[:60], "<function=weather>", "<parameter=n>"]
+SHREDS += ["<tool_call>weather", "<arg_key>city</arg_key>", "<arg_value>", "</arg_value>", "<tool_sep>"]
+SHREDS += ['<invoke name="weather">', '<parameter name="city">', "</invoke>", "]<]minimax[>[<n>", "]<]minimax[>[</n>"]
+SHREDS += ['<｜DSML｜invoke name="weather">', '<｜DSML｜parameter name="n" string="false">', "</｜DSML｜parameter>"]
+SHREDS += ['<function name="weather">', '<param name="city">', "<![CDATA[", "]]>", "</param>"]
+SHREDS += [
+    '<|open|>call tool="weather"<|sep|>',
+    '<|open|>argument key="n" type="number"<|sep|>',
+    "<|close|>argument<|sep|>",
+]
+SHREDS += ["<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>", "<|tool_call_end|>"]
+SHREDS += [
+    "<｜tool▁call▁begin｜>weather<｜tool▁sep｜>",
+    "<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n",
+]
+SHREDS += ["<|tool_call>call:weather{", "city:", '<|"|>', ",", "<tool_call|>", "<|tools_prefix|>", '{"weather": {}}']
 SHREDS += ["</parameter>", "</function>", ANALYSIS, FINAL, TO_WEATHER, *harmony.TOKENS, "<|end|>", " to="]
 TEXT = st.lists(st.sampled_from(SHREDS), max_size=8).map("".join)
 HOW = st.fixed_dictionaries({name: st.booleans() for name in ("thinks", "thinking", "parallel", "forced")})
@@ -259,6 +274,7 @@ def test_forced_calls_are_in_the_final_channel() -> None:
     pieces = [*parser.push(f"{ANALYSIS}hm<|end|>so{FINAL}[{CALL}]"), *parser.flush()]
     assert [piece for piece in pieces if piece.text.strip()] == [
         ("reasoning", "hm"),
+        ("content", "so"),
         ("call", "weather"),
         ("arguments", ARGUMENTS),
     ]
@@ -275,6 +291,20 @@ LONG = 8_000
 ENDLESS = ["{", "[", "(", '{"name": "', '{"name": "weather", "arguments": "', "<function=weather><parameter=city>"]
 ENDLESS += ["<tool_call>", "</parameter> ", "[TOOL_CALLS]", "weather(", "[weather(city='", "```", "<think>", "</think>"]
 ENDLESS += [f"{CALL} ", "<function=", '{"id": {"a', "<|python_tag|>", "[TOOL_CALLS]weather[ARGS]{", "\\", "-", "a."]
+ENDLESS += ["<tool_call>weather<arg_key>", "<tool_call>weather<arg_key>city</arg_key><arg_value>", "</arg_value> "]
+ENDLESS += ['<invoke name="weather"><parameter name="n">', '<invoke name="', "]<]minimax[>[", "<｜DSML｜", "<![CDATA["]
+ENDLESS += ['<function name="weather"><param name="city"><![CDATA[', "]]></param> ", "<|open|>", "<|open|>call "]
+ENDLESS += [
+    "<|tool_call_begin|>",
+    "<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{",
+    "<｜tool▁sep｜>",
+]
+ENDLESS += [
+    "<|tool_call>call:weather{",
+    '<|tool_call>call:weather{a:<|"|>',
+    "<|tool_call>call:weather{a:[",
+    "<tool_call|>",
+]
 ENDLESS += ["<", "weather(a=", "[TOOL_CALLS]weather[ARGS]", " to=", TO_WEATHER, *harmony.TOKENS, "<|start|>assistant"]
 
 
@@ -312,6 +342,15 @@ HOSTILE: list[tuple[str, str]] = [
     ("python", "weather(city=b'x')"),
     ("python", "weather(n=9" + "9" * 10_000 + ")"),
     ("xml", f"<function=weather><parameter=days>{DEEP}</parameter></function>"),
+    ("xml", "<function=weather><parameter=days>['\\ud800']</parameter></function>"),
+    ("xml", "<function=weather><parameter=where>{1: {2}, None: b'x'}</parameter></function>"),
+    ("xml", f"<function=weather><parameter=days>['x', {DEEP}]</parameter></function>"),
+    ("xml", f"<function=weather><parameter=days>[{'-' * 100_000}1]</parameter></function>"),
+    ("minimax", f'<invoke name="weather"><parameter name="days">{DEEP}</parameter></invoke>'),
+    ("glm", f"<tool_call>weather<arg_key>days</arg_key><arg_value>{DEEP}</arg_value></tool_call>"),
+    ("gemma", f"<|tool_call>call:weather{{days:{DEEP}}}<tool_call|>"),
+    ("gemma", "<|tool_call>call:weather{n:9" + "9" * 10_000 + ",x:1e999,a:\\ud800}"),
+    ("kimi", f"<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{DEEP}"),
     ("mistral", f"[TOOL_CALLS]weather[ARGS]{DEEP}"),
 ]
 
@@ -321,12 +360,15 @@ def test_no_text_is_too_much(format: str, text: str) -> None:
     json.dumps(told([text], format), ensure_ascii=False).encode()
 
 
-def test_what_is_forced_and_cut_off_is_no_content() -> None:
+def test_what_is_forced_and_cut_off_is_content_until_its_arguments_begin() -> None:
     text = f"[{CALL}, {CALL}]"
+    opens, begins = ([found.start() for found in re.finditer(re.escape(of), text)] for of in (CALL, ARGUMENTS))
     for end in range(len(text) + 1):
         found = told([text[:end]], "tags", thinks=False, forced=True)
-        assert found["content"] == ""
         assert all(name == "weather" and ARGUMENTS.startswith(arguments) for name, arguments in found["calls"])
+        assert len(found["calls"]) == sum(begin < end for begin in begins)
+        unread = text[opens[1] : end] if begins[0] < end <= begins[1] else ""
+        assert found["content"] == (text[:end] if end <= begins[0] else unread)
 
 
 def test_a_format_is_recognised_by_what_it_says() -> None:

@@ -87,6 +87,11 @@ class TokenTexts:
                 self.plain[token_id] = text
         return piece
 
+    def are_whole(self, token_ids: Sequence[int]) -> bool:
+        """Whether these tokens' text has no replacement character but those that are tokens' own."""
+        own = sum((self._token(token_id) or "").count(INCOMPLETE) for token_id in token_ids)
+        return self.decode(token_ids).count(INCOMPLETE) == own
+
     def follow(self, prompt_token_ids: Sequence[int]) -> Detokenizer | CompanyDetokenizer:
         """A detokenizer for the tokens that follow a prompt."""
         return (Detokenizer if self.end_to_end else CompanyDetokenizer)(self, prompt_token_ids)
@@ -214,7 +219,7 @@ class CompanyDetokenizer:
         last = [i for i in prompt_token_ids[-RECENT:] if i not in texts.skipped]
         parts = [last[-n:] for n in range(CONTEXT, CONTEXT + MOST_BYTES)]
         ends = [(ids, max(0, len(ids) - n)) for n in range(MOST_BYTES) for ids in parts]
-        whole = ((ids, read) for ids, read in ends if INCOMPLETE not in self._decode(ids[:read]))
+        whole = ((ids, read) for ids, read in ends if texts.are_whole(ids[:read]))
         self._ids, self._read = next(whole, ends[0])
         self._prefix = 0
         self._shown = self._decode(self._ids[: self._read])

@@ -3,7 +3,9 @@ encoded, and any other text that turns out too long before its ids become Python
 
 from __future__ import annotations
 
+import ctypes
 import json
+import sys
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -35,10 +37,19 @@ class Encoder:
             raise TooLongError(least, sure=False)
         # ``encode`` would hold the GIL for as long as it takes. Reading the ids holds it too, for 20 ns per id.
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
-        if len(encoding) > most:
-            raise TooLongError(len(encoding), sure=True)
+        if (count := len(encoding)) > most:
+            del encoding  # the error's traceback would keep it, a hundred bytes for each token
+            raise TooLongError(count, sure=True)
         ids: list[int] = encoding.ids
         return ids
+
+
+def give_back() -> None:
+    """Return what malloc keeps of freed memory to the system. glibc keeps small blocks, however many, for as long as
+    one of a later time lies behind them."""
+    libc: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if hasattr(libc, "malloc_trim"):  # glibc's
+        libc.malloc_trim(0)
 
 
 def _longest(tokenizer: Tokenizer) -> int:

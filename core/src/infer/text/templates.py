@@ -30,6 +30,8 @@ MAX_CHARS = 1 << 24
 MAX_MEMORY = 1 << 30
 MARK = "Q7f3aZ9k"
 """A text that no template contains: it marks places in a made-up conversation, to find them in the prompt."""
+REASONING = ("reasoning_effort", "enable_thinking", "thinking")
+"""Variables by which templates are told how much to reason, or whether at all."""
 INSTRUCTIONS = ("system", "developer")
 PROBE_TOOL: dict[str, Any] = {
     "type": "function",
@@ -46,7 +48,11 @@ PROBE_TOOL: dict[str, Any] = {
         },
     },
 }
+BARE_TOOL: dict[str, Any] = {"type": "function", "function": {"name": "look_up"}}
 PROBE_ARGUMENTS = {"place": 'Rome "IT"', "days": 3}
+PROBE_IDS = ("probe0001", "functions.look_up:0")
+LISTED = '"List of tools: '
+"""How LFM2's templates begin a list of tools."""
 Message = Mapping[str, Any]
 
 
@@ -61,6 +67,14 @@ class Manners(NamedTuple):
     """What it takes as the content of a message that consists of calls only."""
     thinking: bool = False
     """It takes the reasoning of a message that consists of calls as ``thinking``."""
+    named_ids: bool = False
+    """It shows a call's id instead of the function's name, so that ids have to be ``functions.NAME:N`` (Kimi K2)."""
+    calls_in_content: bool = False
+    """It shows tools as LFM2's templates do and drops calls, so that they have to be part of the content."""
+    whole_tools: bool = False
+    """It cannot show a tool without a description and parameters."""
+    variables: Sequence[str] = ()
+    """Which of ``REASONING`` it reads."""
     call: str | None = None
     """How it writes a call of ``PROBE_TOOL`` with ``PROBE_ARGUMENTS``; None if it shows no tools or no calls."""
 
@@ -107,7 +121,7 @@ class ChatTemplate:
         except Exception as error:  # a template may fail in as many ways as a program
             raise ValueError(f"the chat template says: {str(error) or type(error).__name__}") from error
         if len(text) > MAX_CHARS:
-            raise ValueError(f"the chat template makes more than {MAX_CHARS} characters of this")
+            raise ValueError(f"the chat template makes more than {MAX_CHARS} characters of these messages")
         return text
 
     def prompt(self, messages: Sequence[Message], /, *, continue_final_message: bool = False, **form: Any) -> str:
@@ -115,13 +129,21 @@ class ChatTemplate:
         prompt ends where the last message's text ends. Raises ValueError as ``render`` does, and if the template leaves
         out an instruction."""
         adapted = [self._adapted(message) for message in messages]
+        if self.manners.named_ids:
+            adapted = _with_named_ids(adapted)
         if continue_final_message:
             last = adapted[-1]
             if last.get("tool_calls"):
                 raise ValueError("continue_final_message cannot go on with a message that has tool_calls")
             # Many templates strip trailing whitespace from a message; with a mark after it, it is kept.
             adapted[-1] = last | {"content": (last.get("content") or "") + MARK}
-        text = self.render(adapted, **form)
+        if form.get("tools") and self.manners.whole_tools:
+            form["tools"] = [_whole(tool) for tool in form["tools"]]
+        try:
+            text = self.render(adapted, **form)
+        except ValueError:
+            self._check_arguments(adapted, form)
+            raise
         self._check_instructions(adapted, text, form)
         if not continue_final_message:
             return text
@@ -133,11 +155,20 @@ class ChatTemplate:
     @functools.cached_property
     def manners(self) -> Manners:
         """What probing the template has shown. Raises ValueError if the template is not valid."""
+        found = self._probed()
+        if found.no_content is None and not self._goes_on(found) and self._goes_on(found._replace(no_content="")):
+            found = found._replace(no_content="")
+        whole = self._renders([_USER], PROBE_TOOL) and not self._renders([_USER], BARE_TOOL)
+        sources = [self.source, *([] if self.tool_source is None else [self.tool_source])]
+        names = {name.name for each in sources for name in _environment().parse(each).find_all(nodes.Name)}
+        return found._replace(whole_tools=whole, variables=[name for name in REASONING if name in names])
+
+    def _probed(self) -> Manners:
         _ = self._template, self._tool_template
         developer = "developer" in self.source and self._shows([{"role": "developer", "content": MARK}, _USER])
-        for no_content, text_arguments in itertools.product((None, ""), (False, True)):
+        for id, no_content, text_arguments in itertools.product(PROBE_IDS, (None, ""), (False, True)):
             arguments = json.dumps(PROBE_ARGUMENTS) if text_arguments else PROBE_ARGUMENTS
-            call = {"id": "probe0001", "type": "function", "function": {"name": "look_up", "arguments": arguments}}
+            call = {"id": id, "type": "function", "function": {"name": "look_up", "arguments": arguments}}
             shown = self._turn({"role": "assistant", "content": no_content, "tool_calls": [call]})
             if shown is None:
                 continue
@@ -146,7 +177,15 @@ class ChatTemplate:
             if "look_up" in turn and "Rome" in turn and "None" not in turn and "{'" not in turn:
                 thought = {"role": "assistant", "content": no_content, "tool_calls": [call], "thinking": MARK}
                 thinking = "thinking" in self.source and self._shows([_USER, thought])
-                return Manners(developer, text_arguments, no_content, thinking, turn if tools_shown else None)
+                named = id != PROBE_IDS[0]
+                return Manners(
+                    developer, text_arguments, no_content, thinking, named, call=turn if tools_shown else None
+                )
+        if LISTED in self.source:
+            call = {"function": {"name": "look_up", "arguments": PROBE_ARGUMENTS}}
+            shown = self._turn({"role": "assistant", "content": _in_python([call])})
+            if shown is not None and shown[0]:
+                return Manners(developer, calls_in_content=True, call=shown[1])
         return Manners(developer)
 
     @functools.cached_property
@@ -158,14 +197,8 @@ class ChatTemplate:
         return self._template if self.tool_source is None else self._compiled(self.tool_source)
 
     def _compiled(self, source: str) -> Template:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
         try:
-            return environment.from_string(source)
+            return _environment().from_string(source)
         except TemplateError as error:
             raise ValueError(f"the chat template is not valid: {error}") from error
 
@@ -175,6 +208,8 @@ class ChatTemplate:
         if adapted["role"] == "developer" and not self.manners.developer:
             adapted["role"] = "system"
         calls = adapted.get("tool_calls")
+        if calls and self.manners.calls_in_content:
+            adapted["content"] = (adapted.get("content") or "") + _in_python(calls)
         if adapted.get("content") is None:
             adapted["content"] = self.manners.no_content if calls else ""
         if calls and not adapted["content"] and self.manners.thinking and adapted.get("reasoning_content"):
@@ -182,6 +217,26 @@ class ChatTemplate:
         if calls and self.manners.text_arguments:
             adapted["tool_calls"] = [call | {"function": _with_text(call["function"])} for call in calls]
         return adapted
+
+    def _check_arguments(self, messages: Sequence[Message], form: Mapping[str, Any]) -> None:
+        """Raise ValueError if the template fails because a call's arguments are no object."""
+        without = [
+            message | {"tool_calls": [call | {"function": call["function"] | {"arguments": {}}} for call in calls]}
+            if (calls := message.get("tool_calls"))
+            else message
+            for message in map(dict, messages)
+        ]
+        try:
+            self.render(without, **form)
+        except ValueError:
+            return
+        for i, message in enumerate(messages):
+            for j, call in enumerate(message.get("tool_calls") or ()):
+                if not isinstance(call["function"]["arguments"], dict):
+                    raise ValueError(
+                        f"messages[{i}].tool_calls[{j}].function.arguments must be a JSON object, because the chat "
+                        "template shows its members one by one; send an object, such as {}"
+                    )
 
     def _check_instructions(self, messages: Sequence[Message], text: str, form: Mapping[str, Any]) -> None:
         """Raise ValueError if the prompt lacks an instruction. Many templates show one system message, at the
@@ -209,6 +264,23 @@ class ChatTemplate:
                     "only one system message, at the beginning, or none"
                 )
 
+    def _renders(self, messages: Sequence[Message], tool: Mapping[str, Any]) -> bool:
+        try:
+            self.render(messages, tools=[tool])
+        except ValueError:
+            return False
+        return True
+
+    def _goes_on(self, manners: Manners) -> bool:
+        """Whether a message of calls in this manner may stand before others: many templates read the last one's content
+        in another way."""
+        arguments = json.dumps(PROBE_ARGUMENTS) if manners.text_arguments else PROBE_ARGUMENTS
+        id = PROBE_IDS[manners.named_ids]
+        call = {"id": id, "type": "function", "function": {"name": "look_up", "arguments": arguments}}
+        asked = {"role": "assistant", "content": manners.no_content, "tool_calls": [call]}
+        result = {"role": "tool", "tool_call_id": id, "name": "look_up", "content": "x"}
+        return self._renders([_USER, asked, result], PROBE_TOOL)
+
     def _shows(self, messages: Sequence[Message]) -> bool:
         try:
             return MARK in self.render(messages, tools=None, add_generation_prompt=True)
@@ -235,7 +307,7 @@ class ChatTemplate:
         if common.rfind("<") > common.rfind(">"):  # the common part ends inside a tag: that tag belongs to the message
             common = common[: common.rfind("<")]
         turn = turn[max(len(head) for head in (before, asked, common) if turn.startswith(head)) :]
-        turn = turn.removesuffix(after).rpartition("</think>")[2]
+        turn = turn.removesuffix(_end(turn, after)).rpartition("</think>")[2]
         return f"{MARK}tool" in text, turn
 
 
@@ -243,6 +315,45 @@ def _common(one: str, other: str) -> str:
     """The longest common prefix."""
     different = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     return one[: next(different, min(len(one), len(other)))]
+
+
+def _end(turn: str, after: str) -> str:
+    """What ends both texts. Unless it is all of ``after``, it begins with a whole tag that stands behind another."""
+    end = _common(turn[::-1], after[::-1])[::-1]
+    while end and end != after and (turn[: -len(end)][-1:].isalnum() or ">" in end.partition("<")[0]):
+        _, tag, rest = end[1:].partition("<")
+        end = tag + rest
+    return end
+
+
+def _with_named_ids(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with calls' ids, also those of their results, that name functions and count calls."""
+    ids: dict[Any, str] = {}
+    count = 0
+    adapted = []
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls") or ():
+            ids[call.get("id")] = f"functions.{call['function']['name']}:{count}"
+            calls.append(call | {"id": ids[call.get("id")]})
+            count += 1
+        answered = ids.get(message.get("tool_call_id"))
+        more = {"tool_calls": calls} if calls else {"tool_call_id": answered} if answered else {}
+        adapted.append(message | more)
+    return adapted
+
+
+def _in_python(calls: Sequence[Mapping[str, Any]]) -> str:
+    """Calls as LFM2 writes them."""
+    return f"<|tool_call_start|>[{', '.join(_one_in_python(call['function']) for call in calls)}]<|tool_call_end|>"
+
+
+def _one_in_python(function: Mapping[str, Any]) -> str:
+    given = function["arguments"]
+    if isinstance(given, str):  # that is no JSON
+        return f"{function['name']}({given})"
+    values = {key: _tojson(value) if isinstance(value, str) else repr(value) for key, value in given.items()}
+    return f"{function['name']}({', '.join(f'{key}={value}' for key, value in values.items())})"
 
 
 _USER = {"role": "user", "content": "x"}
@@ -258,6 +369,16 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment
+
+
 def _tojson(
     value: Any,
     ensure_ascii: bool = False,
@@ -271,6 +392,14 @@ def _tojson(
 
 def _raise(message: str) -> NoReturn:
     raise TemplateError(message)
+
+
+def _whole(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """The tool with a description and parameters, which may be empty."""
+    return {
+        **tool,
+        "function": {"description": "", "parameters": {"type": "object", "properties": {}}, **tool["function"]},
+    }
 
 
 def _with_text(function: Mapping[str, Any]) -> dict[str, Any]:

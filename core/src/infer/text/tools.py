@@ -8,8 +8,10 @@ from __future__ import annotations
 import functools
 import secrets
 import string
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
+
+from pydantic_core import from_json
 
 from infer.contracts.protocols import PartProtocol, Piece, ReasoningTags, Tools
 from infer.text.tool_formats import ToolFormat, objects
@@ -33,12 +35,11 @@ class Plain:
 
 class Answer:
     """Filters the pieces of an answer that may contain calls. Whitespace next to calls is dropped, and so are calls
-    beyond ``most``. With ``only``, all content is dropped; of a call that was cut off, the name alone may remain."""
+    beyond ``most``."""
 
-    def __init__(self, part: PartProtocol, *, most: int | None, only: bool) -> None:
+    def __init__(self, part: PartProtocol, *, most: int | None) -> None:
         self._part = part
         self._most = most
-        self._only = only
         self._count = 0
         self._begun = False
         self._blank: list[str] = []
@@ -50,12 +51,12 @@ class Answer:
     def flush(self) -> Iterator[Piece]:
         for piece in self._part.flush():
             yield from self._pass_on(piece)
-        if not self._count and not self._only:
+        if not self._count:
             yield from (Piece("content", text) for text in self._blank)
 
     def _pass_on(self, piece: Piece) -> Iterator[Piece]:
         if piece.kind == "content":
-            if self._only or (self._most is not None and self._count > self._most):
+            if self._most is not None and self._count > self._most:
                 return
             if not self._begun and not piece.text.strip():
                 self._blank.append(piece.text)
@@ -126,11 +127,47 @@ class Within:
                 yield piece
 
 
-class Calls:
-    """Turns pieces into deltas of an answer, with ids and indices of its ``tool_calls``."""
+class Inputs:
+    """Filters pieces: the arguments of a call to one of the ``custom`` tools, ``{"input": ...}``, become the text that
+    the tool takes. They come in one piece, when they are complete or cut off."""
 
-    def __init__(self) -> None:
+    def __init__(self, part: PartProtocol, custom: Collection[str]) -> None:
+        self._part = part
+        self._custom = custom
+        self._held: list[str] | None = None
+
+    def push(self, text: str) -> Iterator[Piece]:
+        for piece in self._part.push(text):
+            yield from self._pass_on(piece)
+
+    def flush(self) -> Iterator[Piece]:
+        for piece in self._part.flush():
+            yield from self._pass_on(piece)
+        yield from self._told()
+
+    def _pass_on(self, piece: Piece) -> Iterator[Piece]:
+        if piece.kind == "arguments" and self._held is not None:
+            self._held.append(piece.text)
+            return
+        yield from self._told()
+        if piece.kind == "call" and piece.text in self._custom:
+            self._held = []
+        yield piece
+
+    def _told(self) -> Iterator[Piece]:
+        if self._held is not None:
+            yield Piece("arguments", _input("".join(self._held)))
+            self._held = None
+
+
+class Calls:
+    """Turns pieces into deltas of an answer, with ids and indices of its ``tool_calls``. Calls of ``custom`` tools have
+    a form of their own."""
+
+    def __init__(self, custom: Collection[str] = ()) -> None:
         self.count = 0
+        self._custom = custom
+        self._kind = "function"
 
     def delta(self, piece: Piece) -> dict[str, Any]:
         match piece.kind:
@@ -140,12 +177,15 @@ class Calls:
                 return {"reasoning_content": piece.text}
             case "call":
                 self.count += 1
-                return self._call({"name": piece.text, "arguments": ""}, id=_id(), type="function")
+                self._kind = "custom" if piece.text in self._custom else "function"
+                return self._call("", id=_id(), type=self._kind, name=piece.text)
             case "arguments":
-                return self._call({"arguments": piece.text})
+                return self._call(piece.text)
 
-    def _call(self, function: dict[str, str], **more: str) -> dict[str, Any]:
-        return {"tool_calls": [{"index": self.count - 1, **more, "function": function}]}
+    def _call(self, text: str, *, name: str = "", **more: str) -> dict[str, Any]:
+        said = {"name": name} if name else {}
+        said["input" if self._kind == "custom" else "arguments"] = text
+        return {"tool_calls": [{"index": self.count - 1, **more, self._kind: said}]}
 
 
 def make_parser(
@@ -156,10 +196,12 @@ def make_parser(
     forced: bool = False,
     tags: ReasoningTags | None = None,
     thinking: bool = False,
+    custom: Collection[str] = (),
 ) -> PartProtocol:
-    """The parser of one answer. The answer may call ``tools``, more than once if ``parallel``. ``forced`` means that a
-    schema (``calls_schema``) restricts it to calls. The model reasons between ``tags``, if given; ``thinking`` means
-    that the prompt has opened them."""
+    """The parser of one answer. The answer may call ``tools``, more than once if ``parallel``. ``forced`` means that
+    a schema (``calls_schema``) restricts it to calls; one that is cut off before its arguments is content. The model
+    reasons between ``tags``, if given; ``thinking`` means that the prompt has opened them. ``custom`` are those of
+    the tools that take a text."""
     whole = tags.reader if tags else None
     part = Plain() if whole is None else whole(tools)
     if tools and (forced or tool_format is not None):
@@ -168,7 +210,8 @@ def make_parser(
             part = Within(part, Script(functools.partial(objects.bare, tools=tools)))
         elif whole is None and tool_format is not None:
             part = tool_format.reader(tools)
-        part = Answer(part, most=None if parallel else 1, only=forced)
+        part = Answer(part, most=None if parallel else 1)
+        part = Inputs(part, custom) if custom else part
     if tags is None or whole is not None:
         return part
     return Script(functools.partial(reasoned, part=part, tags=tags, within=thinking))
@@ -195,6 +238,16 @@ def calls_schema(tools: Sequence[dict[str, Any]], most: int | None) -> dict[str,
         for tool in tools
     ]
     return {"type": "array", "minItems": 1, "items": {"anyOf": each}} | ({} if most is None else {"maxItems": most})
+
+
+def _input(arguments: str) -> str:
+    """What a call's arguments hold as ``input``, as far as it goes; the arguments themselves if that is no text."""
+    try:
+        found = from_json(arguments, allow_partial="trailing-strings")
+    except ValueError:
+        return arguments
+    said = found.get("input", "") if isinstance(found, dict) else None
+    return said if isinstance(said, str) else arguments
 
 
 def _id() -> str:

@@ -6,7 +6,7 @@ import re
 
 from infer.contracts.protocols import Piece, Tools
 from infer.text.tool_formats.objects import calls
-from infer.text.tool_formats.reader import Marks, Reader, Steps, arguments, comes, prose, spaces
+from infer.text.tool_formats.reader import Marks, Reader, Steps, ahead, arguments, comes, prose, spaces
 
 MARK = "[TOOL_CALLS]"
 TOKENS = (MARK, "[CALL_ID]", "[ARGS]")
@@ -24,10 +24,7 @@ def mistral(reader: Reader, tools: Tools) -> Steps[None]:
             rest = yield from calls(reader, tools, blank)
             yield reader.content(rest)
             continue
-        while not (named := _NAMED.match(reader.peek(LOOK_AHEAD))):
-            if reader.ended or len(reader) >= LOOK_AHEAD:
-                break
-            yield None
+        named = yield from ahead(reader, _NAMED, LOOK_AHEAD)
         if named and named[1] in tools:
             reader.take(named.end())
             yield Piece("call", named[1])

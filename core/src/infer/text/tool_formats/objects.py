@@ -34,11 +34,21 @@ TAGS = {
     "<function_call>": "</function_call>",
     "<|tool_call|>": "<|/tool_call|>",
     "<|action_start|><|plugin|>": "<|action_end|>",
+    "<|START_ACTION|>": "<|END_ACTION|>",
+    "<|tools_prefix|>": "<|tools_suffix|>",
+    "<|function_call|>": "<|message_sep|>",
+    "<|message_sep|>\n\nfunction call<|role_sep|>\n": "<|message_sep|>",
+    "function call<|role_sep|>\n": "<|message_sep|>",
 }
-TOKENS = tuple(re.findall(r"<[^<>]+>", "".join([*TAGS, *TAGS.values()])))
-"""The tokens that the tags consist of."""
+KEYED = "<|tools_prefix|>"
+"""In which each call is an object of one key, the function's name."""
+RESPONSE = ("<|START_RESPONSE|>", "<|END_RESPONSE|>")
+"""Tags around content, which are dropped."""
+TOKENS = tuple({*re.findall(r"<[^<>]+>", "".join([*TAGS, *TAGS.values()]))} - {"<|message_sep|>"})
+"""The tokens that the tags consist of, without those that end answers without calls, too."""
 PYTHON_TAG = "<|python_tag|>"
 BARE = Marks("{", "[", FENCE, PYTHON_TAG)
+ACTION = Marks("Action:")
 LOOK_AHEAD = 512
 """If a call's first characters, up to this many, match ``HEADER``, its arguments are streamed; otherwise the call is
 read as a whole."""
@@ -73,14 +83,23 @@ def tagged(reader: Reader, tools: Tools) -> Steps[None]:
         if mark == close:
             close = ""
             continue
+        if mark in RESPONSE:
+            continue
         close = TAGS[mark]
-        rest = yield from calls(reader, tools)
+        rest = yield from calls(reader, tools, keyed=mark == KEYED)
         yield reader.content(rest)
 
 
-def calls(reader: Reader, names: Collection[str], taken: str = "") -> Steps[str]:
+def announced(reader: Reader, tools: Tools) -> Steps[None]:
+    """Calls behind ``Action:``, in a code fence."""
+    while (mark := (yield from prose(reader, ACTION))) is not None:
+        rest = yield from calls(reader, tools, reader.take(len(mark)))
+        yield reader.content(rest)
+
+
+def calls(reader: Reader, names: Collection[str], taken: str = "", *, keyed: bool = False) -> Steps[str]:
     """Read one call or several from here on. Returns the text that was taken but belongs to no call; if there is no
-    call, it begins with ``taken``."""
+    call, it begins with ``taken``. Calls that are ``keyed`` have the function's name as their key."""
     taken += yield from spaces(reader)
     fenced = bool((yield from comes(reader, FENCE)))
     if fenced:
@@ -90,7 +109,7 @@ def calls(reader: Reader, names: Collection[str], taken: str = "") -> Steps[str]
         taken += reader.take(1) + (yield from spaces(reader))
     found = False
     while (yield from comes(reader, "{")):
-        rest = yield from _call(reader, names)
+        rest = yield from _call(reader, names, keyed)
         if rest:
             return taken + rest
         found, taken = True, ""
@@ -105,12 +124,12 @@ def calls(reader: Reader, names: Collection[str], taken: str = "") -> Steps[str]
     return taken
 
 
-def _call(reader: Reader, names: Collection[str]) -> Steps[str]:
+def _call(reader: Reader, names: Collection[str], keyed: bool) -> Steps[str]:
     """Read an object. Returns "" if it is a call, else its text or the beginning of it."""
     extent, seen, end = Extent(), 0, None
     while True:
         held = reader.peek(LOOK_AHEAD)
-        if not _may_be_call(held):
+        if not _may_be_call(held, names if keyed else KEYS):
             return reader.take(1)
         end = extent.end(held, seen)
         seen = len(held)
@@ -129,7 +148,7 @@ def _call(reader: Reader, names: Collection[str]) -> Steps[str]:
         reader.take(1)
         return ""
     text, _ = yield from value(reader, Extent())
-    call = _read(text, names)
+    call = _read(text, names, keyed)
     if call is None:
         return text
     yield Piece("call", call[0])
@@ -137,22 +156,24 @@ def _call(reader: Reader, names: Collection[str]) -> Steps[str]:
     return ""
 
 
-def _may_be_call(held: str) -> bool:
+def _may_be_call(held: str, keys: Collection[str]) -> bool:
     """Whether an object that begins with ``held`` may be a call, judged by its first key."""
     found = _OPENING.match(held)
     assert found is not None
     key, closed, other = found.groups()
     if key is None:
         return other is None
-    return key in KEYS if closed else any(known.startswith(key) for known in KEYS)
+    return key in keys if closed else any(known.startswith(key) for known in keys)
 
 
-def _read(text: str, names: Collection[str]) -> tuple[str, str] | None:
+def _read(text: str, names: Collection[str], keyed: bool) -> tuple[str, str] | None:
     """The call's (name, arguments as JSON), whatever the order of its keys; None if it is no call."""
     try:
         call = from_json(text)
     except ValueError:
         return None
+    if keyed:
+        call = dict(zip(("name", "arguments"), next(iter(call.items()), ()), strict=False))
     call = call["function"] if isinstance(call.get("function"), dict) else call
     name = next((call[key] for key in NAMES if key in call), None)
     given: Any = next((call[key] for key in ARGUMENTS if key in call), {})
@@ -173,4 +194,4 @@ def _inside(tail: str) -> bool:
 
 @functools.cache
 def _tags(close: str) -> Marks:
-    return Marks(*TAGS, *([close] if close else []))
+    return Marks(*TAGS, *RESPONSE, *([close] if close else []))

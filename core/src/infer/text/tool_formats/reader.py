@@ -161,6 +161,16 @@ def comes(reader: Reader, *texts: str) -> Steps[str | None]:
         yield None
 
 
+def ahead(reader: Reader, pattern: re.Pattern[str], most: int) -> Steps[re.Match[str] | None]:
+    """The match of a pattern with what comes next, at most so many characters, which are not taken; None if there is
+    none. The match must not depend on how much text follows it."""
+    while not (found := pattern.match(reader.peek(most))):
+        if reader.ended or len(reader) >= most:
+            return None
+        yield None
+    return found
+
+
 def up_to(reader: Reader, end: str, most: int) -> Steps[str | None]:
     """Take the text before ``end``, and ``end`` itself. Returns None, with nothing taken, if ``end`` is not within the
     next ``most`` characters."""

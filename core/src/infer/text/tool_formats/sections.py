@@ -1,0 +1,115 @@
+"""Calls as a name and JSON between special tokens, in a section of calls (DeepSeek, Kimi K2, Solar)."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import NamedTuple
+
+from infer.contracts.protocols import Piece, Tools
+from infer.text.tool_formats.objects import FENCE
+from infer.text.tool_formats.reader import Marks, Reader, Steps, ahead, arguments, comes, prose, spaces
+
+LOOK_AHEAD = 512
+"""What stands before the arguments is not longer."""
+
+
+class Dialect(NamedTuple):
+    """The tokens of one way to write calls."""
+
+    call: str
+    """How a call begins."""
+    header: re.Pattern[str]
+    """All of a call up to its arguments, with the function's ``name``. The match must not depend on how much text
+    follows it."""
+    end: str
+    dropped: tuple[str, ...]
+    """Other tokens around calls and content, which are dropped."""
+
+
+_ARGUMENTS = r'\s*(?=[{"]|%s)'
+DIALECTS = {
+    "deepseek": Dialect(
+        "<｜tool▁call▁begin｜>",
+        re.compile(
+            r"<｜tool▁call▁begin｜>\s*(?:function<｜tool▁sep｜>(?=[^\n<]*\n))?(?P<name>[\w.-]{1,256})"
+            r"\s*(?:<｜tool▁sep｜>\s*|\n\s*)(?:```(?:json)?\s*)?" + _ARGUMENTS % "<｜tool▁call▁end｜>"
+        ),
+        "<｜tool▁call▁end｜>",
+        ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    ),
+    "kimi": Dialect(
+        "<|tool_call_begin|>",
+        re.compile(
+            r"<\|tool_call_begin\|>\s*(?:functions\.)?(?P<name>[\w.-]{1,256})(?::\d{1,9})?\s*"
+            r"<\|tool_call_argument_begin\|>" + _ARGUMENTS % r"<\|tool_call_end\|>"
+        ),
+        "<|tool_call_end|>",
+        ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    ),
+    "solar": Dialect(
+        "<|tool_call:begin|>",
+        re.compile(
+            r"<\|tool_call:begin\|>[^<]{0,128}<\|tool_call:name\|>\s*(?P<name>[\w.-]{1,256})\s*"
+            r"<\|tool_call:args\|>" + _ARGUMENTS % r"<\|tool_call:end\|>"
+        ),
+        "<|tool_call:end|>",
+        ("<|tool_calls|>", "<|calls|>"),
+    ),
+}
+"""By the names of the formats."""
+TOKENS: dict[str, tuple[str, ...]] = {
+    "deepseek": (*DIALECTS["deepseek"].dropped, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"),
+    "kimi": (
+        *DIALECTS["kimi"].dropped,
+        "<|tool_call_begin|>",
+        "<|tool_call_argument_begin|>",
+        "<|tool_call_end|>",
+    ),
+    "solar": (
+        "<|tool_calls|>",
+        "<|tool_call:begin|>",
+        "<|tool_call:name|>",
+        "<|tool_call:args|>",
+        "<|tool_call:end|>",
+    ),
+}
+
+
+def sections(reader: Reader, tools: Tools, name: str) -> Steps[None]:
+    """Anything that is no call is content; tokens around calls are dropped, and so is whitespace after them."""
+    dialect = DIALECTS[name]
+    while (mark := (yield from prose(reader, _marks(name)))) is not None:
+        if mark == dialect.call:
+            yield from _call(reader, tools, dialect)
+            continue
+        reader.take(len(mark))
+        blank = yield from spaces(reader)
+        if not (yield from comes(reader, dialect.call, *dialect.dropped)):
+            yield reader.content(blank)
+
+
+def _call(reader: Reader, tools: Tools, dialect: Dialect) -> Steps[None]:
+    header = yield from ahead(reader, dialect.header, LOOK_AHEAD)
+    if header is None or header["name"] not in tools:
+        yield reader.content(reader.take(header.end() if header else len(dialect.call)))
+        return
+    reader.take(header.end())
+    yield Piece("call", header["name"])
+    if (yield from comes(reader, dialect.end)):
+        yield Piece("arguments", "{}")
+    else:
+        yield from arguments(reader)
+    yield from spaces(reader)
+    if (yield from comes(reader, FENCE)):
+        reader.take(len(FENCE))
+        yield from spaces(reader)
+    if (yield from comes(reader, dialect.end)):
+        reader.take(len(dialect.end))
+        yield from spaces(reader)
+
+
+@functools.cache
+def _marks(name: str) -> Marks:
+    dialect = DIALECTS[name]
+    return Marks(dialect.call, dialect.end, *dialect.dropped)
