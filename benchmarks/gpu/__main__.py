@@ -60,10 +60,15 @@ def main() -> int:
     for name in args.shape or SHAPES:
         config = SHAPES[name]
         if args.only != "models":
-            report["kernels"][name] = list(kernels.measure(config, ceilings))
+            lines: list[dict[str, Any]] = []
+            report["kernels"][name] = lines
             print(f"\n{name}: kernels")
-            show(report["kernels"][name])
-            save()
+            for line in kernels.measure(config, ceilings):
+                if not lines:
+                    print(*line, sep="  ")
+                lines.append(line)
+                print(*map(_cell, line.values()), sep="  ", flush=True)
+                save()
         if args.only != "kernels":
             report["models"][name] = found = {}
             for exact in (True, False) if args.products is None else (args.products == "exact",):

@@ -1,4 +1,4 @@
-"""python3 box.py [PART ...]: run the GPU tests and benchmarks on a bare machine without a network.
+"""python3 box.py [CALL or PART ...]: run the GPU tests and benchmarks on a bare machine without a network.
 
 Needs only Python's standard library, and next to this file what ``make gpu-box`` put there. Every part has a time
 limit, and ``--limit`` limits all parts together; if a part fails, the others still run. The folder named by the
@@ -13,41 +13,68 @@ import io
 import json
 import lzma
 import os
+import re
 import signal
 import subprocess
 import sys
 import tarfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
 PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib", "--tb=short"]
+UNIT = ["tests/kernels_triton", "--ignore=tests/kernels_triton/test_compile.py"]
 GPU = ["-m", "benchmarks.gpu", "--json", "{json}"]
-PARTS: dict[str, tuple[int, list[str]]] = {
-    "smoke": (90, [*PYTEST, "tests/kernels_triton/test_matmul.py", "-k", "no_rows or wider"]),
-    "bits": (150, ["-m", "benchmarks.gpu.bits", "--json", "{json}"]),
-    "kernel-tests": (240, [*PYTEST, "tests/gpu/test_kernels.py"]),
-    "serving-tests": (300, [*PYTEST, "tests/gpu/test_serving.py"]),
-    "unit-tests": (240, [*PYTEST, "tests/kernels_triton", "--ignore=tests/kernels_triton/test_compile.py"]),
-    "kernels": (260, [*GPU, "--only", "kernels", "--shape", "Llama-3.2-1B"]),
-    "sweep": (360, ["-m", "benchmarks.gpu.sweep", "--json", "{json}"]),
-    "1b-exact": (150, [*GPU, "--only", "models", "--shape", "Llama-3.2-1B", "--products", "exact"]),
-    "1b-vendor": (150, [*GPU, "--only", "models", "--shape", "Llama-3.2-1B", "--products", "vendor"]),
-    "8b-exact": (240, [*GPU, "--only", "models", "--shape", "Qwen3-8B", "--products", "exact"]),
-    "8b-int4": (
-        240,
-        [*GPU, "--only", "models", "--shape", "Qwen3-8B", "--products", "exact", "--quantization", "int4"],
-    ),
-    "8b-int8": (
-        240,
-        [*GPU, "--only", "models", "--shape", "Qwen3-8B", "--products", "exact", "--quantization", "int8"],
-    ),
-    "8b-vendor": (240, [*GPU, "--only", "models", "--shape", "Qwen3-8B", "--products", "vendor"]),
+MODEL = [*GPU, "--only", "models", "--shape"]
+
+
+def sanitizer(tool: str) -> tuple[str, ...]:
+    # torch's allocator hands out parts of large blocks, beyond whose ends nothing would look wrong.
+    return ("env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1", "compute-sanitizer", "--tool", tool, "--error-exitcode", "9")
+
+
+class Part(NamedTuple):
+    limit: int
+    """In seconds."""
+    words: list[str]
+    """Python's arguments; "{json}" stands for the file for the figures, "{jobs}" for a number of processes."""
+    under: tuple[str, ...] = ()
+    """A command that runs Python, except in a dry run."""
+
+
+SANITIZED = [*PYTEST, *UNIT, "-k", "wider or gated_product or test_large_scores or same_bits_in_any_company"]
+CALLS = {
+    "correct": {
+        "smoke": Part(60, [*PYTEST, *UNIT, "-k", "no_rows or wider or gated_product"]),
+        "kernel-tests": Part(150, [*PYTEST, "-n", "{jobs}", "tests/gpu/test_kernels.py"]),
+        "unit-tests": Part(110, [*PYTEST, "-n", "{jobs}", "-m", "not slow", *UNIT]),
+        "memcheck": Part(45, SANITIZED, sanitizer("memcheck")),
+        "racecheck": Part(45, SANITIZED, sanitizer("racecheck")),
+        "serving-tests": Part(130, [*PYTEST, "-n", "{jobs}", "tests/gpu/test_serving.py"]),
+    },
+    "fast": {
+        "kernels": Part(200, [*GPU, "--only", "kernels", "--shape", "Llama-3.2-1B"]),
+        "1b-exact": Part(80, [*MODEL, "Llama-3.2-1B", "--products", "exact"]),
+        "1b-vendor": Part(80, [*MODEL, "Llama-3.2-1B", "--products", "vendor"]),
+        "8b-exact": Part(180, [*MODEL, "Qwen3-8B", "--products", "exact"]),
+    },
+    "tiles": {
+        "bits": Part(130, ["-m", "benchmarks.gpu.bits", "--json", "{json}"]),
+        "8b-int4": Part(150, [*MODEL, "Qwen3-8B", "--products", "exact", "--quantization", "int4"]),
+        "sweep": Part(260, ["-m", "benchmarks.gpu.sweep", "--json", "{json}"]),
+    },
 }
-"""Per part the time limit in seconds, and Python's arguments; "{json}" stands for the file for the figures."""
-DRY = {"unit-tests": [*PYTEST, "tests/kernels_triton/test_matmul.py"]}
-"""What a dry run runs instead, per part, if it differs."""
+"""What runs in each of three calls of ten minutes: whether the kernels are right comes before how fast they are."""
+FURTHER = {
+    "8b-int8": Part(150, [*MODEL, "Qwen3-8B", "--products", "exact", "--quantization", "int8"]),
+    "8b-vendor": Part(180, [*MODEL, "Qwen3-8B", "--products", "vendor"]),
+}
+"""What runs only if it is named."""
+PARTS = {name: part for parts in (*CALLS.values(), FURTHER) for name, part in parts.items()}
+LIMIT = 560
+"""Seconds for all parts of a call together."""
+JOBS = 8
 DRY_PATIENCE = 8
 """A dry run multiplies every time limit by this."""
 CACHE_BYTES = 15 << 20
@@ -93,6 +120,17 @@ def run(command: list[str], log: Path, limit: float, environment: dict[str, str]
             process.wait()
 
 
+def verdict(part: Part, status: int | None, log: Path, figures: Path) -> int | str:
+    """0 if a part has done what it is for. Tests that are all skipped, or none, and no figures, are no success."""
+    if status is None:
+        return "out of time"
+    if status == 0 and "pytest" in part.words and not re.search(r"^\d+ passed|, \d+ passed", log.read_text(), re.M):
+        return "ran no test"
+    if status == 0 and "{json}" in part.words and not (figures.exists() and json.loads(figures.read_text())):
+        return "measured nothing"
+    return status
+
+
 def pack(folder: Path, out: Path, limit: int | None = None) -> None:
     """Write ``folder`` as an archive. With a limit on its size, the newest files are left out as far as necessary."""
     mode: Any = "w:xz" if out.suffix == ".xz" else "w:gz"
@@ -110,13 +148,17 @@ def pack(folder: Path, out: Path, limit: int | None = None) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all, in this order")
-    parser.add_argument("--limit", type=float, default=560, help="seconds for everything (default: %(default)s)")
+    calls = "; ".join(f"{name} ({', '.join(parts)})" for name, parts in CALLS.items())
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help=f"{calls}; {', '.join(FURTHER)}; default: {', '.join(CALLS)}"
+    )
+    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds for everything (default: %(default)s)")
     parser.add_argument("--work", type=Path, default=Path("/tmp/gpu-box"), help="a scratch folder (%(default)s)")
     parser.add_argument("--dry", action="store_true", help="tiny sizes on the CPU, in Triton's interpreter")
     args = parser.parse_args()
-    if unknown := set(args.parts) - set(PARTS):
+    if unknown := set(args.parts) - set(PARTS) - set(CALLS):
         parser.error(f"no such part: {', '.join(sorted(unknown))}")
+    chosen = [part for name in args.parts or CALLS for part in CALLS.get(name, [name])]
     began = time.monotonic()
     args.work = args.work.resolve()  # absolute, because parts run in another folder
     out = Path(os.environ.get("OUT", "out"))
@@ -133,24 +175,24 @@ def main() -> int:
         (out / "summary.json").write_text(json.dumps(summary, indent=1))
         pack(logs, out / "logs.tar.gz")
 
-    for name in args.parts or PARTS:
-        seconds, words = PARTS[name]
-        words = DRY.get(name, words) if args.dry else words
+    for name in chosen:
+        part = PARTS[name]
         figures, log = logs / f"{name}.json", logs / f"{name}.log"
         left = args.limit * patience - (time.monotonic() - began)
         if left < 5:
             summary["parts"][name] = {"status": "not begun: no time left"}
             continue
         start = time.monotonic()
-        command = [sys.executable, *(str(figures) if word == "{json}" else word for word in words)]
-        status = run(command, log, min(seconds * patience, left), environment)
+        given = {"{json}": str(figures), "{jobs}": str(min(JOBS, os.cpu_count() or 1))}
+        command = [*(() if args.dry else part.under), sys.executable, *(given.get(word, word) for word in part.words)]
+        status = verdict(part, run(command, log, min(part.limit * patience, left), environment), log, figures)
         text = log.read_text(errors="replace").strip()
-        summary["parts"][name] = part = {
-            "status": "out of time" if status is None else status,
+        summary["parts"][name] = told = {
+            "status": status,
             "seconds": round(time.monotonic() - start, 1),
             "last words": text.splitlines()[-3:],
         }
-        print(f"{name}: {part['status']} in {part['seconds']} s: {(part['last words'] or [''])[-1]}", flush=True)
+        print(f"{name}: {told['status']} in {told['seconds']} s: {(told['last words'] or [''])[-1]}", flush=True)
         save()
     save()
     pack(args.work / "triton-cache", out / "triton-cache.tar.xz", CACHE_BYTES)

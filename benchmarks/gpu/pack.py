@@ -19,6 +19,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from triton.backends.nvidia import __file__ as nvidia
 
+from infer_kernels_triton.assembler import FIXED
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("core", *(f"plugins/{name}" for name in ("cache_paged", "cache_slotted", "models", "kernels_triton")))
 PYTHON = "3.12"
@@ -46,8 +48,7 @@ def missing(bare: set[str]) -> list[str]:
 
 
 def newest_assembler() -> Path:
-    """The newest ptxas in Triton's package. Versions before 13.1 miscompile products with operands in registers on
-    Hopper."""
+    """The newest ptxas in Triton's package: ``infer_kernels_triton.assembler`` says why."""
 
     def release(tool: Path) -> tuple[int, ...]:
         said = subprocess.run([tool, "--version"], capture_output=True, text=True, check=True).stdout
@@ -56,8 +57,8 @@ def newest_assembler() -> Path:
         return tuple(map(int, match.groups()))
 
     best = max((Path(nvidia).parent / "bin").glob("ptxas*"), key=release)
-    if release(best) < (13, 1):
-        raise SystemExit(f"{best} is of CUDA {release(best)}; install a triton whose assembler is of 13.1 or later.")
+    if release(best) < FIXED:
+        raise SystemExit(f"{best} is of CUDA {release(best)}; install a triton whose assembler is of {FIXED} or later.")
     return best
 
 

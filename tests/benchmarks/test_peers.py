@@ -45,6 +45,7 @@ def test_engines_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert report["bounds"]["infer"]["prefill 2x8"] == 2 * report["bounds"]["infer int8"]["prefill 2x8"]
 
 
+@pytest.mark.slow
 def test_an_engine_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others that would not fit into memory beside it are not started, and nothing is compared with infer."""
     monkeypatch.setattr(peers, "CELLS", [(1, 16, 4)])
@@ -75,6 +76,7 @@ def test_servers_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
         assert [(run["errors"], run["output_tok_s"] > 0) for run in by_peer["infer"]] == [([], True)] * 2
 
 
+@pytest.mark.slow
 def test_a_driver_that_fails_is_told(tmp_path: Path) -> None:
     python = engines.python_of("infer", {})
     assert python is not None

@@ -18,6 +18,7 @@ def test_pieces_come_from_all_texts_in_turn() -> None:
     assert sum(map(len, windows(lambda text: [ord(c) for c in text], texts, 1000, 10))) == 45
 
 
+@pytest.mark.slow
 def test_quantised_keys_and_values_cost_less_than_a_thousandth() -> None:
     """Of the loss on text that the model has not seen, which is transformers' loss."""
     texts, length = held_out(), 1000

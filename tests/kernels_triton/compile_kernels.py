@@ -40,6 +40,8 @@ SERVED = {80: ("bf16",), 90: ("bf16", "fp16"), 100: ("bf16",)}
 """What is compiled unless another type is asked for. float16 is as wide as bfloat16: one GPU is enough."""
 SPILL = {80: 128, 90: 256, 100: 256}
 """Bytes of registers per thread that may go to memory."""
+CURRENT = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
+"""Whether this Triton has to make fast code; of older ones, it is enough that what they make is right."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,7 @@ def make(arch: int) -> provider.TritonKernels:
 
 
 @cache
-def launches(arch: int, dtype: torch.dtype, models: tuple[str, ...]) -> list[Launched]:
+def launches(arch: int, dtype: torch.dtype, models: tuple[str, ...], forms: bool) -> list[Launched]:
     """Every kernel that the models launch."""
     with recording(arch) as found:
         kernels = make(arch)
@@ -158,16 +160,16 @@ def launches(arch: int, dtype: torch.dtype, models: tuple[str, ...]) -> list[Lau
                 _layer(kernels, MODELS[name], lens, dtype)
         fp32, int64, fp64 = (_empty(4, dtype=d) for d in (torch.float32, torch.int64, torch.float64))
         kernels.sample(_empty(4, 151936, dtype=dtype), Draws(fp32, int64, fp32, fp32, fp64, False, True))
-        for form, n, k in _grouped(arch, dtype, models):
+        for form, n, k in _grouped(arch, dtype, models, forms):
             packed = kernels.pack(form.weight(n, k, dtype))
             kernels.embedding(_empty(3, dtype=torch.int64), packed)
             kernels.linear(_empty(3, k, dtype=dtype), packed)
     return list({launched.key: launched for launched in found}.values())
 
 
-def _grouped(arch: int, dtype: torch.dtype, models: tuple[str, ...]) -> Iterator[tuple[Form, int, int]]:
-    """Quantised weights and their shapes; if all models are compiled, of every form."""
-    everything = len(models) == len(MODELS)
+def _grouped(arch: int, dtype: torch.dtype, models: tuple[str, ...], forms: bool) -> Iterator[tuple[Form, int, int]]:
+    """Quantised weights and their shapes; if all ``forms`` are asked for, or all models are compiled, of every form."""
+    everything = forms or len(models) == len(MODELS)
     if everything:
         yield FORMS[0], 17000, 256
     if everything or (arch, dtype) == (90, torch.bfloat16):
@@ -221,9 +223,11 @@ def _layer(kernels: provider.TritonKernels, shape: Shape, lens: tuple[int, ...],
         kernels.gated_experts(x, experts, shares, packed, "clamped_swiglu")
 
 
-def compile_one(arch: int, dtype: str, models: tuple[str, ...], index: int) -> tuple[str, str, list[str], str]:
+def compile_one(
+    arch: int, dtype: str, models: tuple[str, ...], forms: bool, index: int
+) -> tuple[str, str, list[str], str]:
     """Key of the model's attention or "", a line, what is wrong, and how the compiled attention adds weights up."""
-    launched = launches(arch, DTYPES[dtype], models)[index]
+    launched = launches(arch, DTYPES[dtype], models, forms)[index]
     compiled = triton.compile(launched.source, target=GPUTarget("cuda", arch, 32), options=launched.options)
     shared = compiled.metadata.shared
     usage = tool("cuobjdump", "-res-usage", cubin=compiled.asm["cubin"])
@@ -234,7 +238,7 @@ def compile_one(arch: int, dtype: str, models: tuple[str, ...], index: int) -> t
     if shared > SHARED_MEMORY[arch]:
         wrong.append(f"needs more than {SHARED_MEMORY[arch]} B of shared memory")
     name = launched.source.name
-    if stack > SPILL[arch]:
+    if stack > SPILL[arch] and CURRENT:
         wrong.append(f"spills more than {SPILL[arch]} B")
     if name in ("extend_kernel", "linear_kernel", "grouped_kernel", "experts_kernel"):
         if not overlaps(compiled.asm["ptx"]):
@@ -319,13 +323,15 @@ def main() -> int:
     parser.add_argument("--arch", action="append", type=int, choices=list(SHARED_MEMORY))
     parser.add_argument("--dtype", action="append", choices=list(DTYPES))
     parser.add_argument("--model", action="append", choices=list(MODELS))
+    parser.add_argument("--forms", action="store_true", help="all forms of quantised weights, also for few models")
     args = parser.parse_args()
+    print(f"Triton {triton.__version__}")
     models = tuple(args.model or MODELS)
     jobs = [
-        (arch, dtype, models, index)
+        (arch, dtype, models, args.forms, index)
         for arch in args.arch or SHARED_MEMORY
         for dtype in args.dtype or SERVED[arch]
-        for index in range(len(launches(arch, DTYPES[dtype], models)))
+        for index in range(len(launches(arch, DTYPES[dtype], models, args.forms)))
     ]
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
         results = list(pool.map(compile_one, *zip(*jobs, strict=True), chunksize=8))

@@ -76,6 +76,7 @@ def test_blocks_and_soft_cap_and_sinks(block_size: int, dtype: torch.dtype, devi
     attend(MIXED, spec(cap=0.7, sinks=SINKS if block_size == 16 else ()), block_size, dtype, device)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype",
     [torch.bfloat16, *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float32, torch.float16))],

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from tests.attention import random
+from tests.examples import slowly
 from torch import Tensor
 
 from infer.kernels.reference import ReferenceKernels, quantise
@@ -14,7 +15,9 @@ from infer.protocols import Activation, HeadNorms, QuantisedKV, Rotary
 from infer_kernels_triton.provider import TritonKernels
 
 REFERENCE = ReferenceKernels()
-dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+dtypes = pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, *slowly(torch.float16)], ids=["fp32", "bf16", "fp16"]
+)
 activations = pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh", "clamped_swiglu"])
 ROWS_AND_SIZES = [(1, 1), (1, 16), (3, 17), (7, 64), (2, 257), (5, 1024), (33, 48), (2, 5000)]
 

@@ -71,10 +71,8 @@ def test_chunks_company_preemption_and_replay(family: str, dtype: torch.dtype) -
         assert found == expected
 
 
-@pytest.mark.parametrize(
-    "family",
-    [f if f == "llama" else pytest.param(f, marks=pytest.mark.slow) for f in (*CONFIGS, "qwen3 int4", "qwen3 int8")],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [*CONFIGS, "qwen3 int4", "qwen3 int8"])
 def test_answers_are_the_references(family: str) -> None:
     found, expected = (
         play(family, torch.float32, kernels, num_blocks=40) for kernels in (TritonKernels(CPU), PlainActivations())

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.attention import random
-from tests.core.test_experts import near
 from tests.experts import Mixture, check_rows, route64
+from tests.products import near
 
 from infer.protocols import Routing
 from infer_kernels_triton.provider import TritonKernels

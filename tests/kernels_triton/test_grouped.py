@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.attention import random
-from tests.kernels_cpu.test_grouped import TIED
+from tests.products import TIED
 from torch import Tensor
 
 from infer.kernels.reference import PackedLinear

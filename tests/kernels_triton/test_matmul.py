@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from tests.attention import random
+from tests.examples import slowly
 from tests.products import within_rounding
 
 from infer_kernels_triton.provider import TritonKernels
@@ -18,8 +19,8 @@ ROWS = [1, 2, 15, 16, 17, 33, 130]
     [torch.bfloat16, *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float32, torch.float16))],
     ids=["bf16", "fp32", "fp16"],
 )
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("n", "k"), [(1, 1), (17, 33), (64, 128), (50, 96), (130, 70)])
+@pytest.mark.parametrize("bias", [True, *slowly(False)])
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (17, 33), (64, 128), (50, 96), *slowly((130, 70))])
 def test_products_and_their_rows(n: int, k: int, bias: bool, dtype: torch.dtype, device: str) -> None:
     kernels = TritonKernels(torch.device(device))
     x = random(ROWS[-1], k, dtype=dtype).to(device)

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from infer.engine.exactness import EDGES, MOST_ROWS, ROWS
 from infer_kernels_triton.configs import INTERPRETER, MANY, TABLE
 
@@ -17,6 +19,7 @@ MOST = 28
 """Variants of all kernels of one model."""
 
 
+@pytest.mark.slow
 def test_serving_compiles_nothing_new() -> None:
     """Batches of any composition, chunks, preemption, every way of drawing; in a process without the interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

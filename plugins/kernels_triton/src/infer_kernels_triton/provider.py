@@ -25,7 +25,7 @@ from infer.protocols import (
     Routing,
 )
 from infer.weight import GroupedWeight, Weight
-from infer_kernels_triton import attention, elementwise, grouped, matmul, sampling
+from infer_kernels_triton import assembler, attention, elementwise, grouped, matmul, sampling
 from infer_kernels_triton import experts as mixture
 from infer_kernels_triton.configs import Config, configs
 
@@ -51,6 +51,7 @@ class TritonKernels(ReferenceKernels):
         self._met: set[Hashable] = set()
         self._programs = INTERPRETED_PROGRAMS
         if device.type == "cuda":
+            assembler.choose(torch.cuda.get_device_capability(device)[0])
             self._programs = WAVES * torch.cuda.get_device_properties(device).multi_processor_count
 
     def recorder(self) -> RecorderProtocol | None:

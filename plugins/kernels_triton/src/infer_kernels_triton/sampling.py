@@ -1,8 +1,9 @@
 """Drawing a token per row without sorting the vocabulary.
 
 Filters are thresholds, and a threshold is found bit by bit: it is the largest value such that enough tokens, or enough
-probability, are at or above it. The draw goes through the remaining tokens in vocabulary order. One program per row
-reads the logits several times; they are in the L2 cache, since they have just been written.
+probability, are at or above it. Of the tokens at top-k's threshold, the first ones are kept. The draw goes through the
+remaining tokens in vocabulary order. One program per row reads the logits several times; they are in the L2 cache,
+since they have just been written.
 
 Shapes: N rows, V vocabulary size.
 """
@@ -34,29 +35,47 @@ def _load(logits_ptr, begin, V, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _above(logits_ptr, V, top, heat, threshold, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """The number of tokens whose key is at least ``threshold``, or the sum of their weights exp((x - top) / heat)."""
+def _above(logits_ptr, V, top, heat, edge, most, threshold, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """The number of tokens whose key is at least ``threshold``, or the sum of their weights exp((x - top) / heat). Of
+    those whose key is at most ``edge``, only ids up to ``most`` count."""
     total = tl.zeros([], tl.float64)
     for begin in range(0, V, BLOCK):
         x, key = _load(logits_ptr, begin, V, BLOCK)
         weight = tl.full([BLOCK], 1.0, tl.float32) if COUNT else tl.exp((x - top) / heat)
-        real = (key >= threshold) & (begin + tl.arange(0, BLOCK) < V)
+        index = begin + tl.arange(0, BLOCK)
+        real = (key >= threshold) & (index < V) & ((key > edge) | (index <= most))
         total += tl.sum(tl.where(real, weight, 0.0)).to(tl.float64)
     return total
 
 
 @triton.jit
-def _threshold(logits_ptr, V, top, heat, wanted, COUNT: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest key such that ``wanted`` tokens (with COUNT), or tokens of weight ``wanted``, have at least that
-    key."""
+def _threshold(
+    logits_ptr, V, top, heat, edge, most, wanted, COUNT: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The largest key such that ``wanted`` tokens (with COUNT), or tokens of weight ``wanted``, have at least that key,
+    of those that ``_above`` counts."""
     zero = tl.zeros([], tl.int32)
-    enough = _above(logits_ptr, V, top, heat, zero, COUNT, BLOCK) >= wanted
+    enough = _above(logits_ptr, V, top, heat, edge, most, zero, COUNT, BLOCK) >= wanted
     threshold = tl.where(enough, zero, tl.full([], -0x80000000, tl.int32))
     for i in range(1, BITS):
         higher = threshold + (tl.full([], 1, tl.int32) << (31 - i))
-        enough = _above(logits_ptr, V, top, heat, higher, COUNT, BLOCK) >= wanted
+        enough = _above(logits_ptr, V, top, heat, edge, most, higher, COUNT, BLOCK) >= wanted
         threshold = tl.where(enough, higher, threshold)
     return threshold
+
+
+@triton.jit
+def _last_tied(logits_ptr, V, low, high, wanted, BLOCK: tl.constexpr):
+    """The id of the ``wanted``-th token, in vocabulary order, whose key is from ``low`` to ``high``."""
+    last = tl.zeros([], tl.int32) + V
+    before = tl.zeros([], tl.int32)
+    for begin in range(0, V, BLOCK):
+        _, key = _load(logits_ptr, begin, V, BLOCK)
+        index = begin + tl.arange(0, BLOCK)
+        tied = ((key >= low) & (key <= high) & (index < V)).to(tl.int32)
+        last = tl.minimum(last, tl.min(tl.where((tied > 0) & (before + tl.cumsum(tied) == wanted), index, V)))
+        before += tl.sum(tied)
+    return last
 
 
 @triton.jit
@@ -94,14 +113,22 @@ def sample_kernel(
         heat = tl.load(temperature_ptr + row)
         if finite & (heat > 0.0):
             threshold = tl.full([], -0x80000000, tl.int32)
+            edge = threshold
+            most = tl.zeros([], tl.int32) + V
             if RANKED:
                 top_k = tl.load(top_k_ptr + row)
                 top_p = tl.load(top_p_ptr + row)
                 if (top_k > 0) & (top_k < V):
-                    threshold = _threshold(logits_ptr, V, top, heat, top_k.to(tl.float64), True, BITS, BLOCK)
+                    wanted = top_k.to(tl.float64)
+                    threshold = _threshold(logits_ptr, V, top, heat, edge, most, wanted, True, BITS, BLOCK)
+                    tied = threshold | ((1 << (32 - BITS)) - 1)  # keys of negative numbers end with ones
+                    above = _above(logits_ptr, V, top, heat, edge, most, tied + 1, True, BLOCK)
+                    most = _last_tied(logits_ptr, V, threshold, tied, (wanted - above).to(tl.int32), BLOCK)
+                    edge = tied
                 if top_p < 1.0:
-                    mass = _above(logits_ptr, V, top, heat, threshold, False, BLOCK) * top_p.to(tl.float64)
-                    threshold = tl.maximum(threshold, _threshold(logits_ptr, V, top, heat, mass, False, BITS, BLOCK))
+                    mass = _above(logits_ptr, V, top, heat, edge, most, threshold, False, BLOCK) * top_p.to(tl.float64)
+                    found = _threshold(logits_ptr, V, top, heat, edge, most, mass, False, BITS, BLOCK)
+                    threshold = tl.maximum(threshold, found)
             min_p = tl.load(min_p_ptr + row)
             total = tl.zeros([], tl.float64)
             last = tl.zeros([], tl.int32)
@@ -109,6 +136,7 @@ def sample_kernel(
                 x, key = _load(logits_ptr, begin, V, BLOCK)
                 weight = tl.exp((x - top) / heat)
                 kept = (key >= threshold) & (weight >= min_p) & (weight > 0.0)
+                kept &= (key > edge) | (begin + index <= most)
                 total += tl.sum(tl.where(kept, weight, 0.0).to(tl.float64))
                 last = tl.maximum(last, tl.max(tl.where(kept, begin + index, 0)))
             # Take the first kept token whose cumulative weight passes the target. By rounding there may be none; then
@@ -120,6 +148,7 @@ def sample_kernel(
                 x, key = _load(logits_ptr, begin, V, BLOCK)
                 weight = tl.exp((x - top) / heat)
                 kept = (key >= threshold) & (weight >= min_p) & (weight > 0.0)
+                kept &= (key > edge) | (begin + index <= most)
                 weight = tl.where(kept, weight, 0.0).to(tl.float64)
                 passed = kept & (before + tl.cumsum(weight) > target)
                 token = tl.minimum(token, tl.min(tl.where(passed, begin + index, last)))
