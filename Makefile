@@ -6,6 +6,7 @@ PYTHON ?= python3
 PORT ?= 8000
 OPENAI_3 := 3.54.0
 JITER := 0.16.0
+TRITONS := 3.6.0 3.8.0
 OPENAI_NODE := 6.49.0
 AXE := 4.14.1
 GRAFANA := 12.1.0
@@ -22,8 +23,12 @@ $(STAMP): Makefile constraints.txt requirements-dev.txt $(PACKAGES:%=%/pyproject
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt \
 		--requirement requirements-dev.txt $(PACKAGES:%=--editable %)
-	# What cannot be in one environment with the rest, or is no Python: for tests/clients, tests/console and tests/test_delivery.py.
+	# What cannot be in one environment with the rest, or is no Python: for tests/clients, tests/kernels_triton, tests/console and
+	# tests/test_delivery.py.
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(VENV)/openai-3 openai==$(OPENAI_3) jiter==$(JITER)
+	for version in $(TRITONS); do \
+		$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(VENV)/triton-$$version triton==$$version || exit 1; \
+	done
 	if command -v npm > /dev/null; then npm install --silent --no-audit --no-fund --prefix $(VENV)/node openai@$(OPENAI_NODE) axe-core@$(AXE) \
 		@grafana/schema@$(GRAFANA) typescript@$(TYPESCRIPT); fi
 	touch $@
@@ -47,7 +52,8 @@ docs: install
 	$(BIN)/infer demo --model demo --budget 128 --html docs/demo/steps.html --log.level warning > /dev/null
 	$(BIN)/python -m sphinx -W --keep-going --quiet -j auto -d build/doctrees -c docs . build/site
 
-PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8
+# worksteal: neighbours share what is made once for a module, and nobody is idle at the end.
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
 # The verdict of test and test-all depends on the code alone: tests/examples.py.
 test test-all: export PYTHONHASHSEED := 0
@@ -61,7 +67,7 @@ test: install style
 	$(call typed,$(PYTEST) -m 'not slow')
 
 test-all: install style
-	$(call typed,$(PYTEST) --again)
+	$(call typed,$(PYTEST) --again --durations 40)
 
 # Luck belongs here: other examples, and more of them, in every run. What it finds becomes a test of its own.
 explore: SEED := $(shell date +%s)

@@ -2,7 +2,8 @@
 
 An sdist and a wheel of every package; of infer-kernels-cpu a manylinux wheel for each machine that a compiler is found
 for (x86-64 with all its instruction set levels, AArch64 by Debian's cross-compiler), checked by auditwheel; a bill of
-materials (CycloneDX); and SHA256SUMS. The same commit and compilers yield the same bytes, in any folder at any time.
+materials (CycloneDX); files of requirements, by which pip installs them; and SHA256SUMS. The same commit and compilers
+yield the same bytes, in any folder at any time.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from deploy import materials
+from deploy import materials, requirements
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = [ROOT / "core", ROOT / "bundle", *sorted(p for p in (ROOT / "plugins").iterdir() if p.is_dir())]
@@ -105,7 +106,7 @@ def expected_levels(package: Path, machine: str) -> set[str]:
 
 
 def everything(to: Path) -> None:
-    """All distributions, the bill of materials and the checksums, in an empty folder."""
+    """All distributions, the bill of materials, files of requirements and the checksums, in an empty folder."""
     with tempfile.TemporaryDirectory() as temporary:
         for package in PACKAGES:
             copy = copied(package, Path(temporary))
@@ -124,6 +125,8 @@ def everything(to: Path) -> None:
                 if lacking := expected_levels(copy, machine) - levels(wheel):
                     raise DistError(f"{wheel.name} lacks {', '.join(sorted(lacking))}: {compiler} cannot compile it.")
     (to / f"infer-{version()}.cdx.json").write_text(materials.written(to, epoch()), encoding="utf-8")
+    for name, text in requirements.written(to, PACKAGES, ROOT / "constraints.txt").items():
+        (to / name).write_text(text, encoding="utf-8")
     sums = [f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in sorted(to.iterdir())]
     (to / "SHA256SUMS").write_text("".join(sums), encoding="utf-8")
 

@@ -15,7 +15,7 @@ HOME = "docs/README"
 project = "infer"
 author = "the infer authors"
 copyright = author
-extensions = ["myst_parser"]
+extensions = ["myst_parser", "sphinx_copybutton"]
 root_doc = HOME
 include_patterns = ["*.md", *(f"{folder}/**.md" for folder in ("bundle", "core", "docs", "examples", "plugins"))]
 include_patterns += ["benchmarks/*.md"]
@@ -25,9 +25,14 @@ myst_heading_anchors = 4
 html_theme = "furo"
 html_title = "infer"
 html_extra_path = ["site"]
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 html_copy_source = False
 html_use_index = False
 html_theme_options: dict[str, Any] = {"navigation_with_keys": True}
+# What is copied of a console is its commands, without the prompt and what they print.
+copybutton_prompt_text = "$ "
+copybutton_line_continuation_character = "\\"
 
 
 def chapters(page: str) -> list[tuple[str, list[str]]]:

@@ -56,7 +56,7 @@ SECTIONS: dict[str, tuple[str, str, Sequence[str]]] = {
         "testing/__init__.py",
         (
             *(f"testing/{name}.py" for name in ("checkpoints", "models", "pools", "schedulers", "kernels", "formats")),
-            *(f"testing/{name}.py" for name in ("proposers", "tool_formats", "suite")),
+            *(f"testing/{name}.py" for name in ("proposers", "tool_formats", "commands", "suite")),
         ),
     ),
 }

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import inspect
 import json
 import re
 import statistics
@@ -27,11 +28,13 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.shapes import CONFIGS, write  # noqa: E402
 
+from infer.cache import BlockBooks  # noqa: E402
 from infer.commands import COMMANDS  # noqa: E402
 from infer.commands.arguments import PLAIN_PARAMS  # noqa: E402
 from infer.commands.doctor import Doctor, warnings_noted  # noqa: E402
 from infer.plugins import Plugins  # noqa: E402
 from infer.server.metrics import Metrics  # noqa: E402
+from infer.server.service import Service  # noqa: E402
 from infer.settings import Settings, load_settings  # noqa: E402
 
 SHAPES = ("Qwen3-0.6B", "Gemma-3-1B", "Llama-3.2-1B", "Granite-3.1-1B-A400M", "Llama-3.2-3B", "OLMoE-1B-7B", "Qwen3-8B")
@@ -90,9 +93,8 @@ def _said(action: argparse.Action) -> str:
 
 def metrics() -> str:
     settings = Settings()
-    service = SimpleNamespace(
-        engine_loop=SimpleNamespace(num_open=0), settings=settings, served=SimpleNamespace(name="", cache_tokens=1)
-    )
+    served = SimpleNamespace(name="", cache_tokens=1, engine=settings.engine)
+    service = SimpleNamespace(engine_loop=SimpleNamespace(num_open=0), settings=settings, served=served)
     body = []
     for family in Metrics(service).collect():  # type: ignore[arg-type]
         name = f"{family.name}_total" if family.type == "counter" else family.name
@@ -205,12 +207,32 @@ def gigabytes(nbytes: int) -> str:
     return f"{nbytes / 1e9:.2f} GB"
 
 
+def calls(owner: type, names: Sequence[str]) -> Callable[[], str]:
+    """A table of some of a class's methods: how they are called, and what they do."""
+
+    def table() -> str:
+        body = []
+        for name in names:
+            method = getattr(owner, name)
+            signature = inspect.signature(method)
+            signature = signature.replace(parameters=[p for p in signature.parameters.values() if p.name != "self"])
+            plain = re.sub(r"(?<=: |> )'([^']*)'", r"\1", str(signature))  # types are texts
+            awaited = "await " if inspect.iscoroutinefunction(method) else ""
+            said = " ".join((method.__doc__ or "").split()).replace("``", "`")
+            body.append((f"`{awaited}{name}{plain}`", said))
+        return rows(("call", ""), body)
+
+    return table
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
     "commands": commands,
     "metrics": metrics,
     "models": models,
     "formats": formats,
     "slots": slots,
+    "service": calls(Service, ("read", "requests", "whole", "stream", "answer", "observe")),
+    "books": calls(BlockBooks, ("_open", "_place", "_close", "reach", "least_tokens")),
     "memory": memory,
     "peers_plain": peers("2026-11-21-zen5-2-cores-peers-Qwen3-0.6B"),
     "peers_quantised": peers("2026-11-22-zen5-2-cores-peers-quantised-Llama-3.2-1B"),

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -20,13 +21,22 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from deploy import dist
+from deploy import dist, requirements
 from deploy.dist import NATIVE, PACKAGES, ROOT
 from packaging.requirements import Requirement
+from tests.docs.pages import PAGES
+from tests.docs.running import Shell, environment, follow, hub
+from tests.docs.test_run import SHOWN, free_port
 
 import infer_demo
+from infer import errors
+from infer.checkpoint.hub import BUNDLED
+from infer.slots import SLOTS
 from infer_kernels_cpu import native
 
+MOST_DISTRIBUTIONS, MOST_BYTES = 60, 1_100_000_000
+"""What the README's install may bring to an environment: other people's and our distributions, and bytes, most of
+them torch's. CUDA would be another 4 GB."""
 FAST = {"CXXFLAGS": "-O1"}
 """Compiles the kernels in a third of the time; with -O0 they would ask for a newer glibc."""
 
@@ -35,7 +45,8 @@ FAST = {"CXXFLAGS": "-O1"}
 def test_every_distribution_can_be_published(package: Path) -> None:
     project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
     assert (package / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
-    assert project["license-files"] == ["LICENSE"]
+    others = [str(file.relative_to(package)) for file in (package / "src").rglob("*LICENSE*")]
+    assert project["license-files"] == ["LICENSE", *others], "what is of others comes with their license"
     assert project["classifiers"]
     for module in (package / "src").glob("*"):
         assert (module / "py.typed").exists()
@@ -54,6 +65,97 @@ def test_all_packages_have_one_version_and_ask_for_each_other_at_it() -> None:
 
 def test_the_hook_compiles_the_levels_that_the_package_looks_for() -> None:
     assert dist.expected_levels(ROOT / "plugins" / NATIVE, platform.machine()) == set(native.LEVELS)
+
+
+def wheel(folder: Path, name: str, version: str, needs: list[str], says: str = "") -> Path:
+    """A wheel of nothing but a name, a version and what it needs."""
+    stem = f"{name.replace('-', '_')}-{version}"
+    file = folder / f"{stem}-py3-none-any.whl"
+    told = [f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}", *(f"Requires-Dist: {need}" for need in needs)]
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr(f"{stem}.dist-info/METADATA", "\n".join(told) + f"\n\n{says}")
+        archive.writestr(f"{stem}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{stem}.dist-info/RECORD", "")
+    return file
+
+
+@pytest.fixture
+def named(tmp_path: Path) -> Path:
+    """A folder as `make dist` makes it, of wheels that have only the names, versions and needs of ours."""
+    folder = tmp_path / "dist"
+    folder.mkdir()
+    for package in PACKAGES:
+        project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
+        ours = [line for line in project["dependencies"] if line.startswith("infer-")]
+        wheel(folder, project["name"], project["version"], ours)
+    for name, text in requirements.written(folder, PACKAGES, ROOT / "constraints.txt").items():
+        (folder / name).write_text(text)
+    return folder
+
+
+def test_nobody_elses_package_of_our_name_is_installed(named: Path, tmp_path: Path) -> None:
+    """Not one of a higher version from an index, nor one of the same version from anywhere."""
+    project = tmp_path / "index" / "infer-core"
+    project.mkdir(parents=True)
+    theirs = wheel(project, "infer-core", "0.1.999", [])
+    (project / "index.html").write_text(f'<a href="{theirs.name}">{theirs.name}</a>')
+    plain = {key: value for key, value in os.environ.items() if not key.startswith("PIP_")}
+    plain |= {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": project.parent.as_uri(), "PIP_NO_CACHE_DIR": "1"}
+
+    def taken(*what: str) -> dict[str, str]:
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--dry-run"]
+        command += ["--ignore-installed", "--report", "-", *what]
+        done = subprocess.run(command, cwd=tmp_path, env=plain, capture_output=True, text=True)
+        if done.returncode:
+            return {"failed": done.stderr}
+        reported = [each["metadata"] for each in json.loads(done.stdout)["install"]]
+        return {each["name"]: each["version"] for each in reported}
+
+    assert taken("--find-links", str(named), "infer-engine")["infer-core"] == "0.1.999", "this index is asked"
+    assert taken("-r", str(named / "infer-engine.txt")) == dict.fromkeys(
+        [
+            *("infer-engine", "infer-core", "infer-cache-paged", "infer-cache-slotted", "infer-models"),
+            *("infer-formats", "infer-kernels-cpu", "infer-console", "infer-demo"),
+        ],
+        dist.version(),
+    )
+    wheel(named, "infer-core", dist.version(), [], says="by somebody else")
+    assert "DO NOT MATCH THE HASHES" in taken("-r", str(named / "infer-engine.txt"))["failed"]
+
+
+def test_every_distribution_says_what_else_it_needs(named: Path) -> None:
+    """The needs are the packages' own, in the versions that the tests run with, and torch without CUDA but for GPUs."""
+    engine = set((named / "infer-engine.needs.txt").read_text().splitlines()[1:])
+    assert {f"torch=={version('torch').split('+')[0]}", f"--extra-index-url {requirements.CPU_INDEX}"} <= engine
+    more = set()
+    for package in PACKAGES:
+        project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
+        name = project["name"]
+        needs = [line for line in (named / f"{name}.needs.txt").read_text().splitlines() if line[0] != "#"]
+        options = [line for line in needs if line.startswith("--")]
+        assert bool(options) == (name != "infer-kernels-triton")
+        found = {line.name: line for line in map(Requirement, needs[len(options) :])}
+        for each in map(Requirement, project["dependencies"]):
+            if not each.name.startswith("infer-"):
+                assert (found[each.name].extras, found[each.name].marker) == (each.extras, each.marker)
+                (pin,) = found[each.name].specifier
+                assert (pin.operator, pin.version) == ("==", version(each.name).split("+")[0])
+                assert pin.version in each.specifier
+        assert "torch" in found
+        if not set(needs) <= engine:
+            more.add(name)
+    assert more == {*errors.INDEXED}
+
+
+def test_advice_on_what_to_install_names_files_that_are_made(named: Path) -> None:
+    packages = {package for slot in SLOTS.values() for package in slot.packages.values()}
+    for package in packages | {*BUNDLED.values()}:
+        advice = errors.installing(package)
+        assert re.sub(r" -r dist/\S+", "", advice) in ("pip install", "pip install && pip install")
+        assert all((named.parent / file).exists() for file in re.findall(r"dist/\S+", advice))
+    for file in ROOT.rglob("*.py"):
+        if "src" in file.parts:
+            assert not re.search(r"pip install[^\n]* infer-", file.read_text()), file
 
 
 def archived(file: Path) -> list[str]:
@@ -144,37 +246,73 @@ def test_the_same_sources_yield_the_same_bytes(tmp_path: Path, monkeypatch: pyte
 
 
 class Empty:
-    """An environment with nothing but pip, in a folder of its own."""
+    """An environment with nothing but pip, in a folder that has ``dist`` besides."""
 
-    def __init__(self, folder: Path, links: Path) -> None:
+    def __init__(self, folder: Path, dist: Path) -> None:
         venv.create(folder / "env", with_pip=True)
-        self.folder, self._bin, self._links = folder, folder / "env" / "bin", links
+        (folder / "dist").symlink_to(dist)
+        self.folder, self._bin = folder, folder / "env" / "bin"
 
-    def pip(self, *arguments: str, **environment: str) -> str:
-        command = [str(self._bin / "python"), "-m", "pip", "install", "--constraint", str(ROOT / "constraints.txt")]
-        command += ["--quiet", "--find-links", str(self._links), *arguments]
-        return self._run(command, **environment)
+    def pip(self, *arguments: str, **variables: str) -> str:
+        """PIP_RETRIES: an index that cannot be reached from here is asked for every package."""
+        command = [str(self._bin / "python"), "-m", "pip", "install", "--quiet", *arguments]
+        return self._run(command, **{"PIP_RETRIES": "1", **variables})
+
+    def named(self) -> set[str]:
+        """The distributions that are installed."""
+        listed = json.loads(self._run([str(self._bin / "python"), "-m", "pip", "list", "--format", "json"]))
+        return {each["name"] for each in listed}
+
+    def nbytes(self) -> int:
+        """The size of the environment's files, of each one once."""
+        return sum(file.lstat().st_size for file in (self.folder / "env").rglob("*"))
+
+    def shell(self, home: Path) -> Shell:
+        """One that finds this environment's commands first."""
+        variables = environment()
+        return Shell(
+            self.folder, variables | {"PATH": f"{self._bin}:{variables['PATH']}", "HF_HOME": str(home)}, free_port()
+        )
 
     def infer(self, *arguments: str) -> str:
         return self._run([str(self._bin / "infer"), *arguments])
 
     def serve(self) -> subprocess.Popen[str]:
         command = [str(self._bin / "infer"), "serve", "demo", "--port", "0"]
-        return subprocess.Popen(command, cwd=self.folder, stdout=subprocess.PIPE, text=True)
+        return subprocess.Popen(command, cwd=self.folder, stdout=subprocess.PIPE, env=environment(), text=True)
 
-    def _run(self, command: list[str], **environment: str) -> str:
-        done = subprocess.run(command, cwd=self.folder, env=os.environ | environment, capture_output=True, text=True)
+    def _run(self, command: list[str], **variables: str) -> str:
+        done = subprocess.run(command, cwd=self.folder, env=environment() | variables, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
 def empty(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Empty:
-    return Empty(tmp_path_factory.mktemp("empty"), made)
+    """With what the README installs, by the README's own lines."""
+    empty = Empty(tmp_path_factory.mktemp("empty"), made)
+    lines = [command for command in SHOWN["README.md"] if command.startswith("pip install ")]
+    assert len(lines) == 2
+    for line in lines:
+        empty.pip(*shlex.split(line, comments=True)[2:])
+    return empty
 
 
 @pytest.mark.slow
-def test_a_newcomer_gets_a_streamed_answer_and_then_the_console(empty: Empty) -> None:
+def test_the_readme_works_with_what_it_installs(empty: Empty, tmp_path: Path) -> None:
+    """Every command and piece of code there, and no more is installed than it says."""
+    found = empty.named() - {"pip", "setuptools", "wheel"}
+    assert {"infer-engine", "infer-console", "infer-cache-slotted"} <= found
+    assert len(found) <= MOST_DISTRIBUTIONS, found
+    assert empty.nbytes() <= MOST_BYTES
+    shell = empty.shell(hub(tmp_path / "home"))
+    ran = follow(PAGES["README.md"], shell, lambda each: not each.startswith(("make ", "curl ", "pip ")), python=True)
+    assert ran > 8
+    shell.run("infer generate --model demo --max-tokens 2 --cache.backend slotted 'def '", [])
+
+
+@pytest.mark.slow
+def test_a_newcomer_gets_a_streamed_answer_and_the_console(empty: Empty) -> None:
     """The commands of docs/install.md, from wheels alone."""
 
     def asked(url: str, path: str, body: object = None) -> list[str]:
@@ -183,39 +321,37 @@ def test_a_newcomer_gets_a_streamed_answer_and_then_the_console(empty: Empty) ->
         with urllib.request.urlopen(ask, timeout=60) as answer:
             return [line.decode().strip() for line in answer if line.strip()]
 
-    for package in ("infer-engine", "infer-engine[console]"):
-        empty.pip(package, "--only-binary", ":all:")
-        with empty.serve() as server:
-            assert server.stdout is not None
-            url = server.stdout.readline().removeprefix("infer: ready on ").strip()
-            body = {"prompt": "def ", "max_tokens": 8, "ignore_eos": True, "stream": True}
-            *chunks, done = asked(url, "/v1/completions", body)
-            assert done == "data: [DONE]"
-            assert len(chunks) >= 8
-            if "console" in package:
-                assert "<!doctype html>" in asked(url, "/console")[0].lower()
-            server.terminate()
-            assert server.wait(timeout=60) == 0
+    with empty.serve() as server:
+        assert server.stdout is not None
+        url = server.stdout.readline().removeprefix("infer: ready on ").strip()
+        body = {"prompt": "def ", "max_tokens": 8, "ignore_eos": True, "stream": True}
+        *chunks, done = asked(url, "/v1/completions", body)
+        assert done == "data: [DONE]"
+        assert len(chunks) >= 8
+        assert "<!doctype html>" in asked(url, "/console")[0].lower()
+        server.terminate()
+        assert server.wait(timeout=60) == 0
     assert len(empty.infer("generate", "--model", "demo", "--max-tokens", "8", "def ")) > len("def ")
     assert infer_demo.__file__ not in empty.infer("plugins")
 
 
 @pytest.mark.slow
 def test_an_sdist_builds_where_a_compiler_is_and_says_what_lacks_where_none_is(empty: Empty, made: Path) -> None:
-    name = "infer-kernels-cpu"
-    from_source = ["--no-deps", "--force-reinstall", "--no-cache-dir", "--no-binary", name, name]
-    empty.pip("infer-engine")
+    advice = "--no-build-isolation --no-cache-dir --no-deps --force-reinstall -r dist/infer-kernels-cpu.txt"
+    from_source = [*advice.split(), "--no-binary", "infer-kernels-cpu"]
+    empty.pip("hatchling")
     empty.pip(*from_source, CXX="no-such-compiler")
     assert [line for line in empty.infer("plugins").splitlines() if "no C++ compiler" in line]
     refused = subprocess.run(
         [empty.folder / "env/bin/infer", "generate", "--model", "demo", "--kernels.backend", "cpu", "def "],
         cwd=empty.folder,
+        env=environment(),
         capture_output=True,
         text=True,
     )
     assert refused.returncode != 0
     (said,) = [line for line in refused.stderr.splitlines() if "C++ compiler" in line]
-    assert "pip install --force-reinstall --no-deps --no-cache-dir infer-kernels-cpu" in said
+    assert f"pip install hatchling && pip install {advice}" in said
     assert len(empty.infer("generate", "--model", "demo", "--max-tokens", "8", "def ")) > len("def ")
     empty.pip(*from_source, **FAST)
     options = ["--model", "demo", "--max-tokens", "8", "--kernels.backend", "cpu"]

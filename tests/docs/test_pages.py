@@ -126,3 +126,24 @@ def test_tables_of_settings_can_be_read(plugins: Plugins, tmp_path: Path) -> Non
                 except InferError as error:
                     if not imagined(error):
                         raise
+
+
+@each
+def test_nothing_is_lost_to_html(page: Page) -> None:
+    """Browsers show nothing of a tag that they do not know, such as <think>."""
+    found = [(line, token.content) for line, token in page.inline if token.type == "html_inline"]
+    assert [each for each in found if not re.fullmatch(r"<br>|<!--.*-->", each[1], re.DOTALL)] == []
+
+
+def test_the_rooms_fit_beside_the_navigation() -> None:
+    """A window of 1280 pixels shows lines of 92 characters."""
+    rooms, imports, *_ = PAGES["docs/architecture.md"].blocks
+    assert max(len(line) for block in (rooms, imports) for line in block.text.splitlines()) <= 92
+
+
+def test_the_first_page_shows_what_it_is_about() -> None:
+    home = PAGES[f"{CONF['HOME']}.md"].text
+    before, _, _ = home.partition("\n## ")
+    (image,) = re.findall(r"!\[[^]]{20,}\]\((\S+)\)", before)
+    assert (ROOT / "docs" / image).is_file()
+    assert "(start.md)" in before

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from deploy import requirements
 from tests.docs.pages import PAGES, ROOT, commands
 from tests.docs.running import BIN, Shell, environment, follow, hub
 from tests.test_examples import build
@@ -17,7 +18,7 @@ from tests.test_examples import environment as fresh
 MAKEFILE = (ROOT / "Makefile").read_text()
 TUTORIAL = "docs/tutorial.md"
 NOT_RUN = {
-    r".*: make (?!serve$).*|.*: pip install .*infer-(engine|ray).*": "they install, test or measure",
+    r".*: make (?!serve$).*|.*: pip install .*infer-(engine|kernels-triton|ray)\..*": "they install, test or measure",
     r"docs/install.md: (python3 -m venv env|env/bin/.*|curl .*)": "tests/test_dist.py does so with wheels of its own",
     r"docs/install.md: (docker|MODEL=|sudo).*": "they need Docker, or root",
     r"plugins/ray/README.md: infer ray run .*": "tests/ray does so",
@@ -82,7 +83,10 @@ def test_the_commands_of_a_page(path: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_tutorial(tmp_path: Path) -> None:
     """In a fresh environment."""
-    wheels = build(tmp_path / "dist", [ROOT / "core", ROOT / "plugins/cache_slotted"])
+    packages = [ROOT / "core", ROOT / "plugins/cache_slotted"]
+    wheels = build(tmp_path / "dist", packages)
+    for name, text in requirements.written(wheels, packages, ROOT / "constraints.txt").items():
+        (wheels / name).write_text(text)
     bin = fresh(tmp_path / "made", wheels)
     (bin / "pip").write_text(f'#!/bin/sh\nexec {sys.executable} -m pip --python {bin.parent} "$@"\n')
     (bin / "pytest").write_text(f'#!/bin/sh\nexec {bin}/python -m pytest -p no:cacheprovider -p no:xdist "$@"\n')

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from infer.commands import bench
 from infer.commands.bench import (
     WORKLOADS,
     Planned,
@@ -23,6 +26,8 @@ from infer.commands.bench import (
     summarise,
     table,
 )
+from infer.plugins import Plugins
+from infer.settings import load_settings
 
 
 def test_plans_are_drawn_from_the_seed_within_the_ranges() -> None:
@@ -41,6 +46,25 @@ def test_three_quarters_of_chunked_prefill_are_long() -> None:
     big = plan(WORKLOADS["chunked_prefill"], scale=1.0, seed=0, vocab_size=500) * 1
     long = sum(len(p.prompt_token_ids) >= 1024 for p in big)
     assert 0.5 < long / len(big) < 0.95
+
+
+def test_its_own_server_has_no_access_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds of lines of JSON would come before the tables."""
+
+    class Started:
+        def __init__(self, command: Sequence[str], env: Mapping[str, str], **more: object) -> None:
+            found = load_settings(Plugins.discover(), argv=command[command.index("serve") + 1 :], env=env)
+            assert not found.settings.server.access_log
+            self.stdout = io.StringIO("infer: ready on http://here\n")
+
+        def send_signal(self, number: int) -> None: ...
+
+        def wait(self) -> int:
+            return 0
+
+    monkeypatch.setattr("infer.commands.bench.subprocess.Popen", Started)
+    with bench.server([]) as url:
+        assert url == "http://here"
 
 
 def test_when_requests_arrive() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from infer.contracts.params import SamplingParams
-from infer.errors import InferError, capital, first_fault
+from infer.errors import InferError, capital, first_fault, installing
 from infer.plugins import Plugins
 
 PLAIN_PARAMS = (
@@ -45,7 +45,7 @@ def new_timeline(flag: str, file: str, plugins: Plugins) -> Path:
     anew. Raises InferError."""
     if not any(offer.name == "timeline" for offer in plugins.offers["observer"]):
         raise InferError(
-            f"{flag} needs the plugin that writes the page: pip install infer-console.{plugins.culprits()}"
+            f"{flag} needs the plugin that writes the page: {installing('infer-console')}.{plugins.culprits()}"
         )
     plugins.get("observer", "timeline", flag)
     try:

@@ -260,7 +260,8 @@ async def served(url: str) -> dict[str, Any]:
 def server(settings_argv: Sequence[str]) -> Iterator[str]:
     """Start an `infer serve` with these settings, yield its URL, and stop it at the end. Raises InferError."""
     command = [sys.executable, "-m", "infer.commands.cli", "serve", *settings_argv, "--server.port", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    env = os.environ | {"INFER_SERVER__ACCESS_LOG": "false"}  # which would bury the tables; a setting still asks for it
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
     assert process.stdout is not None
     try:
         line = process.stdout.readline()

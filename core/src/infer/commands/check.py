@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 CALL = (
     'a JSON object with "text", which is a call as the model writes it, and its "name" and "arguments"; also "schema", '
-    "that of the arguments, if the format needs it"
+    'that of the arguments, if the format needs it, and "two", an answer of two calls, where that is not "text" twice'
 )
 
 
@@ -147,8 +147,8 @@ def _call(file: str | None) -> dict[str, Any]:
         given = json.loads(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise InferError(f"--call {file} cannot be read: {say(error)}.") from None
-    kinds = {"text": str, "name": str, "arguments": dict, "schema": dict}
-    call: dict[str, Any] = {"schema": {"type": "object"}} | (given if isinstance(given, dict) else {})
+    kinds = {"text": str, "name": str, "arguments": dict, "schema": dict, "two": str}
+    call: dict[str, Any] = {"schema": {"type": "object"}, "two": ""} | (given if isinstance(given, dict) else {})
     if set(call) != set(kinds) or not call["text"] or not all(isinstance(call[key], kinds[key]) for key in kinds):
         raise InferError(f"--call {file} has to hold {CALL}.")
     return call

@@ -9,12 +9,13 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
+from typing import NoReturn
 
 from infer.commands import COMMANDS
 from infer.contracts.hooks import CommandRegistration
 from infer.contracts.protocols import CommandContext
 from infer.errors import InferError, PluginError, SettingsError, say
-from infer.plugins import Offer, Plugins
+from infer.plugins import Offer, Plugins, advice
 from infer.settings import arguments, describe_schema, load_settings, meant, schema, split_arguments
 
 log = logging.getLogger(__name__)
@@ -72,7 +73,8 @@ def _run(settings_argv: Sequence[str], rest: Sequence[str]) -> int:
 
 def _not_understood(word: str, args: argparse.Namespace, plugins: Plugins) -> str:
     """The sentence about an argument that a command does not have."""
-    hint, name = "", word.partition("=")[0].replace("_", "-")
+    word = word.partition("=")[0]  # what comes after it may be a secret
+    hint, name = "", word.replace("_", "-")
     if name.startswith("--"):
         settings = [key for key, *_ in describe_schema(schema(plugins))]
         options = [option for option in args.infer_options if option != "--help"]  # which the sentence ends with anyway
@@ -83,12 +85,26 @@ def _not_understood(word: str, args: argparse.Namespace, plugins: Plugins) -> st
 
 
 def _command(plugins: Plugins, name: str) -> Offer:
-    """The offer of a command. Raises PluginError if no plugin or more than one offers it."""
-    return plugins.get("command", name, "infer COMMAND")
+    """The offer of a command. Raises SettingsError if there is none, and PluginError if more than one plugin offers
+    it."""
+    there = sorted({offer.name for offer in plugins.offers["command"]})
+    if name not in there:
+        raise SettingsError(
+            f"There is no command {name!r}; there are {', '.join(there)}.{advice('command', name, there)}"
+            f"{plugins.culprits()}"
+        )
+    return plugins.get("command", name, "the command line")
+
+
+class _Arguments(argparse.ArgumentParser):
+    """Faults are errors like any other: one sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        raise SettingsError(f"{self.prog}: {message}. `{self.prog} --help` shows how it is used.")
 
 
 def _parser(commands: Iterable[CommandRegistration] = COMMANDS) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Arguments(
         prog="infer",
         description="LLM inference whose every backend is a plugin.",
         epilog=f"{SETTINGS} Plugins may bring further commands; `infer plugins` lists them.",

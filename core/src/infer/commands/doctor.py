@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infer.commands.arguments import table
@@ -68,12 +70,24 @@ class Doctor:
 
     def examine(self) -> Report:
         """Raises InferError if there is no such checkpoint, or the settings cannot be."""
+        with tempfile.TemporaryDirectory(prefix="infer-doctor-") as outlines:
+            return self._examine(Path(outlines))
+
+    def _examine(self, outlines: Path) -> Report:
         from infer import assemble
 
         path = self.settings.model.path
         device = assemble.choose_device(self.settings.model.device)
-        checkpoint = assemble.open_checkpoint(self.settings, path, self.plugins, fetch=False)
-        self.report.say("model", f"{path}: {checkpoint.path}", path=path, place=str(checkpoint.path))
+        checkpoint = assemble.open_checkpoint(self.settings, path, self.plugins, outlines=outlines)
+        if checkpoint.path.is_relative_to(outlines):
+            size = checkpoint.nbytes
+            self.report.say("model", f"{path}: not downloaded, {mib(size)}", path=path, place=None, download_bytes=size)
+            note = "Only the checkpoint's small files and the names and shapes of its tensors have been fetched."
+            if checkpoint.quant_method:
+                note += " The values of quantised weights may change their size a little."
+            self.report.notes.append(note)
+        else:
+            self.report.say("model", f"{path}: {checkpoint.path}", path=path, place=str(checkpoint.path))
         self.report.say("device", str(device), name=str(device), why=self._why("model.device"))
         family = self._chosen("model", "family", checkpoint.architectures or ("not stated",))
         if family is None:
@@ -144,7 +158,7 @@ class Doctor:
         from infer import assemble
         from infer.device import free_memory
 
-        settings, report = self.settings, self.report
+        settings, report = assemble.for_device(self.settings, context.device), self.report
         free = free_memory(context.device)
         length, why = assemble.longest(settings, family, format, checkpoint, context, cache)
         context = replace(context, max_seq_len=length)

@@ -52,6 +52,7 @@ KINDS: Mapping[str, Kind] = {
     "proposer": Kind("a proposer of draft tokens", "", "", '[engine]\nspeculation = "$name"'),
     "tools": Kind("a format of tool calls", "", "", '[model]\ntool_format = "$name"  # the chat template says it, too'),
     "route": Kind("an endpoint of the server", "aiohttp typing-extensions", RUNS, "# nothing: all routes are served"),
+    "command": Kind("a command", "", RUNS, "# nothing: infer $name runs it"),
     "observer": Kind("an observer", "pydantic", RUNS, '[observers.$name]\nunit = "tokens"'),
 }
 """By slot, as `infer new` calls it."""
