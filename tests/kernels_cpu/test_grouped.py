@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.attention import random
 from tests.core.test_weight import meaning
 from tests.examples import examples
+from tests.products import TIED
 from torch import Tensor
 
 from infer.device import same_bits
@@ -23,8 +24,6 @@ from infer_kernels_cpu import native
 from infer_kernels_cpu.provider import CpuKernels
 
 LEVELS = {level: CpuKernels(level) for level in native.levels()}
-TIED = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12.0])
-"""The values of MXFP4, doubled."""
 
 
 def grouped(
@@ -109,6 +108,20 @@ def test_the_reference_computes_the_same(dtype: torch.dtype) -> None:
     )
     rows = torch.tensor([7, 0])
     assert torch.equal(reference.embedding(rows, reference.pack(weight)), weight.dequantise()[rows])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("int8", [None, True, False], ids=["plain", "int8", "grouped"])
+def test_an_id_that_no_row_has_yields_nan(int8: bool | None, dtype: torch.dtype) -> None:
+    """Whatever is in memory there: the weight is padded to whole panels."""
+    grouped_NK = grouped(70, 2, 32, 8, "symmetric", torch.float32, dtype)
+    plain_NK = grouped_NK.dequantise()
+    weight = plain_NK if int8 is None else replace(grouped_NK, int8_activations=int8)
+    ids = torch.tensor([0, 70, 69, 71, -1, 10**15, -(10**15)])
+    for kernels in LEVELS.values():
+        rows = kernels.embedding(ids, kernels.pack(weight))
+        assert torch.equal(rows[[0, 2]], plain_NK[[0, 69]])
+        assert rows[[1, 3, 4, 5, 6]].isnan().all()
 
 
 @pytest.mark.parametrize("int8", [True, False], ids=["int8", "plain"])

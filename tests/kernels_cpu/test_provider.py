@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import platform
+import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -159,6 +161,49 @@ def test_several_callers_at_a_time() -> None:
 
     with ThreadPoolExecutor(len(xs)) as pool:
         assert all(pool.map(ask, range(len(xs))))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's way to give threads large stacks")
+def test_threads_that_cannot_start_leave_the_work_to_those_that_there_are() -> None:
+    """A container may allow few of them. Here their stacks are larger than the address space."""
+    code = """
+import ctypes, torch
+from infer_kernels_cpu.provider import CpuKernels
+kernels, x, weight = CpuKernels(), torch.ones(40, 64), torch.ones(512, 64)
+packed = kernels.pack(weight)
+expected = kernels.linear(x, packed)
+libc, attributes = ctypes.CDLL(None), ctypes.create_string_buffer(256)
+assert libc.pthread_attr_init(attributes) == 0
+assert libc.pthread_attr_setstacksize(attributes, ctypes.c_size_t(1 << 47)) == 0
+assert libc.pthread_setattr_default_np(attributes) == 0
+torch.set_num_threads(4)
+assert torch.equal(kernels.linear(x, packed), expected)
+print("computed")
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert (run.returncode, run.stdout, run.stderr) == (0, "computed\n", "")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the address space")
+def test_memory_that_a_kernel_does_not_get_is_said() -> None:
+    code = """
+import resource, torch
+from pathlib import Path
+from infer_kernels_cpu import native
+library, logits = native.load(native.chosen()), torch.zeros(1, 1 << 22)
+one, token = torch.ones(1), torch.zeros(1, dtype=torch.int64)
+kept = (logits, one, torch.zeros(1, dtype=torch.int64), one, torch.zeros(1), torch.full((1,), 0.5).double(), token)
+pointers = [each.data_ptr() for each in kept]
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+pages = int(Path("/proc/self/statm").read_text().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (1 << 20),) * 2)
+library.infer_sample(0, pointers[0], 1, 1 << 22, *pointers[1:])
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == -signal.SIGABRT
+    assert "infer: out of memory: a kernel needs 16777216 bytes" in run.stderr
 
 
 def test_nobody_waits_for_threads_that_do_not_run() -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from tests.models.checkpoints import write_checkpoint
 from tests.testing.planted import Bug, Bugs, caught
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from infer import hookimpl
@@ -22,6 +23,7 @@ from infer.kernels.reference import ReferenceKernels
 from infer.layers import Decoder
 from infer.protocols import AttentionSpec, KVCacheView, ModelContext, ModelProtocol, Pass, Rotary
 from infer.testing import ConformanceError, check_model, tiny_checkpoint
+from infer.testing.checkpoints import letters
 from infer.weight import Weight
 from infer_kernels_cpu.provider import CpuKernels
 from infer_models import infer_models
@@ -30,7 +32,7 @@ from infer_models.llama import LlamaConfig, LlamaLayer
 MakeModel = Callable[[Any, ModelContext], ModelProtocol]
 planted: Bugs[MakeModel] = Bugs([])
 ARCHITECTURES = sorted({name for r in infer_models() for name in r.architectures if name.endswith("ForCausalLM")})
-FAST = ("LlamaForCausalLM", "Qwen3MoeForCausalLM")
+FAST = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen3MoeForCausalLM")
 
 
 @pytest.mark.parametrize(
@@ -257,9 +259,30 @@ def test_names_that_transformers_does_not_have_are_said() -> None:
         check_model(folder, plugins=[plugin], only=["transformers"])
 
 
+def test_a_model_that_ignores_its_window_is_named() -> None:
+    class Whole(LlamaConfig):
+        sliding_window: int | None = None
+
+    def registered() -> list[ModelRegistration]:
+        make = lambda config, context, settings: Decoder(config, context, Whole, LlamaLayer)  # noqa: E731
+        return [ModelRegistration("whole", make, "no window", architectures=("MistralForCausalLM",), priority=1)]
+
+    plugin = SimpleNamespace(INFER_PLUGIN_API=1, infer_models=hookimpl(registered))
+    folder = tiny_checkpoint("MistralForCausalLM")
+    says = r"at position \d\d are off by .*but not before: a window \(attention's are none\)"
+    with pytest.raises(ConformanceError, match=says):
+        check_model(folder, plugins=[plugin], only=["transformers"])
+
+
 def test_a_checkpoint_that_the_family_cannot_load_is_named(tmp_path: Path) -> None:
     folder = tiny_checkpoint("LlamaForCausalLM", str(tmp_path), attention_bias=True)
     config = folder / "config.json"
     config.write_text(config.read_text().replace('"attention_bias": true', '"attention_bias": false'))
     with pytest.raises(ConformanceError, match=r"raised CheckpointError: .*k_proj.bias'"):
         check_model(folder, only=["shapes"])
+
+
+def test_a_vocabulary_may_be_larger_than_a_plane_of_unicode() -> None:
+    made = Tokenizer.from_str(letters(60_013).to_str())
+    assert made.get_vocab_size() == 60_013
+    assert tiny_checkpoint("LlamaForCausalLM", vocab_size=60_013).is_dir()

@@ -14,7 +14,17 @@ from torch import Tensor
 
 from infer.cache import ExtendView, KVStorage, Pool
 from infer.cache.books import Ints, Slots
-from infer.protocols import Allocation, AttentionSpec, CacheContext, CachePoolProtocol, KVCacheView, Ragged, Rotary
+from infer.kernels.reference import ReferenceKernels
+from infer.protocols import (
+    Allocation,
+    AttentionSpec,
+    CacheContext,
+    CachePoolProtocol,
+    KVCacheView,
+    QuantisedKV,
+    Ragged,
+    Rotary,
+)
 from infer.testing import check_pool
 from infer.testing.pools import SUITE, Pools
 from infer_cache_paged import PagedBooks, PagedPool, PagedSettings
@@ -312,7 +322,46 @@ class OneSide(KVStorage):
         return super().nbytes // 2
 
 
-planted("nbytes leaves out V", "size", r"nbytes is \d+; the \d+ positions need")(StorageOf(OneSide))
+planted("nbytes leaves out V", "size", r"nbytes is \d+ with .*; the \d+ positions need")(StorageOf(OneSide))
+
+
+class DoubleInt8(KVStorage):
+    """It counts a code as two bytes."""
+
+    @property
+    def nbytes(self) -> int:
+        codes = [x.codes for x in (*self.k, *self.v) if isinstance(x, QuantisedKV)]
+        return super().nbytes + sum(x.nbytes for x in codes)
+
+
+planted("nbytes counts codes twice", "size", r"nbytes is \d+ with kv_dtype int8")(StorageOf(DoubleInt8))
+
+
+class Silent(OneSide):
+    """It stores K and V by itself, too, so that nobody sees its tensors."""
+
+    class View(ExtendView):
+        def attend(
+            self, layer: int, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, rotary: Rotary | None = None
+        ) -> Tensor:
+            kernels, self.storage.kernels = self.storage.kernels, ReferenceKernels()
+            try:
+                return super().attend(layer, q_THE, k_TKE, v_TKE, rotary)
+            finally:
+                self.storage.kernels = kernels
+
+    view_type = View
+
+
+planted("nbytes leaves out V, of tensors that nobody sees", "size", r"K and V are stored in have not been seen")(
+    StorageOf(Silent)
+)
+planted("free_tokens is a constant", "free_tokens", r"free_tokens\(\) was \d+ and is \d+ after a sequence of 96")(
+    slotted(free_tokens=lambda self: 96)
+)
+planted("free_tokens is zero", "free_tokens", r"free_tokens\(\) is 0 in an empty pool")(
+    slotted(free_tokens=lambda self: 0)
+)
 
 
 class Moving(KVStorage):

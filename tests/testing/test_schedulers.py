@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -105,6 +106,28 @@ class Starves(ContinuousScheduler):
 class Younger(ContinuousScheduler):
     def key(self, sequence: Sequence) -> int:
         return len(sequence.tokens)
+
+
+@planted("the order is drawn anew each time", "drains", r"key\(r\d+\) was 0\.\d+ and is 0\.\d+; it must not change")
+@of
+class Drawn(ContinuousScheduler):
+    def __init__(self, *args: Any) -> None:
+        self.draw = random.Random(0)
+        super().__init__(*args)
+
+    def key(self, sequence: Sequence) -> float:
+        return self.draw.random()
+
+
+@planted("so it is by a scheduler of its own", "drains", r"key\(r\d+\) was 0\.\d+ and is 0\.\d+; it must not change")
+def drawn(context: SchedulerContext) -> SchedulerProtocol:
+    class Own:
+        def __init__(self) -> None:
+            made, draw = ContinuousScheduler(context.pool, context.engine), random.Random(0)
+            self.places = made.seats = Seats(context.pool, context.engine, lambda sequence: draw.random())
+            self.add, self.schedule, self.finish, self.has_work = made.add, made.schedule, made.finish, made.has_work
+
+    return Own()
 
 
 @planted("sequences preempt each other for ever", "drains", "somebody waits for ever")

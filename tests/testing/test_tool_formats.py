@@ -19,19 +19,46 @@ from infer.text.tool_formats.reader import Reader, Script, Steps
 NAME, ARGUMENTS = "look_up", {"place": 'Rome "IT"', "days": 3, "more": [1, {"a": None}]}
 SCHEMA = {"properties": {"days": {"type": "integer"}, "more": {"type": "array"}}}
 JSON = json.dumps(ARGUMENTS)
+TEXTS = {key: value if isinstance(value, str) else json.dumps(value) for key, value in ARGUMENTS.items()}
+TYPES = {"place": "string", "days": "number", "more": "array"}
 OBJECT = json.dumps({"name": NAME, "arguments": ARGUMENTS})
 WRITTEN = {
     "tags": f"<tool_call>\n{OBJECT}\n</tool_call>",
     "json": OBJECT,
+    "action": f"Action:\n```json\n[{OBJECT}]\n```",
     "mistral": f"[TOOL_CALLS]{NAME}[ARGS]{JSON}",
     "harmony": f"<|channel|>commentary to=functions.{NAME} <|constrain|>json<|message|>{JSON}<|call|>",
     "python": f"[{NAME}({', '.join(f'{key}={value!r}' for key, value in ARGUMENTS.items())})]",
     "xml": f"<tool_call>\n<function={NAME}>\n"
-    + "".join(
-        f"<parameter={key}>\n{value if isinstance(value, str) else json.dumps(value)}\n</parameter>\n"
-        for key, value in ARGUMENTS.items()
-    )
+    + "".join(f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in TEXTS.items())
     + "</function>\n</tool_call>",
+    "glm": f"<tool_call>{NAME}\n"
+    + "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{text}</arg_value>\n" for key, text in TEXTS.items())
+    + "</tool_call>",
+    "minimax": f'<minimax:tool_call>\n<invoke name="{NAME}">\n'
+    + "".join(f'<parameter name="{key}">{text}</parameter>\n' for key, text in TEXTS.items())
+    + "</invoke>\n</minimax:tool_call>",
+    "dsml": f'<｜DSML｜function_calls>\n<｜DSML｜invoke name="{NAME}">\n'
+    + "".join(
+        f'<｜DSML｜parameter name="{key}" string="{"true" if key == "place" else "false"}">{text}</｜DSML｜parameter>\n'
+        for key, text in TEXTS.items()
+    )
+    + "</｜DSML｜invoke>\n</｜DSML｜function_calls>",
+    "minicpm": f'<function name="{NAME}">'
+    + "".join(f'<param name="{key}">{text}</param>' for key, text in TEXTS.items())
+    + "</function>",
+    "kimi3": f'<|open|>tools<|sep|><|open|>call tool="{NAME}" index="1"<|sep|>'
+    + "".join(
+        f'<|open|>argument key="{key}" type="{TYPES[key]}"<|sep|>{text}<|close|>argument<|sep|>'
+        for key, text in TEXTS.items()
+    )
+    + "<|close|>call<|sep|><|close|>tools<|sep|>",
+    "kimi": f"<|tool_calls_section_begin|><|tool_call_begin|>functions.{NAME}:0<|tool_call_argument_begin|>{JSON}"
+    "<|tool_call_end|><|tool_calls_section_end|>",
+    "deepseek": f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>{NAME}\n```json\n{JSON}\n```"
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "solar": f"<|tool_calls|><|tool_call:begin|>ab12<|tool_call:name|>{NAME}<|tool_call:args|>{JSON}<|tool_call:end|>",
+    "gemma": f'<|tool_call>call:{NAME}{{place:<|"|>Rome "IT"<|"|>,days:3,more:[1,{{a:null}}]}}<tool_call|>',
 }
 """The call as each format writes it."""
 OURS = {registration.name: registration for registration in infer_tool_formats()}
@@ -104,6 +131,19 @@ class Python(Changed):
 class Unkind(Changed):
     def change(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
         return (piece._replace(kind="tool") for piece in pieces)  # type: ignore[arg-type]
+
+
+@planted("only the first call is read", "both", r"is read as calls of \['look_up'\], not as two")
+class First(Changed):
+    def __init__(self, tools: Tools) -> None:
+        super().__init__(tools)
+        self.calls = 0
+
+    def change(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
+        for piece in pieces:
+            self.calls += piece.kind == "call"
+            if self.calls < 2:
+                yield piece
 
 
 @planted("text before a call is lost", "prose", "and the call are read as")

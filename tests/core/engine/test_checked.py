@@ -13,7 +13,7 @@ from tests.support import MAX_SEQ_LEN, VOCAB, make_engine, paged_pool, random_pr
 from infer import PluginError
 from infer.contracts.params import SamplingParams
 from infer.contracts.request import Request
-from infer.engine.checked import CheckedScheduler
+from infer.engine.checked import CheckedPool, CheckedScheduler
 from infer.engine.schedulers import ContinuousScheduler
 from infer.protocols import NoSettings, Schedule, Sequence
 from infer.settings import EngineSettings
@@ -102,6 +102,30 @@ def test_a_fault_in_any_method_names_the_scheduler(
     monkeypatch.setattr(scheduler._scheduler, call, fail)
     with pytest.raises(PluginError, match=r"'bad' of somebody failed: \w+: (lost|3) \(test_checked.py:\d+\)"):
         getattr(scheduler, call)(sequence("a"))
+
+
+@pytest.mark.parametrize("call", ["allocate", "grow", "commit", "free", "free_tokens"])
+def test_a_fault_in_the_pool_names_the_pool(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*given: object, **more: object) -> None:
+        raise ValueError("lost")
+
+    pool = paged_pool(tiny_model("llama"), torch.float32)
+    monkeypatch.setattr(pool, call, fail)
+    named: Any = CheckedPool(pool, "The cache plugin 'leaky' of somebody")
+    assert named.room is pool.room
+    keys = EngineSettings(max_batch_size=2)
+    scheduler = CheckedScheduler(ContinuousScheduler(named, keys), "The scheduler plugin 'fair'", thorough=True)
+    asked = sequence("a")
+
+    def live() -> None:
+        scheduler.add(asked)
+        scheduler.schedule()
+        scheduler.finish(asked)
+        named.free_tokens()
+        named.grow(0, 1)
+
+    with pytest.raises(PluginError, match=r"^The cache plugin 'leaky' of somebody failed: ValueError: lost"):
+        live()
 
 
 def test_who_is_here_is_work_whatever_the_scheduler_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,6 +121,26 @@ def test_a_second_model_may_meet_an_answer_late_whose_beginning_it_has_cached() 
         kept.end(id)
 
 
+@pytest.mark.parametrize("where", ["prompt", "answer"])
+def test_a_second_model_is_never_given_a_token_that_it_does_not_have(where: str) -> None:
+    """Some checkpoints of one family share a tokenizer and have embeddings of different lengths."""
+    proposer, pool = proposing("paged")
+    room, text, most = pool.free_tokens(), random_prompt(20), 3
+    requests = {id: Request(tuple(text), id=id) for id in ("a", "b")}
+    (right,) = proposer.propose([Ask(requests["b"], text, most)])
+    proposer.end("b")
+    if where == "answer":
+        proposer.propose([Ask(requests["a"], text, most)])
+    for _ in range(2):
+        foreign = [*text, VOCAB, 1] if where == "answer" else [VOCAB, *text]
+        assert proposer.propose([Ask(requests["a"], foreign, most), Ask(requests["b"], text, most)]) == [[], right]
+    proposer.end("a")
+    assert proposer.propose([Ask(requests["a"], text, most)]) == [right], "another request may have this id"
+    proposer.end("a")
+    proposer.end("b")
+    assert pool.free_tokens() == room
+
+
 def sequences(count: int) -> list[Sequence]:
     return [Sequence(Request((1, 2, 3), id=str(i)), i, 100) for i in range(count)]
 

@@ -195,6 +195,7 @@ def test_answers_that_cannot_begin_yet_take_no_place(looped: Looped) -> None:
     assert looped.loop.num_open == 8
 
 
+@pytest.mark.slow
 def test_infer_generate_fails_with_the_engine() -> None:
     program = """
 import sys
@@ -263,5 +264,14 @@ async def test_a_stream_that_has_begun_waits_for_places_that_others_have_taken()
         looped.submit("full1", lambda events: None, max_tokens=200)
         with pytest.raises(QueueFullError):
             await anext(door.stream(request("d0")))
+        looped.loop.abort("full0")
+        async with asyncio.timeout(300):
+            while looped.loop.num_open == 2:
+                await asyncio.sleep(0)
+            await anext(full := door.stream(request("e0", max_tokens=200)))
+            waiting = asyncio.create_task(anext(door.stream(request("d0"), patient=True)))
+            await asyncio.sleep(0)
+            await full.aclose()
+            assert (await waiting).request_id == "d0"
     finally:
         looped.loop.close()

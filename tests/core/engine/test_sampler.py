@@ -44,12 +44,13 @@ def sample(logits_NV: torch.Tensor, rows: Sequence[Row]) -> list[int]:
 
 
 def distribution(logits: np.ndarray[Any, Any], p: SamplingParams) -> np.ndarray[Any, Any]:
-    """What the token is drawn from: temperature, top-k, top-p over what top-k left, min-p; ties stay together."""
+    """What the token is drawn from: temperature, top-k, top-p over what top-k left, min-p. Of equals, top-k keeps the
+    first, and the others keep all."""
     x = np.exp((logits - logits.max()) / p.temperature)
     x /= x.sum()
     keep = np.ones(len(x), bool)
     if p.top_k > 0:
-        keep &= x >= np.sort(x)[::-1][min(p.top_k, len(x)) - 1]
+        keep[np.argsort(-logits, kind="stable")[p.top_k :]] = False
     if p.top_p < 1:
         left = np.sort(np.where(keep, x, 0))[::-1]
         before = np.cumsum(left) - left
@@ -111,6 +112,17 @@ def test_top_k_keeps_tokens_that_are_far_less_likely_than_the_first() -> None:
     logits = torch.full((4000, 300), -7.0)
     logits[:, 200], logits[:, 7] = 0.0, -6.0  # the second is drawn once in 400 times
     assert set(sample(logits, [row(i, top_k=2) for i in range(4000)])) == {7, 200}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("tied", [-2.0, 3.0])
+@pytest.mark.parametrize("params", [{"top_k": 1}, {"top_k": 4}, {"top_k": 4, "top_p": 0.999}], ids=str)
+def test_of_equals_top_k_keeps_the_first(params: dict[str, Any], tied: float, dtype: torch.dtype) -> None:
+    logits = torch.full((200, 9000), -9.0)
+    equals = [3, 4097, 4098, 7000, 8999]
+    logits[:, equals] = tied
+    drawn = sample(logits.to(dtype), [row(i, **params) for i in range(200)])
+    assert set(drawn) == set(equals[: params["top_k"]])
 
 
 def test_greedy_takes_the_first_of_equals() -> None:

@@ -162,23 +162,26 @@ def tried(
     recorded: bool = True,
     schema: type[LlamaConfig] = LlamaConfig,
     family: str = "llama",
+    max_seq_len: int = MAX_SEQ_LEN,
+    **limits: int,
 ) -> list[str]:
-    config = {**CONFIGS[family], "max_position_embeddings": MAX_SEQ_LEN}
+    config = {**CONFIGS[family], "max_position_embeddings": max_seq_len}
     model: ModelProtocol
     if family == "llama":
-        model = Decoder(config, ModelContext(kernels, dtype, CPU, MAX_SEQ_LEN), schema, LlamaLayer)
+        model = Decoder(config, ModelContext(kernels, dtype, CPU, max_seq_len), schema, LlamaLayer)
         model.load(random_tensors(model.expected()))
     else:
-        model = build_model(config, dtype, kernels, max_seq_len=MAX_SEQ_LEN)
+        model = build_model(config, dtype, kernels, max_seq_len=max_seq_len)
     if wrap is not None:
         model = wrap(model)
-    context = CacheContext(model.attention, MAX_BATCH, MAX_SEQ_LEN, dtype, CPU, kernels)
+    context = CacheContext(model.attention, MAX_BATCH, max_seq_len, dtype, CPU, kernels)
     pool = PagedPool(context, PagedSettings.model_validate({"num_blocks": 600}))
     record = kernels.recorder()
     assert record is not None
     graphs = DecodeGraphs(model, pool, CPU, MAX_BATCH, record) if recorded else None
     room, own = pool.free_tokens(), dict(vars(kernels))
-    found = self_check(model, pool, kernels, graphs, max_batch_size=MAX_BATCH, max_seq_len=MAX_SEQ_LEN, device=CPU)
+    sizes = {"max_batch_size": MAX_BATCH, "max_seq_len": max_seq_len, **limits}
+    found = self_check(model, pool, kernels, graphs, **sizes, device=CPU)
     assert pool.free_tokens() == room
     assert vars(kernels).keys() == own.keys()
     return found
@@ -208,7 +211,10 @@ BROKEN: dict[str, tuple[Callable[[], CpuKernels], str]] = {
     "past position 128": (lambda: Positions(lambda p: 128 <= p < 400), "sequences, at positions 1"),
     "past position 512": (lambda: Positions(lambda p: 512 <= p < 900), "sequences, at positions 5"),
     "past position 1024": (lambda: Positions(lambda p: p >= 1024), "sequences, at positions 10"),
-    "draws of more than 4": (lambda: Sample(lambda n: n > 4), "Sample.sample varies at 5, 6, 9, 12, 16, 17 rows"),
+    "draws of more than 4": (
+        lambda: Sample(lambda n: n > 4),
+        "Sample.sample varies at 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, ",
+    ),
     "draws of 3": (lambda: Sample(lambda n: n == 3), "Sample.sample varies at 3 rows"),
     "recorded passes": (Recorded, "Decoder.forward varies in a decode of 1 sequence, recorded or replayed"),
 }
@@ -272,7 +278,7 @@ class MixingLogits(Mixing):
         (Mixing, "Mixing.forward varies in a pass of"),
         (MixingFew, "MixingFew.forward varies in a decode of 3 sequences"),
         (MixingMany, "MixingMany.forward varies in a decode of 16 sequences"),
-        (MixingLogits, "MixingLogits.logits varies at 5 rows"),
+        (MixingLogits, "MixingLogits.logits varies at 5, 6 rows"),
     ],
 )
 def test_a_model_that_mixes_rows(wrap: type[Mixing], says: str) -> None:
@@ -335,3 +341,92 @@ def test_a_slow_provider_is_not_tried_for_ever(
     assert (
         "gated_linear of [32] to [56], linear of [56] to [32], sample, attention of layer 0 of Recorded" in caplog.text
     )
+
+
+class Own(PagedPool):
+    """A pool whose views compute attention by other kernels than those that the check has."""
+
+    def batched_chunked_prefill_view(self, *args: Any) -> Any:
+        view = super().batched_chunked_prefill_view(*args)
+        view.storage.kernels = CpuKernels()
+        return view
+
+
+def test_a_pool_that_computes_attention_itself_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    kernels = CpuKernels()
+    model = build_model({**CONFIGS["llama"], "max_position_embeddings": 4000}, torch.float32, kernels, max_seq_len=4000)
+    context = CacheContext(model.attention, 2, 4000, torch.float32, CPU, kernels)
+    pool = Own(context, PagedSettings.model_validate({"num_blocks": 600}))
+    assert self_check(model, pool, kernels, max_batch_size=2, max_seq_len=4000, device=CPU) == []
+    assert "tries no attention at positions above 1" in caplog.text
+    assert "views of Own do not ask CpuKernels for it" in caplog.text
+
+
+class ByATenth(Broken):
+    """Wrong in the same way whatever the number of rows, as a compiler may make it."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda n: True)
+
+    def nudge(self, rows: int, x: Tensor) -> Tensor:
+        return x * 1.1
+
+
+class WrongLinear(ByATenth, Linear):
+    pass
+
+
+class WrongGated(ByATenth, Gated):
+    pass
+
+
+class WrongNorm(ByATenth, Norm):
+    pass
+
+
+class WrongStore(CpuKernels):
+    def rope_store_kv(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+        return super().rope_store_kv(q, k, v * 1.1, *rest)
+
+
+class WrongAttention(CpuKernels):
+    def extend_attention(self, q: Tensor, k: KV, v: KV, ragged: Ragged, spec: AttentionSpec) -> Tensor:
+        return super().extend_attention(q, k, v, ragged, replace(spec, scale=2 * spec.scale))
+
+
+class WrongSample(CpuKernels):
+    def sample(self, logits_NV: Tensor, draws: Draws) -> Tensor:
+        return (super().sample(logits_NV, draws) + 1) % logits_NV.shape[1]
+
+
+class WrongExperts(CpuKernels):
+    def gated_experts(self, x: Tensor, experts: Tensor, *rest: Any) -> Tensor:
+        return super().gated_experts(x, experts * 0, *rest)
+
+
+class WrongRoute(CpuKernels):
+    def route(self, *given: Any) -> tuple[Tensor, Tensor]:
+        experts, shares = super().route(*given)
+        return experts, shares.flip(1)
+
+
+@pytest.mark.parametrize(
+    ("make", "family", "what"),
+    [
+        (WrongLinear, "llama", "WrongLinear.linear of [32] to [128]"),
+        (WrongGated, "llama", "WrongGated.gated_linear of [32] to [56]"),
+        (WrongNorm, "llama", "WrongNorm.add_rms_norm of [32] to [32]"),
+        (WrongStore, "llama", "WrongStore's attention of layer 0"),
+        (WrongAttention, "gemma3", "WrongAttention's attention of layer 0"),
+        (WrongSample, "llama", "WrongSample.sample"),
+        (WrongExperts, "qwen3_moe", "WrongExperts.gated_experts of "),
+        (WrongRoute, "qwen3_moe", "WrongRoute.route of "),
+    ],
+)
+def test_kernels_that_are_wrong_for_any_number_of_rows(make: Callable[[], CpuKernels], family: str, what: str) -> None:
+    """Torch finds them."""
+    found = [line for line in tried(make(), torch.bfloat16, family=family) if " is wrong: " in line]
+    assert any(line.startswith(what) for line in found), found
+    assert {line.split(" is wrong")[0].split(" of ")[0].split("'")[0] for line in found} == {
+        what.split(" of ")[0].split("'")[0]
+    }

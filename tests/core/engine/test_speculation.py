@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.core.engine.test_faults import Panic
 from tests.core.engine.test_steering import CASES
 from tests.examples import seeds
 from tests.support import (
@@ -35,7 +36,7 @@ from infer.engine.answer import NOT_FINITE
 from infer.engine.payoff import Plan
 from infer.engine.steering import Steering
 from infer.protocols import Ask, KVDtype, ModelProtocol, Pass
-from infer.text.grammar import Grammar, Grammars
+from infer.text.grammar import Grammar, Grammars, Matcher
 
 F32, BF16 = torch.float32, torch.bfloat16
 EOS = 95
@@ -56,8 +57,8 @@ def ascii() -> Tokenizer:
 
 
 @functools.cache
-def grammar() -> Grammar:
-    return Grammars(ascii(), VOCAB, {EOS}).compile(StructuredOutputs(regex=REGEX))
+def grammar(regex: str = REGEX) -> Grammar:
+    return Grammars(ascii(), VOCAB, {EOS}).compile(StructuredOutputs(regex=regex))
 
 
 def some_request(draw: random.Random, id: str) -> Request:
@@ -269,6 +270,28 @@ def test_drafts_are_steered_as_if_they_were_right(case: str) -> None:
         assert answers(stepper, [request]) == truth
         # An answer may end before the drafts of its last pass do.
         assert right < 1 or all(proposed == good for proposed, good in payoff.right[:-1])
+
+
+@pytest.mark.parametrize("kind", [ValueError, Panic])
+@pytest.mark.parametrize("where", ["accepts", "fork"])
+def test_a_grammar_that_fails_over_drafts_ends_its_request_alone(
+    where: str, kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*given: Any) -> None:
+        raise kind("out of its depth")
+
+    params = SamplingParams(max_tokens=12, seed=1, structured_outputs=StructuredOutputs(regex="[a-m]{40}"))
+    formed = Request.make(PROMPT, params, vocab_size=VOCAB, max_seq_len=320, id="a", grammar=grammar("[a-m]{40}"))
+    free = replace(formed, params=SamplingParams(max_tokens=12, seed=2), id="b", grammar=None)
+    keys: dict[str, Any] = {"tokenizer": ascii(), "eos": frozenset({EOS})}
+    truth = answers(make_engine(tiny_model("llama"), F32, **keys), [formed, free])
+    monkeypatch.setattr(Matcher, where, fails)
+    proposer = Knowing({id: tokens(events) for id, events in truth.items()}, right=1.0)
+    found = answers(make_engine(tiny_model("llama"), F32, proposer=proposer, **keys), [formed, free])
+    assert found["b"] == truth["b"]
+    *before, end = found["a"]
+    assert before == truth["a"][: len(before)]
+    assert (end.finish_reason, end.error) == ("error", f"The request failed: {kind.__name__}: out of its depth")
 
 
 def test_drafts_keep_to_the_limit_of_a_step() -> None:

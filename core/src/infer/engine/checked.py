@@ -1,18 +1,43 @@
-"""Checks of what a scheduler plans, before the engine acts on it."""
+"""Checks of what a scheduler plans, before the engine acts on it, and whose fault it is if it cannot plan."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import Any, TypeVar
 
-from infer.contracts.protocols import SchedulerProtocol
+from infer.contracts.protocols import CachePoolProtocol, SchedulerProtocol
 from infer.contracts.schedule import Schedule, Sequence, Work
 from infer.errors import PluginError
 from infer.inspection import Named
 
+T = TypeVar("T")
 PATIENCE_S = 10.0
 """How long, in seconds, a scheduler that has work may plan nothing before it counts as stuck."""
 PAUSE_S = 0.001
 """The pause, in seconds, after a schedule that plans nothing, so that waiting does not keep a core busy."""
+
+
+class CheckedPool:
+    """What a scheduler gets of a pool: the pool itself, but a fault in what schedulers call raises a PluginError that
+    names the pool's plugin (``whose``), not the scheduler's."""
+
+    def __init__(self, pool: CachePoolProtocol, whose: str) -> None:
+        self._pool = pool
+        named = Named(f"{whose} failed")
+        for name in ("allocate", "grow", "commit", "free", "free_tokens"):
+            setattr(self, name, _guarded(named, getattr(pool, name)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pool, name)
+
+
+def _guarded(named: Named, method: Callable[..., T]) -> Callable[..., T]:
+    def call(*given: Any, **more: Any) -> T:
+        with named:
+            return method(*given, **more)
+
+    return call
 
 
 class CheckedScheduler:

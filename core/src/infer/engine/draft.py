@@ -50,10 +50,13 @@ class DraftProposer:
         self._pool = pool
         self._truncate = pool.truncate
         self._longest = min(second.max_seq_len, context.max_seq_len)
+        self._vocab_size = second.model.vocab_size
         self._open: dict[str, Sequence] = {}
         """Sequences in the second model's cache, by request id. Their tokens end with the drafts of the last call."""
         self._known: dict[str, int] = {}
         """How many of these tokens are no drafts."""
+        self._foreign: set[str] = set()
+        """Requests, by id, with a token for which the second model has no embedding. They get no drafts."""
 
     def propose(self, asks: Seq[Ask]) -> list[list[int]]:
         left = CHUNK
@@ -79,17 +82,23 @@ class DraftProposer:
         return [found[ask.request.id] for ask in asks]
 
     def end(self, request_id: str) -> None:
+        self._foreign.discard(request_id)
         sequence, known = self._open.pop(request_id, None), self._known.pop(request_id, 0)
         if sequence is not None and sequence.slot is not None:
             self._pool.commit(sequence.slot, sequence.tokens, min(sequence.num_computed, known))
             self._pool.free(sequence.slot)
 
     def _continued(self, ask: Ask) -> Sequence | None:
-        """The sequence with the tokens that are known now, and room for the drafts; None if there is no room."""
+        """The sequence with the tokens that are known now, and room for the drafts; None if there is no room, or if the
+        second model does not have one of the tokens."""
         id, tokens, known = ask.request.id, ask.token_ids, self._known.get(ask.request.id, 0)
         sequence = self._open.get(id)
         longest = len(tokens) + ask.most - 1
-        if longest > self._longest:
+        if longest > self._longest or id in self._foreign:
+            return None
+        if max(tokens[known:], default=0) >= self._vocab_size:
+            self.end(id)
+            self._foreign.add(id)
             return None
         if sequence is None:
             place = self._pool.allocate(tokens, salt=ask.request.cache_salt)

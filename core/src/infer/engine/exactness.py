@@ -2,8 +2,8 @@
 
 The whole model computes one text in a single pass, then again in chunks, together with other sequences, and by decodes,
 which are recorded if decode passes are recorded. Then the kernels that the model has called are tried alone, because
-there many more sizes cost little: each product with different numbers of rows, attention at the edges of segments, and
-sampling.
+there many more sizes cost little: each product with all small numbers of rows and with those of the largest pass,
+attention at the edges of segments and at the full length, in decodes of every size and in short extends, and sampling.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ from infer.contracts.protocols import (
     Rotary,
 )
 from infer.device import same_bits
+from infer.engine import meaning
 from infer.engine.graphs import DecodeGraphs
 
 log = logging.getLogger(__name__)
@@ -45,17 +47,31 @@ CHUNKS = (7, 1, 17)
 DECODES = (1, 1, 1, 3, 16)
 """How many sequences each decode of the whole model has. The first three are of one sequence, because a pass is
 recorded, then recorded again, and then compared with its replay."""
-ROWS = (*range(1, 18), 33, 64, 76, 77, 128, 200, 512)
-"""Numbers of rows that kernels are tried with, and compared with the same rows among MOST_ROWS."""
-HEAD_ROWS = (1, 2, 5, 9, 16)
-"""Numbers of rows that the output head is tried with: few, since it costs as much as many layers."""
-MORE_HEAD_ROWS = (33, 64, 65, 129, 257)
-"""Further numbers of rows for the head, except on a CPU, where they would take too long."""
-SEQUENCES = (1, 2, 3, 5, 6, 9, 12, 16, 17, 33, 64)
-"""Numbers of sequences that the attention of decodes, and sampling, are tried with."""
-MOST_ROWS = 600
-OPERATIONS = 1 << 31
-"""A bound on the operations of one product: with a large weight, fewer rows than MOST_ROWS are tried."""
+ALWAYS = (1, 2, 5, 9, 16)
+"""Numbers of rows that every kernel and the output head are tried with, whatever it costs."""
+MANY = (77, 128, 200, 256, 512, 1024, 2048, 4096)
+ROWS = tuple(dict.fromkeys((*ALWAYS, *range(1, 18), 33, 64, *range(24, 64, 8), *range(18, 65), *MANY)))
+"""Numbers of rows that kernels are tried with, and compared with the same rows among the most, in the order in which
+they matter."""
+EVERY = 256
+"""As many sequences as run at a time are tried, too, one more each time up to this number."""
+SEQUENCES = (*range(1, 65), 96, 128, 200, EVERY)
+"""Numbers of sequences that the attention of decodes is tried with."""
+LEAST_ROWS = 129
+"""The fewest rows that are the most of a kernel."""
+LEAST_HEAD_ROWS, MANY_HEAD_ROWS = 18, 260
+"""The same of the output head, and the most on a CPU that has the time for them."""
+MOST_DRAWN = 1024
+"""Tokens are not drawn from more rows at a time; the head is not tried with more."""
+MOST_ROWS = 8192
+"""A larger pass is taken to be one of so many rows."""
+OPERATIONS = 3 << 31
+"""A bound on the operations of one kernel with the most rows, on a CPU, and on those with all fewer rows together,
+beyond what is always tried. So a product with a large weight is tried with fewer numbers of rows."""
+HEAD_OPERATIONS = 9 << 31
+"""The second bound for the output head, and for sampling."""
+PER_VALUE = 2048
+"""How many operations a value of a row counts as, where nothing is multiplied by a weight."""
 ROWWISE = {
     "linear": 1,
     "gated_linear": 1,
@@ -73,8 +89,12 @@ EDGES = (127, 511, 1, 1023, 128, 2, 129, 255, 3, 512, 64, 5, 256, 17)
 """Lengths of the sequences' first chunks in the check of attention: around the edges of segments."""
 LAST_CHUNK = 20
 """The length of the longest second chunk, after which the sequences decode."""
-POSITIONS = 1080
-"""The longest sequence in the check of attention."""
+SHORT = (2, 4)
+"""Lengths of further chunks of all sequences; where draft tokens are verified, all lengths that this has."""
+FAR = 8
+"""How many positions are tried before each power of two beyond EDGES, and at the end of a sequence of full length."""
+FILL = 512
+"""How many positions of made-up K/V are stored at a time."""
 SHIFT = 97
 """How many values later in the same noise each random row begins."""
 
@@ -89,20 +109,26 @@ def self_check(
     max_batch_size: int,
     max_seq_len: int,
     max_chunk: int | None = None,
+    max_tokens: int | None = None,
+    max_drafts: int = 0,
     device: torch.device,
 ) -> list[str]:
     """Check that a row's bits do not depend on the rest of its pass. Returns one phrase for the log per kernel, or part
     of the model, that varies: what varies, and with how many rows; an empty list if all is exact. Frees all slots that
     it allocates. No pass extends a sequence by more than ``max_chunk`` positions, if there is such a limit; it is at
-    least LENGTH."""
+    least LENGTH. No pass has more than ``max_tokens`` rows, if there is such a limit, and at most ``max_drafts`` draft
+    tokens of a sequence are verified at a time."""
     observed = Observed()
-    trial = model, pool, kernels, graphs, max_batch_size, max_seq_len, max_chunk or max_seq_len, device, observed
+    chunk = max_chunk or max_seq_len
+    trial = model, pool, kernels, graphs, max_batch_size, max_seq_len, chunk, max_drafts, device, observed
+    largest = min(max_batch_size * max(chunk, 1 + max_drafts), max_tokens or MOST_ROWS, MOST_ROWS)
+    drawn = min(max_batch_size * (1 + max_drafts), MOST_DRAWN)
     began = time.thread_time()
     whole = list(_Whole(*trial).faults())
     attention = _Attention(*trial)
     parts: list[tuple[str, Callable[[], Iterable[str]]]] = [
-        *((str(call), partial(_rows, call, kernels)) for call in observed.calls.values()),
-        ("sample", partial(_sampling, kernels, model.vocab_size, max_batch_size, observed.logits)),
+        *((str(call), partial(_rows, call, kernels, largest, max_batch_size)) for call in observed.calls.values()),
+        ("sample", partial(_sampling, kernels, model.vocab_size, drawn, observed.logits)),
         *((f"attention of layer {a[0]}", partial(attention.faults, *a)) for a in observed.attends.values()),
     ]
     # This thread's CPU time counts, so that a busy machine does not make the check try less.
@@ -114,7 +140,17 @@ def self_check(
             ", ".join(left),
             type(kernels).__name__,
         )
-    return list(dict.fromkeys([*itertools.chain(*tried), *whole]))
+    return list(dict.fromkeys([*_beside_torch(model, kernels, observed), *itertools.chain(*tried), *whole]))
+
+
+def _beside_torch(model: ModelProtocol, kernels: KernelsProtocol, observed: Observed) -> Iterator[str]:
+    """Compare each kernel once with torch."""
+    calls = ((call, tuple(_random_like(x, LENGTH) for x in call.rows)) for call in observed.calls.values())
+    yield from meaning.wrong_calls(kernels, calls)
+    for layer, q, k, rotary in observed.attends.values():
+        queries, keys = _random_like(q, len(q)), _random_like(k, len(k))
+        yield from meaning.wrong_attention(kernels, layer, model.attention[layer], queries, keys, rotary)
+    yield from meaning.wrong_draws(kernels, _random_like(observed.logits[None], 4))
 
 
 @dataclass(frozen=True)
@@ -144,15 +180,8 @@ class Observed:
     @contextmanager
     def observe_calls(self, kernels: KernelsProtocol) -> Iterator[None]:
         """Until the context ends, the provider's row-wise methods are wrapped to record their calls."""
-        own = vars(kernels)
-        before = {name: own[name] for name in ROWWISE if name in own}
-        own.update({name: self._observing(name, getattr(kernels, name)) for name in ROWWISE})
-        try:
+        with _replaced(kernels, **{name: self._observing(name, getattr(kernels, name)) for name in ROWWISE}):
             yield
-        finally:
-            for name in ROWWISE:
-                own.pop(name)
-            own.update(before)
 
     def _observing(self, name: str, method: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -193,6 +222,7 @@ class _Trial:
     max_batch_size: int
     max_seq_len: int
     max_chunk: int
+    max_drafts: int
     device: torch.device
     observed: Observed
 
@@ -252,11 +282,14 @@ class _Whole(_Trial):
 
     def _logits(self, hidden: Tensor) -> list[int]:
         """The numbers of rows with which the output head varies."""
-        sizes = HEAD_ROWS if self.device.type == "cpu" else HEAD_ROWS + MORE_HEAD_ROWS
-        hidden = hidden[self.spans([0], [sizes[-1] + 1]) % len(hidden)]
+        vocab, batch = self.model.vocab_size, self.max_batch_size
+        largest = max(MANY_HEAD_ROWS, min(batch * (1 + self.max_drafts), MOST_DRAWN))
+        cost = 2 * hidden.shape[1] * vocab
+        most, *sizes = _row_counts(cost, LEAST_HEAD_ROWS, largest, batch, self.device, HEAD_OPERATIONS)
+        hidden = hidden[self.spans([0], [most]) % len(hidden)]
         logits = self.model.logits(hidden)
         self.observed.logits = logits[0].clone()
-        return [n for n in sizes if not same_bits(self.model.logits(hidden[:n]), logits[:n])]
+        return sorted(n for n in sizes if not same_bits(self.model.logits(hidden[:n]), logits[:n]))
 
     def _decode(self, slots: list[int], tokens: Tensor, at: Tensor) -> Tensor:
         if self.graphs is None:
@@ -269,10 +302,31 @@ class _Whole(_Trial):
         return self.graphs.run(rows, view, (tokens[padding].tolist(), at[padding].tolist(), slots))
 
 
-def _rows(call: Call, kernels: KernelsProtocol) -> Iterator[str]:
+def _row_counts(
+    cost: int, least: int, largest: int, max_batch_size: int, device: torch.device, operations: int = OPERATIONS
+) -> list[int]:
+    """The numbers of rows to try a kernel with, the most of them first, which is between ``least`` and ``largest``. On
+    a CPU, as far as OPERATIONS and ``operations`` go; a row takes ``cost``. Off a CPU, where rows are cheap, all of
+    them."""
+    bound, left = (OPERATIONS, operations) if device.type == "cpu" else (sys.maxsize, sys.maxsize)
+    most = max(least, min(largest, bound // cost))
+    counts = [most]
+    for n in (*ROWS, *range(65, min(max_batch_size, EVERY) + 1)):
+        if n < most and n not in counts and (n in ALWAYS or n * cost <= left):
+            counts.append(n)
+            left -= n * cost
+    return counts
+
+
+def _rows(call: Call, kernels: KernelsProtocol, largest: int, max_batch_size: int) -> Iterator[str]:
     """Compare a kernel's results for some rows with those of the same rows among many."""
     inner, outer = (math.prod(x.shape[1:]) for x in (call.rows[0], call.results[0]))
-    most = max(129, min(MOST_ROWS, OPERATIONS // (2 * inner * outer))) if call.name in PRODUCTS else MOST_ROWS
+    if call.name in PRODUCTS:
+        times = {"gated_linear": 2, "gated_experts": math.prod(call.rows[-1].shape[1:])}.get(call.name, 1)
+        cost = 2 * inner * outer * times
+    else:
+        cost = PER_VALUE * (inner + outer)
+    most, *counts = _row_counts(cost, LEAST_ROWS, largest, max_batch_size, call.results[0].device)
     inputs = [_random_like(x, most) for x in call.rows]
 
     def run(begin: int, end: int) -> tuple[Tensor, ...]:
@@ -280,7 +334,7 @@ def _rows(call: Call, kernels: KernelsProtocol) -> Iterator[str]:
 
     whole = run(0, most)
     varying = []
-    for n in (n for n in ROWS if n < most):
+    for n in sorted(counts):
         begins = (0, most - n) if n <= 2 else (most - n,)
         if not all(same_bits(a, b[i : i + n]) for i in begins for a, b in zip(run(i, i + n), whole, strict=True)):
             varying.append(n)
@@ -289,8 +343,8 @@ def _rows(call: Call, kernels: KernelsProtocol) -> Iterator[str]:
 
 
 class _Attention(_Trial):
-    """Checks one attention layer of each kind on random K/V: in one pass, then in chunks and decodes of many
-    sequences."""
+    """Checks one attention layer of each kind on random K/V: in one pass, then in chunks, decodes and short extends of
+    many sequences, and at the full length."""
 
     def faults(self, layer: int, q: Tensor, k: Tensor, rotary: Rotary | None) -> Iterator[str]:
         for what, positions in self._layer(layer, q, k, rotary).items():
@@ -299,13 +353,15 @@ class _Attention(_Trial):
 
     def _layer(self, layer: int, q: Tensor, k: Tensor, rotary: Rotary | None) -> dict[str, list[int]]:
         """The positions whose results differ, by the kind of pass in which they do."""
-        length = min(POSITIONS, self.max_seq_len, self.pool.free_tokens() // 2)
-        sizes = [n for n in sorted({*SEQUENCES, self.max_batch_size}) if n <= min(self.max_batch_size, 256)]
-        growth = LAST_CHUNK + len(sizes)
+        most = min(self.max_batch_size, EVERY)
+        sizes = [n for n in sorted({*SEQUENCES, self.max_batch_size}) if n <= most]
+        short = sorted({*SHORT, *range(2, 2 + self.max_drafts)})
+        growth = LAST_CHUNK + len(sizes) + sum(short) + 2 * short[-1]
+        length = min(max(EDGES) + growth, self.max_seq_len, self.pool.free_tokens() // 2)
         edges = (n if n + growth <= length else 1 + n % 5 for n in EDGES)
-        lens = [*edges, *(1 + i % 5 for i in range(sizes[-1]))][: sizes[-1]]
+        lens = [min(n, length) for n in (*edges, *(1 + i % 5 for i in range(most)))][:most]
         wrong: dict[str, list[int]] = {}
-        if length < growth + 5:
+        if length < 1:
             return wrong
         q, k, v = (_random_like(x, length) for x in (q, k, k.flip(0)))
         if rotary is not None and len(rotary.cos) > 1:
@@ -313,10 +369,14 @@ class _Attention(_Trial):
             rotary = rotary._replace(cos=angles.cos().to(rotary.cos), sin=angles.sin().to(rotary.sin))
 
         def attend(view: KVCacheView, at: Tensor) -> Tensor:
-            rotation = rotary
+            at, rotation = at % length, rotary
             if rotation is not None and len(rotation.cos) > 1:
                 rotation = rotation._replace(cos=rotation.cos[at], sin=rotation.sin[at])
             return view.attend(layer, q[at], k[at], v[at], rotation)
+
+        def compare(what: str, out: Tensor, whole: Tensor, at: Tensor) -> None:
+            if not same_bits(out, whole):
+                wrong.setdefault(what, []).extend(at[(out != whole).flatten(1).any(1)].tolist())
 
         with self.slots([length]) as slots:
             parts = []
@@ -325,34 +385,107 @@ class _Attention(_Trial):
                 view = self.pool.batched_chunked_prefill_view(slots, [begin], [n])
                 parts.append(attend(view, self.spans([begin], [n])))
             whole = torch.cat(parts)
-        with self.slots([n + growth for n in lens]) as slots:
+        with self.slots([min(n + growth, length) for n in lens]) as slots:
             ends = [0] * len(slots)
             everyone = list(range(len(slots)))
-            chunks = []
+            turns: list[tuple[str, list[int], list[int]]] = []
             for group in _groups_within(lens[: len(slots)], length):
                 for begin in range(0, max((lens[i] for i in group), default=0), self.max_chunk):
                     left = [i for i in group if lens[i] > begin]
-                    chunks.append((left, [min(self.max_chunk, lens[i] - begin) for i in left]))
-            chunks.append((everyone, [min(LAST_CHUNK, 1 + i) for i in everyone]))
-            for turn, size in enumerate([*[0] * len(chunks), *(n for n in sizes if n <= len(slots))]):
-                if size == 0:
-                    chosen, chunk = chunks[turn]
-                    view = self.pool.batched_chunked_prefill_view(
-                        [slots[i] for i in chosen], [ends[i] for i in chosen], chunk
-                    )
+                    turns.append(("chunks", left, [min(self.max_chunk, lens[i] - begin) for i in left]))
+            turns.append(("chunks", everyone, [min(LAST_CHUNK, 1 + i) for i in everyone]))
+            for turn, size in enumerate((n for n in sizes if n <= len(slots)), len(turns)):
+                turns.append(("a decode", [(3 * turn + i) % len(slots) for i in range(size)], [1] * size))
+            turns += [(f"extends by {n}", everyone, [n] * len(slots)) for n in short]
+            turns.append(("short extends", everyone, [short[-1] - i % short[-1] for i in everyone]))
+            turns.append((f"extends by {short[-1]}", everyone[:1], short[-1:]))
+            for what, chosen, chunk in turns:
+                fits = [(i, n) for i, n in zip(chosen, chunk, strict=True) if ends[i] + n <= length]
+                if not fits:
+                    continue
+                chosen, chunk = map(list, zip(*fits, strict=True))
+                picked, begins = [slots[i] for i in chosen], [ends[i] for i in chosen]
+                if what == "a decode":
+                    view = self.pool.decode_view(picked, None if self.graphs is None else len(picked))
                 else:
-                    chosen, chunk = [(3 * turn + i) % len(slots) for i in range(size)], [1] * size
-                    picked = [slots[i] for i in chosen]
-                    view = self.pool.decode_view(picked, None if self.graphs is None else size)
-                at = self.spans([ends[i] for i in chosen], chunk)
-                out = attend(view, at)
-                if not same_bits(out, whole[at]):
-                    what = "chunks" if size == 0 else "a decode"
-                    differ = at[(out != whole[at]).flatten(1).any(1)].tolist()
-                    wrong.setdefault(f"{what} of {_count([len(chosen)], 'sequence')}", []).extend(differ)
+                    view = self.pool.batched_chunked_prefill_view(picked, begins, chunk)
+                at = self.spans(begins, chunk)
+                compare(f"{what} of {_count([len(chosen)], 'sequence')}", attend(view, at), whole[at], at)
                 for i, n in zip(chosen, chunk, strict=True):
                     ends[i] += n
+        self._far(layer, q, k, v, length, attend, compare)
         return wrong
+
+    def _far(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        beyond: int,
+        attend: Callable[[KVCacheView, Tensor], Tensor],
+        compare: Callable[[str, Tensor, Tensor, Tensor], None],
+    ) -> None:
+        """Compare the last positions before each power of two ``beyond`` what the other passes reach, and before the
+        full length: in one chunk, then by decodes and short extends, alone and in company."""
+        full = min(self.max_seq_len, self.pool.free_tokens())
+        ends = sorted({full, *(1 << n for n in range(beyond.bit_length(), full.bit_length()))})
+        ends = [end for end in ends if beyond < end <= full]
+        if not ends:
+            return
+        wholes: list[Tensor] = []
+        with self.slots([full]) as slots:
+            for begin in self._filled(layer, q, k, v, slots, ends):
+                view = self.pool.batched_chunked_prefill_view(slots, [begin], [FAR])
+                wholes.append(attend(view, self.spans([begin], [FAR])))
+        room = min(self.max_batch_size - 1, EVERY - 1)
+        with self.slots([full, *[4 * len(ends)] * room]) as slots:
+            company = slots[1:]
+            for turn, begin in enumerate(self._filled(layer, q, k, v, slots[:1], ends)):
+                at = begin
+                for number, others in ((FAR - 4, company[:1]), (2, []), (1, company), (1, [])):
+                    what = "a decode" if number == 1 else f"extends by {number}"
+                    begins, lens = [at, *map(self.pool.length, others)], [number, *[1] * len(others)]
+                    picked, positions = [slots[0], *others], self.spans(begins, lens)
+                    if number == 1:
+                        view = self.pool.decode_view(picked, None if self.graphs is None else len(picked))
+                    else:
+                        view = self.pool.batched_chunked_prefill_view(picked, begins, lens)
+                    what = f"{what} of {_count([len(picked)], 'sequence')}"
+                    expected = wholes[turn][at - begin : at - begin + number]
+                    compare(what, attend(view, positions)[:number], expected, positions[:number])
+                    at += number
+
+    def _filled(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, slots: list[int], ends: Sequence[int]
+    ) -> Iterator[int]:
+        """Store K/V up to FAR positions before each of ``ends`` in turn; yields where that is. What these positions'
+        queries see is not computed: it would take time that grows with the square of the length. Views that do not ask
+        the provider for it are left out."""
+        at, asked = 0, False
+
+        def attention(q_THE: Tensor, *_: Any) -> Tensor:
+            nonlocal asked
+            asked = True
+            return q_THE
+
+        for end in ends:
+            while at < end - FAR:
+                n = min(FILL, self.max_chunk, len(k), end - FAR - at)
+                view = self.pool.batched_chunked_prefill_view(slots, [at], [n])
+                with _replaced(self.kernels, extend_attention=attention):
+                    view.attend(layer, q[:n], k[:n], v[:n])
+                at += n
+                if not asked:
+                    log.warning(
+                        "the start-up check tries no attention at positions above %d: views of %s do not ask %s for it",
+                        len(q),
+                        type(self.pool).__name__,
+                        type(self.kernels).__name__,
+                    )
+                    return
+            yield at
+            at = end
 
 
 @dataclass(frozen=True)
@@ -367,15 +500,19 @@ class DrawCase:
     uniform: float = 0.0
 
 
-KINDS = (DrawCase(0), DrawCase(1, top_k=50, top_p=0.9), DrawCase(2, min_p=0.05))
+MASKED = 4
+"""The row in which most tokens are forbidden, as a grammar does."""
+KINDS = (DrawCase(0), DrawCase(1, top_k=50, top_p=0.9), DrawCase(2, min_p=0.05), DrawCase(MASKED))
 GREEDY = DrawCase(3, temperature=0.0)
 
 
-def _sampling(kernels: KernelsProtocol, vocab_size: int, max_batch_size: int, example_V: Tensor) -> Iterator[str]:
-    """Compare tokens drawn alone with those drawn in a batch, for logits like ``example_V``. The random numbers lie on
-    both sides of the edge between two tokens, so that a sum that differs in its last bit draws the other token."""
+def _sampling(kernels: KernelsProtocol, vocab_size: int, most: int, example_V: Tensor) -> Iterator[str]:
+    """Compare tokens drawn alone with those drawn in a batch of up to ``most``, for logits like ``example_V``. The
+    random numbers lie on both sides of the edge between two tokens, so that a sum that differs in its last bit draws
+    the other token."""
     noise_V = torch.randn(vocab_size, generator=torch.Generator().manual_seed(0)).to(example_V)
     logits_KV = torch.stack([noise_V.roll(kind) for kind in range(1 + len(KINDS))])
+    logits_KV[MASKED, noise_V < 0] = -math.inf
 
     def sample(draws: Sequence[DrawCase]) -> list[int]:
         def column(name: str, dtype: torch.dtype) -> Tensor:
@@ -396,6 +533,9 @@ def _sampling(kernels: KernelsProtocol, vocab_size: int, max_batch_size: int, ex
         ).tolist()
         return tokens
 
+    def varies(chosen: Sequence[tuple[DrawCase, int]]) -> bool:
+        return sample([draw for draw, _ in chosen]) != [token for _, token in chosen]
+
     edges = [(0.0, 0.5) for _ in KINDS]
     last = sample([replace(kind, uniform=0.5) for kind in KINDS])
     while any(low < (low + high) / 2 < high for low, high in edges):
@@ -407,13 +547,16 @@ def _sampling(kernels: KernelsProtocol, vocab_size: int, max_batch_size: int, ex
         ]
     draws = [GREEDY, *(replace(kind, uniform=u) for kind, edge in zip(KINDS, edges, strict=True) for u in edge)]
     alone = [(draw, sample([draw])[0]) for draw in draws]
-    varying = []
-    for n in (n for n in SEQUENCES if 1 < n <= max_batch_size):
-        chosen = [alone[(n + i) % len(alone)] for i in range(n)]
-        if sample([draw for draw, _ in chosen]) != [token for _, token in chosen]:
-            varying.append(n)
+    masked = [case for case in alone if case[0].row == MASKED]
+    others = [case for case in alone if case[0].row != MASKED]
+    cost = PER_VALUE // 2 * vocab_size
+    counts = _row_counts(cost, 0, most, most, example_V.device, HEAD_OPERATIONS)
+    varying = [n for n in sorted(counts) if n > 1 and varies([others[(n + i) % len(others)] for i in range(n)])]
     if varying:
         yield f"{type(kernels).__name__}.sample varies at {_count(varying, 'row')}"
+    few = min(most, len(others) + 1)
+    if few > 1 and any(varies([case, *others][:few]) for case in masked):
+        yield f"{type(kernels).__name__}.sample varies at {_count([few], 'row')}, one of them masked"
 
 
 def _random_like(x: Tensor, rows: int) -> Tensor:
@@ -439,6 +582,20 @@ def _groups_within(lens: Sequence[int], most: int) -> list[list[int]]:
             groups.append([])
         groups[-1].append(i)
     return groups
+
+
+@contextmanager
+def _replaced(kernels: KernelsProtocol, **methods: Any) -> Iterator[None]:
+    """Until the context ends, the provider has these methods."""
+    own = vars(kernels)
+    before = {name: own[name] for name in methods if name in own}
+    own.update(methods)
+    try:
+        yield
+    finally:
+        for name in methods:
+            own.pop(name)
+        own.update(before)
 
 
 def _tensors(out: Any) -> tuple[Tensor, ...]:

@@ -46,7 +46,7 @@ class EngineLoop:
         """How many requests share the place of each group."""
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
-        self._closing = False
+        self._draining = self._closing = False
         self._stop = False
         self._fault: str | None = None
         self.ended: Future[None] = Future()
@@ -69,7 +69,8 @@ class EngineLoop:
 
     @property
     def accepting(self) -> bool:
-        return self.healthy and not self._closing
+        """Whether clients should send requests here."""
+        return self.healthy and not self._draining and not self._closing
 
     @property
     def num_open(self) -> int:
@@ -118,6 +119,10 @@ class EngineLoop:
     def abort(self, request_id: str) -> None:
         """End a request within a step. A request that has ended already is not affected."""
         self._engine.submit(Abort(request_id))
+
+    def drain(self) -> None:
+        """Do not count as accepting any more. Requests that are on their way are taken until ``close``."""
+        self._draining = True
 
     def close(self, drain_s: float = 0.0) -> None:
         """Accept no more requests, let open ones finish for up to ``drain_s`` seconds, abort the rest, and stop."""
@@ -197,14 +202,14 @@ class AsyncDoor:
         self._outside: list[asyncio.Future[None]] = []
         """Those who wait until any request ends."""
 
-    async def stream(self, *requests: Request, most: int | None = None) -> AsyncGenerator[Event]:
+    async def stream(self, *requests: Request, most: int | None = None, patient: bool = False) -> AsyncGenerator[Event]:
         """Submit as many requests as there are places for, at most ``most`` at a time, and the others as places become
         free; yield the events of all of them. Closing the generator early aborts the unfinished requests. Raises
-        QueueFullError if there is no place at the beginning."""
+        QueueFullError if there is no place at the beginning, unless ``patient``."""
         queue: asyncio.Queue[Event] = asyncio.Queue()
         waiting = list(requests)
         running: set[str] = set()
-        begun, at_once = False, 0
+        begun, at_once = patient, 0
         try:
             while waiting or running:
                 room = len(waiting) if most is None else most - len(running)

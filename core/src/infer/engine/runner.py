@@ -16,6 +16,7 @@ from infer.engine.batch import Batch, Draw, Floats, Pool, Score
 from infer.engine.graphs import DecodeGraphs
 from infer.engine.sampler import Drawing, score
 from infer.engine.steering import edits, steer
+from infer.errors import PluginError
 from infer.text.grammar import Masks
 
 SCORED_ROWS = 128
@@ -92,13 +93,18 @@ class Runner:
         scored = self._drawing.scored
         edited_NV = steer(logits_NV, edits(draw.steered, self._masks), scored) if draw.steered else logits_NV
         token_N = self._kernels.sample(edited_NV, draws)
-        known_N = token_N.clamp(min=0)
+        known_N = token_N.clamp(0, logits_NV.shape[1] - 1)  # any other number would be read as an index
         self._last_tokens.put(draw.slots_M, known_N if draw.last_M is None else known_N[draw.last_M])
         chosen = score(logits_NV, known_N, self._drawing.wanted) if scored else None
         host_N = download(token_N)
 
         def read() -> Drawn:
             tokens = host_N.tolist()
+            if (most := max(tokens)) >= logits_NV.shape[1]:
+                raise PluginError(
+                    f"The kernels ({type(self._kernels).__name__}) drew token {most}, but the model's tokens are 0 to "
+                    f"{logits_NV.shape[1] - 1}."
+                )
             if min(tokens) < 0:
                 tokens = [token if token >= 0 else None for token in tokens]
             return Drawn(tokens, [None] * num if chosen is None else chosen.read())

@@ -40,7 +40,7 @@ class Seats:
         sequence runs or waits."""
         self._pool = pool
         self._settings = settings
-        self._key = key
+        self.key = key
         self.running: list[Sequence] = []
         """Sorted by key. Sequences in prefill get their chunks in this order."""
         self.waiting: list[Sequence] = []
@@ -61,7 +61,7 @@ class Seats:
             members.append(sequence)
             if len(members) > 1:
                 return
-        insort(self.waiting, sequence, key=self._key)
+        insort(self.waiting, sequence, key=self.key)
 
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
@@ -145,7 +145,7 @@ class Seats:
         if sequence.preemptions == 0:
             sequence.num_cached = place.num_cached
         self.waiting.remove(sequence)
-        insort(self.running, sequence, key=self._key)
+        insort(self.running, sequence, key=self.key)
         return True
 
     def preempt(self, sequence: Sequence) -> None:
@@ -156,7 +156,7 @@ class Seats:
         self.running.remove(sequence)
         self._release(sequence)
         sequence.preemptions += 1
-        insort(self.waiting, sequence, key=self._key)
+        insort(self.waiting, sequence, key=self.key)
 
     def _let_follow(self, first: Sequence) -> None:
         """If ``first`` leads a group, let others follow: all of them if its prompt is in the cache; if it leaves before
@@ -167,7 +167,7 @@ class Seats:
         del members[0]
         computed = first.num_computed >= first.num_prompt
         for sequence in members if computed else members[:1]:
-            insort(self.waiting, sequence, key=self._key)
+            insort(self.waiting, sequence, key=self.key)
         if computed or not members:
             del self._groups[first.request.group]
 

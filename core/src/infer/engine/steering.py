@@ -88,7 +88,11 @@ class Steering:
         self._count = np.zeros(len(biased), np.float32)
 
     def fork(self) -> Steering:
-        """A copy in the same state, which takes in draft tokens in place of this one."""
+        """A copy in the same state, which takes in draft tokens in place of this one. If it cannot be made, steering
+        has failed, and this one is returned, which allows no token any more."""
+        return self._attempt(Steering._copy, self) or self
+
+    def _copy(self) -> Steering:
         other = copy.copy(self)
         other._row = self._row.copy()
         for name in ("_ids", "_bias", "_repetition", "_count"):
@@ -98,10 +102,10 @@ class Steering:
 
     def accepts(self, tokens: Sequence[int], drafts: Sequence[int]) -> int:
         """How many of the drafts, which follow ``tokens`` that it has not seen yet, its grammar may allow. Where that
-        takes more than a look, all of them."""
+        takes more than a look, all of them; none if steering has failed."""
         if self._matcher is None or self._waits or self.num_seen < self._num_prompt:
             return len(drafts)
-        return max(0, self._matcher.accepts([*tokens, *drafts]) - len(tokens))
+        return max(0, (self._attempt(self._matcher.accepts, [*tokens, *drafts]) or 0) - len(tokens))
 
     def see(self, tokens: Sequence[int]) -> Matcher | None:
         """Take in the next ``tokens`` of prompt and answer. Returns the matcher, if a grammar applies to the next

@@ -1,6 +1,7 @@
 """The conformance kit: suites that try what the contracts of plugins promise. See ``docs/testing.md``."""
 
 from infer.testing.checkpoints import tiny_checkpoint
+from infer.testing.commands import check_command
 from infer.testing.formats import check_weight_format
 from infer.testing.kernels import check_kernels
 from infer.testing.models import check_model
@@ -16,6 +17,7 @@ __all__ = [
     "Outcome",
     "Suite",
     "Violation",
+    "check_command",
     "check_kernels",
     "check_model",
     "check_pool",

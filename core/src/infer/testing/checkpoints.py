@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import tempfile
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ CONFIG: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "max_position_embeddings": 512,
+    "sliding_window": 24,
     "tie_word_embeddings": False,
     "dtype": "float32",
     "eos_token_id": 0,
@@ -54,9 +56,10 @@ def tiny_checkpoint(
 ) -> Path:
     """Write a checkpoint of two small layers: config.json, model.safetensors and a tokenizer with one token per letter,
     so that it can be served, too. Its weights have the names and shapes that the family that knows ``architecture``
-    expects. ``config`` are further fields of config.json, or others in place of those of ``CONFIG``; ``plugins`` are
-    modules in addition to the installed ones. Without a ``folder``, a temporary one is made. Raises PluginError if no
-    plugin, or more than one, knows the architecture."""
+    expects, and its sliding windows, where the architecture has any unasked, have 24 positions. ``config`` are further
+    fields of config.json, or others in place of those of ``CONFIG``; ``plugins`` are modules in addition to the
+    installed ones. Without a ``folder``, a temporary one is made. Raises PluginError if no plugin, or more than one,
+    knows the architecture."""
     if folder is None:
         _kept.append(tempfile.TemporaryDirectory(prefix="infer-"))
         folder = _kept[-1].name
@@ -82,7 +85,8 @@ def tiny_checkpoint(
 def letters(vocab_size: int) -> Tokenizer:
     """A tokenizer with an end and a beginning, and then a token for each character: those of ASCII from the space to
     "}", and others that nobody writes. An unknown character is "?"."""
-    names = ["</s>", "<s>", *map(chr, range(32, 126)), *(chr(0x4E00 + id) for id in range(vocab_size))][:vocab_size]
+    rare = (chr(code) for code in range(0x4E00, 0x110000) if not 0xD800 <= code < 0xE000)
+    names = list(itertools.islice(itertools.chain(["</s>", "<s>"], map(chr, range(32, 126)), rare), vocab_size))
     made = Tokenizer(models.WordLevel({name: id for id, name in enumerate(names)}, unk_token="?"))
     made.pre_tokenizer = pre_tokenizers.Split(Regex("(?m:.)"), "isolated")
     made.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])

@@ -459,13 +459,13 @@ def random_draws(p: Provider, rows: int, draw: random.Random) -> Draws:
 def kept_mass(
     logits: np.ndarray[Any, Any], temperature: float, top_k: float, top_p: float, min_p: float
 ) -> np.ndarray[Any, Any]:
-    """What the token is drawn from, in float64: temperature, top-k, top-p over what top-k left, min-p; ties stay
-    together."""
+    """What the token is drawn from, in float64: temperature, top-k, top-p over what top-k left, min-p. Top-k keeps
+    the first of equals; the others keep all of them."""
     x: np.ndarray[Any, Any] = np.exp((logits - logits.max()) / temperature)
     x /= x.sum()
     keep = np.ones(len(x), bool)
     if top_k > 0:
-        keep &= x >= np.sort(x)[::-1][min(int(top_k), len(x)) - 1] * (1 - 1e-9)
+        keep[np.argsort(-logits, kind="stable")[int(top_k) :]] = False
     if top_p < 1:
         left = np.sort(np.where(keep, x, 0))[::-1]
         before = np.cumsum(left) - left

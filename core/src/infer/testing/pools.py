@@ -399,6 +399,21 @@ def full_length(pools: Pools, draw: random.Random) -> None:
         raise Violation(f"allocate gives a slot to more than max_seq_len = {LONGEST} tokens")
 
 
+@check("free_tokens() falls with each sequence of full length by as much, until none fits", 2)
+def free_tokens(pools: Pools, draw: random.Random) -> None:
+    machine = Machine(pools, draw, num_tokens=draw.choice([None, 2 * LONGEST]))
+    if machine.room < LONGEST:
+        raise Violation(f"free_tokens() is {machine.room} in an empty pool; one of max_seq_len = {LONGEST} has to fit")
+    before = machine.room
+    while machine.allocate(LONGEST, reuse=False) is not None:
+        if (after := machine.pool.free_tokens()) > before - LONGEST:
+            raise Violation(
+                f"free_tokens() was {before} and is {after} after a sequence of {LONGEST} positions was allocated"
+            )
+        before = after
+    machine.finish()
+
+
 @check("A view whose start is not the slot's length is refused with a ValueError, and nothing is booked", 4)
 def wrong_starts(pools: Pools, draw: random.Random) -> None:
     machine = Machine(pools, draw, num_tokens=None)
@@ -440,21 +455,21 @@ class Storing(ReferenceKernels):
         super().store_kv(k_TKE, v_TKE, k_cache, v_cache, flat_T)
 
 
-@check("nbytes says how much memory K and V of all positions take", 2)
+@check("nbytes says how much memory K and V of all positions take", 4)
 def size(pools: Pools, draw: random.Random) -> None:
-    kernels = Storing()
-    machine = Machine(pools, draw, num_tokens=draw.choice([None, 3 * LONGEST]), kernels=kernels)
+    kernels, kv_dtype = Storing(), draw.choice(["auto", *pools.kv_dtypes])
+    machine = Machine(pools, draw, num_tokens=draw.choice([None, 3 * LONGEST]), kernels=kernels, kv_dtype=kv_dtype)
     if (life := machine.allocate(9, reuse=False)) is None:
         raise Violation("allocate gives None in an empty pool")
     machine.extend([life], 9)
-    if not kernels.found:
-        raise Skipped("the pool does not have the kernels store K and V")
-    each = sum(2 * spec.num_kv_heads * SIZE * machine.context.dtype.itemsize for spec in machine.context.layers)
-    least, most = machine.room * each, sum(kernels.found.values())
+    head = SIZE + 4 if kv_dtype == "int8" else SIZE * machine.context.dtype.itemsize
+    least = machine.room * sum(2 * spec.num_kv_heads * head for spec in machine.context.layers)
+    # Where the pool stores K and V by itself, nobody sees its tensors; a pool that needs more than twice would be odd.
+    most = sum(kernels.found.values()) or 2 * least
     if not least <= machine.pool.nbytes <= most:
         raise Violation(
-            f"nbytes is {machine.pool.nbytes}; the {machine.room} positions need {least} bytes, and the tensors that "
-            f"K and V are stored in have {most}"
+            f"nbytes is {machine.pool.nbytes} with kv_dtype {kv_dtype}; the {machine.room} positions need {least} "
+            f"bytes, and the tensors that K and V are stored in have {most if kernels.found else 'not been seen'}"
         )
 
 
@@ -489,7 +504,7 @@ def recorded_views(pools: Pools, draw: random.Random) -> None:
 def sharing(pools: Pools, draw: random.Random) -> None:
     machine = Machine(pools, draw, num_tokens=None)
     if not getattr(machine.pool, "shares", False):
-        raise Skipped("the pool does not share (shares is not True)")
+        raise Skipped("this pool does not share K/V between sequences: its shares is not True")
     tokens = machine.stems[0][:80]
     for leaves in (False, True, False):
         place = machine.pool.allocate(tokens)

@@ -17,7 +17,7 @@ from infer.contracts.protocols import Allocation, SchedulerContext, SchedulerPro
 from infer.contracts.request import Request
 from infer.contracts.schedule import PENDING, Schedule, Sequence, Work
 from infer.engine.checked import CheckedScheduler
-from infer.engine.schedulers import ContinuousScheduler
+from infer.engine.seats import Seats
 from infer.errors import PluginError
 from infer.settings import EngineSettings
 from infer.testing.suite import Suite, Violation
@@ -286,10 +286,10 @@ class Drive:
                 raise Violation(f"prefill_end of {work.sequence.id} is below its prompt's length")
 
     def check_keys(self) -> None:
-        """Those by which a ``ContinuousScheduler`` sorts: it keeps its sequences sorted."""
-        if isinstance(self.made, ContinuousScheduler):
+        """Those by which a scheduler's ``Seats`` sort: they keep sequences sorted."""
+        for seats in filter(lambda one: isinstance(one, Seats), getattr(self.made, "__dict__", {}).values()):
             for id, arrival in self.open.items():
-                key = self.made.key(arrival.sequence)
+                key = seats.key(arrival.sequence)
                 if (first := self.keys.setdefault(id, key)) != key:
                     raise Violation(
                         f"key({id}) was {first!r} and is {key!r}; it must not change while the sequence runs or waits"

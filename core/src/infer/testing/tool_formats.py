@@ -35,6 +35,8 @@ class ToolFormats:
     name: str
     arguments: Mapping[str, Any]
     schema: Mapping[str, Any]
+    two: str = ""
+    """An answer that is two of these calls and nothing else, where that is not ``text`` twice."""
 
     def read(self, parts: Iterable[str], others: bool = False) -> list[Piece]:
         """The pieces of an answer that arrives in parts, and may call the function, or only ``others``. Neighbouring
@@ -62,15 +64,16 @@ def check_tool_format(
     arguments: Mapping[str, Any],
     *,
     schema: Mapping[str, Any] | None = None,
+    two: str | None = None,
     only: Sequence[str] = (),
     seed: int = 0,
     case: int | None = None,
 ) -> None:
     """Try everything that a tool format promises on ``text``, an answer that calls the function ``name`` with
     ``arguments`` and says nothing else. ``make`` makes a reader from the tools that an answer may call, and ``schema``
-    is the JSON schema of the arguments, if the format needs it. ``only`` names checks, ``case`` one case of each.
-    Raises ConformanceError."""
-    subject = ToolFormats(make, text, name, arguments, schema or {"type": "object"})
+    is the JSON schema of the arguments, if the format needs it. ``two`` is an answer that calls it twice, where that is
+    not ``text`` twice. ``only`` names checks, ``case`` one case of each. Raises ConformanceError."""
+    subject = ToolFormats(make, text, name, arguments, schema or {"type": "object"}, two or "")
     SUITE.enforce(subject, only=only, seed=seed, case=case)
 
 
@@ -92,6 +95,20 @@ def reads(f: ToolFormats, draw: random.Random) -> None:
         raise Violation(f"the arguments are {given}, not {dict(f.arguments)}")
     if rest := said(found, "content").strip():
         raise Violation(f"{rest!r} of the call is content")
+
+
+@check("Each of two calls is read, with arguments of its own")
+def both(f: ToolFormats, draw: random.Random) -> None:
+    text = f.two or 2 * f.text
+    found = f.read([text])
+    calls = [piece.text for piece in found if piece.kind == "call"]
+    if calls != [f.name] * 2:
+        raise Violation(f"{text!r} is read as calls of {calls}, not as two of {f.name!r}")
+    given = [piece.text for piece in found if piece.kind == "arguments"]
+    if given != [said(f.read([f.text]), "arguments")] * 2:
+        raise Violation(f"the arguments of {text!r} are {given}")
+    if rest := said(found, "content").strip():
+        raise Violation(f"{rest!r} of the calls is content")
 
 
 @check("What stands before a call is content, and comes before it")

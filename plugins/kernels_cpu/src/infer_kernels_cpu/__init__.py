@@ -13,7 +13,8 @@ INFER_PLUGIN_API = 1
 INFER_PLUGIN_ENV = [native.VARIABLE]
 UNBUILT = (
     "it was built where no C++ compiler was found, or failed; install one (Debian: apt-get install g++), then run "
-    "pip install --force-reinstall --no-deps --no-cache-dir infer-kernels-cpu"
+    "pip install hatchling && pip install --no-build-isolation --no-cache-dir --no-deps --force-reinstall -r "
+    "dist/infer-kernels-cpu.txt"
 )
 
 

@@ -63,7 +63,7 @@ _TENSOR = [_POINTER, _SIZE, _SIZE]  # a pointer and two strides
 _CACHE = [_POINTER, _POINTER]  # of values, or of codes and of their scales
 FUNCTIONS: dict[str, list[type]] = {
     "pack": [_KIND, _POINTER, _SIZE, _SIZE, c_int, _POINTER],
-    "rows": [_KIND, _POINTER, _SIZE, _POINTER, _SIZE, _POINTER],
+    "rows": [_KIND, _POINTER, _SIZE, _SIZE, _POINTER, _SIZE, _POINTER],
     "linear": [_KIND, _POINTER, _SIZE, _SIZE, _POINTER, _SIZE, _SIZE, _POINTER, c_int, _POINTER],
     "quantise": [_KIND, _POINTER, _SIZE, _SIZE, _SIZE, c_int, _POINTER, _POINTER],
     "pack_grouped": [_KIND, _POINTER, _POINTER, _POINTER, _POINTER, _SIZE],

@@ -266,7 +266,8 @@ class CpuKernels(ReferenceKernels):
             matrix = ctypes.addressof(packed.matrix)
             self.native.infer_grouped_rows(kind, matrix, ids.data_ptr(), len(ids), out.data_ptr())
         else:
-            self.native.infer_rows(kind, packed.words.data_ptr(), packed.K, ids.data_ptr(), len(ids), out.data_ptr())
+            words = packed.words.data_ptr()
+            self.native.infer_rows(kind, words, packed.N, packed.K, ids.data_ptr(), len(ids), out.data_ptr())
         return out
 
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float, unit_offset: bool = False) -> Tensor:

@@ -101,10 +101,11 @@ void pack_grouped(const Grouped& to, const uint8_t* codes, const void* scales, c
     });
 }
 
-// Rows ``ids`` of the weight, dequantised. The scale is applied and rounded before the minimum is added.
+// Rows ``ids`` of the weight, dequantised; NaN for an id that is none of its rows. The scale is applied and rounded before the minimum is added.
 template <class A, class T>
 void unpack_grouped(const Grouped& w, const int64_t* ids, int64_t count, T* out) {
     parallel(count, [&](int64_t i) {
+        if (ids[i] < 0 || ids[i] >= w.N) return fill_nan(out + i * w.K, w.K);
         int64_t n = ids[i] % PANEL, per = w.per_word();
         const uint8_t* at = w.packed + ids[i] / PANEL * w.panel_bytes();
         for (int64_t g = 0; g < w.groups(); g++, at += w.group_bytes()) {

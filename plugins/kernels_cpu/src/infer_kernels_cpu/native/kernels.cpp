@@ -100,8 +100,9 @@ EXPORT void infer_pack(int kind, const void* w, int64_t N, int64_t K, int gated,
     TYPED(kind) pack(static_cast<const T*>(w), N, K, gated, packed); END
 }
 
-EXPORT void infer_rows(int kind, const uint32_t* packed, int64_t K, const int64_t* ids, int64_t count, void* out) {
-    TYPED(kind) unpack_rows(packed, K, ids, count, static_cast<T*>(out)); END
+EXPORT void infer_rows(int kind, const uint32_t* packed, int64_t N, int64_t K, const int64_t* ids, int64_t count,
+                       void* out) {
+    TYPED(kind) unpack_rows(packed, N, K, ids, count, static_cast<T*>(out)); END
 }
 
 EXPORT void infer_linear(int kind, const void* x, int64_t stride, int64_t rows, const uint32_t* packed, int64_t N,

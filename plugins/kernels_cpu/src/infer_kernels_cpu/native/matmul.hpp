@@ -162,13 +162,14 @@ void pack(const T* w, int64_t N, int64_t K, bool gated, uint32_t* packed) {
     });
 }
 
-// Rows ``ids`` of the unpacked matrix.
+// Rows ``ids`` of the unpacked matrix [N, K]; NaN for an id that is none of its rows.
 template <class T>
-void unpack_rows(const uint32_t* packed, int64_t K, const int64_t* ids, int64_t count, T* out) {
+void unpack_rows(const uint32_t* packed, int64_t N, int64_t K, const int64_t* ids, int64_t count, T* out) {
     int64_t steps = steps_of<T>(K);
     parallel(count, [=](int64_t i) {
-        const uint32_t* column = packed + ids[i] / PANEL * steps * PANEL + ids[i] % PANEL;
         T* row = out + i * K;
+        if (ids[i] < 0 || ids[i] >= N) return fill_nan(row, K);
+        const uint32_t* column = packed + ids[i] / PANEL * steps * PANEL + ids[i] % PANEL;
         for (int64_t s = 0; s < steps; s++)
             std::memcpy(row + s * STEP<T>, column + s * PANEL, word_bytes<T>(K, s));
     });

@@ -7,9 +7,11 @@
 
 #include <atomic>
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <memory>
 #include <new>
+#include <system_error>
 #include <thread>
 
 namespace infer {
@@ -39,7 +41,11 @@ class Team {
     // Returns when all that entered have finished; returns false at once if another thread is using the team.
     bool run(int64_t others, void (*run)(void*), void* context) {
         if (taken.exchange(true, std::memory_order_acquire)) return false;
-        for (; members < others; members++) std::thread(&Team::serve, this, members).detach();
+        for (; members < others; members++) try {
+                std::thread(&Team::serve, this, members).detach();
+            } catch (const std::system_error&) {  // the system has no room for it, so those that there are do the work
+                break;
+            }
         job = run, argument = context, wanted = others;
         epoch += EPOCH;
         state.store(epoch | OPEN);
@@ -134,6 +140,10 @@ T* scratch(int64_t count) {
     int64_t bytes = (count * int64_t(sizeof(T)) + 63) / 64 * 64;
     if (bytes > size) {
         memory.reset(std::aligned_alloc(64, bytes));
+        if (!memory) {  // the caller may be any thread of the team, and a kernel has no other way to fail
+            std::fprintf(stderr, "infer: out of memory: a kernel needs %lld bytes\n", (long long)bytes);
+            std::abort();
+        }
         size = bytes;
     }
     return static_cast<T*>(memory.get());

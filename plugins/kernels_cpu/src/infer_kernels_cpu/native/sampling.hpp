@@ -45,6 +45,22 @@ struct Candidates {
         for (int64_t e = whole; e < count; e++) n += mass[e] >= threshold;
         return {total, n};
     }
+    // Keeps ``most`` of those that reach the threshold: of those equal to it, the ones with the highest logits, and of
+    // equal logits the lowest ids.
+    template <class T>
+    void cut(const T* logits, float threshold, int64_t most) {
+        int64_t over = kept(threshold).count - most;
+        if (over <= 0) return;
+        int32_t* tied = scratch<int32_t, struct TiedOfARow>(count);
+        int64_t ties = 0;
+        for (int64_t e = 0; e < count; e++)
+            if (mass[e] == threshold) tied[ties++] = int32_t(e);
+        std::nth_element(tied, tied + (ties - over), tied + ties, [&](int32_t a, int32_t b) {
+            float x = to_float(logits[token[a]]), y = to_float(logits[token[b]]);
+            return x > y || (x == y && a < b);
+        });
+        for (int64_t i = ties - over; i < ties; i++) mass[tied[i]] = 0;
+    }
     // Drops all candidates below the threshold.
     void drop(float threshold) {
         int64_t left = 0;
@@ -178,8 +194,10 @@ int64_t sample_row(const T* logits, int64_t size, const Draw& draw) {
     Candidates all = candidates(logits, size, top, draw);
     // Tokens of mass 0 are never drawn, so the smallest threshold is above 0.
     float threshold = 1.17549435e-38f;
-    if (draw.top_k > 0 && all.kept(threshold).count > draw.top_k)
+    if (draw.top_k > 0 && all.kept(threshold).count > draw.top_k) {
         threshold = all.largest(threshold, [&](auto kept) { return kept.count >= draw.top_k; });
+        all.cut(logits, threshold, draw.top_k);
+    }
     if (draw.top_p < 1) {
         double wanted = double(draw.top_p) * all.kept(threshold).mass;
         threshold = all.largest(threshold, [&](auto kept) { return kept.mass >= wanted; });

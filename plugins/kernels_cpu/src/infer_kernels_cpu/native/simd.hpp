@@ -149,6 +149,12 @@ inline void over_vectors(int64_t width, F body) {
     if (e < width) body(e, int(width - e));
 }
 
+// Fills a row with NaN.
+template <class T>
+inline void fill_nan(T* row, int64_t width) {
+    over_vectors(width, [&](int64_t e, int n) { give(row + e, splat(NAN), n); });
+}
+
 // What x becomes when it is stored and loaded again.
 template <class T>
 inline vf rounded(vf x) {
