@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,6 +37,11 @@ def seeds(all_tests: int) -> list[int]:
 def seeded(all_tests: int = 1) -> pytest.MarkDecorator:
     """Runs a test with each of ``seeds``. The test is to be marked with ``draws``."""
     return pytest.mark.parametrize("seed", seeds(all_tests))
+
+
+def slowly(*values: Any) -> list[Any]:
+    """Parameters of a test that ``make test`` leaves out; a tuple has one value for each argument."""
+    return [pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=pytest.mark.slow) for v in values]
 
 
 def seed_everything() -> None:

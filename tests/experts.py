@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from tests.attention import random
+from tests.products import gated64
 from torch import Tensor
 
 from infer.kernels.quantise import quantise_weight
@@ -83,8 +84,6 @@ class Mixture:
         return torch.stack(rows) if rows else x_TD.double()
 
     def _result(self, x: Tensor, expert: Expert, activation: Activation) -> Tensor:
-        from tests.core.test_kernels import gated64
-
         gate_up = product(x, expert.gate_up_NK, expert.gate_up_bias_N)
         hidden = gated64(gate_up.to(self.dtype), activation).to(self.dtype)
         return product(hidden, expert.down_NK, expert.down_bias_N)

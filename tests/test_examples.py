@@ -34,7 +34,7 @@ tiny_checkpoint("LlamaForCausalLM", Path("plain"))
 """Code that makes the checkpoints which the commands read."""
 CHECKS = {
     "bitsandbytes": ["check", "weights:bitsandbytes", "--checkpoint", "made", "--against", "plain"],
-    "deepseek_tools": [],
+    "phi_tools": [],
     "fair": ["check", "scheduler:fair", "--engine.fair.answer-cost", "1.5"],
     "llamacpp": [],
     "perfetto": ["generate", "--model", "demo", "--max-tokens", "4", "--observers.perfetto.path", "trace.json", "def "],
@@ -46,7 +46,7 @@ SETTINGS = {
     "fair": '[engine]\nbatching_mode = "fair"\n',
     "rolling": '[cache]\nbackend = "rolling"\n',
     "perfetto": '[observers.perfetto]\npath = "trace.json"\n',
-    "deepseek_tools": '[model]\ntool_format = "deepseek"\n',
+    "phi_tools": '[model]\ntool_format = "functools"\n',
 }
 """What settings.toml says to select each, where something has to be said."""
 each = pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)

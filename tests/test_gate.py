@@ -41,6 +41,7 @@ def drawn(folder: Path, *argv: str, source: str = DRAWING, hash_seed: int = 1) -
     return done.stdout
 
 
+@pytest.mark.slow
 def test_examples_are_the_same_whatever_else_was_imported(tmp_path: Path) -> None:
     (tmp_path / "other.py").write_text(
         f"NUMBERS = {[*range(77_000, 77_400)]}\nWORDS = {['word' + str(i) for i in range(99)]}"
@@ -87,7 +88,7 @@ def test_a_slow_test_that_failed_is_run_once_more_alone(
     (tmp_path / "test_it.py").write_text(FAILING.format(always=always, other=other, mark=mark))
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow\n    quick\n")
     command = [sys.executable, "-m", "pytest", "-p", "xdist", "-p", "tests.again", "--again", "-n1", "test_it.py"]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    env = os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stdout + done.stderr
     final = mark == "quick" and not other

@@ -54,6 +54,8 @@ def completions(client: Any) -> None:
     assert echoed.choices[0].text == "def f(" and logprobs is not None
     assert logprobs.tokens is not None and "".join(logprobs.tokens).removeprefix("<|endoftext|>") == "def f("
     assert logprobs.token_logprobs is not None and logprobs.token_logprobs[0] is None
+    chunks = list(client.completions.create(**asked, echo=True, stream=True))
+    assert "".join(c.choices[0].text for c in chunks) == "def f(" + whole.choices[0].text
 
 
 def embeddings(client: Any) -> None:
@@ -120,7 +122,21 @@ def tools(client: Any) -> None:
             arguments_text += part.function.arguments or ""
     assert (name, content) == ("get_weather", "Let me see. ")
     assert json.loads(arguments_text) == {"city": "Rome", "days": 3}
-    history: Any = [
+    allowed: Any = {"mode": "required", "tools": [{"type": "function", "function": {"name": "get_weather"}}]}
+    run: Any = {"type": "custom", "custom": {"name": "run", "description": "Runs code."}}
+    only = client.chat.completions.create(
+        **asked | {"tools": [run, WEATHER]}, tool_choice={"type": "allowed_tools", "allowed_tools": allowed}
+    )
+    assert {each.function.name for each in only.choices[0].message.tool_calls or ()} == {"get_weather"}
+    code = '<tool_call>{"name": "run", "arguments": {"input": "print(\\"x\\")"}}</tool_call>'
+    custom = client.chat.completions.create(
+        **asked | {"tools": [run]}, metadata={"a": "b"}, extra_body={"structured_outputs": {"choice": [code]}}
+    )
+    (ran,) = custom.choices[0].message.tool_calls or [None]
+    assert (ran.type, ran.custom.name, ran.custom.input) == ("custom", "run", 'print("x")')
+    history: Any = [*MESSAGES, custom.choices[0].message, {"role": "tool", "tool_call_id": ran.id, "content": "x"}]
+    assert client.chat.completions.create(**asked | {"tools": [run], "messages": history, "max_tokens": 3}).choices
+    history = [
         *MESSAGES,
         message.model_dump(exclude_none=True),
         {"role": "tool", "tool_call_id": call.id, "content": "Sunny."},
@@ -131,8 +147,12 @@ def tools(client: Any) -> None:
 def reasoning(client: Any) -> None:
     asked: Any = {"model": "demo", "messages": MESSAGES, "max_tokens": 60, "temperature": 0}
     body = {"chat_template_kwargs": {"enable_thinking": True}}
-    thought = client.chat.completions.create(**asked, extra_body=body).choices[0].message
+    answer = client.chat.completions.create(**asked, extra_body=body)
+    thought = answer.choices[0].message
     assert thought.reasoning_content and not thought.content
+    assert answer.usage.completion_tokens_details.reasoning_tokens == answer.usage.completion_tokens > 0
+    same = client.chat.completions.create(**asked, reasoning_effort="high")
+    assert same.choices[0].message.reasoning_content == thought.reasoning_content
     deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**asked, extra_body=body, stream=True)]
     assert "".join(getattr(d, "reasoning_content", None) or "" for d in deltas) == thought.reasoning_content
 
@@ -162,6 +182,9 @@ def responses(client: Any) -> None:
     assert events[0].type == "response.created" and events[-1].type == "response.incomplete"
     deltas = "".join(e.delta for e in events if e.type == "response.output_text.delta")
     assert deltas == whole.output_text == events[-1].response.output_text
+    first = whole.output_text[:1]
+    cut = client.responses.create(**asked, extra_body={"top_k": 1, "stop": [first]})
+    assert (cut.status, cut.output_text) == ("completed", "")
     conversation: Any = [
         {"role": "user", "content": [{"type": "input_text", "text": "a loop"}]},
         {"role": "assistant", "content": whole.output_text},

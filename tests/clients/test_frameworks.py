@@ -23,6 +23,7 @@ class Weather(BaseModel):
     degrees: int = Field(ge=-40, le=50)
 
 
+@pytest.mark.slow
 def test_langchain(server: Serving) -> None:
     from langchain_core.tools import tool
     from langchain_openai import ChatOpenAI
@@ -50,6 +51,7 @@ def test_langchain(server: Serving) -> None:
     assert isinstance(found, Weather)
 
 
+@pytest.mark.slow
 def test_litellm(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # or importing it asks the internet
     import litellm

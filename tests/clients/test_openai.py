@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.examples import slowly
 
 from infer.server.testing import Serving
 
@@ -23,7 +24,7 @@ def run(*command: str, **environment: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("version", [2, 3])
+@pytest.mark.parametrize("version", [2, *slowly(3)])
 def test_openai_for_python(version: int, server: Serving, reasoner: Serving) -> None:
     beside = str(BESIDE / "openai-3") if version == 3 else ""
     asked = "import openai; print(openai.__version__)"
@@ -32,6 +33,7 @@ def test_openai_for_python(version: int, server: Serving, reasoner: Serving) -> 
     assert told.count(": ok") == 12
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
 def test_openai_for_node(server: Serving, reasoner: Serving) -> None:
     module = BESIDE / "node" / "node_modules" / "openai" / "index.mjs"

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests import support
 from tests.models.checkpoints import write_checkpoint
 from tests.serving import Body, chatty, running
 
-from infer import LLM, CheckpointError, SamplingParams, SettingsError
+from infer import LLM, CheckpointError, InferError, SamplingParams, SettingsError
+from infer.assemble import for_device
 from infer.commands.cli import main
+from infer.engine.batch import Batch
+from infer.engine.runner import Launched, Runner
+from infer.settings import EngineSettings, Settings
+from infer.sizes import Meter
 
 ENGINE = {"max_batch_size": 4, "max_seq_len": 256}
 KERNELS = {"threads": 1}
@@ -167,6 +174,66 @@ def test_weights_count_at_their_quantised_size(
         return weights
 
     assert counted(quantization="int8") < 0.5 * counted()
+
+
+def test_the_cache_leaves_room_for_the_largest_pass(
+    long: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device whose memory is counted; the passes of a full batch take no more than the trial did."""
+    tried: list[int] = []
+    passes: list[int] = []
+
+    def counted(run: Callable[[], object], device: torch.device) -> int:
+        with Meter("cpu") as meter:
+            run()
+        tried.append(meter.peak)
+        return tried[-1]
+
+    launch = Runner.launch
+
+    def observed(self: Runner, batch: Batch) -> Launched:
+        with Meter("cpu") as meter:
+            launched = launch(self, batch)
+        passes.append(meter.peak)
+        return launched
+
+    free = 40 << 20
+    engine = {"max_batch_size": 4, "max_tokens_per_step": 800, "prefill_chunk_size": 300}
+    cache = {"paged": {"memory_fraction": 1.0}}
+    monkeypatch.setattr("infer.device.free_memory", lambda device: free)
+    without = started(long, caplog, engine=engine, cache=cache)[1]
+    monkeypatch.setattr("infer.device.taken_by", counted)
+    monkeypatch.setattr(Runner, "launch", observed)
+    prompts = [[3 + i] * 900 for i in range(4)]
+    params = [SamplingParams(max_tokens=4, temperature=1.0, top_k=50, logprobs=20, seed=i) for i in range(4)]
+    with LLM(long, kernels=KERNELS, engine=engine, cache=cache) as llm:
+        llm.generate(prompts, params)
+        room = llm.served.cache_tokens
+    (trial,) = tried
+    assert max(passes) <= trial
+    assert room * KV_BYTES + max(passes) <= free < without * KV_BYTES + max(passes)
+
+
+def test_no_memory_for_the_largest_pass(long: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(run: Callable[[], object], device: torch.device) -> int:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("infer.device.taken_by", full)
+    with pytest.raises(InferError, match=r"pass of 8192 tokens .*out of memory.* lower engine.max_tokens_per_step"):
+        LLM(long, kernels=KERNELS)
+
+
+def test_passes_on_a_gpu_are_longer_and_limited() -> None:
+    def sizes(**engine: Any) -> tuple[int, int | None]:
+        found = for_device(Settings(engine=EngineSettings(**engine)), torch.device("cuda")).engine
+        return found.prefill_chunk_size, found.max_tokens_per_step
+
+    assert sizes() == (2048, 8192)
+    assert sizes(max_batch_size=9000) == (2048, 9000)
+    assert sizes(prefill_chunk_size=512, max_tokens_per_step=None) == (512, None)
+    assert sizes(use_chunked_prefill=False) == (512, None)
+    plain = Settings()
+    assert for_device(plain, torch.device("cpu")) is plain
 
 
 def test_a_checkpoint_that_does_not_say_how_long_and_a_cache_smaller_than_a_short_one(

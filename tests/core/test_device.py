@@ -31,6 +31,7 @@ with blocks_given_back():
 """
 
 
+@pytest.mark.slow
 def test_blocks_of_a_small_experts_size_are_given_back_while_others_stay() -> None:
     """In a process of its own, where nobody else takes memory meanwhile."""
     said = subprocess.run([sys.executable, "-c", GIVING_BACK], capture_output=True, text=True, check=True).stdout

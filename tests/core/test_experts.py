@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.attention import random
 from tests.examples import examples
 from tests.experts import FORMS, Mixture, check_rows, route64
-from torch import Tensor
+from tests.products import near
 
 from infer.kernels.reference import ReferenceKernels
 from infer.protocols import Activation, Routing
@@ -70,12 +70,6 @@ def test_logits_that_are_not_finite_spoil_their_row_only() -> None:
     assert ((found >= 0) & (found < 8)).all()
     assert torch.equal(found[[0, 2]], good[[0, 2]])
     assert torch.equal(shares[[0, 2]], weights[[0, 2]])
-
-
-def near(found: Tensor, expected: Tensor) -> bool:
-    """Equal but for what rounding does: to the dtype of ``found``, and of hidden values to int8."""
-    error, size = (torch.linalg.norm(x) for x in (found.double() - expected, expected))
-    return bool(error <= (2e-5 if found.dtype == torch.float32 else 1e-2) * size)
 
 
 @floats

@@ -17,7 +17,17 @@ import pytest
 from pydantic import BaseModel
 from tests.support import without
 
-from infer import LLM, PLUGIN_API, EngineDeadError, PluginError, SamplingParams, SettingsError, hookimpl, inspection
+from infer import (
+    LLM,
+    PLUGIN_API,
+    EngineDeadError,
+    PluginError,
+    SamplingParams,
+    SettingsError,
+    assemble,
+    hookimpl,
+    inspection,
+)
 from infer.commands import cli
 from infer.engine.schedulers import ContinuousScheduler
 from infer.errors import say
@@ -116,7 +126,7 @@ def test_a_plugin_that_is_installed_may_be_named_in_process_as_well(install: Ins
 
 def test_missing_names_what_is_installed_and_what_helps() -> None:
     with pytest.raises(
-        PluginError, match=r"cache.backend is 'paged'.*installed: slotted.*pip install infer-cache-paged"
+        PluginError, match=r"cache.backend is 'paged'.*installed: slotted.*pip install -r dist/infer-cache-paged.txt"
     ):
         without("paged").get("cache", "paged", "cache.backend")
     with pytest.raises(PluginError, match="Did you mean 'slotted'"):
@@ -231,7 +241,7 @@ def test_unknown_ways_to_store_weights_name_the_package_that_reads_them() -> Non
         plugins.choose("weights", Settings(), ["exl2"])
     plugins = without("formats")
     with pytest.raises(
-        PluginError, match=r"'awq', which no .* reads; pip install infer-formats brings one; infer loads"
+        PluginError, match=r"'awq', which no .* reads; pip install -r dist/infer-formats.txt brings one; infer loads"
     ):
         plugins.choose("weights", Settings(), ["awq"])
     with pytest.raises(
@@ -375,9 +385,9 @@ def test_a_plugins_command_gets_its_arguments_and_settings(
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["helo"], "infer COMMAND is 'helo', but no such plugin is installed; installed: bench, .*mean 'hello'"),
-        (["hello"], "first and second both offer 'hello' for infer COMMAND; uninstall one"),
-        (["settings"], "infer-core and third both offer 'settings' for infer COMMAND; uninstall one"),
+        (["helo"], "There is no command 'helo'; there are bench, .*mean 'hello'"),
+        (["hello"], "first and second both offer 'hello' for the command line; uninstall one"),
+        (["settings"], "infer-core and third both offer 'settings' for the command line; uninstall one"),
         (["odd"], "The command plugin 'odd' of fourth returned a str, not an exit code"),
         (["raises"], r"^infer: The command plugin 'raises' of fifth failed: ZeroDivisionError: .*py:\d+\); --log"),
     ],
@@ -398,6 +408,13 @@ def test_a_command_has_one_owner(
     assert cli.main(argv) == 2
     assert re.search(says, capsys.readouterr().err)
     assert cli.main(["plugins"]) == 0
+
+
+@pytest.mark.parametrize("key", ["batching_mode", "speculation"])
+def test_names_are_checked_before_weights_are_loaded(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assemble, "_loaded", lambda *given: pytest.fail("they are loaded"))
+    with pytest.raises(PluginError, match=f"engine.{key} is 'nope', but no such plugin is installed"):
+        LLM("demo", engine={key: "nope"})
 
 
 class Making:

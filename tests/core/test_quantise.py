@@ -12,7 +12,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.core.test_weight import meaning
-from tests.examples import examples
+from tests.examples import examples, slowly
 from tests.models.checkpoints import write_checkpoint
 from torch import Tensor
 
@@ -43,6 +43,15 @@ def test_no_value_is_further_from_its_code_than_half_a_step(bits: Any, n: int, k
     assert (error <= (0.5 + 1e-5) * step)[inside].all()
     top = x.double().view(n, -1, group).abs().amax(-1)
     assert (error.view(n, -1, group).amax(-1) <= top * (0.34 if bits == 4 else 0.01)).all()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_weight_may_lie_in_memory_in_any_order(bits: Any) -> None:
+    """gpt-oss has its experts' weights transposed."""
+    x = torch.randn(96, 40, generator=torch.Generator().manual_seed(1)).T
+    found, expected = quantise_weight(x, bits), quantise_weight(x.contiguous(), bits)
+    assert torch.equal(found.codes, expected.codes)
+    assert torch.equal(found.scales_NG, expected.scales_NG)
 
 
 def test_the_scale_is_one_that_leaves_little_error() -> None:
@@ -135,7 +144,7 @@ def test_what_is_quantised_is_not_quantised_again() -> None:
         list(quantiser([("a", quantise_weight(torch.randn(4, 32), 4))]))
 
 
-@pytest.mark.parametrize("kernels", ["reference", "cpu"])
+@pytest.mark.parametrize("kernels", ["cpu", *slowly("reference")])
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_served(kernels: str, quantization: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The answers are those of the weights that the codes mean, by transformers; with activations in int8, within their

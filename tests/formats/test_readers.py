@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from tests.examples import slowly
 from tests.formats import writers
 from tests.formats.writers import awq, compressed, compressed_config, fp8, gptq, linear, scheme
 from tests.models.checkpoints import edit_tensors
@@ -114,7 +115,7 @@ def test_weights_that_compressed_tensors_writes(case: str, tmp_path: Path) -> No
         assert (query.minimum_NG is None) == (chosen.weights.symmetric is True)
 
 
-@pytest.mark.parametrize("case", ["int4-group", "int4-group-asymmetric", "w8a16", "fp8-block"])
+@pytest.mark.parametrize("case", ["int4-group-asymmetric", "w8a16", *slowly("int4-group", "fp8-block")])
 def test_answers_of_compressed_tensors(case: str, tmp_path: Path) -> None:
     """``transformers`` reads the quantised checkpoint, too, unless it has packed zero points."""
     chosen, dtype = COMPRESSED[case]
@@ -189,7 +190,7 @@ def test_weights_that_gptq_writes(case: str, tmp_path: Path) -> None:
         assert not grouped or (found[name].minimum_NG is None) == config["sym"]
 
 
-@pytest.mark.parametrize("case", ["int4-asymmetric", "int8-rows", "shuffled"])
+@pytest.mark.parametrize("case", ["shuffled", *slowly("int4-asymmetric", "int8-rows")])
 def test_answers_of_gptq(case: str, tmp_path: Path) -> None:
     pack, config = GPTQ[case]
     check_answers(*writers.write(tmp_path, linear(pack), {"quant_method": "gptq"} | config, family="qwen2"))
@@ -244,7 +245,7 @@ def test_weights_that_awq_writes(group_size: int, dtype: torch.dtype, tmp_path: 
             assert isinstance(weight, GroupedWeight) == (group_size != 20)
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("backend", ["cpu", *slowly("reference")])
 def test_answers_of_awq(backend: str, tmp_path: Path) -> None:
     """Of a family that stacks the parts of a layer."""
     config = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ if DRY:
 ROWS = [1, 17, 40] if DRY else [1, 2, 7, 16, 17, 33, 64, 65, 128, 200, 256, 257, 300]
 
 
+TIMES = 2 if DRY else 50
 COSTS = [Costs(config) for config in (list(SHAPES.values())[:1] if DRY else SHAPES.values())]
 
 
@@ -117,6 +119,26 @@ def test_attention(spec: AttentionSpec, block_size: int, kernels: TritonKernels)
     for batch in (decodes, [decodes[-1]]):  # many programs for few sequences, and few for many
         for work, found in zip(batch, scene.attend(batch), strict=True):
             assert torch.equal(found[0], mixed[work[0]][-1]), work
+
+
+@pytest.mark.parametrize("rows", ROWS[::4])
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_products_have_the_same_bits_every_time(bits: Any, rows: int, kernels: TritonKernels) -> None:
+    """A race need not show in one comparison."""
+    n, k = max(COSTS[0].linear_shapes.values())
+    x, weight = cancelling(rows, k, 1), cancelling(n, k, 2)
+    packed = kernels.pack(weight if bits == 16 else kernels.quantise(weight, bits))
+    first = kernels.linear(x, packed)
+    for _ in range(TIMES):
+        assert torch.equal(kernels.linear(x, packed), first)
+
+
+def test_attention_has_the_same_bits_every_time(kernels: TritonKernels) -> None:
+    scene = Scene(kernels, next(specs()), 16)
+    works = [(b, start, length) for b, (start, length) in enumerate(EXTENDS)]
+    first = torch.cat(scene.attend(works))
+    for _ in range(TIMES):
+        assert torch.equal(torch.cat(scene.attend(works)), first)
 
 
 def test_draws(kernels: TritonKernels) -> None:

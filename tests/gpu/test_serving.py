@@ -21,7 +21,7 @@ PLAIN: Mapping[str, Mapping[str, Any]] = {
     "engine": {"max_batch_size": 1, "use_chunked_prefill": False, "graphs": "off"},
 }
 CROWDED: Mapping[str, Mapping[str, Any]] = {
-    "cache": {"backend": "paged", "paged": {"num_blocks": 220}},
+    "cache": {"backend": "paged", "paged": {"num_blocks": 110}},
     "engine": {"max_batch_size": 12, "prefill_chunk_size": 96, "graphs": GRAPHS},
 }
 VARIANTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {

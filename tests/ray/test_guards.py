@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from multidict import CIMultiDict
 from pydantic_core import from_json
 from tests.ray.test_ingress import frames
 from tests.serving import HANG_S
@@ -19,7 +20,7 @@ from tests.serving import HANG_S
 from infer.server.app import bind, listen
 from infer.settings import ServerSettings
 from infer_ray import ingress as ingress_module
-from infer_ray.held import from_baggage, to_baggage
+from infer_ray.held import ENTRY, from_baggage, to_baggage
 from infer_ray.ingress import MOST_LOST, MOST_REFUSED, Fleet, Ingress
 from infer_ray.ingress import serving as serving_ingress
 
@@ -180,6 +181,13 @@ async def test_a_client_s_headers_do_not_say_what_replicas_hold_and_not_who_asks
         assert long["baggage"].endswith(",a=b,c=d")
         assert short.getall("Authorization") == [f"Bearer {KEY}"]
         assert "Cookie" not in short
+        twice = CIMultiDict([("Baggage", f"{to_baggage((3,))},a=b"), ("Baggage", f"{to_baggage((4,))},c=d")])
+        for prompt in ("short", "long " * 100):
+            async with f.session.post(f"{f.url}/v1/completions", json={"prompt": prompt}, headers=twice) as response:
+                assert response.status == 200
+            (baggage,) = f.asked[-1][1].getall("baggage")
+            assert [entry for entry in baggage.split(",") if not entry.startswith(ENTRY)] == ["a=b", "c=d"]
+            assert from_baggage(baggage) == (() if prompt == "short" else from_baggage(long["baggage"]))
         async with f.post({"prompt": "long " * 100}, baggage="a=" + "b" * 7900) as response:
             assert response.status == 200
         assert f.asked[-1][1]["baggage"] == "a=" + "b" * 7900, "as it fits into a header no more"

@@ -29,6 +29,7 @@ def ingress(**replicas: Any) -> Iterator[tuple[Process, str]]:
         process.end(0)
 
 
+@pytest.mark.slow
 async def test_an_ingress_that_ends_finishes_its_streams_and_leaves_the_port_to_another() -> None:
     with serving() as engine, ingress(r={"url": engine.url}) as (process, url):
         port = int(url.rpartition(":")[2])

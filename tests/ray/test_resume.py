@@ -47,3 +47,14 @@ def test_another_text_is_noticed_within_an_event() -> None:
     account.begin(SECOND)
     with pytest.raises(DivergedError):
         account.relay(events(SECOND, ["abXdef"]))
+
+
+def test_comments_pass_and_do_not_count() -> None:
+    comment = b": the prompt is being computed\n\n"
+    account = Told()
+    account.begin(FIRST)
+    assert account.relay(comment + events(FIRST, ["ab"])).startswith(comment)
+    account.begin(SECOND)
+    rest = account.relay(comment + events(SECOND, ["abc"], end=True))
+    assert rest.startswith(comment)
+    assert heard(rest.removeprefix(comment))[0] == "c"

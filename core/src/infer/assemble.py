@@ -41,10 +41,11 @@ from infer.contracts.protocols import (
 )
 from infer.contracts.request import Request, too_long
 from infer.device import blocks_given_back
-from infer.engine.checked import CheckedScheduler
+from infer.engine.checked import CheckedPool, CheckedScheduler
 from infer.engine.engine import Engine
 from infer.engine.exactness import LENGTH, self_check
 from infer.engine.graphs import DecodeGraphs
+from infer.engine.largest import activation_bytes
 from infer.engine.loop import EngineLoop
 from infer.engine.payoff import Costs, Payoff, measure
 from infer.engine.runner import Runner
@@ -54,7 +55,7 @@ from infer.inspection import CheckedPart, Named
 from infer.kernels.quantise import unfilled
 from infer.plugins import Offer, Plugins
 from infer.progress import track
-from infer.settings import Settings, compose, plugin_settings, slow_dtype
+from infer.settings import EngineSettings, Settings, compose, plugin_settings, slow_dtype
 from infer.sizes import Meter, Sketch
 from infer.slots import SLOTS
 from infer.text.encoding import Encoder, TooLongError
@@ -65,6 +66,9 @@ from infer.weight import Weight, form_of
 
 log = logging.getLogger(__name__)
 
+GPU_STEP, GPU_CHUNK = 8192, 2048
+"""``engine.max_tokens_per_step`` and ``engine.prefill_chunk_size`` on a GPU if the settings do not say: enough tokens
+to keep it busy, and a bound on the memory that a pass takes."""
 DEFAULT_MAX_SEQ_LEN = 4096
 """``engine.max_seq_len`` if neither settings nor checkpoint nor cache limit it. If the settings do not ask for longer
 sequences, this is also how many positions per sequence of a full batch the cache should hold."""
@@ -97,6 +101,8 @@ class Served:
     """What embeddings are made of: ``last``, ``mean``, or what the checkpoint says and infer does not know."""
     exact: bool
     """Whether the start-up check found that answers do not depend, bit for bit, on batching and chunking."""
+    engine: EngineSettings
+    """As they are on this device: see ``for_device``."""
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         """The token ids of a text. Raises RequestError if it is too long for the model."""
@@ -156,6 +162,8 @@ def _load(settings: Settings, plugins: Plugins, publish: Callable[..., None]) ->
     if settings.kernels.threads is not None:
         torch.set_num_threads(settings.kernels.threads)
     device = choose_device(settings.model.device)
+    plugins.check_names(settings)
+    settings = for_device(settings, device)
     formats = plugins.candidates("tool_format", settings)
     checkpoint = open_checkpoint(settings, settings.model.path, plugins)
     family = plugins.choose("model", settings, checkpoint.architectures)
@@ -167,7 +175,8 @@ def _load(settings: Settings, plugins: Plugins, publish: Callable[..., None]) ->
     max_seq_len, why = longest(settings, family, format, checkpoint, ModelContext(kernels, dtype, device, 2), cache)
     log.info("engine.max_seq_len: %s", why)
     model = _loaded(settings, family, format, checkpoint, ModelContext(kernels, dtype, device, max_seq_len))
-    pool = make_pool(settings, cache, model, ModelContext(kernels, dtype, device, max_seq_len))
+    context = ModelContext(kernels, dtype, device, max_seq_len)
+    pool = make_pool(settings, cache, model, context, _activations(settings, model, context))
     log.info("cache %s: %s", cache.name, in_words(settings, pool, dtype))
     if settings.engine.max_seq_len is None and pool.free_tokens() < max_seq_len:
         max_seq_len = pool.free_tokens()
@@ -183,15 +192,17 @@ def _load(settings: Settings, plugins: Plugins, publish: Callable[..., None]) ->
             max_batch_size=settings.engine.max_batch_size,
             max_seq_len=max_seq_len,
             max_chunk=_max_chunk(settings),
+            max_tokens=settings.engine.max_tokens_per_step,
+            max_drafts=0 if settings.engine.speculation is None else settings.engine.max_draft_tokens,
             device=device,
         )
     exact = not faults
     for fault in faults:
         log.warning("not exact: %s", fault)
-    scheduler = _scheduler(settings, plugins, pool)
+    scheduler = _scheduler(settings, plugins, pool, cache)
     lag = 0 if device.type == "cpu" else 1
 
-    context = ProposerContext(
+    proposing = ProposerContext(
         settings.engine,
         tokenizer,
         model.vocab_size,
@@ -201,7 +212,7 @@ def _load(settings: Settings, plugins: Plugins, publish: Callable[..., None]) ->
         lambda path: _second(settings, plugins, path, kernels, device, max_seq_len),
     )
     runner = Runner(model, pool, kernels, device, settings.engine.max_batch_size, graphs)
-    speculation = _speculation(settings, plugins, context, runner, pool, lag)
+    speculation = _speculation(settings, plugins, proposing, runner, pool, lag)
 
     engine = Engine(
         runner,
@@ -240,6 +251,7 @@ def _load(settings: Settings, plugins: Plugins, publish: Callable[..., None]) ->
         hidden_size=checkpoint.hidden_size,
         pooling=checkpoint.pooling,
         exact=exact,
+        engine=settings.engine,
     )
 
 
@@ -281,15 +293,28 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda" if available and name != "cpu" else "cpu")
 
 
-def open_checkpoint(settings: Settings, path: str | None, plugins: Plugins, *, fetch: bool = True) -> Checkpoint:
-    """The checkpoint of that name, downloaded if it has to be, unless ``fetch`` is False. Raises SettingsError,
-    CheckpointError and PluginError."""
+def for_device(settings: Settings, device: torch.device) -> Settings:
+    """The settings with the device's defaults: on a GPU, longer chunks, and a limit on the tokens of a step."""
+    engine, more = settings.engine, {"prefill_chunk_size": GPU_CHUNK}
+    if device.type == "cpu" or not engine.use_chunked_prefill:
+        return settings
+    more["max_tokens_per_step"] = max(GPU_STEP, engine.max_batch_size)
+    unset = {name: value for name, value in more.items() if name not in engine.model_fields_set}
+    return settings.model_copy(update={"engine": engine.model_copy(update=unset)})
+
+
+def open_checkpoint(
+    settings: Settings, path: str | None, plugins: Plugins, *, outlines: Path | None = None
+) -> Checkpoint:
+    """The checkpoint of that name, downloaded if it has to be, into the folder ``outlines`` without the weights' values
+    if it is given. Raises SettingsError, CheckpointError and PluginError."""
     if path is None:
         raise SettingsError("model.path is not set: give a folder, file, hub id or bundled name, e.g. --model demo.")
     plugins.check_bundled(path)
     slot = SLOTS["container"]
     suffixes = [suffix for offer in plugins.offers["container"] for suffix in slot.named(offer.registration)]
-    place = locate(path, bundled=plugins.checkpoints, suffixes=suffixes, revision=settings.model.revision, fetch=fetch)
+    revision = settings.model.revision
+    place = locate(path, bundled=plugins.checkpoints, suffixes=suffixes, revision=revision, outlines=outlines)
     offer = plugins.choose("container", settings, [ending(place)])
     return Checkpoint(offer.make(ContainerProtocol, place, plugin_settings(settings, "container", offer.name)))
 
@@ -352,6 +377,15 @@ def _max_chunk(settings: Settings) -> int | None:
     return max(LENGTH, min(engine.prefill_chunk_size, engine.max_tokens_per_step or sys.maxsize))
 
 
+def _activations(settings: Settings, model: ModelProtocol, context: ModelContext) -> int:
+    """The most bytes that a pass takes besides weights and cache. Raises InferError if there are not that many."""
+    pool = _cache_context(settings, model, context)
+    nbytes = activation_bytes(model, pool, settings.engine.max_tokens_per_step, pool.max_chunk or context.max_seq_len)
+    if nbytes:
+        log.info("a pass of the largest size takes %.1f MiB besides weights and cache", nbytes / 2**20)
+    return nbytes
+
+
 def _check_kv_dtype(settings: Settings, *offers: Offer) -> None:
     """Raises SettingsError unless all offers know ``cache.kv_dtype``."""
     asked = settings.cache.kv_dtype
@@ -363,10 +397,11 @@ def _check_kv_dtype(settings: Settings, *offers: Offer) -> None:
             )
 
 
-def _scheduler(settings: Settings, plugins: Plugins, pool: CachePoolProtocol) -> SchedulerProtocol:
+def _scheduler(settings: Settings, plugins: Plugins, pool: CachePoolProtocol, cache: Offer) -> SchedulerProtocol:
     offer = plugins.choose("scheduler", settings)
     own = plugin_settings(settings, "scheduler", offer.name)
-    made: SchedulerProtocol = offer.make(SchedulerProtocol, SchedulerContext(pool, settings.engine), own)
+    named: Any = CheckedPool(pool, cache.whose)
+    made: SchedulerProtocol = offer.make(SchedulerProtocol, SchedulerContext(named, settings.engine), own)
     # Core's own schedulers are tested, and checking their plans would take longer than planning.
     return CheckedScheduler(made, offer.whose, thorough=offer.distribution != "infer-core")
 

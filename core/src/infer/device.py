@@ -52,6 +52,21 @@ def _left_by_cgroups() -> Iterator[int]:
                     yield int(bound) - int(used.read_text()) + int(files)
 
 
+def taken_by(run: Callable[[], object], device: torch.device) -> int:
+    """The most bytes of a GPU's memory that a run takes at a time, besides what is taken already. On a CPU nothing is
+    run, and the answer is 0: nobody counts there, and pools leave half of the memory."""
+    if device.type == "cpu":
+        return 0
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    run()
+    torch.cuda.synchronize(device)
+    most = torch.cuda.max_memory_reserved(device)
+    torch.cuda.empty_cache()  # or what the run has taken would not count as free
+    return most - before
+
+
 def upload(values: np.ndarray[Any, Any], device: torch.device) -> Tensor:
     """``values`` on ``device``. On a CPU, the result shares memory with ``values``.
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 if TYPE_CHECKING:
     from pydantic_core import ValidationError
 
+INDEXED = ("infer-kernels-triton", "infer-models-transformers", "infer-otel", "infer-ray")
+"""Distributions of ours that need more from the package index than infer-engine does."""
 MAX_TEXT = 300
 """The most characters of a foreign exception's text that a message repeats."""
 MAX_MESSAGE = 1000
@@ -105,6 +107,13 @@ def in_short(text: str, most: int) -> str:
 def capital(text: str) -> str:
     """``text`` with a capital letter, to begin a sentence with a library's message."""
     return text[:1].upper() + text[1:]
+
+
+def installing(package: str) -> str:
+    """The command that installs a distribution of ours from ``dist``, the folder of wheels that `make dist` makes.
+    Whoever publishes a package of that name on an index is not asked."""
+    own = f"pip install -r dist/{package}.txt"
+    return f"pip install -r dist/{package}.needs.txt && {own}" if package in INDEXED else own
 
 
 def say(error: BaseException) -> str:

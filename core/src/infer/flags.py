@@ -30,7 +30,7 @@ class _Plain(argparse.Action):
         key = str(self.const)
         given: list[str] = namespace.__dict__.setdefault("plain_settings", [])
         if any(word.startswith(f"--{key}=") for word in given):
-            parser.error(f"{key} is given twice; the second is {values!r}.")
+            parser.error(f"{key} is given twice; leave one out")
         given.append(f"--{key}={values}")
 
 

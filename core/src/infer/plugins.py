@@ -18,7 +18,7 @@ from infer import inspection
 from infer.contracts import hooks as hookspecs
 from infer.contracts.hooks import CacheRegistration, Registration, SchedulerRegistration, hookimpl
 from infer.contracts.protocols import CacheContext, ObserverProtocol
-from infer.errors import InferError, PluginError, SettingsError, in_short, say
+from infer.errors import InferError, PluginError, SettingsError, in_short, installing, say
 from infer.inspection import RECORDS
 from infer.settings import Settings, plugin_settings
 from infer.slots import SLOTS
@@ -177,13 +177,20 @@ class Plugins:
             names = sorted({offer.name for offer in self.offers[slot]})
             raise PluginError(
                 f"{setting} is {name!r}, but no such plugin is installed; {_installed(names)}"
-                f"{_advice(slot, name, names)}{self.culprits()}"
+                f"{advice(slot, name, names)}{self.culprits()}"
             )
         offer = self._only(found, setting)
         if offer.registration.unavailable:
             why = f"{offer.distribution} cannot be used here: {offer.registration.unavailable}"
             raise PluginError(f"{setting} is {name!r}, but {why}.")
         return offer
+
+    def check_names(self, settings: Settings) -> None:
+        """Raises PluginError if the settings name what is not installed or cannot be used here. Some choices are made
+        only after the weights have been loaded, which is late to find a misspelt name."""
+        for slot, about in SLOTS.items():
+            if about.setting is not None and (name := about.asked(settings)) not in ("auto", "none"):
+                self.get(slot, name, about.setting)
 
     def choose(self, slot: str, settings: Settings, there: Sequence[str] = ()) -> Offer:
         """The offer that the settings name for a slot. For "auto", or if the slot has no setting, the offer of highest
@@ -218,10 +225,10 @@ class Plugins:
         if not able:
             named = {one for offer in self.offers[slot] for one in about.named(offer.registration) if one}
             known = "".join(f", {one}" for one in sorted(named))
-            package = min(about.packages.values(), default="")
-            advice = "".join(f"pip install {p} brings one; " for p in {*map(about.packages.get, there)} if p)
+            install = installing(min(about.packages.values(), default=""))
+            advice = "".join(f"{installing(p)} brings one; " for p in {*map(about.packages.get, there)} if p)
             text = about.missing.format(
-                known=known, installed=_installed(sorted(named)), package=package, advice=advice, **said
+                known=known, installed=_installed(sorted(named)), install=install, advice=advice, **said
             )
             raise PluginError(f"{text}{self.culprits()}")
         best = max(offer.registration.priority for offer in able)
@@ -359,9 +366,10 @@ def _installed(names: Sequence[str]) -> str:
     return f"installed: {', '.join(names)}." if names else "none is installed."
 
 
-def _advice(slot: str, name: str, installed: Sequence[str]) -> str:
+def advice(slot: str, name: str, installed: Sequence[str]) -> str:
+    """What to do about a name that no plugin has, as a sentence after a space; empty if nobody knows."""
     packages = SLOTS[slot].packages
     if package := packages.get(name):
-        return f" Install it: pip install {package}."
+        return f" Install it: {installing(package)}."
     close = difflib.get_close_matches(name, {*packages, *installed}, n=1)
     return f" Did you mean {close[0]!r}?" if close else ""

@@ -17,12 +17,13 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, Self, cast, get_origin
+from typing import Any, ClassVar, Literal, Protocol, Self, cast, get_args, get_origin
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    SecretBytes,
     SecretStr,
     ValidationError,
     ValidationInfo,
@@ -36,9 +37,10 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from infer.contracts.hooks import Registration
 from infer.contracts.protocols import KVDtype, NoSettings
-from infer.errors import SettingsError, first_fault, say
+from infer.errors import SettingsError, first_fault, installing, say
 from infer.slots import SLOTS
 
+SECRETS = (SecretStr, SecretBytes)
 DEFAULT_FILE = "settings.toml"
 ENV_PREFIX = "INFER_"
 ENV_FILE = "INFER_SETTINGS"
@@ -79,6 +81,8 @@ class Section(BaseModel):
         """The command line and the environment have texts only: a list is separated by commas there."""
         if about.field_name is None or get_origin(cls.model_fields[about.field_name].annotation) is not list:
             return value
+        if isinstance(value, str) and value.startswith("[") and value.endswith("]"):
+            raise ValueError("a list is written without brackets and quotes here, separated by commas: a,b")
         return [part.strip() for part in value.split(",")] if isinstance(value, str) else value or []
 
 
@@ -99,14 +103,14 @@ class ModelSettings(Section):
     chat_template: str | None = Field(None, description="A file with a Jinja template other than the checkpoint's.")
     tool_format: str = Field(
         "auto",
-        description="How the model writes tool calls: JSON in tags (Qwen), xml (Qwen3-Coder), mistral, harmony "
-        "(gpt-oss), bare json (Llama 3), python (Llama 4), or a plugin's; auto takes what the chat template itself "
-        "writes; none for none.",
+        description="How the model writes tool calls: tags (JSON in tags), action, xml, glm, kimi, kimi3, deepseek, "
+        "dsml, minimax, minicpm, solar, gemma, mistral, harmony, python, json (bare), or a plugin's; auto takes what "
+        "the chat template itself writes; none for none.",
     )
     reasoning: str = Field(
         "auto",
-        description="think: what is in <think> tags is reasoning; harmony: gpt-oss's channels; or a plugin's; auto "
-        "goes by the chat template; none for none.",
+        description="think: what is in `<think>` tags is reasoning; harmony: gpt-oss's channels; or another of the "
+        "installed; auto goes by the chat template; none for none.",
     )
     generation_config: Literal["auto", "none"] = Field(
         "auto",
@@ -160,8 +164,9 @@ class CacheSettings(Section):
 
 
 class EngineSettings(Section):
-    whole_prompts: ClassVar[frozenset[str]] = frozenset()
-    """The schedulers that cannot prefill in chunks, by name; ``schema`` fills it in from their registrations."""
+    whole_prompts: ClassVar[frozenset[str]] = frozenset({"static"})
+    """The schedulers that cannot prefill in chunks, by name: core's own, and those that ``schema`` adds from their
+    registrations."""
 
     max_batch_size: int = Field(16, ge=1, le=65536, description="Requests that run at a time.")
     max_waiting_requests: int = Field(
@@ -174,10 +179,12 @@ class EngineSettings(Section):
     )
     batching_mode: str = Field("continuous", description="The scheduler plugin: continuous, static or another.")
     use_chunked_prefill: bool = Field(True, description="Prefill long prompts in chunks, alongside decode.")
-    prefill_chunk_size: int = Field(512, ge=1, description="Tokens of one prompt per step.")
+    prefill_chunk_size: int = Field(512, ge=1, description="Tokens of one prompt per step; on a GPU 2048 unless set.")
     max_prefill_chunks_per_step: int | None = Field(None, ge=1, description="Chunks per step; none for no cap.")
     max_tokens_per_step: int | None = Field(
-        None, ge=1, description="Prompt and decode tokens of a step together; none for no cap."
+        None,
+        ge=1,
+        description="Prompt and decode tokens of a step together; none for no cap; on a GPU 8192 unless set.",
     )
     max_num_partial_prefills: int | None = Field(None, ge=1, description="Prompts part-way at once; none for no cap.")
     mixed_batches: bool = Field(
@@ -277,7 +284,9 @@ class ServerSettings(Section):
     metrics_names: Literal["infer", "vllm"] = Field(
         "infer", description="How names at /metrics begin: infer_, or vllm: for dashboards made for that."
     )
-    max_choices: int = Field(256, ge=1, description="Answers that one request may ask for: its prompts times n.")
+    max_choices: int = Field(
+        256, ge=1, description="Answers that one request may ask for: its prompts times n, or its questions."
+    )
     served_model_name: str | None = Field(None, description="The model's name for clients; none for model.path.")
     max_body_bytes: int = Field(4 * 2**20, ge=1024, description="The largest request body.")
     body_timeout_s: float = Field(30.0, gt=0, description="Seconds for a request's body to arrive.")
@@ -318,7 +327,9 @@ class ObserversSettings(Section):
 class Settings(BaseSettings):
     """All sections. Built directly, it has the given values and defaults; ``load_settings`` also reads ``sources``."""
 
-    model_config = SettingsConfigDict(frozen=True, extra="forbid", protected_namespaces=(), case_sensitive=True)
+    model_config = SettingsConfigDict(
+        frozen=True, extra="forbid", protected_namespaces=(), case_sensitive=True, hide_input_in_errors=True
+    )
     sources: ClassVar[Sequence[Said]] = ()
     """Where values come from; the first source that has a key wins."""
 
@@ -379,7 +390,8 @@ def schema(plugins: Installed) -> type[Settings]:
         }
         section = cast(Any, create_model(base.__name__, __base__=base, **tables))
         if name == "engine":
-            section.whole_prompts = frozenset(offer.name for offer in plugins.offers["scheduler"] if not offer.chunks)
+            whole = frozenset(offer.name for offer in plugins.offers["scheduler"] if not offer.chunks)
+            section.whole_prompts = base.whole_prompts | whole
         sections[name] = (section, section())
     for slot, about in SLOTS.items():
         for offer in plugins.offers[slot]:
@@ -579,7 +591,8 @@ def arguments(argv: Sequence[str]) -> Iterator[tuple[str, Any, str]]:
     while rest:
         word = rest.pop(0)
         if not word.startswith("--") or "." not in word.partition("=")[0]:
-            raise SettingsError(f"{word!r} is not understood; settings are given as --section.key value.")
+            shown = word.partition("=")[0]
+            raise SettingsError(f"{shown!r} is not understood; settings are given as --section.key value.")
         key, equals, value = word.removeprefix("--").partition("=")
         if not equals:
             if not rest:
@@ -604,6 +617,15 @@ def _rule(text: str, of: str = "") -> PydanticCustomError:
     return PydanticCustomError("rule", "{text}", {"text": text, "of": of})
 
 
+def _secret(kind: Any, path: Sequence[str]) -> bool:
+    """Whether what lies at ``path`` in a value of this type, or a part of that, is nothing that a message may show."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        fields = kind.model_fields
+        met = [fields[path[0]]] if path and path[0] in fields else fields.values()
+        return any(_secret(field.annotation, path[1:]) for field in met)
+    return kind in SECRETS or any(_secret(part, path) for part in get_args(kind))
+
+
 def _explain(
     error: ValidationError, model: type[Settings], origins: Mapping[str, str], plugins: Installed
 ) -> SettingsError:
@@ -617,18 +639,26 @@ def _explain(
     source = _origin(key, origins)
     origin = f" (from {source})" if source else ""
     if fault.kind != "extra_forbidden":
-        return SettingsError(f"{key} = {fault.value!r}{origin}: {fault.text}.")
-    there = [f"{about.section}.{offer.name}" for slot, about in SLOTS.items() for offer in plugins.offers[slot]]
-    if key in there:
-        return SettingsError(f"{key}{origin}: the plugin {path[1]!r} has no settings; leave it out.")
+        value = "" if _secret(model, path) else f" = {fault.value!r}"
+        return SettingsError(f"{key}{value}{origin}: {fault.text}.")
+    known = [name for name, _, _ in describe_schema(model)]
+    for slot, about in SLOTS.items():
+        for offer in plugins.offers[slot]:
+            table = f"{about.section}.{offer.name}" if about.section else offer.name
+            if key == table:
+                return SettingsError(f"{key}{origin}: the plugin {offer.name!r} has no settings; leave it out.")
+            if key.startswith(f"{table}."):
+                own = [name.removeprefix(f"{table}.") for name in known if name.startswith(f"{table}.")]
+                close = meant(key.removeprefix(f"{table}."), own)
+                hint = f"did you mean {close}?" if close else f"it has {', '.join(own)}."
+                return SettingsError(f"{key}{origin} is not a setting of {offer.name}; {hint}")
     packages = {name: at for slot in SLOTS.values() if slot.section == path[0] for name, at in slot.packages.items()}
     owner = path[1] if len(path) > 1 and path[1] in packages else path[0]
     packages |= {name: at for slot in SLOTS.values() if slot.section is None for name, at in slot.packages.items()}
     if package := packages.get(owner):
         return SettingsError(
-            f"{key}{origin}: the plugin {owner!r} is not installed: pip install {package}.{plugins.culprits()}"
+            f"{key}{origin}: the plugin {owner!r} is not installed: {installing(package)}.{plugins.culprits()}"
         )
-    known = [name for name, _, _ in describe_schema(model)]
     if source.startswith(ENV_PREFIX):
         whole = next(k for k, o in origins.items() if o == source)
         close = meant(whole, known).replace(".", "__").upper()

@@ -32,11 +32,12 @@ class Sketch:
 
 
 class Meter(TorchDispatchMode):
-    """While it is entered, counts the memory that tensors on torch's meta device would take if they were real: of each
-    storage once, for as long as a tensor uses it."""
+    """While it is entered, counts the memory that tensors on torch's meta device would take if they were real, or that
+    those on another device do: of each storage once, for as long as a tensor uses it."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "meta") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._device = device
         self.live = self.peak = 0
         self._held: dict[int, weakref.ref[Any]] = {}
 
@@ -50,7 +51,7 @@ class Meter(TorchDispatchMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         for x in tree_leaves(out):
-            if isinstance(x, Tensor) and x.is_meta:
+            if isinstance(x, Tensor) and x.device.type == self._device:
                 self._count(x.untyped_storage())
         return out
 

@@ -41,8 +41,8 @@ class Slot:
     has what is there."""
     when: str = ""
     """What decides in place of a setting, in the words of ``infer plugins``."""
-    missing: str = '{setting} is "auto", but nothing suitable is installed; try: pip install {package}.'
-    """The error if no offer suits what is there. It may name {there}, {known}, {installed}, {package}, {setting} and
+    missing: str = '{setting} is "auto", but nothing suitable is installed; try: {install}.'
+    """The error if no offer suits what is there. It may name {there}, {known}, {installed}, {install}, {setting} and
     {advice}: which package brings an offer that does, if ``packages`` says so."""
     tie: str = '{setting} is "auto", but {names} have equal priority; name one of them.'
     """The error if several suit it and have equal priority. It may name {names}, {there} and {setting}."""
@@ -88,8 +88,8 @@ SLOTS: Mapping[str, Slot] = {
         "model.family",
         fits="architectures",
         when="by the checkpoint's architecture",
-        missing="The checkpoint's architecture is {there}, which no installed plugin knows; {installed} pip install "
-        "infer-models brings Llama, Qwen, Mistral, Phi-3, OLMo 2 and Gemma 3, and infer-models-transformers runs what "
+        missing="The checkpoint's architecture is {there}, which no installed plugin knows; {installed} {install} "
+        "brings Llama, Qwen, Mistral, Phi-3, OLMo 2 and Gemma 3, and infer-models-transformers runs what "
         "else transformers can.",
         tie="{names} both know the architecture {there}; choose by {setting}.",
         packages=dict.fromkeys(
@@ -105,7 +105,7 @@ SLOTS: Mapping[str, Slot] = {
         fits="suffixes",
         when="by the ending of the checkpoint's file",
         missing="model.path leads to a file ({there}) that no installed plugin reads; infer reads folders that hold "
-        "config.json and safetensors, and pip install {package} brings .gguf.",
+        "config.json and safetensors, and {install} brings .gguf.",
         tie="{names} both read {there}; uninstall one of them.",
         packages={"gguf": "infer-formats"},
     ),

@@ -22,6 +22,7 @@ from tests.serving import HANG_S, TEMPLATE, Body, running, until
 from infer.contracts.request import Request
 from infer.errors import RequestError
 from infer.server.rendering import Renderer
+from infer.server.service import Service
 from infer.text.templates import ChatTemplate
 
 ENGINE = {"max_batch_size": 4, "max_seq_len": 512}
@@ -41,7 +42,7 @@ async def test_chat_is_the_completion_of_what_the_template_makes(chatty: dict[st
         prompt = "# user: a loop\n# assistant: "
         _, plain, _ = await server.post({"prompt": prompt, "max_tokens": 10, "seed": 3, "add_special_tokens": False})
         assert chat["choices"][0]["message"]["content"] == plain["choices"][0]["text"]
-        assert chat["usage"] == plain["usage"]
+        assert chat["usage"] == plain["usage"] | {"completion_tokens_details": {"reasoning_tokens": 0}}
         _, tokens, _ = await server.post({"messages": MESSAGES}, "/tokenize")
         _, back, _ = await server.post({"tokens": tokens["tokens"]}, "/detokenize")
         assert back == {"prompt": prompt}
@@ -56,8 +57,29 @@ async def test_chat_is_the_completion_of_what_the_template_makes(chatty: dict[st
 
 
 BAD: list[tuple[Body, str | None, str]] = [
-    ({"messages": []}, "messages", "Array should have at least 1 item"),
-    ({"messages": MESSAGES, "metadata": {"a": "b"}}, "metadata", "metadata goes with stored answers, and none are"),
+    ({"messages": []}, "messages", "messages = [] must have at least 1 item."),
+    ({"messages": MESSAGES, "metadata": {str(i): "" for i in range(17)}}, "metadata", "at most 16 items"),
+    ({"messages": MESSAGES, "reasoning_effort": "much"}, "reasoning_effort", "'minimal'"),
+    (
+        {
+            "messages": MESSAGES,
+            "tools": [{"type": "custom", "custom": {"name": "f", "format": {"type": "grammar", "grammar": {}}}}],
+        },
+        "tools[0].custom.format.type",
+        "'text' is",
+    ),
+    (
+        {
+            "messages": MESSAGES,
+            "tools": [{"type": "custom", "custom": {"name": "f"}}],
+            "tool_choice": {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "g"}}]},
+            },
+        },
+        "tool_choice",
+        "tool_choice names 'g', which is not among tools",
+    ),
     ({"messages": [{"role": "robot", "content": "x"}]}, "messages", "Unknown role robot"),
     ({"messages": [*MESSAGES, {"role": "usr", "content": "x"}]}, "messages", "Unknown role usr in messages[1]"),
     ({"messages": [{"content": "x"}]}, "messages[0].role", "missing"),
@@ -67,12 +89,16 @@ BAD: list[tuple[Body, str | None, str]] = [
         "",
     ),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", ""),
-    ({"messages": MESSAGES, "top_logprobs": 3}, "top_logprobs", "top_logprobs goes with"),
+    ({"messages": MESSAGES, "top_logprobs": 3}, "top_logprobs", "top_logprobs needs"),
     ({"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
     ({"messages": MESSAGES, "max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "differ"),
     ({"messages": MESSAGES, "tool_choice": "required"}, "tool_choice", "tools is empty"),
-    ({"messages": MESSAGES, "functions": []}, "functions", "not known"),
-    ({"messages": MESSAGES, "store": True}, "store", "not supported"),
+    ({"messages": MESSAGES, "functions": []}, "functions", "The field 'functions' is not known."),
+    ({"messages": MESSAGES, "web_search_options": {}}, "web_search_options", "' is not known."),
+    ({"messages": MESSAGES, "n": 0}, "n", "n = 0 must be greater than or equal to 1."),
+    ({"messages": MESSAGES, "logit_bias": {"a": 1}}, "logit_bias.a", "logit_bias.a = 'a' must be a valid integer."),
+    ({"messages": MESSAGES, "chat_template_kwargs": []}, "chat_template_kwargs", "= [] must be an object."),
+    ({"messages": MESSAGES, "store": True}, "store", "store = true is not supported; false is."),
     ({"messages": MESSAGES, "modalities": ["audio"]}, "modalities[0]", "not supported"),
     ({"messages": MESSAGES, "chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs", "a field of its own"),
     ({"messages": MESSAGES, "chat_template_kwargs": {"self": 1}}, "chat_template_kwargs", "holds 'self'"),
@@ -83,7 +109,6 @@ BAD: list[tuple[Body, str | None, str]] = [
     ),
     ({"messages": MESSAGES, "n": 1000}, "n", "server.max_choices"),
     ({"messages": [{"role": "user", "content": "x " * 5000}]}, "messages", "maximum context length"),
-    ({"messages": MESSAGES, "max_completion_tokens": 9999}, "max_completion_tokens", "max_completion_tokens asks for"),
     (
         {
             "messages": MESSAGES,
@@ -124,7 +149,6 @@ async def test_other_endpoints_name_their_own_fields(chatty: dict[str, Any]) -> 
         ("/v1/completions", {"prompt": long}, "prompt", "maximum context length"),
         ("/v1/completions", {"prompt": "x", "guided_grammar": "start: ("}, "guided_grammar", "compile"),
         ("/v1/responses", {"input": long}, "input", "maximum context length"),
-        ("/v1/responses", {"input": "x", "max_output_tokens": 9999}, "max_output_tokens", "Lower max_output_tokens"),
         ("/v1/responses", {"input": "x", "text": schema}, "text.format", "compile"),
         ("/v1/responses", {"input": []}, "input", "at least 1"),
         ("/v1/decisions", {"input": long, "questions": [question]}, "input", "maximum context length"),
@@ -253,14 +277,143 @@ async def test_the_template_says_how_calls_are_written(chatty: dict[str, Any]) -
         assert re.fullmatch("[A-Za-z0-9]{9}", call["id"]), "as Mistral's templates want it"
 
 
-async def test_a_forced_call_that_is_cut_is_no_content(chatty: dict[str, Any]) -> None:
+async def test_a_forced_call_that_is_cut_keeps_its_text(chatty: dict[str, Any]) -> None:
+    """As content before its arguments begin, and then as a call with as much of them as was written."""
     async with running(**chatty) as server:
-        for most in range(1, 20, 3):
-            body = {"messages": MESSAGES, "tools": [LOOK], "tool_choice": "required", "max_tokens": most}
+        seen = set()
+        for most in (1, 4, 12, 40):
+            body: Body = {"messages": MESSAGES, "tools": [LOOK], "tool_choice": "required"}
+            body |= {"max_tokens": most, "seed": 1, "logprobs": True}
             _, answer, _ = await server.post(body, "/v1/chat/completions")
-            assert not answer["choices"][0]["message"]["content"], answer
+            (choice,) = answer["choices"]
+            assert choice["finish_reason"] == "length"
+            written = "".join(entry["token"] for entry in choice["logprobs"]["content"])
+            message, streamed = choice["message"], {"content": "", "arguments": ""}
             for event in (await server.stream(body, "/v1/chat/completions"))[:-1]:
-                assert not event["choices"][0]["delta"].get("content"), event
+                delta = event["choices"][0]["delta"]
+                streamed["content"] += delta.get("content") or ""
+                for call in delta.get("tool_calls", ()):
+                    streamed["arguments"] += call["function"]["arguments"]
+            told = "".join(call["function"]["arguments"] for call in message.get("tool_calls", ()))
+            assert streamed == {"content": message["content"] or "", "arguments": told}
+            assert written.rstrip().endswith((told or message["content"]).rstrip())
+            assert told or message["content"] == written
+            seen.add("call" if told else "content")
+        assert seen == {"call", "content"}
+
+
+async def test_a_max_tokens_beyond_the_context_counts_as_what_is_left(chatty: dict[str, Any]) -> None:
+    async with running(**chatty) as server:
+        asked: list[tuple[str, Body, str]] = [
+            ("/v1/chat/completions", {"messages": MESSAGES}, "max_tokens"),
+            ("/v1/chat/completions", {"messages": MESSAGES}, "max_completion_tokens"),
+            ("/v1/completions", {"prompt": [5] * 400}, "max_tokens"),
+        ]
+        for path, body, name in asked:
+            body |= {"ignore_eos": True, "temperature": 0}
+            _, most, _ = await server.post(body | {name: 32_000}, path)
+            _, all_that_fit, _ = await server.post(body | {"max_tokens": None}, path)
+            assert most["choices"] == all_that_fit["choices"]
+            assert most["choices"][0]["finish_reason"] == "length"
+            assert most["usage"]["total_tokens"] == all_that_fit["usage"]["total_tokens"] == 512
+        _, answer, _ = await server.post({"input": "a loop", "max_output_tokens": 32_000}, "/v1/responses")
+        assert answer["status"] in ("completed", "incomplete")
+        body = {"messages": [{"role": "user", "content": "x " * 5000}], "max_tokens": 1}
+        status, answer, _ = await server.post(body, "/v1/chat/completions")
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+
+
+async def test_custom_tools_take_a_text(chatty: dict[str, Any]) -> None:
+    """The model is shown a function with one parameter, and calls it in its own way."""
+    run = {"type": "custom", "custom": {"name": "run", "description": "Runs code.", "format": {"type": "text"}}}
+    code = 'print("\u00e9\\n")\n' * 3
+    written = f"<tool_call>{json.dumps({'name': 'run', 'arguments': {'input': code}})}</tool_call>"
+    written += '<tool_call>{"name": "look", "arguments": {"at": 1}}</tool_call>'
+    async with running(**chatty) as server:
+        body: Body = {"messages": MESSAGES, "tools": [run, LOOK], "max_tokens": 400}
+        body["structured_outputs"] = {"choice": [written]}
+        _, answer, _ = await server.post(body, "/v1/chat/completions")
+        message = answer["choices"][0]["message"]
+        custom, function = message["tool_calls"]
+        assert (custom["type"], custom["custom"]) == ("custom", {"name": "run", "input": code})
+        assert (function["type"], function["function"]) == ("function", {"name": "look", "arguments": '{"at": 1}'})
+        streamed: dict[int, dict[str, str]] = {}
+        for event in (await server.stream(body, "/v1/chat/completions"))[:-1]:
+            for call in event["choices"][0]["delta"].get("tool_calls", ()):
+                said = streamed.setdefault(call["index"], {"name": "", "input": "", "arguments": ""})
+                for key, text in {**call.get("custom", {}), **call.get("function", {})}.items():
+                    said[key] += text
+        assert streamed == {
+            0: {"name": "run", "input": code, "arguments": ""},
+            1: {"name": "look", "input": "", "arguments": '{"at": 1}'},
+        }
+        result = {"role": "tool", "tool_call_id": custom["id"], "content": "x"}
+        _, tokens, _ = await server.post({"messages": [*MESSAGES, message, result], "tools": [run]}, "/tokenize")
+        _, back, _ = await server.post({"tokens": tokens["tokens"]}, "/detokenize")
+        shown = {"name": "run", "arguments": {"input": code}}
+        assert json.dumps(shown, ensure_ascii=False) in back["prompt"]
+        assert '"description": "Runs code.", "parameters": {"type": "object"' in back["prompt"]
+        forced = {
+            "messages": MESSAGES,
+            "tools": [LOOK, run],
+            "tool_choice": {"type": "custom", "custom": {"name": "run"}},
+        }
+        for most in (8, 60):
+            _, answer, _ = await server.post(forced | {"max_tokens": most, "seed": 1}, "/v1/chat/completions")
+            message = answer["choices"][0]["message"]
+            names = [call["custom"]["name"] for call in message.get("tool_calls", ())]
+            assert names == ["run"] or message["content"].startswith("[")
+
+
+async def test_only_allowed_tools_are_shown_and_called(chatty: dict[str, Any]) -> None:
+    find = {"type": "function", "function": {"name": "find", "parameters": {"enum": [{"place": "Rome"}]}}}
+    allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "find"}}]}
+    async with running(**chatty) as server:
+        body: Body = {"messages": MESSAGES, "tools": [LOOK, find], "max_tokens": 200, "temperature": 0}
+        body["tool_choice"] = {"type": "allowed_tools", "allowed_tools": allowed}
+        _, answer, _ = await server.post(body, "/v1/chat/completions")
+        alone = {key: body[key] for key in ("messages", "max_tokens", "temperature")} | {"tools": [find]}
+        _, expected, _ = await server.post(alone | {"tool_choice": "required"}, "/v1/chat/completions")
+        assert answer["usage"]["prompt_tokens"] == expected["usage"]["prompt_tokens"], "no other is shown"
+        calls = [
+            [call["function"] for call in each["choices"][0]["message"]["tool_calls"]] for each in (answer, expected)
+        ]
+        assert calls[0] == calls[1]
+        assert {call["name"] for call in calls[0]} == {"find"}
+        allowed["mode"] = "auto"
+        _, answer, _ = await server.post(body, "/v1/chat/completions")
+        _, expected, _ = await server.post(alone, "/v1/chat/completions")
+        assert answer["choices"] == expected["choices"]
+
+
+async def test_an_effort_reaches_templates_that_know_one(chatty: dict[str, Any]) -> None:
+    file = Path(chatty["model"]["chat_template"])
+    async with running(**chatty) as server:
+        for effort, kwargs in (("none", {"enable_thinking": False}), ("low", {"enable_thinking": True})):
+            asked: Body = {"messages": MESSAGES, "max_tokens": 5, "temperature": 0}
+            _, told, _ = await server.post(asked | {"reasoning_effort": effort}, "/v1/chat/completions")
+            _, expected, _ = await server.post(asked | {"chat_template_kwargs": kwargs}, "/v1/chat/completions")
+            assert told["choices"] == expected["choices"]
+            assert told["usage"]["prompt_tokens"] == expected["usage"]["prompt_tokens"]
+        _, more, _ = await server.post(asked | {"metadata": {"a": "b"}}, "/v1/chat/completions")
+        assert more["metadata"] == {"a": "b"}
+        first, *rest = await server.stream(asked | {"metadata": {"a": "b"}}, "/v1/chat/completions")
+        assert first["metadata"] == {"a": "b"}
+        assert not any("metadata" in each for each in rest[:-1])
+    file.write_text("{% macro begin() %}{{ reasoning_effort or 'medium' }}: {% endmacro %}{{ begin() }}" + TEMPLATE)
+    async with running(**chatty) as server:
+        _, low, _ = await server.post(asked | {"reasoning_effort": "low"}, "/v1/chat/completions")
+        _, expected, _ = await server.post(
+            asked | {"chat_template_kwargs": {"reasoning_effort": "low", "enable_thinking": True}},
+            "/v1/chat/completions",
+        )
+        assert low["choices"] == expected["choices"]
+        assert low["usage"]["prompt_tokens"] == expected["usage"]["prompt_tokens"]
+    file.write_text(TEMPLATE.replace("enable_thinking", "false"))
+    async with running(**chatty) as server:
+        status, answer, _ = await server.post(asked | {"reasoning_effort": "low"}, "/v1/chat/completions")
+        assert (status, answer["error"]["param"]) == (400, "reasoning_effort")
+        assert "has no effect" in answer["error"]["message"]
 
 
 async def test_histories_reach_the_template(chatty: dict[str, Any]) -> None:
@@ -473,6 +626,35 @@ async def test_many_questions_leave_places_for_others(chatty: dict[str, Any]) ->
     assert status == 200, found
     assert [answer["name"] for answer in found["answers"]] == [f"{i}" for i in range(30)]
     assert 1 <= most <= ENGINE["max_batch_size"]
+
+
+async def test_many_questions_are_counted_first_and_made_as_they_run(
+    chatty: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each question's request has all of the state's tokens."""
+    made = most = 0
+    requests, whole = Service.requests, Service.whole
+
+    async def make(self: Service, *given: Any, **how: Any) -> Any:
+        nonlocal made, most
+        made += 1
+        most = max(most, made)
+        return await requests(self, *given, **how)
+
+    async def run(self: Service, *given: Any, **how: Any) -> Any:
+        nonlocal made
+        made = 0
+        return await whole(self, *given, **how)
+
+    monkeypatch.setattr(Service, "requests", make)
+    monkeypatch.setattr(Service, "whole", run)
+    questions = [{"type": "predicate", "instructions": "Is it?"} for _ in range(40)]
+    async with running(**chatty, server={"max_choices": 39, "access_log": False}) as server:
+        status, found, _ = await server.post({"input": "x", "questions": questions}, "/v1/decisions")
+        assert (status, found["error"]["param"], made) == (400, "questions", 0)
+        assert found["error"]["message"] == "This asks for 40 answers at once; server.max_choices allows 39."
+        status, found, _ = await server.post({"input": "x", "questions": questions[1:]}, "/v1/decisions")
+        assert (status, len(found["answers"]), most) == (200, 39, ENGINE["max_batch_size"])
 
 
 async def test_more_choices_than_letters(chatty: dict[str, Any]) -> None:

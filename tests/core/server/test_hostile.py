@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import os
 import resource
 import socket
+import sys
 import threading
 import time
 import zlib
@@ -15,10 +17,12 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from prometheus_client import generate_latest
 from pydantic import ValidationError
 from tests import serving
+from tests.examples import slowly
 from tests.serving import HANG_S, Body, running
 
 from infer.server import (
@@ -34,7 +38,7 @@ from infer.server import (
     tokens,
     writing,
 )
-from infer.server.child import Child, ChildError
+from infer.server.child import Child, ChildError, KilledError
 from infer.server.http_errors import Protocol
 from infer.server.testing import serving as serving_in_process
 from infer.text import grammar
@@ -147,7 +151,9 @@ LONG: list[tuple[str, Body]] = [
 ]
 
 
-@pytest.mark.parametrize(("path", "body"), LONG, ids=lambda v: v if isinstance(v, str) else "-".join(v))
+@pytest.mark.parametrize(
+    ("path", "body"), [*LONG[:2], *slowly(*LONG[2:])], ids=lambda v: v if isinstance(v, str) else "-".join(v)
+)
 async def test_no_answer_holds_up_the_loop(
     path: str, body: Body, chatty: Body, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,6 +278,18 @@ async def test_long_texts_leave_threads_for_others(chatty: Body, monkeypatch: py
         assert {answer[0] for answer in await asyncio.gather(*waiting)} == {200}
 
 
+async def test_a_refused_text_leaves_no_memory_behind(chatty: Body) -> None:
+    """A text of half a million words takes a quarter of a gigabyte while it is tokenized."""
+    process = psutil.Process()
+    async with running(**chatty) as server:
+        for words in (30_000, 500_000):  # the first brings what stays, such as threads
+            before = process.memory_info().rss
+            status, answer, _ = await server.post({"prompt": "word " * words}, "/tokenize")
+            assert (status, answer.get("count", words + 2)) == (400 if words > 1 << 18 else 200, words + 2)
+            left = process.memory_info().rss - before
+    assert left < 128 << 20
+
+
 async def test_small_work_that_many_ask_for_at_once_takes_turns(chatty: Body, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small bodies are parsed and figures written in the event loop. However many ask, streams go on in between."""
     now = 0
@@ -380,7 +398,7 @@ MANY: list[tuple[str, Body]] = [
 ]
 
 
-@pytest.mark.parametrize(("path", "body"), MANY, ids=[path for path, _ in MANY])
+@pytest.mark.parametrize(("path", "body"), [*MANY[:2], *slowly(*MANY[2:])], ids=[path for path, _ in MANY])
 async def test_what_a_long_conversation_says_is_worked_out_where_it_is_parsed(
     path: str, body: Body, chatty: Body, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -430,6 +448,11 @@ def workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "    def answer(message):\n"
         "        if message == b'eat': return len(bytearray(1 << 31)) * b'x'\n"
         "        if message == b'hang': time.sleep(1000)\n"
+        "        while message == b'spin': pass\n"
+        "        if message == b'kill': os.kill(os.getpid(), 9)\n"
+        "        if message == b'once' and not os.path.exists(first):\n"
+        "            open(first, 'w').close()\n"
+        "            os.kill(os.getpid(), 9)\n"
         "        if message == b'fail': raise KeyError('fail')\n"
         "        return first + message + str(os.getpid()).encode()\n"
         "    return answer\n"
@@ -437,14 +460,37 @@ def workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+async def test_what_runs_a_stranger_s_code_has_no_secrets_and_a_session_of_its_own(
+    chatty: Body, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A terminal's Ctrl-C reaches the processes of its session, and a drain still needs these."""
+    for name in ("HF_TOKEN", "INFER_SERVER__API_KEYS", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "a-secret")
+    async with running(**chatty) as server:
+        body: Body = {"messages": [{"role": "user", "content": "a" * reading.INLINE_BYTES}], "max_tokens": 1}
+        status, _, _ = await server.post(body, "/v1/chat/completions")
+        form: Body = {"prompt": "a", "max_tokens": 1, "structured_outputs": {"regex": "[ab]+"}}
+        assert (status, (await server.post(form))[0]) == (400, 200)
+        children = psutil.Process().children()
+        assert len(children) == 3
+        for child in children:
+            assert "a-secret" not in child.environ().values()
+            assert os.getsid(child.pid) == child.pid
+            # It takes seconds, and hundreds of megabytes, and checking a body needs none of it.
+            assert not [file.path for file in child.memory_maps() if "libtorch" in file.path]
+
+
 @pytest.mark.usefixtures("workers")
-async def test_a_process_that_runs_away_ends_and_is_made_anew() -> None:
+async def test_a_process_that_runs_away_ends_and_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = Child("mischief", lambda: b"first:", seconds=HANG_S, memory=1 << 28)
     hurried = Child("mischief", lambda: b"first:", seconds=0.1, memory=1 << 28)
     try:
-        for _ in range(2):
-            with pytest.raises(ChildError, match="too long"):
-                await hurried.ask(b"hang")
+        with pytest.raises(ChildError, match="too long"):
+            await hurried.ask(b"hang")  # without computing
+        monkeypatch.setattr(hurried, "_timeout_s", None)
+        with pytest.raises(ChildError, match="too long"):
+            await hurried.ask(b"spin")
         first = await worker.ask(b"a")
         assert first.startswith(b"first:a")
         assert await worker.ask(b"a") == first, "the same process"
@@ -467,6 +513,34 @@ async def test_a_process_that_runs_away_ends_and_is_made_anew() -> None:
     finally:
         await worker.close()
         await hurried.close()
+
+
+@pytest.mark.usefixtures("workers")
+async def test_work_whose_process_something_outside_ends_is_tried_once_more(tmp_path: Path) -> None:
+    worker = Child("mischief", str(tmp_path / "killed").encode, seconds=HANG_S, memory=1 << 28)
+    try:
+        await worker.begin()
+        assert b"killedonce" in await worker.ask(b"once")
+        with pytest.raises(KilledError):
+            await worker.ask(b"kill")
+    finally:
+        await worker.close()
+
+
+async def test_a_grammar_whose_compiler_is_killed_is_not_refused_for_good(
+    chatty: Body, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def killed(self: Child, message: bytes) -> bytes:
+        raise KilledError("its process was killed")
+
+    async with running(**chatty) as server:
+        body: Body = {"prompt": "a", "max_tokens": 2, "guided_regex": "[ab]{2}"}
+        with monkeypatch.context() as patch:
+            patch.setattr(Child, "ask", killed)
+            status, answer, _ = await server.post(body)
+        assert (status, answer["error"]["param"]) == (400, "guided_regex")
+        assert "its process was killed; try again later" in answer["error"]["message"]
+        assert (await server.post(body))[0] == 200
 
 
 async def test_a_grammar_that_compiles_for_ever_is_refused_and_remembered(

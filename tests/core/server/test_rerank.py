@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 import infer_demo
 from infer.server.rendering import Renderer
 from infer.server.rerank import INSTRUCTION, SYSTEM
+from infer.server.service import LONG_CHARS
 
 CHECKPOINT = Path(infer_demo.__file__).parent / "checkpoint"
 QUERY = "How do I open a file?"
@@ -128,3 +129,20 @@ async def test_a_long_query_is_not_put_before_every_document_first(
             assert status == 400
             assert answer["error"]["code"] == "context_length_exceeded"
             assert len(rendered) <= 3  # the first by itself, then as many as run together
+
+
+async def test_no_prompt_is_made_beside_a_long_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many prompts as run at a time may be too much if each is as long as a body."""
+    rendered: list[int] = []
+    render = Renderer.__call__
+
+    async def counted(self: Renderer, messages: bytes, /, **form: Any) -> str:
+        rendered.append(len(messages))
+        return await render(self, messages, **form)
+
+    monkeypatch.setattr(Renderer, "__call__", counted)
+    async with running(model=chatty(tmp_path), engine={"max_batch_size": 16}) as server:
+        body = {"text_1": "a" * (LONG_CHARS + 1), "text_2": ["b"] * 16}
+        status, answer, _ = await server.post(body, "/v1/score")
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+        assert len(rendered) == 2  # the first by itself, for the labels

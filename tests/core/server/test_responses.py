@@ -11,7 +11,7 @@ import pytest
 from tests.serving import Body, Running, running, thinker
 
 from infer.protocols import ReasoningTags
-from infer.server.responses import _Thoughts
+from infer.server.thoughts import Thoughts
 
 ASKED: Body = {
     "input": "a loop",
@@ -60,6 +60,26 @@ async def test_reasoning_is_an_item_of_its_own_and_its_tokens_are_counted(server
     assert thought["text"] == "".join(tokens[: count - 1]).strip()
     assert answer["usage"]["output_tokens_details"] == {"reasoning_tokens": count}
     assert said["text"] == "".join(tokens[count:]).lstrip()
+
+
+async def test_chats_count_the_tokens_of_reasoning_as_well(server: Running) -> None:
+    counted = (await ask(server))["usage"]["output_tokens_details"]
+    asked = {"messages": [{"role": "user", "content": "a loop"}], "max_tokens": 24, "temperature": 0}
+    asked |= {"chat_template_kwargs": ASKED["chat_template_kwargs"]}
+    _, whole, _ = await server.post(asked, "/v1/chat/completions")
+    assert whole["usage"]["completion_tokens_details"] == counted
+    assert 0 < counted["reasoning_tokens"] < 24
+    _, twice, _ = await server.post(asked | {"n": 2}, "/v1/chat/completions")
+    assert twice["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2 * counted["reasoning_tokens"]}
+    options = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    usages = [event["usage"] for event in (await server.stream(asked | options, "/v1/chat/completions"))[1:-1]]
+    assert usages[-1]["completion_tokens_details"] == counted
+    so_far = [each["completion_tokens_details"]["reasoning_tokens"] for each in usages]
+    assert so_far == sorted(so_far)
+    _, formed, _ = await server.post(
+        asked | {"chat_template_kwargs": {}, "guided_regex": "a{3}"}, "/v1/chat/completions"
+    )
+    assert formed["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
 
 
 async def test_a_schema_waits_for_the_end_of_reasoning(server: Running) -> None:
@@ -147,6 +167,6 @@ class Pieces:
     ],
 )
 def test_tokens_of_reasoning_however_they_cut_its_tags(within: bool, texts: list[str], thought: list[int]) -> None:
-    thoughts = _Thoughts(Pieces(*texts), ReasoningTags("<think>", "</think>"), within)  # type: ignore[arg-type]
+    thoughts = Thoughts(Pieces(*texts), ReasoningTags("<think>", "</think>"), within)  # type: ignore[arg-type]
     assert [thoughts.push(i) for i in range(len(texts))] == list(map(bool, thought))
     assert thoughts.count == sum(thought)

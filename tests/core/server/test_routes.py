@@ -66,6 +66,8 @@ class Greeter:
         asked = await self.service.read(http, Ask)
         if asked.prompt == "boom":
             raise KeyError("lost")
+        if asked.prompt == "nothing":
+            return None
         if asked.prompt == "no":
             raise RequestError("prompt is no.", param="prompt")
         params = SamplingParams(max_tokens=4, ignore_eos=True)
@@ -76,11 +78,27 @@ class Greeter:
             http, {"text": text, "length": len(asked.prompt), "finished": self.finished}
         )
 
+    async def stream(self, http):
+        asked = await self.service.read(http, Ask)
+        params = SamplingParams(max_tokens=4, ignore_eos=True)
+        requests = await self.service.requests(http, [asked.prompt], params, asked)
+
+        async def frames(events, usage):
+            async for _, event in events:
+                yield {"text": event.text}
+                raise KeyError("lost")
+
+        return await self.service.stream(http, requests, frames)
+
 
 @hookimpl
 def infer_routes():
     def routes(service, settings):
-        return [Route("POST", "/greeter/ask", Greeter(service, settings).ask, "Greets.", Status, Ask)]
+        greeter = Greeter(service, settings)
+        return [
+            Route("POST", "/greeter/ask", greeter.ask, "Greets.", Status, Ask),
+            Route("POST", "/greeter/stream", greeter.stream, "Greets in parts.", Status, Ask),
+        ]
 
     return [Registration("greeter", routes, "greets", Own)]
 '''
@@ -122,12 +140,27 @@ async def test_what_goes_for_cores_endpoints_goes_for_a_plugins(
                 ("no", {}, 400, "prompt"),
                 ("x" * 60_000, {}, 413, None),
                 ("boom", {}, 500, None),
+                ("nothing", {}, 500, None),
             ):
                 found, answer = await ask(prompt, **more)
                 assert (found, answer["error"]["param"]) == (status, param), answer
+                if status == 500:
+                    said = answer["error"]["message"]
+                    assert said.startswith("The routes plugin 'greeter' of greeter failed at POST /greeter/ask")
+                    assert ("returned nothing, not a response" in said) == (prompt == "nothing")
+                    assert "lost" not in said
+            async with server.session.post(
+                server.url + "/greeter/stream", json={"prompt": "x"}, headers=key
+            ) as response:
+                first, second, *rest = [line async for line in response.content if line.strip()]
+                assert "text" in json.loads(first.removeprefix(b"data: "))
+                said = json.loads(second.removeprefix(b"data: "))["error"]["message"]
+                assert said.startswith("The routes plugin 'greeter' of greeter failed at POST /greeter/stream")
+                assert "lost" not in said
+                assert rest == [b"data: [DONE]\n"]
             _, made = await server.get("/openapi.json", **key)
     lines = [json.loads(record.message) for record in caplog.records if record.name == "infer.access"]
-    assert [line["status"] for line in lines if line["path"] == path] == [401, 200, 200, 400, 400, 413, 500]
+    assert [line["status"] for line in lines if line["path"] == path] == [401, 200, 200, 400, 400, 413, 500, 500]
     assert lines[1]["usage"]["completion_tokens"] == 4
     schemas = made["components"]["schemas"]
 

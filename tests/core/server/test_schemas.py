@@ -20,6 +20,7 @@ from infer.server.schemas import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    FunctionTool,
     ResponsesRequest,
     TokenizeRequest,
     conversation,
@@ -76,6 +77,29 @@ ASKED: list[tuple[type[Body], dict[str, Any]]] = [
         {
             "messages": [USER],
             "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}},
+        },
+    ),
+    (
+        ChatRequest,
+        {
+            "messages": [
+                USER,
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"id": "d", "type": "custom", "custom": {"name": "g", "input": "i"}}],
+                },
+                {"role": "tool", "tool_call_id": "d", "content": "y"},
+            ],
+            "tools": [
+                {"type": "custom", "custom": {"name": "g", "description": "d", "format": {"type": "text"}}},
+                {"type": "function", "function": {"name": "f"}},
+            ],
+            "tool_choice": {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "auto", "tools": [{"type": "custom", "custom": {"name": "g"}}]},
+            },
+            "metadata": {"a": "b"},
+            "reasoning_effort": "low",
         },
     ),
     (CompletionRequest, SAMPLING | {"prompt": [[1, 2], "b"], "structured_outputs": {"json": SCHEMA}}),
@@ -355,11 +379,12 @@ def test_a_null_counts_as_not_given_wherever_a_field_may_be_left_out(index: int)
 def test_nulls_say_something_in_schemas_and_of_max_tokens() -> None:
     chat = parse(json.dumps(ASKED[0][1]).encode(), ChatRequest)
     assert chat.tools is not None
+    assert isinstance(chat.tools[0], FunctionTool)
     assert chat.tools[0].function.parameters == SCHEMA
     assert chat.chat_template_kwargs == {"a": None}
     assert parse(b'{"prompt": "x"}', CompletionRequest).max_tokens == 16
     assert parse(b'{"prompt": "x", "max_tokens": null, "temperature": null}', CompletionRequest).max_tokens is None
-    one = parse(json.dumps(ASKED[5][1]).encode(), Questions)
+    one = parse(json.dumps(ASKED[6][1]).encode(), Questions)
     assert isinstance(one, SystemOneRequest)
     assert one.state == {"a": [None]}
     assert one.questions["t"].criteria == {"a": "b", "c": None}
@@ -402,9 +427,9 @@ def test_arguments_that_are_no_json_stay_as_they_are() -> None:
 
 
 def test_items_are_messages() -> None:
-    asked = parse(json.dumps(ASKED[4][1]).encode(), ResponsesRequest)
+    asked = parse(json.dumps(ASKED[5][1]).encode(), ResponsesRequest)
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}}
-    custom = {"id": "d", "type": "function", "function": {"name": "g", "arguments": "free text"}}
+    custom = {"id": "d", "type": "function", "function": {"name": "g", "arguments": {"input": "free text"}}}
     assert [message.plain() for message in conversation(asked.input)] == [
         {"role": "developer", "content": "be brief"},
         USER,

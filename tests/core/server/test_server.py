@@ -117,8 +117,8 @@ BAD: list[tuple[Any, int, str | None, str]] = [
     ({"prompt": [1, 10**9]}, 400, "prompt", "token id 1000000000"),
     ({"prompt": [-1]}, 400, "prompt", "a text or a list"),
     ({"prompt": [5] * 600}, 400, "prompt", "This model's maximum context length is 512"),
-    ({"prompt": [5] * 500, "max_tokens": 100}, 400, "max_tokens", "This model's maximum context length is 512"),
-    ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens", "it goes with echo only"),
+    ({"prompt": [5] * 500, "min_tokens": 13, "max_tokens": None}, 400, "min_tokens", "min_tokens asks for at least 13"),
+    ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens", "is possible with echo only"),
     ({"prompt": "a", "max_tokens": -1}, 400, "max_tokens", "greater than or equal to 0"),
     ({"prompt": "a", "max_tokens": "7"}, 400, "max_tokens", "valid integer"),
     (b'{"prompt": "a", "temperature": NaN}', 400, "temperature", "temperature"),
@@ -127,7 +127,6 @@ BAD: list[tuple[Any, int, str | None, str]] = [
     ({"prompt": "a", "temprature": 1}, 400, "temprature", "Did you mean 'temperature'?"),
     ({"prompt": "a", "n": 0}, 400, "n", "greater than or equal to 1"),
     ({"prompt": "a", "n": 300}, 400, "n", "server.max_choices allows 256"),
-    ({"prompt": "a", "echo": True, "stream": True}, 400, "echo", "cannot be streamed"),
     ({"prompt": "a", "best_of": 2}, 400, "best_of", "not supported"),
     ({"prompt": "a", "logit_bias": {"5": 101}}, 400, "logit_bias.5", "less than or equal to 100"),
     ({"prompt": "a", "logit_bias": {"x": 1}}, 400, "logit_bias.x", "valid integer"),
@@ -172,6 +171,34 @@ async def test_everything_a_client_can_get_wrong_gets_one_sentence_and_the_serve
         assert (await server.post({"prompt": "x" * (5 << 20)}))[0] == 413
         neutral: Body = {"n": 1, "best_of": 1, "echo": False, "suffix": None, "logit_bias": {}, "temperature": None}
         assert (await server.post({"prompt": "a", "max_tokens": 1} | neutral))[0] == 200
+
+
+async def test_head_is_answered_where_get_is(small: Body) -> None:
+    async with running(**small) as server:
+        for path in ("/v1/models", "/v1/models/demo", "/health", "/ready", "/metrics", "/tokenizer_info", "/docs"):
+            async with (
+                server.session.get(server.url + path) as got,
+                server.session.head(server.url + path) as head,
+            ):
+                assert (head.status, await head.read()) == (200, b""), path
+                assert head.headers["Content-Type"] == got.headers["Content-Type"]
+        async with server.session.head(server.url + "/v1/completions") as refused:
+            assert refused.status == 405
+
+
+async def test_an_expectation_is_met_or_ignored(small: Body) -> None:
+    async with running(**small) as server:
+        port = int(server.url.rpartition(":")[2])
+        for value in ("100-continue", "200-ok"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            head = f"POST /tokenize HTTP/1.1\r\nHost: localhost:{port}\r\nContent-Type: application/json\r\n"
+            writer.write(f"{head}Content-Length: 14\r\nExpect: {value}\r\nConnection: close\r\n\r\n".encode())
+            async with asyncio.timeout(HANG_S):
+                if value == "100-continue":
+                    assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+                writer.write(b'{"prompt":"a"}')
+                assert (await reader.read()).startswith(b"HTTP/1.1 200 OK\r\n")
+            writer.close()
 
 
 async def test_two_run_four_wait_two_are_refused() -> None:

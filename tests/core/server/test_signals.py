@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 from tests.serving import HANG_S
 
@@ -27,11 +28,11 @@ EXPONENTIAL = {"allOf": [{"type": "string", "pattern": f".*a.{{{i}}}b.*"} for i 
 
 
 @contextmanager
-def process(folder: Path, *argv: str) -> Iterator[subprocess.Popen[str]]:
+def process(folder: Path, *argv: str, stdout: int = subprocess.PIPE) -> Iterator[subprocess.Popen[str]]:
     command = [*INFER, "serve", "--model.path", "demo", "--kernels.threads", "1", "--server.port", "0", *argv]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("INFER_")}
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder, env=environment
+        command, stdout=stdout, stderr=subprocess.PIPE, text=True, cwd=folder, env=environment
     ) as started:
         try:
             yield started
@@ -59,6 +60,7 @@ def post(address: tuple[str, int], body: object) -> socket.socket:
     return client
 
 
+@pytest.mark.slow
 def test_a_signal_ends_the_process_whatever_is_compiled(tmp_path: Path) -> None:
     with process(tmp_path, "--server.drain_timeout_s", "1000") as started:
         address = ready(started)
@@ -73,6 +75,17 @@ def test_a_signal_ends_the_process_whatever_is_compiled(tmp_path: Path) -> None:
             client.close()
 
 
+@pytest.mark.slow
+def test_the_process_that_checks_large_bodies_is_there_before_the_first(tmp_path: Path) -> None:
+    with process(tmp_path) as started:
+        ready(started)
+        commands = [" ".join(child.cmdline()) for child in psutil.Process(started.pid).children()]
+        assert [command for command in commands if "infer.server.reading" in command]
+        started.send_signal(signal.SIGTERM)
+        assert started.wait(HANG_S) == 0
+
+
+@pytest.mark.slow
 def test_requests_finish_after_a_signal_and_a_second_one_ends_them(tmp_path: Path) -> None:
     body = {"prompt": "def ", "max_tokens": 300, "ignore_eos": True, "stream": True}
     body["stream_options"] = {"include_usage": True}
@@ -97,6 +110,25 @@ def test_requests_finish_after_a_signal_and_a_second_one_ends_them(tmp_path: Pat
             started.send_signal(signal.SIGINT)
             assert started.wait(HANG_S) == 128 + signal.SIGINT
         assert "stopped by SIGINT" in started.stderr.read()
+
+
+def test_a_request_whose_body_is_still_arriving_is_finished_after_a_signal(tmp_path: Path) -> None:
+    with process(tmp_path, "--server.drain_timeout_s", "1000") as started:
+        address = ready(started)
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {address[0]}:{address[1]}\r\nContent-Type: application/json\r\n"
+        with socket.create_connection(address, timeout=HANG_S) as client:
+            client.sendall(f"{head}Expect: 100-continue\r\nContent-Length: 29\r\n\r\n".encode())
+            assert client.recv(100).startswith(b"HTTP/1.1 100"), "it is inside"
+            started.send_signal(signal.SIGTERM)
+            assert started.stderr is not None
+            while "draining" not in (line := started.stderr.readline()):
+                assert line
+            assert "draining 1 requests" in line
+            with post(address, {"prompt": "a"}) as late:
+                assert late.recv(100).startswith(b"HTTP/1.1 503")
+            client.sendall(b'{"prompt":"a","max_tokens":1}')
+            assert client.recv(100).startswith(b"HTTP/1.1 200")
+        assert started.wait(HANG_S) == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -140,6 +172,7 @@ def test_a_port_in_use_is_said_before_anything_is_loaded(tmp_path: Path) -> None
         bind("192.0.2.1", 0)
 
 
+@pytest.mark.slow
 def test_a_log_that_nobody_reads_holds_up_no_request_and_no_signal(tmp_path: Path) -> None:
     with process(tmp_path) as started:
         address = ready(started)
@@ -150,6 +183,29 @@ def test_a_log_that_nobody_reads_holds_up_no_request_and_no_signal(tmp_path: Pat
                 assert answer.status == 200
         started.send_signal(signal.SIGTERM)
         assert started.wait(HANG_S) == 0
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_a_stdout_that_cannot_be_written_to_is_no_reason_to_end(full: bool, tmp_path: Path) -> None:
+    """Its disk is full, or its reader has gone."""
+    if full and not Path("/dev/full").exists():
+        pytest.skip("this system has no device that is always full")
+    if full:
+        stdout = os.open("/dev/full", os.O_WRONLY)
+    else:
+        reads, stdout = os.pipe()
+        os.close(reads)
+    with process(tmp_path, stdout=stdout) as started:
+        os.close(stdout)
+        assert started.stderr is not None
+        while "infer: ready on " not in (line := started.stderr.readline()):
+            assert line
+        url = line.partition("infer: ready on ")[2].split()[0]
+        with urllib.request.urlopen(f"{url}/health", timeout=HANG_S) as answer:
+            assert answer.status == 200
+        started.send_signal(signal.SIGTERM)
+        assert started.wait(HANG_S) == 0
+        assert "Traceback" not in started.stderr.read()
 
 
 def test_what_is_missing_in_a_log_is_counted_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,10 @@ import aiohttp
 import pytest
 from aiohttp import web
 from tests.models.checkpoints import tokenizer, write_checkpoint
-from tests.serving import HANG_S, Body, chatty, running
+from tests.serving import HANG_S, Body, chatty, holding, running, until
 from tokenizers import Tokenizer, normalizers, processors
 
+from infer.server import service
 from infer.server.tokens import Tokens
 
 ENGINE = {"max_batch_size": 8, "max_seq_len": 256}
@@ -136,6 +137,35 @@ async def test_an_echo_without_an_answer_is_billed_as_none(random: Body, caplog:
     assert line["usage"] == usage
 
 
+@pytest.mark.parametrize("more", [{}, {"logprobs": 2}, {"logprob_token_ids": [7]}, {"prompt_logprobs": 0}])
+@pytest.mark.parametrize("most", [0, 5])
+async def test_an_echo_is_streamed_as_it_comes_whole(
+    most: int, more: Body, random: Body, caplog: pytest.LogCaptureFixture
+) -> None:
+    inside = tokenizer().encode("b\u00e9").ids[:-1]
+    body: Body = {"prompt": ["a b\u00e9", inside], "echo": True, "n": 2, "seed": 3, "max_tokens": most} | more
+    with caplog.at_level(logging.INFO, "infer.access"):
+        async with running(engine=ENGINE, model=random, server={"access_log": True}) as server:
+            _, whole, _ = await server.post(body)
+            *chunks, last, _ = await server.stream(body | {"stream_options": {"include_usage": True}})
+    cached = {"prompt_tokens_details"}
+    assert {k: v for k, v in last["usage"].items() if k not in cached} == {
+        k: v for k, v in whole["usage"].items() if k not in cached
+    }
+    assert last["usage"]["completion_tokens"] == 4 * most
+    lines = [json.loads(record.message) for record in caplog.records if record.name == "infer.access"]
+    assert [line["usage"] for line in lines] == [whole["usage"], last["usage"]]
+    for expected in whole["choices"]:
+        parts = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == expected["index"]]
+        assert parts[0]["text"].startswith("b" if expected["index"] > 1 else "a b\u00e9")
+        assert "".join(part["text"] for part in parts) == expected["text"]
+        assert parts[-1]["finish_reason"] == expected["finish_reason"] == "length"
+        assert parts[0].get("prompt_logprobs") == expected.get("prompt_logprobs")
+        found = [part["logprobs"] for part in parts if part["logprobs"]]
+        for key, values in (expected["logprobs"] or {}).items():
+            assert [value for logprobs in found for value in logprobs[key]] == values, key
+
+
 CHAT = "/v1/chat/completions"
 
 
@@ -231,3 +261,25 @@ async def test_the_last_of_several_deltas_says_why_it_ends(tmp_path: Path) -> No
     assert len(choices) > 2
     assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["tool_calls"]
     assert [call["function"] for choice in choices for call in choice["delta"].get("tool_calls", ())] != []
+
+
+async def test_headers_come_when_requests_are_taken_and_comments_until_there_is_a_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(service, "SILENCE_S", 0.0)
+    engine = {"max_batch_size": 1, "max_waiting_requests": 1, "max_seq_len": 256}
+    async with running(engine=engine) as server:
+        body: Body = {"prompt": "def ", "max_tokens": 3, "temperature": 0, "seed": 1}
+        _, whole, _ = await server.post(body)
+        url, asked = f"{server.url}/v1/completions", body | {"stream": True}
+        with holding(0):
+            streams = [await server.session.post(url, json=asked) for _ in range(3)]
+            assert [stream.status for stream in streams] == [200, 200, 503], "no place is known before the headers"
+            assert await streams[0].content.readuntil(b"\n\n") == b": the prompt is being computed\n\n"
+            streams[1].close()
+            await until(lambda: server.engine_loop.num_open == 2)
+        events = [event for event in (await streams[0].text()).split("\n\n") if event and not event.startswith(":")]
+        frames = [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
+        assert events[-1] == "data: [DONE]"
+        assert "".join(frame["choices"][0]["text"] for frame in frames) == whole["choices"][0]["text"]
+        await server.idle()

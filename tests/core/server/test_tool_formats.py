@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.core.text.test_tool_families import FAMILIES, TOOLS, written
 from tests.serving import TEMPLATE, chatty, running, thinker
 
 from infer import LLM, PLUGIN_API, PluginError, hookimpl
@@ -108,6 +110,30 @@ async def test_a_strangers_format_is_found_by_what_the_template_writes(
     assert "".join(call["arguments"] for call in calls) == '{"at": "«"}'
 
 
+@pytest.mark.parametrize("name", ["GLM 4.5", "Gemma 4"])
+async def test_a_familys_calls_reach_the_client(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Whole and streamed, and a call that is forced as well, which is JSON whatever the family's own way."""
+    (tmp_path / "t.jinja").write_text(FAMILIES[name].template)
+    arguments = {"city": 'Rome "IT"\nä', "n": 3}
+    text = written(FAMILIES[name].template, [("weather", arguments)], "Well. ")
+    body = BODY | {"tools": [tool for tool in TOOLS if tool["function"]["name"] == "weather"], "max_tokens": 400}
+    with caplog.at_level(logging.INFO):
+        async with running(model={"path": "demo", "chat_template": str(tmp_path / "t.jinja")}) as server:
+            asked = body | {"structured_outputs": {"choice": [text]}}
+            _, answer, _ = await server.post(asked, CHAT)
+            *events, _ = await server.stream(asked, CHAT)
+            _, must, _ = await server.post(body | {"tool_choice": "required"}, CHAT)
+    assert f"tool calls are read as model.tool_format = {FAMILIES[name].format}" in caplog.text
+    message = answer["choices"][0]["message"]
+    (call,) = message["tool_calls"]
+    assert (message["content"].strip(), call["function"]["name"]) == ("Well.", "weather")
+    assert json.loads(call["function"]["arguments"]) == arguments
+    deltas = [event["choices"][0]["delta"] for event in events]
+    calls = [call["function"] for delta in deltas for call in delta.get("tool_calls", ())]
+    assert json.loads("".join(call["arguments"] for call in calls)) == arguments
+    assert must["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "weather"
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [
@@ -139,7 +165,23 @@ def names(plugins: Plugins, tool_format: str) -> list[str]:
 
 def test_a_format_is_named_or_all_are_tried_by_priority(caplog: pytest.LogCaptureFixture) -> None:
     own = Plugins.discover()
-    assert names(own, "auto") == ["harmony", "mistral", "tags", "xml", "python", "json"]
+    assert names(own, "auto") == [
+        *(
+            "action",
+            "deepseek",
+            "dsml",
+            "gemma",
+            "glm",
+            "harmony",
+            "kimi",
+            "kimi3",
+            "minicpm",
+            "minimax",
+            "mistral",
+            "solar",
+        ),
+        *("tags", "xml", "python", "json"),
+    ]
     assert (names(own, "xml"), names(own, "none")) == (["xml"], [])
     with pytest.raises(PluginError, match=r"model.tool_format is 'tgas', .* xml\. Did you mean 'tags'\?"):
         names(own, "tgas")

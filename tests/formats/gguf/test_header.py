@@ -184,7 +184,7 @@ WRONG: dict[str, tuple[Edit, str]] = {
         "num_hidden_layers is 1000000; it has to be",
     ),
     "none": (edited("llama.context_length", None), "does not say llama.context_length"),
-    "short": (edited("llama.context_length", 1), "max_position_embeddings is 1; it has to be an integer of at least 2"),
+    "short": (edited("llama.context_length", 1), "max_position_embeddings is 1; it has to be an integer from 2 \\("),
     "eps": (
         edited("llama.attention.layer_norm_rms_epsilon", None),
         "does not say llama.attention.layer_norm_rms",

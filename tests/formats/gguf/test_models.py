@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.examples import slowly
 from tests.formats.gguf.files import gemma_pattern, quantised, write_gguf
 from tests.formats.gguf.test_blocks import NUMBERS, random_blocks
 from tests.models.checkpoints import Family, write_checkpoint
@@ -81,7 +82,7 @@ def against_transformers(file: Path, folder: Path) -> set[int]:
     return set(tokens)
 
 
-@pytest.mark.parametrize("type", ["F32", pytest.param("F16", marks=pytest.mark.slow), "BF16"])
+@pytest.mark.parametrize("type", ["F32", *slowly("F16", "BF16")])
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=pytest.mark.slow) if case in ALIKE else case for case in CASES]
 )

@@ -134,7 +134,7 @@ def test_plugins_are_listed(checkpoint: tuple[Path, Path], capsys: pytest.Captur
 def test_without_the_plugin(checkpoint: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     discover, others = Plugins.discover, [entry for entry in entry_points(group="infer") if entry.name != "formats"]
     monkeypatch.setattr(Plugins, "discover", lambda extra=(): discover(extra, installed=others))
-    with pytest.raises(PluginError, match=r"a file \(\.gguf\) that no .* pip install infer-formats brings"):
+    with pytest.raises(PluginError, match=r"a file \(\.gguf\) that no .* pip install -r dist/infer-formats.txt brings"):
         LLM(str(checkpoint[1]), **FAST)
 
 

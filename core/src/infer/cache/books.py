@@ -193,6 +193,7 @@ class BlockBooks(ABC):
         self._room_S[slot] = len(blocks) * self.block_size
 
     def _close(self, slot: int) -> None:
+        """Take a slot back. Raises ValueError if it is not allocated."""
         self.length(slot)
         self._lengths_S[slot] = self._room_S[slot] = -1
         self._free_slots.append(slot)

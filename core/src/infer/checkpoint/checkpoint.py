@@ -26,6 +26,8 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 POOLING = "1_Pooling/config.json"
 """Where sentence-transformers say how hidden states become an embedding."""
+MAX_POSITIONS = 1 << 24
+"""The most positions that a checkpoint may state. Models make tables of them; published ones state up to 10 million."""
 POSITIONS = ("max_position_embeddings", "n_positions")
 """The fields that say how many positions a model was made for; the second is that of GPT-2 and its kin."""
 MAX_LAYERS = 10_000
@@ -97,8 +99,8 @@ class Checkpoint:
         if name is None:
             return sys.maxsize
         value = self._field(name)
-        if not _is_id(value) or value < 2:
-            raise self._bad(name, value, "an integer of at least 2: a prompt and an answer")
+        if not _is_id(value) or not 2 <= value <= MAX_POSITIONS:
+            raise self._bad(name, value, f"an integer from 2 (a prompt and an answer) to {MAX_POSITIONS}")
         assert isinstance(value, int)
         return value
 

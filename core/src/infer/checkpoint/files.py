@@ -9,6 +9,15 @@ from typing import Any
 
 from infer.errors import CheckpointError
 
+MAX_NAME = 255
+"""Bytes of a file's name that systems allow."""
+
+
+def names_file(text: str) -> bool:
+    """Whether a text is the name of a file that can lie in a folder."""
+    plain = text.isprintable() and len(text.encode()) <= MAX_NAME
+    return plain and Path(text).name == text and text not in ("", "..")
+
 
 def regular(file: Path) -> Path:
     """Return ``file``. Raises CheckpointError if it is a pipe or a device, since reading it might never end, and

@@ -21,17 +21,23 @@ def ending(path: Path) -> str:
 
 
 def locate(
-    path: str, *, bundled: Mapping[str, Path], suffixes: Sequence[str], revision: str | None = None, fetch: bool = True
+    path: str,
+    *,
+    bundled: Mapping[str, Path],
+    suffixes: Sequence[str],
+    revision: str | None = None,
+    outlines: Path | None = None,
 ) -> Path:
     """The folder or file that holds a checkpoint. ``path`` is one that exists, else a bundled name, else a hub id,
-    which is found in the hub's cache or, if ``fetch``, downloaded at ``revision``. A folder without safetensors stands
+    which is found in the hub's cache or downloaded at ``revision``, into the folder ``outlines`` without the weights'
+    values if it is given. A folder without safetensors stands
     for the file in it that ends in one of the ``suffixes``. Raises CheckpointError."""
     suffixes = [suffix for suffix in suffixes if suffix != FOLDER]
     place = Path(os.path.expanduser(path))
     try:
         if not place.exists():
             if path not in bundled:
-                return _within(download(path, bundled, suffixes, revision, fetch), suffixes)
+                return _within(download(path, bundled, suffixes, revision, outlines), suffixes)
             place = bundled[path]
         if revision is not None:
             raise CheckpointError(f"A revision ({revision!r}) can be chosen of a hub id only, and {path!r} is {place}.")

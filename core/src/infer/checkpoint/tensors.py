@@ -12,9 +12,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from infer.checkpoint.files import read_json, regular
+from infer.checkpoint.files import names_file, read_json, regular
 from infer.contracts.protocols import TensorFilesProtocol, WeightFormatProtocol
-from infer.errors import CheckpointError, InferError
+from infer.errors import CheckpointError, InferError, installing
 from infer.weight import Weight
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -23,8 +23,6 @@ DUMMY_STD = 0.02
 DUMMY_PERIOD = 1_048_573
 """How many values are drawn once and then repeated through all dummy weights. A prime, so that rows of a matrix
 differ."""
-MAX_NAME = 255
-"""Bytes of a file's name that systems allow."""
 MAX_HEADER = 16 << 20
 """Bytes of a file's header, which has about a hundred for each tensor: the largest published checkpoints have 140,000
 tensors, in many files. To read a longer one takes seconds."""
@@ -159,25 +157,19 @@ def _shards(folder: Path) -> dict[str, set[str] | None]:
     if not (folder / INDEX).exists():
         others = sorted(f.name for f in folder.iterdir() if f.suffix in OTHER_FORMATS)
         but = f"; it has {others[0]}, but infer reads safetensors only" if others else ""
-        but += ", and GGUF by pip install infer-formats" if others[:1] and others[0].endswith(".gguf") else ""
+        but += f", and GGUF by {installing('infer-formats')}" if others[:1] and others[0].endswith(".gguf") else ""
         raise CheckpointError(f"{folder} has no {SINGLE} and no {INDEX}{but}.")
     weight_map = read_json(folder, INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{folder / INDEX} has no weight_map.")
     shards: dict[str, set[str] | None] = {}
     for name, file in weight_map.items():
-        if not isinstance(file, str) or not _names_file(file):
+        if not isinstance(file, str) or not names_file(file):
             raise CheckpointError(f"{folder / INDEX} puts {name!r} in {file!r}, which is not a file's name.")
         names = shards.setdefault(file, set())
         assert names is not None
         names.add(name)
     return shards
-
-
-def _names_file(text: str) -> bool:
-    """Whether a text is the name of a file that can lie in a folder."""
-    plain = text.isprintable() and len(text.encode()) <= MAX_NAME
-    return plain and Path(text).name == text and text not in ("", "..")
 
 
 def _open(file: Path) -> Any:

@@ -49,7 +49,9 @@ class SamplingParams(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    max_tokens: int | None = Field(default=16, ge=1, description="The most tokens to generate; null: as many as fit.")
+    max_tokens: int | None = Field(
+        default=16, ge=1, description="The most tokens to generate; more than fit, or null: as many as fit."
+    )
     temperature: float = Field(
         default=1.0, ge=0, le=100, allow_inf_nan=False, description="0 takes the likeliest token."
     )
@@ -111,7 +113,7 @@ class SamplingParams(BaseModel):
     @classmethod
     def _bounded(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if len(value) > MAX_STOPS:
-            raise ValueError(f"at most {MAX_STOPS} stop strings")
+            raise ValueError(f"at most {MAX_STOPS} stop strings are allowed")
         if any(not text or len(text) > MAX_STOP_CHARS for text in value):
             raise ValueError(f"each stop string has 1 to {MAX_STOP_CHARS} characters")
         return value
@@ -121,10 +123,12 @@ class SamplingParams(BaseModel):
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens = {self.min_tokens} is above max_tokens = {self.max_tokens}")
         if self.logprob_token_ids is not None and self.logprobs is not None:
-            raise ValueError("logprobs and logprob_token_ids exclude each other")
+            raise ValueError("logprobs and logprob_token_ids cannot be combined; give one")
         if self.structured_outputs is not None and (self.ignore_eos or self.min_tokens):
             name = "ignore_eos" if self.ignore_eos else "min_tokens"
-            raise ValueError(f"{name} cannot be held together with structured output, which says itself where to end")
+            raise ValueError(
+                f"{name} cannot be combined with structured output, which decides itself where the answer ends"
+            )
         return self
 
     @property

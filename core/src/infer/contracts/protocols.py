@@ -289,9 +289,9 @@ class KernelsProtocol(Protocol):
     def sample(self, logits_NV: Tensor, draws: Draws) -> Tensor:
         """Draw one token per row, int64 [N]; -1 where the row of logits has no finite maximum.
 
-        Inverse-transform sampling in vocabulary order over the tokens that the filters keep. Filters are thresholds on
-        probability, so that tokens of equal probability are kept or dropped together: temperature, then top-k, then
-        top-p over what top-k kept, then min-p.
+        Inverse-transform sampling in vocabulary order over the tokens that the filters keep: temperature, then top-k,
+        then top-p over what top-k kept, then min-p. Top-k keeps k tokens; of equal logits, those of lower ids. The
+        others are thresholds on probability, so that they keep or drop tokens of equal probability together.
         """
 
 
@@ -639,7 +639,8 @@ class Route:
     """One line."""
     answer: Any
     """The shape of a 200's JSON, a type such as a TypedDict; a media type where it is something else; None keeps the
-    endpoint, which only a page of the plugin's own uses, out of /openapi.json."""
+    endpoint, which only a page of the plugin's own uses, out of /openapi.json. A GET that has one, or is ``open``, is
+    answered to HEAD, too."""
     body: type[BaseModel] | None = None
     """The request's, an ``infer.server.schemas.Body`` at the top of its module; ``Service.read`` checks it."""
     chunk: Any = None

@@ -79,19 +79,21 @@ class Request:
         pooling: Pooling | None = None,
         trace: Mapping[str, str] | None = None,
     ) -> Request:
-        """Check token ids and length against the model. Raises RequestError with a message meant for the client."""
+        """Check token ids and length against the model. ``params.max_tokens`` may be more than the context has room
+        for: the answer then ends where the context does. Raises RequestError with a message meant for the client."""
         assert (grammar is None) == (params.structured_outputs is None)
         n = len(prompt_token_ids)
         if n == 0:
             raise RequestError("The prompt is empty: give at least one token.", param="prompt")
         if n >= max_seq_len:
             raise too_long(n, max_seq_len)
-        asked = params.max_tokens if "max_tokens" in params.model_fields_set else None
-        if asked is not None and n + asked > max_seq_len:
+        # Clients cannot know how many tokens a chat template makes of their messages, so a large max_tokens means all
+        # that fit. A least number that does not fit is a promise that nobody could keep.
+        if n + params.min_tokens > max_seq_len:
             raise RequestError(
                 f"This model's maximum context length is {max_seq_len} tokens, but the prompt has {n} tokens and "
-                f"max_tokens asks for {asked} more. Lower max_tokens or shorten the prompt.",
-                param="max_tokens",
+                f"min_tokens asks for at least {params.min_tokens} more. Lower min_tokens or shorten the prompt.",
+                param="min_tokens",
                 code="context_length_exceeded",
             )
         for name, ids in (

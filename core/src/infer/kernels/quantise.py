@@ -37,7 +37,7 @@ def quantise_weight(weight_NK: Tensor, bits: Literal[4, 8]) -> GroupedWeight:
     for n in range(0, N, rows):
         part_NK = weight_NK[n : n + rows]
         # The groups lie along the last dimension: torch is many times slower at reducing a short last one.
-        x_kM = part_NK.float().view(-1, group).t().contiguous()
+        x_kM = part_NK.float().reshape(-1, group).t().contiguous()
         scale_M, codes_kM = _fit4(x_kM.bfloat16().float()) if bits == 4 else _fit8(x_kM)
         made.scales_NG[n : n + rows] = scale_M.view(len(part_NK), -1)
         codes_NK = codes_kM.to(torch.uint8).t().reshape(part_NK.shape)

@@ -351,16 +351,16 @@ def _draw(logits_NV: Tensor, draws: Draws) -> Tensor:
         ranked_R = asks_N.nonzero()[:, 0]
         vocab = probs_NV.shape[1]
         top_k_R1 = draws.top_k_N[ranked_R, None]
-        top_k_R1 = top_k_R1.where(top_k_R1 > 0, vocab).clamp(max=vocab)
-        descending_RV = probs_NV[ranked_R].sort(dim=-1, descending=True).values
-        kth_R1 = descending_RV.gather(1, top_k_R1 - 1)
-        descending_RV = descending_RV.where(descending_RV >= kth_R1, 0.0)
+        top_k_R1 = top_k_R1.where(top_k_R1 > 0, vocab)
+        order_RV = logits_NV[ranked_R].sort(dim=-1, descending=True, stable=True).indices
+        descending_RV = probs_NV[ranked_R].gather(1, order_RV)
+        descending_RV = descending_RV.where(torch.arange(vocab, device=order_RV.device) < top_k_R1, 0.0)
         mass_RV = descending_RV.double().cumsum(dim=-1)
         # The last token kept is the one with which the mass reaches top_p.
         before_RV = mass_RV - descending_RV
         last_R1 = (before_RV < draws.top_p_N[ranked_R, None] * mass_RV[:, -1:]).sum(dim=-1, keepdim=True) - 1
-        threshold_R1 = torch.maximum(kth_R1, descending_RV.gather(1, last_R1))
-        probs_NV[ranked_R] = probs_NV[ranked_R].where(probs_NV[ranked_R] >= threshold_R1, 0.0)
+        kept_RV = descending_RV.where(descending_RV >= descending_RV.gather(1, last_R1), 0.0)
+        probs_NV[ranked_R] = torch.zeros_like(kept_RV).scatter_(1, order_RV, kept_RV)
 
     probs_NV = probs_NV.where(probs_NV >= draws.min_p_N[:, None] * probs_NV.amax(-1, keepdim=True), 0.0)
     cumulative_NV = probs_NV.cumsum(dim=-1, dtype=torch.float64)

@@ -10,6 +10,8 @@ from pydantic import BaseModel, Field, ValidationError
 from infer.errors import CheckpointError, first_fault
 
 C = TypeVar("C", bound=BaseModel)
+LARGEST = 2**31 - 1
+"""The largest integer that config.json may have for a model's fields; products of two such fit into 64 bits."""
 PositiveNumber = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 LayerType = Literal["full_attention", "sliding_attention"]
 HiddenAct = Literal["silu", "gelu_pytorch_tanh"]
@@ -31,12 +33,16 @@ def layer_windows(layer_types: Sequence[LayerType], window: int | None, num_laye
 def read_config(cls: type[C], values: Mapping[str, Any]) -> C:
     """Validate config.json's fields. Raises CheckpointError that names the first bad field."""
     try:
-        return cls.model_validate(values)
+        made = cls.model_validate(values)
     except ValidationError as error:
         fault = first_fault(error)
         place = "".join(f"{key}: " for key in fault.path)
         got = "" if fault.kind == "missing" or not place else f" (it is {fault.value!r})"
         raise CheckpointError(f"config.json: {place}{fault.text}{got}.") from None
+    for name, value in made:
+        if isinstance(value, int) and value > LARGEST:
+            raise CheckpointError(f"config.json: {name}: Input should be at most {LARGEST} (it is {value}).")
+    return made
 
 
 def config_table(values: Mapping[str, Any], key: str) -> dict[str, Any]:

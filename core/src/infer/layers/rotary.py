@@ -263,8 +263,11 @@ class RotaryEmbedding:
     """
 
     def __init__(self, context: ModelContext, rope: RopeParameters, head_size: int) -> None:
-        positions = torch.arange(context.max_seq_len, dtype=torch.float32)
         inverse = rope.inverse_frequencies(head_size, context.max_seq_len)
+        if context.device.type == "meta":
+            self._cos, self._sin = torch.empty(2, context.max_seq_len, head_size // 2, device="meta")
+            return
+        positions = torch.arange(context.max_seq_len, dtype=torch.float32)
         # Angles are fp32, as in training. Their cos and sin are computed in float64, so that the table's last bits do
         # not depend on its length.
         angles = torch.outer(positions, inverse).double()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import contextlib
 import json
@@ -20,9 +21,10 @@ from urllib.parse import urlsplit
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from infer.errors import EngineDeadError
 from infer.server.http_errors import REQUEST_ID, ForbiddenError, MediaTypeError, UnauthorizedError
 from infer.server.keys import Keys
-from infer.server.service import CALLER, Caller
+from infer.server.service import CALLER, SHUTTING_DOWN, Caller
 
 log = logging.getLogger("infer.access")
 MOST_LINES = 10_000
@@ -57,13 +59,13 @@ def guard(host: str) -> Middleware:
             name = _name(named)
             if name != host.lower() and not loopback(name):
                 raise ForbiddenError(
-                    f"This server has no keys and answers only to names of its own machine, which {named!r} is not: "
-                    "ask for localhost, or set server.api_keys."
+                    "This server has no keys, so it answers only requests for names of its own machine, and "
+                    f"{named!r} is not one: ask for localhost, or set server.api_keys."
                 )
         if request.method == "POST" and not re.fullmatch(r"application/(.+\+)?json", request.content_type):
             given = request.headers.get("Content-Type", "none")
             raise MediaTypeError(
-                f"The Content-Type is {given!r}, but bodies are JSON here: send Content-Type: application/json "
+                f"The Content-Type is {given!r}, but this server takes JSON: send Content-Type: application/json "
                 "(curl has --json for -d)."
             )
         return await handler(request)
@@ -153,6 +155,37 @@ def access_log(enabled: bool) -> Middleware:
     return middleware
 
 
+class Inside:
+    """The requests with bodies that have come in and are not answered yet, wherever they are. Use it in one event
+    loop."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._leaving = False
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    async def leave(self) -> None:
+        """Let nobody else in, and wait until all have left."""
+        self._leaving = True
+        await self._empty.wait()
+
+    @web.middleware
+    async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.method != "POST":
+            return await handler(request)
+        if self._leaving:
+            raise EngineDeadError(SHUTTING_DOWN)
+        self.count += 1
+        self._empty.clear()
+        try:
+            return await handler(request)
+        finally:
+            self.count -= 1
+            if not self.count:
+                self._empty.set()
+
+
 class Lines:
     """A stream that a thread of its own copies to a file, so that whoever logs never waits for the log's reader: a pipe
     may be full, or a terminal stopped. What is not read in time is dropped, and counted."""
@@ -208,3 +241,12 @@ def log_to_stderr() -> None:
     handler = logging.StreamHandler(lines)
     handler.setFormatter(logging.Formatter("%(message)s"))
     log.handlers[:] = [handler]
+
+
+def announce(line: str) -> None:
+    """Write a line to stdout. Whoever was to read it may have gone, or the disk may be full; the log says so then."""
+    try:
+        print(line, flush=True)
+    except OSError as error:
+        logging.getLogger(__name__).warning("%s (stdout cannot be written to: %s)", line, error)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it at the end

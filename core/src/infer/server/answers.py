@@ -23,11 +23,17 @@ class CachedTokens(TypedDict):
     cached_tokens: int
 
 
+class ReasoningTokens(TypedDict):
+    reasoning_tokens: int
+
+
 class Usage(TypedDict):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: NotRequired[ReasoningTokens]
+    """In chats."""
 
 
 class LegacyLogprobs(TypedDict):
@@ -139,12 +145,23 @@ class ToolCall(TypedDict):
     function: Function
 
 
+class Custom(TypedDict):
+    name: str
+    input: str
+
+
+class CustomToolCall(TypedDict):
+    id: str
+    type: Literal["custom"]
+    custom: Custom
+
+
 class Message(TypedDict):
     role: Literal["assistant"]
     content: str | None
     refusal: None
     reasoning_content: NotRequired[str]
-    tool_calls: NotRequired[list[ToolCall]]
+    tool_calls: NotRequired[list[ToolCall | CustomToolCall]]
 
 
 class ChatChoice(TypedDict):
@@ -163,6 +180,7 @@ class ChatCompletion(TypedDict):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    metadata: NotRequired[dict[str, str]]
 
 
 class FunctionDelta(TypedDict):
@@ -170,11 +188,17 @@ class FunctionDelta(TypedDict):
     arguments: str
 
 
+class CustomDelta(TypedDict):
+    name: NotRequired[str]
+    input: str
+
+
 class ToolCallDelta(TypedDict):
     index: int
     id: NotRequired[str]
-    type: NotRequired[Literal["function"]]
-    function: FunctionDelta
+    type: NotRequired[Literal["function", "custom"]]
+    function: NotRequired[FunctionDelta]
+    custom: NotRequired[CustomDelta]
 
 
 class Delta(TypedDict):
@@ -200,6 +224,8 @@ class ChatChunk(TypedDict):
     model: str
     choices: list[ChunkChoice]
     usage: NotRequired[Usage | None]
+    metadata: NotRequired[dict[str, str]]
+    """In the first chunk."""
 
 
 class OutputText(TypedDict):
@@ -228,10 +254,6 @@ class OutputReasoning(TypedDict):
     summary: list[Any]
     status: Literal["in_progress", "completed", "incomplete"]
     content: list[ReasoningText]
-
-
-class ReasoningTokens(TypedDict):
-    reasoning_tokens: int
 
 
 class ResponseUsage(TypedDict):

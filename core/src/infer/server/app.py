@@ -25,8 +25,8 @@ from infer.assemble import Served, start
 from infer.engine.loop import EngineLoop
 from infer.errors import SettingsError
 from infer.plugins import Plugins
-from infer.server.access import access_log, allow_origin, authorize, guard, log_to_stderr, preflight
-from infer.server.http_errors import Protocol, errors
+from infer.server.access import Inside, access_log, allow_origin, announce, authorize, guard, log_to_stderr, preflight
+from infer.server.http_errors import Protocol, errors, expected
 from infer.server.openapi import PAGES, pages
 from infer.server.routing import gather
 from infer.server.service import Service
@@ -39,6 +39,8 @@ LEAVE_S = 1.5
 """The process ends at most this many seconds after the engine has failed."""
 MAX_CONNECTIONS = 8192
 """How many connections there may be at a time, if the process may open twice as many files."""
+SERVICE = web.AppKey("service", Service)
+INSIDE = web.AppKey("inside", Inside)
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -86,10 +88,16 @@ async def serve(
     async with listen(app, sockets, settings.server.stall_timeout_s) as url:
         ended = asyncio.wrap_future(engine_loop.ended)
         ended.add_done_callback(lambda _: stop.set())
-        print(f"infer: ready on {url}", flush=True)
+        await app[SERVICE].begin()
+        announce(f"infer: ready on {url}")
         await stop.wait()
-        log.info("draining %d requests", engine_loop.num_open)
-        await asyncio.to_thread(engine_loop.close, settings.server.drain_timeout_s)
+        inside = app[INSIDE]
+        log.info("draining %d requests", inside.count)
+        engine_loop.drain()
+        left = asyncio.create_task(inside.leave())  # some may not be in the engine yet: their bodies are being read
+        await asyncio.wait((left, ended), timeout=settings.server.drain_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        left.cancel()
+        await asyncio.to_thread(engine_loop.close)
         await ended
 
 
@@ -193,10 +201,12 @@ def make_app(engine_loop: EngineLoop, served: Served, plugins: Plugins, settings
     routes = gather(service, plugins)
     # The outermost middleware comes first: any error inside has become a status by the time it is logged.
     opened: set[web.AbstractRoute] = set()
+    inside = Inside()
     app = web.Application(
         middlewares=[
             access_log(server.access_log),
             errors,
+            inside.middleware,
             *((preflight(server.cors_origins),) if server.cors_origins else ()),
             authorize(service.keys, opened) if service.keys else guard(server.host),
         ],
@@ -205,11 +215,15 @@ def make_app(engine_loop: EngineLoop, served: Served, plugins: Plugins, settings
     if server.cors_origins:
         app.on_response_prepare.append(allow_origin(server.cors_origins))
     for route in routes:
-        added = app.router.add_route(route.method, route.path, route.handler)
-        if route.open:
-            opened.add(added)
+        # Only what answers in one piece has headers alone; such a route is open, or says what it answers.
+        whole = route.method == "GET" and (route.open or route.answer is not None)
+        for method in (route.method, *(("HEAD",) if whole else ())):
+            added = app.router.add_route(method, route.path, route.handler, expect_handler=expected)
+            if route.open:
+                opened.add(added)
     for path, page in zip(PAGES, pages(routes, served.name), strict=True):
-        app.router.add_get(path, page)
+        app.router.add_get(path, page, expect_handler=expected)
+    app[SERVICE], app[INSIDE] = service, inside
     app.on_startup.append(lambda app: service.conversation.prepare())
     app.on_cleanup.append(lambda app: service.close())
     return app

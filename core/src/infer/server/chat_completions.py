@@ -16,8 +16,9 @@ from infer.llm import Completion
 from infer.server import answers
 from infer.server.http_errors import REQUEST_ID
 from infer.server.parsing import checked
-from infer.server.schemas import ChatRequest, StreamOptions
-from infer.server.service import Events, Json, Service
+from infer.server.schemas import ChatRequest, NamedCustom, NamedFunction, StreamOptions
+from infer.server.service import CALLER, Events, Json, Service
+from infer.server.thoughts import Thoughts
 from infer.server.writing import Array
 from infer.text.tools import Calls, calls_schema, make_parser
 
@@ -45,22 +46,21 @@ class Chat:
 
     async def handle(self, http: web.Request) -> web.StreamResponse:
         asked = await self._service.read(http, ChatRequest)
-        tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or ()]
+        tools = [tool.shown() for tool in asked.offered_tools]
         forced = asked.forced_tools
-        if asked.tool_choice == "none":
-            tools = []
-        elif tools and forced is None and self._conversation.tool_format is None:
+        if tools and forced is None and self._conversation.tool_format is None:
             raise RequestError(
-                "This model's chat template writes tool calls in no format that is known here; set model.tool_format, "
+                "The format in which this model's chat template writes tool calls is unknown; set model.tool_format, "
                 "or force a call with tool_choice.",
                 param="tools",
             )
         prompt = await self._conversation.prompt(asked, tools)
         overrides: Json = {}
         if forced is not None:
-            wanted = [tool.model_dump(exclude_none=True) for tool in forced]
-            one = asked.tool_choice != "required" or not asked.parallel_tool_calls
-            overrides["structured_outputs"] = StructuredOutputs(json_schema=calls_schema(wanted, 1 if one else None))
+            wanted = [tool.shown() for tool in forced]
+            named = isinstance(asked.tool_choice, NamedFunction | NamedCustom)
+            most = 1 if named or not asked.parallel_tool_calls else None
+            overrides["structured_outputs"] = StructuredOutputs(json_schema=calls_schema(wanted, most))
         params = self._service.served.defaulted(checked(lambda: asked.sampling(**overrides), ChatRequest))
         tags, thinking, end = self._conversation.reasoning(prompt, params)
         requests = await self._service.requests(
@@ -74,22 +74,30 @@ class Chat:
             forced=forced is not None,
             tags=tags,
             thinking=thinking,
+            custom=asked.custom_tools,
         )
+        thoughts = [Thoughts(self._service.tokens, tags, thinking) for _ in requests] if tags else []
         id = f"chatcmpl-{http[REQUEST_ID]}"
+        told = {} if asked.metadata is None else {"metadata": asked.metadata}
         if asked.stream:
             frame = self._service.frame(id, "chat.completion.chunk")
-            return await self._service.stream(
-                http, requests, functools.partial(self._frames, frame, asked, requests, make)
+            response = await self._service.stream(
+                http, requests, functools.partial(self._frames, frame, asked, requests, make, thoughts)
             )
+            http[CALLER].usage = _detailed(http[CALLER].usage or {}, thoughts)
+            return response
         answers, usage = await self._service.whole(http, requests)
+        for thought, answer in zip(thoughts, answers, strict=False):
+            await self._service.writer.each(thought.push, answer.token_ids, len(answer.token_ids))
+        http[CALLER].usage = usage = _detailed(usage, thoughts)
         choices = [await self._choice(i, asked, answer, make()) for i, answer in enumerate(answers)]
-        frame = self._service.frame(id, "chat.completion")
+        frame = self._service.frame(id, "chat.completion") | told
         return await self._service.answer(http, frame | {"choices": choices, "usage": usage})
 
     async def _choice(self, index: int, asked: ChatRequest, answer: Completion, parser: PartProtocol) -> Json:
         message: Json = {"role": "assistant", "content": None, "refusal": None}
         calls: list[Json] = []
-        numbering = Calls()
+        numbering = Calls(asked.custom_tools)
         for piece in [*parser.push(answer.text), *parser.flush()]:
             delta = numbering.delta(piece)
             for key in ("content", "reasoning_content"):
@@ -97,7 +105,9 @@ class Chat:
                     message[key] = (message.get(key) or "") + delta[key]
             for call in delta.get("tool_calls", ()):
                 if "id" in call:
-                    calls.append({"id": call["id"], "type": call["type"], "function": call["function"]})
+                    calls.append({key: value for key, value in call.items() if key != "index"})
+                elif "custom" in call:
+                    calls[-1]["custom"]["input"] += call["custom"]["input"]
                 else:
                     calls[-1]["function"]["arguments"] += call["function"]["arguments"]
         if calls:
@@ -121,6 +131,7 @@ class Chat:
         asked: ChatRequest,
         requests: Sequence[Request],
         make: Callable[[], PartProtocol],
+        thoughts: Sequence[Thoughts],
         events: Events,
         usage: Callable[[], Json],
     ) -> AsyncGenerator[Json]:
@@ -128,10 +139,13 @@ class Chat:
         if options.include_usage:
             frame = frame | {"usage": None}
         parsers = [make() for _ in requests]
-        numberings = [Calls() for _ in requests]
+        numberings = [Calls(asked.custom_tools) for _ in requests]
         for i in range(len(requests)):
-            yield frame | {"choices": [_delta(i, {"role": "assistant", "content": ""})]}
+            told = {"metadata": asked.metadata} if asked.metadata is not None and i == 0 else {}
+            yield frame | told | {"choices": [_delta(i, {"role": "assistant", "content": ""})]}
         async for i, event in events:
+            for token in event.token_ids if thoughts else ():
+                thoughts[i].push(token)
             pieces = list(parsers[i].push(event.text))
             if event.finish_reason is not None:
                 pieces += parsers[i].flush()
@@ -147,13 +161,19 @@ class Chat:
                 if j == len(deltas) - 1 and event.finish_reason is not None:
                     choice["finish_reason"] = _reason(event.finish_reason, numberings[i].count)
                     choice["stop_reason"] = event.stop_reason
-                yield frame | {"choices": [choice]} | ({"usage": usage()} if options.continuous_usage_stats else {})
+                so_far = {"usage": _detailed(usage(), thoughts)} if options.continuous_usage_stats else {}
+                yield frame | {"choices": [choice]} | so_far
         if options.include_usage:
-            yield frame | {"choices": [], "usage": usage()}
+            yield frame | {"choices": [], "usage": _detailed(usage(), thoughts)}
 
     async def logprobs(self, entries: Sequence[TokenLogprobs]) -> Json:
         made = await self._service.writer.each(self._service.tokens.ranked, entries, len(entries))
         return {"content": Array(made), "refusal": None}
+
+
+def _detailed(usage: Json, thoughts: Sequence[Thoughts]) -> Json:
+    """The usage, with the number of tokens that were reasoning, its tags included."""
+    return usage | {"completion_tokens_details": {"reasoning_tokens": sum(thought.count for thought in thoughts)}}
 
 
 def _reason(reason: FinishReason | None, calls: object) -> str | None:

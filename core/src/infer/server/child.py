@@ -27,13 +27,32 @@ OUT_OF_MEMORY = 3
 """The exit status after a MemoryError. Native code that runs out of memory aborts the process."""
 
 
+PATIENCE = 10.0
+"""How many times its seconds of computing a message may take by the clock: the process may wait for other processes."""
+TRIES = 2
+"""How often a message is sent if something outside ends the process."""
+KEPT = frozenset(("PATH", "HOME", "TMPDIR", "TZ", "LANG", "LANGUAGE", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH"))
+"""What children get of the environment, besides locales, Python's variables and the number of threads."""
+KEPT_PREFIXES = ("LC_", "PYTHON", "OMP_", "MKL_", "OPENBLAS_")
+
+
 class ChildError(Exception):
     """The work was stopped because it took too long or too much memory."""
 
 
+class KilledError(ChildError):
+    """Something outside has ended the process, for which the work need not be to blame."""
+
+
+def environment() -> dict[str, str]:
+    """The environment for a child process, without secrets: a stranger's template or grammar that breaks out of its
+    sandbox must find neither the server's keys nor the tokens of those who started it."""
+    return {name: value for name, value in os.environ.items() if name in KEPT or name.startswith(KEPT_PREFIXES)}
+
+
 class Child:
-    """Answers one message after the other, each within ``seconds``, in a process that may take ``memory`` bytes more
-    than it had when it was ready.
+    """Answers one message after the other, each within ``seconds`` of computing, in a process that may take ``memory``
+    bytes more than it had when it was ready.
 
     ``module`` has a function ``worker``, which is called once, with the message ``first``, and returns the function
     that answers messages. The process is started when there is work, and started again after it has ended for any
@@ -42,17 +61,32 @@ class Child:
     def __init__(self, module: str, first: Callable[[], bytes], *, seconds: float, memory: int) -> None:
         self._argv = (sys.executable, "-P", __file__, module, str(seconds), str(memory))
         self._first = first
+        self._timeout_s = PATIENCE * seconds
         self._process: Process | None = None
         self._lock = asyncio.Lock()
 
     async def ask(self, message: bytes) -> bytes:
-        """The answer to a message. Raises ChildError. Cancelling the caller ends the process."""
+        """The answer to a message. Raises ChildError. Cancelling the caller ends the process. If something outside may
+        have ended it, the message is sent once more."""
         async with self._lock:
             try:
-                return await self._ask(message)
+                for left in reversed(range(TRIES)):
+                    try:
+                        return await self._ask(message)
+                    except KilledError:
+                        if not left:
+                            raise
+                        await self._kill()
+                raise AssertionError
             except BaseException:  # what is under way cannot be told from the next answer
                 await self._kill()
                 raise
+
+    async def begin(self) -> None:
+        """Start the process if there is none, so that the first message need not wait for that."""
+        async with self._lock:
+            if self._process is None:
+                await self._start()
 
     async def close(self) -> None:
         """End the process, whatever it is doing."""
@@ -63,27 +97,37 @@ class Child:
             await self._kill()  # something outside has ended it
         process = self._process
         try:
-            if process is None:
-                process = self._process = await asyncio.create_subprocess_exec(
-                    *self._argv,
-                    stdin=PIPE,
-                    stdout=PIPE,
-                    limit=1 << 24,
-                    start_new_session=True,  # Ctrl-C must reach only the server, which ends its processes itself
-                )
-                await _write(process, self._first())
-            await _write(process, message)
-            assert process.stdout is not None
-            (length,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
-            return await process.stdout.readexactly(length)
+            async with asyncio.timeout(self._timeout_s):
+                if process is None:
+                    process = await self._start()
+                await _write(process, message)
+                assert process.stdout is not None
+                (length,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
+                return await process.stdout.readexactly(length)
+        except TimeoutError:
+            raise ChildError("it takes too long") from None
         except (asyncio.IncompleteReadError, ConnectionError):
             assert process is not None
             status = await process.wait()
-            if status == -signal.SIGALRM:
+            if status == -signal.SIGPROF:
                 raise ChildError("it takes too long") from None
-            if status in (OUT_OF_MEMORY, -signal.SIGABRT, -signal.SIGSEGV, -signal.SIGKILL):
+            if status in (OUT_OF_MEMORY, -signal.SIGABRT, -signal.SIGSEGV):
                 raise ChildError("it takes too much memory") from None
+            if status in (-signal.SIGKILL, -signal.SIGTERM):  # the system may be short of memory
+                raise KilledError("its process was killed") from None
             raise RuntimeError(f"{self._argv[3]} ended with status {status}") from None
+
+    async def _start(self) -> Process:
+        process = self._process = await asyncio.create_subprocess_exec(
+            *self._argv,
+            stdin=PIPE,
+            stdout=PIPE,
+            limit=1 << 24,
+            env=environment(),
+            start_new_session=True,  # Ctrl-C must reach only the server, which ends its processes itself
+        )
+        await _write(process, self._first())
+        return process
 
     async def _kill(self) -> None:
         if self._process is not None:
@@ -116,12 +160,13 @@ def main() -> None:
     gc.disable()  # collect only between messages: with a million objects, collections take most of a message's time
     while True:
         message = _read(source)
-        signal.setitimer(signal.ITIMER_REAL, float(seconds))  # SIGALRM ends the process, even within native code
+        # SIGPROF ends the process, even within native code. Computing counts, and not how busy the machine is.
+        signal.setitimer(signal.ITIMER_PROF, float(seconds))
         try:
             result = answer(message)
         except MemoryError:
             os._exit(OUT_OF_MEMORY)
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         sink.write(LENGTH.pack(len(result)))
         sink.write(result)
         sink.flush()

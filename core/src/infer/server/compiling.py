@@ -7,8 +7,8 @@ import json
 
 from infer.contracts.params import StructuredOutputs
 from infer.errors import QueueFullError
-from infer.server.child import Child, ChildError
-from infer.text.grammar import Grammar, Grammars
+from infer.server.child import Child, ChildError, KilledError
+from infer.text.grammar import Grammar, Grammars, refused
 
 SECONDS = 5.0
 MEMORY = 1 << 29
@@ -36,7 +36,9 @@ class Compiler:
         if grammar := self._grammars.known(source):
             return grammar
         if self._waiting == MAX_WAITING:
-            raise QueueFullError(f"{MAX_WAITING} forms of structured output wait to be compiled. Try again later.")
+            raise QueueFullError(
+                f"{MAX_WAITING} structured outputs are waiting to be compiled already; try again later."
+            )
         self._waiting += 1
         try:
             async with self._lock:
@@ -47,6 +49,8 @@ class Compiler:
     async def _make(self, source: str) -> Grammar:
         try:
             checked = json.loads(await self._child.ask(source.encode()))
+        except KilledError as error:
+            raise refused(f"{error}; try again later, or give a simpler one") from None  # and not remembered
         except ChildError as error:
             raise self._grammars.refuse(source, f"{error}; give a simpler one") from None
         if checked["fault"] is not None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Any
+from dataclasses import dataclass, field
 
 from aiohttp import web
 
 from infer.contracts.protocols import Route
-from infer.contracts.request import Request, TokenLogprobs
+from infer.contracts.request import Event, Request, TokenLogprobs
+from infer.llm import Completion
 from infer.server import answers
 from infer.server.parsing import checked
 from infer.server.schemas import CompletionRequest, StreamOptions
@@ -52,35 +53,18 @@ class Completions:
         frame = self._service.frame(requests[0].id.removesuffix("-0"), "text_completion")
         if asked.stream:
             frames = functools.partial(self._frames, frame, asked, requests)
-            return await self._service.stream(http, requests, frames)
+            response = await self._service.stream(http, requests, frames)
+            http[CALLER].usage = _asked_for(http[CALLER].usage or {}, asked)
+            return response
         answers, usage = await self._service.whole(http, requests)
-        if asked.max_tokens == 0:  # the engine makes at least one token, which was not asked for: drop it
-            usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
-            http[CALLER].usage = usage
-            for answer in answers:
+        http[CALLER].usage = _asked_for(usage, asked)
+        choices, writings = [], self._writings(asked, requests)
+        for writing, answer in zip(writings, answers, strict=True):
+            if asked.max_tokens == 0:
                 answer.text, answer.token_ids, answer.logprobs = "", [], None
                 answer.finish_reason, answer.stop_reason = "length", None
-        choices, each = [], self._service.writer.each
-        for i, (request, answer) in enumerate(zip(requests, answers, strict=True)):
-            choice = _choice(i, answer.text, answer.finish_reason, answer.stop_reason)
-            if asked.echo and i % asked.n == 0:  # once per prompt: its answers share the echo
-                echoed, places = await self._echoed(request, asked, asked.prompts[i // asked.n])
-            if asked.echo:
-                choice["text"] = echoed + answer.text
-            if scored(asked):
-                tokens, entries = answer.token_ids, list[TokenLogprobs | None](answer.logprobs or ())
-                detokenizer = self._service.texts.follow(request.prompt_token_ids)
-                begins = await each(functools.partial(begin, detokenizer), tokens, len(tokens))
-                if asked.echo:
-                    begins = [len(echoed) + place for place in begins]
-                    if answer.prompt_logprobs is not None:
-                        entries = answer.prompt_logprobs + entries
-                        tokens, begins = [*request.prompt_token_ids, *tokens], places + begins
-                choice["logprobs"] = await self._logprobs(tokens, entries, begins)
-            if asked.prompt_logprobs is not None:
-                choice["prompt_logprobs"] = await self._service.prompt_logprobs(answer)
-            choices.append(choice)
-        return await self._service.answer(http, frame | {"choices": choices, "usage": usage})
+            choices.append(await self._choice(asked, writing, answer))
+        return await self._service.answer(http, frame | {"choices": choices, "usage": _asked_for(usage, asked)})
 
     async def _frames(
         self,
@@ -93,20 +77,56 @@ class Completions:
         options = asked.stream_options or StreamOptions()
         if options.include_usage:
             frame = frame | {"usage": None}
-        follow = self._service.texts.follow
-        detokenizers = [follow(request.prompt_token_ids) for request in requests] if scored(asked) else []
+        writings = self._writings(asked, requests)
         async for i, event in events:
+            if asked.max_tokens == 0:
+                nothing = Event(event.request_id, prompt_logprobs=event.prompt_logprobs)
+                event = nothing._replace(finish_reason="length" if event.finish_reason else None)
             if not (event.text or event.logprobs or event.finish_reason or event.prompt_logprobs):
                 continue
-            choice = _choice(i, event.text, event.finish_reason, event.stop_reason)
-            if event.logprobs:
-                begins = [begin(detokenizers[i], token) for token in event.token_ids]
-                choice["logprobs"] = await self._logprobs(event.token_ids, event.logprobs, begins)
-            if event.prompt_logprobs is not None:
-                choice["prompt_logprobs"] = await self._service.prompt_logprobs(event)
-            yield frame | {"choices": [choice]} | ({"usage": usage()} if options.continuous_usage_stats else {})
+            choice = await self._choice(asked, writings[i], event)
+            so_far = {"usage": _asked_for(usage(), asked)} if options.continuous_usage_stats else {}
+            yield frame | {"choices": [choice]} | so_far
         if options.include_usage:
-            yield frame | {"choices": [], "usage": usage()}
+            yield frame | {"choices": [], "usage": _asked_for(usage(), asked)}
+
+    def _writings(self, asked: CompletionRequest, requests: Sequence[Request]) -> list[_Writing]:
+        prompts = [_Echo(prompt) if asked.echo else None for prompt in asked.prompts]
+        follow = self._service.texts.follow
+        return [
+            _Writing(i, each, follow(each.prompt_token_ids) if scored(asked) else None, prompts[i // asked.n])
+            for i, each in enumerate(requests)
+        ]
+
+    async def _choice(self, asked: CompletionRequest, writing: _Writing, said: Completion | Event) -> Json:
+        """What ``said`` adds to an answer, which may be all of it. The first of it begins with the prompt's echo."""
+        choice: Json = {
+            "index": writing.index,
+            "text": said.text,
+            "logprobs": None,
+            "finish_reason": said.finish_reason,
+            "stop_reason": said.stop_reason,
+        }
+        tokens, entries = said.token_ids, list[TokenLogprobs | None](said.logprobs or ())
+        begins: list[int] = []
+        if writing.detokenizer is not None:
+            push = functools.partial(begin, writing.detokenizer)
+            begins = await self._service.writer.each(push, tokens, len(tokens))
+        if (echo := writing.echo) is not None:
+            if echo.text is None:  # once per prompt: its answers share the echo
+                echo.text, echo.begins = await self._echoed(writing.request, asked, echo.prompt)
+            begins = [len(echo.text) + place for place in begins]
+            if not writing.begun:
+                choice["text"] = echo.text + said.text
+                if writing.detokenizer is not None and said.prompt_logprobs is not None:
+                    entries = [*said.prompt_logprobs, *entries]
+                    tokens, begins = [*writing.request.prompt_token_ids, *tokens], echo.begins + begins
+        writing.begun = True
+        if entries:
+            choice["logprobs"] = await self._logprobs(tokens, entries, begins)
+        if asked.prompt_logprobs is not None and said.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = await self._service.prompt_logprobs(said)
+        return choice
 
     async def _echoed(
         self, request: Request, asked: CompletionRequest, prompt: str | Sequence[int]
@@ -170,11 +190,27 @@ def begin(detokenizer: Detokenizer | CompanyDetokenizer, token_id: int) -> int:
     return detokenizer.begins
 
 
-def _choice(index: int, text: str, finish_reason: str | None, stop_reason: int | str | None) -> dict[str, Any]:
-    return {
-        "index": index,
-        "text": text,
-        "logprobs": None,
-        "finish_reason": finish_reason,
-        "stop_reason": stop_reason,
-    }
+@dataclass
+class _Echo:
+    """A prompt that its answers begin with, and, once they do, its text and where its tokens begin in that."""
+
+    prompt: str | Sequence[int]
+    text: str | None = None
+    begins: list[int] = field(default_factory=list)
+
+
+@dataclass
+class _Writing:
+    """An answer that is being written."""
+
+    index: int
+    request: Request
+    detokenizer: Detokenizer | CompanyDetokenizer | None
+    """Finds where its tokens begin, if their log-probabilities are asked for."""
+    echo: _Echo | None
+    begun: bool = False
+
+
+def _asked_for(usage: Json, asked: CompletionRequest) -> Json:
+    """The usage without the token that the engine makes at least, where none was asked for."""
+    return usage | {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]} if asked.max_tokens == 0 else usage

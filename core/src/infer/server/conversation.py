@@ -78,6 +78,18 @@ class Conversation:
     ) -> str:
         """The prompt that the chat template makes from a request's messages. Raises RequestError."""
         variables = asked.chat_template_kwargs or {}
+        effort = asked.reasoning_effort if isinstance(asked, ChatRequest) else None
+        if effort is not None:
+            known = (await self._process.manners()).variables
+            thinks = effort != "none"
+            told = {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
+            if not known:
+                raise RequestError(
+                    f"reasoning_effort = {effort!r} has no effect: this model's chat template knows none of "
+                    f"{', '.join(told)}; leave it out.",
+                    param="reasoning_effort",
+                )
+            variables = {name: told[name] for name in known} | variables
         for name in variables:
             if name in OWN_FIELDS:
                 raise RequestError(

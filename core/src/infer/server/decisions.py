@@ -22,7 +22,6 @@ from tokenizers import Tokenizer
 
 from infer.contracts.params import SamplingParams
 from infer.contracts.protocols import Route
-from infer.contracts.request import Request
 from infer.errors import RequestError
 from infer.llm import Completion
 from infer.server import answers, many
@@ -98,20 +97,23 @@ class Decisions:
                 questions = list(asked.questions)
             case _:
                 raise AssertionError(type(asked))
-        made: list[tuple[Request, tuple[int, ...]]] = []
-        for question in questions:
-            put = await asyncio.to_thread(self._put, question)
-            prompt, special = await self._prompt(asked.subject, put)
-            ids = await asyncio.to_thread(self._label_ids, prompt[-TAIL_CHARS:], put.labels)
-            params = SamplingParams(max_tokens=1, temperature=0, logprob_token_ids=ids)
-            prefix = f"decision-{len(made)}"
-            (request,) = await self._service.requests(http, [prompt], params, asked, prefix=prefix, special=special)
-            made.append((request, ids))
-        requests = [request for request, _ in made]
-        # The first request puts the state into the cache, where the others find it.
-        answers, tokens, cached = [], 0, 0
-        for part in (requests[:1], requests[1:]):
-            found, used = await self._service.whole(http, part, most=many.at_once(self._service))
+        service = self._service
+        service.check_choices(len(questions), "questions")
+        puts = [await asyncio.to_thread(self._put, question) for question in questions]
+        # The first request puts the state into the cache, where the others find it. Of these, only as many as run at a
+        # time are made together, since each has all of the state's tokens.
+        size = many.at_once(service)
+        answers, labels, tokens, cached = list[Completion](), list[tuple[int, ...]](), 0, 0
+        for group in (puts[:1], *(puts[at : at + size] for at in range(1, len(puts), size))):
+            requests = []
+            for put in group:
+                prompt, special = await self._prompt(asked.subject, put)
+                ids = await asyncio.to_thread(self._label_ids, prompt[-TAIL_CHARS:], put.labels)
+                params = SamplingParams(max_tokens=1, temperature=0, logprob_token_ids=ids)
+                prefix = f"decision-{len(labels)}"
+                requests += await service.requests(http, [prompt], params, asked, prefix=prefix, special=special)
+                labels.append(ids)
+            found, used = await service.whole(http, requests, patient=bool(answers))
             answers += found
             tokens += used["prompt_tokens"]
             cached += used["prompt_tokens_details"]["cached_tokens"]
@@ -123,7 +125,7 @@ class Decisions:
             assert answer.logprobs is not None
             return name + _quoted(_answer(question, _normalized(dict(answer.logprobs[0].top), ids)))
 
-        rows = zip(questions, [ids for _, ids in made], answers, names or repeat(b""), strict=False)
+        rows = zip(questions, labels, answers, names or repeat(b""), strict=False)
         decided = await self._service.writer.each(lambda row: decide(*row), rows, len(questions))
         frame: Json = {"id": f"decision-{http[REQUEST_ID]}", "object": "decision", "model": self._service.served.name}
         if isinstance(asked, SystemOneRequest):

@@ -39,7 +39,9 @@ class Embeddings:
         asked = await service.read(http, EmbeddingRequest)
         pooling, inputs = service.served.pooling, asked.prompts
         if pooling not in ("last", "mean"):
-            raise RequestError(f"This checkpoint makes embeddings by {pooling!r}; infer knows 'last' and 'mean' only.")
+            raise RequestError(
+                f"This checkpoint makes embeddings by {pooling!r}; only 'last' and 'mean' are supported."
+            )
         many.check_count(len(inputs), "input")
         size = service.served.hidden_size
         if asked.dimensions is not None and (size is None or asked.dimensions > size):

@@ -10,11 +10,11 @@ import re
 import secrets
 from typing import Any
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from aiohttp.typedefs import Handler
 from aiohttp.web_request import BaseRequest
 
-from infer.errors import EngineDeadError, QueueFullError, RequestError
+from infer.errors import EngineDeadError, InferError, PluginError, QueueFullError, RequestError
 from infer.server.schemas import Body
 
 log = logging.getLogger(__name__)
@@ -32,6 +32,8 @@ FULL = (
     b"Content-Type: application/json; charset=utf-8\r\nContent-Length: " % RETRY_AFTER_S
 )
 REQUEST_ID = web.RequestKey("request_id", str)
+WHOSE = web.RequestKey("whose", str)
+"""The plugin whose endpoint this is, as an error message names it; none for core's own."""
 ASKED = web.RequestKey("asked", Body)
 """The body, once it is parsed: it knows its own names for the parameters that an error is about."""
 
@@ -65,8 +67,13 @@ def error_body(message: str, type: str, *, param: str | None = None, code: str |
 
 def error_of(request: web.Request, error: Exception, kind: str | None = None) -> dict[str, Any]:
     """An error as JSON, with the client's own names of its parameters. ``kind`` is OpenAI's error type; None derives it
-    from the error."""
+    from the error. The text of an error that nobody raised on purpose is for the log alone."""
     message, param, code = str(error), None, None
+    if not isinstance(error, InferError):
+        message = (
+            f"{request.get(WHOSE, 'The server')} failed at {request.method} {request.path}; the server's log says why, "
+            f"at request {request[REQUEST_ID]}."
+        )
     if isinstance(error, RequestError):
         param, code = error.param, error.code
         if param is not None and (asked := request.get(ASKED)) is not None:
@@ -79,11 +86,24 @@ def error_of(request: web.Request, error: Exception, kind: str | None = None) ->
     return error_body(message, kind, param=param, code=code)
 
 
+async def expected(request: web.Request) -> None:
+    """Answer an Expect header: have a client go on that waits for it before it sends its body. Any other expectation
+    has no meaning in HTTP and is ignored; aiohttp would answer it before any middleware, in a format of its own."""
+    if request.version == HttpVersion11 and request.headers.get("Expect", "").lower() == "100-continue":
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0  # by which ``handle_error`` knows whether the answer has begun
+
+
 @web.middleware
 async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Answer every error with JSON and the right status, and add the request's id to every answer."""
     try:
         response = await handler(request)
+        if not isinstance(response, web.StreamResponse):
+            raise PluginError(
+                f"{request.get(WHOSE, 'The server')} failed at {request.method} {request.path}: its handler returned "
+                f"{'nothing' if response is None else f'a {type(response).__name__}'}, not a response."
+            )
     except (ConnectionResetError, TimeoutError):
         raise  # the client has left, so nobody would read an answer
     except Exception as error:

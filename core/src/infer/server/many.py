@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
@@ -11,7 +12,7 @@ from aiohttp import web
 from infer.contracts.params import SamplingParams
 from infer.contracts.request import Event, Request
 from infer.errors import RequestError
-from infer.server.service import CALLER, Asked, Json, Service
+from infer.server.service import CALLER, LONG_CHARS, Asked, Json, Service
 
 MAX_INPUTS = 2048
 MAX_TOKENS = 300_000
@@ -36,13 +37,18 @@ async def make(
     **how: Any,
 ) -> tuple[list[Request], Json]:
     """A request for each input, and their usage. ``prompt`` makes an input's prompt, when it is this one's turn: those
-    of all inputs together may be a thousand times as long as the body. ``how`` is passed to ``Service.requests``.
-    Raises RequestError, about ``field`` if there are too many tokens."""
+    of all inputs together may be a thousand times as long as the body. So only as many as run at a time are made
+    before they are tokenized, and no further one beside a long one. ``how`` is passed to ``Service.requests``. Raises
+    RequestError, about ``field`` if there are too many tokens."""
     made, size, tokens = list[Request](), at_once(service), 0
-    for begin in range(0, len(inputs), size):
+    left = deque(inputs)
+    while left:
         await asyncio.sleep(0)  # short texts are tokenized here
+        begin, prompts, length = len(made), list[str | Sequence[int]](), 0
+        while left and len(prompts) < size and length <= LONG_CHARS:
+            prompts.append(await prompt(left.popleft()))
+            length += len(prompts[-1])
         how["prefix"] = f"{field}-{begin}"
-        prompts = [await prompt(each) for each in inputs[begin : begin + size]]
         made += await service.requests(http, prompts, params, asked, **how)
         tokens += sum(len(request.prompt_token_ids) for request in made[begin:])
         if tokens > MAX_TOKENS:

@@ -64,7 +64,7 @@ class Metrics:
         self._engine_loop, settings = service.engine_loop, service.settings
         self._prefix = "vllm:" if settings.server.metrics_names == "vllm" else "infer_"
         self._model, self._cache_tokens = service.served.name, service.served.cache_tokens
-        self._budget = settings.engine.max_tokens_per_step or 0
+        self._budget = service.served.engine.max_tokens_per_step or 0
         self._passes = self._computed = self._padded = self._useful = 0
         self._preemptions = 0
         self._totals = Totals()

@@ -25,6 +25,11 @@ MAX_COMPLAINTS = 64
 """How many of pydantic's complaints are considered to choose the one that the client gets."""
 MAX_VALUE = 80
 """How many characters of a wrong value an error shows."""
+CLOSE = 0.82
+"""How alike an unknown field's name and a known one have to be for the error to ask whether the latter was meant. The
+names of two fields that exist, such as top_k and top_p, are less alike."""
+WORDS = {True: "true", False: "false", None: "null"}
+"""JSON's words for what Python calls otherwise."""
 
 T = TypeVar("T", bound=Body)
 
@@ -64,7 +69,7 @@ def _check_size(data: object) -> None:
         left -= len(parts)
         if left < 0:
             raise RequestError(
-                f"The body holds more than {MAX_VALUES} values besides token ids; send less, in several requests say."
+                f"The body holds more than {MAX_VALUES} values besides token ids; send fewer, or several requests."
             )
         unseen += parts
 
@@ -195,7 +200,7 @@ def _explain(error: ValidationError, model: type[BaseModel], data: object) -> Re
         same = [(each, its) for each, its in tried if its[: len(path)] == path]
         first, path = max(same, key=lambda one: (len(one[1]), not one[0].kind.endswith("_type")))
     field = _shown(path) or None
-    value = _brief.repr(first.value)
+    value = WORDS[first.value] if first.value is None or type(first.value) is bool else _brief.repr(first.value)
     value = value if len(value) <= MAX_VALUE else value[: MAX_VALUE - 3] + "..."
     what = first.text
     match first.kind:
@@ -208,13 +213,12 @@ def _explain(error: ValidationError, model: type[BaseModel], data: object) -> Re
             for step in path[:-1]:
                 arms = _under(arms, step)
             known = [name for each in _models(arms) for name in _fields(each)]
-            close = difflib.get_close_matches(str(path[-1]).lower()[:100], known, n=1) if path else []
+            close = difflib.get_close_matches(str(path[-1]).lower()[:100], known, n=1, cutoff=CLOSE) if path else []
             hint = f" Did you mean {close[0]!r}?" if close else ""
             return RequestError(f"The field {field!r} is not known.{hint}", param=field)
         case "literal_error":
-            return RequestError(
-                f"{field} = {value} is not supported; {what.removeprefix('Input should be ')} is.", param=field
-            )
+            allowed = re.sub("True|False", lambda found: found[0].lower(), what.removeprefix("Input should be "))
+            return RequestError(f"{field} = {value} is not supported; {allowed} is.", param=field)
         case "none_required" | "too_long" if not first.context.get("max_length"):
             return RequestError(f"{field} = {value} is not supported; leave it out.", param=field)
         case "union_tag_invalid":
@@ -225,7 +229,18 @@ def _explain(error: ValidationError, model: type[BaseModel], data: object) -> Re
             )
     if path[:1] == ("prompt",):
         return RequestError("prompt must be a text or a list of token ids, or a list of these.", param="prompt")
-    return _said(what, model) if field is None else RequestError(f"{field} = {value}: {what}.", param=field)
+    if field is None:
+        return _said(what, model)
+    return RequestError(f"{field} = {value}{_duty(what)}.", param=field)
+
+
+def _duty(what: str) -> str:
+    """What pydantic says of a value, as the rest of a sentence that begins with the value."""
+    found = re.match(r"(?:Input|String|Array|Dictionary|Data) should (.*)", what, re.DOTALL)
+    if found is None:
+        return f": {what}"
+    duty = re.sub(r" after validation, not .*|, unable to parse .*", "", found[1])
+    return f" must {duty.replace('a valid dictionary', 'an object')}"
 
 
 def _said(what: str, model: type[BaseModel]) -> RequestError:

@@ -44,9 +44,7 @@ class Room:
             nonlocal taken
             more = max(size - INLINE_BYTES - taken, 0)  # bytes beyond those taken already
             if more > self._left:
-                raise QueueFullError(
-                    "As much of large request bodies is on its way to this server as it takes at once; try again later."
-                )
+                raise QueueFullError("Too many large request bodies are arriving at once; try again later.")
             self._left -= more
             taken += more
 
@@ -87,6 +85,10 @@ class Reader:
             message, param, code = result
             raise RequestError(message, param=param, code=code)
         return result
+
+    async def begin(self) -> None:
+        """Start the child process, so that the first large body need not wait for that."""
+        await self._child.begin()
 
     async def close(self) -> None:
         await self._child.close()

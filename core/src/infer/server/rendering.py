@@ -10,6 +10,7 @@ from typing import Any
 from pydantic_core import from_json, to_json
 
 from infer.errors import RequestError, capital
+from infer.server.child import environment
 from infer.text import templates
 from infer.text.templates import MAX_CHARS, ChatTemplate, Manners
 
@@ -72,7 +73,12 @@ class Renderer:
         process = self._process
         if process is None:
             process = self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-P", templates.__file__, stdin=PIPE, stdout=PIPE, limit=8 * MAX_CHARS
+                *(sys.executable, "-P", templates.__file__),
+                stdin=PIPE,
+                stdout=PIPE,
+                limit=8 * MAX_CHARS,
+                env=environment(),
+                start_new_session=True,  # as in ``Child``
             )
             line = self._first + line
         assert process.stdin is not None

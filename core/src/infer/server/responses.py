@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import functools
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
@@ -11,13 +10,14 @@ from typing import Any
 from aiohttp import web
 
 from infer.contracts.params import SamplingParams
-from infer.contracts.protocols import PartProtocol, Piece, ReasoningTags, Route
+from infer.contracts.protocols import PartProtocol, Piece, Route
 from infer.contracts.request import Event, FinishReason
 from infer.server import answers
 from infer.server.http_errors import REQUEST_ID
 from infer.server.parsing import checked
 from infer.server.schemas import ResponsesRequest
 from infer.server.service import Events, Json, Service
+from infer.server.thoughts import Thoughts
 from infer.server.tokens import Tokens
 from infer.server.writing import Array
 from infer.text.tools import make_parser
@@ -52,7 +52,7 @@ class Responses:
             http, [prompt], params, asked, prefix="resp", special=False, grammar_after=end
         )
         parser = make_parser({}, None, tags=tags, thinking=thinking)
-        thoughts = _Thoughts(self._service.tokens, tags, thinking) if tags else None
+        thoughts = Thoughts(self._service.tokens, tags, thinking) if tags else None
         tokens = self._service.tokens if asked.wants_logprobs else None
         output = _Output(self._response(http, asked, params), parser, thoughts, tokens)
         frames = functools.partial(_frames, output)
@@ -102,54 +102,11 @@ async def _frames(output: _Output, events: Events, usage: Callable[[], Json]) ->
         yield frame
 
 
-class _Thoughts:
-    """Tells which tokens of an answer are reasoning, including its tags, however the tokens divide the tags. As in
-    ``make_parser``, reasoning comes before everything else. ``within`` means that the prompt ends with the opening
-    tag."""
-
-    def __init__(self, tokens: Tokens, tags: ReasoningTags, within: bool) -> None:
-        self.count = 0
-        """How many tokens were reasoning so far."""
-        self._tokens = tokens
-        self._opening, self._closing = tags.opening.encode(), tags.closing.encode()
-        self._within = within
-        self._over = False
-        self._tail = b""
-        self._reader = None if tags.reader is None else tags.reader({})
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
-
-    def push(self, token_id: int) -> bool:
-        """Whether ``token_id``, the answer's next token, is reasoning."""
-        if self._reader is not None:
-            for piece in self._reader.push(self._decode(bytes(self._tokens.bytes(token_id)))):
-                self._within = piece.kind == "reasoning"
-            self.count += self._within
-            return self._within
-        thought = self._within
-        self._tail += b"" if self._over else bytes(self._tokens.bytes(token_id))
-        while not self._over:
-            if self._within:
-                _, closed, rest = self._tail.partition(self._closing)
-                if not closed:
-                    self._tail = self._tail[1 - len(self._closing) :]
-                    break
-                self._within, self._tail = False, rest
-            else:
-                text = self._tail = self._tail.lstrip()
-                if not text.startswith(self._opening):
-                    self._over = not self._opening.startswith(text)
-                    break
-                self._within, self._tail = True, text.removeprefix(self._opening)
-                thought = True
-        self.count += thought
-        return thought
-
-
 class _Output:
     """Builds an answer's output items as it arrives, and makes the stream's events. ``tokens`` encodes
     log-probabilities, if these are wanted."""
 
-    def __init__(self, response: Json, parser: PartProtocol, thoughts: _Thoughts | None, tokens: Tokens | None) -> None:
+    def __init__(self, response: Json, parser: PartProtocol, thoughts: Thoughts | None, tokens: Tokens | None) -> None:
         self._response = response
         self._parser = parser
         self._thoughts = thoughts

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from infer.contracts.protocols import Route
 from infer.errors import PluginError
 from infer.inspection import Named
 from infer.plugins import Plugins
+from infer.server.http_errors import WHOSE
 from infer.server.openapi import PAGES, document
 from infer.server.schemas import Body
 from infer.server.service import Service
@@ -36,6 +40,7 @@ def gather(service: Service, plugins: Plugins) -> list[Route]:
             routes = checked(offer.registration.factory(service, own), service)
             if offer.distribution != "infer-core":  # describing core's takes a while, and tests check it
                 document(routes, "")
+                routes = [replace(route, handler=_named(route.handler, offer.whose)) for route in routes]
         for route in routes:
             place = (route.method, re.sub(r"{[^{}]*}", "{}", route.path))
             if place in owners:
@@ -44,6 +49,17 @@ def gather(service: Service, plugins: Plugins) -> list[Route]:
             owners[place] = offer.distribution
         found += routes
     return found
+
+
+def _named(handler: Handler, whose: str) -> Handler:
+    """The handler, for which errors name the plugin."""
+
+    @functools.wraps(handler)
+    async def named(http: web.Request) -> web.StreamResponse:
+        http[WHOSE] = whose
+        return await handler(http)
+
+    return named
 
 
 def checked(routes: object, service: Service) -> Sequence[Route]:

@@ -167,9 +167,7 @@ class CompletionRequest(Common):
     @model_validator(mode="after")
     def _echoed(self) -> Self:
         if self.max_tokens == 0 and not self.echo:
-            raise ValueError("max_tokens = 0 asks for nothing; it goes with echo only")
-        if self.echo and self.stream:
-            raise ValueError("echo cannot be streamed")
+            raise ValueError("max_tokens = 0 asks for no answer, which is possible with echo only")
         return self
 
     @property
@@ -301,6 +299,35 @@ class ToolCall(Body):
     function: FunctionCall
     index: int | None = None
 
+    def called(self) -> FunctionCall:
+        return self.function
+
+
+class CustomCall(Body):
+    name: Text
+    input: str
+
+
+class CustomToolCall(Body):
+    id: str
+    type: Literal["custom"]
+    custom: CustomCall
+    index: int | None = None
+
+    def called(self) -> FunctionCall:
+        """The call of the function that the template shows in the tool's place."""
+        written = json.dumps({"input": self.custom.input}, ensure_ascii=False)
+        return FunctionCall(name=self.custom.name, arguments=written)
+
+
+def _call_type(value: Any) -> Any:
+    return value.get("type", "function") if isinstance(value, dict) else getattr(value, "type", None)
+
+
+AnyToolCall = Annotated[
+    Annotated[ToolCall, Tag("function")] | Annotated[CustomToolCall, Tag("custom")], Discriminator(_call_type)
+]
+
 
 class _Part(Body):
     cache_control: Kept = Field(None, description="Ignored: equal prefixes are shared anyway.")
@@ -349,7 +376,7 @@ class Message(Body):
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = Field(None, description="As reasoning_content.")
-    tool_calls: Many[ToolCall] | None = None
+    tool_calls: Many[AnyToolCall] | None = None
     tool_call_id: str | None = None
     function_call: FunctionCall | None = Field(None, description="A call in the format that preceded tool_calls.")
     refusal: str | None = Field(None, description="The text of a message that has no content.")
@@ -370,7 +397,7 @@ class Message(Body):
         ):
             if value is not None:
                 message[name] = value
-        calls = [(call.id, call.function) for call in self.tool_calls or ()]
+        calls = [(call.id, call.called()) for call in self.tool_calls or ()]
         if self.function_call is not None:
             calls.append((self.function_call.name, self.function_call))
         if calls:
@@ -399,31 +426,100 @@ def transcript(messages: Iterable[Message]) -> str:
     for message in messages:
         if text := message.text():
             lines.append(f"{message.role}: {text}")
-        lines += [
-            f"{message.role} calls {call.function.name}: {call.function.arguments}" for call in message.tool_calls or ()
-        ]
+        calls = [call.called() for call in message.tool_calls or ()]
+        lines += [f"{message.role} calls {call.name}: {call.arguments}" for call in calls]
     return "\n".join(lines)
 
 
+ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
+
+
 class Function(Body):
-    name: str = Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = Field(None, description="Ignored: a forced call's arguments always match.")
 
 
-class Tool(Body):
+class FunctionTool(Body):
     type: Literal["function"]
     function: Function
 
+    @property
+    def name(self) -> str:
+        return self.function.name
 
-class FunctionName(Body):
+    def shown(self) -> dict[str, Any]:
+        """The tool as chat templates take it."""
+        return self.model_dump(exclude_none=True)
+
+
+class PlainFormat(Body):
+    type: Literal["text"]
+
+
+class Custom(Body):
+    name: ToolName
+    description: str | None = None
+    format: PlainFormat | None = Field(None, description="text, as without it: grammars are not supported.")
+
+
+class CustomTool(Body):
+    """A tool that takes a text. The model is shown a function with one parameter, ``input``."""
+
+    type: Literal["custom"]
+    custom: Custom
+
+    @property
+    def name(self) -> str:
+        return self.custom.name
+
+    def shown(self) -> dict[str, Any]:
+        """The tool as chat templates take it."""
+        parameters: dict[str, Any] = {"type": "object", "properties": {"input": {"type": "string"}}}
+        parameters |= {"required": ["input"], "additionalProperties": False}
+        function = self.custom.model_dump(exclude_none=True, exclude={"format"}) | {"parameters": parameters}
+        return {"type": "function", "function": function}
+
+
+Tool = Annotated[FunctionTool | CustomTool, Field(discriminator="type")]
+
+
+class Named(Body):
     name: Text
 
 
-class NamedTool(Body):
+class NamedFunction(Body):
     type: Literal["function"]
-    function: FunctionName
+    function: Named
+
+    @property
+    def name(self) -> str:
+        return self.function.name
+
+
+class NamedCustom(Body):
+    type: Literal["custom"]
+    custom: Named
+
+    @property
+    def name(self) -> str:
+        return self.custom.name
+
+
+class Allowed(Body):
+    mode: Literal["auto", "required"]
+    tools: Many[Annotated[NamedFunction | NamedCustom, Field(discriminator="type")]] = Field(
+        min_length=1, max_length=MAX_TOOLS
+    )
+
+
+class AllowedTools(Body):
+    type: Literal["allowed_tools"]
+    allowed_tools: Allowed
+
+
+Metadata = Annotated[dict[str, str], Field(max_length=16)]
 
 
 class ChatRequest(Common):
@@ -440,7 +536,11 @@ class ChatRequest(Common):
         None, ge=0, le=MAX_LOGPROBS, description="Also report the log-probabilities of so many likeliest tokens."
     )
     tools: Many[Tool] | None = Field(None, max_length=MAX_TOOLS)
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: (
+        Literal["none", "auto", "required"]
+        | Annotated[NamedFunction | NamedCustom | AllowedTools, Field(discriminator="type")]
+        | None
+    ) = None
     parallel_tool_calls: bool = Field(True, description="false: at most one call.")
     add_generation_prompt: bool = True
     continue_final_message: bool = Field(False, description="Continue the last message instead of a new one.")
@@ -449,16 +549,17 @@ class ChatRequest(Common):
     )
     echo: Literal[False] | None = None
     store: Literal[False] | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = Field(None, description="Returned with the answer.")
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
+        None, description="For chat templates that know reasoning_effort, or enable_thinking (all but none)."
+    )
     modalities: Many[Literal["text"]] | None = None
     service_tier: Literal["auto", "default"] | None = None
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs goes with logprobs = true")
-        if self.metadata:
-            raise ValueError("metadata goes with stored answers, and none are stored; leave it out")
+            raise ValueError("top_logprobs needs logprobs = true")
         if self.max_completion_tokens is not None and self.max_tokens not in (None, self.max_completion_tokens):
             raise ValueError("max_tokens and max_completion_tokens differ; give one")
         if (
@@ -466,15 +567,16 @@ class ChatRequest(Common):
             and self.add_generation_prompt
             and "add_generation_prompt" in self.model_fields_set
         ):
-            raise ValueError("continue_final_message and add_generation_prompt exclude each other")
-        if self.forced_tools is not None:
-            names = [tool.function.name for tool in self.tools or ()]
-            if not names:
-                raise ValueError("tool_choice asks for a tool, but tools is empty")
-            if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
-                raise ValueError(f"tool_choice names {self.tool_choice.function.name!r}, which is not among tools")
-            if self.outputs() is not None:
-                raise ValueError("a forced tool_choice and another form for the answer exclude each other")
+            raise ValueError("continue_final_message and add_generation_prompt cannot both be true")
+        names = {tool.name for tool in self.tools or ()}
+        if not names and self.tool_choice not in (None, "none", "auto"):
+            raise ValueError("tool_choice asks for a tool, but tools is empty")
+        if unknown := next((name for name in self._chosen or () if name not in names), None):
+            raise ValueError(f"tool_choice names {unknown!r}, which is not among tools")
+        if self.forced_tools is not None and self.outputs() is not None:
+            raise ValueError(
+                "a forced tool_choice cannot be combined with another format for the answer; leave one out"
+            )
         return self
 
     @functools.cached_property
@@ -482,13 +584,40 @@ class ChatRequest(Common):
         return turns(self.messages)
 
     @property
-    def forced_tools(self) -> Many[Tool] | None:
-        """The tools of which one has to be called; None if no call is required."""
-        if self.tool_choice == "required":
-            return self.tools or ()
-        if isinstance(self.tool_choice, NamedTool):
-            return tuple(t for t in self.tools or () if t.function.name == self.tool_choice.function.name)
+    def _chosen(self) -> set[str] | None:
+        """The names of the tools that ``tool_choice`` names, if it names any."""
+        match self.tool_choice:
+            case NamedFunction() | NamedCustom():
+                return {self.tool_choice.name}
+            case AllowedTools():
+                return {tool.name for tool in self.tool_choice.allowed_tools.tools}
         return None
+
+    @property
+    def offered_tools(self) -> tuple[FunctionTool | CustomTool, ...]:
+        """The tools that the model is shown."""
+        if self.tool_choice == "none":
+            return ()
+        if isinstance(self.tool_choice, AllowedTools):
+            return tuple(tool for tool in self.tools or () if tool.name in (self._chosen or ()))
+        return self.tools or ()
+
+    @property
+    def custom_tools(self) -> set[str]:
+        """The names of the tools that take a text."""
+        return {tool.name for tool in self.tools or () if isinstance(tool, CustomTool)}
+
+    @property
+    def forced_tools(self) -> tuple[FunctionTool | CustomTool, ...] | None:
+        """The tools of which one has to be called; None if no call is required."""
+        match self.tool_choice:
+            case NamedFunction() | NamedCustom():
+                return tuple(tool for tool in self.tools or () if tool.name == self.tool_choice.name)
+            case AllowedTools() if self.tool_choice.allowed_tools.mode == "auto":
+                return None
+            case None | "none" | "auto":
+                return None
+        return self.offered_tools
 
     def said(self, param: str) -> str:
         if param == "structured_outputs" and self.forced_tools is not None:
@@ -632,8 +761,12 @@ def conversation(items: Input) -> tuple[Message, ...]:
                 text = "".join(part.text for part in item.content or item.summary)
                 answer["reasoning_content"] = answer.get("reasoning_content", "") + text
             case _:
-                arguments = item.arguments if isinstance(item, CallItem) else item.input
-                call = ToolCall(id=item.call_id, function=FunctionCall(name=item.name, arguments=arguments))
+                call: ToolCall | CustomToolCall
+                if isinstance(item, CallItem):
+                    call = ToolCall(id=item.call_id, function=FunctionCall(name=item.name, arguments=item.arguments))
+                else:
+                    custom = CustomCall(name=item.name, input=item.input)
+                    call = CustomToolCall(id=item.call_id, type="custom", custom=custom)
                 answer["tool_calls"] = (*answer.get("tool_calls", ()), call)
     return tuple(Message(**({} if "tool_calls" in message else {"content": ""}) | message) for message in messages)
 
@@ -661,6 +794,8 @@ class ResponsesRequest(Body):
     max_output_tokens: int | None = Field(None, ge=1)
     temperature: float = Field(1.0, ge=0, le=100, allow_inf_nan=False)
     top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1, lt=2**31, description="Keep the k likeliest tokens; 0 or -1 keeps all.")
+    stop: str | Many[str] = Field((), description="Texts that end the answer, which does not include them.")
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     text: TextOptions = TextOptions()
     stream: bool = False
@@ -673,7 +808,7 @@ class ResponsesRequest(Body):
     store: Literal[False] | None = None
     background: Literal[False] | None = None
     include: Many[Literal["message.output_text.logprobs"]] | None = None
-    metadata: dict[str, str] | None = Field(None, max_length=16, description="Returned with the response.")
+    metadata: Metadata | None = Field(None, description="Returned with the response.")
     parallel_tool_calls: bool | None = None
     tools: tuple[()] | None = None
     tool_choice: Literal["auto", "none"] | None = None
@@ -693,8 +828,10 @@ class ResponsesRequest(Body):
         return bool(self.top_logprobs or self.include)
 
     def sampling(self) -> SamplingParams:
-        """The sampling parameters. Of temperature and top_p, their ``model_fields_set`` has what was set explicitly."""
-        said = {name: getattr(self, name) for name in ("temperature", "top_p") if name in self.model_fields_set}
+        """The sampling parameters. Of temperature, top_p and top_k, their ``model_fields_set`` has what was set
+        explicitly."""
+        names = ("temperature", "top_p", "top_k", "stop")
+        said = {name: getattr(self, name) for name in names if name in self.model_fields_set}
         return SamplingParams(
             max_tokens=self.max_output_tokens,
             seed=self.seed,

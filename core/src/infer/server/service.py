@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import zlib
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -31,6 +32,9 @@ from infer.server.tokens import Tokens, number
 from infer.server.writing import Array, Writer
 from infer.settings import Settings
 from infer.text.detokenizer import TokenTexts
+from infer.text.encoding import give_back
+
+log = logging.getLogger(__name__)
 
 SHUTTING_DOWN = "The server is shutting down; send the request again."
 PIECE_BYTES = 1 << 18
@@ -41,6 +45,8 @@ continue."""
 LONG_CHARS = 1 << 17
 """If their texts are longer than this, they are tokenized one after the other: a text of megabytes without a break may
 take half a minute and gigabytes, and all requests share few threads."""
+SILENCE_S = 15.0
+"""A stream that has nothing to send before its first event sends a comment after so many seconds."""
 T = TypeVar("T", bound=Body)
 R = TypeVar("R")
 Json = dict[str, Any]
@@ -121,6 +127,10 @@ class Service:
         self._room = Room(MAX_BODIES * self._settings.max_body_bytes)
         self._compile = Compiler(served.grammars)
 
+    async def begin(self) -> None:
+        """Start what the first requests would otherwise wait for. Call it when all kinds of bodies are announced."""
+        await self._reader.begin()
+
     async def close(self) -> None:
         """End the child processes and unregister the observers."""
         self._long.shutdown(wait=False, cancel_futures=True)
@@ -171,6 +181,14 @@ class Service:
         http[CALLER].user = getattr(asked, "safety_identifier", None) or getattr(asked, "user", None)
         return asked
 
+    def check_choices(self, count: int, param: str) -> None:
+        """Raise RequestError if one body asks for more answers than may be."""
+        if count > self._settings.max_choices:
+            raise RequestError(
+                f"This asks for {count} answers at once; server.max_choices allows {self._settings.max_choices}.",
+                param=param,
+            )
+
     async def requests(
         self,
         http: web.Request,
@@ -185,12 +203,7 @@ class Service:
         pooling: Pooling | None = None,
     ) -> list[Request]:
         """Make ``n`` requests for each prompt, in order. Raises RequestError."""
-        if len(prompts) * n > self._settings.max_choices:
-            raise RequestError(
-                f"This asks for {len(prompts) * n} answers at once; server.max_choices allows "
-                f"{self._settings.max_choices}.",
-                param="n" if n > 1 else "prompt",
-            )
+        self.check_choices(len(prompts) * n, "n" if n > 1 else "prompt")
         trace = {name: http.headers[name] for name in ("traceparent", "tracestate", "baggage") if name in http.headers}
         grammar = await self._compile(params.structured_outputs)
 
@@ -228,20 +241,29 @@ class Service:
             return make()
         if sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) <= LONG_CHARS:
             return await asyncio.to_thread(make)
-        return await asyncio.get_running_loop().run_in_executor(self._long, make)
 
-    def run(self, requests: Sequence[Request], most: int | None = None) -> AsyncGenerator[Event]:
+        def long() -> R:
+            try:
+                return make()
+            finally:
+                give_back()  # of a text of megabytes, hundreds of megabytes
+
+        return await asyncio.get_running_loop().run_in_executor(self._long, long)
+
+    def run(
+        self, requests: Sequence[Request], most: int | None = None, *, patient: bool = False
+    ) -> AsyncGenerator[Event]:
         """``AsyncDoor.stream``."""
-        return self._door.stream(*requests, most=most)
+        return self._door.stream(*requests, most=most, patient=patient)
 
     async def whole(
-        self, http: web.Request, requests: Sequence[Request], most: int | None = None
+        self, http: web.Request, requests: Sequence[Request], *, patient: bool = False
     ) -> tuple[list[Completion], Json]:
-        """Run requests, at most ``most`` at a time. Returns all answers, in the order of the requests, and the usage.
-        If one fails, the others are aborted and its error is raised."""
+        """Run requests, and wait for places if ``patient``. Returns all answers, in the order of the requests, and the
+        usage. If one fails, the others are aborted and its error is raised."""
         count = TokenCount(requests)
         answers = [Completion(request.prompt_token_ids) for request in requests]
-        async with aclosing(self.run(requests, most)) as events:
+        async with aclosing(self.run(requests, patient=patient)) as events:
             async for event in events:
                 raise_if_failed(event)
                 answers[count.add(event)].add(event)
@@ -278,22 +300,37 @@ class Service:
         self, http: web.Request, requests: Sequence[Request], frames: Frames, *, named: bool = False
     ) -> web.StreamResponse:
         """Run requests and answer with server-sent events: the frames that ``frames`` makes of their events. If
-        ``named``, each frame's ``type`` is its event's name, and no [DONE] ends the stream. A failure at the first
-        event is answered with an error status, a later one with an error in the stream."""
+        ``named``, each frame's ``type`` is its event's name, and no [DONE] ends the stream. What keeps requests from
+        being taken is answered with an error status, a later failure with an error in the stream. The headers are sent
+        as soon as the requests are taken, and a comment every ``SILENCE_S`` until there is an event, so that no proxy
+        and no client takes a long prompt for a dead connection."""
         count = TokenCount(requests)
         async with aclosing(self.run(requests)) as events:
-            # The first event decides between an answer and an error status, so the headers wait for it.
-            first = await anext(events)
-            raise_if_failed(first)
-            response = web.StreamResponse(headers={"Cache-Control": "no-cache", "X-Request-Id": http[REQUEST_ID]})
-            response.content_type = "text/event-stream"
-            await response.prepare(http)
+            coming = asyncio.ensure_future(_next(events))
+            try:
+                await asyncio.sleep(0)  # the engine takes the requests, or refuses them
+                if coming.done():
+                    raise_if_failed(coming.result())
+                response = web.StreamResponse(headers={"Cache-Control": "no-cache", "X-Request-Id": http[REQUEST_ID]})
+                response.content_type = "text/event-stream"
+                await response.prepare(http)
+                while not (await asyncio.wait((coming,), timeout=SILENCE_S))[0]:
+                    await self._write(http, response, b": the prompt is being computed\n\n")
+                first = coming.result()
+            finally:
+                if not coming.done():
+                    coming.cancel()
+                    await asyncio.wait((coming,))
             async with aclosing(frames(_counted(first, events, count), count.usage)) as made:
                 try:
                     async for frame in made:
                         name = b"event: " + frame["type"].encode() + b"\n" if named else b""
                         await self._send(http, response, [name + b"data: ", *self.writer.pieces(frame), b"\n\n"])
-                except InferError as error:
+                except (ConnectionError, TimeoutError):
+                    raise  # the client has left
+                except Exception as error:
+                    if not isinstance(error, InferError):
+                        log.error("request %s failed", http[REQUEST_ID], exc_info=error)
                     body = error_of(http, error)
                     if named:
                         body = {"type": "error", "sequence_number": 0, **body["error"]}
@@ -346,6 +383,10 @@ def raise_if_failed(event: Event) -> None:
         raise EngineDeadError(SHUTTING_DOWN)
 
 
+async def _next(events: AsyncGenerator[Event]) -> Event:
+    return await anext(events)
+
+
 async def write(http: web.Request, response: web.StreamResponse, data: bytes, stall_timeout_s: float) -> None:
     """Write to the client. One that reads nothing for ``stall_timeout_s`` counts as disconnected."""
     if http.transport is not None and http.transport.get_write_buffer_size() == 0:
@@ -382,9 +423,7 @@ async def arrived(http: web.Request, most: int, grow: Callable[[int], None], tim
     except (HttpProcessingError, web.RequestPayloadError) as error:
         http.content.feed_eof()  # otherwise aiohttp reads on and meets the same error again
         why = " ".join(getattr(error, "message", "").split())
-        raise UnreadableError(
-            f"The body cannot be read: what was sent of it is not complete{why and f' ({why})'}."
-        ) from None
+        raise UnreadableError(f"The body cannot be read, because it is incomplete{why and f' ({why})'}.") from None
     return bytes(body)
 
 
@@ -392,7 +431,7 @@ def _inflated(body: bytes, encoding: str, most: int) -> bytes:
     """The decompressed body. Raises RequestError, or HTTPRequestEntityTooLarge if it has more than ``most`` bytes."""
     windows = {"gzip": 31, "deflate": zlib.MAX_WBITS}
     if encoding not in windows:
-        raise RequestError(f"The Content-Encoding {encoding[:40]!r} is not read here; send gzip, deflate or none.")
+        raise RequestError(f"The Content-Encoding {encoding[:40]!r} is not supported; send gzip, deflate or none.")
     stream = zlib.decompressobj(windows[encoding])
     try:
         found = stream.decompress(body, most + 1)
@@ -401,7 +440,9 @@ def _inflated(body: bytes, encoding: str, most: int) -> bytes:
     if len(found) > most:
         raise web.HTTPRequestEntityTooLarge(max_size=most, actual_size=len(found))
     if not stream.eof or stream.unused_data:
-        raise RequestError(f"The body cannot be read: its Content-Encoding is {encoding!r}, and that does not end.")
+        raise RequestError(
+            f"The body cannot be read: its Content-Encoding is {encoding!r}, but it is incomplete, or more follows it."
+        )
     return found
 
 

@@ -37,7 +37,7 @@ class Tokenization:
         asked = await self._service.read(http, TokenizeRequest)
         text, special = asked.prompt, asked.add_special_tokens
         if text is None:
-            tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or ()]
+            tools = [tool.shown() for tool in asked.tools or ()]
             text, special = await self._service.conversation.prompt(asked, tools), bool(special)
         served = self._service.served
         most = max(served.max_seq_len, MAX_TOKENS)

@@ -19,7 +19,7 @@ from pydantic import SecretStr
 
 from infer.errors import EngineDeadError, InferError
 from infer.protocols import CommandContext
-from infer.server.access import loopback
+from infer.server.access import announce, loopback
 from infer_ray.process import FAULT
 
 WATCH_S = 1.0
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace, context: CommandContext) -> int:
 
         for number in (signal.SIGINT, signal.SIGTERM):  # now, since Ray has handlers of its own
             signal.signal(number, lambda number, frame: stop.set())
-        print(f"infer: ready on {url}", flush=True)
+        announce(f"infer: ready on {url}")
         while not stop.wait(WATCH_S):
             if ended := _ended():
                 ray.shutdown()
@@ -173,7 +173,7 @@ def _delete(own: Any) -> int:
     serve.delete(own.name, _blocking=False)
     while own.name in serve.status().applications:
         time.sleep(WATCH_S)
-    print(f"infer: {own.name} is served no more", flush=True)
+    announce(f"infer: {own.name} is served no more")
     return 0
 
 
@@ -186,7 +186,7 @@ def _deploy(context: CommandContext) -> int:
             f"server.host = {settings.server.host!r} lets the network in, and server.api_keys has no keys; set some."
         )
     _join(settings.ray)
-    print(f"infer: {settings.ray.name} is served on {serve(made)}", flush=True)
+    announce(f"infer: {settings.ray.name} is served on {serve(made)}")
     return 0
 
 

@@ -303,7 +303,7 @@ class Ingress:
                 headers = CIMultiDict((name, v) for name, v in http.headers.items() if name.lower() not in KEPT_BACK)
                 headers.update(self.fleet.headers)
                 # The blocks, so that the replica can tell every ingress what it holds.
-                if baggage := with_blocks(headers.pop("baggage", ""), asked.chain):
+                if baggage := with_blocks(",".join(headers.popall("baggage", ())), asked.chain):
                     headers["baggage"] = baggage
                 self.counts.requests += 1
                 return await _Exchange(self, http, asked, headers).run()
@@ -405,6 +405,8 @@ class _Exchange:
             except (LostError, aiohttp.ClientError) as error:
                 log.warning("replica %s was lost while it answered %s: %r", name, self._http.path, error)
                 fleet.suspect(name)
+                if self._response is not None and not self._response.prepared:  # the replica had sent its headers alone
+                    self._response, self._told = None, Told()
                 # Who ends in good order, or was not there, was not ended by this request.
                 self._lost += not isinstance(error, NOT_REACHED)
                 if self._lost >= MOST_LOST:

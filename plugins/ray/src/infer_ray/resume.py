@@ -113,7 +113,7 @@ class Told:
         if not self._created and (found := CREATED.search(data)):
             self._created = found[0]
         for _, frame in _frames(data):
-            self._events += 1
+            self._events += bool(frame)
             for key, kind, container, name in _places(frame):
                 self._account.add(key, kind, container[name])
 
@@ -174,11 +174,11 @@ def _sum(piece: Any, sum: int) -> int:
 
 
 def _frames(data: bytes) -> Iterator[tuple[bytes, Json]]:
-    """The events in ``data``, each as it is and parsed; {} for the mark of the end."""
+    """The events in ``data``, each as it is and parsed; {} for the mark of the end and for comments."""
     for raw in data.split(b"\n\n"):
         if raw:
             _, _, value = raw.partition(b"data: ")
-            yield raw + b"\n\n", {} if value == b"[DONE]" else from_json(value)
+            yield raw + b"\n\n", {} if value == b"[DONE]" or raw.startswith(b":") else from_json(value)
 
 
 def _places(frame: Json) -> Iterator[Place]:
@@ -207,8 +207,9 @@ def _places(frame: Json) -> Iterator[Place]:
             key = (index, "call", call["index"])
             if "id" in call:
                 yield key, "once", call, "id"
-            if (call.get("function") or {}).get("arguments") is not None:
-                yield (*key, "arguments"), "text", call["function"], "arguments"
+            for kind, name in (("function", "arguments"), ("custom", "input")):
+                if (call.get(kind) or {}).get(name) is not None:
+                    yield (*key, name), "text", call[kind], name
         for name, entries in (choice.get("logprobs") or {}).items():
             if isinstance(entries, list):
                 yield (index, "logprobs", name), "list", choice["logprobs"], name
