@@ -33,6 +33,7 @@ OTHERWISE = {
     "usage is in the log of a replica alone": (
         "test_the_access_log_is_json",
         "test_an_echo_without_an_answer_is_billed_as_none",
+        "test_an_echo_that_is_streamed_is_billed_as_if_whole",
         "test_every_chunk_says_what_it_has_to",
     ),
     "counts of one engine, or a prompt that is too short to be routed": (
@@ -41,6 +42,7 @@ OTHERWISE = {
         "test_a_common_prefix_is_computed_once_and_not_across_salts",
         "test_what_is_refused",
         "test_two_run_four_wait_two_are_refused",
+        "test_headers_come_when_requests_are_taken_and_comments_until_there_is_a_token",
     ),
     "looks into the engine or changes the server's code": (
         "test_answers_that_wait_for_their_prompt_keep_nobody_out",

@@ -139,22 +139,17 @@ async def test_an_echo_without_an_answer_is_billed_as_none(random: Body, caplog:
 
 @pytest.mark.parametrize("more", [{}, {"logprobs": 2}, {"logprob_token_ids": [7]}, {"prompt_logprobs": 0}])
 @pytest.mark.parametrize("most", [0, 5])
-async def test_an_echo_is_streamed_as_it_comes_whole(
-    most: int, more: Body, random: Body, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_an_echo_is_streamed_as_it_comes_whole(most: int, more: Body, random: Body) -> None:
     inside = tokenizer().encode("b\u00e9").ids[:-1]
     body: Body = {"prompt": ["a b\u00e9", inside], "echo": True, "n": 2, "seed": 3, "max_tokens": most} | more
-    with caplog.at_level(logging.INFO, "infer.access"):
-        async with running(engine=ENGINE, model=random, server={"access_log": True}) as server:
-            _, whole, _ = await server.post(body)
-            *chunks, last, _ = await server.stream(body | {"stream_options": {"include_usage": True}})
+    async with running(engine=ENGINE, model=random) as server:
+        _, whole, _ = await server.post(body)
+        *chunks, last, _ = await server.stream(body | {"stream_options": {"include_usage": True}})
     cached = {"prompt_tokens_details"}
     assert {k: v for k, v in last["usage"].items() if k not in cached} == {
         k: v for k, v in whole["usage"].items() if k not in cached
     }
     assert last["usage"]["completion_tokens"] == 4 * most
-    lines = [json.loads(record.message) for record in caplog.records if record.name == "infer.access"]
-    assert [line["usage"] for line in lines] == [whole["usage"], last["usage"]]
     for expected in whole["choices"]:
         parts = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == expected["index"]]
         assert parts[0]["text"].startswith("b" if expected["index"] > 1 else "a b\u00e9")
@@ -164,6 +159,19 @@ async def test_an_echo_is_streamed_as_it_comes_whole(
         found = [part["logprobs"] for part in parts if part["logprobs"]]
         for key, values in (expected["logprobs"] or {}).items():
             assert [value for logprobs in found for value in logprobs[key]] == values, key
+
+
+@pytest.mark.parametrize("most", [0, 5])
+async def test_an_echo_that_is_streamed_is_billed_as_if_whole(
+    most: int, random: Body, caplog: pytest.LogCaptureFixture
+) -> None:
+    body: Body = {"prompt": ["ab", "c"], "echo": True, "n": 2, "seed": 3, "max_tokens": most}
+    with caplog.at_level(logging.INFO, "infer.access"):
+        async with running(engine=ENGINE, model=random, server={"access_log": True}) as server:
+            _, whole, _ = await server.post(body)
+            *_, last, _ = await server.stream(body | {"stream_options": {"include_usage": True}})
+    lines = [json.loads(record.message) for record in caplog.records if record.name == "infer.access"]
+    assert [line["usage"] for line in lines] == [whole["usage"], last["usage"]]
 
 
 CHAT = "/v1/chat/completions"

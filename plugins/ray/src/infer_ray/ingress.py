@@ -24,7 +24,7 @@ from yarl import URL
 from infer.errors import EngineDeadError
 from infer.server.access import access_log, allow_origin, authorize, guard, preflight
 from infer.server.app import listen
-from infer.server.http_errors import REQUEST_ID, error_body, errors
+from infer.server.http_errors import REQUEST_ID, error_body, errors, expected
 from infer.server.keys import Keys
 from infer.server.reading import Reader, Room
 from infer.server.service import CALLER, SHUTTING_DOWN, arrived, hang_up, write
@@ -221,7 +221,7 @@ class Ingress:
         app.router.add_get("/metrics", self._metrics)
         for path in HIDDEN:
             app.router.add_route("*", path + "{rest:(/.*)?}", self._hidden)
-        app.router.add_route("*", "/{path:.*}", self._handle)
+        app.router.add_route("*", "/{path:.*}", self._handle, expect_handler=expected)
         return app
 
     # What is said of the whole
