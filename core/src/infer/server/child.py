@@ -29,8 +29,6 @@ OUT_OF_MEMORY = 3
 
 PATIENCE = 10.0
 """How many times its seconds of computing a message may take by the clock: the process may wait for other processes."""
-TRIES = 2
-"""How often a message is sent if something outside ends the process."""
 KEPT = frozenset(("PATH", "HOME", "TMPDIR", "TZ", "LANG", "LANGUAGE", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH"))
 """What children get of the environment, besides locales, Python's variables and the number of threads."""
 KEPT_PREFIXES = ("LC_", "PYTHON", "OMP_", "MKL_", "OPENBLAS_")
@@ -70,14 +68,11 @@ class Child:
         have ended it, the message is sent once more."""
         async with self._lock:
             try:
-                for left in reversed(range(TRIES)):
-                    try:
-                        return await self._ask(message)
-                    except KilledError:
-                        if not left:
-                            raise
-                        await self._kill()
-                raise AssertionError
+                try:
+                    return await self._ask(message)
+                except KilledError:
+                    await self._kill()
+                    return await self._ask(message)
             except BaseException:  # what is under way cannot be told from the next answer
                 await self._kill()
                 raise

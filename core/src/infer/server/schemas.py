@@ -594,12 +594,18 @@ class ChatRequest(Common):
         return None
 
     @property
+    def _possible_tools(self) -> tuple[FunctionTool | CustomTool, ...]:
+        """The tools that ``tool_choice`` names, or all if it names none."""
+        chosen = self._chosen
+        return tuple(tool for tool in self.tools or () if chosen is None or tool.name in chosen)
+
+    @property
     def offered_tools(self) -> tuple[FunctionTool | CustomTool, ...]:
         """The tools that the model is shown."""
         if self.tool_choice == "none":
             return ()
         if isinstance(self.tool_choice, AllowedTools):
-            return tuple(tool for tool in self.tools or () if tool.name in (self._chosen or ()))
+            return self._possible_tools
         return self.tools or ()
 
     @property
@@ -611,13 +617,9 @@ class ChatRequest(Common):
     def forced_tools(self) -> tuple[FunctionTool | CustomTool, ...] | None:
         """The tools of which one has to be called; None if no call is required."""
         match self.tool_choice:
-            case NamedFunction() | NamedCustom():
-                return tuple(tool for tool in self.tools or () if tool.name == self.tool_choice.name)
-            case AllowedTools() if self.tool_choice.allowed_tools.mode == "auto":
+            case None | "none" | "auto" | AllowedTools(allowed_tools=Allowed(mode="auto")):
                 return None
-            case None | "none" | "auto":
-                return None
-        return self.offered_tools
+        return self._possible_tools
 
     def said(self, param: str) -> str:
         if param == "structured_outputs" and self.forced_tools is not None:

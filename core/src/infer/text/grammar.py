@@ -329,15 +329,15 @@ def _resident() -> int:
 
 def _long(outputs: StructuredOutputs) -> bool:
     """Whether the source will have more than ``MAX_CHARS`` for certain, at a fraction of what making it costs."""
-    todo: list[Any] = [value for _, value in outputs]
+    unseen: list[Any] = [value for _, value in outputs]
     left = MAX_CHARS
-    while todo and left >= 0:
-        value = todo.pop()
+    while unseen and left >= 0:
+        value = unseen.pop()
         if isinstance(value, (str, list, tuple, dict)):
             left -= len(value)
         if isinstance(value, (list, tuple, dict)) and left >= 0:
             parts = chain(value, value.values()) if isinstance(value, dict) else value
-            todo += [part for part in parts if isinstance(part, (str, list, tuple, dict))]
+            unseen += [part for part in parts if isinstance(part, (str, list, tuple, dict))]
     return left < 0
 
 

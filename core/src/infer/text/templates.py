@@ -167,8 +167,7 @@ class ChatTemplate:
         _ = self._template, self._tool_template
         developer = "developer" in self.source and self._shows([{"role": "developer", "content": MARK}, _USER])
         for id, no_content, text_arguments in itertools.product(PROBE_IDS, (None, ""), (False, True)):
-            arguments = json.dumps(PROBE_ARGUMENTS) if text_arguments else PROBE_ARGUMENTS
-            call = {"id": id, "type": "function", "function": {"name": "look_up", "arguments": arguments}}
+            call = _probe(id, text_arguments)
             shown = self._turn({"role": "assistant", "content": no_content, "tool_calls": [call]})
             if shown is None:
                 continue
@@ -274,9 +273,8 @@ class ChatTemplate:
     def _goes_on(self, manners: Manners) -> bool:
         """Whether a message of calls in this manner may stand before others: many templates read the last one's content
         in another way."""
-        arguments = json.dumps(PROBE_ARGUMENTS) if manners.text_arguments else PROBE_ARGUMENTS
         id = PROBE_IDS[manners.named_ids]
-        call = {"id": id, "type": "function", "function": {"name": "look_up", "arguments": arguments}}
+        call = _probe(id, manners.text_arguments)
         asked = {"role": "assistant", "content": manners.no_content, "tool_calls": [call]}
         result = {"role": "tool", "tool_call_id": id, "name": "look_up", "content": "x"}
         return self._renders([_USER, asked, result], PROBE_TOOL)
@@ -309,6 +307,12 @@ class ChatTemplate:
         turn = turn[max(len(head) for head in (before, asked, common) if turn.startswith(head)) :]
         turn = turn.removesuffix(_end(turn, after)).rpartition("</think>")[2]
         return f"{MARK}tool" in text, turn
+
+
+def _probe(id: str, text_arguments: bool) -> dict[str, Any]:
+    """A call of ``PROBE_TOOL``."""
+    arguments = json.dumps(PROBE_ARGUMENTS) if text_arguments else PROBE_ARGUMENTS
+    return {"id": id, "type": "function", "function": {"name": "look_up", "arguments": arguments}}
 
 
 def _common(one: str, other: str) -> str:

@@ -33,16 +33,11 @@ class Plain:
         yield from ()
 
 
-class Answer:
-    """Filters the pieces of an answer that may contain calls. Whitespace next to calls is dropped, and so are calls
-    beyond ``most``."""
+class Filter:
+    """A part whose pieces are those of another, as ``_pass_on`` changes them, and then those of ``_rest``."""
 
-    def __init__(self, part: PartProtocol, *, most: int | None) -> None:
+    def __init__(self, part: PartProtocol) -> None:
         self._part = part
-        self._most = most
-        self._count = 0
-        self._begun = False
-        self._blank: list[str] = []
 
     def push(self, text: str) -> Iterator[Piece]:
         for piece in self._part.push(text):
@@ -51,6 +46,27 @@ class Answer:
     def flush(self) -> Iterator[Piece]:
         for piece in self._part.flush():
             yield from self._pass_on(piece)
+        yield from self._rest()
+
+    def _pass_on(self, piece: Piece) -> Iterator[Piece]:
+        raise NotImplementedError
+
+    def _rest(self) -> Iterator[Piece]:
+        raise NotImplementedError
+
+
+class Answer(Filter):
+    """Filters the pieces of an answer that may contain calls. Whitespace next to calls is dropped, and so are calls
+    beyond ``most``."""
+
+    def __init__(self, part: PartProtocol, *, most: int | None) -> None:
+        super().__init__(part)
+        self._most = most
+        self._count = 0
+        self._begun = False
+        self._blank: list[str] = []
+
+    def _rest(self) -> Iterator[Piece]:
         if not self._count:
             yield from (Piece("content", text) for text in self._blank)
 
@@ -106,55 +122,42 @@ def _thought(reader: Reader, closing: Marks) -> Steps[None]:
         yield None
 
 
-class Within:
-    """Reads the content of ``outer`` by ``inner``."""
+class Within(Filter):
+    """Reads the content of a part by ``inner``."""
 
-    def __init__(self, outer: PartProtocol, inner: PartProtocol) -> None:
-        self._outer, self._inner = outer, inner
+    def __init__(self, part: PartProtocol, inner: PartProtocol) -> None:
+        super().__init__(part)
+        self._inner = inner
 
-    def push(self, text: str) -> Iterator[Piece]:
-        yield from self._read(self._outer.push(text))
+    def _pass_on(self, piece: Piece) -> Iterator[Piece]:
+        if piece.kind == "content":
+            yield from self._inner.push(piece.text)
+        else:
+            yield piece
 
-    def flush(self) -> Iterator[Piece]:
-        yield from self._read(self._outer.flush())
+    def _rest(self) -> Iterator[Piece]:
         yield from self._inner.flush()
 
-    def _read(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
-        for piece in pieces:
-            if piece.kind == "content":
-                yield from self._inner.push(piece.text)
-            else:
-                yield piece
 
-
-class Inputs:
+class Inputs(Filter):
     """Filters pieces: the arguments of a call to one of the ``custom`` tools, ``{"input": ...}``, become the text that
     the tool takes. They come in one piece, when they are complete or cut off."""
 
     def __init__(self, part: PartProtocol, custom: Collection[str]) -> None:
-        self._part = part
+        super().__init__(part)
         self._custom = custom
         self._held: list[str] | None = None
-
-    def push(self, text: str) -> Iterator[Piece]:
-        for piece in self._part.push(text):
-            yield from self._pass_on(piece)
-
-    def flush(self) -> Iterator[Piece]:
-        for piece in self._part.flush():
-            yield from self._pass_on(piece)
-        yield from self._told()
 
     def _pass_on(self, piece: Piece) -> Iterator[Piece]:
         if piece.kind == "arguments" and self._held is not None:
             self._held.append(piece.text)
             return
-        yield from self._told()
+        yield from self._rest()
         if piece.kind == "call" and piece.text in self._custom:
             self._held = []
         yield piece
 
-    def _told(self) -> Iterator[Piece]:
+    def _rest(self) -> Iterator[Piece]:
         if self._held is not None:
             yield Piece("arguments", _input("".join(self._held)))
             self._held = None

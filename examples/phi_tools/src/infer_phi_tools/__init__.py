@@ -12,8 +12,6 @@ from infer.text.tool_formats.reader import Marks, Reader, Steps, ahead, argument
 INFER_PLUGIN_API = 1
 MARKS = Marks("functools[")
 HEADER = re.compile(r'\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]{1,256})"\s*,\s*"arguments"\s*:\s*(?=[{"])')
-LOOK_AHEAD = 512
-"""What stands before the arguments is not longer."""
 
 
 def functools(reader: Reader, tools: Tools) -> Steps[None]:
@@ -21,7 +19,7 @@ def functools(reader: Reader, tools: Tools) -> Steps[None]:
     while (mark := (yield from prose(reader, MARKS))) is not None:
         before = reader.take(len(mark))
         while True:
-            header = yield from ahead(reader, HEADER, LOOK_AHEAD)
+            header = yield from ahead(reader, HEADER)
             if header is None or header["name"] not in tools:
                 yield reader.content(before)
                 break

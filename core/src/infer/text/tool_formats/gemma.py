@@ -4,15 +4,23 @@ and with tokens around strings, so that nothing in a string is escaped."""
 from __future__ import annotations
 
 import functools
-import json
 import re
-from typing import Any
-
-from pydantic_core import from_json
 
 from infer.contracts.protocols import Piece, Tools
-from infer.text.tool_formats.reader import Extent, Marks, Reader, Steps, ahead, comes, prose, run, spaces, value
-from infer.text.tool_formats.xml import WORDS
+from infer.text.tool_formats.reader import (
+    Extent,
+    Marks,
+    Reader,
+    Steps,
+    begin_call,
+    comes,
+    dumped,
+    prose,
+    run,
+    spaces,
+    value,
+)
+from infer.text.tool_formats.xml import NO_STRING, typed
 
 QUOTES = {"<|tool_call>": '<|"|>', "<start_function_call>": "<escape>"}
 """What stands around strings, by the token that a call begins with: Gemma 4's and FunctionGemma's."""
@@ -21,7 +29,6 @@ AFTER = ("<|tool_response>", "<start_function_response>")
 """Where the model waits for a call's result."""
 REASONING = ("<|channel>", "<channel|>")
 TOKENS = (*QUOTES, *QUOTES.values(), *CLOSINGS.values(), *AFTER, *REASONING)
-LOOK_AHEAD = 512
 _HEADER = re.compile(r"<[|\w]+>\s*call:(?P<name>[\w.-]{1,256})\s*(?=\{)")
 _MARKS = Marks(*QUOTES, *CLOSINGS.values(), *AFTER)
 _NO_KEY = re.compile(r'[:,{}\[\]<"]')
@@ -34,14 +41,9 @@ def gemma(reader: Reader, tools: Tools) -> Steps[None]:
         if mark not in QUOTES:
             reader.take(len(mark))
             continue
-        header = yield from ahead(reader, _HEADER, LOOK_AHEAD)
-        if header is None or header["name"] not in tools:
-            yield reader.content(reader.take(header.end() if header else len(mark)))
-            continue
-        reader.take(header.end())
-        yield Piece("call", header["name"])
-        yield from _arguments(reader, QUOTES[mark])
-        yield from spaces(reader)
+        if (yield from begin_call(reader, tools, mark, _HEADER)) is not None:
+            yield from _arguments(reader, QUOTES[mark])
+            yield from spaces(reader)
 
 
 def _arguments(reader: Reader, quote: str) -> Steps[None]:
@@ -88,7 +90,7 @@ def _key(reader: Reader, quote: str) -> Steps[bool]:
             if not reader.ended:
                 yield reader.content(key)
             return False
-        yield Piece("arguments", _dumped(key))
+        yield Piece("arguments", dumped(key))
     if not (yield from comes(reader, ":")):
         return False
     reader.take(1)
@@ -104,7 +106,7 @@ def _leaf(reader: Reader, quote: str, mark: str | None) -> Steps[bool]:
     if reader.ended and not len(reader):
         yield Piece("arguments", "" if quote.startswith(text) else text)
         return False
-    yield Piece("arguments", _dumped(_plain(text.strip())))
+    yield Piece("arguments", dumped(typed(text.strip(), NO_STRING)))
     return True
 
 
@@ -121,7 +123,7 @@ def _string(reader: Reader, quote: str) -> Steps[bool]:
         found = reader.find(marks.pattern)
         text = reader.before(found) if found else reader.take(len(reader) - marks.begun(reader.last(marks.longest)))
         if text:
-            yield Piece("arguments", _dumped(text)[1:-1])
+            yield Piece("arguments", dumped(text)[1:-1])
         if found:
             reader.take(len(quote))
             yield Piece("arguments", '"')
@@ -132,20 +134,6 @@ def _string(reader: Reader, quote: str) -> Steps[bool]:
         yield None
 
 
-def _plain(text: str) -> Any:
-    """A value that stands without quotes; the text itself if it is nothing else."""
-    if text in WORDS:
-        return WORDS[text]
-    try:
-        return from_json(text, allow_inf_nan=False)
-    except ValueError:
-        return text
-
-
 @functools.cache
 def _quotes(quote: str) -> Marks:
     return Marks(quote)
-
-
-def _dumped(text: Any) -> str:
-    return json.dumps(text, ensure_ascii=False)

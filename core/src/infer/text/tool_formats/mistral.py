@@ -11,7 +11,6 @@ from infer.text.tool_formats.reader import Marks, Reader, Steps, ahead, argument
 MARK = "[TOOL_CALLS]"
 TOKENS = (MARK, "[CALL_ID]", "[ARGS]")
 _MARKS = Marks(MARK)
-LOOK_AHEAD = 512
 _NAMED = re.compile(r"([\w.:-]{1,128})\s*(?:\[CALL_ID\]\s*[\w-]*\s*)?(?:\[ARGS\]\s*)?(?=[{\"])")
 
 
@@ -24,7 +23,7 @@ def mistral(reader: Reader, tools: Tools) -> Steps[None]:
             rest = yield from calls(reader, tools, blank)
             yield reader.content(rest)
             continue
-        named = yield from ahead(reader, _NAMED, LOOK_AHEAD)
+        named = yield from ahead(reader, _NAMED)
         if named and named[1] in tools:
             reader.take(named.end())
             yield Piece("call", named[1])

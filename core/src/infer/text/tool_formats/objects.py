@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import re
 from collections.abc import Collection
 from typing import Any
@@ -18,6 +17,7 @@ from infer.text.tool_formats.reader import (
     Steps,
     arguments,
     comes,
+    dumped,
     prose,
     run,
     spaces,
@@ -179,11 +179,7 @@ def _read(text: str, names: Collection[str], keyed: bool) -> tuple[str, str] | N
     given: Any = next((call[key] for key in ARGUMENTS if key in call), {})
     if not isinstance(name, str) or name not in names:
         return None
-    return name, unquoted(_dumped(given)) if isinstance(given, str) else _dumped(given)
-
-
-def _dumped(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    return name, unquoted(dumped(given)) if isinstance(given, str) else dumped(given)
 
 
 def _inside(tail: str) -> bool:

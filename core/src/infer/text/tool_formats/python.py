@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 from collections.abc import Collection
 from typing import Any
@@ -16,6 +15,7 @@ from infer.text.tool_formats.reader import (
     Reader,
     Steps,
     comes,
+    dumped,
     prose,
     run,
     spaces,
@@ -88,7 +88,7 @@ def _one(call: ast.expr, names: Collection[str]) -> tuple[str, str]:
         if keyword.arg is None:
             raise ValueError("not by keyword")
         arguments[keyword.arg] = ast.literal_eval(_Constants().visit(keyword.value))
-    text = json.dumps(arguments, ensure_ascii=False)
+    text = dumped(arguments)
     text.encode()  # raises if there is half a surrogate pair
     return name, text
 

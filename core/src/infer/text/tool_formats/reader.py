@@ -7,6 +7,7 @@ bounded look-ahead; it takes anything longer in parts.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, TypeVar
@@ -17,6 +18,8 @@ from infer.contracts.protocols import Piece, PieceKind, ToolFormatFactory, Tools
 
 T = TypeVar("T")
 TAIL = 64
+LOOK_AHEAD = 512
+"""What stands before a call's arguments is not longer."""
 Steps = Generator[Piece | None, None, T]
 
 
@@ -161,7 +164,7 @@ def comes(reader: Reader, *texts: str) -> Steps[str | None]:
         yield None
 
 
-def ahead(reader: Reader, pattern: re.Pattern[str], most: int) -> Steps[re.Match[str] | None]:
+def ahead(reader: Reader, pattern: re.Pattern[str], most: int = LOOK_AHEAD) -> Steps[re.Match[str] | None]:
     """The match of a pattern with what comes next, at most so many characters, which are not taken; None if there is
     none. The match must not depend on how much text follows it."""
     while not (found := pattern.match(reader.peek(most))):
@@ -169,6 +172,19 @@ def ahead(reader: Reader, pattern: re.Pattern[str], most: int) -> Steps[re.Match
             return None
         yield None
     return found
+
+
+def begin_call(reader: Reader, tools: Tools, opening: str, header: re.Pattern[str]) -> Steps[str | None]:
+    """Take all of a call up to its arguments, which is what ``header`` matches, with the function's ``name``, and yield
+    the call. Returns the name. If it names none of the tools, that text, or ``opening``, with which calls begin, is
+    content, and None is returned. The match must not depend on how much text follows it."""
+    found = yield from ahead(reader, header)
+    if found is None or found["name"] not in tools:
+        yield reader.content(reader.take(found.end() if found else len(opening)))
+        return None
+    reader.take(found.end())
+    yield Piece("call", found["name"])
+    return found["name"]
 
 
 def up_to(reader: Reader, end: str, most: int) -> Steps[str | None]:
@@ -258,6 +274,11 @@ def arguments(reader: Reader) -> Steps[None]:
         if end is not None or reader.ended:
             return
         yield None
+
+
+def dumped(value: Any) -> str:
+    """A value as JSON."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 def unquoted(literal: str) -> str:

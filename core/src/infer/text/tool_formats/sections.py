@@ -8,10 +8,7 @@ from typing import NamedTuple
 
 from infer.contracts.protocols import Piece, Tools
 from infer.text.tool_formats.objects import FENCE
-from infer.text.tool_formats.reader import Marks, Reader, Steps, ahead, arguments, comes, prose, spaces
-
-LOOK_AHEAD = 512
-"""What stands before the arguments is not longer."""
+from infer.text.tool_formats.reader import Marks, Reader, Steps, arguments, begin_call, comes, prose, spaces
 
 
 class Dialect(NamedTuple):
@@ -90,12 +87,8 @@ def sections(reader: Reader, tools: Tools, name: str) -> Steps[None]:
 
 
 def _call(reader: Reader, tools: Tools, dialect: Dialect) -> Steps[None]:
-    header = yield from ahead(reader, dialect.header, LOOK_AHEAD)
-    if header is None or header["name"] not in tools:
-        yield reader.content(reader.take(header.end() if header else len(dialect.call)))
+    if (yield from begin_call(reader, tools, dialect.call, dialect.header)) is None:
         return
-    reader.take(header.end())
-    yield Piece("call", header["name"])
     if (yield from comes(reader, dialect.end)):
         yield Piece("arguments", "{}")
     else:

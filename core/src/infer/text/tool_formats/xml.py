@@ -13,10 +13,20 @@ from typing import Any, NamedTuple
 from pydantic_core import from_json
 
 from infer.contracts.protocols import Piece, Tools
-from infer.text.tool_formats.reader import Marks, Reader, Steps, ahead, arguments, comes, prose, spaces
+from infer.text.tool_formats.reader import (
+    LOOK_AHEAD,
+    Marks,
+    Reader,
+    Steps,
+    ahead,
+    arguments,
+    begin_call,
+    comes,
+    dumped,
+    prose,
+    spaces,
+)
 
-LOOK_AHEAD = 512
-"""Tags are not longer."""
 MOST_NESTED = 64
 MOST_CODE = 1 << 17
 """Longer texts are not parsed as Python: its parser takes a microsecond for each character."""
@@ -180,12 +190,9 @@ def xml(reader: Reader, tools: Tools, name: str) -> Steps[None]:
 
 
 def _function(reader: Reader, tools: Tools, dialect: Dialect) -> Steps[None]:
-    header = yield from ahead(reader, dialect.header, LOOK_AHEAD)
-    if header is None or header["name"] not in tools:
-        yield reader.content(reader.take(header.end() if header else len(dialect.call)))
+    function = yield from begin_call(reader, tools, dialect.call, dialect.header)
+    if function is None:
         return
-    reader.take(header.end())
-    yield Piece("call", header["name"])
     yield from spaces(reader)
     if (yield from comes(reader, "{")):
         yield from arguments(reader)
@@ -193,12 +200,12 @@ def _function(reader: Reader, tools: Tools, dialect: Dialect) -> Steps[None]:
         if (yield from comes(reader, dialect.end_call)):
             reader.take(len(dialect.end_call))
         return
-    schemas = tools[header["name"]].get("properties")
+    schemas = tools[function].get("properties")
     before = "{"
     while not (end := (yield from comes(reader, dialect.end_call))):
         found = None
         if (yield from comes(reader, dialect.argument)):
-            found = yield from ahead(reader, dialect.key, LOOK_AHEAD)
+            found = yield from ahead(reader, dialect.key)
         if found is None:
             break
         reader.take(found.end())
@@ -206,7 +213,7 @@ def _function(reader: Reader, tools: Tools, dialect: Dialect) -> Steps[None]:
         schema = schemas.get(key) if isinstance(schemas, Mapping) else None
         if string is not None:
             schema = STRING if string in ("true", "string") else NO_STRING
-        yield Piece("arguments", f"{before}{_dumped(key)}: ")
+        yield Piece("arguments", f"{before}{dumped(key)}: ")
         if not (yield from _value(reader, dialect, key, schema)):
             return  # the text was cut off, so the JSON of the arguments stays unfinished too
         before = ", "
@@ -244,11 +251,11 @@ def _value(reader: Reader, dialect: Dialect, key: str, schema: Any) -> Steps[boo
         if not string:
             taken.append(text)
         elif text:
-            yield Piece("arguments", _dumped(text)[1:-1])
+            yield Piece("arguments", dumped(text)[1:-1])
         if whole:
             text = "".join(taken)
             value = typed(text, schema) if dialect.nested is None else _joined(text, schema, dialect.nested)
-            yield Piece("arguments", '"' if string else _dumped(value))
+            yield Piece("arguments", '"' if string else dumped(value))
             return True
         if found:
             continue
@@ -348,10 +355,6 @@ def _types(schema: Any, depth: int = 4) -> set[str]:
         for each in schema.get(key) or ():
             names |= _types(each, depth - 1)
     return names
-
-
-def _dumped(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
 
 
 @functools.cache
