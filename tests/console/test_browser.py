@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from tests.console.browser import Tab, browsing, needs_browser
-from tests.serving import holding, running
+from tests.serving import Running, holding, running
 
 import infer_console
 from infer.contracts.params import SamplingParams
@@ -57,6 +57,12 @@ def test_the_fields_take_what_the_server_takes() -> None:
             SamplingParams.model_validate({name: json.loads(bound)})
 
 
+async def enter(tab: Tab, server: Running) -> None:
+    """Open the console, and wait for the chat."""
+    await tab.open(f"{server.url}/console")
+    await tab.until("!document.querySelector('#chat').hidden")
+
+
 async def ask(tab: Tab, text: str) -> str:
     await tab.type("#text", text)
     await tab.press("Enter")
@@ -83,8 +89,7 @@ async def click(tab: Tab, text: str, within: str = "document") -> None:
 @needs_browser
 async def test_chat_streams_stops_repeats_and_remembers() -> None:
     async with running(engine=ENGINE) as server, browsing() as tab:
-        await tab.open(f"{server.url}/console")
-        await tab.until("!document.querySelector('#chat').hidden")
+        await enter(tab, server)
         await set_field(tab, "max_tokens", "24")
         first = await ask(tab, "add two numbers")
         assert first
@@ -150,8 +155,7 @@ HIDDEN_TIP = "document.querySelector('#tip').checkVisibility() === false"
 @needs_browser
 async def test_settings_show_the_servers_values_and_refuse_what_it_would_not_take() -> None:
     async with running(engine=ENGINE) as server, browsing() as tab:
-        await tab.open(f"{server.url}/console")
-        await tab.until("!document.querySelector('#chat').hidden")
+        await enter(tab, server)
         assert await tab.run(ACTIVE) == "text", "a message can be typed at once"
         shown = (
             "Object.fromEntries([...document.querySelector('#sampling').elements].map((f) => [f.name, f.placeholder]))"
@@ -193,8 +197,7 @@ async def test_settings_show_the_servers_values_and_refuse_what_it_would_not_tak
 @needs_browser
 async def test_a_chat_is_renamed_found_saved_and_deleted() -> None:
     async with running(engine=ENGINE) as server, browsing() as tab:
-        await tab.open(f"{server.url}/console")
-        await tab.until("!document.querySelector('#chat').hidden")
+        await enter(tab, server)
         assert await tab.run("document.querySelector('#one').hidden"), "there is none yet"
         await set_field(tab, "max_tokens", "4")
         await set_field(tab, "system", "be brief")
@@ -253,8 +256,7 @@ async def test_a_chat_is_renamed_found_saved_and_deleted() -> None:
 @needs_browser
 async def test_a_tooltip_goes_where_its_token_goes() -> None:
     async with running(engine=ENGINE) as server, browsing() as tab:
-        await tab.open(f"{server.url}/console")
-        await tab.until("!document.querySelector('#chat').hidden")
+        await enter(tab, server)
         await set_field(tab, "max_tokens", "200")
         await tab.run("document.querySelector('#log').style.maxHeight = '6rem'")
         await ask(tab, "a question")
@@ -360,8 +362,7 @@ def f
 @needs_browser
 async def test_code_is_colored_and_stays_the_text_that_it_is() -> None:
     async with running(engine=ENGINE) as server, browsing() as tab:
-        await tab.open(f"{server.url}/console")
-        await tab.until("!document.querySelector('#chat').hidden")
+        await enter(tab, server)
         loaded = "performance.getEntriesByType('resource').filter((e) => e.name.includes('hljs-')).length"
         assert await tab.run(loaded) == 0, "what no answer needs is not loaded"
         pieces = [{"token": piece, "logprob": -0.5, "top_logprobs": []} for piece in re.findall(r"\w+|\W", CODE)]
@@ -397,8 +398,7 @@ async def test_what_a_model_or_a_user_writes_is_text() -> None:
     token = {"token": HOSTILE, "logprob": -0.5, "top_logprobs": [{"token": EVIL, "logprob": -1.0}]}
     said = {"served_model_name": EVIL, "access_log": False}
     async with running(engine=ENGINE, server=said) as server, browsing() as tab:
-        await tab.open(f"{server.url}/console")
-        await tab.until("!document.querySelector('#chat').hidden")
+        await enter(tab, server)
         assert await tab.run("document.title") == f"{EVIL} · infer"
         assert await tab.run("document.querySelector('#model').textContent") == EVIL
         assert EVIL in await tab.run("document.querySelector('#about').textContent")
@@ -577,8 +577,7 @@ async def test_the_engine_is_shown_at_work_with_two_hundred_requests() -> None:
 async def test_it_fits_a_phone_and_is_operated_by_keys() -> None:
     async with running(engine=ENGINE) as server, browsing() as tab:
         await tab.resize(360, 640, dark=True)
-        await tab.open(f"{server.url}/console")
-        await tab.until("!document.querySelector('#chat').hidden")
+        await enter(tab, server)
         for view in ("chat", "live", "about"):
             await tab.until(f"!document.querySelector('#{view}').hidden")
             assert await tab.run("document.documentElement.scrollWidth") <= 360

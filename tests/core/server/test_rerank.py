@@ -107,18 +107,22 @@ async def test_few_documents_are_inside_at_a_time(tmp_path: Path) -> None:
         assert (status, most) == (200, 2)
 
 
-async def test_a_long_query_is_not_put_before_every_document_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The prompts of one body are made as their turn comes, since all of them may be a thousand times as long."""
-    rendered: list[int] = []
+@pytest.fixture
+def rendered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Gets the length of every conversation that is rendered."""
+    lengths: list[int] = []
     render = Renderer.__call__
 
     async def counted(self: Renderer, messages: bytes, /, **form: Any) -> str:
-        rendered.append(len(messages))
+        lengths.append(len(messages))
         return await render(self, messages, **form)
 
     monkeypatch.setattr(Renderer, "__call__", counted)
+    return lengths
+
+
+async def test_a_long_query_is_not_put_before_every_document_first(tmp_path: Path, rendered: list[int]) -> None:
+    """The prompts of one body are made as their turn comes, since all of them may be a thousand times as long."""
     async with running(model=chatty(tmp_path), engine={"max_batch_size": 2}) as server:
         for path, body in (
             ("/v1/rerank", {"query": "a " * 5000, "documents": ["b"] * 500}),
@@ -131,16 +135,8 @@ async def test_a_long_query_is_not_put_before_every_document_first(
             assert len(rendered) <= 3  # the first by itself, then as many as run together
 
 
-async def test_no_prompt_is_made_beside_a_long_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_prompt_is_made_beside_a_long_one(tmp_path: Path, rendered: list[int]) -> None:
     """As many prompts as run at a time may be too much if each is as long as a body."""
-    rendered: list[int] = []
-    render = Renderer.__call__
-
-    async def counted(self: Renderer, messages: bytes, /, **form: Any) -> str:
-        rendered.append(len(messages))
-        return await render(self, messages, **form)
-
-    monkeypatch.setattr(Renderer, "__call__", counted)
     async with running(model=chatty(tmp_path), engine={"max_batch_size": 16}) as server:
         body = {"text_1": "a" * (LONG_CHARS + 1), "text_2": ["b"] * 16}
         status, answer, _ = await server.post(body, "/v1/score")

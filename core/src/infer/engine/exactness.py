@@ -405,16 +405,18 @@ class _Attention(_Trial):
                     continue
                 chosen, chunk = map(list, zip(*fits, strict=True))
                 picked, begins = [slots[i] for i in chosen], [ends[i] for i in chosen]
-                if what == "a decode":
-                    view = self.pool.decode_view(picked, None if self.graphs is None else len(picked))
-                else:
-                    view = self.pool.batched_chunked_prefill_view(picked, begins, chunk)
+                view = self._view(picked, begins, chunk, decode=what == "a decode")
                 at = self.spans(begins, chunk)
                 compare(f"{what} of {_count([len(chosen)], 'sequence')}", attend(view, at), whole[at], at)
                 for i, n in zip(chosen, chunk, strict=True):
                     ends[i] += n
         self._far(layer, q, k, v, length, attend, compare)
         return wrong
+
+    def _view(self, slots: list[int], begins: list[int], lens: list[int], *, decode: bool) -> KVCacheView:
+        if decode:
+            return self.pool.decode_view(slots, None if self.graphs is None else len(slots))
+        return self.pool.batched_chunked_prefill_view(slots, begins, lens)
 
     def _far(
         self,
@@ -444,13 +446,11 @@ class _Attention(_Trial):
             for turn, begin in enumerate(self._filled(layer, q, k, v, slots[:1], ends)):
                 at = begin
                 for number, others in ((FAR - 4, company[:1]), (2, []), (1, company), (1, [])):
-                    what = "a decode" if number == 1 else f"extends by {number}"
+                    decode = number == 1
+                    what = "a decode" if decode else f"extends by {number}"
                     begins, lens = [at, *map(self.pool.length, others)], [number, *[1] * len(others)]
                     picked, positions = [slots[0], *others], self.spans(begins, lens)
-                    if number == 1:
-                        view = self.pool.decode_view(picked, None if self.graphs is None else len(picked))
-                    else:
-                        view = self.pool.batched_chunked_prefill_view(picked, begins, lens)
+                    view = self._view(picked, begins, lens, decode=decode)
                     what = f"{what} of {_count([len(picked)], 'sequence')}"
                     expected = wholes[turn][at - begin : at - begin + number]
                     compare(what, attend(view, positions)[:number], expected, positions[:number])

@@ -10,9 +10,9 @@ import torch
 from infer import device as devices
 from infer.cache import KVStorage
 from infer.contracts.params import MAX_LOGPROBS
-from infer.contracts.protocols import CacheContext, Draws, ModelProtocol, Pass
+from infer.contracts.protocols import CacheContext, ModelProtocol, Pass
 from infer.engine.runner import SCORED_ROWS
-from infer.engine.sampler import score
+from infer.engine.sampler import equal_draws, score
 from infer.errors import InferError
 
 
@@ -42,10 +42,7 @@ def activation_bytes(model: ModelProtocol, context: CacheContext, max_tokens: in
         rows = max(context.max_batch_size, SCORED_ROWS)
         logits = model.logits(hidden[torch.arange(rows, device=device) % tokens])
 
-        def full(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-            return torch.full((rows,), value, dtype=dtype, device=device)
-
-        draws = Draws(full(1), full(50, torch.int64), full(0.9), full(0), full(0.5, torch.float64), False, True)
+        draws = equal_draws(rows, device, temperature=1.0, top_k=50, top_p=0.9, uniform=0.5)
         drawn = context.kernels.sample(logits, draws).clamp(min=0)
         score(logits, drawn, [MAX_LOGPROBS] * rows).read()
 

@@ -7,7 +7,7 @@ that a compiler has spoilt, say. Each kernel that the model has called is compar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from infer.cache import KVStorage
-from infer.contracts.protocols import AttentionSpec, CacheContext, Draws, Expert, KernelsProtocol, Rotary
+from infer.contracts.protocols import AttentionSpec, CacheContext, Expert, KernelsProtocol, Rotary
+from infer.engine.sampler import equal_draws
 from infer.kernels.reference import ReferenceKernels
 
 BOUND = 0.03
@@ -117,7 +118,7 @@ def wrong_attention(
     """A phrase if attention to one sequence, of these queries and keys, and of the keys in reverse as values, is not
     torch's, rotation and store included."""
     T, block = len(q_THE), 16
-    v_TKE, blocks = k_TKE.flip(0).contiguous(), -(-len(q_THE) // 16)
+    v_TKE, blocks = k_TKE.flip(0).contiguous(), -(-T // block)
     storage = KVStorage(CacheContext([spec], 1, T, q_THE.dtype, q_THE.device, kernels), blocks, block)
     view = storage.view(np.arange(blocks, dtype=np.int32)[None], [0], [T])
     found = view.attend(0, q_THE, k_TKE, v_TKE, rotary)
@@ -144,20 +145,11 @@ def _attend64(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def wrong_draws(kernels: KernelsProtocol, logits_NV: Tensor) -> Iterator[str]:
     """A phrase if the likeliest tokens are not drawn without a temperature, and with one from the likeliest alone."""
-    rows, device = len(logits_NV), logits_NV.device
-
-    def drawn(temperature: float) -> Sequence[int]:
-        def full(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.full((rows,), value, dtype=dtype, device=device)
-
-        ranked = temperature > 0
-        values = full(temperature), full(int(ranked), torch.int64), full(1), full(0), full(0.7, torch.float64)
-        tokens: list[int] = kernels.sample(logits_NV, Draws(*values, greedy=not ranked, ranked=ranked)).tolist()
-        return tokens
-
     top = logits_NV.double().amax(-1)
     for temperature in (0.0, 1.0):
-        tokens = torch.tensor(drawn(temperature), device=device)
+        top_k = int(temperature > 0)
+        draws = equal_draws(len(logits_NV), logits_NV.device, temperature=temperature, top_k=top_k, uniform=0.7)
+        tokens = kernels.sample(logits_NV, draws).long()
         if not torch.equal(logits_NV.double().gather(1, tokens.clamp(min=0)[:, None])[:, 0], top):
             yield f"{type(kernels).__name__}.sample is wrong: it draws other tokens than the likeliest"
             return

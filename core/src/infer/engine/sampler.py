@@ -69,6 +69,25 @@ class Drawing:
         )
 
 
+def equal_draws(
+    rows: int, device: torch.device, *, temperature: float, top_k: int = 0, top_p: float = 1.0, uniform: float
+) -> Draws:
+    """The same parameters and the same random number for all rows."""
+
+    def full(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.full((rows,), value, dtype=dtype, device=device)
+
+    return Draws(
+        temperature_N=full(temperature),
+        top_k_N=full(top_k, torch.int64),
+        top_p_N=full(top_p),
+        min_p_N=full(0.0),
+        uniform_N=full(uniform, torch.float64),
+        greedy=temperature == 0,
+        ranked=temperature > 0 and (top_k > 0 or top_p < 1),
+    )
+
+
 def words(values: Sequence[int]) -> Words:
     """Integers modulo 2^64."""
     return np.array([value & (2**64 - 1) for value in values], dtype=np.uint64)
