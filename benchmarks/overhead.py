@@ -23,8 +23,9 @@ from torch import Tensor
 
 from infer import LLM, SamplingParams, hookimpl
 from infer.commands.bench import machine
-from infer.hookspecs import ModelRegistration, StepRecord
-from infer.protocols import AttentionSpec, ModelContext, Pass
+from infer.contracts.attention import AttentionSpec
+from infer.contracts.model import ModelContext, ModelRegistration, Pass
+from infer.contracts.records import StepRecord
 from infer.weight import Weight
 
 LIMITS = {1: None, 64: 150, 256: 500}
@@ -68,7 +69,7 @@ class Nothing:
 
 
 class Plugin:
-    INFER_PLUGIN_API = 1
+    INFER_PLUGIN_API = 2
 
     def __init__(self) -> None:
         self.at: list[tuple[int, float]] = []

@@ -234,8 +234,8 @@ def expected(config: Mapping[str, Any]) -> Mapping[str, tuple[int, ...]]:
     """The names and shapes of the tensors that the config's family expects."""
     import torch
 
+    from infer.contracts.model import ModelContext
     from infer.kernels.reference import ReferenceKernels
-    from infer.protocols import ModelContext
     from infer_models import infer_models
 
     (family,) = [r for r in infer_models() if config["architectures"][0] in r.architectures]

@@ -8,13 +8,13 @@ import statistics
 import time
 
 from infer import LLM, SamplingParams, hookimpl
-from infer.hookspecs import StepRecord
+from infer.contracts.records import StepRecord
 
 
 class Steps:
     """An observer that keeps all step records."""
 
-    INFER_PLUGIN_API = 1
+    INFER_PLUGIN_API = 2
 
     def __init__(self) -> None:
         self.records: list[StepRecord] = []

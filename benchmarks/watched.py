@@ -30,7 +30,7 @@ from tests.console.records import step
 
 from infer import hookimpl
 from infer.commands.bench import machine
-from infer.hookspecs import StepRecord
+from infer.contracts.records import StepRecord
 from infer.server.testing import serving
 from infer_console.live import Live
 from infer_console.telling import Kept, Maps, Telling, cells
@@ -45,7 +45,7 @@ class Clock:
     """An observer that notes, after each step, how many sequences decoded, and three clocks in ns: the wall's, that of
     the engine's thread and that of the process."""
 
-    INFER_PLUGIN_API = 1
+    INFER_PLUGIN_API = 2
 
     def __init__(self, turn: int) -> None:
         self.steps: list[tuple[int, int, int, int]] = []

@@ -14,16 +14,31 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "core/src/infer"
 SECTIONS: dict[str, tuple[str, str, Sequence[str]]] = {
-    "Hooks and registrations": (
-        "What a plugin's module implements, and what its hooks return. Import them from `infer.hookspecs`.",
-        "hookspecs.py",
-        ("contracts/hooks.py", "contracts/records.py"),
+    "Hooks": (
+        "What a plugin's module implements, and what it states about itself.",
+        "contracts/__init__.py",
+        ("contracts/hooks.py", "contracts/registration.py"),
     ),
-    "Contracts": (
-        "What the parts are, which are registered, and what they are made from. Import them from `infer.protocols`.",
-        "protocols.py",
-        ("contracts/protocols.py", "contracts/schedule.py"),
-    ),
+    **{
+        title: (
+            f"What {who} needs. Import it from `infer.contracts.{file}`.",
+            "contracts/__init__.py",
+            (f"contracts/{file}.py",),
+        )
+        for title, who, file in (
+            ("Attention", "whoever writes caches, kernels or models", "attention"),
+            ("Caches", "the author of a cache pool", "cache"),
+            ("Kernels", "the author of kernels", "kernels"),
+            ("Models", "the author of a model family", "model"),
+            ("Checkpoints", "the author of a container or a weight format", "weights"),
+            ("Schedulers", "the author of a scheduler", "scheduler"),
+            ("Proposers", "the author of a proposer", "proposer"),
+            ("Text formats", "the author of a tool format or a reasoning format", "text"),
+            ("Endpoints", "the author of an endpoint", "server"),
+            ("Commands", "the author of a command", "command"),
+            ("Observers", "the author of an observer", "records"),
+        )
+    },
     "Requests and errors": (
         "What clients ask for, what they get, and which errors there are. Import them from `infer`.",
         "__init__.py",
@@ -159,14 +174,14 @@ def _arguments(arguments: ast.arguments) -> str:
 
 def page() -> str:
     """The whole page."""
-    legend = ast.get_docstring(ast.parse(_read(SOURCE / "contracts/protocols.py"))) or ""
+    legend = ast.get_docstring(ast.parse(_read(SOURCE / "contracts/__init__.py"))) or ""
     lines = [
         "# Reference",
         "",
         "All that plugins build on, from the docstrings in the source: "
         "`python docs/reference.py` writes this page. [Writing a plugin](plugins.md) shows how they go together.",
         "",
-        _code(legend.partition("\n\n")[2]),
+        _code(legend.partition("\n\nShape legend")[2].join(("Shape legend", ""))),
     ]
     elsewhere = promised()
     for title, (about, _, files) in SECTIONS.items():

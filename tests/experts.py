@@ -11,8 +11,8 @@ from tests.attention import random
 from tests.products import gated64
 from torch import Tensor
 
+from infer.contracts.kernels import Activation, Expert, KernelsProtocol, Routing
 from infer.kernels.quantise import quantise_weight
-from infer.protocols import Activation, Expert, KernelsProtocol, Routing
 from infer.weight import GroupedWeight, Weight, quantise_rows
 
 FORMS = ("plain", "biases", "int8", "int4", "mixed")

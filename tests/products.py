@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from infer.protocols import Activation
+from infer.contracts.kernels import Activation
 
 TIED = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12.0])
 """The values of MXFP4, doubled."""

@@ -19,9 +19,9 @@ from safetensors.torch import load_file, save_file
 
 import infer.server.testing
 import infer_demo
-from infer.assemble import start
+from infer.assemble.assembly import start
 from infer.engine.schedulers import ContinuousScheduler
-from infer.plugins import Plugins
+from infer.plugins.discovery import Plugins
 from infer.server.app import bind, listen, make_app
 from infer.server.testing import Serving
 from infer.settings import load_settings

@@ -19,30 +19,24 @@ from torch import Tensor
 
 import infer_cache_paged
 from infer.checkpoint.quantise import Quantiser
+from infer.contracts.attention import KVDtype, QuantisedKV
+from infer.contracts.cache import CacheContext, CachePoolProtocol
+from infer.contracts.kernels import KernelsProtocol
+from infer.contracts.model import ModelContext, ModelProtocol
 from infer.contracts.params import SamplingParams
+from infer.contracts.proposer import Ask, ProposerProtocol
+from infer.contracts.records import RequestRecord, StepRecord
 from infer.contracts.request import Event, Request
+from infer.contracts.scheduler import Sequence
+from infer.contracts.sections import EngineSettings
 from infer.engine.engine import Abort, Engine
 from infer.engine.graphs import DecodeGraphs
 from infer.engine.payoff import Plan
 from infer.engine.runner import Runner
 from infer.engine.schedulers import ContinuousScheduler, StaticScheduler
 from infer.engine.speculation import Speculation
-from infer.hookspecs import RequestRecord, StepRecord
 from infer.kernels.reference import ReferenceKernels
-from infer.plugins import Plugins
-from infer.protocols import (
-    Ask,
-    CacheContext,
-    CachePoolProtocol,
-    KernelsProtocol,
-    KVDtype,
-    ModelContext,
-    ModelProtocol,
-    ProposerProtocol,
-    QuantisedKV,
-    Sequence,
-)
-from infer.settings import EngineSettings
+from infer.plugins.discovery import Plugins
 from infer_cache_paged import PagedPool, PagedSettings
 from infer_cache_slotted import SlottedPool
 from infer_models import infer_models

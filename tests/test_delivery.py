@@ -17,8 +17,8 @@ import yaml  # type: ignore[import-untyped]
 from prometheus_client import generate_latest
 from tests.serving import HANG_S, running
 
+from infer.contracts.sections import ServerSettings
 from infer.server import metrics
-from infer.settings import ServerSettings
 
 ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"

@@ -31,7 +31,7 @@ from tests.docs.test_run import SHOWN, free_port
 import infer_demo
 from infer import errors
 from infer.checkpoint.hub import BUNDLED
-from infer.slots import SLOTS
+from infer.plugins.slots import SLOTS
 from infer_kernels_cpu import native
 
 MOST_DISTRIBUTIONS, MOST_BYTES = 60, 1_100_000_000

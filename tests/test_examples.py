@@ -59,8 +59,10 @@ def sources(example: Path) -> list[Path]:
 def promised() -> set[str]:
     """The modules that docs/plugins.md promises to plugins."""
     text = (ROOT / "docs/plugins.md").read_text()
-    (sentence,) = re.findall(r"`INFER_PLUGIN_API = 1` names the contract:(.*?)\.\s+A\s+plugin", text, re.DOTALL)
-    return set(re.findall(r"`(infer(?:\.\w+)*)`", sentence))
+    (sentence,) = re.findall(r"`INFER_PLUGIN_API = 2` names the contract:(.*?)\.\s+A\s+plugin", text, re.DOTALL)
+    named = set(re.findall(r"`(infer(?:\.\w+)*)`", sentence))
+    readers = {f"infer.contracts.{file.stem}" for file in (ROOT / "core/src/infer/contracts").glob("*.py")}
+    return named | (readers if "infer.contracts" in named else set())
 
 
 @each

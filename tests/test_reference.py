@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import pkgutil
 import re
 import runpy
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+
+from infer import contracts
 
 SCRIPT: dict[str, Any] = runpy.run_path(str(Path(__file__).parents[1] / "docs/reference.py"))
 PLUGINS = Path(__file__).parents[1] / "docs/plugins.md"
@@ -32,10 +35,11 @@ def test_it_has_what_the_contract_names_and_says_how_a_class_is_made() -> None:
     says.)"""
     plugins, page = (PLUGINS.read_text(encoding="utf-8"), SCRIPT["page"]())
     promise = plugins.partition("names the contract:")[2].partition("those of `infer.server")[0]
-    modules = [
-        *map(importlib.import_module, set(re.findall(r"`(infer[\w.]*)`", promise)) - {"infer.kernels.reference"})
-    ]
-    assert len(modules) == 10
+    named = set(re.findall(r"`(infer[\w.]*)`", promise)) - {"infer.kernels.reference", "infer.contracts"}
+    # Requests and parameters are public names of infer, and settings have a page of their own.
+    readers = {each.name for each in pkgutil.iter_modules(contracts.__path__)} - {"params", "request", "sections"}
+    modules = [*map(importlib.import_module, named | {f"infer.contracts.{name}" for name in readers})]
+    assert len(modules) == 8 + 13
     missing = []
     for module in modules:
         own = [name for name, what in vars(module).items() if getattr(what, "__module__", "") == module.__name__]

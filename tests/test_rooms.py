@@ -13,15 +13,15 @@ ROOT = Path(__file__).parents[1]
 PLUGINS = tuple(path.name for path in sorted(ROOT.glob("plugins/*/src/*")))
 TEXT = ("tokenizers", "infer.text")
 ABOVE = (
-    *("infer.engine", "infer.server", "infer.commands", "infer.settings", "infer.assemble", "infer.llm"),
+    *("infer.engine", "infer.server", "infer.commands", "infer.settings", "infer.assemble.assembly", "infer.llm"),
     "infer.testing",
 )
-DOORS = ("infer", "infer.assemble", "infer.llm", "infer.openmp", "infer.survey", "infer.engine.loop")
+DOORS = ("infer", "infer.assemble.assembly", "infer.llm", "infer.openmp", "infer.plugins.survey", "infer.engine.loop")
 """Where rooms meet: what is behind these is not counted as imported by whoever imports them."""
 ROOMS: dict[str, tuple[str, ...]] = {
     "core/src/infer": PLUGINS,
     "core/src/infer/contracts": ("torch", "numpy", "tokenizers", "infer.text", "infer.cache", "infer.layers", *ABOVE),
-    "core/src/infer/contracts/schedule.py": ("torch", "numpy", *TEXT),
+    "core/src/infer/contracts/scheduler.py": ("torch", "numpy", *TEXT),
     "core/src/infer/checkpoint": ("infer.cache", "infer.layers", "infer.kernels", *TEXT, *ABOVE),
     "core/src/infer/layers": ("infer.cache", "infer.kernels", "infer.checkpoint", *TEXT, *ABOVE),
     "core/src/infer/kernels": ("infer.cache", "infer.layers", "infer.checkpoint", *TEXT, *ABOVE),

@@ -14,7 +14,8 @@ from benchmarks.shapes import Costs
 from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
-from infer.protocols import AttentionSpec, Draws, Ragged, Rotary
+from infer.contracts.attention import AttentionSpec, Ragged, Rotary
+from infer.contracts.kernels import Draws
 from infer.weight import GroupedWeight
 from infer_kernels_triton.provider import TritonKernels
 

@@ -15,7 +15,7 @@ from benchmarks.gpu.kernels import ragged, randn
 from benchmarks.gpu.timing import Run, seconds
 from benchmarks.shapes import Costs
 
-from infer.protocols import AttentionSpec
+from infer.contracts.attention import AttentionSpec
 from infer.weight import GroupedWeight
 from infer_kernels_triton import attention, grouped, matmul
 from infer_kernels_triton.configs import MANY, AttentionConfig, GroupedConfig, GroupedTiles, LinearConfig, configs

@@ -16,8 +16,8 @@ from tests.support import CONFIGS as TINY
 from tests.support import CPU
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from infer.contracts.model import ModelContext
 from infer.kernels.reference import ReferenceKernels
-from infer.protocols import ModelContext
 from infer_models import infer_models
 
 BILLIONS = {"Llama-3.2-1B": 1.236, "Llama-3.2-3B": 3.213, "Qwen3-0.6B": 0.596, "Qwen3-8B": 8.191, "Gemma-3-1B": 1.000}

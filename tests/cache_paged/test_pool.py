@@ -16,9 +16,10 @@ from tests.support import CPU
 
 import infer_cache_paged
 from infer import LLM, SamplingParams
+from infer.contracts.attention import AttentionSpec
+from infer.contracts.cache import Allocation, CacheContext
 from infer.errors import SettingsError
 from infer.kernels.reference import ReferenceKernels
-from infer.protocols import Allocation, AttentionSpec, CacheContext
 from infer_cache_paged import PagedPool, PagedSettings
 from infer_cache_paged.pages import ROLLBACK, cost
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from infer.hookspecs import RequestRecord, StepRecord, WorkRecord
+from infer.contracts.records import RequestRecord, StepRecord, WorkRecord
 
 
 def step(index: int, *ids: str, blocks: Callable[[], bytes] | None = lambda: bytes([0, 1, 2, 3])) -> StepRecord:

@@ -18,7 +18,7 @@ from tests.serving import HANG_S, Running, running
 from yarl import URL
 
 import infer_console
-from infer.plugins import Plugins
+from infer.plugins.discovery import Plugins
 from infer_cache_paged import PagedBooks
 from infer_console import live, sessions, telling
 from infer_console.files import HEADERS, POLICY

@@ -15,12 +15,12 @@ from tests.models.checkpoints import write_checkpoint
 from tests.serving import Body, chatty, running
 
 from infer import LLM, CheckpointError, InferError, SamplingParams, SettingsError
-from infer.assemble import for_device
+from infer.assemble.assembly import for_device
+from infer.assemble.sizes import Meter
 from infer.commands.cli import main
+from infer.contracts.sections import EngineSettings, Settings
 from infer.engine.batch import Batch
 from infer.engine.runner import Launched, Runner
-from infer.settings import EngineSettings, Settings
-from infer.sizes import Meter
 
 ENGINE = {"max_batch_size": 4, "max_seq_len": 256}
 KERNELS = {"threads": 1}

@@ -28,9 +28,11 @@ from tests.support import (
     tiny_model,
 )
 
+from infer.contracts.attention import KVDtype, QuantisedKV
+from infer.contracts.cache import CachePoolProtocol
+from infer.contracts.model import ModelProtocol, Pass
 from infer.contracts.request import Event
 from infer.engine.exactness import self_check
-from infer.protocols import CachePoolProtocol, KVDtype, ModelProtocol, Pass, QuantisedKV
 
 pytestmark = pytest.mark.usefixtures("each_provider")
 FIRST = ("llama", "qwen3", "gemma3")

@@ -11,8 +11,8 @@ from tests.examples import examples
 from tests.experts import FORMS, Mixture, check_rows, route64
 from tests.products import near
 
+from infer.contracts.kernels import Activation, Routing
 from infer.kernels.reference import ReferenceKernels
-from infer.protocols import Activation, Routing
 from infer_kernels_cpu import native
 from infer_kernels_cpu.provider import CpuKernels
 

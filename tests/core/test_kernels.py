@@ -17,8 +17,9 @@ from tests.examples import examples, slowly
 from tests.products import gated64
 from torch import Tensor
 
+from infer.contracts.attention import KV, AttentionSpec, HeadNorms, KVDtype, QuantisedKV, Rotary
+from infer.contracts.kernels import Activation
 from infer.kernels.reference import SEGMENT, TILE, ReferenceKernels, exact_rows, plan_tiles
-from infer.protocols import KV, Activation, AttentionSpec, HeadNorms, KVDtype, QuantisedKV, Rotary
 from infer_kernels_cpu import native
 from infer_kernels_cpu.provider import CpuKernels
 

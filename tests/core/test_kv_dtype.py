@@ -10,10 +10,11 @@ import pytest
 
 from infer import LLM, SamplingParams, SettingsError, hookimpl
 from infer.commands.cli import main
-from infer.hookspecs import CacheRegistration, KernelsRegistration, Registration
+from infer.contracts.cache import CacheFactory, CacheRegistration
+from infer.contracts.kernels import KernelsRegistration
+from infer.contracts.registration import Registration
 from infer.kernels.reference import ReferenceKernels
-from infer.plugins import Plugins
-from infer.protocols import CacheFactory
+from infer.plugins.discovery import Plugins
 from infer.settings import load_settings
 from infer_cache_slotted import SlottedPool
 
@@ -47,7 +48,7 @@ def test_it_serves_exactly_and_says_how_much_fits(pool: str, kernels: str, caplo
 class Ignorant:
     """A pool and kernels that were written before there was such a setting."""
 
-    INFER_PLUGIN_API = 1
+    INFER_PLUGIN_API = 2
 
     @hookimpl
     def infer_cache_pools(self) -> list[Registration[CacheFactory]]:

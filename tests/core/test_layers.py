@@ -16,6 +16,8 @@ import transformers
 from pydantic import BaseModel, PositiveInt
 from torch import Tensor
 
+from infer.contracts.attention import AttentionSpec
+from infer.contracts.model import ModelContext
 from infer.errors import CheckpointError
 from infer.kernels.reference import ReferenceKernels
 from infer.layers import (
@@ -35,7 +37,6 @@ from infer.layers import (
     read_config,
 )
 from infer.layers.rotary import rotary_order
-from infer.protocols import AttentionSpec, ModelContext
 from infer_models.gemma2 import Gemma2Config
 from infer_models.gemma3 import Gemma3
 from infer_models.glm4 import Glm4Config

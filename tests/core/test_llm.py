@@ -15,9 +15,9 @@ from tests.models.checkpoints import write_checkpoint
 from tokenizers import Tokenizer
 
 from infer import LLM, PLUGIN_API, CheckpointError, RequestError, SamplingParams, SettingsError, hookimpl
+from infer.contracts.text import ToolFormatRegistration
 from infer.engine.engine import Engine, Message
-from infer.hookspecs import ToolFormatRegistration
-from infer.plugins import Plugins
+from infer.plugins.discovery import Plugins
 from infer.text.tool_formats.objects import bare
 from infer.text.tool_formats.reader import scripted
 

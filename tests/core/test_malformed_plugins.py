@@ -14,18 +14,22 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.examples import examples
 
-from infer import plugins
 from infer.commands import cli
-from infer.plugins import Plugins
+from infer.plugins import discovery
+from infer.plugins.discovery import Plugins
 
 HEAD = """
 import sys
 from unittest.mock import ANY, Mock
 from pydantic import BaseModel, Field, RootModel, create_model
 from infer import hookimpl
-from infer.hookspecs import *
-from infer.hookspecs import CacheRegistration, KernelsRegistration, Registration
-from infer.hookspecs import ModelRegistration, SchedulerRegistration, WeightFormatRegistration
+from infer.contracts.hooks import *
+from infer.contracts.cache import CacheRegistration
+from infer.contracts.kernels import KernelsRegistration
+from infer.contracts.registration import Registration
+from infer.contracts.model import ModelRegistration
+from infer.contracts.scheduler import SchedulerRegistration
+from infer.contracts.weights import WeightFormatRegistration
 class Odd(BaseException): ...
 class Mute(Exception):
     def __str__(self): raise ValueError("mute")
@@ -158,7 +162,7 @@ def malformed(draw: st.DrawFn) -> tuple[str, str]:
     hook = draw(st.sampled_from(sorted(HOOKS)))
     kind, value, fails = HOOKS[hook], draw(st.sampled_from(VALUES)), draw(st.sampled_from(RAISES))
     sound = f"@hookimpl\ndef {hook}(): return [{registration(kind)}]"
-    api, at = "INFER_PLUGIN_API = 1", ""
+    api, at = "INFER_PLUGIN_API = 2", ""
     match draw(
         st.sampled_from(
             ["import", "api", "api", "env", "module", "entry", "def", "def", "hook", "return", "item"] + ["field"] * 3
@@ -206,7 +210,7 @@ def malformed(draw: st.DrawFn) -> tuple[str, str]:
 
 
 HEALTHY = f"""{HEAD}
-INFER_PLUGIN_API = 1
+INFER_PLUGIN_API = 2
 class Own(BaseModel): size: int = 3
 @hookimpl
 def infer_cache_pools(): return [Registration("healthy", make, "sound", Own)]
@@ -255,7 +259,7 @@ def test_malformed_plugins_take_nobody_down(
     assert found.get("cache", "healthy", "cache.backend").distribution == "healthy"
     assert len(found.offers["cache"]) == 3, "nothing of the malformed one stays"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plugins, "entry_points", lambda group: installed)
+        patch.setattr(discovery, "entry_points", lambda group: installed)
         for argv in (["plugins", "--json", "--cache.healthy.size", "4"], ["settings", "--json"]):
             capsys.readouterr()
             assert cli.main(argv) == 0

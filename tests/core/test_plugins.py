@@ -17,36 +17,26 @@ import pytest
 from pydantic import BaseModel
 from tests.support import without
 
-from infer import (
-    LLM,
-    PLUGIN_API,
-    EngineDeadError,
-    PluginError,
-    SamplingParams,
-    SettingsError,
-    assemble,
-    hookimpl,
-    inspection,
-)
+from infer import LLM, PLUGIN_API, EngineDeadError, PluginError, SamplingParams, SettingsError, hookimpl
+from infer.assemble import assembly
 from infer.commands import cli
+from infer.contracts.cache import CacheFactory
+from infer.contracts.model import ModelRegistration
+from infer.contracts.records import ObserverFactory, RequestRecord, StepRecord
+from infer.contracts.registration import Registration
+from infer.contracts.scheduler import Schedule, SchedulerRegistration
+from infer.contracts.sections import Settings
 from infer.engine.schedulers import ContinuousScheduler
 from infer.errors import say
-from infer.hookspecs import (
-    ModelRegistration,
-    Registration,
-    RequestRecord,
-    SchedulerRegistration,
-    StepRecord,
-)
 from infer.kernels.reference import ReferenceKernels
-from infer.plugins import Plugins
-from infer.protocols import CacheFactory, ObserverFactory, Schedule
-from infer.settings import Settings, load_settings
+from infer.plugins import inspection
+from infer.plugins.discovery import Plugins
+from infer.settings import load_settings
 
 SOUND = """
 from pydantic import BaseModel
 from infer import hookimpl
-from infer.hookspecs import Registration
+from infer.contracts.registration import Registration
 INFER_PLUGIN_API = {api}
 
 class Size(BaseModel):
@@ -63,7 +53,7 @@ def infer_cache_pools():
 
 COMMANDS = """
 from infer import hookimpl
-from infer.hookspecs import CommandRegistration
+from infer.contracts.command import CommandRegistration
 INFER_PLUGIN_API = {api}
 
 def arguments(parser):
@@ -256,7 +246,7 @@ def test_unknown_ways_to_store_weights_name_the_package_that_reads_them() -> Non
 
 FAMILIES = """
 from infer import hookimpl
-from infer.hookspecs import ModelRegistration
+from infer.contracts.model import ModelRegistration
 INFER_PLUGIN_API = {api}
 
 @hookimpl
@@ -412,7 +402,7 @@ def test_a_command_has_one_owner(
 
 @pytest.mark.parametrize("key", ["batching_mode", "speculation"])
 def test_names_are_checked_before_weights_are_loaded(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assemble, "_loaded", lambda *given: pytest.fail("they are loaded"))
+    monkeypatch.setattr(assembly, "_loaded", lambda *given: pytest.fail("they are loaded"))
     with pytest.raises(PluginError, match=f"engine.{key} is 'nope', but no such plugin is installed"):
         LLM("demo", engine={key: "nope"})
 

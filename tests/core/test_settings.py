@@ -14,25 +14,15 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, Field, SecretStr, ValidationError
 
-from infer import SettingsError, hookimpl, inspection
+from infer import SettingsError, hookimpl
 from infer.contracts import hooks as hookspecs
-from infer.hookspecs import Registration, SchedulerRegistration
-from infer.plugins import Plugins
-from infer.protocols import CacheFactory
-from infer.settings import (
-    CacheSettings,
-    EngineSettings,
-    Loaded,
-    ModelSettings,
-    Section,
-    Settings,
-    compose,
-    describe,
-    describe_schema,
-    load_settings,
-    plugin_settings,
-    schema,
-)
+from infer.contracts.cache import CacheFactory
+from infer.contracts.registration import Registration
+from infer.contracts.scheduler import SchedulerRegistration
+from infer.contracts.sections import CacheSettings, EngineSettings, ModelSettings, Section, Settings
+from infer.plugins import inspection
+from infer.plugins.discovery import Plugins
+from infer.settings import Loaded, compose, describe, describe_schema, load_settings, plugin_settings, schema
 
 ROOT = Path(__file__).parents[2]
 PLUGINS = Plugins.discover()
@@ -43,7 +33,7 @@ class PageSettings(Section):
 
 
 class PagedPlugin:
-    INFER_PLUGIN_API = 1
+    INFER_PLUGIN_API = 2
 
     @hookimpl
     def infer_cache_pools(self) -> list[Registration[CacheFactory]]:
@@ -198,7 +188,7 @@ def test_secrets_of_plugins_are_in_no_message() -> None:
         many: Inner = Inner()
 
     class Plugin:
-        INFER_PLUGIN_API = 1
+        INFER_PLUGIN_API = 2
 
         @hookimpl
         def infer_observers(self) -> Any:
@@ -309,7 +299,7 @@ class LooseSettings(BaseModel):
 
 
 class LoosePlugin:
-    INFER_PLUGIN_API = 1
+    INFER_PLUGIN_API = 2
 
     @hookimpl
     def infer_cache_pools(self) -> list[Registration[CacheFactory]]:

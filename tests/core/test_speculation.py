@@ -12,10 +12,12 @@ from tests.core.engine.test_schedulers import documented
 from tests.support import Always
 from tokenizers import Tokenizer
 
-from infer import LLM, InferError, SamplingParams, SettingsError, assemble, hookimpl
+from infer import LLM, InferError, SamplingParams, SettingsError, hookimpl
+from infer.assemble import assembly
 from infer.commands import cli
-from infer.hookspecs import CacheRegistration, RequestRecord
-from infer.plugins import Plugins
+from infer.contracts.cache import CacheRegistration
+from infer.contracts.records import RequestRecord
+from infer.plugins.discovery import Plugins
 from infer_cache_slotted import SlottedPool
 
 PROMPTS = ["def add(a, b):\n    return a + b\n\ndef add(a, b):\n", "x = 1\nx = 1\nx = 1\n", "import os\n"]
@@ -29,7 +31,7 @@ SMALL: dict[str, Any] = {"cache": {"backend": "slotted"}, "kernels": {"threads":
 class Watch:
     """Keeps the records of finished requests, and offers what the documentation shows."""
 
-    INFER_PLUGIN_API = 1
+    INFER_PLUGIN_API = 2
 
     def __init__(self) -> None:
         self.records: list[RequestRecord] = []
@@ -57,7 +59,7 @@ def plain() -> Any:
 
 @pytest.mark.parametrize("name", ["ngram", "draft", "cycle"])
 def test_answers_are_the_same_whoever_proposes(name: str, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assemble, "Payoff", lambda costs, waits: Always())
+    monkeypatch.setattr(assembly, "Payoff", lambda costs, waits: Always())
     watch = Watch()
     more = {"draft": {"path": "demo"}, "max_draft_tokens": 5} if name == "draft" else {}
     assert answers({"speculation": name, **more}, watch) == plain
@@ -93,7 +95,7 @@ def test_a_pool_that_cannot_take_positions_back_is_refused() -> None:
             return super().__getattribute__(name)
 
     class Stranger:
-        INFER_PLUGIN_API = 1
+        INFER_PLUGIN_API = 2
 
         @hookimpl
         def infer_cache_pools(self) -> Any:

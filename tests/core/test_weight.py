@@ -15,12 +15,12 @@ from tests.models.checkpoints import write_checkpoint
 from torch import Tensor
 
 from infer import LLM, SamplingParams, hookimpl
+from infer.contracts.attention import AttentionSpec
+from infer.contracts.weights import TensorFilesProtocol, WeightFormatRegistration
 from infer.errors import PluginError
-from infer.hookspecs import WeightFormatRegistration
 from infer.kernels.reference import ReferenceKernels
 from infer.layers import Attention, Embedding, GatedMLP, Head, Linear, Weights
 from infer.layers.rotary import rotary_order
-from infer.protocols import AttentionSpec, TensorFilesProtocol
 from infer.weight import GroupedWeight, Weight
 
 FORMS = ("symmetric", "minimum", "table")
@@ -188,7 +188,7 @@ class Nibbles:
 
 
 class Plugin:
-    INFER_PLUGIN_API = 1
+    INFER_PLUGIN_API = 2
 
     @hookimpl
     def infer_weight_formats(self) -> list[WeightFormatRegistration]:

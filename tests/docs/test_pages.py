@@ -16,9 +16,10 @@ from tests.docs.pages import PAGES, REFERENCE, RESULTS, ROOT, TIMELINE, Page, co
 
 from infer.commands import COMMANDS
 from infer.commands.cli import _parser
+from infer.contracts.sections import Settings
 from infer.errors import InferError
-from infer.plugins import Plugins
-from infer.settings import Settings, describe, load_settings, split_arguments
+from infer.plugins.discovery import Plugins
+from infer.settings import describe, load_settings, split_arguments
 
 CONF: dict[str, Any] = runpy.run_path(str(ROOT / "docs/conf.py"))
 each = pytest.mark.parametrize("page", PAGES.values(), ids=PAGES)

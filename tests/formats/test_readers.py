@@ -19,8 +19,8 @@ from torch import Tensor
 
 from infer import LLM, SamplingParams
 from infer.checkpoint import Checkpoint, Folder
+from infer.contracts.weights import WeightFormatProtocol
 from infer.errors import CheckpointError
-from infer.protocols import WeightFormatProtocol
 from infer.weight import GroupedWeight
 from infer_formats import infer_weight_formats
 

@@ -13,8 +13,10 @@ from tests.products import within_rounding
 from torch import Tensor
 
 from infer.cache import KVStorage
+from infer.contracts.attention import AttentionSpec
+from infer.contracts.cache import CacheContext
+from infer.contracts.kernels import Draws
 from infer.kernels.reference import ReferenceKernels
-from infer.protocols import AttentionSpec, CacheContext, Draws
 from infer_kernels_triton.provider import TritonKernels
 
 BF16 = torch.bfloat16

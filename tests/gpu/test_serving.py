@@ -12,7 +12,8 @@ from benchmarks.gpu.dry import DEVICE, DRY, SHAPES
 from benchmarks.shapes import write
 
 from infer import LLM, SamplingParams
-from infer.hookspecs import RequestRecord, hookimpl
+from infer.contracts.records import RequestRecord
+from infer.contracts.registration import hookimpl
 
 LAYERS, LONGEST = 2 if DRY else 4, 1536
 GRAPHS = "auto" if DRY else "on"
@@ -35,7 +36,7 @@ VARIANTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 class Finished:
     """An observer that keeps what it is told."""
 
-    INFER_PLUGIN_API = 1
+    INFER_PLUGIN_API = 2
 
     def __init__(self) -> None:
         self.records: list[RequestRecord] = []

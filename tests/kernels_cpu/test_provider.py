@@ -19,7 +19,7 @@ from tests.attention import Scene, random, spec
 import infer_kernels_cpu
 from infer import LLM
 from infer.commands.cli import main
-from infer.hookspecs import KernelsRegistration
+from infer.contracts.kernels import KernelsRegistration
 from infer_kernels_cpu import native
 from infer_kernels_cpu.memory import SMALL, Buffers
 from infer_kernels_cpu.provider import CpuKernels

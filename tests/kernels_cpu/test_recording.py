@@ -27,9 +27,11 @@ from tests.support import (
 from torch import Tensor
 
 from infer.cache import ExtendView
+from infer.contracts.attention import KV, AttentionSpec, KVDtype, Ragged, Rotary
+from infer.contracts.cache import CacheContext
+from infer.contracts.kernels import Activation
 from infer.engine.graphs import DecodeGraphs
 from infer.kernels.reference import ReferenceKernels
-from infer.protocols import KV, Activation, AttentionSpec, CacheContext, KVDtype, Ragged, Rotary
 from infer_cache_paged import PagedPool, PagedSettings
 from infer_kernels_cpu.memory import Buffers
 from infer_kernels_cpu.provider import CpuKernels

@@ -27,7 +27,8 @@ from triton.backends.nvidia import __file__ as nvidia
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from infer.protocols import KV, AttentionSpec, Draws, Expert, HeadNorms, QuantisedKV, Ragged, Rotary, Routing
+from infer.contracts.attention import KV, AttentionSpec, HeadNorms, QuantisedKV, Ragged, Rotary
+from infer.contracts.kernels import Draws, Expert, Routing
 from infer.weight import GroupedWeight
 from infer_kernels_triton import provider
 from infer_kernels_triton.configs import TABLE

@@ -12,7 +12,7 @@ from tests.attention import Scene, spec
 from tests.examples import examples
 from torch import Tensor
 
-from infer.protocols import AttentionSpec, KVDtype
+from infer.contracts.attention import AttentionSpec, KVDtype
 from infer_kernels_triton.provider import TritonKernels
 
 MIXED = [(0, 1), (130, 1), (300, 1), (0, 5), (7, 3), (127, 2), (60, 70), (0, 140), (255, 130), (31, 1)]

@@ -10,8 +10,9 @@ from tests.attention import random
 from tests.examples import slowly
 from torch import Tensor
 
+from infer.contracts.attention import HeadNorms, QuantisedKV, Rotary
+from infer.contracts.kernels import Activation
 from infer.kernels.reference import ReferenceKernels, quantise
-from infer.protocols import Activation, HeadNorms, QuantisedKV, Rotary
 from infer_kernels_triton.provider import TritonKernels
 
 REFERENCE = ReferenceKernels()

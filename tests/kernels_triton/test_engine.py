@@ -11,9 +11,9 @@ import torch
 from tests.support import CONFIGS, CPU, Recorder, Stepper, build_model, make_engine, paged_pool, random_prompt
 from torch import Tensor
 
+from infer.contracts.kernels import KernelsProtocol
 from infer.engine.graphs import DecodeGraphs
 from infer.kernels.reference import ReferenceKernels
-from infer.protocols import KernelsProtocol
 from infer.weight import GroupedWeight, Weight
 from infer_kernels_triton.provider import TritonKernels
 

@@ -8,7 +8,7 @@ from tests.attention import random
 from tests.experts import Mixture, check_rows, route64
 from tests.products import near
 
-from infer.protocols import Routing
+from infer.contracts.kernels import Routing
 from infer_kernels_triton.provider import TritonKernels
 
 MORE = (("softmax", True), ("sigmoid", False))

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from tests.attention import random
 from tests.examples import examples, slowly
 
+from infer.contracts.kernels import Draws
 from infer.contracts.params import SamplingParams
 from infer.contracts.request import Request
 from infer.engine.sampler import Drawing
 from infer.kernels.reference import ReferenceKernels
-from infer.protocols import Draws
 from infer_kernels_triton.provider import TritonKernels
 
 REFERENCE = ReferenceKernels()

@@ -18,13 +18,14 @@ from tests import support
 from tests.models.checkpoints import VOCAB, Family, as_transformers_4, edit_tensors, stacked, write_checkpoint
 from torch import Tensor
 
-from infer.assemble import _read, open_checkpoint
+from infer.assemble.assembly import _read, open_checkpoint
 from infer.checkpoint import Checkpoint, Folder, dummy_tensors
 from infer.checkpoint.quantise import Quantiser
+from infer.contracts.cache import CacheContext
+from infer.contracts.model import ModelContext, ModelProtocol, Pass
+from infer.contracts.sections import ModelSettings, Settings
 from infer.errors import CheckpointError
-from infer.plugins import Plugins
-from infer.protocols import CacheContext, ModelContext, ModelProtocol, Pass
-from infer.settings import ModelSettings, Settings
+from infer.plugins.discovery import Plugins
 from infer_cache_paged import PagedPool, PagedSettings
 from infer_cache_slotted import SlottedPool
 from infer_models import infer_models

@@ -14,7 +14,8 @@ from tests.models.checkpoints import edit_tensors, stacked, tokenizer, write_che
 from torch import Tensor
 
 from infer import LLM, SamplingParams, hookimpl
-from infer.hookspecs import ModelRegistration
+from infer.contracts.attention import AttentionSpec
+from infer.contracts.model import ModelContext, ModelRegistration, Pass
 from infer.layers import (
     Attention,
     Embedding,
@@ -27,7 +28,6 @@ from infer.layers import (
     Weights,
     select,
 )
-from infer.protocols import AttentionSpec, ModelContext, Pass
 from infer.weight import Weight
 
 Experts = list[Callable[[Tensor], Tensor]]
@@ -124,7 +124,7 @@ class Moe:
 
 
 class Plugin:
-    INFER_PLUGIN_API = 1
+    INFER_PLUGIN_API = 2
 
     def __init__(self, route: Route) -> None:
         self.route = route

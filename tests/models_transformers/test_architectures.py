@@ -17,10 +17,10 @@ from torch import Tensor
 
 from infer.checkpoint import Checkpoint
 from infer.checkpoint.folder import Folder
+from infer.contracts.model import ModelContext
+from infer.contracts.sections import ModelSettings, Settings
 from infer.errors import CheckpointError
-from infer.plugins import Plugins
-from infer.protocols import ModelContext
-from infer.settings import ModelSettings, Settings
+from infer.plugins.discovery import Plugins
 from infer.testing import check_model
 from infer.testing.models import Models, Stage
 from infer_kernels_cpu.provider import CpuKernels
@@ -234,7 +234,8 @@ def test_no_more_positions_than_the_model_has(tmp_path: Path) -> None:
 @torch.inference_mode()
 def logits(model: TransformersModel) -> Tensor:
     from infer.cache import KVStorage
-    from infer.protocols import CacheContext, Pass
+    from infer.contracts.cache import CacheContext
+    from infer.contracts.model import Pass
 
     storage = KVStorage(CacheContext(model.attention, 1, 64, torch.float32, torch.device("cpu"), KERNELS), 4, 16)
     view = storage.view(torch.arange(4, dtype=torch.int32).numpy()[None], [0], [20])

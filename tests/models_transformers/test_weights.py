@@ -18,10 +18,10 @@ from tests.models_transformers.checkpoints import VOCAB, write
 from tests.models_transformers.test_architectures import logits, made
 from torch import Tensor
 
-from infer.assemble import sketch
+from infer.assemble.assembly import sketch
 from infer.checkpoint.quantise import Quantiser
-from infer.protocols import SparingProtocol
-from infer.settings import ModelSettings
+from infer.contracts.model import SparingProtocol
+from infer.contracts.sections import ModelSettings
 from infer.testing.models import Models, Stage
 from infer.weight import GroupedWeight, Weight
 from infer_kernels_cpu.provider import CpuKernels

@@ -12,9 +12,9 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 import infer_otel
+from infer.contracts.records import RequestRecord
 from infer.errors import SettingsError
-from infer.hookspecs import RequestRecord
-from infer.plugins import Plugins
+from infer.plugins.discovery import Plugins
 from infer.settings import load_settings
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"

@@ -19,12 +19,13 @@ import pytest
 from tests import serving as servers
 from tests.serving import Running
 
-from infer.assemble import start
-from infer.plugins import Plugins
-from infer.protocols import CommandContext
+from infer.assemble.assembly import start
+from infer.contracts.command import CommandContext
+from infer.contracts.sections import Settings
+from infer.plugins.discovery import Plugins
 from infer.server.app import bind, listen, make_app
 from infer.server.testing import Serving
-from infer.settings import Settings, load_settings
+from infer.settings import load_settings
 from infer_ray import command
 from infer_ray.ingress import Fleet, Ingress
 from infer_ray.ingress import serving as serving_ingress

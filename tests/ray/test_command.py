@@ -7,8 +7,8 @@ import socket
 import pytest
 
 from infer.commands.cli import main
-from infer.plugins import Plugins
-from infer.protocols import CommandContext
+from infer.contracts.command import CommandContext
+from infer.plugins.discovery import Plugins
 from infer.settings import load_settings
 from infer_ray.command import plan
 

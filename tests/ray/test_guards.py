@@ -17,8 +17,8 @@ from pydantic_core import from_json
 from tests.ray.test_ingress import frames
 from tests.serving import HANG_S
 
+from infer.contracts.sections import ServerSettings
 from infer.server.app import bind, listen
-from infer.settings import ServerSettings
 from infer_ray import ingress as ingress_module
 from infer_ray.held import ENTRY, from_baggage, to_baggage
 from infer_ray.ingress import MOST_LOST, MOST_REFUSED, Fleet, Ingress

@@ -14,9 +14,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.serving import HANG_S, chatty, serving, until
 
+from infer.contracts.sections import ServerSettings
 from infer.server.app import bind
 from infer.server.testing import Serving
-from infer.settings import ServerSettings
 from infer_ray.ingress import Fleet, Ingress
 from infer_ray.ingress import serving as serving_ingress
 from infer_ray.prefixes import chain as chain_of

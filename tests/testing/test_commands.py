@@ -9,8 +9,8 @@ from types import ModuleType
 import pytest
 
 from infer import hookimpl
+from infer.contracts.command import CommandRegistration
 from infer.errors import InferError, PluginError
-from infer.hookspecs import CommandRegistration
 from infer.testing import ConformanceError, check_command
 
 
@@ -21,7 +21,7 @@ def plugin(run: Callable[..., object], add: Callable[[argparse.ArgumentParser], 
     def infer_commands() -> list[CommandRegistration]:
         return [CommandRegistration("twice", run, "say it twice", add_arguments=add)]  # type: ignore[arg-type]
 
-    vars(module).update(INFER_PLUGIN_API=1, infer_commands=infer_commands)
+    vars(module).update(INFER_PLUGIN_API=2, infer_commands=infer_commands)
     return module
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from infer.checkpoint import Folder
 from infer.checkpoint.tensors import PlainFormat
-from infer.protocols import TensorFilesProtocol, WeightFormatProtocol
+from infer.contracts.weights import TensorFilesProtocol, WeightFormatProtocol
 from infer.testing import check_weight_format
 from infer.weight import GroupedWeight, Weight
 from infer_formats import infer_weight_formats

@@ -13,9 +13,10 @@ from tests.support import Recorder
 from tests.testing.planted import Bug, Bugs, caught
 from torch import Tensor
 
+from infer.contracts.attention import KV, AttentionSpec, HeadNorms, Ragged, Rotary
+from infer.contracts.kernels import Activation, Draws, Expert, Routing
 from infer.errors import SettingsError
 from infer.kernels.reference import ReferenceKernels
-from infer.protocols import KV, Activation, AttentionSpec, Draws, Expert, HeadNorms, Ragged, Rotary, Routing
 from infer.testing import check_kernels
 from infer.testing.kernels import SUITE, Provider
 from infer.weight import GroupedWeight, Weight

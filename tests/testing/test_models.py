@@ -18,10 +18,11 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from infer import hookimpl
-from infer.hookspecs import ModelRegistration
+from infer.contracts.attention import AttentionSpec, Rotary
+from infer.contracts.cache import KVCacheView
+from infer.contracts.model import ModelContext, ModelProtocol, ModelRegistration, Pass
 from infer.kernels.reference import ReferenceKernels
 from infer.layers import Decoder
-from infer.protocols import AttentionSpec, KVCacheView, ModelContext, ModelProtocol, Pass, Rotary
 from infer.testing import ConformanceError, check_model, tiny_checkpoint
 from infer.testing.checkpoints import letters
 from infer.weight import Weight
@@ -63,7 +64,7 @@ def test_a_planted_bug_is_named(bug: Bug[MakeModel]) -> None:
         make = lambda config, context, settings: bug.make(config, context)  # noqa: E731
         return [ModelRegistration("planted", make, "with a bug", architectures=("LlamaForCausalLM",))]
 
-    plugin = SimpleNamespace(INFER_PLUGIN_API=1, infer_models=hookimpl(registered))
+    plugin = SimpleNamespace(INFER_PLUGIN_API=2, infer_models=hookimpl(registered))
     caught(bug, lambda **keys: check_model(checkpoint(), family="planted", plugins=[plugin], **keys))
 
 
@@ -252,7 +253,7 @@ def test_names_that_transformers_does_not_have_are_said() -> None:
         make = lambda config, context, settings: Decoder(config, context, Renamed, LlamaLayer)  # noqa: E731
         return [ModelRegistration("renamed", make, "a typo", architectures=("LlamaForCausalLM",), priority=1)]
 
-    plugin = SimpleNamespace(INFER_PLUGIN_API=1, infer_models=hookimpl(registered))
+    plugin = SimpleNamespace(INFER_PLUGIN_API=2, infer_models=hookimpl(registered))
     folder = tiny_checkpoint("LlamaForCausalLM", plugins=[plugin])
     says = "it needs model.norm.weight, which the family does not name; it does not know model.last_norm.weight"
     with pytest.raises(ConformanceError, match=re.escape(says)):
@@ -267,7 +268,7 @@ def test_a_model_that_ignores_its_window_is_named() -> None:
         make = lambda config, context, settings: Decoder(config, context, Whole, LlamaLayer)  # noqa: E731
         return [ModelRegistration("whole", make, "no window", architectures=("MistralForCausalLM",), priority=1)]
 
-    plugin = SimpleNamespace(INFER_PLUGIN_API=1, infer_models=hookimpl(registered))
+    plugin = SimpleNamespace(INFER_PLUGIN_API=2, infer_models=hookimpl(registered))
     folder = tiny_checkpoint("MistralForCausalLM")
     says = r"at position \d\d are off by .*but not before: a window \(attention's are none\)"
     with pytest.raises(ConformanceError, match=says):

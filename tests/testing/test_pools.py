@@ -14,17 +14,9 @@ from torch import Tensor
 
 from infer.cache import ExtendView, KVStorage, Pool
 from infer.cache.books import Ints, Slots
+from infer.contracts.attention import AttentionSpec, QuantisedKV, Ragged, Rotary
+from infer.contracts.cache import Allocation, CacheContext, CachePoolProtocol, KVCacheView
 from infer.kernels.reference import ReferenceKernels
-from infer.protocols import (
-    Allocation,
-    AttentionSpec,
-    CacheContext,
-    CachePoolProtocol,
-    KVCacheView,
-    QuantisedKV,
-    Ragged,
-    Rotary,
-)
 from infer.testing import check_pool
 from infer.testing.pools import SUITE, Pools
 from infer_cache_paged import PagedBooks, PagedPool, PagedSettings

@@ -9,8 +9,8 @@ from tests.core.engine.test_schedulers import documented
 from tests.examples import seeded
 from tests.testing.planted import Bug, Bugs, caught
 
+from infer.contracts.proposer import Ask, ProposerContext, ProposerProtocol
 from infer.engine.ngram import NgramProposer, NgramSettings
-from infer.protocols import Ask, ProposerContext, ProposerProtocol
 from infer.testing import check_proposer
 from infer.testing.proposers import VOCAB
 

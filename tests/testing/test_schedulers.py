@@ -12,9 +12,9 @@ from tests.core.engine.test_schedulers import FairShares, ShortestFirst
 from tests.examples import seeded
 from tests.testing.planted import Bug, Bugs, caught
 
+from infer.contracts.scheduler import Schedule, SchedulerContext, SchedulerProtocol, Sequence, Work
 from infer.engine.schedulers import ContinuousScheduler, StaticScheduler
 from infer.engine.seats import Seats, Step
-from infer.protocols import Schedule, SchedulerContext, SchedulerProtocol, Sequence, Work
 from infer.testing import check_scheduler
 
 MakeScheduler = Callable[[SchedulerContext], SchedulerProtocol]

@@ -25,11 +25,11 @@ from torch import Tensor
 from infer import hookimpl
 from infer.commands import check
 from infer.commands.cli import _parser, main
+from infer.contracts.command import CommandContext
+from infer.contracts.kernels import KernelsRegistration
 from infer.errors import InferError
-from infer.hookspecs import KernelsRegistration
 from infer.kernels.reference import ReferenceKernels
-from infer.plugins import Plugins
-from infer.protocols import CommandContext
+from infer.plugins.discovery import Plugins
 from infer.settings import load_settings
 from infer.testing import ConformanceError, check_kernels, tiny_checkpoint
 
@@ -56,10 +56,10 @@ MY_ROUTES = """
 from tests.testing.test_tool_formats import ARGUMENTS, NAME, SCHEMA, WRITTEN
 
 from infer import hookimpl
-from infer.hookspecs import Registration
-from infer.protocols import Route
+from infer.contracts.registration import Registration
+from infer.contracts.server import Route
 
-INFER_PLUGIN_API = 1
+INFER_PLUGIN_API = 2
 
 
 @hookimpl
@@ -103,7 +103,7 @@ class Blind(ReferenceKernels):
 def run(*words: str) -> int:
     """`infer check` with a plugin of kernels."""
     registered = lambda: [KernelsRegistration("mine", lambda device, settings: Blind(), "mine")]  # noqa: E731
-    plugins = Plugins.discover([SimpleNamespace(INFER_PLUGIN_API=1, infer_kernels=hookimpl(registered))])
+    plugins = Plugins.discover([SimpleNamespace(INFER_PLUGIN_API=2, infer_kernels=hookimpl(registered))])
     loaded = load_settings(plugins, env={}, read_file=False)
     args = _parser().parse_args(["check", *words])
     return check.run(args, CommandContext(loaded.settings, loaded.sources, plugins, ()))

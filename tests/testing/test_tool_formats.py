@@ -11,8 +11,8 @@ from tests.core.engine.test_schedulers import documented
 from tests.examples import seeded
 from tests.testing.planted import Bug, Bugs, caught
 
-from infer.builtin import infer_tool_formats
-from infer.protocols import PartProtocol, Piece, Tools
+from infer.contracts.text import PartProtocol, Piece, Tools
+from infer.plugins.builtin import infer_tool_formats
 from infer.testing import check_tool_format
 from infer.text.tool_formats.reader import Reader, Script, Steps
 

@@ -2,9 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-from infer.contracts.hooks import hookimpl
 from infer.contracts.params import SamplingParams
-from infer.contracts.protocols import PLUGIN_API
+from infer.contracts.registration import PLUGIN_API, hookimpl
 from infer.contracts.request import Event, Request, TokenLogprobs
 from infer.errors import (
     CheckpointError,

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from infer.settings import Settings
+from infer.contracts.sections import Settings
 
 NAMED = {"MODEL": "model.path"}
 LOADING = {"--model": "model.path", "--max-model-len": "engine.max_seq_len"}

@@ -8,14 +8,15 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from infer.assemble import start
+from infer.assemble.assembly import start
 from infer.contracts.params import SamplingParams
 from infer.contracts.request import Event, FinishReason, Request, TokenLogprobs
+from infer.contracts.sections import Settings
 from infer.engine.loop import AsyncDoor
 from infer.errors import QueueFullError, RequestError, capital
-from infer.plugins import Plugins
+from infer.plugins.discovery import Plugins
 from infer.progress import bar
-from infer.settings import Settings, load_settings
+from infer.settings import load_settings
 
 Prompt = str | Sequence[int]
 

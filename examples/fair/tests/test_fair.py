@@ -7,8 +7,8 @@ import pytest
 
 import infer_fair
 from infer import LLM, Request, SamplingParams, hookimpl
-from infer.hookspecs import RequestRecord
-from infer.protocols import SchedulerContext, Sequence
+from infer.contracts.records import RequestRecord
+from infer.contracts.scheduler import SchedulerContext, Sequence
 from infer.testing import check_scheduler, tiny_checkpoint
 from infer_fair import FairScheduler, FairSettings
 
@@ -26,7 +26,7 @@ def test_who_asks_much_does_not_keep_out_who_asks_little() -> None:
     ended: list[str] = []
 
     class Watch:
-        INFER_PLUGIN_API = 1
+        INFER_PLUGIN_API = 2
 
         @staticmethod
         @hookimpl

@@ -5,7 +5,7 @@ import json
 import pytest
 
 import infer_phi_tools
-from infer.protocols import PartProtocol, Piece, Tools
+from infer.contracts.text import PartProtocol, Piece, Tools
 from infer.server.testing import serving
 from infer.testing import check_tool_format, tiny_checkpoint
 from infer_phi_tools import infer_tool_formats

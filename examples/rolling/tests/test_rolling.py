@@ -7,8 +7,9 @@ import torch
 
 import infer_rolling
 from infer import LLM, SamplingParams
+from infer.contracts.attention import AttentionSpec
+from infer.contracts.cache import CacheContext
 from infer.kernels.reference import ReferenceKernels
-from infer.protocols import AttentionSpec, CacheContext
 from infer.testing import check_pool, tiny_checkpoint
 from infer_rolling import RollingPool, RollingSettings
 

@@ -12,7 +12,7 @@ from tests.support import slotted_pool, tiny_model
 
 from infer.cache import BlockBooks, Pool
 from infer.cache.books import Ints
-from infer.protocols import Allocation
+from infer.contracts.cache import Allocation
 from infer_cache_paged import PagedBooks
 from infer_cache_paged.pages import Pages
 from infer_cache_slotted import SlottedBooks

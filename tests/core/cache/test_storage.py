@@ -12,7 +12,9 @@ from torch import Tensor
 
 from infer.cache import ExtendView, KVStorage, Pool
 from infer.cache.books import Ints
-from infer.protocols import AttentionSpec, CacheContext, KVDtype, Pass, Rotary
+from infer.contracts.attention import AttentionSpec, KVDtype, Rotary
+from infer.contracts.cache import CacheContext
+from infer.contracts.model import Pass
 from infer_cache_paged import PagedBooks
 from infer_cache_paged.pages import Pages
 from infer_cache_slotted import SlottedBooks

@@ -25,7 +25,7 @@ from infer.checkpoint import Checkpoint, Folder, dummy_tensors, tensor_files
 from infer.checkpoint.locate import locate as locate_path
 from infer.checkpoint.tensors import INDEX, SINGLE
 from infer.errors import MAX_MESSAGE, CheckpointError, PluginError
-from infer.plugins import Plugins
+from infer.plugins.discovery import Plugins
 
 DEMO = Plugins.discover().checkpoints["demo"]
 CONFIG: dict[str, Any] = {

@@ -26,7 +26,7 @@ from infer.commands.bench import (
     summarise,
     table,
 )
-from infer.plugins import Plugins
+from infer.plugins.discovery import Plugins
 from infer.settings import load_settings
 
 

@@ -21,8 +21,8 @@ import pytest
 from infer.commands.arguments import new_timeline
 from infer.commands.cli import _parser, main
 from infer.errors import InferError
-from infer.inspection import SPECS
-from infer.plugins import Plugins
+from infer.plugins.discovery import Plugins
+from infer.plugins.inspection import SPECS
 from infer.settings import load_settings
 
 ONE_THREAD = {"INFER_KERNELS__THREADS": "1"}

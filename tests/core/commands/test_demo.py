@@ -6,7 +6,7 @@ import pytest
 
 from infer.commands.cli import main
 from infer.commands.demo import Arrival, SceneObserver, latencies, render
-from infer.hookspecs import RequestRecord, StepRecord, WorkRecord
+from infer.contracts.records import RequestRecord, StepRecord, WorkRecord
 
 
 def step(index: int, started: float, finished: float, *work: WorkRecord) -> StepRecord:

@@ -26,14 +26,14 @@ from tests.support import held, without
 from torch import Tensor
 
 from infer import hookimpl
-from infer.assemble import start
+from infer.assemble.assembly import start
 from infer.checkpoint import Outlines
 from infer.commands.cli import main
 from infer.commands.doctor import Doctor, Report
+from infer.contracts.kernels import KernelsRegistration
 from infer.errors import CheckpointError
-from infer.hookspecs import KernelsRegistration
 from infer.kernels.reference import ReferenceKernels
-from infer.plugins import Plugins
+from infer.plugins.discovery import Plugins
 from infer.settings import load_settings
 from infer.weight import Weight
 
@@ -338,7 +338,7 @@ def test_only_what_tells_a_form_is_read() -> None:
 class Reading:
     """A family and kernels that cannot do without values."""
 
-    INFER_PLUGIN_API = 1
+    INFER_PLUGIN_API = 2
 
     @staticmethod
     @hookimpl

@@ -15,8 +15,8 @@ import pytest
 
 from infer.commands import check, new
 from infer.commands.cli import main
-from infer.plugins import Plugins
-from infer.slots import SLOTS
+from infer.plugins.discovery import Plugins
+from infer.plugins.slots import SLOTS
 from infer.testing import ConformanceError
 
 OTHERS = {"tools": "tool_format", "route": "routes"}

@@ -16,36 +16,28 @@ from torch import Tensor
 
 from infer import LLM, SamplingParams, hookimpl
 from infer.cache import BlockBooks, KVStorage, Pool
-from infer.hookspecs import (
-    ContainerRegistration,
-    KernelsRegistration,
-    ModelRegistration,
-    Registration,
-    SchedulerRegistration,
-    StepRecord,
-    WeightFormatRegistration,
-)
-from infer.kernels.reference import ReferenceKernels
-from infer.protocols import (
-    Allocation,
-    AttentionSpec,
-    CacheContext,
-    CachePoolProtocol,
-    ContainerProtocol,
-    KernelsProtocol,
-    KVCacheView,
-    ModelContext,
-    ModelProtocol,
-    ObserverProtocol,
-    Pass,
+from infer.contracts.attention import AttentionSpec
+from infer.contracts.cache import Allocation, CacheContext, CachePoolProtocol, KVCacheView
+from infer.contracts.kernels import KernelsProtocol, KernelsRegistration
+from infer.contracts.model import ModelContext, ModelProtocol, ModelRegistration, Pass
+from infer.contracts.records import ObserverProtocol, StepRecord
+from infer.contracts.registration import Registration
+from infer.contracts.scheduler import (
     Schedule,
     SchedulerContext,
     SchedulerProtocol,
+    SchedulerRegistration,
     Sequence,
-    TensorFilesProtocol,
-    WeightFormatProtocol,
     Work,
 )
+from infer.contracts.weights import (
+    ContainerProtocol,
+    ContainerRegistration,
+    TensorFilesProtocol,
+    WeightFormatProtocol,
+    WeightFormatRegistration,
+)
+from infer.kernels.reference import ReferenceKernels
 from infer.weight import Weight
 
 WIDTH, HEADS, SIZE = 32, 2, 16
@@ -197,7 +189,7 @@ class Archive:
 
 
 class Plugin:
-    INFER_PLUGIN_API = 1
+    INFER_PLUGIN_API = 2
 
     @hookimpl
     def infer_models(self) -> list[ModelRegistration]:

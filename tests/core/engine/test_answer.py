@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from infer.contracts.params import SamplingParams
 from infer.contracts.request import Request
-from infer.contracts.schedule import PENDING, Sequence
+from infer.contracts.scheduler import PENDING, Sequence
 from infer.engine.answer import Answer, Counts
 from infer.text.detokenizer import TokenTexts
 

@@ -12,11 +12,12 @@ from tests.support import MAX_SEQ_LEN, VOCAB, make_engine, paged_pool, random_pr
 
 from infer import PluginError
 from infer.contracts.params import SamplingParams
+from infer.contracts.registration import NoSettings
 from infer.contracts.request import Request
+from infer.contracts.scheduler import Schedule, Sequence
+from infer.contracts.sections import EngineSettings
 from infer.engine.checked import CheckedPool, CheckedScheduler
 from infer.engine.schedulers import ContinuousScheduler
-from infer.protocols import NoSettings, Schedule, Sequence
-from infer.settings import EngineSettings
 
 
 class Bad(ContinuousScheduler):

@@ -13,15 +13,16 @@ from tests import support
 from tests.support import CPU, DTYPES, POOLS, VOCAB, Recorder, letters, random_prompt, slotted_pool, tiny_model
 
 from infer.contracts.params import SamplingParams
+from infer.contracts.proposer import Ask, ProposerContext, SecondModel
 from infer.contracts.request import Request
+from infer.contracts.scheduler import Sequence
+from infer.contracts.sections import EngineSettings
 from infer.engine import draft, ngram
 from infer.engine.draft import DraftProposer, DraftSettings
 from infer.engine.graphs import DecodeGraphs
 from infer.engine.ngram import NgramProposer, NgramSettings
 from infer.engine.payoff import Costs, Payoff, Plan, measure
 from infer.engine.runner import Runner
-from infer.protocols import Ask, ProposerContext, SecondModel, Sequence
-from infer.settings import EngineSettings
 
 
 def looked_up(tokens: list[int], most: int, shortest: int, longest: int) -> list[int]:

@@ -11,12 +11,13 @@ import pytest
 import torch
 from tests.support import MAX_SEQ_LEN, Stepper, letters, make_engine, paged_pool, random_prompt, tiny_model
 
+from infer.contracts.model import ModelProtocol, Pass
 from infer.contracts.params import SamplingParams
+from infer.contracts.records import RequestRecord
 from infer.contracts.request import Event, Request
+from infer.contracts.scheduler import Sequence, Work
 from infer.engine.batch import Draw, Score, pack
 from infer.engine.runner import SCORED_ROWS, Drawn
-from infer.hookspecs import RequestRecord
-from infer.protocols import ModelProtocol, Pass, Sequence, Work
 
 F32 = torch.float32
 

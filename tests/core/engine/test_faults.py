@@ -18,8 +18,11 @@ import torch
 from tests.core.engine.test_traffic import EOS, MAX_SEQ_LEN, Launched, Runner
 from tests.support import VOCAB, letters, make_engine, tiny_model
 
+from infer.contracts.cache import CacheContext
+from infer.contracts.kernels import Draws
 from infer.contracts.params import SamplingParams
 from infer.contracts.request import Event, Request
+from infer.contracts.sections import EngineSettings
 from infer.engine import answer as answer_module
 from infer.engine.batch import Batch, Draw
 from infer.engine.engine import Engine
@@ -28,8 +31,6 @@ from infer.engine.schedulers import ContinuousScheduler
 from infer.engine.steering import Steering, edits
 from infer.errors import EngineDeadError, PluginError
 from infer.kernels.reference import ReferenceKernels
-from infer.protocols import CacheContext, Draws
-from infer.settings import EngineSettings
 from infer.text.detokenizer import TextStream
 from infer.text.grammar import Masks
 from infer_cache_paged import PagedPool, PagedSettings

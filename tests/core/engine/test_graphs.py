@@ -22,11 +22,13 @@ from tests.support import (
 )
 from torch import Tensor
 
+from infer.contracts.attention import KV, AttentionSpec, Ragged
+from infer.contracts.kernels import RecorderProtocol
 from infer.contracts.request import Request
+from infer.contracts.scheduler import PENDING, Sequence
 from infer.engine.batch import Batch, Draw, pack
 from infer.engine.graphs import DecodeGraphs, batch_sizes
 from infer.kernels.reference import ReferenceKernels
-from infer.protocols import KV, PENDING, AttentionSpec, Ragged, RecorderProtocol, Sequence
 
 MAX_BATCH = 5
 

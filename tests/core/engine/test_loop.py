@@ -17,12 +17,12 @@ from tests.support import CPU, KERNELS, MAX_SEQ_LEN, random_prompt, slotted_pool
 
 from infer import LLM, SamplingParams
 from infer.contracts.request import Event, Request
+from infer.contracts.sections import EngineSettings
 from infer.engine.engine import Engine
 from infer.engine.loop import AT_ONCE, AsyncDoor, EngineLoop, Mailbox
 from infer.engine.runner import Runner
 from infer.engine.schedulers import ContinuousScheduler
 from infer.errors import EngineDeadError, QueueFullError
-from infer.settings import EngineSettings
 
 
 class Stuck(ContinuousScheduler):

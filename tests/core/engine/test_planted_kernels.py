@@ -29,7 +29,8 @@ from tests.core.engine.test_self_check import (
 )
 from torch import Tensor
 
-from infer.protocols import KV, AttentionSpec, Draws, Ragged
+from infer.contracts.attention import KV, AttentionSpec, Ragged
+from infer.contracts.kernels import Draws
 from infer_kernels_cpu.provider import CpuKernels
 
 

@@ -11,9 +11,9 @@ import torch
 from tests import support
 from tests.support import DTYPES, VOCAB, make_engine, paged_pool, random_prompt, slotted_pool, tiny_model
 
+from infer.contracts.model import Pass
 from infer.contracts.params import SamplingParams
 from infer.contracts.request import Pooling, Request
-from infer.protocols import Pass
 
 pytestmark = pytest.mark.usefixtures("each_provider")
 PROMPTS = [random_prompt(150)[:n] + random_prompt(3, seed=n) for n in (0, 1, 29, 61, 90, 149)]

@@ -16,10 +16,9 @@ from tests.examples import examples
 
 from infer.contracts.params import SamplingParams
 from infer.contracts.request import Request
-from infer.contracts.schedule import Works
+from infer.contracts.scheduler import PENDING, Schedule, SchedulerContext, Sequence, Works
+from infer.contracts.sections import EngineSettings
 from infer.engine.schedulers import ContinuousScheduler, StaticScheduler
-from infer.protocols import PENDING, Schedule, SchedulerContext, Sequence
-from infer.settings import EngineSettings
 from infer.testing.schedulers import CountingPool, SharingPool
 
 DOCS = Path(__file__).parents[3] / "docs"

@@ -13,22 +13,15 @@ from tests.support import CONFIGS, CPU, DTYPES, build_model, random_tensors
 from torch import Tensor
 
 from infer import LLM
+from infer.contracts.attention import KV, AttentionSpec, Ragged, Rotary
+from infer.contracts.cache import CacheContext
+from infer.contracts.kernels import Draws, KernelsRegistration
+from infer.contracts.model import ModelContext, ModelProtocol, Pass
+from infer.contracts.registration import hookimpl
 from infer.engine import exactness
 from infer.engine.exactness import self_check
 from infer.engine.graphs import DecodeGraphs
-from infer.hookspecs import KernelsRegistration, hookimpl
 from infer.layers import Decoder
-from infer.protocols import (
-    KV,
-    AttentionSpec,
-    CacheContext,
-    Draws,
-    ModelContext,
-    ModelProtocol,
-    Pass,
-    Ragged,
-    Rotary,
-)
 from infer_cache_paged import PagedPool, PagedSettings
 from infer_kernels_cpu.memory import Buffers
 from infer_kernels_cpu.provider import CpuKernels
@@ -315,7 +308,7 @@ def test_the_smallest_engines_are_tried(max_seq_len: int, max_batch_size: int) -
 
 
 class Plugin:
-    INFER_PLUGIN_API = 1
+    INFER_PLUGIN_API = 2
 
     @hookimpl
     def infer_kernels(self) -> list[KernelsRegistration]:

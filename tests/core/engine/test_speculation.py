@@ -30,12 +30,14 @@ from tests.support import (
 )
 from tokenizers import Tokenizer, decoders, models
 
+from infer.contracts.attention import KVDtype
+from infer.contracts.model import ModelProtocol, Pass
 from infer.contracts.params import SamplingParams, StructuredOutputs
+from infer.contracts.proposer import Ask
 from infer.contracts.request import Event, Request
 from infer.engine.answer import NOT_FINITE
 from infer.engine.payoff import Plan
 from infer.engine.steering import Steering
-from infer.protocols import Ask, KVDtype, ModelProtocol, Pass
 from infer.text.grammar import Grammar, Grammars, Matcher
 
 F32, BF16 = torch.float32, torch.bfloat16

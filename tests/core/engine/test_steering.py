@@ -13,12 +13,13 @@ from tests.core.engine.test_faults import Panic
 from tests.support import VOCAB, make_engine, random_prompt, slotted_pool, tiny_model
 
 from infer import LLM, Event, SamplingParams
+from infer.contracts.kernels import Draws
+from infer.contracts.model import Pass
 from infer.contracts.params import StructuredOutputs
 from infer.contracts.request import Request
 from infer.engine.sampler import uniform, words
 from infer.engine.steering import Steering
 from infer.kernels.reference import ReferenceKernels
-from infer.protocols import Draws, Pass
 from infer.text.grammar import Matcher
 
 PROMPT = random_prompt(9, seed=3)

@@ -20,17 +20,20 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.examples import examples
 from tests.support import Always
 
+from infer.contracts.attention import AttentionSpec
+from infer.contracts.cache import CacheContext
 from infer.contracts.params import SamplingParams
+from infer.contracts.proposer import Ask
+from infer.contracts.records import RequestRecord, StepRecord
 from infer.contracts.request import Event, Request
+from infer.contracts.scheduler import PENDING
+from infer.contracts.sections import EngineSettings
 from infer.engine.batch import Batch, Draw
 from infer.engine.engine import Abort, Engine
 from infer.engine.runner import Drawn, Result
 from infer.engine.schedulers import ContinuousScheduler
 from infer.engine.speculation import Speculation
-from infer.hookspecs import RequestRecord, StepRecord
 from infer.kernels.reference import ReferenceKernels
-from infer.protocols import PENDING, Ask, AttentionSpec, CacheContext
-from infer.settings import EngineSettings
 from infer_cache_paged import PagedPool, PagedSettings, longest
 from infer_cache_paged import pages as pages_module
 from infer_cache_paged.pages import ROLLBACK

@@ -8,7 +8,7 @@ import pytest
 from tests.serving import Body, Running, running
 
 from infer.errors import SettingsError
-from infer.plugins import Plugins
+from infer.plugins.discovery import Plugins
 from infer.settings import load_settings
 
 ENGINE = {"max_batch_size": 2, "max_seq_len": 128}

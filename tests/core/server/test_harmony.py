@@ -11,9 +11,8 @@ from tests.serving import Running, retokened, running
 from torch import Tensor
 
 from infer import PLUGIN_API, hookimpl
-from infer.hookspecs import ModelRegistration
+from infer.contracts.model import ModelRegistration, Pass
 from infer.layers import Decoder
-from infer.protocols import Pass
 from infer.text.templates import ChatTemplate
 from infer.text.tool_formats.harmony import END, TOKENS
 from infer_models.llama import LlamaConfig, LlamaLayer

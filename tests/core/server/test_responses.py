@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.serving import Body, Running, running, thinker
 
-from infer.protocols import ReasoningTags
+from infer.contracts.text import ReasoningTags
 from infer.server.thoughts import Thoughts
 
 ASKED: Body = {

@@ -16,10 +16,10 @@ from tests.serving import running
 from typing_extensions import TypedDict
 
 from infer import PLUGIN_API, PluginError, hookimpl
-from infer.contracts.hooks import Registration
-from infer.hookspecs import RequestRecord
-from infer.plugins import Plugins
-from infer.protocols import Route, RoutesFactory
+from infer.contracts.records import RequestRecord
+from infer.contracts.registration import Registration
+from infer.contracts.server import Route, RoutesFactory
+from infer.plugins.discovery import Plugins
 from infer.server.schemas import Body
 from infer.server.service import Service
 
@@ -28,12 +28,12 @@ from aiohttp import web
 from pydantic import BaseModel
 
 from infer import RequestError, SamplingParams, hookimpl
-from infer.hookspecs import Registration
-from infer.protocols import Route
+from infer.contracts.registration import Registration
+from infer.contracts.server import Route
 from infer.server.schemas import Body
 from typing_extensions import TypedDict
 
-INFER_PLUGIN_API = 1
+INFER_PLUGIN_API = 2
 
 
 class Own(BaseModel):

@@ -13,11 +13,17 @@ from tests.core.text.test_tool_families import FAMILIES, TOOLS, written
 from tests.serving import TEMPLATE, chatty, running, thinker
 
 from infer import LLM, PLUGIN_API, PluginError, hookimpl
-from infer.contracts.hooks import Registration
-from infer.hookspecs import ToolFormatRegistration
-from infer.plugins import Plugins
-from infer.protocols import Piece, ReasoningFactory, ReasoningTags, ToolFormatFactory, Tools
-from infer.settings import Settings
+from infer.contracts.registration import Registration
+from infer.contracts.sections import Settings
+from infer.contracts.text import (
+    Piece,
+    ReasoningFactory,
+    ReasoningTags,
+    ToolFormatFactory,
+    ToolFormatRegistration,
+    Tools,
+)
+from infer.plugins.discovery import Plugins
 from infer.text.tool_formats.reader import Marks, Reader, Steps, prose, scripted, up_to
 
 MARKS = Marks("«")

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import pytest
 from tests.core.text.test_tools import FORMATS
 
-from infer.builtin import infer_reasoning_formats, infer_tool_formats
-from infer.protocols import NoSettings, ReasoningTags, Tools
+from infer.contracts.registration import NoSettings
+from infer.contracts.text import ReasoningTags, Tools
+from infer.plugins.builtin import infer_reasoning_formats, infer_tool_formats
 from infer.text.templates import PROBE_ARGUMENTS, PROBE_TOOL, ChatTemplate
 from infer.text.tool_formats import recognise
 from infer.text.tools import make_parser

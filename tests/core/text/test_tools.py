@@ -11,8 +11,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from infer.builtin import infer_tool_formats
-from infer.protocols import NoSettings, ReasoningTags
+from infer.contracts.registration import NoSettings
+from infer.contracts.text import ReasoningTags
+from infer.plugins.builtin import infer_tool_formats
 from infer.text.tool_formats import ToolFormat, harmony, recognise
 from infer.text.tool_formats.reader import Script
 from infer.text.tools import Calls, calls_schema, make_parser, opens_reasoning

@@ -19,7 +19,7 @@ from infer import LLM, SamplingParams
 from infer.checkpoint import Checkpoint
 from infer.commands import cli
 from infer.errors import CheckpointError, PluginError
-from infer.plugins import Plugins
+from infer.plugins.discovery import Plugins
 from infer_formats.gguf import GGUF
 
 FAST: dict[str, Any] = {"kernels": {"backend": "reference", "threads": 1}, "cache": {"backend": "slotted"}}

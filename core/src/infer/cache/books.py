@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
-from infer.contracts.protocols import Allocation
+from infer.contracts.cache import Allocation
 
 Ints = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 Bools = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]

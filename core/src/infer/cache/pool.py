@@ -9,7 +9,7 @@ import numpy as np
 
 from infer.cache.books import BlockBooks, BooksProtocol, MappedBooks, SharingBooks, TruncatingBooks
 from infer.cache.storage import StorageProtocol
-from infer.contracts.protocols import Allocation, KVCacheView
+from infer.contracts.cache import Allocation, KVCacheView
 
 Table = TypeVar("Table")
 View = TypeVar("View", bound=KVCacheView)

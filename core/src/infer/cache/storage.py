@@ -10,16 +10,9 @@ import torch
 from torch import Tensor
 
 from infer.cache.books import Ints
-from infer.contracts.protocols import (
-    KV,
-    AttentionSpec,
-    CacheContext,
-    KernelsProtocol,
-    KVCacheView,
-    QuantisedKV,
-    Ragged,
-    Rotary,
-)
+from infer.contracts.attention import KV, AttentionSpec, QuantisedKV, Ragged, Rotary
+from infer.contracts.cache import CacheContext, KVCacheView
+from infer.contracts.kernels import KernelsProtocol
 from infer.device import FixedTensor, caller, upload, zeros
 
 Ints64 = np.ndarray[tuple[int, ...], np.dtype[np.int64]]

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from infer.checkpoint.files import read_json, read_text
 from infer.checkpoint.locate import parts
 from infer.contracts.params import SamplingParams
-from infer.contracts.protocols import ContainerProtocol
+from infer.contracts.weights import ContainerProtocol
 from infer.errors import CheckpointError, first_fault
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")

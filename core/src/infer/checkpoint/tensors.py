@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from infer.checkpoint.files import names_file, read_json, regular
-from infer.contracts.protocols import TensorFilesProtocol, WeightFormatProtocol
+from infer.contracts.weights import TensorFilesProtocol, WeightFormatProtocol
 from infer.errors import CheckpointError, InferError, installing
 from infer.weight import Weight
 

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from infer.contracts.params import SamplingParams
 from infer.errors import InferError, capital, first_fault, installing
-from infer.plugins import Plugins
+from infer.plugins.discovery import Plugins
 
 PLAIN_PARAMS = (
     *("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos", "min_tokens"),

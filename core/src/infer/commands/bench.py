@@ -25,8 +25,7 @@ import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
 from infer.commands.arguments import new_timeline
-from infer.contracts.hooks import CommandRegistration
-from infer.contracts.protocols import CommandContext
+from infer.contracts.command import CommandContext, CommandRegistration
 from infer.errors import InferError, SettingsError
 from infer.flags import LOADING, add_settings
 from infer.settings import load_settings

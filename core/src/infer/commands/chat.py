@@ -9,9 +9,8 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from infer.commands.arguments import add_sampling, sampling
-from infer.contracts.hooks import CommandRegistration
+from infer.contracts.command import CommandContext, CommandRegistration
 from infer.contracts.params import SamplingParams
-from infer.contracts.protocols import CommandContext
 from infer.errors import InferError
 from infer.flags import LOADING, NAMED, add_settings
 from infer.text.tools import make_parser, opens_reasoning

@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infer.contracts.hooks import CommandRegistration
-from infer.contracts.protocols import CommandContext
+from infer.contracts.command import CommandContext, CommandRegistration
 from infer.errors import InferError, say
 
 if TYPE_CHECKING:
-    from infer.plugins import Offer
+    from infer.plugins.discovery import Offer
     from infer.testing import Suite
 
 CALL = (
@@ -74,8 +73,8 @@ def _own(context: CommandContext, offer: Offer) -> Any:
 
 
 def _kernels(args: argparse.Namespace, context: CommandContext, offer: Offer) -> tuple[Suite[Any], Any]:
-    from infer.assemble import choose_device
-    from infer.contracts.protocols import KernelsProtocol
+    from infer.assemble.assembly import choose_device
+    from infer.contracts.kernels import KernelsProtocol
     from infer.testing import kernels
 
     device = choose_device(context.settings.model.device)
@@ -84,7 +83,7 @@ def _kernels(args: argparse.Namespace, context: CommandContext, offer: Offer) ->
 
 
 def _cache(args: argparse.Namespace, context: CommandContext, offer: Offer) -> tuple[Suite[Any], Any]:
-    from infer.contracts.protocols import CachePoolProtocol
+    from infer.contracts.cache import CachePoolProtocol
     from infer.testing import pools
 
     own = _own(context, offer)
@@ -92,7 +91,7 @@ def _cache(args: argparse.Namespace, context: CommandContext, offer: Offer) -> t
 
 
 def _scheduler(args: argparse.Namespace, context: CommandContext, offer: Offer) -> tuple[Suite[Any], Any]:
-    from infer.contracts.protocols import SchedulerProtocol
+    from infer.contracts.scheduler import SchedulerProtocol
     from infer.testing import schedulers
 
     own = _own(context, offer)
@@ -111,7 +110,7 @@ def _model(args: argparse.Namespace, context: CommandContext, offer: Offer) -> t
 
 def _weights(args: argparse.Namespace, context: CommandContext, offer: Offer) -> tuple[Suite[Any], Any]:
     from infer.checkpoint import Folder
-    from infer.contracts.protocols import WeightFormatProtocol
+    from infer.contracts.weights import WeightFormatProtocol
     from infer.testing import formats
 
     stored, own, plain = Folder(_checkpoint(args)), _own(context, offer), None
@@ -123,7 +122,7 @@ def _weights(args: argparse.Namespace, context: CommandContext, offer: Offer) ->
 
 
 def _proposer(args: argparse.Namespace, context: CommandContext, offer: Offer) -> tuple[Suite[Any], Any]:
-    from infer.contracts.protocols import ProposerProtocol
+    from infer.contracts.proposer import ProposerProtocol
     from infer.testing import proposers
 
     own = _own(context, offer)
@@ -131,7 +130,7 @@ def _proposer(args: argparse.Namespace, context: CommandContext, offer: Offer) -
 
 
 def _tool_format(args: argparse.Namespace, context: CommandContext, offer: Offer) -> tuple[Suite[Any], Any]:
-    from infer.contracts.protocols import PartProtocol
+    from infer.contracts.text import PartProtocol
     from infer.testing import tool_formats
 
     own = _own(context, offer)

@@ -12,10 +12,9 @@ from importlib.metadata import version
 from typing import NoReturn
 
 from infer.commands import COMMANDS
-from infer.contracts.hooks import CommandRegistration
-from infer.contracts.protocols import CommandContext
+from infer.contracts.command import CommandContext, CommandRegistration
 from infer.errors import InferError, PluginError, SettingsError, say
-from infer.plugins import Offer, Plugins, advice
+from infer.plugins.discovery import Offer, Plugins, advice
 from infer.settings import arguments, describe_schema, load_settings, meant, schema, split_arguments
 
 log = logging.getLogger(__name__)

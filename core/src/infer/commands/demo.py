@@ -11,14 +11,15 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from infer.commands.arguments import new_timeline
-from infer.contracts.hooks import CommandRegistration, hookimpl
+from infer.contracts.command import CommandContext, CommandRegistration
 from infer.contracts.params import SamplingParams
-from infer.contracts.protocols import CommandContext
 from infer.contracts.records import RequestRecord, StepRecord
+from infer.contracts.registration import hookimpl
+from infer.contracts.sections import Settings
 from infer.errors import SettingsError
 from infer.flags import LOADING, add_settings
-from infer.plugins import Plugins
-from infer.settings import Settings, load_settings, plugin_settings
+from infer.plugins.discovery import Plugins
+from infer.settings import load_settings, plugin_settings
 
 SNIPPET = "def parse(text):\n    return [int(part) for part in text.split(',')]\n\n"
 
@@ -49,7 +50,7 @@ class Latency:
 class SceneObserver:
     """An observer that keeps all records and submits the scene's later requests after their steps."""
 
-    INFER_PLUGIN_API = 1
+    INFER_PLUGIN_API = 2
     later: list[Arrival] = field(default_factory=list)
     submit: Any = None
     steps: list[StepRecord] = field(default_factory=list)

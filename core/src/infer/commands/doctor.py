@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infer.commands.arguments import table
-from infer.contracts.hooks import CommandRegistration
-from infer.contracts.protocols import CommandContext, ModelContext
+from infer.contracts.command import CommandContext, CommandRegistration
+from infer.contracts.model import ModelContext
 from infer.errors import InferError
 from infer.flags import LOADING, NAMED, add_settings
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     import torch
 
     from infer.checkpoint import Checkpoint
-    from infer.plugins import Offer, Plugins
-    from infer.settings import Settings
+    from infer.contracts.sections import Settings
+    from infer.plugins.discovery import Offer, Plugins
 
 QUANTIZATIONS = (None, "int8", "int4")
 """The values of ``model.quantization``."""
@@ -74,11 +74,11 @@ class Doctor:
             return self._examine(Path(outlines))
 
     def _examine(self, outlines: Path) -> Report:
-        from infer import assemble
+        from infer.assemble import assembly
 
         path = self.settings.model.path
-        device = assemble.choose_device(self.settings.model.device)
-        checkpoint = assemble.open_checkpoint(self.settings, path, self.plugins, outlines=outlines)
+        device = assembly.choose_device(self.settings.model.device)
+        checkpoint = assembly.open_checkpoint(self.settings, path, self.plugins, outlines=outlines)
         if checkpoint.path.is_relative_to(outlines):
             size = checkpoint.nbytes
             self.report.say("model", f"{path}: not downloaded, {mib(size)}", path=path, place=None, download_bytes=size)
@@ -105,10 +105,10 @@ class Doctor:
         kernels = dtype = None
         if cache and backend:
             with self.report.tried():
-                kernels = assemble.make_kernels(self.settings, self.plugins, device, cache)
+                kernels = assembly.make_kernels(self.settings, self.plugins, device, cache)
                 self._about(backend, device)
         with self.report.tried():
-            dtype = assemble.choose_dtype(self.settings.model.dtype, checkpoint, device)
+            dtype = assembly.choose_dtype(self.settings.model.dtype, checkpoint, device)
             self._dtype(checkpoint, dtype)
         if family and format and cache and kernels is not None and dtype is not None:
             with self.report.tried():
@@ -117,7 +117,7 @@ class Doctor:
 
     def _chosen(self, slot: str, part: str, there: Any = ()) -> Offer | None:
         """The offer that a slot's setting chooses; None, with a problem, if it chooses none."""
-        from infer.slots import SLOTS
+        from infer.plugins.slots import SLOTS
 
         about = SLOTS[slot]
         with self.report.tried():
@@ -155,14 +155,14 @@ class Doctor:
 
     def _sizes(self, checkpoint: Checkpoint, family: Offer, format: Offer, cache: Offer, context: ModelContext) -> None:
         """How much memory weights and cache take, of how much. Raises InferError if a weight is not as it has to be."""
-        from infer import assemble
+        from infer.assemble import assembly
         from infer.device import free_memory
 
-        settings, report = assemble.for_device(self.settings, context.device), self.report
+        settings, report = assembly.for_device(self.settings, context.device), self.report
         free = free_memory(context.device)
-        length, why = assemble.longest(settings, family, format, checkpoint, context, cache)
+        length, why = assembly.longest(settings, family, format, checkpoint, context, cache)
         context = replace(context, max_seq_len=length)
-        sketch = assemble.sketch(settings, family, format, checkpoint, context)
+        sketch = assembly.sketch(settings, family, format, checkpoint, context)
         if sketch.approximate is not None:
             report.notes.append(f"The weights' size is that before they are packed: {sketch.approximate}")
         method = settings.model.quantization or checkpoint.quant_method or None
@@ -188,7 +188,7 @@ class Doctor:
             way_out = f"model.quantization = {smaller[0]} would fit" if smaller else "a smaller checkpoint is needed"
             report.problems.append(f"Loading takes {mib(sketch.peak)}, but {mib(free)} are free: {way_out}.")
             return
-        pool = assemble.make_pool(settings, cache, sketch.model, context, sketch.nbytes)
+        pool = assembly.make_pool(settings, cache, sketch.model, context, sketch.nbytes)
         positions = pool.free_tokens()
         each = pool.nbytes // positions
         if positions < length:
@@ -198,7 +198,7 @@ class Doctor:
         report.say("sequences", f"{batch} at a time, each of at most {why}", max_seq_len=length, max_batch_size=batch)
         report.say(
             "cache",
-            f"{assemble.in_words(settings, pool, context.dtype)}; free memory would hold {holds} positions",
+            f"{assembly.in_words(settings, pool, context.dtype)}; free memory would hold {holds} positions",
             positions=positions,
             bytes=pool.nbytes,
             bytes_per_token=each,
@@ -210,7 +210,7 @@ class Doctor:
                 f"Weights and cache take {mib(sketch.nbytes + pool.nbytes)}, but {mib(free)} are free: lower "
                 'engine.max_batch_size or engine.max_seq_len, or set cache.kv_dtype = "int8".'
             )
-        tokenizer, template, _ = assemble.texts(settings, self.plugins, checkpoint, sketch.model.vocab_size)
+        tokenizer, template, _ = assembly.texts(settings, self.plugins, checkpoint, sketch.model.vocab_size)
         told = f"{tokenizer.get_vocab_size()} tokens, {'a' if template else 'no'} chat template"
         report.say("texts", told, tokens=tokenizer.get_vocab_size(), chat_template=template is not None)
         if template is None:
@@ -220,7 +220,7 @@ class Doctor:
         self, checkpoint: Checkpoint, family: Offer, format: Offer, context: ModelContext, nbytes: int
     ) -> dict[str, int]:
         """The bytes of the weights by what else ``model.quantization`` could say."""
-        from infer import assemble
+        from infer.assemble import assembly
 
         asked, why = self.settings.model.quantization, self._why("model.quantization")
         sizes: dict[str, int] = {}
@@ -231,7 +231,7 @@ class Doctor:
                 if name != asked:
                     model = self.settings.model.model_copy(update={"quantization": name})
                     other = self.settings.model_copy(update={"model": model})
-                    sizes[str(name).lower()] = assemble.sketch(other, family, format, checkpoint, context).nbytes
+                    sizes[str(name).lower()] = assembly.sketch(other, family, format, checkpoint, context).nbytes
             told = ", ".join(f"{name} would take {mib(size)}" for name, size in sizes.items()) + f" ({why})"
         self.report.say("quantization", told, asked=asked, bytes={str(asked).lower(): nbytes} | sizes)
         return sizes

@@ -6,8 +6,7 @@ import argparse
 import sys
 
 from infer.commands.arguments import add_sampling, sampling
-from infer.contracts.hooks import CommandRegistration
-from infer.contracts.protocols import CommandContext
+from infer.contracts.command import CommandContext, CommandRegistration
 from infer.flags import LOADING, add_settings
 
 

@@ -11,8 +11,7 @@ from pathlib import Path
 from string import Template
 from typing import NamedTuple
 
-from infer.contracts.hooks import CommandRegistration
-from infer.contracts.protocols import CommandContext
+from infer.contracts.command import CommandContext, CommandRegistration
 from infer.errors import InferError
 
 TEMPLATES = Path(__file__).parent / "templates"

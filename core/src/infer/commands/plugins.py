@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from infer.commands.arguments import table
-from infer.contracts.hooks import CommandRegistration
-from infer.contracts.protocols import CommandContext
-from infer.slots import SLOTS
-from infer.survey import Survey
+from infer.contracts.command import CommandContext, CommandRegistration
+from infer.plugins.slots import SLOTS
+from infer.plugins.survey import Survey
 
 PARTS = ("slot", "name", "distribution", "version", "chosen", "why", "description")
 HOOKS = ("hook", "implemented by", "what it is for")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from infer.contracts.hooks import CommandRegistration
-from infer.contracts.protocols import CommandContext
+from infer.contracts.command import CommandContext, CommandRegistration
 from infer.flags import LOADING, NAMED, SERVING, add_settings
 
 

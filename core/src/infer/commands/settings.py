@@ -7,9 +7,8 @@ import json
 from typing import Any
 
 from infer.commands.arguments import table
-from infer.contracts.hooks import CommandRegistration
-from infer.contracts.protocols import CommandContext
-from infer.plugins import Plugins
+from infer.contracts.command import CommandContext, CommandRegistration
+from infer.plugins.discovery import Plugins
 from infer.settings import describe, describe_schema, schema
 
 

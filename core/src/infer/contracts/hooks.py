@@ -1,141 +1,21 @@
-"""The hooks that a plugin may implement.
-
-A plugin is a module named by an entry point of the group ``infer``. It states the contract it was written for
-(``INFER_PLUGIN_API = 1``) and marks its functions with ``infer.hookimpl``. Core registers its own parts in the same way
-(``infer/builtin.py``).
-"""
+"""The hooks that a plugin may implement. Core registers its own parts by them, too: ``infer/plugins/builtin.py``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-import pluggy
-from pydantic import BaseModel
-
-from infer.contracts.protocols import (
-    CacheContext,
-    CacheFactory,
-    CommandFactory,
-    ContainerFactory,
-    KernelsFactory,
-    ModelFactory,
-    NoSettings,
-    ObserverFactory,
-    ProposerFactory,
-    ReasoningFactory,
-    RoutesFactory,
-    SchedulerFactory,
-    ToolFormatFactory,
-    WeightFormatFactory,
-)
-from infer.contracts.records import RequestRecord, StepRecord
-
-if TYPE_CHECKING:
-    import argparse
-
-hookspec = pluggy.HookspecMarker("infer")
-hookimpl = pluggy.HookimplMarker("infer")
-
-F = TypeVar("F")
-
-
-@dataclass(frozen=True)
-class Registration(Generic[F]):
-    """One part that a plugin offers for a slot."""
-
-    name: str
-    """The name that a user writes in settings.toml: lower-case letters and digits, with single underscores between
-    them."""
-    factory: F
-    description: str
-    """One line for ``infer plugins``."""
-    settings: type[BaseModel] = NoSettings
-    """Validates the plugin's own table in settings.toml, e.g. ``[cache.paged]``. Every field has a default. Unknown
-    keys are errors, whatever its ``extra`` says."""
-    priority: int = 0
-    """If a setting says ``auto``, the highest priority wins; a tie is an error that asks for a choice."""
-    unavailable: str | None = None
-    """Why the part cannot be used on this machine; None if it can. ``auto`` passes over an unavailable part and logs
-    why; to name it is an error."""
-
-
-@dataclass(frozen=True)
-class CacheRegistration(Registration[CacheFactory]):
-    """A cache pool that says how long a sequence may become in it, and how it can store K and V."""
-
-    longest: Callable[[CacheContext, Any, int], int] | None = None
-    """(context, the pool's settings, bytes that the weights have still to take) -> how many positions of one sequence
-    fit into memory. Without it, sequences have at most 4096 positions unless ``engine.max_seq_len`` is set."""
-    kv_dtypes: tuple[str, ...] = ()
-    """The values of ``cache.kv_dtype`` other than ``auto`` that it stores K and V by, such as ``int8``; a pool whose
-    storage is ``infer.cache.KVStorage`` knows them all."""
-
-
-@dataclass(frozen=True)
-class ModelRegistration(Registration[ModelFactory]):
-    """A model family, found by the ``architectures`` of a checkpoint's config.json."""
-
-    architectures: tuple[str, ...] = ()
-    """Their names; "*" stands for all, for a family of low ``priority`` that runs what no other knows."""
-
-
-@dataclass(frozen=True)
-class ContainerRegistration(Registration[ContainerFactory]):
-    """A form of checkpoint, found by the ending of its file's name."""
-
-    suffixes: tuple[str, ...] = ()
-    """The endings, such as ".gguf", in lower case; "/" stands for a folder."""
-
-
-@dataclass(frozen=True)
-class WeightFormatRegistration(Registration[WeightFormatFactory]):
-    """A way to store weights, found by the ``quant_method`` of config.json's ``quantization_config``."""
-
-    methods: tuple[str, ...] = ()
-    """The ``quant_method`` values; "" stands for checkpoints without a ``quantization_config``."""
-
-
-@dataclass(frozen=True)
-class SchedulerRegistration(Registration[SchedulerFactory]):
-    """A scheduler, and whether it can prefill a prompt in chunks."""
-
-    chunks: bool = True
-    """False if it prefills whole prompts: ``engine.use_chunked_prefill`` is then off, and asking for it is an error."""
-
-
-@dataclass(frozen=True)
-class KernelsRegistration(Registration[KernelsFactory]):
-    """A kernel provider and where it can run."""
-
-    devices: tuple[str, ...] = ()
-    """Device types (``cpu``, ``cuda``) it can run on; empty for all."""
-    kv_dtypes: tuple[str, ...] = ()
-    """The values of ``cache.kv_dtype`` other than ``auto`` with which it stores and attends: with ``int8``, caches are
-    ``QuantisedKV``."""
-    about: str = ""
-    """Which variant of it runs on this machine, and why: a line for ``infer plugins``, ``infer doctor`` and the log."""
-
-
-@dataclass(frozen=True)
-class ToolFormatRegistration(Registration[ToolFormatFactory]):
-    """A way in which a model family writes tool calls. ``auto`` tries formats in order of ``priority``: formats whose
-    calls begin with a mark come before those without."""
-
-    marks: tuple[str, ...] = ()
-    """The complete tokens that mark calls, such as ``[TOOL_CALLS]``. If the tokenizer has them as special tokens, they
-    are kept in an answer's text, which otherwise leaves special tokens out."""
-
-
-@dataclass(frozen=True)
-class CommandRegistration(Registration[CommandFactory]):
-    """A command, ``infer NAME``. ``factory`` runs it, and ``description`` is its line of help."""
-
-    add_arguments: Callable[[argparse.ArgumentParser], object] | None = None
-    """Adds the command's arguments to its parser. It is called whenever plugins are discovered, so it must be quick;
-    slow imports belong in ``factory``. ``--settings`` and ``--section.key`` are there already."""
+from infer.contracts.cache import CacheFactory
+from infer.contracts.command import CommandRegistration
+from infer.contracts.kernels import KernelsRegistration
+from infer.contracts.model import ModelRegistration
+from infer.contracts.proposer import ProposerFactory
+from infer.contracts.records import ObserverFactory, RequestRecord, StepRecord
+from infer.contracts.registration import Registration, hookspec
+from infer.contracts.scheduler import SchedulerRegistration
+from infer.contracts.server import RoutesFactory
+from infer.contracts.text import ReasoningFactory, ToolFormatRegistration
+from infer.contracts.weights import ContainerRegistration, WeightFormatRegistration
 
 
 @hookspec

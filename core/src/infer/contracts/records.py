@@ -1,23 +1,10 @@
-"""What observers receive: a record of each step, and one of each request when it ends."""
+"""The contract of observers, and what they receive: a record of each step, and one of each request when it ends."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
-from typing import NamedTuple
-
-
-class BlockState(IntEnum):
-    """What a block of the cache is to the sequences."""
-
-    FREE = 0
-    OWNED = 1
-    """By one sequence."""
-    SHARED = 2
-    """By several sequences."""
-    CACHED = 3
-    """By none, but its K/V may be used again."""
+from typing import Any, NamedTuple, Protocol
 
 
 class WorkRecord(NamedTuple):
@@ -51,6 +38,7 @@ class Totals(NamedTuple):
 
 
 NO_TOKENS = Totals()
+"""Before any token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,3 +97,15 @@ class RequestRecord:
     """Draft tokens that were verified for the request."""
     accepted: int = 0
     """How many of them the answer took."""
+
+
+class ObserverProtocol(Protocol):
+    """Watches the engine. An observer has ``infer_step_finished``, ``infer_request_finished`` or both, which the
+    engine's thread calls as it calls the hooks of these names. It may have ``close``, called once when the engine has
+    ended."""
+
+
+class ObserverFactory(Protocol):
+    """Makes an observer; ``settings`` is its own table, ``[observers.NAME]``."""
+
+    def __call__(self, settings: Any) -> ObserverProtocol: ...

@@ -12,7 +12,7 @@ import numpy as np
 
 from infer.contracts.records import Totals
 from infer.contracts.request import Event, FinishReason, TokenLogprobs
-from infer.contracts.schedule import Sequence
+from infer.contracts.scheduler import Sequence
 from infer.engine.batch import Floats
 from infer.engine.steering import Steering
 from infer.text.detokenizer import TextStream, TokenTexts

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from infer.contracts.request import Request
-from infer.contracts.schedule import PENDING, Sequence, Work, Works
+from infer.contracts.scheduler import PENDING, Sequence, Work, Works
 from infer.engine.steering import Steered, Steering
 
 Ints = np.ndarray[tuple[int], np.dtype[np.int64]]

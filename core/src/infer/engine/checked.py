@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from infer.contracts.protocols import CachePoolProtocol, SchedulerProtocol
-from infer.contracts.schedule import Schedule, Sequence, Work
+from infer.contracts.cache import CachePoolProtocol
+from infer.contracts.scheduler import Schedule, SchedulerProtocol, Sequence, Work
 from infer.errors import PluginError
-from infer.inspection import Named
+from infer.plugins.inspection import Named
 
 T = TypeVar("T")
 PATIENCE_S = 10.0

@@ -9,8 +9,8 @@ from dataclasses import replace
 from pydantic import BaseModel, Field
 
 from infer.cache.books import TruncatingBooks
-from infer.contracts.protocols import Ask, ProposerContext
-from infer.contracts.schedule import Sequence, Work
+from infer.contracts.proposer import Ask, ProposerContext
+from infer.contracts.scheduler import Sequence, Work
 from infer.engine.batch import pack
 from infer.engine.graphs import DecodeGraphs
 from infer.engine.runner import Drawn, Runner

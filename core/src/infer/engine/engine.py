@@ -15,10 +15,10 @@ from typing import NamedTuple, overload
 import numpy as np
 from tokenizers import Tokenizer
 
-from infer.contracts.protocols import CachePoolProtocol, SchedulerProtocol
+from infer.contracts.cache import CachePoolProtocol
 from infer.contracts.records import RequestRecord, StepRecord, WorkRecord
 from infer.contracts.request import Event, FinishReason, Request, TokenLogprobs
-from infer.contracts.schedule import PENDING, Schedule, Sequence, Works
+from infer.contracts.scheduler import PENDING, Schedule, SchedulerProtocol, Sequence, Works
 from infer.engine.answer import Answer, Counts
 from infer.engine.batch import Draw, Pool, Score, pack
 from infer.engine.runner import Drawn, Launched, Runner

@@ -22,15 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infer.contracts.protocols import (
-    CachePoolProtocol,
-    Draws,
-    KernelsProtocol,
-    KVCacheView,
-    ModelProtocol,
-    Pass,
-    Rotary,
-)
+from infer.contracts.attention import Rotary
+from infer.contracts.cache import CachePoolProtocol, KVCacheView
+from infer.contracts.kernels import Draws, KernelsProtocol
+from infer.contracts.model import ModelProtocol, Pass
 from infer.device import same_bits
 from infer.engine import meaning
 from infer.engine.graphs import DecodeGraphs

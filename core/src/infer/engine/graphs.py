@@ -11,7 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from infer.contracts.protocols import CachePoolProtocol, KVCacheView, ModelProtocol, Pass, RecorderProtocol
+from infer.contracts.cache import CachePoolProtocol, KVCacheView
+from infer.contracts.kernels import RecorderProtocol
+from infer.contracts.model import ModelProtocol, Pass
 from infer.device import FixedTensor, same_bits
 
 log = logging.getLogger(__name__)

@@ -9,8 +9,9 @@ import torch
 
 from infer import device as devices
 from infer.cache import KVStorage
+from infer.contracts.cache import CacheContext
+from infer.contracts.model import ModelProtocol, Pass
 from infer.contracts.params import MAX_LOGPROBS
-from infer.contracts.protocols import CacheContext, ModelProtocol, Pass
 from infer.engine.runner import SCORED_ROWS
 from infer.engine.sampler import equal_draws, score
 from infer.errors import InferError

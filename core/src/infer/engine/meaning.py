@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from infer.cache import KVStorage
-from infer.contracts.protocols import AttentionSpec, CacheContext, Expert, KernelsProtocol, Rotary
+from infer.contracts.attention import AttentionSpec, Rotary
+from infer.contracts.cache import CacheContext
+from infer.contracts.kernels import Expert, KernelsProtocol
 from infer.engine.sampler import equal_draws
 from infer.kernels.reference import ReferenceKernels
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from pydantic import BaseModel, Field, PositiveInt, model_validator
 
-from infer.contracts.protocols import Ask
+from infer.contracts.proposer import Ask
 
 BITS = 20
 """How many bits of a token id go into an n-gram's key. Two n-grams that share a key only make a bad draft."""

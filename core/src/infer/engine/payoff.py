@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from infer.contracts.cache import CachePoolProtocol
 from infer.contracts.params import SamplingParams
-from infer.contracts.protocols import CachePoolProtocol
 from infer.contracts.request import Request
-from infer.contracts.schedule import Sequence, Work
+from infer.contracts.scheduler import Sequence, Work
 from infer.engine.batch import pack
 from infer.engine.runner import Runner
 

@@ -9,7 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from infer.contracts.protocols import CachePoolProtocol, KernelsProtocol, ModelProtocol, Pass
+from infer.contracts.cache import CachePoolProtocol
+from infer.contracts.kernels import KernelsProtocol
+from infer.contracts.model import ModelProtocol, Pass
 from infer.contracts.request import TokenLogprobs
 from infer.device import FixedTensor, download, mark, upload
 from infer.engine.batch import Batch, Draw, Floats, Pool, Score

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from infer.contracts.kernels import Draws
 from infer.contracts.params import SamplingParams
-from infer.contracts.protocols import Draws
 from infer.contracts.request import Request, TokenLogprobs
 from infer.device import download, upload
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from infer.contracts.protocols import CachePoolProtocol
-from infer.contracts.schedule import Schedule, Sequence
+from infer.contracts.cache import CachePoolProtocol
+from infer.contracts.scheduler import Schedule, Sequence
 from infer.engine.seats import Seats, Step
 
 if TYPE_CHECKING:
-    from infer.settings import EngineSettings
+    from infer.contracts.sections import EngineSettings
 
 
 class ContinuousScheduler:

@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
-from infer.contracts.protocols import CachePoolProtocol
+from infer.contracts.cache import CachePoolProtocol
 from infer.contracts.request import Request
-from infer.contracts.schedule import Schedule, Sequence, Works
+from infer.contracts.scheduler import Schedule, Sequence, Works
 
 if TYPE_CHECKING:
-    from infer.settings import EngineSettings
+    from infer.contracts.sections import EngineSettings
 
 
 class Seats:

@@ -11,8 +11,9 @@ from collections.abc import Sequence as Seq
 from itertools import islice
 from typing import Protocol
 
-from infer.contracts.protocols import Ask, CachePoolProtocol, ProposerProtocol
-from infer.contracts.schedule import PENDING, Sequence, Work
+from infer.contracts.cache import CachePoolProtocol
+from infer.contracts.proposer import Ask, ProposerProtocol
+from infer.contracts.scheduler import PENDING, Sequence, Work
 from infer.engine.payoff import Plan
 from infer.engine.steering import Steering
 from infer.errors import PluginError

@@ -20,19 +20,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from infer.contracts.protocols import (
-    KV,
-    Activation,
-    AttentionSpec,
-    Draws,
-    Expert,
-    KernelsProtocol,
-    QuantisedKV,
-    Ragged,
-    RecorderProtocol,
-    Rotary,
-    Routing,
-)
+from infer.contracts.attention import KV, AttentionSpec, QuantisedKV, Ragged, Rotary
+from infer.contracts.kernels import Activation, Draws, Expert, KernelsProtocol, RecorderProtocol, Routing
 from infer.kernels.quantise import quantise_weight
 from infer.weight import LEAST, GroupedWeight, Weight, quantise_rows
 

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from infer.contracts.protocols import Activation, AttentionSpec, HeadNorms, KVCacheView, Rotary
+from infer.contracts.attention import AttentionSpec, HeadNorms, Rotary
+from infer.contracts.cache import KVCacheView
+from infer.contracts.kernels import Activation
 from infer.errors import CheckpointError
 from infer.layers.linear import Linear, RMSNorm
 from infer.layers.rotary import RopeParameters, rotary_order

@@ -12,7 +12,9 @@ import torch
 from pydantic import BaseModel, PositiveInt, model_validator
 from torch import Tensor
 
-from infer.contracts.protocols import AttentionSpec, KVCacheView, ModelContext, Pass, Rotary
+from infer.contracts.attention import AttentionSpec, Rotary
+from infer.contracts.cache import KVCacheView
+from infer.contracts.model import ModelContext, Pass
 from infer.layers.config import PositiveNumber, read_config
 from infer.layers.linear import Embedding, Head, Norm, RMSNorm
 from infer.layers.rotary import RopeParameters, RotaryEmbedding

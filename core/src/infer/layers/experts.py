@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infer.contracts.protocols import Activation, Expert, Routing
+from infer.contracts.kernels import Activation, Expert, Routing
 from infer.errors import CheckpointError
 from infer.layers.linear import Linear
 from infer.layers.table import Weights

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from infer.contracts.protocols import Activation
+from infer.contracts.kernels import Activation
 from infer.device import zeros
 from infer.layers.table import Weights
 from infer.weight import GroupedWeight, Weight

@@ -15,7 +15,8 @@ import torch
 from pydantic import BaseModel, Field, PositiveInt, model_validator
 from torch import Tensor
 
-from infer.contracts.protocols import ModelContext, Rotary
+from infer.contracts.attention import Rotary
+from infer.contracts.model import ModelContext
 from infer.errors import CheckpointError
 from infer.layers.config import PositiveNumber, config_table, read_config
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infer.contracts.protocols import ModelContext
+from infer.contracts.model import ModelContext
 from infer.errors import CheckpointError
 from infer.weight import Weight
 

@@ -6,7 +6,7 @@ import time
 
 from aiohttp import web
 
-from infer.contracts.protocols import Route
+from infer.contracts.server import Route
 from infer.server import answers
 from infer.server.http_errors import NotFoundError
 from infer.server.service import Service

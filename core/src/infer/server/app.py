@@ -21,16 +21,16 @@ from typing import Any
 
 from aiohttp import web
 
-from infer.assemble import Served, start
+from infer.assemble.assembly import Served, start
+from infer.contracts.sections import Settings
 from infer.engine.loop import EngineLoop
 from infer.errors import SettingsError
-from infer.plugins import Plugins
+from infer.plugins.discovery import Plugins
 from infer.server.access import Inside, access_log, allow_origin, announce, authorize, guard, log_to_stderr, preflight
 from infer.server.http_errors import Protocol, errors, expected
 from infer.server.openapi import PAGES, pages
 from infer.server.routing import gather
 from infer.server.service import Service
-from infer.settings import Settings
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,9 @@ from typing import Any
 from aiohttp import web
 
 from infer.contracts.params import StructuredOutputs
-from infer.contracts.protocols import PartProtocol, Route
 from infer.contracts.request import FinishReason, Request, TokenLogprobs
+from infer.contracts.server import Route
+from infer.contracts.text import PartProtocol
 from infer.errors import RequestError
 from infer.llm import Completion
 from infer.server import answers

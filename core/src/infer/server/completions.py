@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
-from infer.contracts.protocols import Route
 from infer.contracts.request import Event, Request, TokenLogprobs
+from infer.contracts.server import Route
 from infer.llm import Completion
 from infer.server import answers
 from infer.server.parsing import checked

@@ -8,13 +8,13 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from infer.assemble import Served
+from infer.assemble.assembly import Served
 from infer.contracts.params import SamplingParams
-from infer.contracts.protocols import ReasoningTags
+from infer.contracts.sections import ModelSettings
+from infer.contracts.text import ReasoningTags
 from infer.errors import RequestError
 from infer.server.rendering import Renderer
 from infer.server.schemas import ChatRequest, ResponsesRequest, TokenizeRequest
-from infer.settings import ModelSettings
 from infer.text.templates import PROBE_ARGUMENTS, PROBE_TOOL
 from infer.text.tool_formats import ToolFormat, recognise
 from infer.text.tools import opens_reasoning

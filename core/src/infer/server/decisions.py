@@ -21,7 +21,7 @@ from pydantic_core import to_json
 from tokenizers import Tokenizer
 
 from infer.contracts.params import SamplingParams
-from infer.contracts.protocols import Route
+from infer.contracts.server import Route
 from infer.errors import RequestError
 from infer.llm import Completion
 from infer.server import answers, many

@@ -12,8 +12,8 @@ from typing import cast
 from aiohttp import web
 
 from infer.contracts.params import SamplingParams
-from infer.contracts.protocols import Route
 from infer.contracts.request import Pooling, Request
+from infer.contracts.server import Route
 from infer.errors import RequestError
 from infer.server import answers, many
 from infer.server.schemas import EmbeddingRequest, TokenIds

@@ -10,8 +10,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from infer.contracts.protocols import Route
 from infer.contracts.records import RequestRecord, StepRecord, Totals
+from infer.contracts.server import Route
 from infer.server.service import Service
 from infer.server.turns import Turn
 

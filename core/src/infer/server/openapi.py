@@ -15,7 +15,7 @@ from aiohttp.typedefs import Handler
 from pydantic import TypeAdapter
 from pydantic.json_schema import models_json_schema
 
-from infer.contracts.protocols import Route
+from infer.contracts.server import Route
 from infer.server import answers
 
 PAGES = ("/openapi.json", "/docs")

@@ -18,7 +18,7 @@ from aiohttp import web
 from pydantic_core import to_json
 
 from infer.contracts.params import SamplingParams
-from infer.contracts.protocols import Route
+from infer.contracts.server import Route
 from infer.errors import RequestError
 from infer.server import answers, many
 from infer.server.decisions import TAIL_CHARS, label_ids

@@ -10,8 +10,9 @@ from typing import Any
 from aiohttp import web
 
 from infer.contracts.params import SamplingParams
-from infer.contracts.protocols import PartProtocol, Piece, Route
 from infer.contracts.request import Event, FinishReason
+from infer.contracts.server import Route
+from infer.contracts.text import PartProtocol, Piece
 from infer.server import answers
 from infer.server.http_errors import REQUEST_ID
 from infer.server.parsing import checked

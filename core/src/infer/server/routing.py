@@ -12,10 +12,10 @@ from dataclasses import replace
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from infer.contracts.protocols import Route
+from infer.contracts.server import Route
 from infer.errors import PluginError
-from infer.inspection import Named
-from infer.plugins import Plugins
+from infer.plugins.discovery import Plugins
+from infer.plugins.inspection import Named
 from infer.server.http_errors import WHOSE
 from infer.server.openapi import PAGES, document
 from infer.server.schemas import Body

@@ -15,13 +15,14 @@ from typing import Any, NoReturn, Protocol, TypeVar, cast
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from infer.assemble import Served
+from infer.assemble.assembly import Served
 from infer.contracts.params import SamplingParams
 from infer.contracts.request import Event, Pooling, Request, TokenLogprobs
+from infer.contracts.sections import Settings
 from infer.engine.loop import AsyncDoor, EngineLoop
 from infer.errors import EngineDeadError, InferError, RequestError
 from infer.llm import Completion
-from infer.plugins import Plugins
+from infer.plugins.discovery import Plugins
 from infer.server.compiling import Compiler
 from infer.server.conversation import Conversation
 from infer.server.http_errors import ASKED, REQUEST_ID, NotFoundError, UnreadableError, error_of
@@ -30,7 +31,6 @@ from infer.server.reading import MAX_BODIES, Reader, Room
 from infer.server.schemas import Body
 from infer.server.tokens import Tokens, number
 from infer.server.writing import Array, Writer
-from infer.settings import Settings
 from infer.text.detokenizer import TokenTexts
 from infer.text.encoding import give_back
 

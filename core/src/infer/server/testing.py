@@ -9,9 +9,9 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from infer.assemble import start
+from infer.assemble.assembly import start
 from infer.engine.loop import EngineLoop
-from infer.plugins import Plugins
+from infer.plugins.discovery import Plugins
 from infer.server.app import bind, listen, make_app
 from infer.settings import load_settings
 

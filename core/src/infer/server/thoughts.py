@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 
-from infer.contracts.protocols import ReasoningTags
+from infer.contracts.text import ReasoningTags
 from infer.server.tokens import Tokens
 
 

@@ -6,7 +6,7 @@ import asyncio
 
 from aiohttp import web
 
-from infer.contracts.protocols import Route
+from infer.contracts.server import Route
 from infer.errors import RequestError
 from infer.server import answers
 from infer.server.schemas import DetokenizeRequest, TokenizeRequest

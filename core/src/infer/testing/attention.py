@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from infer.cache import ExtendView, KVStorage
-from infer.contracts.protocols import AttentionSpec, CacheContext, KernelsProtocol, KVDtype, QuantisedKV
+from infer.contracts.attention import AttentionSpec, KVDtype, QuantisedKV
+from infer.contracts.cache import CacheContext
+from infer.contracts.kernels import KernelsProtocol
 from infer.kernels.reference import ReferenceKernels, quantise
 from infer.testing.numbers import differing, random_tensor
 from infer.testing.suite import Violation

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from infer.contracts.protocols import ModelContext, ModelProtocol
+from infer.contracts.model import ModelContext, ModelProtocol
+from infer.contracts.sections import Settings
 from infer.kernels.reference import ReferenceKernels
-from infer.plugins import Plugins
-from infer.settings import Settings
+from infer.plugins.discovery import Plugins
 
 VOCAB = 96
 CONFIG: dict[str, Any] = {

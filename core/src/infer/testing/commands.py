@@ -10,10 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from infer.contracts.hooks import CommandRegistration
-from infer.contracts.protocols import CommandContext
+from infer.contracts.command import CommandContext, CommandRegistration
 from infer.errors import InferError
-from infer.plugins import Plugins
+from infer.plugins.discovery import Plugins
 from infer.settings import load_settings
 from infer.testing.suite import Suite, Violation
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infer.contracts.protocols import TensorFilesProtocol, WeightFormatProtocol
+from infer.contracts.weights import TensorFilesProtocol, WeightFormatProtocol
 from infer.errors import CheckpointError, SettingsError
 from infer.kernels.reference import ReferenceKernels
 from infer.testing.suite import Skipped, Suite, Violation

@@ -12,18 +12,9 @@ import torch
 from torch import Tensor
 
 from infer.cache import KVStorage
-from infer.contracts.protocols import (
-    Activation,
-    CacheContext,
-    Draws,
-    Expert,
-    HeadNorms,
-    KernelsProtocol,
-    KVDtype,
-    QuantisedKV,
-    Rotary,
-    Routing,
-)
+from infer.contracts.attention import HeadNorms, KVDtype, QuantisedKV, Rotary
+from infer.contracts.cache import CacheContext
+from infer.contracts.kernels import Activation, Draws, Expert, KernelsProtocol, Routing
 from infer.device import FixedTensor, same_bits
 from infer.errors import SettingsError
 from infer.kernels.quantise import quantise_weight

@@ -15,24 +15,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from infer.assemble import _loaded, open_checkpoint
+from infer.assemble.assembly import _loaded, open_checkpoint
 from infer.cache import KVStorage
 from infer.checkpoint import Checkpoint
-from infer.contracts.protocols import (
-    AttentionSpec,
-    CacheContext,
-    KernelsProtocol,
-    ModelContext,
-    ModelProtocol,
-    Pass,
-    RecorderProtocol,
-)
+from infer.contracts.attention import AttentionSpec
+from infer.contracts.cache import CacheContext
+from infer.contracts.kernels import KernelsProtocol, RecorderProtocol
+from infer.contracts.model import ModelContext, ModelProtocol, Pass
+from infer.contracts.sections import Settings
 from infer.device import FixedTensor
 from infer.engine.graphs import read_on_host
 from infer.errors import CheckpointError, InferError
 from infer.kernels.reference import ReferenceKernels
-from infer.plugins import Offer, Plugins
-from infer.settings import Settings, load_settings, plugin_settings
+from infer.plugins.discovery import Offer, Plugins
+from infer.settings import load_settings, plugin_settings
 from infer.testing.suite import Skipped, Suite, Violation
 from infer.weight import Weight
 

@@ -16,16 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from infer.contracts.protocols import (
-    KV,
-    Allocation,
-    AttentionSpec,
-    CacheContext,
-    CachePoolProtocol,
-    KVCacheView,
-    Ragged,
-    Rotary,
-)
+from infer.contracts.attention import KV, AttentionSpec, Ragged, Rotary
+from infer.contracts.cache import Allocation, CacheContext, CachePoolProtocol, KVCacheView
 from infer.engine.graphs import Recording
 from infer.kernels.reference import ReferenceKernels
 from infer.testing.suite import Skipped, Suite, Violation

@@ -13,11 +13,11 @@ import torch
 from tokenizers import Tokenizer, models
 
 from infer.contracts.params import SamplingParams
-from infer.contracts.protocols import Ask, ProposerContext, ProposerProtocol, SecondModel
+from infer.contracts.proposer import Ask, ProposerContext, ProposerProtocol, SecondModel
 from infer.contracts.request import Request
+from infer.contracts.sections import EngineSettings
 from infer.errors import InferError
 from infer.kernels.reference import ReferenceKernels
-from infer.settings import EngineSettings
 from infer.testing.suite import Suite, Violation
 
 VOCAB = 50

@@ -12,14 +12,14 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
+from infer.contracts.cache import Allocation
 from infer.contracts.params import SamplingParams
-from infer.contracts.protocols import Allocation, SchedulerContext, SchedulerProtocol
 from infer.contracts.request import Request
-from infer.contracts.schedule import PENDING, Schedule, Sequence, Work
+from infer.contracts.scheduler import PENDING, Schedule, SchedulerContext, SchedulerProtocol, Sequence, Work
+from infer.contracts.sections import EngineSettings
 from infer.engine.checked import CheckedScheduler
 from infer.engine.seats import Seats
 from infer.errors import PluginError
-from infer.settings import EngineSettings
 from infer.testing.suite import Suite, Violation
 
 MakeScheduler = Callable[[SchedulerContext], SchedulerProtocol]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from infer.contracts.protocols import PartProtocol, Piece, Tools
+from infer.contracts.text import PartProtocol, Piece, Tools
 from infer.testing.suite import Suite, Violation
 
 BEFORE = "Let me see, one moment (it takes 3 or 4).\n\n"

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from infer.contracts.protocols import PartProtocol, Piece, ReasoningTags, Tools
+from infer.contracts.text import PartProtocol, Piece, ReasoningTags, Tools
 from infer.text.tool_formats import ToolFormat, objects
 from infer.text.tool_formats.reader import Marks, Reader, Script, Steps, comes, spaces
 

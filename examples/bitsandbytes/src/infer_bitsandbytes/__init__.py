@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from infer import CheckpointError, hookimpl
-from infer.hookspecs import WeightFormatRegistration
-from infer.protocols import TensorFilesProtocol
+from infer.contracts.weights import TensorFilesProtocol, WeightFormatRegistration
 from infer.weight import GroupedWeight, Weight
 
-INFER_PLUGIN_API = 1
+INFER_PLUGIN_API = 2
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 

@@ -13,12 +13,11 @@ from collections import Counter
 from pydantic import BaseModel, Field
 
 from infer import hookimpl
+from infer.contracts.scheduler import Schedule, SchedulerContext, SchedulerRegistration, Sequence
 from infer.engine.schedulers import ContinuousScheduler
 from infer.engine.seats import Step
-from infer.hookspecs import SchedulerRegistration
-from infer.protocols import Schedule, SchedulerContext, Sequence
 
-INFER_PLUGIN_API = 1
+INFER_PLUGIN_API = 2
 
 
 class FairSettings(BaseModel, extra="forbid"):

@@ -10,14 +10,14 @@ from aiohttp import web
 from typing_extensions import TypedDict
 
 from infer import hookimpl
-from infer.hookspecs import Registration
-from infer.protocols import Route, RoutesFactory
+from infer.contracts.registration import Registration
+from infer.contracts.server import Route, RoutesFactory
 from infer.server.schemas import ChatRequest
 
 if TYPE_CHECKING:
     from infer.server.service import Service
 
-INFER_PLUGIN_API = 1
+INFER_PLUGIN_API = 2
 
 
 class Generation(TypedDict):

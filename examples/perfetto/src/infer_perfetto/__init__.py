@@ -14,10 +14,10 @@ from typing import Any
 from pydantic import BaseModel, Field, PositiveInt
 
 from infer import SettingsError, hookimpl
-from infer.hookspecs import Registration, RequestRecord, StepRecord
-from infer.protocols import ObserverFactory
+from infer.contracts.records import ObserverFactory, RequestRecord, StepRecord
+from infer.contracts.registration import Registration
 
-INFER_PLUGIN_API = 1
+INFER_PLUGIN_API = 2
 log = logging.getLogger(__name__)
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 
 from infer import hookimpl
-from infer.hookspecs import ToolFormatRegistration
-from infer.protocols import Piece, Tools
+from infer.contracts.text import Piece, ToolFormatRegistration, Tools
 from infer.text.tool_formats.reader import Marks, Reader, Steps, ahead, arguments, comes, prose, scripted, spaces
 
-INFER_PLUGIN_API = 1
+INFER_PLUGIN_API = 2
 MARKS = Marks("functools[")
 HEADER = re.compile(r'\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]{1,256})"\s*,\s*"arguments"\s*:\s*(?=[{"])')
 

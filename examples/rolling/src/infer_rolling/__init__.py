@@ -11,10 +11,10 @@ from pydantic import BaseModel, Field, PositiveInt
 
 from infer import hookimpl
 from infer.cache import BlockBooks, ExtendView, Ints, KVStorage, Pool
-from infer.hookspecs import CacheRegistration, Registration
-from infer.protocols import Allocation, CacheContext, CacheFactory
+from infer.contracts.cache import Allocation, CacheContext, CacheFactory, CacheRegistration
+from infer.contracts.registration import Registration
 
-INFER_PLUGIN_API = 1
+INFER_PLUGIN_API = 2
 LEAST_CHUNK = 16
 """As many positions can always be taken back, as wrong drafts are."""
 

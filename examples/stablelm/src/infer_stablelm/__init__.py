@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from infer import hookimpl
-from infer.hookspecs import ModelRegistration
+from infer.contracts.attention import AttentionSpec, Rotary
+from infer.contracts.cache import KVCacheView
+from infer.contracts.model import ModelRegistration
 from infer.layers import (
     Attention,
     Decoder,
@@ -23,9 +25,8 @@ from infer.layers import (
     Weights,
     select,
 )
-from infer.protocols import AttentionSpec, KVCacheView, Rotary
 
-INFER_PLUGIN_API = 1
+INFER_PLUGIN_API = 2
 
 
 class LayerNorm:

@@ -13,12 +13,12 @@ from pydantic import BaseModel, Field, PositiveInt
 from infer import device, hookimpl
 from infer.cache import BlockBooks, ExtendView, KVStorage, Pool
 from infer.cache.books import Ints
+from infer.contracts.cache import Allocation, CacheContext, CacheFactory, CacheRegistration
+from infer.contracts.registration import Registration
 from infer.errors import SettingsError
-from infer.hookspecs import CacheRegistration, Registration
-from infer.protocols import Allocation, CacheContext, CacheFactory
 from infer_cache_paged.pages import ENDLESS, Group, Pages, cost, fitting, numbers
 
-INFER_PLUGIN_API = 1
+INFER_PLUGIN_API = 2
 log = logging.getLogger(__name__)
 
 FRACTION = {"cpu": 0.5, "cuda": 0.9}

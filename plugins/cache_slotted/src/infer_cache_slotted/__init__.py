@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from infer import hookimpl
 from infer.cache import BlockBooks, ExtendView, KVStorage, Pool
 from infer.cache.books import Ints
-from infer.hookspecs import BlockState, CacheRegistration, Registration
-from infer.protocols import Allocation, CacheContext, CacheFactory
+from infer.contracts.cache import Allocation, BlockState, CacheContext, CacheFactory, CacheRegistration
+from infer.contracts.registration import Registration
 
-INFER_PLUGIN_API = 1
+INFER_PLUGIN_API = 2
 
 
 class SlottedBooks(BlockBooks):

@@ -9,11 +9,12 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from infer import hookimpl
-from infer.hookspecs import Registration
-from infer.protocols import ObserverFactory, Route, RoutesFactory
+from infer.contracts.records import ObserverFactory
+from infer.contracts.registration import Registration
+from infer.contracts.server import Route, RoutesFactory
 from infer_console.timeline import TimelineSettings, make
 
-INFER_PLUGIN_API = 1
+INFER_PLUGIN_API = 2
 
 
 class ConsoleSettings(BaseModel, extra="forbid"):

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Iterator
 from aiohttp import web
 from pydantic_core import to_json
 
+from infer.contracts.records import RequestRecord, StepRecord
 from infer.errors import QueueFullError, RequestError
-from infer.hookspecs import RequestRecord, StepRecord
 from infer.server.service import Json, Service, hang_up
 from infer_console.telling import Kept, Maps, Telling, hello
 

@@ -8,10 +8,10 @@ import json
 
 from aiohttp import web
 
-from infer.protocols import Route
+from infer.contracts.server import Route
+from infer.plugins.survey import Survey
 from infer.server.service import Json, Service
 from infer.settings import origins
-from infer.survey import Survey
 from infer_console.files import Files
 from infer_console.live import Live
 from infer_console.sessions import Login, Sessions, for_page

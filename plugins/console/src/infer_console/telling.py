@@ -24,8 +24,9 @@ from typing import Any
 
 from pydantic_core import to_json
 
+from infer.contracts.cache import BlockState
+from infer.contracts.records import RequestRecord, StepRecord
 from infer.errors import say
-from infer.hookspecs import BlockState, RequestRecord, StepRecord
 
 MAP_S = 0.25
 """The least time between two maps of the cache while requests run."""

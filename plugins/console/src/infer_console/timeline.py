@@ -18,7 +18,7 @@ from pathlib import Path
 from pydantic import BaseModel, Field
 from pydantic_core import to_json
 
-from infer.hookspecs import RequestRecord, StepRecord
+from infer.contracts.records import RequestRecord, StepRecord
 from infer_console.telling import Kept, Maps, Telling, hello
 
 RECORDS, NBYTES = 20_000, 32 << 20

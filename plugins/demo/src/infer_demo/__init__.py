@@ -7,7 +7,7 @@ from pathlib import Path
 
 from infer import hookimpl
 
-INFER_PLUGIN_API = 1
+INFER_PLUGIN_API = 2
 
 
 @hookimpl

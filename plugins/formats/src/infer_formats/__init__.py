@@ -6,8 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from infer import hookimpl
-from infer.hookspecs import ContainerRegistration, WeightFormatRegistration
-from infer.protocols import TensorFilesProtocol, WeightFormatProtocol
+from infer.contracts.weights import (
+    ContainerRegistration,
+    TensorFilesProtocol,
+    WeightFormatProtocol,
+    WeightFormatRegistration,
+)
 from infer_formats.awq import Awq
 from infer_formats.compressed import CompressedTensors
 from infer_formats.fp8 import Fp8
@@ -15,7 +19,7 @@ from infer_formats.gguf import GGUF, GGUFFormat
 from infer_formats.gptq import Gptq
 from infer_formats.mxfp4 import Mxfp4
 
-INFER_PLUGIN_API = 1
+INFER_PLUGIN_API = 2
 
 
 def _format(

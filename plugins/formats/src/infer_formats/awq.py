@@ -9,7 +9,7 @@ import torch
 from pydantic import AliasChoices, Field
 from torch import Tensor
 
-from infer.protocols import TensorFilesProtocol
+from infer.contracts.weights import TensorFilesProtocol
 from infer.weight import Weight
 from infer_formats.config import CALIBRATION, GroupSize, Table
 from infer_formats.files import FLOATS, QuantisedFiles, in_words

@@ -11,7 +11,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from infer.protocols import TensorFilesProtocol
+from infer.contracts.weights import TensorFilesProtocol
 from infer.weight import Weight
 from infer_formats.config import GroupSize, Patterns, Size, Table, bad
 from infer_formats.files import FLOATS, Bits, QuantisedFiles, in_words, words

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from infer.contracts.weights import TensorFilesProtocol
 from infer.errors import CheckpointError
-from infer.protocols import TensorFilesProtocol
 from infer.weight import GroupedWeight, Weight
 
 log = logging.getLogger(__name__)

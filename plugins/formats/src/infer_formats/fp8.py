@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field
 
+from infer.contracts.weights import TensorFilesProtocol
 from infer.errors import CheckpointError
-from infer.protocols import TensorFilesProtocol
 from infer.weight import Weight
 from infer_formats.config import Size, Table
 from infer_formats.files import FLOATS, QuantisedFiles

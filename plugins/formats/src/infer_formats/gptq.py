@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from pydantic import AliasChoices, Field
 
-from infer.protocols import TensorFilesProtocol
+from infer.contracts.weights import TensorFilesProtocol
 from infer.weight import Weight
 from infer_formats.config import CALIBRATION, GroupSize, Patterns, Table, bad
 from infer_formats.files import FLOATS, Bits, QuantisedFiles, in_words, words

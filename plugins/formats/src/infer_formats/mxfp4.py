@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from infer.contracts.weights import TensorFilesProtocol
 from infer.errors import CheckpointError
-from infer.protocols import TensorFilesProtocol
 from infer.weight import GroupedWeight, Weight
 from infer_formats.config import Table
 

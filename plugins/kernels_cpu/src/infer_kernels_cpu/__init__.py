@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from infer import hookimpl
-from infer.hookspecs import KernelsRegistration
-from infer.protocols import KernelsProtocol, NoSettings
+from infer.contracts.kernels import KernelsProtocol, KernelsRegistration
+from infer.contracts.registration import NoSettings
 from infer_kernels_cpu import native
 
-INFER_PLUGIN_API = 1
+INFER_PLUGIN_API = 2
 INFER_PLUGIN_ENV = [native.VARIABLE]
 UNBUILT = (
     "it was built where no C++ compiler was found, or failed; install one (Debian: apt-get install g++), then run "

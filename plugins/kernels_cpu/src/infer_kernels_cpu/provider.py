@@ -11,21 +11,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from infer.contracts.attention import KV, AttentionSpec, QuantisedKV, Ragged, Rotary
+from infer.contracts.kernels import Activation, Draws, Expert, RecorderProtocol, Routing
 from infer.device import pages
 from infer.kernels.quantise import unfilled
 from infer.kernels.reference import PackedExperts, ReferenceKernels
-from infer.protocols import (
-    KV,
-    Activation,
-    AttentionSpec,
-    Draws,
-    Expert,
-    QuantisedKV,
-    Ragged,
-    RecorderProtocol,
-    Rotary,
-    Routing,
-)
 from infer.weight import GroupedWeight, Weight
 from infer_kernels_cpu import native
 from infer_kernels_cpu.memory import Buffers

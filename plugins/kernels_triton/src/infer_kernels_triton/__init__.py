@@ -6,10 +6,9 @@ import torch
 from pydantic import BaseModel, Field
 
 from infer import hookimpl
-from infer.hookspecs import KernelsRegistration
-from infer.protocols import KernelsProtocol
+from infer.contracts.kernels import KernelsProtocol, KernelsRegistration
 
-INFER_PLUGIN_API = 1
+INFER_PLUGIN_API = 2
 
 
 class TritonSettings(BaseModel, extra="forbid"):

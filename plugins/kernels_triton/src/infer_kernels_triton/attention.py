@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from infer.protocols import KV, AttentionSpec, Ragged
+from infer.contracts.attention import KV, AttentionSpec, Ragged
 from infer_kernels_triton.configs import AttentionConfig
 from infer_kernels_triton.elementwise import parts
 

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from infer.protocols import KV, Activation, QuantisedKV, Rotary
+from infer.contracts.attention import KV, QuantisedKV, Rotary
+from infer.contracts.kernels import Activation
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from infer.protocols import Activation, Expert, Routing
+from infer.contracts.kernels import Activation, Expert, Routing
 from infer.weight import GroupedWeight, Weight
 from infer_kernels_triton.configs import LinearConfig
 from infer_kernels_triton.elementwise import gated

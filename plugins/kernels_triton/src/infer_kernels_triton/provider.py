@@ -10,20 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from infer.contracts.attention import KV, AttentionSpec, QuantisedKV, Ragged, Rotary
+from infer.contracts.kernels import Activation, Draws, Expert, RecorderProtocol, Routing
 from infer.device import CudaRecorder
 from infer.kernels.reference import SMALLEST_SUM, ReferenceKernels
-from infer.protocols import (
-    KV,
-    Activation,
-    AttentionSpec,
-    Draws,
-    Expert,
-    QuantisedKV,
-    Ragged,
-    RecorderProtocol,
-    Rotary,
-    Routing,
-)
 from infer.weight import GroupedWeight, Weight
 from infer_kernels_triton import assembler, attention, elementwise, grouped, matmul, sampling
 from infer_kernels_triton import experts as mixture

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from infer.protocols import Draws
+from infer.contracts.kernels import Draws
 
 SIGNIFICANT = {torch.float32: 32, torch.float16: 19, torch.bfloat16: 16}
 """In how many leading bits of a float32 logits of each dtype can differ."""

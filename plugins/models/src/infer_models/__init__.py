@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from infer import hookimpl
-from infer.hookspecs import ModelRegistration
+from infer.contracts.model import ModelRegistration
 from infer.layers import Decoder, DecoderConfig, DecoderLayer
 from infer_models.exaone4 import Exaone4Config
 from infer_models.gemma2 import Gemma2Config
@@ -29,7 +29,7 @@ from infer_models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeLayer
 from infer_models.seed_oss import SeedOssConfig
 from infer_models.smollm3 import SmolLM3Config
 
-INFER_PLUGIN_API = 1
+INFER_PLUGIN_API = 2
 
 
 def _decoder(

@@ -7,8 +7,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt
 
+from infer.contracts.model import ModelContext
 from infer.layers import Decoder, HiddenAct, LayerType, PositiveNumber, RopeParameters, config_table, layer_windows
-from infer.protocols import ModelContext
 from infer.weight import Weight
 from infer_models.llama import LlamaConfig, LlamaLayer
 

@@ -10,8 +10,9 @@ import torch
 from pydantic import AliasChoices, Field, NonNegativeInt, PositiveInt
 from torch import Tensor
 
+from infer.contracts.kernels import Routing
+from infer.contracts.model import ModelContext
 from infer.layers import Decoder, Experts, GatedMLP, PositiveNumber, RopeParameters, Weights
-from infer.protocols import ModelContext, Routing
 from infer.weight import Weight
 from infer_models.llama import LlamaConfig, LlamaLayer
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pydantic import PositiveInt
 
+from infer.contracts.kernels import Routing
 from infer.layers import Experts, Weights
-from infer.protocols import Routing
 from infer_models.granite import GraniteConfig
 from infer_models.llama import LlamaLayer
 

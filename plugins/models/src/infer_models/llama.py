@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from infer.contracts.attention import AttentionSpec, Rotary
+from infer.contracts.cache import KVCacheView
 from infer.layers import Attention, DecoderConfig, GatedMLP, HiddenAct, Norm, RopeParameters, Weights, select
-from infer.protocols import AttentionSpec, KVCacheView, Rotary
 
 
 class LlamaConfig(DecoderConfig):

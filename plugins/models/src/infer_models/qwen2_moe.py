@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pydantic import AliasChoices, Field, NonNegativeInt, PositiveInt
 from torch import Tensor
 
+from infer.contracts.kernels import Routing
 from infer.layers import Experts, GatedMLP, LayerType, Weights, layer_windows
-from infer.protocols import Routing
 from infer_models.llama import LlamaLayer
 from infer_models.qwen2 import Qwen2Config
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pydantic import AliasChoices, Field, PositiveInt
 from torch import Tensor
 
+from infer.contracts.kernels import Routing
 from infer.layers import Experts, Weights
-from infer.protocols import Routing
 from infer_models.llama import LlamaLayer
 from infer_models.qwen3 import Qwen3Config
 

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from infer import hookimpl
-from infer.hookspecs import ModelRegistration
-from infer.protocols import ModelContext, ModelProtocol
+from infer.contracts.model import ModelContext, ModelProtocol, ModelRegistration
 
-INFER_PLUGIN_API = 1
+INFER_PLUGIN_API = 2
 PRIORITY = -100
 """Below that of every family that names the architectures that it knows."""
 

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from infer.protocols import AttentionSpec, KVCacheView, Rotary
+from infer.contracts.attention import AttentionSpec, Rotary
+from infer.contracts.cache import KVCacheView
 from infer_models_transformers.modules import HALVES, Team, rotates_halves
 
 TRY, RUN = "infer_try", "infer"

@@ -20,9 +20,11 @@ from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.generic import ModelOutput
 
+from infer.contracts.attention import AttentionSpec, Rotary
+from infer.contracts.cache import KVCacheView
+from infer.contracts.model import ModelContext, Pass
 from infer.errors import CheckpointError, say
 from infer.layers import Embedding, GatedMLP, Linear, RMSNorm, Weights
-from infer.protocols import AttentionSpec, KVCacheView, ModelContext, Pass, Rotary
 from infer.weight import GroupedWeight, Weight
 from infer_models_transformers.attention import (
     ADAPTED,

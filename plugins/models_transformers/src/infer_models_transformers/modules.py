@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from infer.contracts.kernels import Activation, Expert
+from infer.contracts.model import ModelContext
 from infer.layers import Embedding, RMSNorm, Weights
-from infer.protocols import Activation, Expert, ModelContext
 from infer.weight import GroupedWeight, Weight
 
 TOLERANCE = 1e-5

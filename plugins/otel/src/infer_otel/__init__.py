@@ -16,10 +16,10 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from pydantic import BaseModel, Field, field_validator
 
 from infer import hookimpl
-from infer.hookspecs import Registration, RequestRecord
-from infer.protocols import ObserverFactory
+from infer.contracts.records import ObserverFactory, RequestRecord
+from infer.contracts.registration import Registration
 
-INFER_PLUGIN_API = 1
+INFER_PLUGIN_API = 2
 
 _EPOCH_NS = time.time_ns() - time.perf_counter_ns()
 """Unix time, in ns, at which ``time.perf_counter`` was zero."""

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any, Self
 from pydantic import BaseModel, Field, model_validator
 
 from infer import hookimpl
-from infer.hookspecs import CommandRegistration, Registration
-from infer.protocols import CommandContext, Route, RoutesFactory
+from infer.contracts.command import CommandContext, CommandRegistration
+from infer.contracts.registration import Registration
+from infer.contracts.server import Route, RoutesFactory
 
 if TYPE_CHECKING:
     import argparse
 
-INFER_PLUGIN_API = 1
+INFER_PLUGIN_API = 2
 
 
 class RaySettings(BaseModel, extra="forbid"):

@@ -17,8 +17,8 @@ from typing import Any
 
 from pydantic import SecretStr
 
+from infer.contracts.command import CommandContext
 from infer.errors import EngineDeadError, InferError
-from infer.protocols import CommandContext
 from infer.server.access import announce, loopback
 from infer_ray.process import FAULT
 

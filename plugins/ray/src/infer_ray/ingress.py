@@ -21,6 +21,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 from yarl import URL
 
+from infer.contracts.sections import ServerSettings
 from infer.errors import EngineDeadError
 from infer.server.access import access_log, allow_origin, authorize, guard, preflight
 from infer.server.app import listen
@@ -28,7 +29,6 @@ from infer.server.http_errors import REQUEST_ID, error_body, errors, expected
 from infer.server.keys import Keys
 from infer.server.reading import Reader, Room
 from infer.server.service import CALLER, SHUTTING_DOWN, arrived, hang_up, write
-from infer.settings import ServerSettings
 from infer_ray.held import with_blocks
 from infer_ray.outline import Asked, Outline, outlined
 from infer_ray.resume import DivergedError, Told, complaint

@@ -94,7 +94,7 @@ def main() -> None:
 
 
 def _engine(first: Mapping[str, Any], source: IO[str]) -> None:
-    from infer.plugins import Plugins
+    from infer.plugins.discovery import Plugins
     from infer.server import app
 
     _listen(source, lambda line: None)
@@ -103,7 +103,7 @@ def _engine(first: Mapping[str, Any], source: IO[str]) -> None:
 
 
 def _ingress(first: Mapping[str, Any], source: IO[str]) -> None:
-    from infer.plugins import Plugins
+    from infer.plugins.discovery import Plugins
 
     asyncio.run(_serve(first, source, _settings(first, Plugins.discover())))
 

@@ -7,8 +7,8 @@ from collections import deque
 
 from aiohttp import web
 
-from infer.hookspecs import RequestRecord
-from infer.protocols import Route
+from infer.contracts.records import RequestRecord
+from infer.contracts.server import Route
 from infer.server.service import Service
 from infer_ray.held import Held, from_baggage
 

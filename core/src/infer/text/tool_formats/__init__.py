@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from infer.contracts.protocols import PartProtocol, Tools
+from infer.contracts.text import PartProtocol, Tools
 from infer.errors import PluginError
 
 log = logging.getLogger(__name__)

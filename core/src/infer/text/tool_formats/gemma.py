@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import re
 
-from infer.contracts.protocols import Piece, Tools
+from infer.contracts.text import Piece, Tools
 from infer.text.tool_formats.reader import (
     Extent,
     Marks,

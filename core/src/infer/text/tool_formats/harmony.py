@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from infer.contracts.protocols import Piece, PieceKind, Tools
+from infer.contracts.text import Piece, PieceKind, Tools
 from infer.text.tool_formats.reader import Marks, Reader, Steps, comes, prose
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from infer.contracts.protocols import Piece, Tools
+from infer.contracts.text import Piece, Tools
 from infer.text.tool_formats.objects import calls
 from infer.text.tool_formats.reader import Marks, Reader, Steps, ahead, arguments, comes, prose, spaces
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from infer.contracts.protocols import Piece, Tools
+from infer.contracts.text import Piece, Tools
 from infer.text.tool_formats.reader import (
     Extent,
     Marks,

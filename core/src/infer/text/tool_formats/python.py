@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from infer.contracts.protocols import Piece, Tools
+from infer.contracts.text import Piece, Tools
 from infer.text.tool_formats.objects import FENCE
 from infer.text.tool_formats.reader import (
     Extent,

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from pydantic_core import from_json
 
-from infer.contracts.protocols import Piece, PieceKind, ToolFormatFactory, Tools
+from infer.contracts.text import Piece, PieceKind, ToolFormatFactory, Tools
 
 T = TypeVar("T")
 TAIL = 64

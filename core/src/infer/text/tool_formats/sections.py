@@ -6,7 +6,7 @@ import functools
 import re
 from typing import NamedTuple
 
-from infer.contracts.protocols import Piece, Tools
+from infer.contracts.text import Piece, Tools
 from infer.text.tool_formats.objects import FENCE
 from infer.text.tool_formats.reader import Marks, Reader, Steps, arguments, begin_call, comes, prose, spaces
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
-from infer.contracts.protocols import Piece, Tools
+from infer.contracts.text import Piece, Tools
 from infer.text.tool_formats.reader import (
     LOOK_AHEAD,
     Marks,

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from infer.contracts.weights import TensorFilesProtocol
 from infer.errors import CheckpointError
-from infer.protocols import TensorFilesProtocol
 from infer.weight import GroupedWeight, Weight
 from infer_formats.gguf import config, tokenizer
 from infer_formats.gguf.blocks import PLAIN, weight_of

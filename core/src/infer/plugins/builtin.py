@@ -11,17 +11,14 @@ from infer.checkpoint.folder import Folder
 from infer.checkpoint.locate import FOLDER
 from infer.checkpoint.tensors import PlainFormat
 from infer.commands import COMMANDS
-from infer.contracts.hooks import (
-    CommandRegistration,
-    ContainerRegistration,
-    KernelsRegistration,
-    Registration,
-    SchedulerRegistration,
-    ToolFormatRegistration,
-    WeightFormatRegistration,
-    hookimpl,
-)
-from infer.contracts.protocols import ProposerFactory, ReasoningFactory, ReasoningTags, Route, RoutesFactory
+from infer.contracts.command import CommandRegistration
+from infer.contracts.kernels import KernelsRegistration
+from infer.contracts.proposer import ProposerFactory
+from infer.contracts.registration import Registration, hookimpl
+from infer.contracts.scheduler import SchedulerRegistration
+from infer.contracts.server import Route, RoutesFactory
+from infer.contracts.text import ReasoningFactory, ReasoningTags, ToolFormatRegistration
+from infer.contracts.weights import ContainerRegistration, WeightFormatRegistration
 from infer.engine.draft import DraftProposer, DraftSettings
 from infer.engine.ngram import NgramProposer, NgramSettings
 from infer.engine.schedulers import ContinuousScheduler, StaticScheduler
@@ -29,7 +26,7 @@ from infer.kernels.reference import ReferenceKernels
 from infer.text.tool_formats import gemma, harmony, mistral, objects, python, sections, xml
 from infer.text.tool_formats.reader import Script, scripted
 
-INFER_PLUGIN_API = 1
+INFER_PLUGIN_API = 2
 
 
 @hookimpl

@@ -23,11 +23,12 @@ from pydantic import BaseModel, create_model
 from typing_extensions import get_protocol_members
 
 from infer.contracts import hooks as hookspecs
-from infer.contracts.hooks import Registration
-from infer.contracts.protocols import PLUGIN_API, PartProtocol, Piece
+from infer.contracts.registration import PLUGIN_API, Registration
+from infer.contracts.sections import Section, Settings
+from infer.contracts.text import PartProtocol, Piece
 from infer.errors import InferError, PluginError, say
-from infer.settings import ENV_FILE, ENV_PREFIX, Section, Settings, describe
-from infer.slots import SLOTS
+from infer.plugins.slots import SLOTS
+from infer.settings import ENV_FILE, ENV_PREFIX, describe
 
 RECORDS = ("infer_step_finished", "infer_request_finished")
 """The hooks that the engine calls with records of its steps and requests."""

@@ -6,14 +6,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from infer.contracts.sections import Settings
 from infer.errors import InferError
-from infer.inspection import SPECS
-from infer.settings import Settings, describe, describe_schema, schema
-from infer.slots import SLOTS
+from infer.plugins.inspection import SPECS
+from infer.plugins.slots import SLOTS
+from infer.settings import describe, describe_schema, schema
 
 if TYPE_CHECKING:
     from infer.checkpoint import Checkpoint
-    from infer.plugins import Offer, Plugins
+    from infer.plugins.discovery import Offer, Plugins
 
 
 class Survey:
@@ -34,7 +35,7 @@ class Survey:
 
     def _look(self) -> None:
         """Find out about the device and, if it is on this machine, about the checkpoint."""
-        from infer.assemble import choose_device, open_checkpoint, stored
+        from infer.assemble.assembly import choose_device, open_checkpoint, stored
         from infer.checkpoint import ending
 
         settings, plugins = self._settings, self._plugins

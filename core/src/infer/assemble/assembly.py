@@ -15,31 +15,20 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from infer import inspection
+from infer.assemble.sizes import Meter, Sketch
 from infer.cache import TruncatingBooks
 from infer.checkpoint import Checkpoint, Outlines, dummy_tensors, ending, locate
 from infer.checkpoint.quantise import Quantise, Quantiser
+from infer.contracts.cache import CacheContext, CachePoolProtocol
+from infer.contracts.kernels import KernelsProtocol
+from infer.contracts.model import ModelContext, ModelProtocol, SparingProtocol, UnstackingProtocol
 from infer.contracts.params import SamplingParams
-from infer.contracts.protocols import (
-    CacheContext,
-    CachePoolProtocol,
-    ContainerProtocol,
-    KernelsProtocol,
-    ModelContext,
-    ModelProtocol,
-    PartProtocol,
-    ProposerContext,
-    ProposerProtocol,
-    ReasoningTags,
-    SchedulerContext,
-    SchedulerProtocol,
-    SecondModel,
-    SparingProtocol,
-    TensorFilesProtocol,
-    UnstackingProtocol,
-    WeightFormatProtocol,
-)
+from infer.contracts.proposer import ProposerContext, ProposerProtocol, SecondModel
 from infer.contracts.request import Request, too_long
+from infer.contracts.scheduler import SchedulerContext, SchedulerProtocol
+from infer.contracts.sections import EngineSettings, Settings, slow_dtype
+from infer.contracts.text import PartProtocol, ReasoningTags
+from infer.contracts.weights import ContainerProtocol, TensorFilesProtocol, WeightFormatProtocol
 from infer.device import blocks_given_back
 from infer.engine.checked import CheckedPool, CheckedScheduler
 from infer.engine.engine import Engine
@@ -51,13 +40,13 @@ from infer.engine.payoff import Costs, Payoff, measure
 from infer.engine.runner import Runner
 from infer.engine.speculation import Speculation
 from infer.errors import CheckpointError, InferError, PluginError, SettingsError
-from infer.inspection import CheckedPart, Named
 from infer.kernels.quantise import unfilled
-from infer.plugins import Offer, Plugins
+from infer.plugins import inspection
+from infer.plugins.discovery import Offer, Plugins
+from infer.plugins.inspection import CheckedPart, Named
+from infer.plugins.slots import SLOTS
 from infer.progress import track
-from infer.settings import EngineSettings, Settings, compose, plugin_settings, slow_dtype
-from infer.sizes import Meter, Sketch
-from infer.slots import SLOTS
+from infer.settings import compose, plugin_settings
 from infer.text.encoding import Encoder, TooLongError
 from infer.text.grammar import Grammar, Grammars
 from infer.text.templates import ChatTemplate

@@ -14,14 +14,17 @@ from typing import Any, Self, cast
 
 import pluggy
 
-from infer import inspection
 from infer.contracts import hooks as hookspecs
-from infer.contracts.hooks import CacheRegistration, Registration, SchedulerRegistration, hookimpl
-from infer.contracts.protocols import CacheContext, ObserverProtocol
+from infer.contracts.cache import CacheContext, CacheRegistration
+from infer.contracts.records import ObserverProtocol
+from infer.contracts.registration import Registration, hookimpl
+from infer.contracts.scheduler import SchedulerRegistration
+from infer.contracts.sections import Settings
 from infer.errors import InferError, PluginError, SettingsError, in_short, installing, say
-from infer.inspection import RECORDS
-from infer.settings import Settings, plugin_settings
-from infer.slots import SLOTS
+from infer.plugins import inspection
+from infer.plugins.inspection import RECORDS
+from infer.plugins.slots import SLOTS
+from infer.settings import plugin_settings
 
 log = logging.getLogger(__name__)
 MAX_SHOWN = 100

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from infer.checkpoint.quantise import Quantiser
-from infer.contracts.protocols import ModelProtocol
+from infer.contracts.model import ModelProtocol
 
 
 @dataclass(frozen=True)

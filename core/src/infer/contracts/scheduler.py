@@ -1,13 +1,19 @@
-"""``Sequence``, the engine's record of a request, and ``Schedule``, the plan of a step. Integers only."""
+"""The contract of schedulers, and what they plan with: ``Sequence``, the engine's record of a request, and
+``Schedule``, the plan of a step. Integers only."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, overload
 
-from infer.contracts.request import Request
+from infer.contracts.cache import CachePoolProtocol
+from infer.contracts.registration import Registration
+from infer.contracts.sections import EngineSettings
+
+if TYPE_CHECKING:
+    from infer.contracts.request import Request
 
 PENDING = -1
 """A placeholder in ``Sequence.tokens`` for a token that has not been read back from the device yet. The device has
@@ -152,3 +158,41 @@ class Schedule:
             yield [*self.decodes, *self.prefills]
         else:
             yield from (works for works in (self.decodes, self.prefills) if works)
+
+
+class SchedulerProtocol(Protocol):
+    """Decides which sequences compute which positions in a step. It handles integers only: no tensors, no text."""
+
+    def add(self, sequence: Sequence) -> None:
+        """A new sequence waits from now on."""
+
+    def schedule(self) -> Schedule:
+        """Plan one step; the schedule is empty if nothing can run."""
+
+    def finish(self, sequence: Sequence) -> None:
+        """The sequence, running or waiting, has ended: free its place in the cache at once."""
+
+    def has_work(self) -> bool:
+        """Whether any sequence runs or waits, even if nothing of it can run now."""
+
+
+@dataclass(frozen=True)
+class SchedulerContext:
+    """What a scheduler is made from."""
+
+    pool: CachePoolProtocol
+    engine: EngineSettings
+
+
+class SchedulerFactory(Protocol):
+    """Makes a scheduler; ``settings`` is its own table, ``[engine.NAME]``."""
+
+    def __call__(self, context: SchedulerContext, settings: Any) -> SchedulerProtocol: ...
+
+
+@dataclass(frozen=True)
+class SchedulerRegistration(Registration[SchedulerFactory]):
+    """A scheduler, and whether it can prefill a prompt in chunks."""
+
+    chunks: bool = True
+    """False if it prefills whole prompts: ``engine.use_chunked_prefill`` is then off, and asking for it is an error."""

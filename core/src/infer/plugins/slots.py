@@ -9,17 +9,14 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from infer.contracts.hooks import (
-    CacheRegistration,
-    CommandRegistration,
-    ContainerRegistration,
-    KernelsRegistration,
-    ModelRegistration,
-    Registration,
-    SchedulerRegistration,
-    ToolFormatRegistration,
-    WeightFormatRegistration,
-)
+from infer.contracts.cache import CacheRegistration
+from infer.contracts.command import CommandRegistration
+from infer.contracts.kernels import KernelsRegistration
+from infer.contracts.model import ModelRegistration
+from infer.contracts.registration import Registration
+from infer.contracts.scheduler import SchedulerRegistration
+from infer.contracts.text import ToolFormatRegistration
+from infer.contracts.weights import ContainerRegistration, WeightFormatRegistration
 
 ANY = "*"
 """What a registration names that suits all."""

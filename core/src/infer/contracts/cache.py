@@ -1,0 +1,136 @@
+"""The contract of cache pools, which own the K/V of all sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, Protocol
+
+from infer.contracts.attention import AttentionSpec, KVDtype, Rotary
+from infer.contracts.kernels import KernelsProtocol
+from infer.contracts.registration import Registration
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+class BlockState(IntEnum):
+    """What a block of the cache is to the sequences."""
+
+    FREE = 0
+    OWNED = 1
+    """By one sequence."""
+    SHARED = 2
+    """By several sequences."""
+    CACHED = 3
+    """By none, but its K/V may be used again."""
+
+
+class KVCacheView(Protocol):
+    """One pass's view of the cache: all that a model sees of it."""
+
+    def attend(self, layer: int, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, rotary: Rotary | None = None) -> Tensor:
+        """Write the new tokens' K/V, then return causal attention over all positions up to each token's own, [T, H, E].
+
+        If ``rotary`` is given, q and K are normalised and rotated first.
+        """
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """A slot that the cache has given to one sequence."""
+
+    slot: int
+    num_cached: int = 0
+    """How many leading tokens the cache already holds the K/V of; always fewer than the tokens asked for."""
+
+
+class CachePoolProtocol(Protocol):
+    """Owns the K/V of all sequences. A running sequence has a slot: an integer below ``max_batch_size``.
+
+    A pool that does not share K/V between sequences ignores ``reuse``, ``salt`` and ``commit``. If ``shares`` is True,
+    sequences share the K/V of a common prefix; schedulers then make the answers to one prompt wait until the first of
+    them has its prompt in the cache. A pool that can take positions back also has ``truncate(slot, num_tokens)``: see
+    ``infer.cache.TruncatingBooks``. A pool that has ``room``, with the number of positions that each slot has room for,
+    is not asked to ``grow`` a slot within it. One that has ``states()``, a ``BlockState`` per block as bytes, shows
+    observers a map of itself (``StepRecord.blocks``).
+    """
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the K/V of all positions."""
+
+    def allocate(self, token_ids: Sequence[int], *, reuse: bool = True, salt: str = "") -> Allocation | None:
+        """Allocate a slot with room for all of ``token_ids``; None if there is no room now.
+
+        ``reuse=False`` asks that no cached tokens be used (prompt logprobs need every position computed). Only
+        sequences of equal ``salt`` share cached tokens."""
+
+    def grow(self, slot: int, num_tokens: int) -> bool:
+        """Make room for ``num_tokens`` positions in all; False if there is no room now."""
+
+    def commit(self, slot: int, token_ids: Sequence[int], num_computed: int) -> None:
+        """Say that the K/V of the slot's first ``num_computed`` tokens have been computed and may be shared."""
+
+    def free(self, slot: int) -> None:
+        """The slot's sequence has ended: its positions and the slot are free again, but for what is shared."""
+
+    def free_tokens(self) -> int:
+        """How many positions can still be allocated, to sequences of full length."""
+
+    def length(self, slot: int) -> int:
+        """How many of the slot's positions have been handed to a view for writing."""
+
+    def batched_chunked_prefill_view(
+        self, slots: Sequence[int], start_positions: Sequence[int], chunk_lens: Sequence[int]
+    ) -> KVCacheView:
+        """A view that extends each slot by a chunk. Raises ValueError if a start position is not ``length(slot)``."""
+
+    def decode_view(self, slots: Sequence[int], rows: int | None = None) -> KVCacheView:
+        """A view that extends each slot by one position, at its current length.
+
+        With ``rows`` the view's tensors keep their addresses from call to call, so that a pass recorded with one view
+        can be replayed with the values of a later one. The view then has ``rows`` rows; those beyond the given slots
+        repeat the last slot.
+        """
+
+
+@dataclass(frozen=True)
+class CacheContext:
+    """What a cache pool is made from."""
+
+    layers: Sequence[AttentionSpec]
+    max_batch_size: int
+    max_seq_len: int
+    dtype: torch.dtype
+    device: torch.device
+    kernels: KernelsProtocol
+    num_tokens: int | None = None
+    """How many positions the pool should hold; None: ``max_batch_size`` * ``max_seq_len``."""
+    kv_dtype: KVDtype = "auto"
+    """Other than ``auto`` only if the pool's registration and the kernels' say in ``kv_dtypes`` that they know it."""
+    max_chunk: int | None = None
+    """The most positions by which one pass extends a sequence; None: any number."""
+    yet_to_take: int = 0
+    """Bytes of the memory that is free now which others will take before the pool is used, such as weights that have
+    not been loaded yet."""
+
+
+class CacheFactory(Protocol):
+    """Makes a cache pool; ``settings`` is its own table, ``[cache.NAME]``."""
+
+    def __call__(self, context: CacheContext, settings: Any) -> CachePoolProtocol: ...
+
+
+@dataclass(frozen=True)
+class CacheRegistration(Registration[CacheFactory]):
+    """A cache pool that says how long a sequence may become in it, and how it can store K and V."""
+
+    longest: Callable[[CacheContext, Any, int], int] | None = None
+    """(context, the pool's settings, bytes that the weights have still to take) -> how many positions of one sequence
+    fit into memory. Without it, sequences have at most 4096 positions unless ``engine.max_seq_len`` is set."""
+    kv_dtypes: tuple[str, ...] = ()
+    """The values of ``cache.kv_dtype`` other than ``auto`` that it stores K and V by, such as ``int8``; a pool whose
+    storage is ``infer.cache.KVStorage`` knows them all."""

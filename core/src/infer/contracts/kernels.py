@@ -1,0 +1,203 @@
+"""The contract of kernels: the arithmetic of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+from infer.contracts.attention import KV, AttentionSpec, Ragged, Rotary
+from infer.contracts.registration import Registration
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from infer.weight import GroupedWeight, Weight
+
+Activation = Literal["silu", "gelu_pytorch_tanh", "clamped_swiglu"]
+"""Activation functions, by their names in ``config.json``; ``clamped_swiglu`` is gpt-oss's (see ``gated``)."""
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How a token's experts are chosen by its router logits, and which share each of them has in the result.
+
+    The ``top`` experts of the highest scores are chosen, the highest first; of equal scores, the one of the expert with
+    the lower index counts as higher. To choose first and take the softmax of the chosen is the same as ``softmax`` with
+    ``renormalise``."""
+
+    top: int
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    """Of the logits, in fp32. A selection bias is added to sigmoids, only to choose by the sums."""
+    renormalise: bool = True
+    """Whether shares are the scores divided by the sum of those that are chosen, or the scores themselves."""
+    scale: float = 1.0
+    """What shares are multiplied by in the end."""
+
+
+class Expert(NamedTuple):
+    """One expert of a mixture: a gated MLP."""
+
+    gate_up_NK: Weight
+    """[2 I, D]: the first half of the rows computes the gate, the other the values."""
+    down_NK: Weight
+    """[D, I]."""
+    gate_up_bias_N: Tensor | None = None
+    down_bias_N: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Draws:
+    """How to draw N tokens. All tensors have N values and are on the logits' device."""
+
+    temperature_N: Tensor
+    """fp32; 0 takes the likeliest token, whatever the other fields say."""
+    top_k_N: Tensor
+    """int64; 0 keeps all."""
+    top_p_N: Tensor
+    """fp32; 1 keeps all."""
+    min_p_N: Tensor
+    """fp32; 0 keeps all."""
+    uniform_N: Tensor
+    """float64 in [0, 1): one random number per row."""
+    greedy: bool
+    """True if every row has temperature 0."""
+    ranked: bool
+    """True if any row has a top-k or top-p filter."""
+
+
+class RecorderProtocol(Protocol):
+    """Runs a pass and records it, so that it can be replayed."""
+
+    @property
+    def cheap(self) -> bool:
+        """True if recording a pass costs no more than running it."""
+
+    def __call__(self, run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Tensor | str] | str]:
+        """Run ``run`` and return its result, with a function that replays it on the same tensors.
+
+        If the pass cannot be recorded, a reason ("who did what") stands in place of the function. The function returns
+        such a reason itself if it finds that the pass has to be run instead.
+
+        Two functions that a cheap recorder returned compare equal if they do the same operations with the same numbers.
+        """
+
+
+@runtime_checkable
+class KernelsProtocol(Protocol):
+    """The arithmetic of a model. ``infer/kernels/reference.py`` defines what every method computes; a provider
+    subclasses it and overrides any subset. Each row of a result depends, bit for bit, on that row of the input
+    alone.
+
+    Weights without values, on torch's meta device, are packed as well, into tensors on that device, of as many bytes as
+    the real ones have: so ``infer doctor``, and the length of sequences by default, know what weights will take before
+    any is read.
+    """
+
+    def recorder(self) -> RecorderProtocol | None:
+        """What records decode passes; None if these kernels cannot be recorded. With a recorder, the kernels read
+        whatever differs between passes of one shape from tensors on their device, and never wait for the device."""
+
+    def quantise(self, weight_NK: Tensor, bits: Literal[4, 8]) -> GroupedWeight:
+        """A plain weight in codes, as ``model.quantization`` asks while a checkpoint is loaded. The result has the bits
+        of ``infer/kernels/quantise.py`` whatever the kernels are, and it is where ``weight_NK`` is."""
+
+    def pack(self, weight_NK: Weight, bias_N: Tensor | None = None) -> Any:
+        """Convert a weight, plain or grouped (``infer/weight.py``), to the layout that ``linear`` and ``embedding``
+        work on. The result is a copy: it keeps no reference to ``weight_NK``. Kernels that do not support such weights
+        raise a SettingsError."""
+
+    def linear(self, x_TK: Tensor, packed: Any) -> Tensor:
+        """x W^T + bias, [T, N]."""
+
+    def pack_gated(self, gate_up_NK: Weight, bias_N: Tensor | None = None) -> Any:
+        """``pack`` for ``gated_linear``: the first N/2 rows of the weight compute the gate, the others the values."""
+
+    def gated_linear(self, x_TK: Tensor, packed: Any, activation: Activation) -> Tensor:
+        """``gated`` of ``linear``, [T, N/2]."""
+
+    def route(self, logits_TX: Tensor, routing: Routing, bias_X: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Each token's experts, int32 [T, J], and their shares, fp32 [T, J]. ``bias_X`` is the selection bias, fp32,
+        with sigmoids only. Logits that are NaN choose any experts, and their shares are NaN."""
+
+    def pack_experts(self, experts: Iterable[Expert], count: int) -> Any:
+        """``pack`` for ``gated_experts``: the ``count`` experts of a layer, one after the other, so that whoever yields
+        them need not hold all at once."""
+
+    def gated_experts(
+        self, x_TD: Tensor, experts_TJ: Tensor, shares_TJ: Tensor, packed: Any, activation: Activation
+    ) -> Tensor:
+        """The results of each token's experts, summed with its shares, [T, D].
+
+        An expert's result is what ``linear`` of ``gated_linear`` yields. Multiplied by their shares, the results are
+        added up in fp32 in the order of the token's row of ``experts_TJ``, and the sum is rounded. With a recorder, the
+        kernels find out on their device which rows each expert has."""
+
+    def embedding(self, token_ids_T: Tensor, packed: Any) -> Tensor:
+        """Rows of a weight [V, D] that ``pack`` has packed, so that a model whose output head is tied to its embedding
+        holds the weight once."""
+
+    def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float, unit_offset: bool = False) -> Tensor:
+        """RMS norm over the last dimension. With ``unit_offset`` the scale is 1 + weight, as in Gemma."""
+
+    def add_rms_norm(
+        self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, unit_offset: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """(rms_norm(x + residual), x + residual)."""
+
+    def rope(self, q_THE: Tensor, k_TKE: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        """q and K, normalised if ``rotary`` has norms, and rotated."""
+
+    def rope_store_kv(
+        self,
+        q_THE: Tensor,
+        k_TKE: Tensor,
+        v_TKE: Tensor,
+        rotary: Rotary,
+        k_cache: KV,
+        v_cache: KV,
+        flat_T: Tensor,
+    ) -> Tensor:
+        """``rope``, then ``store_kv`` of the rotated K; returns the rotated q."""
+
+    def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """activation(left half) * right half of the last dimension.
+
+        With ``clamped_swiglu``, it is gate * sigmoid(1.702 gate) * (right half + 1), in which the gate is the left half
+        clamped to at most 7, and the right half is clamped to -7 .. 7."""
+
+    def store_kv(self, k_TKE: Tensor, v_TKE: Tensor, k_cache: KV, v_cache: KV, flat_T: Tensor) -> None:
+        """Write each token's K and V at its flat index into the caches [blocks, block_size, K, E]. Caches are quantised
+        only if the kernels' registration says in ``kv_dtypes`` that they can be."""
+
+    def extend_attention(self, q_THE: Tensor, k_cache: KV, v_cache: KV, ragged: Ragged, spec: AttentionSpec) -> Tensor:
+        """Causal attention of each query over the cached positions of its sequence, up to and including its own;
+        [T, H, E]."""
+
+    def sample(self, logits_NV: Tensor, draws: Draws) -> Tensor:
+        """Draw one token per row, int64 [N]; -1 where the row of logits has no finite maximum.
+
+        Inverse-transform sampling in vocabulary order over the tokens that the filters keep: temperature, then top-k,
+        then top-p over what top-k kept, then min-p. Top-k keeps k tokens; of equal logits, those of lower ids. The
+        others are thresholds on probability, so that they keep or drop tokens of equal probability together.
+        """
+
+
+class KernelsFactory(Protocol):
+    """Makes kernels that compute on ``device``; ``settings`` is their own table, ``[kernels.NAME]``."""
+
+    def __call__(self, device: torch.device, settings: Any) -> KernelsProtocol: ...
+
+
+@dataclass(frozen=True)
+class KernelsRegistration(Registration[KernelsFactory]):
+    """A kernel provider and where it can run."""
+
+    devices: tuple[str, ...] = ()
+    """Device types (``cpu``, ``cuda``) it can run on; empty for all."""
+    kv_dtypes: tuple[str, ...] = ()
+    """The values of ``cache.kv_dtype`` other than ``auto`` with which it stores and attends: with ``int8``, caches are
+    ``QuantisedKV``."""
+    about: str = ""
+    """Which variant of it runs on this machine, and why: a line for ``infer plugins``, ``infer doctor`` and the log."""

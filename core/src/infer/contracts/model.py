@@ -1,0 +1,102 @@
+"""The contract of model families."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from infer.contracts.attention import AttentionSpec
+from infer.contracts.cache import KVCacheView
+from infer.contracts.kernels import KernelsProtocol
+from infer.contracts.registration import Registration
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from infer.weight import Weight
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """One forward pass's input: T tokens of several sequences, laid end to end without padding. Later versions may add
+    fields; a model reads those it needs."""
+
+    token_ids_T: Tensor
+    """int64."""
+    positions_T: Tensor
+    """int64; each token's index in its sequence."""
+    cache: KVCacheView
+    rows_N: Tensor | None = None
+    """int64: indices of the tokens whose hidden states are wanted; None for all. N may be 0."""
+
+
+class ModelProtocol(Protocol):
+    """A decoder-only transformer. It never sees masks, slots, pages or padding."""
+
+    @property
+    def attention(self) -> Sequence[AttentionSpec]:
+        """One spec per layer; ``attend`` takes a layer's index in this list."""
+
+    @property
+    def vocab_size(self) -> int:
+        """How many token ids there are, from 0 on: the columns of the logits."""
+
+    def forward(self, batch: Pass) -> Tensor:
+        """The wanted tokens' hidden states after the final norm, [N, D]. The last layer may skip the other tokens after
+        its attention."""
+
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        """[N, V] in the model's dtype."""
+
+    def expected(self) -> Mapping[str, tuple[int, ...]]:
+        """Name and shape of every tensor that ``load`` needs. Random weights are made from it, too."""
+
+    def load(self, tensors: Iterable[tuple[str, Weight]]) -> None:
+        """Take the checkpoint's weights, and copy what is kept: tensors may be views of a file that changes later.
+        Raises CheckpointError if one is missing, unexpected or of another shape."""
+
+
+@runtime_checkable
+class UnstackingProtocol(Protocol):
+    """A model some of whose checkpoints stack several of its weights in one tensor."""
+
+    def unstack(self, tensors: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
+        """The weights that ``load`` takes, each by its own name, as views of the checkpoint's tensors. Weights are
+        quantised after that. Raises CheckpointError if a stack has another shape than expected."""
+
+
+@runtime_checkable
+class SparingProtocol(Protocol):
+    """A model that has matrices which are not to be quantised."""
+
+    @property
+    def spared(self) -> Collection[str]:
+        """The names of weights that ``model.quantization`` leaves as they are, besides those of ``model.plain_layers``:
+        routers, and what no product is made with."""
+
+
+@dataclass(frozen=True)
+class ModelContext:
+    """What a model is made from, in addition to its config."""
+
+    kernels: KernelsProtocol
+    dtype: torch.dtype
+    device: torch.device
+    max_seq_len: int
+
+
+class ModelFactory(Protocol):
+    """Makes a model that is not loaded yet; ``config`` is config.json, ``settings`` its own table, ``[model.NAME]``.
+    Raises CheckpointError, whose text names the field, if the config is not as it has to be."""
+
+    def __call__(self, config: Mapping[str, Any], context: ModelContext, settings: Any) -> ModelProtocol: ...
+
+
+@dataclass(frozen=True)
+class ModelRegistration(Registration[ModelFactory]):
+    """A model family, found by the ``architectures`` of a checkpoint's config.json."""
+
+    architectures: tuple[str, ...] = ()
+    """Their names; "*" stands for all, for a family of low ``priority`` that runs what no other knows."""

@@ -1,0 +1,77 @@
+"""The contract of proposers, which guess how sequences go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from infer.contracts.cache import CachePoolProtocol
+from infer.contracts.kernels import KernelsProtocol
+from infer.contracts.model import ModelProtocol
+from infer.contracts.sections import EngineSettings
+
+if TYPE_CHECKING:
+    import torch
+    from tokenizers import Tokenizer
+
+    from infer.contracts.request import Request
+
+
+class Ask(NamedTuple):
+    """What a proposer is asked for one sequence."""
+
+    request: Request
+    """The request, the same object each time. A request's id is unique among those that have not ended."""
+    token_ids: Sequence[int]
+    """The tokens of the prompt and of the answer so far. The engine's own list, to be read during the call only. From
+    call to call it grows, and does not change otherwise."""
+    most: int
+    """How many draft tokens may be proposed; at least 1."""
+
+
+class ProposerProtocol(Protocol):
+    """Guesses how sequences go on. A wrong guess costs time, but changes no answer: the engine computes all draft
+    tokens in one pass and takes them as long as they equal the tokens that it draws.
+
+    It runs in the engine's thread, between two passes. If it raises, the log says so, and the engine goes on without
+    speculation."""
+
+    def propose(self, asks: Sequence[Ask]) -> Sequence[Sequence[int]]:
+        """For each ask, up to ``most`` token ids that may come next, the likelier the better, or none. Not every
+        sequence is asked about in every step."""
+
+    def end(self, request_id: str) -> None:
+        """The request has ended, whether it was asked about or not: forget it."""
+
+
+class SecondModel(NamedTuple):
+    """A second model that has been loaded."""
+
+    model: ModelProtocol
+    pool: CachePoolProtocol
+    """A cache pool of its own."""
+    tokenizer: Tokenizer
+    max_seq_len: int
+    """How many positions a sequence may have in it, at most those of the first model."""
+
+
+@dataclass(frozen=True)
+class ProposerContext:
+    """What a proposer is made from."""
+
+    engine: EngineSettings
+    tokenizer: Tokenizer
+    vocab_size: int
+    max_seq_len: int
+    device: torch.device
+    kernels: KernelsProtocol
+    load: Callable[[str], SecondModel]
+    """Loads a further checkpoint (a folder, file, hub id or bundled name) by the settings of the first. Raises
+    InferError."""
+
+
+class ProposerFactory(Protocol):
+    """Makes a proposer of draft tokens; ``settings`` is its own table, ``[engine.NAME]``."""
+
+    def __call__(self, context: ProposerContext, settings: Any) -> ProposerProtocol: ...

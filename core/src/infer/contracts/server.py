@@ -1,0 +1,44 @@
+"""The contract of endpoints that a plugin adds to the server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pydantic import BaseModel
+
+if TYPE_CHECKING:
+    from aiohttp.typedefs import Handler
+
+
+@dataclass(frozen=True)
+class Route:
+    """An endpoint of the server, as its router and /openapi.json see it."""
+
+    method: str
+    """``GET``, ``POST`` and so on."""
+    path: str
+    """As aiohttp has it: ``/v1/models/{model}``."""
+    handler: Handler
+    """An async function from aiohttp's request to its response. What it raises is answered as an error in JSON."""
+    summary: str
+    """One line."""
+    answer: Any
+    """The shape of a 200's JSON, a type such as a TypedDict; a media type where it is something else; None keeps the
+    endpoint, which only a page of the plugin's own uses, out of /openapi.json. A GET that has one, or is ``open``, is
+    answered to HEAD, too."""
+    body: type[BaseModel] | None = None
+    """The request's, an ``infer.server.schemas.Body`` at the top of its module; ``Service.read`` checks it."""
+    chunk: Any = None
+    """The shape of an event's data, where the answer may be streamed."""
+    open: bool = False
+    """Whether it needs no API key, as for load balancers and the page that asks for the key. If it reads a body, that
+    should be small: anybody may send it (``Service.read``'s ``most``)."""
+
+
+class RoutesFactory(Protocol):
+    """Called once, in the server's event loop, before it serves. ``service`` is ``infer.server.service.Service``: the
+    model, as endpoints see it, and what they share."""
+
+    def __call__(self, service: Any, settings: Any, /) -> Sequence[Route]: ...

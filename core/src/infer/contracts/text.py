@@ -1,0 +1,71 @@
+"""The contracts of text formats: how a model writes tool calls and reasoning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
+
+from infer.contracts.registration import Registration
+
+Tools = Mapping[str, Mapping[str, Any]]
+"""The functions that an answer may call, by name, with the JSON schema of their arguments."""
+PieceKind = Literal["content", "reasoning", "call", "arguments"]
+
+
+class Piece(NamedTuple):
+    """A bit of an answer. A ``call`` begins one, ``text`` being the function's name, and ``arguments`` go on with its
+    arguments, in JSON."""
+
+    kind: PieceKind
+    text: str
+
+
+class PartProtocol(Protocol):
+    """Reads one answer: takes its text as it comes, cut anywhere, and gives the same pieces however it is cut, as early
+    as it can tell them.
+
+    It runs in the server's event loop with every delta: it must take no longer than the text is long, and hold no more
+    of it than a bounded look ahead. ``infer.text.tool_formats.reader`` has the means.
+    """
+
+    def push(self, text: str) -> Iterator[Piece]:
+        """The pieces that are certain now that ``text`` has come behind what came before."""
+        ...
+
+    def flush(self) -> Iterator[Piece]:
+        """What is left at the end."""
+        ...
+
+
+class ReasoningTags(NamedTuple):
+    """What stands between these at the beginning of an answer is reasoning. A prompt that ends in the opening one
+    leaves the model within it."""
+
+    opening: str
+    closing: str
+    reader: Callable[[Tools], PartProtocol] | None = None
+    """Reads a whole answer that may call these tools, if tags alone do not tell its parts."""
+
+
+class ToolFormatFactory(Protocol):
+    """Called for each answer that may call functions. What looks like a call of any other function than ``tools`` is
+    content."""
+
+    def __call__(self, tools: Tools, settings: Any, /) -> PartProtocol: ...
+
+
+class ReasoningFactory(Protocol):
+    """Makes the tags of one way to write reasoning; ``settings`` is its own table, ``[model.NAME]``."""
+
+    def __call__(self, settings: Any, /) -> ReasoningTags: ...
+
+
+@dataclass(frozen=True)
+class ToolFormatRegistration(Registration[ToolFormatFactory]):
+    """A way in which a model family writes tool calls. ``auto`` tries formats in order of ``priority``: formats whose
+    calls begin with a mark come before those without."""
+
+    marks: tuple[str, ...] = ()
+    """The complete tokens that mark calls, such as ``[TOOL_CALLS]``. If the tokenizer has them as special tokens, they
+    are kept in an answer's text, which otherwise leaves special tokens out."""
