@@ -9,6 +9,7 @@ import infer_fair
 from infer import LLM, Request, SamplingParams, hookimpl
 from infer.contracts.records import RequestRecord
 from infer.contracts.scheduler import SchedulerContext, Sequence
+from infer.contracts.sections import EngineSettings
 from infer.testing import check_scheduler, tiny_checkpoint
 from infer_fair import FairScheduler, FairSettings
 
@@ -47,7 +48,7 @@ def test_who_asks_much_does_not_keep_out_who_asks_little() -> None:
 
 def test_who_comes_back_has_saved_nothing_up_and_names_are_forgotten() -> None:
     pool: Any = SimpleNamespace()
-    scheduler = FairScheduler(SchedulerContext(pool, None), FairSettings())
+    scheduler = FairScheduler(SchedulerContext(pool, EngineSettings()), FairSettings())
     a, b = (Sequence(Request((1, 2), user=user), order, 10) for order, user in enumerate("ab"))
     scheduler.add(a)
     scheduler._got["a"] = 100.0

@@ -13,14 +13,16 @@ import socket
 import tempfile
 import threading
 import time
-from typing import Any
+from typing import Any, cast
 
 from pydantic import SecretStr
 
 from infer.contracts.command import CommandContext
 from infer.errors import EngineDeadError, InferError
 from infer.server.access import announce, loopback
+from infer.settings import plugin_settings
 from infer_ray.process import FAULT
+from infer_ray.settings import RaySettings
 
 WATCH_S = 1.0
 CONNECT_S = 5.0
@@ -31,9 +33,13 @@ SEED_BYTES = 64
 """A body has room for the seed that an ingress adds."""
 
 
+def _own(context: CommandContext) -> RaySettings:
+    return cast(RaySettings, plugin_settings(context.settings, "command", "ray"))
+
+
 def plan(context: CommandContext, *, local: bool) -> dict[str, Any]:
     """What the application needs, as JSON: the settings of its processes, and how many there are."""
-    settings, own = context.settings, context.settings.ray
+    settings, own = context.settings, _own(context)
     given: dict[str, Any] = {}
     for key, source in context.sources.items():
         if not source.startswith("default") and not key.startswith("ray."):
@@ -67,7 +73,7 @@ def plan(context: CommandContext, *, local: bool) -> dict[str, Any]:
 def run(args: argparse.Namespace, context: CommandContext) -> int:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if args.action == "delete":
-        return _delete(context.settings.ray)
+        return _delete(_own(context))
     if context.settings.model.path is None:
         raise InferError(f"No model is given: infer ray {args.action} MODEL, or model.path.")
     if args.action == "deploy":
@@ -178,15 +184,15 @@ def _delete(own: Any) -> int:
 
 
 def _deploy(context: CommandContext) -> int:
-    settings = context.settings
+    settings, own = context.settings, _own(context)
     if settings.server.api_keys or loopback(settings.server.host):
         made = plan(context, local=False)
     else:
         raise InferError(
             f"server.host = {settings.server.host!r} lets the network in, and server.api_keys has no keys; set some."
         )
-    _join(settings.ray)
-    announce(f"infer: {settings.ray.name} is served on {serve(made)}")
+    _join(own)
+    announce(f"infer: {own.name} is served on {serve(made)}")
     return 0
 
 
