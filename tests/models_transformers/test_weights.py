@@ -20,7 +20,7 @@ from torch import Tensor
 
 from infer.assemble.assembly import sketch
 from infer.checkpoint.quantise import Quantiser
-from infer.contracts.model import SparingProtocol
+from infer.contracts.model import SparingModel
 from infer.contracts.sections import ModelSettings
 from infer.testing.models import Models, Stage
 from infer.weight import GroupedWeight, Weight
@@ -116,7 +116,7 @@ def test_quantised_checkpoints(name: str, format: str, tmp_path: Path) -> None:
 
 
 def weights(model: TransformersModel, quantization: Any, tensors: dict[str, Tensor]) -> dict[str, Weight]:
-    sparing: SparingProtocol = model
+    sparing: SparingModel = model
     plain, spared = ModelSettings().plain_layers, frozenset(sparing.spared)
     quantiser = Quantiser(quantization, plain, "plain", VOCAB, KERNELS.quantise, spared=spared)
     return dict(quantiser(model.unstack(tensors.items())))

@@ -16,12 +16,11 @@ import torch
 from tokenizers import Tokenizer
 
 from infer.assemble.sizes import Meter, Sketch
-from infer.cache import TruncatingBooks
 from infer.checkpoint import Checkpoint, Outlines, dummy_tensors, ending, locate
 from infer.checkpoint.quantise import Quantise, Quantiser
-from infer.contracts.cache import CacheContext, CachePoolProtocol
+from infer.contracts.cache import CacheContext, CachePoolProtocol, TruncatingPool
 from infer.contracts.kernels import KernelsProtocol
-from infer.contracts.model import ModelContext, ModelProtocol, SparingProtocol, UnstackingProtocol
+from infer.contracts.model import ModelContext, ModelProtocol, SparingModel, UnstackingModel
 from infer.contracts.params import SamplingParams
 from infer.contracts.proposer import ProposerContext, ProposerProtocol, SecondModel
 from infer.contracts.request import Request, too_long
@@ -407,7 +406,7 @@ def _speculation(
     if settings.engine.speculation is None:
         return None
     offer = plugins.choose("proposer", settings)
-    if not isinstance(pool, TruncatingBooks):
+    if not isinstance(pool, TruncatingPool):
         raise SettingsError(
             f'engine.speculation is "{offer.name}", but {type(pool).__name__} cannot take positions back (truncate), '
             "as wrong draft tokens require; choose another cache.backend, or none."
@@ -455,7 +454,7 @@ def _fill(
 
 def _quantiser(settings: Settings, model: ModelProtocol, quantise: Quantise, dtype: torch.dtype) -> Quantiser:
     asked = settings.model
-    spared = frozenset(model.spared if isinstance(model, SparingProtocol) else ())
+    spared = frozenset(model.spared if isinstance(model, SparingModel) else ())
     return Quantiser(
         asked.quantization, asked.plain_layers, asked.activations, model.vocab_size, quantise, dtype, spared
     )
@@ -474,7 +473,7 @@ def _weights(
             weights = ((name, torch.empty(shape, dtype=dtype, device="meta")) for name, shape in shapes.items())
     else:
         weights = _read(settings, format, checkpoint, bare)
-    return model.unstack(weights) if isinstance(model, UnstackingProtocol) else weights
+    return model.unstack(weights) if isinstance(model, UnstackingModel) else weights
 
 
 def _loaded(

@@ -1,6 +1,6 @@
 """The parts of a cache pool: books (who has which blocks: integers) and storage (tensors and views)."""
 
-from infer.cache.books import BlockBooks, BooksProtocol, Ints, SharingBooks, TruncatingBooks
+from infer.cache.books import BlockBooks, BooksProtocol, Ints, SharingBooks
 from infer.cache.pool import Pool
 from infer.cache.storage import ExtendView, KVStorage, StorageProtocol
 
@@ -13,5 +13,4 @@ __all__ = [
     "Pool",
     "SharingBooks",
     "StorageProtocol",
-    "TruncatingBooks",
 ]

@@ -60,23 +60,6 @@ class SharingBooks(Protocol):
         """As ``CachePoolProtocol.commit``."""
 
 
-@runtime_checkable
-class TruncatingBooks(Protocol):
-    """Books that can take positions back, as rejected draft tokens require."""
-
-    def truncate(self, slot: int, num_tokens: int) -> None:
-        """Keep only the slot's first ``num_tokens`` positions. Raises ValueError if that is more than it holds, or
-        fewer than it may share with others."""
-
-
-@runtime_checkable
-class MappedBooks(Protocol):
-    """Books that know what each block is to the sequences."""
-
-    def states(self) -> bytes:
-        """A ``BlockState`` per block, each as a byte."""
-
-
 class BlockBooks(ABC):
     """Books with one block table for all layers, or with several: per slot a row of blocks in each, a length and a
     room, each in one array.

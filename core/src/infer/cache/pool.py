@@ -7,9 +7,9 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from infer.cache.books import BlockBooks, BooksProtocol, MappedBooks, SharingBooks, TruncatingBooks
+from infer.cache.books import BlockBooks, BooksProtocol, SharingBooks
 from infer.cache.storage import StorageProtocol
-from infer.contracts.cache import Allocation, KVCacheView
+from infer.contracts.cache import Allocation, KVCacheView, MappedPool, TruncatingPool
 
 Table = TypeVar("Table")
 View = TypeVar("View", bound=KVCacheView)
@@ -17,8 +17,8 @@ View = TypeVar("View", bound=KVCacheView)
 
 class Pool(Generic[Table, View]):
     """A ``CachePoolProtocol`` made of books and of a storage that understands their tables. It shares tokens only if
-    the books are SharingBooks whose ``shares``, if they have it, is not False. It has ``truncate`` only if they are
-    TruncatingBooks, and ``states`` only if they are MappedBooks."""
+    the books are SharingBooks whose ``shares``, if they have it, is not False. It is a TruncatingPool or a MappedPool
+    only if the books have what these have."""
 
     def __init__(self, books: BooksProtocol[Table], storage: StorageProtocol[Table, View]) -> None:
         self.books = books
@@ -29,9 +29,9 @@ class Pool(Generic[Table, View]):
         self.length = books.length
         if isinstance(books, BlockBooks):
             self.room: Sequence[int] = books.room
-        if isinstance(books, TruncatingBooks):
+        if isinstance(books, TruncatingPool):
             self.truncate = books.truncate
-        if isinstance(books, MappedBooks):
+        if isinstance(books, MappedPool):
             self.states = books.states
         self._slots: Sequence[int] = []
         """The slots of the last ``decode_view``."""

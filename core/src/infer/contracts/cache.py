@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from infer.contracts.attention import AttentionSpec, KVDtype, Rotary
 from infer.contracts.kernels import KernelsProtocol
@@ -50,12 +50,8 @@ class Allocation:
 class CachePoolProtocol(Protocol):
     """Owns the K/V of all sequences. A running sequence has a slot: an integer below ``max_batch_size``.
 
-    A pool that does not share K/V between sequences ignores ``reuse``, ``salt`` and ``commit``. If ``shares`` is True,
-    sequences share the K/V of a common prefix; schedulers then make the answers to one prompt wait until the first of
-    them has its prompt in the cache. A pool that can take positions back also has ``truncate(slot, num_tokens)``: see
-    ``infer.cache.TruncatingBooks``. A pool that has ``room``, with the number of positions that each slot has room for,
-    is not asked to ``grow`` a slot within it. One that has ``states()``, a ``BlockState`` per block as bytes, shows
-    observers a map of itself (``StepRecord.blocks``).
+    A pool that does not share K/V between sequences ignores ``reuse``, ``salt`` and ``commit``. What a pool may have
+    besides is in protocols of its own: ``SharingPool``, ``TruncatingPool``, ``RoomyPool`` and ``MappedPool``.
     """
 
     @property
@@ -95,6 +91,42 @@ class CachePoolProtocol(Protocol):
         can be replayed with the values of a later one. The view then has ``rows`` rows; those beyond the given slots
         repeat the last slot.
         """
+
+
+@runtime_checkable
+class SharingPool(Protocol):
+    """A pool in which sequences may share the K/V of a common prefix."""
+
+    @property
+    def shares(self) -> bool:
+        """Whether they do. Schedulers then make the answers to one prompt wait until the first of them has its prompt
+        in the cache."""
+
+
+@runtime_checkable
+class TruncatingPool(Protocol):
+    """A pool that can take positions back, as rejected draft tokens require."""
+
+    def truncate(self, slot: int, num_tokens: int) -> None:
+        """Keep only the slot's first ``num_tokens`` positions. Raises ValueError if that is more than it holds, or
+        fewer than it may share with others."""
+
+
+@runtime_checkable
+class RoomyPool(Protocol):
+    """A pool that tells how many positions each slot has room for."""
+
+    @property
+    def room(self) -> Sequence[int]:
+        """By slot. Schedulers do not ask the pool to ``grow`` a slot within its room."""
+
+
+@runtime_checkable
+class MappedPool(Protocol):
+    """A pool that shows observers a map of itself (``StepRecord.blocks``)."""
+
+    def states(self) -> bytes:
+        """A ``BlockState`` per block, each as a byte."""
 
 
 @dataclass(frozen=True)

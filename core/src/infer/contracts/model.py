@@ -59,7 +59,7 @@ class ModelProtocol(Protocol):
 
 
 @runtime_checkable
-class UnstackingProtocol(Protocol):
+class UnstackingModel(Protocol):
     """A model some of whose checkpoints stack several of its weights in one tensor."""
 
     def unstack(self, tensors: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
@@ -68,7 +68,7 @@ class UnstackingProtocol(Protocol):
 
 
 @runtime_checkable
-class SparingProtocol(Protocol):
+class SparingModel(Protocol):
     """A model that has matrices which are not to be quantised."""
 
     @property

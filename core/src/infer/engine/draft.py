@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from pydantic import BaseModel, Field
 
-from infer.cache.books import TruncatingBooks
+from infer.contracts.cache import TruncatingPool
 from infer.contracts.proposer import Ask, ProposerContext
 from infer.contracts.scheduler import Sequence, Work
 from infer.engine.batch import pack
@@ -42,7 +42,7 @@ class DraftProposer:
                 "the same tokenizer, usually a smaller one of the same family."
             )
         pool = second.pool
-        assert isinstance(pool, TruncatingBooks), "it is made as the first model's, which can take positions back"
+        assert isinstance(pool, TruncatingPool), "it is made as the first model's, which can take positions back"
         size = context.engine.max_batch_size
         recorder = None if context.engine.graphs == "off" else context.kernels.recorder()
         graphs = None if recorder is None else DecodeGraphs(second.model, pool, context.device, size, recorder)

@@ -15,7 +15,7 @@ from typing import NamedTuple, overload
 import numpy as np
 from tokenizers import Tokenizer
 
-from infer.contracts.cache import CachePoolProtocol
+from infer.contracts.cache import CachePoolProtocol, MappedPool
 from infer.contracts.records import RequestRecord, StepRecord, WorkRecord
 from infer.contracts.request import Event, FinishReason, Request, TokenLogprobs
 from infer.contracts.scheduler import PENDING, Schedule, SchedulerProtocol, Sequence, Works
@@ -82,7 +82,7 @@ class Engine:
         self._runner = runner
         self._scheduler = scheduler
         self._pool = pool
-        self._states: Callable[[], bytes] | None = getattr(pool, "states", None)
+        self._states: Callable[[], bytes] | None = pool.states if isinstance(pool, MappedPool) else None
         self._texts = None if tokenizer is None else TokenTexts(tokenizer)
         self._eos_token_ids = eos_token_ids
         self._max_seq_len = max_seq_len

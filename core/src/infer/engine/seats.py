@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
-from infer.contracts.cache import CachePoolProtocol
+from infer.contracts.cache import CachePoolProtocol, RoomyPool, SharingPool
 from infer.contracts.request import Request
 from infer.contracts.scheduler import Schedule, Sequence, Works
 
@@ -46,8 +46,8 @@ class Seats:
         self.waiting: list[Sequence] = []
         """The sequences that may be admitted, sorted by key. By the default key, preempted sequences come before those
         of the same priority that never ran, because they arrived earlier."""
-        self._shares: bool = getattr(pool, "shares", False)
-        self._room: Seq[int] | Mapping[int, int] = getattr(pool, "room", defaultdict(int))
+        self._shares = isinstance(pool, SharingPool) and pool.shares
+        self._room: Seq[int] | Mapping[int, int] = pool.room if isinstance(pool, RoomyPool) else defaultdict(int)
         """How many positions each slot can have before it has to grow."""
         self._groups: dict[str, list[Sequence]] = {}
         """The groups whose prompt is not in the cache yet. The first sequence of each group runs or is in ``waiting``;

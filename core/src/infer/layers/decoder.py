@@ -166,7 +166,7 @@ class DecoderLayer(Protocol):
 
 
 class Decoder:
-    """A ModelProtocol and UnstackingProtocol: embedding, layers, final norm, head. ``schema`` validates config.json,
+    """A ModelProtocol and UnstackingModel: embedding, layers, final norm, head. ``schema`` validates config.json,
     and names these parts in the checkpoint; ``layer`` makes one layer from (weights, name, index, config,
     AttentionSpec, RopeParameters or None)."""
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from infer.contracts.attention import KV, AttentionSpec, Ragged, Rotary
-from infer.contracts.cache import Allocation, CacheContext, CachePoolProtocol, KVCacheView
+from infer.contracts.cache import Allocation, CacheContext, CachePoolProtocol, KVCacheView, SharingPool
 from infer.engine.graphs import Recording
 from infer.kernels.reference import ReferenceKernels
 from infer.testing.suite import Skipped, Suite, Violation
@@ -495,7 +495,7 @@ def recorded_views(pools: Pools, draw: random.Random) -> None:
 @check("A pool whose shares is True finds the prefix of a prompt that has been committed", 2)
 def sharing(pools: Pools, draw: random.Random) -> None:
     machine = Machine(pools, draw, num_tokens=None)
-    if not getattr(machine.pool, "shares", False):
+    if not (isinstance(machine.pool, SharingPool) and machine.pool.shares):
         raise Skipped("this pool does not share K/V between sequences: its shares is not True")
     tokens = machine.stems[0][:80]
     for leaves in (False, True, False):

@@ -90,7 +90,7 @@ IDLE = (nn.Dropout, nn.Identity, nn.ModuleList, nn.ModuleDict)
 
 
 class TransformersModel:
-    """A ModelProtocol, UnstackingProtocol and SparingProtocol. Raises CheckpointError if transformers' module cannot be
+    """A ModelProtocol, UnstackingModel and SparingModel. Raises CheckpointError if transformers' module cannot be
     run."""
 
     @torch.inference_mode(False)  # there, operations do not reach the guard as what they are made of
@@ -128,7 +128,7 @@ class TransformersModel:
         routers = {self._loose.names[id] for id in self._loose.expected}
         tables = {name for name, rows in self._tables.items() if rows != self.vocab_size}
         self.spared = frozenset(routers | tables | self._delicate)
-        """As in SparingProtocol: a table of positions is one, too."""
+        """As in SparingModel: a table of positions is one, too."""
         self._trying = False
 
     # What the engine calls.
