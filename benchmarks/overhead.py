@@ -1,8 +1,8 @@
 """python -m benchmarks.overhead [--json FILE]
 
-What a decode step costs in addition to the model: the scheduler, the cache's books, the batch's arrays, sampling, text
-and events. Measured with a model that computes nothing, and again with one that computes a matrix product, which evicts
-the engine's data from the CPU's caches. See benchmarks/README.md.
+What a decode step costs in addition to the model: the scheduler, the cache's block manager, the batch's arrays,
+sampling, text and events. Measured with a model that computes nothing, and again with one that computes a matrix
+product, which evicts the engine's data from the CPU's caches. See benchmarks/README.md.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.shapes import CONFIGS, write  # noqa: E402
 
-from infer.cache import BlockBooks  # noqa: E402
+from infer.cache import BlockManager  # noqa: E402
 from infer.commands import COMMANDS  # noqa: E402
 from infer.commands.arguments import PLAIN_PARAMS  # noqa: E402
 from infer.commands.doctor import Doctor, warnings_noted  # noqa: E402
@@ -233,7 +233,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "formats": formats,
     "slots": slots,
     "service": calls(Service, ("read", "requests", "whole", "stream", "answer", "observe")),
-    "books": calls(BlockBooks, ("_open", "_place", "_close", "reach", "least_tokens")),
+    "block_manager": calls(BlockManager, ("_open", "_place", "_close", "reach", "least_tokens")),
     "memory": memory,
     "peers_plain": peers("2026-11-21-zen5-2-cores-peers-Qwen3-0.6B"),
     "peers_quantised": peers("2026-11-22-zen5-2-cores-peers-quantised-Llama-3.2-1B"),

@@ -283,7 +283,7 @@ def paged_pool(
     pool = PagedPool(context, settings)
     for cache in (*pool.storage.k, *pool.storage.v):
         memory = cache.scales if isinstance(cache, QuantisedKV) else cache
-        memory[: pool.books.pages.num_pages].fill_(torch.nan)
+        memory[: pool.block_manager.pages.num_pages].fill_(torch.nan)
     return pool
 
 

@@ -116,7 +116,7 @@ def test_a_slot_is_extended_only_where_it_has_room() -> None:
     assert pool.grow(place.slot, 33)
     ragged = pool.decode_view([place.slot]).ragged
     assert ragged.starts == (32,)
-    block = pool.books.pages.holdings[place.slot].tables[0][2]
+    block = pool.block_manager.pages.holdings[place.slot].tables[0][2]
     assert block is not None
     assert ragged.flat_T.tolist() == [block[0] * 16]
 
@@ -132,7 +132,7 @@ def test_a_hit_starts_after_what_is_cached_and_reads_the_same_pages() -> None:
     assert two == Allocation(1, num_cached=32)
     assert pool.length(two.slot) == 32
     table = pool.batched_chunked_prefill_view([two.slot], [32], [8]).ragged.block_table_BP[0].tolist()
-    blocks = pool.books.pages.holdings[one.slot].tables[0]
+    blocks = pool.block_manager.pages.holdings[one.slot].tables[0]
     assert [(page,) for page in table[:2]] == blocks[:2]
     assert (table[2],) != blocks[2]
 
@@ -176,7 +176,7 @@ def gemma(layers: list[AttentionSpec], batch: int = 16, max_seq_len: int = 5000,
 
 def held(pool: PagedPool) -> int:
     """Bytes of the pages that nobody else can have."""
-    pages = pool.books.pages
+    pages = pool.block_manager.pages
     return (pages.num_pages - pages.num_available) * (pool.nbytes // pool.storage.k[0].shape[0])
 
 
@@ -259,7 +259,7 @@ def test_a_window_keeps_what_may_be_taken_back() -> None:
             pool.truncate(0, length - ROLLBACK)
             table = pool.decode_view([0]).raggeds[0].block_table_BP[0].tolist()
             first = (length - ROLLBACK - 511) // 16
-            assert pool.books.pages.num_pages not in table[first:]
+            assert pool.block_manager.pages.num_pages not in table[first:]
             pool.batched_chunked_prefill_view([0], [length - ROLLBACK + 1], [ROLLBACK - 1])
     with pytest.raises(ValueError, match=r"slot 0 can be cut to 30\d\d..3100 positions, not to 3000"):
         pool.truncate(0, 3000)
@@ -271,7 +271,7 @@ def test_what_is_behind_the_window_is_the_page_of_zeros() -> None:
     pool.allocate([1] * 100)
     pool.free(0)
     pool.allocate(range(4000))
-    nowhere = pool.books.pages.num_pages
+    nowhere = pool.block_manager.pages.num_pages
     for start in range(0, 4000, 500):
         view = pool.batched_chunked_prefill_view([0], [start], [500])
         first = max(0, start - 511)
@@ -307,7 +307,7 @@ def test_free_positions_are_those_of_long_sequences(caplog: pytest.LogCaptureFix
         pool = gemma(GEMMA, num_blocks=500, max_seq_len=4096)
     assert "22 of 26 layers" in caplog.text
     assert "a sequence of 4096 positions takes 652 pages instead of 1792" in caplog.text
-    groups = pool.books.pages.groups
+    groups = pool.block_manager.pages.groups
     assert cost(groups, 256) == 256 + 6 * 66 == 652
     rest = 3500 - 5 * 652
     assert pool.free_tokens() == (5 * 256 + rest // 7) * 16
@@ -333,12 +333,12 @@ def test_layers_share_tables_by_window(
 ) -> None:
     """A table's layers share their pages; all tables share the same memory."""
     pool = gemma(layers, num_blocks=320)
-    assert [group.window for group in pool.books.pages.groups] == windows
-    assert sum(group.pages for group in pool.books.pages.groups) == len({*pool.storage.table_of}) == tables
+    assert [group.window for group in pool.block_manager.pages.groups] == windows
+    assert sum(group.pages for group in pool.block_manager.pages.groups) == len({*pool.storage.table_of}) == tables
     assert max(pool.storage.table_of.count(u) for u in range(tables)) == sharing
     assert len({id(k) for k in pool.storage.k}) == sharing
     assert pool.nbytes == sum({id(x): x.nbytes for x in (*pool.storage.k, *pool.storage.v)}.values())
-    assert pool.books.pages.num_pages == 320 * tables
+    assert pool.block_manager.pages.num_pages == 320 * tables
     assert pool.free_tokens() >= 320 * 16
 
 
@@ -367,9 +367,9 @@ def test_a_slot_that_cannot_grow_forgets_what_is_behind_its_window() -> None:
     assert pool.allocate([2] * 960) == Allocation(1)
     while pool.grow(0, pool.length(0) + 1):
         pool.decode_view([0])
-    length, pages = pool.length(0), pool.books.pages
+    length, pages = pool.length(0), pool.block_manager.pages
     assert pages.holdings[0].firsts[0] == (length - ROLLBACK - 511) // 16
     pool.free(1)
-    table = pool.books.table([0], length)[0, 0].tolist()
+    table = pool.block_manager.table([0], length)[0, 0].tolist()
     assert table == [pages.num_pages if block is None else block[0] for block in pages.holdings[0].tables[0]]
     decode(pool, 0, 20)

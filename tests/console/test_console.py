@@ -19,7 +19,7 @@ from yarl import URL
 
 import infer_console
 from infer.plugins.discovery import Plugins
-from infer_cache_paged import PagedBooks
+from infer_cache_paged import PagedBlockManager
 from infer_console import live, sessions, telling
 from infer_console.files import HEADERS, POLICY
 from infer_console.live import Live, Watcher
@@ -355,7 +355,7 @@ async def test_a_pool_whose_map_fails_is_said_and_the_steps_go_on(
     def fails(pool: Any) -> bytes:
         raise RuntimeError("lost count")
 
-    monkeypatch.setattr(PagedBooks, "states", fails)
+    monkeypatch.setattr(PagedBlockManager, "states", fails)
     async with running(engine=ENGINE) as server, asyncio.timeout(HANG_S), watching(server) as records:
         assert (await anext(records))["fault"] is None
         await server.post({"prompt": "x", "max_tokens": 3, "ignore_eos": True})

@@ -1,4 +1,5 @@
-"""``check_pool``: ours pass, as do pools of strangers' books, and it names the bugs that are planted in them."""
+"""``check_pool``: ours pass, as do pools of strangers' block managers, and it names the bugs that are planted in
+them."""
 
 from __future__ import annotations
 
@@ -13,15 +14,15 @@ from tests.testing.planted import Bug, Bugs, caught
 from torch import Tensor
 
 from infer.cache import ExtendView, KVStorage, Pool
-from infer.cache.books import Ints, Slots
+from infer.cache.block_manager import Ints, Slots
 from infer.contracts.attention import AttentionSpec, QuantisedKV, Ragged, Rotary
 from infer.contracts.cache import Allocation, CacheContext, CachePoolProtocol, KVCacheView
 from infer.kernels.reference import ReferenceKernels
 from infer.testing import check_pool
 from infer.testing.pools import SUITE, Pools
-from infer_cache_paged import PagedBooks, PagedPool, PagedSettings
+from infer_cache_paged import PagedBlockManager, PagedPool, PagedSettings
 from infer_cache_paged.pages import Pages
-from infer_cache_slotted import SlottedBooks, SlottedPool
+from infer_cache_slotted import SlottedBlockManager, SlottedPool
 
 MakePool = Callable[[CacheContext], CachePoolProtocol]
 planted: Bugs[MakePool] = Bugs([])
@@ -32,7 +33,7 @@ def paged(block_size: int = 16, **keys: Any) -> MakePool:
 
 
 class Strangers:
-    """Books by which a slot's positions lie backwards in its block; they neither share nor take positions back."""
+    """By this one, a slot's positions lie backwards in its block; it neither shares nor takes positions back."""
 
     def __init__(self, context: CacheContext) -> None:
         self.slots, self.longest = context.max_batch_size, context.max_seq_len
@@ -109,19 +110,19 @@ def pages(**methods: Callable[..., Any]) -> MakePool:
 
     def make(context: CacheContext) -> CachePoolProtocol:
         pool = PagedPool(context, PagedSettings(block_size=4))
-        pool.books.pages.__class__ = type("Changed", (Pages,), methods)
+        pool.block_manager.pages.__class__ = type("Changed", (Pages,), methods)
         return pool
 
     return make
 
 
-def books(**methods: Callable[..., Any]) -> MakePool:
-    """A paged pool whose books have other methods."""
+def block_manager(**methods: Callable[..., Any]) -> MakePool:
+    """A paged pool whose block manager has other methods."""
 
     def make(context: CacheContext) -> CachePoolProtocol:
         made = PagedPool(context, PagedSettings(block_size=4))
-        changed: Any = made.books
-        changed.__class__ = type("Changed", (PagedBooks,), methods)
+        changed: Any = made.block_manager
+        changed.__class__ = type("Changed", (PagedBlockManager,), methods)
         return Pool(changed, made.storage)
 
     return make
@@ -152,12 +153,12 @@ planted("more is shared than is computed", "sequences", "have been committed by 
 )
 
 
-def never_cleared(self: PagedBooks, slot: int, begin: int = 0) -> None:
-    PagedBooks._copy(self, slot, min(begin + 1, 2) if begin == 0 else begin)
+def never_cleared(self: PagedBlockManager, slot: int, begin: int = 0) -> None:
+    PagedBlockManager._copy(self, slot, min(begin + 1, 2) if begin == 0 else begin)
 
 
 planted("a slot's first page is its predecessor's", "sequences", r"reads, at position \d+, ")(
-    books(_copy=never_cleared)
+    block_manager(_copy=never_cleared)
 )
 
 
@@ -186,49 +187,49 @@ planted("a sequence grows into a page of another", "sequences", r"what s\d+ has 
 )
 
 
-def one_less(self: PagedBooks, slots: Any, starts: Any, lens: Any) -> int:
-    longest = PagedBooks.extend(self, slots, starts, lens)
+def one_less(self: PagedBlockManager, slots: Any, starts: Any, lens: Any) -> int:
+    longest = PagedBlockManager.extend(self, slots, starts, lens)
     if len(slots) > 1:
         self._lengths_S[slots[-1]] -= 1
     return longest
 
 
 planted("the last of several chunks is not counted in full", "sequences", r"length\(\d\) is \d+, but \d+ positions")(
-    books(extend=one_less)
+    block_manager(extend=one_less)
 )
 
 
-def stays(self: PagedBooks, slots_B: Slots) -> tuple[Ints, int]:
-    starts, longest = PagedBooks.advance(self, slots_B)
+def stays(self: PagedBlockManager, slots_B: Slots) -> tuple[Ints, int]:
+    starts, longest = PagedBlockManager.advance(self, slots_B)
     self._lengths_S[slots_B] = starts
     return starts, longest
 
 
 planted("a decode does not advance the length", "sequences", r"length\(\d\) is \d+, but \d+ positions")(
-    books(advance=stays)
+    block_manager(advance=stays)
 )
 
 
-def keeps_length(self: PagedBooks, num_tokens: int) -> int:
+def keeps_length(self: PagedBlockManager, num_tokens: int) -> int:
     slot = self._free_slots.pop()
     self._lengths_S[slot] = max(num_tokens, 1)
     return slot
 
 
 planted("a slot's counter does not start at 0", "slots", r"length\(\d\) is 1, but 0 positions")(
-    books(_open=keeps_length)
+    block_manager(_open=keeps_length)
 )
 
 
-def too_few_slots(self: SlottedBooks, token_ids: Sequence[int]) -> Allocation | None:
-    return None if len(self._free_slots) == 1 else SlottedBooks.allocate(self, token_ids)
+def too_few_slots(self: SlottedBlockManager, token_ids: Sequence[int]) -> Allocation | None:
+    return None if len(self._free_slots) == 1 else SlottedBlockManager.allocate(self, token_ids)
 
 
 def slotted(**methods: Callable[..., Any]) -> MakePool:
     def make(context: CacheContext) -> CachePoolProtocol:
         made = SlottedPool(context)
-        changed: Any = made.books
-        changed.__class__ = type("Changed", (SlottedBooks,), methods)
+        changed: Any = made.block_manager
+        changed.__class__ = type("Changed", (SlottedBlockManager,), methods)
         return Pool(changed, made.storage)
 
     return make
@@ -237,7 +238,7 @@ def slotted(**methods: Callable[..., Any]) -> MakePool:
 planted("one slot is never handed out", "slots", r"gives None, though a slot is free")(slotted(allocate=too_few_slots))
 
 
-def any_length(self: SlottedBooks, slot: int, num_tokens: int) -> bool:
+def any_length(self: SlottedBlockManager, slot: int, num_tokens: int) -> bool:
     return True
 
 
@@ -246,20 +247,22 @@ planted("a sequence may grow beyond its region", "full_length", "room for more t
 )
 
 
-def trusting(self: PagedBooks, slots: Any, starts: Any, lens: Any) -> int:
+def trusting(self: PagedBlockManager, slots: Any, starts: Any, lens: Any) -> int:
     self._lengths_S[np.asarray(slots)] = np.asarray(starts)
-    return PagedBooks.extend(self, slots, starts, lens)
+    return PagedBlockManager.extend(self, slots, starts, lens)
 
 
-planted("a start that leaves a gap is believed", "wrong_starts", "though it holds 9 positions")(books(extend=trusting))
+planted("a start that leaves a gap is believed", "wrong_starts", "though it holds 9 positions")(
+    block_manager(extend=trusting)
+)
 
 
-def takes_back_nothing(self: PagedBooks, slot: int, num_tokens: int) -> None:
-    PagedBooks.truncate(self, slot, min(self.length(slot), num_tokens + 1))
+def takes_back_nothing(self: PagedBlockManager, slot: int, num_tokens: int) -> None:
+    PagedBlockManager.truncate(self, slot, min(self.length(slot), num_tokens + 1))
 
 
 planted("one position too few is taken back", "sequences", r"length\(\d\) is \d+, but \d+ positions")(
-    books(truncate=takes_back_nothing)
+    block_manager(truncate=takes_back_nothing)
 )
 
 
@@ -388,7 +391,7 @@ class Stale(Kept):
 def kept(storage: type[Kept]) -> MakePool:
     def make(context: CacheContext) -> CachePoolProtocol:
         sizes = context.max_batch_size, context.max_seq_len
-        return Pool(SlottedBooks(*sizes), storage(context, *sizes))
+        return Pool(SlottedBlockManager(*sizes), storage(context, *sizes))
 
     return make
 
@@ -445,8 +448,8 @@ def unsteady(context: CacheContext) -> CachePoolProtocol:
 
     def changed(token_ids: Sequence[int], *, reuse: bool = True, salt: str = "") -> Allocation | None:
         place = allocate(token_ids, reuse=reuse, salt=salt)
-        if place is None and made.books.pages.free_list:
-            made.books.pages.free_list.pop()
+        if place is None and made.block_manager.pages.free_list:
+            made.block_manager.pages.free_list.pop()
         return place
 
     made.allocate = changed  # type: ignore[method-assign]
@@ -460,7 +463,8 @@ planted("a refusal takes pages", "little_room", r"gives None, but free_tokens\(\
 
 @pytest.mark.slow
 def test_a_view_is_all_that_is_asked_of_a_pool() -> None:
-    """No attribute beyond the contract: a pool that has its own views, without books and storage, is tried alike."""
+    """No attribute beyond the contract: a pool that has its own views, without block manager and storage, is tried
+    alike."""
 
     class View:
         def __init__(self, view: KVCacheView) -> None:

@@ -11,13 +11,13 @@ from tests.support import CPU, KERNELS, MAX_SEQ_LEN, tiny_model
 from torch import Tensor
 
 from infer.cache import ExtendView, KVStorage, Pool
-from infer.cache.books import Ints
+from infer.cache.block_manager import Ints
 from infer.contracts.attention import AttentionSpec, KVDtype, Rotary
 from infer.contracts.cache import CacheContext
 from infer.contracts.model import Pass
-from infer_cache_paged import PagedBooks
+from infer_cache_paged import PagedBlockManager
 from infer_cache_paged.pages import Pages
-from infer_cache_slotted import SlottedBooks
+from infer_cache_slotted import SlottedBlockManager
 
 
 class HalvesView(ExtendView):
@@ -46,8 +46,8 @@ def pool(kind: str, storage: type[KVStorage]) -> Pool[Ints, ExtendView]:
     model = tiny_model("llama")
     context = CacheContext(model.attention, 2, MAX_SEQ_LEN, torch.float32, CPU, KERNELS)
     if kind == "slotted":
-        return Pool(SlottedBooks(2, MAX_SEQ_LEN), storage(context, 2, MAX_SEQ_LEN))
-    return Pool(PagedBooks(2, MAX_SEQ_LEN, Pages(20, 8)), storage(context, 20, 8))
+        return Pool(SlottedBlockManager(2, MAX_SEQ_LEN), storage(context, 2, MAX_SEQ_LEN))
+    return Pool(PagedBlockManager(2, MAX_SEQ_LEN, Pages(20, 8)), storage(context, 20, 8))
 
 
 @torch.inference_mode()

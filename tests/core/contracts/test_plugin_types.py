@@ -15,7 +15,7 @@ from tests.core.text.test_encoding import DEMO
 from torch import Tensor
 
 from infer import LLM, SamplingParams, hookimpl
-from infer.cache import BlockBooks, KVStorage, Pool
+from infer.cache import BlockManager, KVStorage, Pool
 from infer.contracts.attention import AttentionSpec
 from infer.contracts.cache import Allocation, CacheContext, CachePoolProtocol, KVCacheView
 from infer.contracts.kernels import KernelsProtocol, KernelsRegistration
@@ -68,7 +68,7 @@ class Model:
         return self._kernels.linear(hidden_ND, self._packed)
 
 
-class Books(BlockBooks):
+class Blocks(BlockManager):
     def allocate(self, token_ids: Any) -> Allocation | None:
         if not self._free_slots or len(token_ids) > self.max_seq_len:
             return None
@@ -88,7 +88,7 @@ class Books(BlockBooks):
 
 def make_pool(context: CacheContext, settings: Any) -> Pool[Any, Any]:
     size, length = context.max_batch_size, context.max_seq_len
-    return Pool(Books(size, length, length), KVStorage(context, size, length))
+    return Pool(Blocks(size, length, length), KVStorage(context, size, length))
 
 
 class OneAtATime:

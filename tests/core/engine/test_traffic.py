@@ -270,7 +270,7 @@ class Traffic(RuleBasedStateMachine):
     @invariant()
     def the_pool_is_whole(self) -> None:
         if isinstance(getattr(self, "pool", None), PagedPool):
-            pages = self.pool.books.pages
+            pages = self.pool.block_manager.pages
             tables = [table for holding in pages.holdings.values() for table in holding.tables]
             owned = {page for table in tables for block in table for page in block or ()}
             cached = [page for k, found in enumerate(pages.cached) for node in found for page in node.blocks[k] or ()]

@@ -1,16 +1,16 @@
-"""The parts of a cache pool: books (who has which blocks: integers) and storage (tensors and views)."""
+"""The parts of a cache pool: block manager (who has which blocks: integers) and storage (tensors and views)."""
 
-from infer.cache.books import BlockBooks, BooksProtocol, Ints, SharingBooks
+from infer.cache.block_manager import BlockManager, BlockManagerProtocol, Ints, SharingBlockManager
 from infer.cache.pool import Pool
 from infer.cache.storage import ExtendView, KVStorage, StorageProtocol
 
 __all__ = [
-    "BlockBooks",
-    "BooksProtocol",
+    "BlockManager",
+    "BlockManagerProtocol",
     "ExtendView",
     "Ints",
     "KVStorage",
     "Pool",
-    "SharingBooks",
+    "SharingBlockManager",
     "StorageProtocol",
 ]

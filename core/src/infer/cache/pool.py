@@ -1,4 +1,4 @@
-"""A cache pool, made of books and a storage."""
+"""A cache pool, made of a block manager and a storage."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from infer.cache.books import BlockBooks, BooksProtocol, SharingBooks
+from infer.cache.block_manager import BlockManager, BlockManagerProtocol, SharingBlockManager
 from infer.cache.storage import StorageProtocol
 from infer.contracts.cache import Allocation, KVCacheView, MappedPool, TruncatingPool
 
@@ -16,27 +16,31 @@ View = TypeVar("View", bound=KVCacheView)
 
 
 class Pool(Generic[Table, View]):
-    """A ``CachePoolProtocol`` made of books and of a storage that understands their tables. It shares tokens only if
-    the books are SharingBooks whose ``shares``, if they have it, is not False. It is a TruncatingPool or a MappedPool
-    only if the books have what these have."""
+    """A ``CachePoolProtocol`` made of a block manager and of a storage that understands its tables. It shares tokens
+    only if the block manager is a SharingBlockManager whose ``shares``, if it has that, is not False. It is a
+    TruncatingPool or a MappedPool only if the block manager has what these have."""
 
-    def __init__(self, books: BooksProtocol[Table], storage: StorageProtocol[Table, View]) -> None:
-        self.books = books
+    def __init__(self, block_manager: BlockManagerProtocol[Table], storage: StorageProtocol[Table, View]) -> None:
+        self.block_manager = block_manager
         self.storage = storage
-        self.grow = books.grow
-        self.free = books.free
-        self.free_tokens = books.free_tokens
-        self.length = books.length
-        if isinstance(books, BlockBooks):
-            self.room: Sequence[int] = books.room
-        if isinstance(books, TruncatingPool):
-            self.truncate = books.truncate
-        if isinstance(books, MappedPool):
-            self.states = books.states
+        self.grow = block_manager.grow
+        self.free = block_manager.free
+        self.free_tokens = block_manager.free_tokens
+        self.length = block_manager.length
+        if isinstance(block_manager, BlockManager):
+            self.room: Sequence[int] = block_manager.room
+        if isinstance(block_manager, TruncatingPool):
+            self.truncate = block_manager.truncate
+        if isinstance(block_manager, MappedPool):
+            self.states = block_manager.states
         self._slots: Sequence[int] = []
         """The slots of the last ``decode_view``."""
         self._slots_B = np.zeros(0, dtype=np.int64)
-        self._sharing = books if isinstance(books, SharingBooks) and getattr(books, "shares", True) else None
+        self._sharing = (
+            block_manager
+            if isinstance(block_manager, SharingBlockManager) and getattr(block_manager, "shares", True)
+            else None
+        )
         self.shares = self._sharing is not None
 
     @property
@@ -45,7 +49,7 @@ class Pool(Generic[Table, View]):
 
     def allocate(self, token_ids: Sequence[int], *, reuse: bool = True, salt: str = "") -> Allocation | None:
         if self._sharing is None:
-            return self.books.allocate(token_ids)
+            return self.block_manager.allocate(token_ids)
         return self._sharing.allocate(token_ids, reuse=reuse, salt=salt)
 
     def commit(self, slot: int, token_ids: Sequence[int], num_computed: int) -> None:
@@ -55,17 +59,17 @@ class Pool(Generic[Table, View]):
     def batched_chunked_prefill_view(
         self, slots: Sequence[int], start_positions: Sequence[int], chunk_lens: Sequence[int]
     ) -> View:
-        longest = self.books.extend(slots, start_positions, chunk_lens)
-        return self.storage.view(self.books.table(slots, longest), start_positions, chunk_lens)
+        longest = self.block_manager.extend(slots, start_positions, chunk_lens)
+        return self.storage.view(self.block_manager.table(slots, longest), start_positions, chunk_lens)
 
     def decode_view(self, slots: Sequence[int], rows: int | None = None) -> View:
         if slots != self._slots:
             self._slots = list(slots)
             self._slots_B = np.fromiter(slots, np.int64, len(slots))
         slots_B = self._slots_B
-        starts_B, longest = self.books.advance(slots_B)
+        starts_B, longest = self.block_manager.advance(slots_B)
         if rows is None:
-            return self.storage.view(self.books.table(slots_B, longest), starts_B, np.ones_like(starts_B))
+            return self.storage.view(self.block_manager.table(slots_B, longest), starts_B, np.ones_like(starts_B))
         if padding := rows - len(slots):
             slots_B, starts_B = (np.concatenate([x, np.repeat(x[-1:], padding)]) for x in (slots_B, starts_B))
-        return self.storage.fixed_view(self.books.table(slots_B, longest), starts_B)
+        return self.storage.fixed_view(self.block_manager.table(slots_B, longest), starts_B)

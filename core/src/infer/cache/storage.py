@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from infer.cache.books import Ints
+from infer.cache.block_manager import Ints
 from infer.contracts.attention import KV, AttentionSpec, QuantisedKV, Ragged, Rotary
 from infer.contracts.cache import CacheContext, KVCacheView
 from infer.contracts.kernels import KernelsProtocol

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pydantic import BaseModel, Field, PositiveInt
 
 from infer import hookimpl
-from infer.cache import BlockBooks, ExtendView, Ints, KVStorage, Pool
+from infer.cache import BlockManager, ExtendView, Ints, KVStorage, Pool
 from infer.contracts.cache import Allocation, CacheContext, CacheFactory, CacheRegistration
 from infer.contracts.registration import Registration
 
@@ -23,9 +23,9 @@ class RollingSettings(BaseModel, extra="forbid"):
     block_size: PositiveInt = Field(16, description="positions per block")
 
 
-class RollingBooks(BlockBooks):
-    """Books in which each slot has the same blocks for good. In a table with a window they form a ring: a block's place
-    is taken again once the window and a chunk lie between."""
+class RollingBlockManager(BlockManager):
+    """A block manager in which each slot has the same blocks for good. In a table with a window they form a ring: a
+    block's place is taken again once the window and a chunk lie between."""
 
     def __init__(self, context: CacheContext, block_size: int, windows: Sequence[int | None]) -> None:
         size, longest = context.max_batch_size, context.max_seq_len
@@ -71,9 +71,9 @@ class RollingBooks(BlockBooks):
 class RollingPool(Pool[Ints, ExtendView]):
     def __init__(self, context: CacheContext, settings: RollingSettings) -> None:
         tables = _tables(context)
-        books = RollingBooks(context, settings.block_size, [window for window, _ in tables])
+        block_manager = RollingBlockManager(context, settings.block_size, [window for window, _ in tables])
         layers = [layers for _, layers in tables]
-        super().__init__(books, KVStorage(context, books.num_blocks, settings.block_size, layers))
+        super().__init__(block_manager, KVStorage(context, block_manager.num_blocks, settings.block_size, layers))
 
 
 def _tables(context: CacheContext) -> list[tuple[int | None, list[int]]]:

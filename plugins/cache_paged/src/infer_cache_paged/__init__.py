@@ -11,8 +11,8 @@ import numpy as np
 from pydantic import BaseModel, Field, PositiveInt
 
 from infer import device, hookimpl
-from infer.cache import BlockBooks, ExtendView, KVStorage, Pool
-from infer.cache.books import Ints
+from infer.cache import BlockManager, ExtendView, KVStorage, Pool
+from infer.cache.block_manager import Ints
 from infer.contracts.cache import Allocation, CacheContext, CacheFactory, CacheRegistration
 from infer.contracts.registration import Registration
 from infer.errors import SettingsError
@@ -45,9 +45,9 @@ class PagedSettings(BaseModel, extra="forbid"):
     prefix_caching: bool = Field(True, description="let requests share the K/V of a common beginning")
 
 
-class PagedBooks(BlockBooks):
-    """Books whose blocks are pages. There is a table for each page of a block: a group's tables have the same entries,
-    but different pages."""
+class PagedBlockManager(BlockManager):
+    """A block manager whose blocks are pages. There is a table for each page of a block: a group's tables have the same
+    entries, but different pages."""
 
     def __init__(self, num_slots: int, max_seq_len: int, pages: Pages) -> None:
         super().__init__(num_slots, max_seq_len, pages.block_size, sum(group.pages for group in pages.groups))
@@ -146,9 +146,9 @@ class PagedBooks(BlockBooks):
 
 
 class PagedPool(Pool[Ints, ExtendView]):
-    """A pool whose books hand out pages."""
+    """A pool whose block manager hands out pages."""
 
-    books: PagedBooks
+    block_manager: PagedBlockManager
     storage: KVStorage
 
     def __init__(self, context: CacheContext, settings: PagedSettings) -> None:
@@ -168,7 +168,7 @@ class PagedPool(Pool[Ints, ExtendView]):
             )
         num_pages = pages.num_pages + bool(pages.windowed)  # the last one stays zero: what is behind a window
         storage = KVStorage(context, num_pages, settings.block_size, [layers for _, layers in tables])
-        super().__init__(PagedBooks(context.max_batch_size, context.max_seq_len, pages), storage)
+        super().__init__(PagedBlockManager(context.max_batch_size, context.max_seq_len, pages), storage)
 
 
 def _tables(context: CacheContext) -> list[tuple[int | None, list[int]]]:

@@ -117,7 +117,8 @@ class Holding:
 
 
 class Pages:
-    """The books of ``num_pages`` pages for blocks of ``block_size`` positions. An owner is a slot, a small integer."""
+    """Who has which of ``num_pages`` pages for blocks of ``block_size`` positions. An owner is a slot, a small
+    integer."""
 
     def __init__(
         self, num_pages: int, block_size: int, share: bool = True, groups: Sequence[Group] = (Group(),)

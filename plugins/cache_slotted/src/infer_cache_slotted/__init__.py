@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from infer import hookimpl
-from infer.cache import BlockBooks, ExtendView, KVStorage, Pool
-from infer.cache.books import Ints
+from infer.cache import BlockManager, ExtendView, KVStorage, Pool
+from infer.cache.block_manager import Ints
 from infer.contracts.cache import Allocation, BlockState, CacheContext, CacheFactory, CacheRegistration
 from infer.contracts.registration import Registration
 
 INFER_PLUGIN_API = 2
 
 
-class SlottedBooks(BlockBooks):
-    """Books in which each slot's block table has a single block, of ``max_seq_len`` positions."""
+class SlottedBlockManager(BlockManager):
+    """A block manager in which each slot's block table has a single block, of ``max_seq_len`` positions."""
 
     def __init__(self, num_slots: int, max_seq_len: int) -> None:
         super().__init__(num_slots, max_seq_len, block_size=max_seq_len)
@@ -47,7 +47,7 @@ class SlottedPool(Pool[Ints, ExtendView]):
 
     def __init__(self, context: CacheContext) -> None:
         size, longest = context.max_batch_size, context.max_seq_len
-        super().__init__(SlottedBooks(size, longest), KVStorage(context, size, longest))
+        super().__init__(SlottedBlockManager(size, longest), KVStorage(context, size, longest))
 
 
 @hookimpl

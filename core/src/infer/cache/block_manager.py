@@ -1,4 +1,4 @@
-"""A cache pool's books: which blocks each slot has, and how many positions it holds. They are integers only, so that a
+"""A cache pool's block manager: which blocks each slot has, and how many positions it holds. Integers only, so that a
 pool can be tested, simulated and replaced without a tensor."""
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ Slots = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 Table_co = TypeVar("Table_co", covariant=True)
 
 
-class BooksProtocol(Protocol[Table_co]):
-    """What ``Pool`` needs from books. Books and their storage agree on the type of ``Table``: one array of blocks for
-    all layers, for example, or one per kind of layer."""
+class BlockManagerProtocol(Protocol[Table_co]):
+    """What ``Pool`` needs from a block manager. It and the storage agree on the type of ``Table``: one array of blocks
+    for all layers, for example, or one per kind of layer."""
 
     def allocate(self, token_ids: Sequence[int]) -> Allocation | None:
         """Allocate a slot with room for these tokens; None, with nothing changed, if there is no room now."""
@@ -50,8 +50,8 @@ class BooksProtocol(Protocol[Table_co]):
 
 
 @runtime_checkable
-class SharingBooks(Protocol):
-    """Books of a pool in which sequences may share the blocks of a common prefix."""
+class SharingBlockManager(Protocol):
+    """The block manager of a pool in which sequences may share the blocks of a common prefix."""
 
     def allocate(self, token_ids: Sequence[int], *, reuse: bool = True, salt: str = "") -> Allocation | None:
         """As ``CachePoolProtocol.allocate``."""
@@ -60,9 +60,9 @@ class SharingBooks(Protocol):
         """As ``CachePoolProtocol.commit``."""
 
 
-class BlockBooks(ABC):
-    """Books with one block table for all layers, or with several: per slot a row of blocks in each, a length and a
-    room, each in one array.
+class BlockManager(ABC):
+    """A block manager with one block table for all layers, or with several: per slot a row of blocks in each, a length
+    and a room, each in one array.
 
     A subclass decides which blocks a slot has: it has ``allocate``, ``grow``, ``free`` and ``free_tokens``. It calls
     ``_open`` to hand out a slot (as long as ``_free_slots`` has one), ``_place`` to give the slot blocks, and

@@ -1,4 +1,4 @@
-"""A pool's books: what they refuse, how they take positions back, and that they need no tensors."""
+"""A pool's block manager: what it refuses, how it takes positions back, and that it needs no tensors."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 import torch
 from tests.support import slotted_pool, tiny_model
 
-from infer.cache import BlockBooks, Pool
-from infer.cache.books import Ints
+from infer.cache import BlockManager, Pool
+from infer.cache.block_manager import Ints
 from infer.contracts.cache import Allocation
-from infer_cache_paged import PagedBooks
+from infer_cache_paged import PagedBlockManager
 from infer_cache_paged.pages import Pages
-from infer_cache_slotted import SlottedBooks
+from infer_cache_slotted import SlottedBlockManager
 
 
 @pytest.mark.parametrize(
@@ -63,15 +63,15 @@ def test_a_decode_that_would_write_elsewhere_is_refused() -> None:
     assert pool.length(0) == 5
 
 
-def books(kind: str) -> BlockBooks:
+def block_manager(kind: str) -> BlockManager:
     if kind == "slotted":
-        return SlottedBooks(3, 40)
-    return PagedBooks(3, 40, Pages(9, 8))
+        return SlottedBlockManager(3, 40)
+    return PagedBlockManager(3, 40, Pages(9, 8))
 
 
 @pytest.mark.parametrize("kind", ["slotted", "paged"])
-def test_books_take_positions_back(kind: str) -> None:
-    found = books(kind)
+def test_block_managers_take_positions_back(kind: str) -> None:
+    found = block_manager(kind)
     place = found.allocate(range(10))
     assert place is not None
     found.extend([place.slot], [0], [10])
@@ -89,7 +89,7 @@ def test_books_take_positions_back(kind: str) -> None:
 
 
 def test_what_others_may_share_is_not_taken_back() -> None:
-    found = PagedBooks(3, 40, Pages(9, 8))
+    found = PagedBlockManager(3, 40, Pages(9, 8))
     tokens = list(range(20))
     assert found.allocate(tokens) == Allocation(0)
     found.extend([0], [0], [20])
@@ -114,7 +114,7 @@ class Counting:
 
 @pytest.mark.parametrize("kind", ["slotted", "paged"])
 def test_a_pool_is_simulated_without_tensors(kind: str) -> None:
-    pool: Pool[Ints, Any] = Pool(books(kind), Counting())
+    pool: Pool[Ints, Any] = Pool(block_manager(kind), Counting())
     for slot in (0, 1):
         assert pool.allocate([7] * 5, salt=str(slot)) == Allocation(slot)
     pool.batched_chunked_prefill_view([0, 1], [0, 0], [3, 5])
@@ -126,10 +126,10 @@ def test_a_pool_is_simulated_without_tensors(kind: str) -> None:
 
 
 class OnlySlots:
-    """Books that can do the least: no sharing, no truncation, any table."""
+    """A block manager that can do the least: no sharing, no truncation, any table."""
 
     def __init__(self) -> None:
-        self.inner = SlottedBooks(2, 8)
+        self.inner = SlottedBlockManager(2, 8)
         for name in ("grow", "free", "free_tokens", "length", "extend", "advance"):
             setattr(self, name, getattr(self.inner, name))
 
@@ -150,11 +150,11 @@ class Words:
         return table
 
 
-def test_books_need_neither_share_nor_truncate_and_choose_their_tables() -> None:
+def test_block_managers_need_neither_share_nor_truncate_and_choose_their_tables() -> None:
     made: Any = OnlySlots()
     pool: Pool[str, Any] = Pool(made, Words())
     assert pool.allocate([1, 2], reuse=False, salt="x") == Allocation(0)
     pool.commit(0, [1, 2], 2)
     assert pool.batched_chunked_prefill_view([0], [0], [2]) == "[0] up to 2"
     assert not hasattr(pool, "truncate")
-    assert hasattr(Pool(books("paged"), Counting()), "truncate")
+    assert hasattr(Pool(block_manager("paged"), Counting()), "truncate")
