@@ -10,7 +10,8 @@ from tokenizers import Tokenizer, decoders, models
 from infer.contracts.params import SamplingParams
 from infer.contracts.request import Request
 from infer.contracts.scheduler import PENDING, Sequence
-from infer.engine.answer import Answer, Counts
+from infer.engine.answer import Answer
+from infer.engine.reporting import Counts
 from infer.text.detokenizer import TokenTexts
 
 BYTES = {"a": 0, "b": 1, "<eos>": 2, "Ã": 3, "©": 4}

@@ -5,35 +5,20 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from infer.contracts.records import Totals
 from infer.contracts.request import Event, FinishReason, TokenLogprobs
 from infer.contracts.scheduler import Sequence
 from infer.engine.batch import Floats
+from infer.engine.reporting import Counts
 from infer.engine.steering import Steering
 from infer.text.detokenizer import TextStream, TokenTexts
 
 log = logging.getLogger(__name__)
 
 NOT_FINITE = "The model's output is not finite (NaN or infinity)."
-
-
-@dataclass(slots=True)
-class Counts:
-    """Token counts of all requests since the engine started, as in ``Totals``."""
-
-    prompt: int = 0
-    cached: int = 0
-    generated: int = 0
-    proposed: int = 0
-    accepted: int = 0
-
-    def totals(self) -> Totals:
-        return Totals(self.prompt, self.cached, self.generated, self.proposed, self.accepted)
 
 
 class Answer:

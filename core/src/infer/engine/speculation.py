@@ -72,12 +72,17 @@ class Speculation:
         """Tokens that were proposed and not verified, each with its index in the sequence."""
         self.hopes = False
         """Whether drafts are wanted for the next step, which the proposer can make only if it knows all tokens."""
+        self._extended = 0.0
+        """When ``extend`` last returned, on ``time.perf_counter``."""
 
     def extend(self, passes: Seq[Seq[Work]], steering: Mapping[Sequence, Steering]) -> Passes:
         """The passes, with draft tokens for those that decode. Those whose last token is not known yet get none."""
         self.hopes = False
-        if self._proposer is None:
-            return [*passes]
+        extended = [*passes] if self._proposer is None else self._with_drafts(passes, steering)
+        self._extended = time.perf_counter()
+        return extended
+
+    def _with_drafts(self, passes: Seq[Seq[Work]], steering: Mapping[Sequence, Steering]) -> Passes:
         self._compare()
         passes, taken = [*passes], sum(work.length for works in passes for work in works)
         for i, works in enumerate(passes):
@@ -181,8 +186,9 @@ class Speculation:
             self._payoff.verified(sequence, len(drafts), right)
         return wrong
 
-    def learn(self, passes: Seq[Seq[Work]], seconds: float) -> None:
-        """A step has taken so long."""
+    def learn(self, passes: Seq[Seq[Work]]) -> None:
+        """Learn what the step has cost since ``extend`` returned its passes."""
+        seconds = time.perf_counter() - self._extended
         if len(passes) == 1 and all(work.decode for work in passes[0]):
             rows, drafts = (sum(counts) for counts in zip(*((w.length, len(w.drafts)) for w in passes[0]), strict=True))
             self._payoff.learn(rows, drafts, seconds)
