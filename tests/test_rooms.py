@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 PLUGINS = tuple(path.name for path in sorted(ROOT.glob("plugins/*/src/*")))
 TEXT = ("tokenizers", "infer.text")
 ABOVE = (
-    *("infer.engine", "infer.server", "infer.commands", "infer.settings", "infer.assemble.assembly", "infer.llm"),
+    *("infer.engine", "infer.server", "infer.commands", "infer.settings", "infer.assemble", "infer.llm"),
     "infer.testing",
 )
 DOORS = ("infer", "infer.assemble.assembly", "infer.llm", "infer.openmp", "infer.plugins.survey", "infer.engine.loop")

@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from tests.support import without
 
 from infer import LLM, PLUGIN_API, EngineDeadError, PluginError, SamplingParams, SettingsError, hookimpl
-from infer.assemble import assembly
+from infer.assemble.weights import Weights
 from infer.commands import cli
 from infer.contracts.cache import CacheFactory
 from infer.contracts.model import ModelRegistration
@@ -402,7 +402,7 @@ def test_a_command_has_one_owner(
 
 @pytest.mark.parametrize("key", ["batching_mode", "speculation"])
 def test_names_are_checked_before_weights_are_loaded(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assembly, "_loaded", lambda *given: pytest.fail("they are loaded"))
+    monkeypatch.setattr(Weights, "load", lambda *given: pytest.fail("they are loaded"))
     with pytest.raises(PluginError, match=f"engine.{key} is 'nope', but no such plugin is installed"):
         LLM("demo", engine={key: "nope"})
 

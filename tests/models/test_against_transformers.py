@@ -18,7 +18,7 @@ from tests import support
 from tests.models.checkpoints import VOCAB, Family, as_transformers_4, edit_tensors, stacked, write_checkpoint
 from torch import Tensor
 
-from infer.assemble.assembly import _read, open_checkpoint
+from infer.assemble.assembly import Assembly
 from infer.checkpoint import Checkpoint, Folder, dummy_tensors
 from infer.checkpoint.quantise import Quantiser
 from infer.contracts.cache import CacheContext
@@ -153,19 +153,18 @@ class Driver:
     forgets what is behind them. The checkpoint may be a file."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, dummy: bool = False, max_seq_len: int = MAX_SEQ_LEN) -> None:
-        settings, plugins = Settings(model=ModelSettings(path=str(folder))), Plugins.discover()
-        checkpoint = open_checkpoint(settings, str(folder), plugins)
+        assembly = Assembly(Settings(model=ModelSettings(path=str(folder))), Plugins.discover())
+        checkpoint = assembly.checkpoint
         (family,) = [r for r in infer_models() if set(r.architectures) & set(checkpoint.architectures)]
         context = ModelContext(support.KERNELS, dtype, torch.device("cpu"), max_seq_len)
         self.model: ModelProtocol = family.factory(checkpoint.config, context, family.settings())
         if dummy:
             self.model.load(dummy_tensors(self.model.expected(), dtype))
         else:
-            format = plugins.choose("weights", settings, [checkpoint.quant_method])
             unrounded = Quantiser(
                 None, [], "plain", self.model.vocab_size, support.KERNELS.quantise
             )  # as transformers computes
-            self.model.load(unrounded(_read(settings, format, checkpoint, bare=False)))
+            self.model.load(unrounded(assembly.weights.read()))
         cache = CacheContext(
             self.model.attention, 1, max_seq_len, dtype, context.device, context.kernels, max_chunk=PROMPT
         )

@@ -18,7 +18,7 @@ from tests.models_transformers.checkpoints import VOCAB, write
 from tests.models_transformers.test_architectures import logits, made
 from torch import Tensor
 
-from infer.assemble.assembly import sketch
+from infer.assemble.weights import Weights
 from infer.checkpoint.quantise import Quantiser
 from infer.contracts.model import SparingModel
 from infer.contracts.sections import ModelSettings
@@ -109,7 +109,8 @@ def test_quantised_checkpoints(name: str, format: str, tmp_path: Path) -> None:
     models = Models.of(quantised, kernels=KERNELS)
     assert models.offer.name == "transformers"
     chosen = models.plugins.choose("weights", models.settings, [models.checkpoint.quant_method])
-    held = sketch(models.settings, models.offer, chosen, models.checkpoint, models.context(torch.float32)).quantiser
+    stored = Weights(models.settings, models.offer, chosen, models.checkpoint)
+    held = stored.sketch(models.context(torch.float32)).quantiser
     bits, size = ("8", r"\d+") if format == "int8" else ("4", "8")
     assert all(re.fullmatch(rf"plain weights|{bits}-bit weights in groups of {size}", form) for form in held.nbytes)
     assert len(held.nbytes) > 1

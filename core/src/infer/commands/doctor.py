@@ -6,7 +6,7 @@ import argparse
 import json
 import logging
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,16 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 from infer.commands.arguments import table
 from infer.contracts.command import CommandContext, CommandRegistration
-from infer.contracts.model import ModelContext
 from infer.errors import InferError
 from infer.flags import LOADING, NAMED, add_settings
 
 if TYPE_CHECKING:
-    import torch
-
-    from infer.checkpoint import Checkpoint
+    from infer.assemble.assembly import Assembly
+    from infer.assemble.sizes import Sketch
+    from infer.contracts.model import ModelContext
     from infer.contracts.sections import Settings
-    from infer.plugins.discovery import Offer, Plugins
+    from infer.plugins.discovery import Plugins
 
 QUANTIZATIONS = (None, "int8", "int4")
 """The values of ``model.quantization``."""
@@ -46,14 +45,6 @@ class Report:
         self.rows[part] = text
         self.data[part] = data
 
-    @contextmanager
-    def tried(self) -> Iterator[None]:
-        """An InferError becomes a problem."""
-        try:
-            yield
-        except InferError as error:
-            self.problems.append(str(error))
-
     def __str__(self) -> str:
         lines = [table([*self.rows.items()])]
         lines += [f"problem: {problem}" for problem in self.problems]
@@ -62,23 +53,58 @@ class Report:
 
 
 class Doctor:
-    """Makes the choices that ``infer.assemble`` makes, by the same functions, and goes on where one of them fails."""
+    """Asks an ``Assembly`` for the parts that need no weights, and goes on where one of them fails."""
 
     def __init__(self, settings: Settings, sources: Mapping[str, str], plugins: Plugins) -> None:
         self.settings, self.sources, self.plugins = settings, sources, plugins
         self.report = Report()
+        self.assembly: Assembly
 
     def examine(self) -> Report:
         """Raises InferError if there is no such checkpoint, or the settings cannot be."""
+        from infer.assemble.assembly import Assembly
+
         with tempfile.TemporaryDirectory(prefix="infer-doctor-") as outlines:
-            return self._examine(Path(outlines))
+            self.assembly = Assembly(self.settings, self.plugins, outlines=Path(outlines))
+            self._place(Path(outlines))
+            self._parts()
+        return self.report
 
-    def _examine(self, outlines: Path) -> Report:
-        from infer.assemble import assembly
+    def _parts(self) -> None:
+        family = self._tries(self._choice, "model", "family")
+        if not family:
+            self.report.notes.append(
+                "A plugin serves a new architecture by registering it in infer_models(), with a model that has "
+                "ModelProtocol's methods: docs/plugins.md shows one of a page."
+            )
+        format = self._tries(self._choice, "weights", "format")
+        cache = self._tries(self._choice, "cache", "pool")
+        backend = self._tries(self._choice, "kernels", "kernels")
+        self._tries(self._choice, "scheduler", "scheduler")
+        if self.settings.engine.speculation is not None:
+            self._tries(self._choice, "proposer", "proposer")
+            self.report.notes.append("What engine.speculation takes is not counted: a draft model's weights and cache.")
+        kernels = cache and backend and self._tries(lambda: self.assembly.kernels)
+        if kernels:
+            self._kernels()
+        dtype = self._tries(lambda: self.assembly.dtype)
+        if dtype:
+            self._tries(self._dtype)
+        if family and format and kernels and dtype:
+            self._tries(self._sizes)
 
-        path = self.settings.model.path
-        device = assembly.choose_device(self.settings.model.device)
-        checkpoint = assembly.open_checkpoint(self.settings, path, self.plugins, outlines=outlines)
+    def _tries(self, step: Callable[..., object], *given: str) -> bool:
+        """Whether a step succeeds. What keeps it from that becomes a problem."""
+        try:
+            step(*given)
+        except InferError as error:
+            self.report.problems.append(str(error))
+            return False
+        return True
+
+    def _place(self, outlines: Path) -> None:
+        """Where the checkpoint is, and where the model would be."""
+        path, checkpoint, device = self.settings.model.path, self.assembly.checkpoint, self.assembly.device
         if checkpoint.path.is_relative_to(outlines):
             size = checkpoint.nbytes
             self.report.say("model", f"{path}: not downloaded, {mib(size)}", path=path, place=None, download_bytes=size)
@@ -89,84 +115,70 @@ class Doctor:
         else:
             self.report.say("model", f"{path}: {checkpoint.path}", path=path, place=str(checkpoint.path))
         self.report.say("device", str(device), name=str(device), why=self._why("model.device"))
-        family = self._chosen("model", "family", checkpoint.architectures or ("not stated",))
-        if family is None:
-            self.report.notes.append(
-                "A plugin serves a new architecture by registering it in infer_models(), with a model that has "
-                "ModelProtocol's methods: docs/plugins.md shows one of a page."
-            )
-        format = self._chosen("weights", "format", [checkpoint.quant_method])
-        cache = self._chosen("cache", "pool")
-        backend = self._chosen("kernels", "kernels", [device.type])
-        self._chosen("scheduler", "scheduler")
-        if self.settings.engine.speculation is not None:
-            self._chosen("proposer", "proposer")
-            self.report.notes.append("What engine.speculation takes is not counted: a draft model's weights and cache.")
-        kernels = dtype = None
-        if cache and backend:
-            with self.report.tried():
-                kernels = assembly.make_kernels(self.settings, self.plugins, device, cache)
-                self._about(backend, device)
-        with self.report.tried():
-            dtype = assembly.choose_dtype(self.settings.model.dtype, checkpoint, device)
-            self._dtype(checkpoint, dtype)
-        if family and format and cache and kernels is not None and dtype is not None:
-            with self.report.tried():
-                self._sizes(checkpoint, family, format, cache, ModelContext(kernels, dtype, device, 2))
-        return self.report
 
-    def _chosen(self, slot: str, part: str, there: Any = ()) -> Offer | None:
-        """The offer that a slot's setting chooses; None, with a problem, if it chooses none."""
+    def _choice(self, slot: str, part: str) -> None:
+        """The offer that is chosen for a slot, and why."""
         from infer.plugins.slots import SLOTS
 
-        about = SLOTS[slot]
-        with self.report.tried():
-            offer = self.plugins.choose(slot, self.settings, there)
-            asked = about.asked(self.settings)
-            why = self._why(about.setting) if about.setting else about.when
-            if asked == "auto":
-                why = "; ".join(filter(None, (why, self.plugins.rank(offer, there))))
-            told = f"{offer.name} of {offer.distribution} {offer.version}: {offer.registration.description} ({why})"
-            data = {"name": offer.name, "distribution": offer.distribution, "version": offer.version, "why": why}
-            self.report.say(part, told, **data, priority=offer.registration.priority)
-            return offer
-        return None
+        about, offer = SLOTS[slot], self.assembly.chosen(slot)
+        why = self._why(about.setting) if about.setting else about.when
+        if about.asked(self.settings) == "auto":
+            why = "; ".join(filter(None, (why, self.plugins.rank(offer, self.assembly.there(slot)))))
+        told = f"{offer.name} of {offer.distribution} {offer.version}: {offer.registration.description} ({why})"
+        data = {"name": offer.name, "distribution": offer.distribution, "version": offer.version, "why": why}
+        self.report.say(part, told, **data, priority=offer.registration.priority)
 
     def _why(self, key: str) -> str:
         section, name = key.split(".")
         return f"{key} = {getattr(getattr(self.settings, section), name)} (from {self.sources[key]})"
 
-    def _about(self, backend: Offer, device: torch.device) -> None:
+    def _kernels(self) -> None:
         import torch
 
+        backend = self.assembly.chosen("kernels")
         if backend.about:
             self.report.rows["kernels"] += f"; {backend.about}"
         self.report.data["kernels"]["about"] = backend.about or None
-        if device.type == "cpu":
+        if self.assembly.device.type == "cpu":
             threads = self.settings.kernels.threads or torch.get_num_threads()
             self.report.say("threads", f"{threads} ({self._why('kernels.threads')})", count=threads)
 
-    def _dtype(self, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
-        name, own = (str(each).removeprefix("torch.") for each in (dtype, checkpoint.dtype))
+    def _dtype(self) -> None:
+        dtype, stored = self.assembly.dtype, self.assembly.checkpoint.dtype
+        name, own = (str(each).removeprefix("torch.") for each in (dtype, stored))
         why = self._why("model.dtype")
         if self.settings.model.dtype == "auto":
             why += "; the checkpoint's" if name == own else f"; the checkpoint's {own} is slow on this device"
         self.report.say("dtype", f"{name} ({why})", name=name, checkpoint=own, why=why)
 
-    def _sizes(self, checkpoint: Checkpoint, family: Offer, format: Offer, cache: Offer, context: ModelContext) -> None:
+    def _sizes(self) -> None:
         """How much memory weights and cache take, of how much. Raises InferError if a weight is not as it has to be."""
-        from infer.assemble import assembly
         from infer.device import free_memory
 
-        settings, report = assembly.for_device(self.settings, context.device), self.report
-        free = free_memory(context.device)
-        length, why = assembly.longest(settings, family, format, checkpoint, context, cache)
-        context = replace(context, max_seq_len=length)
-        sketch = assembly.sketch(settings, family, format, checkpoint, context)
+        free = free_memory(self.assembly.device)
+        context = self.assembly.context
+        sketch = self.assembly.weights.sketch(context)
+        self._weights(sketch)
+        sizes = self._quantizations(context, sketch.nbytes)
+        self.report.say(
+            "memory",
+            f"{mib(free)} free, {mib(max(0, free - sketch.nbytes))} of it once the weights are loaded",
+            free_bytes=free,
+        )
+        if sketch.peak > free:
+            smaller = [name for name, size in sizes.items() if size < free]
+            way_out = f"model.quantization = {smaller[0]} would fit" if smaller else "a smaller checkpoint is needed"
+            self.report.problems.append(f"Loading takes {mib(sketch.peak)}, but {mib(free)} are free: {way_out}.")
+            return
+        self._cache(sketch, free)
+        self._texts(sketch.model.vocab_size)
+
+    def _weights(self, sketch: Sketch) -> None:
         if sketch.approximate is not None:
-            report.notes.append(f"The weights' size is that before they are packed: {sketch.approximate}")
-        method = settings.model.quantization or checkpoint.quant_method or None
-        report.say(
+            self.report.notes.append(f"The weights' size is that before they are packed: {sketch.approximate}")
+        checkpoint = self.assembly.checkpoint
+        method = self.settings.model.quantization or checkpoint.quant_method or None
+        self.report.say(
             "weights",
             f"{method or 'not quantised'}: {sketch.quantiser}; {mib(sketch.nbytes)} packed, at most "
             f"{mib(sketch.peak)} while they are loaded",
@@ -177,32 +189,42 @@ class Doctor:
             peak_bytes=sketch.peak,
             exact=sketch.approximate is None,
         )
-        sizes = self._quantizations(checkpoint, family, format, context, sketch.nbytes)
-        report.say(
-            "memory",
-            f"{mib(free)} free, {mib(max(0, free - sketch.nbytes))} of it once the weights are loaded",
-            free_bytes=free,
-        )
-        if sketch.peak > free:
-            smaller = [name for name, size in sizes.items() if size < free]
-            way_out = f"model.quantization = {smaller[0]} would fit" if smaller else "a smaller checkpoint is needed"
-            report.problems.append(f"Loading takes {mib(sketch.peak)}, but {mib(free)} are free: {way_out}.")
-            return
-        pool = assembly.make_pool(settings, cache, sketch.model, context, sketch.nbytes)
+
+    def _quantizations(self, context: ModelContext, nbytes: int) -> dict[str, int]:
+        """The bytes of the weights by what else ``model.quantization`` could say."""
+        asked, why = self.settings.model.quantization, self._why("model.quantization")
+        sizes: dict[str, int] = {}
+        if method := self.assembly.checkpoint.quant_method:
+            told = f"the checkpoint is quantised ({method}), and only plain weights are ({why})"
+        else:
+            for name in QUANTIZATIONS:
+                if name != asked:
+                    model = self.settings.model.model_copy(update={"quantization": name})
+                    other = self.settings.model_copy(update={"model": model})
+                    weights = replace(self.assembly.weights, settings=other)
+                    sizes[str(name).lower()] = weights.sketch(context).nbytes
+            told = ", ".join(f"{name} would take {mib(size)}" for name, size in sizes.items()) + f" ({why})"
+        self.report.say("quantization", told, asked=asked, bytes={str(asked).lower(): nbytes} | sizes)
+        return sizes
+
+    def _cache(self, sketch: Sketch, free: int) -> None:
+        """How many positions there would be, and whether they fit beside the weights."""
+        report, (length, why) = self.report, self.assembly.length
+        pool = self.assembly.make_pool(sketch.model, sketch.nbytes)
         positions = pool.free_tokens()
         each = pool.nbytes // positions
         if positions < length:
             length, why = positions, f"{positions} positions, since the cache has no more"
         holds = max(0, free - sketch.nbytes) // each
-        batch = settings.engine.max_batch_size
+        batch = self.settings.engine.max_batch_size
         report.say("sequences", f"{batch} at a time, each of at most {why}", max_seq_len=length, max_batch_size=batch)
         report.say(
             "cache",
-            f"{assembly.in_words(settings, pool, context.dtype)}; free memory would hold {holds} positions",
+            f"{self.assembly.in_words(pool)}; free memory would hold {holds} positions",
             positions=positions,
             bytes=pool.nbytes,
             bytes_per_token=each,
-            kv_dtype=settings.cache.kv_dtype,
+            kv_dtype=self.settings.cache.kv_dtype,
             fits_tokens=holds,
         )
         if sketch.nbytes + pool.nbytes > free:
@@ -210,31 +232,13 @@ class Doctor:
                 f"Weights and cache take {mib(sketch.nbytes + pool.nbytes)}, but {mib(free)} are free: lower "
                 'engine.max_batch_size or engine.max_seq_len, or set cache.kv_dtype = "int8".'
             )
-        tokenizer, template, _ = assembly.texts(settings, self.plugins, checkpoint, sketch.model.vocab_size)
+
+    def _texts(self, vocab_size: int) -> None:
+        tokenizer, template, _ = self.assembly.texts(vocab_size)
         told = f"{tokenizer.get_vocab_size()} tokens, {'a' if template else 'no'} chat template"
-        report.say("texts", told, tokens=tokenizer.get_vocab_size(), chat_template=template is not None)
+        self.report.say("texts", told, tokens=tokenizer.get_vocab_size(), chat_template=template is not None)
         if template is None:
-            report.notes.append("Without a chat template, chats are refused; set model.chat_template to a file.")
-
-    def _quantizations(
-        self, checkpoint: Checkpoint, family: Offer, format: Offer, context: ModelContext, nbytes: int
-    ) -> dict[str, int]:
-        """The bytes of the weights by what else ``model.quantization`` could say."""
-        from infer.assemble import assembly
-
-        asked, why = self.settings.model.quantization, self._why("model.quantization")
-        sizes: dict[str, int] = {}
-        if checkpoint.quant_method:
-            told = f"the checkpoint is quantised ({checkpoint.quant_method}), and only plain weights are ({why})"
-        else:
-            for name in QUANTIZATIONS:
-                if name != asked:
-                    model = self.settings.model.model_copy(update={"quantization": name})
-                    other = self.settings.model_copy(update={"model": model})
-                    sizes[str(name).lower()] = assembly.sketch(other, family, format, checkpoint, context).nbytes
-            told = ", ".join(f"{name} would take {mib(size)}" for name, size in sizes.items()) + f" ({why})"
-        self.report.say("quantization", told, asked=asked, bytes={str(asked).lower(): nbytes} | sizes)
-        return sizes
+            self.report.notes.append("Without a chat template, chats are refused; set model.chat_template to a file.")
 
 
 def mib(nbytes: int) -> str:

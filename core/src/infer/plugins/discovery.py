@@ -13,10 +13,10 @@ from types import ModuleType
 from typing import Any, Self, cast
 
 import pluggy
+from pydantic import BaseModel
 
 from infer.contracts import hooks as hookspecs
 from infer.contracts.cache import CacheContext, CacheRegistration
-from infer.contracts.records import ObserverProtocol
 from infer.contracts.registration import Registration, hookimpl
 from infer.contracts.scheduler import SchedulerRegistration
 from infer.contracts.sections import Settings
@@ -70,6 +70,17 @@ class Offer:
     def about(self) -> str:
         """``KernelsRegistration.about``; empty for other plugins."""
         return getattr(self.registration, "about", "")
+
+    def own(self, settings: Settings) -> BaseModel:
+        """The plugin's own table in the settings."""
+        return plugin_settings(settings, self.slot, self.name)
+
+    def build(self, settings: Settings, *given: Any) -> Any:
+        """What the factory makes of ``given`` and of the plugin's own table, checked against the slot's contract.
+        Raises PluginError."""
+        contract = SLOTS[self.slot].contract
+        assert contract is not None
+        return self.make(contract, *given, self.own(settings))
 
     def make(self, contract: type, *given: Any) -> Any:
         """Call the factory with ``given`` and check the result against the contract. Raises PluginError."""
@@ -284,7 +295,7 @@ class Plugins:
         for offer in self.offers["observer"]:
             try:
                 self.get("observer", offer.name, f"observers.{offer.name}")
-                observer = offer.make(ObserverProtocol, plugin_settings(settings, "observer", offer.name))
+                observer = offer.build(settings)
                 untell = self.tell(offer.whose, observer)
             except InferError as error:
                 log.warning("the observer %s of %s is left out: %s", offer.name, offer.distribution, error)

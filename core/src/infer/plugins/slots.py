@@ -9,14 +9,21 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from infer.contracts.cache import CacheRegistration
+from infer.contracts.cache import CachePoolProtocol, CacheRegistration
 from infer.contracts.command import CommandRegistration
-from infer.contracts.kernels import KernelsRegistration
-from infer.contracts.model import ModelRegistration
+from infer.contracts.kernels import KernelsProtocol, KernelsRegistration
+from infer.contracts.model import ModelProtocol, ModelRegistration
+from infer.contracts.proposer import ProposerProtocol
+from infer.contracts.records import ObserverProtocol
 from infer.contracts.registration import Registration
-from infer.contracts.scheduler import SchedulerRegistration
-from infer.contracts.text import ToolFormatRegistration
-from infer.contracts.weights import ContainerRegistration, WeightFormatRegistration
+from infer.contracts.scheduler import SchedulerProtocol, SchedulerRegistration
+from infer.contracts.text import PartProtocol, ToolFormatRegistration
+from infer.contracts.weights import (
+    ContainerProtocol,
+    ContainerRegistration,
+    WeightFormatProtocol,
+    WeightFormatRegistration,
+)
 
 ANY = "*"
 """What a registration names that suits all."""
@@ -31,6 +38,8 @@ class Slot:
     section: str | None
     """The section of the settings that holds the plugins' tables; None if these tables are sections themselves."""
     registration: type[Registration[Any]] = Registration
+    contract: type | None = None
+    """The Protocol of what the factories make; None if whoever calls them checks it."""
     setting: str | None = None
     """The setting that names the choice. If there is none, the checkpoint decides, or all offers are used."""
     fits: str | None = None
@@ -75,6 +84,7 @@ SLOTS: Mapping[str, Slot] = {
         "infer_cache_pools",
         "cache",
         CacheRegistration,
+        CachePoolProtocol,
         "cache.backend",
         packages={"paged": "infer-cache-paged", "slotted": "infer-cache-slotted"},
     ),
@@ -82,6 +92,7 @@ SLOTS: Mapping[str, Slot] = {
         "infer_models",
         "model",
         ModelRegistration,
+        ModelProtocol,
         "model.family",
         fits="architectures",
         when="by the checkpoint's architecture",
@@ -99,6 +110,7 @@ SLOTS: Mapping[str, Slot] = {
         "infer_containers",
         "model",
         ContainerRegistration,
+        ContainerProtocol,
         fits="suffixes",
         when="by the ending of the checkpoint's file",
         missing="model.path leads to a file ({there}) that no installed plugin reads; infer reads folders that hold "
@@ -110,6 +122,7 @@ SLOTS: Mapping[str, Slot] = {
         "infer_weight_formats",
         "model",
         WeightFormatRegistration,
+        WeightFormatProtocol,
         fits="methods",
         when="by the checkpoint's quantization_config",
         missing="The checkpoint has a quantization_config of quant_method {there!r}, which no installed plugin reads; "
@@ -117,12 +130,13 @@ SLOTS: Mapping[str, Slot] = {
         tie="{names} both read weights of quant_method {there!r}; uninstall one of them.",
         packages=dict.fromkeys(("awq", "compressed-tensors", "fp8", "gptq", "mxfp4"), "infer-formats"),
     ),
-    "scheduler": Slot("infer_schedulers", "engine", SchedulerRegistration, "engine.batching_mode"),
-    "proposer": Slot("infer_proposers", "engine", setting="engine.speculation"),
+    "scheduler": Slot("infer_schedulers", "engine", SchedulerRegistration, SchedulerProtocol, "engine.batching_mode"),
+    "proposer": Slot("infer_proposers", "engine", contract=ProposerProtocol, setting="engine.speculation"),
     "kernels": Slot(
         "infer_kernels",
         "kernels",
         KernelsRegistration,
+        KernelsProtocol,
         "kernels.backend",
         fits="devices",
         packages={"cpu": "infer-kernels-cpu", "triton": "infer-kernels-triton"},
@@ -131,11 +145,17 @@ SLOTS: Mapping[str, Slot] = {
         "infer_tool_formats",
         "model",
         ToolFormatRegistration,
+        PartProtocol,
         "model.tool_format",
         when="by what the chat template writes",
     ),
     "reasoning": Slot("infer_reasoning_formats", "model", setting="model.reasoning", when="by the chat template"),
-    "observer": Slot("infer_observers", "observers", packages={"otel": "infer-otel", "timeline": "infer-console"}),
+    "observer": Slot(
+        "infer_observers",
+        "observers",
+        contract=ObserverProtocol,
+        packages={"otel": "infer-otel", "timeline": "infer-console"},
+    ),
     "routes": Slot("infer_routes", "server", packages={"console": "infer-console"}),
     "command": Slot("infer_commands", None, CommandRegistration, packages={"ray": "infer-ray"}),
 }

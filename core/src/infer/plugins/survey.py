@@ -13,7 +13,7 @@ from infer.plugins.slots import SLOTS
 from infer.settings import describe, describe_schema, schema
 
 if TYPE_CHECKING:
-    from infer.checkpoint import Checkpoint
+    from infer.assemble.weights import Stored
     from infer.plugins.discovery import Offer, Plugins
 
 
@@ -26,7 +26,7 @@ class Survey:
         self.failed: list[InferError] = []
         self._there: dict[str, Sequence[str]] = {}
         """What decides among a slot's offers on this machine, as far as it is known."""
-        self._stored: Any = None
+        self._stored: Stored | None = None
         try:
             self._look()
         except InferError as error:
@@ -35,19 +35,17 @@ class Survey:
 
     def _look(self) -> None:
         """Find out about the device and, if it is on this machine, about the checkpoint."""
-        from infer.assemble.assembly import choose_device, open_checkpoint, stored
-        from infer.checkpoint import ending
+        from infer.assemble.assembly import Assembly
+        from infer.assemble.weights import stored
 
-        settings, plugins = self._settings, self._plugins
-        self._there["kernels"] = [choose_device(settings.model.device).type]
-        path = settings.model.path
-        if path is None or not (path in plugins.checkpoints or Path(path).expanduser().exists()):
+        assembly = Assembly(self._settings, self._plugins)
+        self._there["kernels"] = assembly.there("kernels")
+        path = self._settings.model.path
+        if path is None or not (path in self._plugins.checkpoints or Path(path).expanduser().exists()):
             return
-        checkpoint: Checkpoint = open_checkpoint(settings, path, plugins)
-        self._there["container"] = [ending(checkpoint.path)]
-        self._there["model"] = checkpoint.architectures or ("not stated",)
-        self._there["weights"] = [checkpoint.quant_method]
-        self._stored = stored(settings, plugins, checkpoint)
+        for slot in ("container", "model", "weights"):
+            self._there[slot] = assembly.there(slot)
+        self._stored = stored(self._settings, assembly.chosen("weights"), assembly.checkpoint)
 
     def _choices(self, slot: str) -> list[Offer]:
         """The offers that are chosen. For a slot whose choice is made later, and for one of which all are used, those

@@ -21,7 +21,8 @@ from typing import Any
 
 from aiohttp import web
 
-from infer.assemble.assembly import Served, start
+from infer.assemble.assembly import start
+from infer.assemble.served import Served
 from infer.contracts.sections import Settings
 from infer.engine.loop import EngineLoop
 from infer.errors import SettingsError

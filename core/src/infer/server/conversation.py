@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from infer.assemble.assembly import Served
+from infer.assemble.served import Served
 from infer.contracts.params import SamplingParams
 from infer.contracts.sections import ModelSettings
 from infer.contracts.text import ReasoningTags

@@ -15,7 +15,7 @@ from typing import Any, NoReturn, Protocol, TypeVar, cast
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from infer.assemble.assembly import Served
+from infer.assemble.served import Served
 from infer.contracts.params import SamplingParams
 from infer.contracts.request import Event, Pooling, Request, TokenLogprobs
 from infer.contracts.sections import Settings

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from infer.assemble.assembly import _loaded, open_checkpoint
+from infer.assemble.assembly import open_checkpoint
+from infer.assemble.weights import Weights
 from infer.cache import KVStorage
 from infer.checkpoint import Checkpoint
 from infer.contracts.attention import AttentionSpec
@@ -87,7 +88,7 @@ class Models:
         """The loaded model; one per dtype, as an engine has one for all its passes."""
         if dtype not in self._models:
             format = self.plugins.choose("weights", self.settings, [self.checkpoint.quant_method])
-            self._models[dtype] = _loaded(self.settings, self.offer, format, self.checkpoint, self.context(dtype))
+            self._models[dtype] = Weights(self.settings, self.offer, format, self.checkpoint).load(self.context(dtype))
         return self._models[dtype]
 
     _models: dict[torch.dtype, ModelProtocol] = field(default_factory=dict, init=False)

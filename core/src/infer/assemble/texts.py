@@ -1,0 +1,126 @@
+"""What a checkpoint says about texts: the tokenizer, the chat template, and how reasoning and tool calls are marked."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Set
+from pathlib import Path
+from typing import NamedTuple
+
+from tokenizers import Tokenizer
+
+from infer.checkpoint import Checkpoint
+from infer.contracts.sections import Settings
+from infer.contracts.text import PartProtocol, ReasoningTags
+from infer.errors import CheckpointError, PluginError, SettingsError
+from infer.plugins import inspection
+from infer.plugins.discovery import Offer, Plugins
+from infer.plugins.inspection import CheckedPart, Named
+from infer.text.templates import ChatTemplate
+from infer.text.tool_formats import ToolFormat
+
+log = logging.getLogger(__name__)
+
+
+class Texts(NamedTuple):
+    """How the model reads and writes."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    reasoning: ReasoningTags | None
+    """None if the model does not reason."""
+
+
+def read_texts(settings: Settings, plugins: Plugins, checkpoint: Checkpoint, vocab_size: int) -> Texts:
+    """The tokenizer, the chat template and the reasoning's tags. Raises CheckpointError, PluginError and
+    SettingsError."""
+    template = _template(settings.model.chat_template, checkpoint)
+    reasoning, reasonings = _reasoning(settings, plugins, template.source if template else "")
+    marks = {mark for offer in plugins.offers["tool_format"] for mark in getattr(offer.registration, "marks", ())}
+    marks.update(*(tags[:2] for tags in reasonings))
+    return Texts(read_tokenizer(settings.model.tokenizer, checkpoint, vocab_size, marks), template, reasoning)
+
+
+def tool_format(settings: Settings, offer: Offer) -> ToolFormat:
+    """A way to write tool calls. What a plugin makes for an answer names the plugin in its errors."""
+    return ToolFormat(offer.name, lambda tools: CheckedPart(offer.build(settings, tools), offer.whose))
+
+
+def _reasoning(settings: Settings, plugins: Plugins, template: str) -> tuple[ReasoningTags | None, list[ReasoningTags]]:
+    """The model's tags, and all that are installed. One that cannot be made is left out, unless it is asked for."""
+    chosen, auto = plugins.candidates("reasoning", settings), settings.model.reasoning == "auto"
+    made: dict[str, ReasoningTags] = {}
+    for offer in plugins.offers["reasoning"]:
+        try:
+            made[offer.whose] = _tags(settings, offer)
+        except PluginError as error:
+            if not auto and offer in chosen:
+                raise
+            log.warning("%s", error)
+    wanted = [made[offer.whose] for offer in chosen if offer.whose in made]
+    return next((tags for tags in wanted if not auto or tags.closing in template), None), [*made.values()]
+
+
+def _tags(settings: Settings, offer: Offer) -> ReasoningTags:
+    with Named(f"{offer.whose} cannot be used"):
+        tags = offer.registration.factory(offer.own(settings))
+        if not isinstance(tags, ReasoningTags) or not all(isinstance(tag, str) and tag.strip() for tag in tags[:2]):
+            raise TypeError("its factory made no ReasoningTags of two texts")
+    if (reader := tags.reader) is None:
+        return tags
+    return tags._replace(
+        reader=lambda tools: CheckedPart(inspection.make(offer.whose, PartProtocol, reader, tools), offer.whose)
+    )
+
+
+def read_tokenizer(path: str | None, checkpoint: Checkpoint, vocab_size: int, marks: Set[str]) -> Tokenizer:
+    """The tokenizer, with ``marks`` as ordinary tokens. Raises CheckpointError."""
+    whose = "tokenizer " + (path if path is not None else f"of {checkpoint.path}")
+    try:
+        if path is not None:
+            tokenizer = Tokenizer.from_file(path)
+        else:
+            tokenizer = Tokenizer.from_buffer(checkpoint.container.tokenizer())
+    except CheckpointError:
+        raise
+    except Exception as error:  # the library raises bare Exceptions
+        raise CheckpointError(f"The {whose} cannot be read: {error}.") from error
+    # Added tokens may lie beyond the model's vocabulary: Gemma 3's text models have one for images without an
+    # embedding.
+    own = tokenizer.get_vocab(with_added_tokens=False).values()
+    if own and max(own) >= vocab_size:
+        raise CheckpointError(
+            f"The {whose} has token ids up to {max(own)}, but the model's end at {vocab_size - 1}: it belongs "
+            "to another model."
+        )
+    for id in sorted(checkpoint.eos_token_ids):
+        if tokenizer.id_to_token(id) is None:
+            raise CheckpointError(
+                f"{checkpoint.path} says that token {id} ends an answer (eos_token_id), but the {whose} has no such "
+                "token: it belongs to another model."
+            )
+    return _telling(tokenizer, marks)
+
+
+def _telling(tokenizer: Tokenizer, marks: Set[str]) -> Tokenizer:
+    """The tokenizer with the marks of tool calls and reasoning as ordinary tokens. Decoding leaves out special tokens,
+    but the parsers need these marks, and Mistral's [TOOL_CALLS] and Llama's <|python_tag|>, for example, are
+    special."""
+    added = tokenizer.get_added_tokens_decoder().values()
+    if marks.isdisjoint(token.content for token in added if token.special):
+        return tokenizer
+    state = json.loads(tokenizer.to_str())
+    for token in state["added_tokens"]:
+        token["special"] = token["special"] and token["content"] not in marks
+    return Tokenizer.from_str(json.dumps(state))
+
+
+def _template(path: str | None, checkpoint: Checkpoint) -> ChatTemplate | None:
+    source, tool_source = checkpoint.chat_template, checkpoint.tool_template
+    if path is not None:
+        try:
+            source, tool_source = Path(path).expanduser().read_text(encoding="utf-8"), None
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingsError(f"model.chat_template = {path!r} cannot be read: {error}.") from None
+    return None if source is None else ChatTemplate(source, checkpoint.special_tokens, tool_source)

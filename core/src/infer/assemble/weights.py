@@ -1,0 +1,138 @@
+"""How a checkpoint's weights get into a model: a container holds the tensors, a format makes weights of them, they are
+quantised if the settings say so, and the family's model takes them."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from infer.assemble.sizes import Meter, Sketch
+from infer.checkpoint import Checkpoint, Outlines, dummy_tensors
+from infer.checkpoint.quantise import Quantise, Quantiser
+from infer.contracts.model import ModelContext, ModelProtocol, SparingModel, UnstackingModel
+from infer.contracts.sections import Settings
+from infer.contracts.weights import WeightFormatProtocol
+from infer.device import blocks_given_back
+from infer.errors import PluginError
+from infer.kernels.quantise import unfilled
+from infer.plugins.discovery import Offer
+from infer.plugins.inspection import Named
+from infer.progress import track
+from infer.weight import Weight, form_of
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A checkpoint's weights, and who makes a model of them."""
+
+    settings: Settings
+    family: Offer
+    format: Offer
+    checkpoint: Checkpoint
+
+    def load(self, context: ModelContext) -> ModelProtocol:
+        """The model with its weights. Raises InferError."""
+        with blocks_given_back():
+            model, quantiser = self._fill(context)
+        method = self.settings.model.quantization or self.checkpoint.quant_method or "not quantised"
+        log.info("weights, %s: %s", method, quantiser)
+        return model
+
+    def sketch(self, context: ModelContext) -> Sketch:
+        """What the model will take once it is loaded. Only headers are read, and, of formats that need them to tell a
+        weight's form, zero points and the like. Raises what loading raises, except for what only values show."""
+        bare = replace(context, device=torch.device("meta"))
+        try:
+            with Meter() as meter:
+                model, quantiser = self._fill(bare)
+            return Sketch(model, quantiser, meter.live, meter.peak)
+        except PluginError as error:  # a family, or kernels, that cannot do without values
+            model = self._model(context)
+            quantiser = self._quantiser(model, unfilled, context.dtype)
+            with self.checkpoint.placed(), Named(f"{self.format.whose} cannot be read"):
+                for _ in quantiser(self._for_model(model, bare)):
+                    pass
+            total = sum(quantiser.nbytes.values())
+            return Sketch(model, quantiser, total, total, str(error))
+
+    def read(self, *, bare: bool = False) -> Iterator[tuple[str, Weight]]:
+        """The checkpoint's weights, each read when the iterator reaches it; without values if ``bare``."""
+        files = self.checkpoint.container.tensors()
+        outlines = Outlines(files)
+        read: WeightFormatProtocol = self.format.build(
+            self.settings, self.checkpoint.config, outlines if bare else files
+        )
+        for name in read.names():
+            yield name, outlines.weight(name, read) if bare else read.weight(name)
+
+    def _model(self, context: ModelContext) -> ModelProtocol:
+        """The model, not loaded yet."""
+        with self.checkpoint.placed():
+            model: ModelProtocol = self.family.build(self.settings, self.checkpoint.config, context)
+        self.checkpoint.check_ids(model.vocab_size)
+        return model
+
+    def _fill(self, context: ModelContext) -> tuple[ModelProtocol, Quantiser]:
+        """The model with its weights, and what has counted these. On torch's meta device the weights have no values,
+        but everything else about them is checked as on another device."""
+        model, bare = self._model(context), context.device.type == "meta"
+        quantiser = self._quantiser(model, unfilled if bare else context.kernels.quantise, context.dtype)
+        with self.checkpoint.placed(), Named(f"{self.family.whose} cannot be loaded"):
+            weights = quantiser(self._for_model(model, context))
+            model.load(weights if bare else track(weights, "weights", len(model.expected())))
+        return model, quantiser
+
+    def _quantiser(self, model: ModelProtocol, quantise: Quantise, dtype: torch.dtype) -> Quantiser:
+        asked = self.settings.model
+        spared = frozenset(model.spared if isinstance(model, SparingModel) else ())
+        return Quantiser(
+            asked.quantization, asked.plain_layers, asked.activations, model.vocab_size, quantise, dtype, spared
+        )
+
+    def _for_model(self, model: ModelProtocol, context: ModelContext) -> Iterable[tuple[str, Weight]]:
+        """The weights as the checkpoint has them, by the names of the model; on the meta device if the context's is."""
+        bare = context.device.type == "meta"
+        weights: Iterable[tuple[str, Weight]]
+        if self.settings.model.load_format == "dummy":
+            shapes, dtype = model.expected(), context.dtype
+            weights = dummy_tensors(shapes, dtype)
+            if bare:
+                weights = ((name, torch.empty(shape, dtype=dtype, device="meta")) for name, shape in shapes.items())
+        else:
+            weights = self.read(bare=bare)
+        return model.unstack(weights) if isinstance(model, UnstackingModel) else weights
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How a checkpoint stores its weights."""
+
+    method: str | None
+    """The hub's name for how they are quantised; None if they are not."""
+    forms: Sequence[str]
+    nbytes: int
+    """Of its files."""
+
+    def __str__(self) -> str:
+        return f"{self.method or 'not quantised'}: {', '.join(self.forms)}, {self.nbytes / 2**20:.1f} MiB"
+
+
+def stored(settings: Settings, format: Offer, checkpoint: Checkpoint) -> Stored:
+    """What the checkpoint has in store, by the headers of a few weights of each kind. Raises CheckpointError."""
+    kinds: dict[str, list[str]] = {}
+    forms: dict[str, None] = {}
+    with checkpoint.placed():
+        outlines = Outlines(checkpoint.container.tensors())
+        read: WeightFormatProtocol = format.build(settings, checkpoint.config, outlines)
+        for name in read.names():
+            kinds.setdefault(re.sub(r"\d+", "*", name), []).append(name)
+        for names in kinds.values():
+            for name in {names[0], names[len(names) // 2], names[-1]}:
+                forms[form_of(outlines.weight(name, read))] = None
+    return Stored(checkpoint.quant_method or None, sorted(forms), checkpoint.nbytes)
