@@ -57,6 +57,11 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "plugins/ray/src/infer_ray/resume.py": ("ray", "aiohttp", "infer"),
     "plugins/ray/src/infer_ray/ingress.py": ("ray",),
     "plugins/models_transformers/src": ("infer.cache", "infer.kernels", "infer.checkpoint", *TEXT, *ABOVE),
+    "plugins/speculation/src": (
+        *("infer.layers", "infer.kernels", "infer.checkpoint", "infer.server", "infer.commands", "infer.settings"),
+        *("infer.assemble", "infer.llm", "infer.testing"),
+        *("infer.cache.storage", "infer.cache.pool"),
+    ),
     "plugins/formats/src": ("infer.cache", "infer.kernels", "infer.layers", "infer.checkpoint", *TEXT, *ABOVE),
 }
 

@@ -119,6 +119,11 @@ def test_missing_names_what_is_installed_and_what_helps() -> None:
         PluginError, match=r"cache.backend is 'paged'.*installed: slotted.*pip install -r dist/infer-cache-paged.txt"
     ):
         without("paged").get("cache", "paged", "cache.backend")
+    with pytest.raises(
+        PluginError,
+        match=r"engine.speculation is 'draft', but .* none is installed. .*pip install -r dist/infer-speculation.txt",
+    ):
+        without("speculation").get("proposer", "draft", "engine.speculation")
     with pytest.raises(PluginError, match="Did you mean 'slotted'"):
         Plugins.discover().get("cache", "slottet", "cache.backend")
 

@@ -118,7 +118,12 @@ SLOTS: Mapping[str, Slot] = {
         packages=dict.fromkeys(("awq", "compressed-tensors", "fp8", "gptq", "mxfp4"), "infer-formats"),
     ),
     "scheduler": Slot("infer_schedulers", "engine", SchedulerRegistration, "engine.batching_mode"),
-    "proposer": Slot("infer_proposers", "engine", setting="engine.speculation"),
+    "proposer": Slot(
+        "infer_proposers",
+        "engine",
+        setting="engine.speculation",
+        packages=dict.fromkeys(("draft", "ngram"), "infer-speculation"),
+    ),
     "kernels": Slot(
         "infer_kernels",
         "kernels",
