@@ -17,7 +17,7 @@ import pytest
 from pydantic import BaseModel
 from tests.support import without
 
-from infer import LLM, PLUGIN_API, EngineDeadError, PluginError, SamplingParams, SettingsError, hookimpl
+from infer import LLM, PLUGIN_API, EngineDeadError, InferError, PluginError, SamplingParams, SettingsError, hookimpl
 from infer.assemble import assembly
 from infer.commands import cli
 from infer.contracts.cache import CacheFactory
@@ -375,6 +375,11 @@ def test_a_plugins_command_gets_its_arguments_and_settings(
     rows = [row for row in json.loads(capsys.readouterr().out)["parts"] if row["slot"] == "command"]
     assert [row["name"] for row in rows if row["distribution"] == "greeter"] == ["hello"]
     assert {row["name"] for row in rows} > {"serve", "generate", "chat", "demo", "bench", "plugins", "settings"}
+
+
+def test_a_command_of_a_package_that_is_not_installed_names_the_package() -> None:
+    with pytest.raises(InferError, match=r"no command 'check'.* Install it: pip install -r dist/infer-testing.txt\.$"):
+        cli._command(without("testing"), "check")
 
 
 @pytest.mark.parametrize(

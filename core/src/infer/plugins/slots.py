@@ -142,5 +142,10 @@ SLOTS: Mapping[str, Slot] = {
     "reasoning": Slot("infer_reasoning_formats", "model", setting="model.reasoning", when="by the chat template"),
     "observer": Slot("infer_observers", "observers", packages={"otel": "infer-otel", "timeline": "infer-console"}),
     "routes": Slot("infer_routes", "server", packages={"console": "infer-console"}),
-    "command": Slot("infer_commands", None, CommandRegistration, packages={"ray": "infer-ray"}),
+    "command": Slot(
+        "infer_commands",
+        None,
+        CommandRegistration,
+        packages={"check": "infer-testing", "new": "infer-testing", "ray": "infer-ray"},
+    ),
 }

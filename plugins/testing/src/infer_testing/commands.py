@@ -14,7 +14,7 @@ from infer.contracts.command import CommandContext, CommandRegistration
 from infer.errors import InferError
 from infer.plugins.discovery import Plugins
 from infer.settings import load_settings
-from infer.testing.suite import Suite, Violation
+from infer_testing.suite import Suite, Violation
 
 
 @dataclass

@@ -19,10 +19,10 @@ from infer.device import FixedTensor, same_bits
 from infer.errors import SettingsError
 from infer.kernels.quantise import quantise_weight
 from infer.kernels.reference import ReferenceKernels
-from infer.testing.attention import Scene, attention_spec
-from infer.testing.numbers import compare, differing, equal_bits, nbytes_of, random_tensor, unchanged
-from infer.testing.suite import Skipped, Suite, Violation
 from infer.weight import GroupedWeight, Weight, form_of
+from infer_testing.attention import Scene, attention_spec
+from infer_testing.numbers import compare, differing, equal_bits, nbytes_of, random_tensor, unchanged
+from infer_testing.suite import Skipped, Suite, Violation
 
 SHAPES = ((1, 1), (1, 16), (3, 17), (7, 64), (2, 257), (5, 1024), (130, 48))
 """Rows and their sizes."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from infer.contracts.text import PartProtocol, Piece, Tools
-from infer.testing.suite import Suite, Violation
+from infer_testing.suite import Suite, Violation
 
 BEFORE = "Let me see, one moment (it takes 3 or 4).\n\n"
 LOOK_AHEAD = 1024

@@ -18,7 +18,7 @@ from infer.contracts.request import Request
 from infer.contracts.sections import EngineSettings
 from infer.errors import InferError
 from infer.kernels.reference import ReferenceKernels
-from infer.testing.suite import Suite, Violation
+from infer_testing.suite import Suite, Violation
 
 VOCAB = 50
 LONGEST = 200

@@ -20,7 +20,7 @@ from infer.contracts.attention import KV, AttentionSpec, Ragged, Rotary
 from infer.contracts.cache import Allocation, CacheContext, CachePoolProtocol, KVCacheView
 from infer.engine.graphs import Recording
 from infer.kernels.reference import ReferenceKernels
-from infer.testing.suite import Skipped, Suite, Violation
+from infer_testing.suite import Skipped, Suite, Violation
 
 SIZE = 32
 """Of a head: two random keys of +1 and -1 are far from equal."""

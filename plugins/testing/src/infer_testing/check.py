@@ -14,7 +14,7 @@ from infer.errors import InferError, say
 
 if TYPE_CHECKING:
     from infer.plugins.discovery import Offer
-    from infer.testing import Suite
+    from infer_testing.suite import Suite
 
 CALL = (
     'a JSON object with "text", which is a call as the model writes it, and its "name" and "arguments"; also "schema", '
@@ -75,7 +75,7 @@ def _own(context: CommandContext, offer: Offer) -> Any:
 def _kernels(args: argparse.Namespace, context: CommandContext, offer: Offer) -> tuple[Suite[Any], Any]:
     from infer.assemble.assembly import choose_device
     from infer.contracts.kernels import KernelsProtocol
-    from infer.testing import kernels
+    from infer_testing import kernels
 
     device = choose_device(context.settings.model.device)
     made = offer.make(KernelsProtocol, device, _own(context, offer))
@@ -84,7 +84,7 @@ def _kernels(args: argparse.Namespace, context: CommandContext, offer: Offer) ->
 
 def _cache(args: argparse.Namespace, context: CommandContext, offer: Offer) -> tuple[Suite[Any], Any]:
     from infer.contracts.cache import CachePoolProtocol
-    from infer.testing import pools
+    from infer_testing import pools
 
     own = _own(context, offer)
     return pools.SUITE, pools.Pools(lambda given: offer.make(CachePoolProtocol, given, own), offer.kv_dtypes)
@@ -92,7 +92,7 @@ def _cache(args: argparse.Namespace, context: CommandContext, offer: Offer) -> t
 
 def _scheduler(args: argparse.Namespace, context: CommandContext, offer: Offer) -> tuple[Suite[Any], Any]:
     from infer.contracts.scheduler import SchedulerProtocol
-    from infer.testing import schedulers
+    from infer_testing import schedulers
 
     own = _own(context, offer)
     make = lambda given: offer.make(SchedulerProtocol, given, own)  # noqa: E731
@@ -100,7 +100,7 @@ def _scheduler(args: argparse.Namespace, context: CommandContext, offer: Offer) 
 
 
 def _model(args: argparse.Namespace, context: CommandContext, offer: Offer) -> tuple[Suite[Any], Any]:
-    from infer.testing import models
+    from infer_testing import models
 
     if args.against not in ("auto", "transformers", "none"):
         raise InferError(f"--against {args.against}: a model is compared with auto, transformers or none.")
@@ -111,7 +111,7 @@ def _model(args: argparse.Namespace, context: CommandContext, offer: Offer) -> t
 def _weights(args: argparse.Namespace, context: CommandContext, offer: Offer) -> tuple[Suite[Any], Any]:
     from infer.checkpoint import Folder
     from infer.contracts.weights import WeightFormatProtocol
-    from infer.testing import formats
+    from infer_testing import formats
 
     stored, own, plain = Folder(_checkpoint(args)), _own(context, offer), None
     if args.against != "auto":
@@ -123,7 +123,7 @@ def _weights(args: argparse.Namespace, context: CommandContext, offer: Offer) ->
 
 def _proposer(args: argparse.Namespace, context: CommandContext, offer: Offer) -> tuple[Suite[Any], Any]:
     from infer.contracts.proposer import ProposerProtocol
-    from infer.testing import proposers
+    from infer_testing import proposers
 
     own = _own(context, offer)
     return proposers.SUITE, proposers.Proposers(lambda given: offer.make(ProposerProtocol, given, own))
@@ -131,7 +131,7 @@ def _proposer(args: argparse.Namespace, context: CommandContext, offer: Offer) -
 
 def _tool_format(args: argparse.Namespace, context: CommandContext, offer: Offer) -> tuple[Suite[Any], Any]:
     from infer.contracts.text import PartProtocol
-    from infer.testing import tool_formats
+    from infer_testing import tool_formats
 
     own = _own(context, offer)
     make = lambda tools: offer.make(PartProtocol, tools, own)  # noqa: E731

@@ -13,11 +13,10 @@ from types import ModuleType
 
 import pytest
 
-from infer.commands import check, new
 from infer.commands.cli import main
 from infer.plugins.discovery import Plugins
 from infer.plugins.slots import SLOTS
-from infer.testing import ConformanceError
+from infer_testing import ConformanceError, check, new
 
 OTHERS = {"tools": "tool_format", "route": "routes"}
 """The slots that have another name in the table of slots."""

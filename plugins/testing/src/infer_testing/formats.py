@@ -13,8 +13,8 @@ from torch import Tensor
 from infer.contracts.weights import TensorFilesProtocol, WeightFormatProtocol
 from infer.errors import CheckpointError, SettingsError
 from infer.kernels.reference import ReferenceKernels
-from infer.testing.suite import Skipped, Suite, Violation
 from infer.weight import GroupedWeight, Weight
+from infer_testing.suite import Skipped, Suite, Violation
 
 MakeFormat = Callable[[Mapping[str, Any], TensorFilesProtocol], WeightFormatProtocol]
 NEAR = 0.25

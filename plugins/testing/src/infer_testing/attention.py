@@ -15,8 +15,8 @@ from infer.contracts.attention import AttentionSpec, KVDtype, QuantisedKV
 from infer.contracts.cache import CacheContext
 from infer.contracts.kernels import KernelsProtocol
 from infer.kernels.reference import ReferenceKernels, quantise
-from infer.testing.numbers import differing, random_tensor
-from infer.testing.suite import Violation
+from infer_testing.numbers import differing, random_tensor
+from infer_testing.suite import Violation
 
 LOUD = 1000.0
 """What is added to a value to find out who sees it."""

@@ -29,8 +29,8 @@ from infer.errors import CheckpointError, InferError
 from infer.kernels.reference import ReferenceKernels
 from infer.plugins.discovery import Offer, Plugins
 from infer.settings import load_settings, plugin_settings
-from infer.testing.suite import Skipped, Suite, Violation
 from infer.weight import Weight
+from infer_testing.suite import Skipped, Suite, Violation
 
 BLOCK = 16
 LONGEST = 160

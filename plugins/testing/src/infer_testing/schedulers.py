@@ -20,7 +20,7 @@ from infer.contracts.sections import EngineSettings
 from infer.engine.checked import CheckedScheduler
 from infer.engine.seats import Seats
 from infer.errors import PluginError
-from infer.testing.suite import Suite, Violation
+from infer_testing.suite import Suite, Violation
 
 MakeScheduler = Callable[[SchedulerContext], SchedulerProtocol]
 LONGEST = 70

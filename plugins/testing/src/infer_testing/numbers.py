@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from infer.device import same_bits
-from infer.testing.suite import Violation
+from infer_testing.suite import Violation
 
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 """How far a result may be from the exact one, as a part of that value and of the values' mean magnitude: enough for any
