@@ -377,9 +377,13 @@ def test_a_plugins_command_gets_its_arguments_and_settings(
     assert {row["name"] for row in rows} > {"serve", "generate", "chat", "demo", "bench", "plugins", "settings"}
 
 
-def test_a_command_of_a_package_that_is_not_installed_names_the_package() -> None:
-    with pytest.raises(InferError, match=r"no command 'check'.* Install it: pip install -r dist/infer-testing.txt\.$"):
-        cli._command(without("testing"), "check")
+@pytest.mark.parametrize(
+    ("name", "package"), [("check", "testing"), ("new", "testing"), ("bench", "bench"), ("demo", "bench")]
+)
+def test_a_command_of_a_package_that_is_not_installed_names_the_package(name: str, package: str) -> None:
+    says = rf"There is no command '{name}'; .* Install it: pip install -r dist/infer-{package}.txt\.$"
+    with pytest.raises(InferError, match=says):
+        cli._command(without(package), name)
 
 
 @pytest.mark.parametrize(

@@ -146,6 +146,10 @@ SLOTS: Mapping[str, Slot] = {
         "infer_commands",
         None,
         CommandRegistration,
-        packages={"check": "infer-testing", "new": "infer-testing", "ray": "infer-ray"},
+        packages={
+            **dict.fromkeys(("bench", "demo"), "infer-bench"),
+            **dict.fromkeys(("check", "new"), "infer-testing"),
+            "ray": "infer-ray",
+        },
     ),
 }

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from infer.commands.cli import main
-from infer.commands.demo import Arrival, SceneObserver, latencies, render
 from infer.contracts.records import RequestRecord, StepRecord, WorkRecord
+from infer_bench.demo import Arrival, SceneObserver, latencies, render
 
 
 def step(index: int, started: float, finished: float, *work: WorkRecord) -> StepRecord:

@@ -13,21 +13,10 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from infer.commands import bench
-from infer.commands.bench import (
-    WORKLOADS,
-    Planned,
-    Sample,
-    median_run,
-    percentiles,
-    plan,
-    play,
-    served,
-    summarise,
-    table,
-)
 from infer.plugins.discovery import Plugins
 from infer.settings import load_settings
+from infer_bench import bench
+from infer_bench.bench import WORKLOADS, Planned, Sample, median_run, percentiles, plan, play, served, summarise, table
 
 
 def test_plans_are_drawn_from_the_seed_within_the_ranges() -> None:
@@ -62,7 +51,7 @@ def test_its_own_server_has_no_access_log(monkeypatch: pytest.MonkeyPatch) -> No
         def wait(self) -> int:
             return 0
 
-    monkeypatch.setattr("infer.commands.bench.subprocess.Popen", Started)
+    monkeypatch.setattr("infer_bench.bench.subprocess.Popen", Started)
     with bench.server([]) as url:
         assert url == "http://here"
 
