@@ -20,7 +20,7 @@ from typing import Any
 from pydantic_core import to_json
 from tests.console.browser import browsing
 
-from infer.commands.bench import machine
+from infer_bench.bench import machine
 from infer_console.telling import hello
 from infer_console.timeline import add
 

@@ -21,7 +21,7 @@ from benchmarks.shapes import CONFIGS, write
 from benchmarks.steps import Steps, timed
 
 from infer import LLM
-from infer.commands.bench import machine
+from infer_bench.bench import machine
 
 CONTEXTS = (128, 512, 1024, 2048, 3072, 4096)
 BATCHES = (1, 2, 4, 8, 12, 16, 24, 32)

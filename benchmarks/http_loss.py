@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 from benchmarks.shapes import CONFIGS, write
 
 from infer import LLM, SamplingParams
-from infer.commands.bench import machine, server
+from infer_bench.bench import machine, server
 
 PROMPT, NEW = 32, 128
 

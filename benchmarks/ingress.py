@@ -28,10 +28,10 @@ import numpy as np
 from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 
-from infer.commands.bench import AUTO_LOAD, WORKLOADS, Planned, machine, plan
 from infer.contracts.command import CommandContext
 from infer.plugins.discovery import Plugins
 from infer.settings import load_settings
+from infer_bench.bench import AUTO_LOAD, WORKLOADS, Planned, machine, plan
 from infer_ray import command
 
 GROUPS, EACH = 8, 6

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from infer import LLM, SamplingParams, hookimpl
-from infer.commands.bench import machine
 from infer.contracts.attention import AttentionSpec
 from infer.contracts.model import ModelContext, ModelRegistration, Pass
 from infer.contracts.records import StepRecord
 from infer.weight import Weight
+from infer_bench.bench import machine
 
 LIMITS = {1: None, 64: 150, 256: 500}
 """How many microseconds a step may cost, by its number of sequences."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from infer import LLM, SamplingParams
-from infer.commands.bench import machine
+from infer_bench.bench import machine
 
 VARIANTS = ("cache.kv_dtype=int8", "model.quantization=int8", "model.quantization=int4", "model.dtype=float32")
 TRAIN = Path(__file__).parents[1] / "plugins/demo/train/train.py"

@@ -22,10 +22,10 @@ from typing import Any
 from benchmarks.steps import Steps
 
 from infer import LLM, SamplingParams, hookimpl
-from infer.commands.bench import machine
 from infer.contracts.proposer import Ask
 from infer.contracts.registration import Registration
-from infer.engine.ngram import NgramProposer, NgramSettings
+from infer_bench.bench import machine
+from infer_speculation.ngram import NgramProposer, NgramSettings
 
 CASES = ("right-1.0", "right-0.8", "right-0.5", "right-0.0", "edit")
 PROMPT, NEW = 128, 64

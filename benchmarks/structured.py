@@ -21,8 +21,8 @@ from benchmarks.steps import Steps, decode_gaps
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from infer import LLM, SamplingParams
-from infer.commands.bench import machine
 from infer.contracts.params import StructuredOutputs
+from infer_bench.bench import machine
 
 PROMPT, NEW, EOS = 32, 100, 300
 SCHEMA = {

@@ -29,9 +29,9 @@ from benchmarks.shapes import CONFIGS, write
 from tests.console.records import step
 
 from infer import hookimpl
-from infer.commands.bench import machine
 from infer.contracts.records import StepRecord
 from infer.server.testing import serving
+from infer_bench.bench import machine
 from infer_console.live import Live
 from infer_console.telling import Kept, Maps, Telling, cells
 

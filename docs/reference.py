@@ -13,6 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "core/src/infer"
+KIT = "../../../plugins/testing/src/infer_testing"
 SECTIONS: dict[str, tuple[str, str, Sequence[str]]] = {
     "Hooks": (
         "What a plugin's module implements, and what it states about itself.",
@@ -67,15 +68,19 @@ SECTIONS: dict[str, tuple[str, str, Sequence[str]]] = {
         ("text/tool_formats/reader.py",),
     ),
     "Testing": (
-        "What tries a plugin; [Testing a plugin](testing.md) shows how. Import it from `infer.testing`.",
-        "testing/__init__.py",
-        (
-            *(f"testing/{name}.py" for name in ("checkpoints", "models", "pools", "schedulers", "kernels", "formats")),
-            *(f"testing/{name}.py" for name in ("proposers", "tool_formats", "commands", "suite")),
+        "What tries a plugin; [Testing a plugin](testing.md) shows how. Import it from `infer_testing`.",
+        f"{KIT}/__init__.py",
+        tuple(
+            f"{KIT}/{name}.py"
+            for name in (
+                *("checkpoints", "models", "pools", "schedulers", "kernels", "formats", "proposers", "tool_formats"),
+                *("commands", "suite"),
+            )
         ),
     ),
 }
-"""Of each section: what it says first, the module that plugins import from, and where the names are defined."""
+"""Of each section: what it says first, the module that plugins import from, and where the names are defined, from
+``SOURCE`` on."""
 EXPORTERS = {file: exporter for _, exporter, files in SECTIONS.values() for file in files}
 
 
@@ -95,8 +100,8 @@ class Entry:
 
 
 def entries(file: str) -> list[Entry]:
-    """The public names that a file of the core defines, in its order; if the module that plugins import them from has
-    ``__all__``, those in it."""
+    """The public names that a file defines, in its order; if the module that plugins import them from has ``__all__``,
+    those in it."""
     exporter = ast.parse(_read(SOURCE / EXPORTERS[file]))
     exported = next((each for each in exporter.body if _assigned(each, "__all__")), None)
     names = None if exported is None else {c.value for c in ast.walk(exported) if isinstance(c, ast.Constant)}

@@ -33,6 +33,7 @@ from infer.commands import COMMANDS  # noqa: E402
 from infer.commands.arguments import PLAIN_PARAMS  # noqa: E402
 from infer.commands.doctor import Doctor, warnings_noted  # noqa: E402
 from infer.contracts.sections import Settings  # noqa: E402
+from infer.errors import INDEXED  # noqa: E402
 from infer.plugins.discovery import Plugins  # noqa: E402
 from infer.server.metrics import Metrics  # noqa: E402
 from infer.server.service import Service  # noqa: E402
@@ -56,9 +57,13 @@ def plugins() -> Plugins:
 
 
 def commands() -> str:
-    """Each command with its arguments. What stands for a setting has that setting's text."""
+    """Each command that infer-engine brings, core's first, with its arguments. What stands for a setting has that
+    setting's text."""
     said = []
-    for command in COMMANDS:
+    core = [command.name for command in COMMANDS]
+    offers = [offer for offer in plugins().offers["command"] if offer.distribution not in INDEXED]
+    for offer in sorted(offers, key=lambda o: (core.index(o.name), "") if o.name in core else (len(core), o.name)):
+        command: Any = offer.registration
         parser = argparse.ArgumentParser(prog=f"infer {command.name}", allow_abbrev=False)
         if command.add_arguments is not None:
             command.add_arguments(parser)
@@ -72,6 +77,8 @@ def commands() -> str:
                 [", ".join(f"`--{name.replace('_', '-')}`" for name in PLAIN_PARAMS), "[Sampling](api.md#sampling)."]
             )
         text = f"{command.description[0].upper()}{command.description[1:]}."
+        if offer.name not in core:
+            text += f" `{offer.distribution}` brings it."
         table = f"\n\n{rows(('argument', ''), body)}" if body else ""
         said.append(f"## infer {command.name}\n\n{text}{table}")
     return "\n\n".join(said)

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from infer.testing.attention import Scene
-from infer.testing.attention import attention_spec as spec
-from infer.testing.numbers import random_tensor as random
+from infer_testing.attention import Scene
+from infer_testing.attention import attention_spec as spec
+from infer_testing.numbers import random_tensor as random
 
 __all__ = ["Scene", "close", "quantised", "random", "spec"]
 

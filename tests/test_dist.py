@@ -115,7 +115,8 @@ def test_nobody_elses_package_of_our_name_is_installed(named: Path, tmp_path: Pa
     assert taken("-r", str(named / "infer-engine.txt")) == dict.fromkeys(
         [
             *("infer-engine", "infer-core", "infer-cache-paged", "infer-cache-slotted", "infer-models"),
-            *("infer-formats", "infer-kernels-cpu", "infer-console", "infer-demo"),
+            *("infer-formats", "infer-kernels-cpu", "infer-speculation", "infer-testing", "infer-console"),
+            *("infer-bench", "infer-demo"),
         ],
         dist.version(),
     )

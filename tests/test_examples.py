@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted(path.parent for path in ROOT.glob("examples/*/pyproject.toml"))
-BASE = ("core", "plugins/cache_slotted", "plugins/cache_paged", "plugins/models", "plugins/demo")
+BASE = ("core", *(f"plugins/{name}" for name in ("cache_slotted", "cache_paged", "models", "testing", "demo")))
 MOST_LINES = 100
 PREPARED = {
     "stablelm": "tiny_checkpoint('StableLmForCausalLM', Path('made'), use_qkv_bias=True)",
@@ -128,7 +128,7 @@ def test_an_example_works_as_a_stranger_installs_it(example: Path, wheels: Path,
     name = "infer-" + example.name.replace("_", "-")
     (wheel,) = wheels.glob(f"infer_{example.name}-*.whl")
     assert f"infer_{example.name}/py.typed" in zipfile.ZipFile(wheel).namelist()
-    base = ("infer-cache-slotted", "infer-cache-paged", "infer-models", "infer-demo")
+    base = ("infer-cache-slotted", "infer-cache-paged", "infer-models", "infer-testing", "infer-demo")
     bin = environment(tmp_path, wheels, name, *base)
     plain = {key: value for key, value in os.environ.items() if not key.startswith(("INFER_", "PYTHON"))}
 
@@ -147,7 +147,7 @@ def test_an_example_works_as_a_stranger_installs_it(example: Path, wheels: Path,
     assert name in run(str(bin / "infer"), "plugins")
     assert len(run(str(bin / "infer"), "generate", "--model", "demo", "--max-tokens", "4", "def ")) > len("def ")
     if example.name in PREPARED:
-        imports = "from pathlib import Path\nfrom infer.testing import tiny_checkpoint\n"
+        imports = "from pathlib import Path\nfrom infer_testing import tiny_checkpoint\n"
         run(str(bin / "python"), "-c", imports + PREPARED[example.name])
         generated = run(str(bin / "infer"), "generate", "--model", "made", "--max-tokens", "4", "--ignore-eos", "def ")
         assert len(generated) > len("def ")

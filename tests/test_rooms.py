@@ -14,7 +14,7 @@ PLUGINS = tuple(path.name for path in sorted(ROOT.glob("plugins/*/src/*")))
 TEXT = ("tokenizers", "infer.text")
 ABOVE = (
     *("infer.engine", "infer.server", "infer.commands", "infer.settings", "infer.assemble", "infer.llm"),
-    "infer.testing",
+    "infer_testing",
 )
 DOORS = ("infer", "infer.assemble.assembly", "infer.llm", "infer.openmp", "infer.plugins.survey", "infer.engine.loop")
 """Where rooms meet: what is behind these is not counted as imported by whoever imports them."""
@@ -28,17 +28,13 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "core/src/infer/cache": ("infer.layers", "infer.kernels", "infer.checkpoint", *TEXT, *ABOVE),
     "core/src/infer/cache/block_manager.py": ("torch", *TEXT),
     "core/src/infer/text": ("torch", "infer.cache", "infer.layers", "infer.kernels", *ABOVE),
-    "core/src/infer/engine": (
-        *("aiohttp", "infer.server", "infer.commands", "infer.layers", "infer.checkpoint", "infer.testing"),
-    ),
-    "core/src/infer/testing": ("pytest", "hypothesis", "aiohttp", "infer.server", "infer.commands"),
+    "core/src/infer/engine": ("aiohttp", "infer.server", "infer.commands", "infer.layers", "infer.checkpoint"),
     "core/src/infer/engine/seats.py": ("torch", "numpy", *TEXT),
     "core/src/infer/engine/schedulers.py": ("torch", "numpy", *TEXT),
     "core/src/infer/engine/batch.py": ("infer.layers", "infer.cache", "infer.kernels"),
     "core/src/infer/engine/engine.py": ("infer.kernels", "infer.cache"),
     "core/src/infer/server": (
         "torch",
-        "infer.testing",
         "infer.kernels",
         "infer.layers",
         "infer.cache",
@@ -50,13 +46,20 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "plugins/kernels_triton/src": ("infer.layers", "infer.cache", "infer.checkpoint", *TEXT, *ABOVE),
     "plugins/kernels_cpu/src": ("infer.layers", "infer.cache", "infer.checkpoint", *TEXT, *ABOVE),
     "plugins/models/src": ("infer.cache", "infer.kernels", "infer.checkpoint", *TEXT, *ABOVE),
-    "plugins/console/src": ("torch", "infer.layers", "infer.cache", "infer.kernels", "infer.commands", "infer.testing"),
-    "plugins/ray/src": ("torch", "infer.layers", "infer.cache", "infer.kernels", "infer.commands", "infer.testing"),
+    "plugins/console/src": ("torch", "infer.layers", "infer.cache", "infer.kernels", "infer.commands", "infer_testing"),
+    "plugins/ray/src": ("torch", "infer.layers", "infer.cache", "infer.kernels", "infer.commands", "infer_testing"),
     "plugins/ray/src/infer_ray/router.py": ("ray", "aiohttp", "infer", "pydantic"),
     "plugins/ray/src/infer_ray/prefixes.py": ("ray", "aiohttp", "infer"),
     "plugins/ray/src/infer_ray/resume.py": ("ray", "aiohttp", "infer"),
     "plugins/ray/src/infer_ray/ingress.py": ("ray",),
     "plugins/models_transformers/src": ("infer.cache", "infer.kernels", "infer.checkpoint", *TEXT, *ABOVE),
+    "plugins/bench/src": ("torch", "infer.engine", "infer.server", "infer.cache", "infer.layers", "infer.kernels"),
+    "plugins/testing/src": ("pytest", "hypothesis", "aiohttp", "infer.server", "infer.commands"),
+    "plugins/speculation/src": (
+        *("infer.layers", "infer.kernels", "infer.checkpoint", "infer.server", "infer.commands", "infer.settings"),
+        *("infer.assemble", "infer.llm", "infer_testing"),
+        *("infer.cache.storage", "infer.cache.pool"),
+    ),
     "plugins/formats/src": ("infer.cache", "infer.kernels", "infer.layers", "infer.checkpoint", *TEXT, *ABOVE),
 }
 

@@ -16,7 +16,7 @@ from benchmarks.gpu import kernels, models
 from benchmarks.gpu.dry import DRY, SHAPES
 from benchmarks.gpu.timing import Ceilings
 
-from infer.commands.bench import machine
+from infer_bench.bench import machine
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:

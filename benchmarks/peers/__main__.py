@@ -26,8 +26,8 @@ from benchmarks import plots
 from benchmarks.peers.engines import DRIVERS, PEERS, USUAL, engine_of, environment, installed
 from benchmarks.shapes import CONFIGS, Costs, write_weights
 
-from infer.commands.bench import machine
 from infer.device import zeros
+from infer_bench.bench import machine
 
 Cell = tuple[int, int, int]
 """(sequences, prompt tokens of each, decode steps)."""

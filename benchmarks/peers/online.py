@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks.peers.engines import environment, installed
 from benchmarks.shapes import CONFIGS, write_weights
 
-from infer.commands.bench import WORKLOADS, machine, measure, median_run, server, table
+from infer_bench.bench import WORKLOADS, machine, measure, median_run, server, table
 
 START_S = 300
 

@@ -17,7 +17,7 @@ import pytest
 from pydantic import BaseModel
 from tests.support import without
 
-from infer import LLM, PLUGIN_API, EngineDeadError, PluginError, SamplingParams, SettingsError, hookimpl
+from infer import LLM, PLUGIN_API, EngineDeadError, InferError, PluginError, SamplingParams, SettingsError, hookimpl
 from infer.assemble.weights import Weights
 from infer.commands import cli
 from infer.contracts.cache import CacheFactory
@@ -119,6 +119,11 @@ def test_missing_names_what_is_installed_and_what_helps() -> None:
         PluginError, match=r"cache.backend is 'paged'.*installed: slotted.*pip install -r dist/infer-cache-paged.txt"
     ):
         without("paged").get("cache", "paged", "cache.backend")
+    with pytest.raises(
+        PluginError,
+        match=r"engine.speculation is 'draft', but .* none is installed. .*pip install -r dist/infer-speculation.txt",
+    ):
+        without("speculation").get("proposer", "draft", "engine.speculation")
     with pytest.raises(PluginError, match="Did you mean 'slotted'"):
         Plugins.discover().get("cache", "slottet", "cache.backend")
 
@@ -370,6 +375,15 @@ def test_a_plugins_command_gets_its_arguments_and_settings(
     rows = [row for row in json.loads(capsys.readouterr().out)["parts"] if row["slot"] == "command"]
     assert [row["name"] for row in rows if row["distribution"] == "greeter"] == ["hello"]
     assert {row["name"] for row in rows} > {"serve", "generate", "chat", "demo", "bench", "plugins", "settings"}
+
+
+@pytest.mark.parametrize(
+    ("name", "package"), [("check", "testing"), ("new", "testing"), ("bench", "bench"), ("demo", "bench")]
+)
+def test_a_command_of_a_package_that_is_not_installed_names_the_package(name: str, package: str) -> None:
+    says = rf"There is no command '{name}'; .* Install it: pip install -r dist/infer-{package}.txt\.$"
+    with pytest.raises(InferError, match=says):
+        cli._command(without(package), name)
 
 
 @pytest.mark.parametrize(

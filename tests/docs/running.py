@@ -15,7 +15,7 @@ from pathlib import Path
 from tests.docs.pages import ROOT, Page, commands
 from tests.serving import TEMPLATE
 
-from infer.testing import tiny_checkpoint
+from infer_testing import tiny_checkpoint
 
 BIN = Path(sys.executable).parent
 SERVES = re.compile(r"(make|infer) serve\b")

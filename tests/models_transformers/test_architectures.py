@@ -21,12 +21,12 @@ from infer.contracts.model import ModelContext
 from infer.contracts.sections import ModelSettings, Settings
 from infer.errors import CheckpointError
 from infer.plugins.discovery import Plugins
-from infer.testing import check_model
-from infer.testing.models import Models, Stage
 from infer_kernels_cpu.provider import CpuKernels
 from infer_models_transformers import exact
 from infer_models_transformers.attention import FAR, window_of
 from infer_models_transformers.model import TransformersModel, _plain
+from infer_testing import check_model
+from infer_testing.models import Models, Stage
 
 ROOT = Path(__file__).parents[2]
 KERNELS = CpuKernels()

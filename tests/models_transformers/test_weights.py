@@ -22,10 +22,10 @@ from infer.assemble.weights import Weights
 from infer.checkpoint.quantise import Quantiser
 from infer.contracts.model import SparingModel
 from infer.contracts.sections import ModelSettings
-from infer.testing.models import Models, Stage
 from infer.weight import GroupedWeight, Weight
 from infer_kernels_cpu.provider import CpuKernels
 from infer_models_transformers.model import TransformersModel
+from infer_testing.models import Models, Stage
 
 KERNELS = CpuKernels()
 SLOW = pytest.mark.slow

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 import pytest
 
-from infer.testing import ConformanceError
+from infer_testing import ConformanceError
 
 Made = TypeVar("Made")
 

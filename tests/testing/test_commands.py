@@ -11,7 +11,7 @@ import pytest
 from infer import hookimpl
 from infer.contracts.command import CommandRegistration
 from infer.errors import InferError, PluginError
-from infer.testing import ConformanceError, check_command
+from infer_testing import ConformanceError, check_command
 
 
 def plugin(run: Callable[..., object], add: Callable[[argparse.ArgumentParser], object]) -> ModuleType:

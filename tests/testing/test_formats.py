@@ -17,9 +17,9 @@ from torch import Tensor
 from infer.checkpoint import Folder
 from infer.checkpoint.tensors import PlainFormat
 from infer.contracts.weights import TensorFilesProtocol, WeightFormatProtocol
-from infer.testing import check_weight_format
 from infer.weight import GroupedWeight, Weight
 from infer_formats import infer_weight_formats
+from infer_testing import check_weight_format
 
 Stored = tuple[Mapping[str, Any], TensorFilesProtocol, dict[str, Tensor]]
 MakeFormat = Callable[[Mapping[str, Any], TensorFilesProtocol], WeightFormatProtocol]

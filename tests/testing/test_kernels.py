@@ -17,11 +17,11 @@ from infer.contracts.attention import KV, AttentionSpec, HeadNorms, Ragged, Rota
 from infer.contracts.kernels import Activation, Draws, Expert, Routing
 from infer.errors import SettingsError
 from infer.kernels.reference import ReferenceKernels
-from infer.testing import check_kernels
-from infer.testing.kernels import SUITE, Provider
 from infer.weight import GroupedWeight, Weight
 from infer_kernels_cpu import native
 from infer_kernels_cpu.provider import CpuKernels
+from infer_testing import check_kernels
+from infer_testing.kernels import SUITE, Provider
 
 KINDS = ("reference", *native.levels())
 planted: Bugs[type[ReferenceKernels]] = Bugs([])

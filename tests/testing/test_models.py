@@ -23,12 +23,12 @@ from infer.contracts.cache import KVCacheView
 from infer.contracts.model import ModelContext, ModelProtocol, ModelRegistration, Pass
 from infer.kernels.reference import ReferenceKernels
 from infer.layers import Decoder
-from infer.testing import ConformanceError, check_model, tiny_checkpoint
-from infer.testing.checkpoints import letters
 from infer.weight import Weight
 from infer_kernels_cpu.provider import CpuKernels
 from infer_models import infer_models
 from infer_models.llama import LlamaConfig, LlamaLayer
+from infer_testing import ConformanceError, check_model, tiny_checkpoint
+from infer_testing.checkpoints import letters
 
 MakeModel = Callable[[Any, ModelContext], ModelProtocol]
 planted: Bugs[MakeModel] = Bugs([])

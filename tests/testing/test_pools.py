@@ -18,11 +18,11 @@ from infer.cache.block_manager import Ints, Slots
 from infer.contracts.attention import AttentionSpec, QuantisedKV, Ragged, Rotary
 from infer.contracts.cache import Allocation, CacheContext, CachePoolProtocol, KVCacheView
 from infer.kernels.reference import ReferenceKernels
-from infer.testing import check_pool
-from infer.testing.pools import SUITE, Pools
 from infer_cache_paged import PagedBlockManager, PagedPool, PagedSettings
 from infer_cache_paged.pages import Pages
 from infer_cache_slotted import SlottedBlockManager, SlottedPool
+from infer_testing import check_pool
+from infer_testing.pools import SUITE, Pools
 
 MakePool = Callable[[CacheContext], CachePoolProtocol]
 planted: Bugs[MakePool] = Bugs([])

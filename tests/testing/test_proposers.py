@@ -10,9 +10,9 @@ from tests.examples import seeded
 from tests.testing.planted import Bug, Bugs, caught
 
 from infer.contracts.proposer import Ask, ProposerContext, ProposerProtocol
-from infer.engine.ngram import NgramProposer, NgramSettings
-from infer.testing import check_proposer
-from infer.testing.proposers import VOCAB
+from infer_speculation.ngram import NgramProposer, NgramSettings
+from infer_testing import check_proposer
+from infer_testing.proposers import VOCAB
 
 MakeProposer = Callable[[ProposerContext], ProposerProtocol]
 planted: Bugs[type[NgramProposer]] = Bugs([])

@@ -15,7 +15,7 @@ from tests.testing.planted import Bug, Bugs, caught
 from infer.contracts.scheduler import Schedule, SchedulerContext, SchedulerProtocol, Sequence, Work
 from infer.engine.schedulers import ContinuousScheduler, StaticScheduler
 from infer.engine.seats import Seats, Step
-from infer.testing import check_scheduler
+from infer_testing import check_scheduler
 
 MakeScheduler = Callable[[SchedulerContext], SchedulerProtocol]
 planted: Bugs[MakeScheduler] = Bugs([])

@@ -23,7 +23,6 @@ from tests.testing.test_tool_formats import ARGUMENTS, NAME, SCHEMA, WRITTEN
 from torch import Tensor
 
 from infer import hookimpl
-from infer.commands import check
 from infer.commands.cli import _parser, main
 from infer.contracts.command import CommandContext
 from infer.contracts.kernels import KernelsRegistration
@@ -31,7 +30,7 @@ from infer.errors import InferError
 from infer.kernels.reference import ReferenceKernels
 from infer.plugins.discovery import Plugins
 from infer.settings import load_settings
-from infer.testing import ConformanceError, check_kernels, tiny_checkpoint
+from infer_testing import ConformanceError, check, check_kernels, tiny_checkpoint
 
 DOCS = Path(__file__).parents[2] / "docs/testing.md"
 LISTS = (
@@ -105,7 +104,7 @@ def run(*words: str) -> int:
     registered = lambda: [KernelsRegistration("mine", lambda device, settings: Blind(), "mine")]  # noqa: E731
     plugins = Plugins.discover([SimpleNamespace(INFER_PLUGIN_API=2, infer_kernels=hookimpl(registered))])
     loaded = load_settings(plugins, env={}, read_file=False)
-    args = _parser().parse_args(["check", *words])
+    args = _parser([check.COMMAND]).parse_args(["check", *words])
     return check.run(args, CommandContext(loaded.settings, loaded.sources, plugins, ()))
 
 

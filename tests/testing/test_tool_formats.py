@@ -13,8 +13,8 @@ from tests.testing.planted import Bug, Bugs, caught
 
 from infer.contracts.text import PartProtocol, Piece, Tools
 from infer.plugins.builtin import infer_tool_formats
-from infer.testing import check_tool_format
 from infer.text.tool_formats.reader import Reader, Script, Steps
+from infer_testing import check_tool_format
 
 NAME, ARGUMENTS = "look_up", {"place": 'Rome "IT"', "days": 3, "more": [1, {"a": None}]}
 SCHEMA = {"properties": {"days": {"type": "integer"}, "more": {"type": "array"}}}

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import infer_bitsandbytes
 from infer import LLM, CheckpointError, SamplingParams
-from infer.testing import check_weight_format, tiny_checkpoint
 from infer_bitsandbytes import Int8
+from infer_testing import check_weight_format, tiny_checkpoint
 
 CONFIG = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_threshold": 6.0}}
 

@@ -10,8 +10,8 @@ from infer import LLM, Request, SamplingParams, hookimpl
 from infer.contracts.records import RequestRecord
 from infer.contracts.scheduler import SchedulerContext, Sequence
 from infer.contracts.sections import EngineSettings
-from infer.testing import check_scheduler, tiny_checkpoint
 from infer_fair import FairScheduler, FairSettings
+from infer_testing import check_scheduler, tiny_checkpoint
 
 
 @pytest.mark.parametrize(

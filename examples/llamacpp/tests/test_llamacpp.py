@@ -11,7 +11,7 @@ import pytest
 
 import infer_llamacpp
 from infer.server.testing import serving
-from infer.testing import tiny_checkpoint
+from infer_testing import tiny_checkpoint
 
 TEMPLATE = """\
 {%- for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}

@@ -8,8 +8,8 @@ import pytest
 
 import infer_perfetto
 from infer import LLM, SamplingParams, SettingsError
-from infer.testing import tiny_checkpoint
 from infer_perfetto import PerfettoSettings, Trace
+from infer_testing import tiny_checkpoint
 
 
 def served(**observer: Any) -> None:

@@ -10,8 +10,8 @@ from infer import LLM, SamplingParams
 from infer.contracts.attention import AttentionSpec
 from infer.contracts.cache import CacheContext
 from infer.kernels.reference import ReferenceKernels
-from infer.testing import check_pool, tiny_checkpoint
 from infer_rolling import RollingPool, RollingSettings
+from infer_testing import check_pool, tiny_checkpoint
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 import infer_stablelm
 from infer import LLM, CheckpointError, SamplingParams
-from infer.testing import check_model, tiny_checkpoint
+from infer_testing import check_model, tiny_checkpoint
 
 FORMS: dict[str, dict[str, Any]] = {
     "StableLM 3B": {},

@@ -19,7 +19,7 @@ from infer.contracts.request import Request
 from infer.contracts.scheduler import PENDING, Schedule, SchedulerContext, Sequence, Works
 from infer.contracts.sections import EngineSettings
 from infer.engine.schedulers import ContinuousScheduler, StaticScheduler
-from infer.testing.schedulers import CountingPool, SharingPool
+from infer_testing.schedulers import CountingPool, SharingPool
 
 DOCS = Path(__file__).parents[3] / "docs"
 

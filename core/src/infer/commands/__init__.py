@@ -1,8 +1,6 @@
 """The command line. Core's commands are registered by the same hook as a plugin's. Nothing here imports torch when it
 is loaded."""
 
-from infer.commands import bench, chat, check, demo, doctor, generate, new, plugins, serve, settings
+from infer.commands import chat, doctor, generate, plugins, serve, settings
 
-COMMANDS = tuple(
-    module.COMMAND for module in (serve, generate, chat, demo, bench, doctor, plugins, check, new, settings)
-)
+COMMANDS = tuple(module.COMMAND for module in (serve, generate, chat, doctor, plugins, settings))

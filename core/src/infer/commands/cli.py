@@ -15,6 +15,7 @@ from infer.commands import COMMANDS
 from infer.contracts.command import CommandContext, CommandRegistration
 from infer.errors import InferError, PluginError, SettingsError, say
 from infer.plugins.discovery import Offer, Plugins, advice
+from infer.plugins.slots import SLOTS
 from infer.settings import arguments, describe_schema, load_settings, meant, schema, split_arguments
 
 log = logging.getLogger(__name__)
@@ -102,11 +103,19 @@ class _Arguments(argparse.ArgumentParser):
         raise SettingsError(f"{self.prog}: {message}. `{self.prog} --help` shows how it is used.")
 
 
+def _further() -> str:
+    """The commands of our own packages. Which of them are installed is not known before all plugins are loaded."""
+    packages: dict[str, list[str]] = {}
+    for name, package in SLOTS["command"].packages.items():
+        packages.setdefault(package, []).append(name)
+    return "; ".join(f"{package}: {', '.join(names)}" for package, names in packages.items())
+
+
 def _parser(commands: Iterable[CommandRegistration] = COMMANDS) -> argparse.ArgumentParser:
     parser = _Arguments(
         prog="infer",
         description="LLM inference whose every backend is a plugin.",
-        epilog=f"{SETTINGS} Plugins may bring further commands; `infer plugins` lists them.",
+        epilog=f"{SETTINGS} Plugins bring further commands ({_further()}); `infer plugins` lists the installed ones.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"infer {version('infer-core')}")

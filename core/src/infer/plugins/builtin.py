@@ -13,14 +13,11 @@ from infer.checkpoint.tensors import PlainFormat
 from infer.commands import COMMANDS
 from infer.contracts.command import CommandRegistration
 from infer.contracts.kernels import KernelsRegistration
-from infer.contracts.proposer import ProposerFactory
 from infer.contracts.registration import Registration, hookimpl
 from infer.contracts.scheduler import SchedulerRegistration
 from infer.contracts.server import Route, RoutesFactory
 from infer.contracts.text import ReasoningFactory, ReasoningTags, ToolFormatRegistration
 from infer.contracts.weights import ContainerRegistration, WeightFormatRegistration
-from infer.engine.draft import DraftProposer, DraftSettings
-from infer.engine.ngram import NgramProposer, NgramSettings
 from infer.engine.schedulers import ContinuousScheduler, StaticScheduler
 from infer.kernels.reference import ReferenceKernels
 from infer.text.tool_formats import gemma, harmony, mistral, objects, python, sections, xml
@@ -43,20 +40,6 @@ def infer_schedulers() -> list[SchedulerRegistration]:
             "holds a batch until all its members finish; for comparison",
             chunks=False,
         ),
-    ]
-
-
-@hookimpl
-def infer_proposers() -> list[Registration[ProposerFactory]]:
-    return [
-        Registration(
-            "ngram",
-            lambda context, settings: NgramProposer(settings),
-            "what followed the same tokens earlier in prompt and answer",
-            NgramSettings,
-            priority=10,
-        ),
-        Registration("draft", DraftProposer, "a second, smaller model", DraftSettings),
     ]
 
 

@@ -131,7 +131,13 @@ SLOTS: Mapping[str, Slot] = {
         packages=dict.fromkeys(("awq", "compressed-tensors", "fp8", "gptq", "mxfp4"), "infer-formats"),
     ),
     "scheduler": Slot("infer_schedulers", "engine", SchedulerRegistration, SchedulerProtocol, "engine.batching_mode"),
-    "proposer": Slot("infer_proposers", "engine", contract=ProposerProtocol, setting="engine.speculation"),
+    "proposer": Slot(
+        "infer_proposers",
+        "engine",
+        contract=ProposerProtocol,
+        setting="engine.speculation",
+        packages=dict.fromkeys(("draft", "ngram"), "infer-speculation"),
+    ),
     "kernels": Slot(
         "infer_kernels",
         "kernels",
@@ -157,5 +163,14 @@ SLOTS: Mapping[str, Slot] = {
         packages={"otel": "infer-otel", "timeline": "infer-console"},
     ),
     "routes": Slot("infer_routes", "server", packages={"console": "infer-console"}),
-    "command": Slot("infer_commands", None, CommandRegistration, packages={"ray": "infer-ray"}),
+    "command": Slot(
+        "infer_commands",
+        None,
+        CommandRegistration,
+        packages={
+            **dict.fromkeys(("bench", "demo"), "infer-bench"),
+            **dict.fromkeys(("check", "new"), "infer-testing"),
+            "ray": "infer-ray",
+        },
+    ),
 }

@@ -1,0 +1,14 @@
+"""The commands ``infer bench`` and ``infer demo``."""
+
+from __future__ import annotations
+
+from infer import hookimpl
+from infer.contracts.command import CommandRegistration
+from infer_bench import bench, demo
+
+INFER_PLUGIN_API = 2
+
+
+@hookimpl
+def infer_commands() -> list[CommandRegistration]:
+    return [bench.COMMAND, demo.COMMAND]

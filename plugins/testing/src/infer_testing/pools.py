@@ -1,0 +1,512 @@
+"""What ``CachePoolProtocol`` promises, tried on one pool: random lives of sequences, whose K and V tell them apart.
+
+What a token writes depends on its sequence's tokens up to it and on the salt, as in a model, so that sequences that
+share a prefix write the same. Every query asks for one position: its score with that position's key is far above all
+others, so that its result has to be that position's value, and any other value says whose it is.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from infer.contracts.attention import KV, AttentionSpec, Ragged, Rotary
+from infer.contracts.cache import Allocation, CacheContext, CachePoolProtocol, KVCacheView, SharingPool
+from infer.engine.graphs import Recording
+from infer.kernels.reference import ReferenceKernels
+from infer_testing.suite import Skipped, Suite, Violation
+
+SIZE = 32
+"""Of a head: two random keys of +1 and -1 are far from equal."""
+SHARP = 2.0
+"""What the key of the wanted position is multiplied by: all other scores are lower by 30 or so."""
+LONGEST = 96
+"""``max_seq_len`` of the pools."""
+DRAFTS = 8
+"""The most positions that are taken back at once."""
+PLAIN = [AttentionSpec(4, 2, SIZE, 1.0)] * 2
+WINDOWED = [AttentionSpec(4, 2, SIZE, 1.0, window=window) for window in (20, 20, None)]
+MakePool = Callable[[CacheContext], CachePoolProtocol]
+
+
+@dataclass
+class Pools:
+    """What makes the pool that is tried."""
+
+    make: MakePool
+    kv_dtypes: Sequence[str] = ()
+
+    def pool(self, draw: random.Random, **keys: Any) -> tuple[CachePoolProtocol, CacheContext]:
+        given: dict[str, Any] = {"layers": PLAIN, "max_batch_size": draw.randint(2, 5), "kernels": ReferenceKernels()}
+        cpu = torch.device("cpu")
+        context = CacheContext(max_seq_len=LONGEST, dtype=torch.float32, device=cpu, **given | keys)
+        return self.make(context), context
+
+
+SUITE: Suite[Pools] = Suite("check_pool")
+check = SUITE.check
+
+
+def check_pool(
+    make: MakePool,
+    *,
+    kv_dtypes: Sequence[str] = (),
+    only: Sequence[str] = (),
+    seed: int = 0,
+    case: int | None = None,
+) -> None:
+    """Try everything that ``CachePoolProtocol`` promises on the pools that ``make`` makes. ``kv_dtypes`` are those of
+    their registration. ``only`` names checks, ``case`` one case of each. Raises ConformanceError."""
+    SUITE.enforce(Pools(make, kv_dtypes), only=only, seed=seed, case=case)
+
+
+@dataclass(eq=False)
+class Life:
+    """A sequence in the pool, as it should be."""
+
+    name: str
+    tokens: list[int]
+    salt: int
+    slot: int
+    length: int
+    """How many positions the cache holds."""
+    committed: int
+    keys: list[int] = field(default_factory=list)
+    """Per position, what stands for the salt and the tokens up to it."""
+
+    def key(self, position: int) -> int:
+        del self.keys[len(self.tokens) :]
+        while len(self.keys) <= position:
+            before = self.keys[-1] if self.keys else self.salt
+            self.keys.append(hash((before, self.tokens[len(self.keys)])))
+        return self.keys[position]
+
+
+class Machine:
+    """Sequences come, grow, are computed, take positions back and go, in a pool that is watched."""
+
+    def __init__(self, pools: Pools, draw: random.Random, **keys: Any) -> None:
+        self.draw = draw
+        self.pool, self.context = pools.pool(draw, **keys)
+        self.truncate: Callable[[int, int], None] | None = getattr(self.pool, "truncate", None)
+        self.room = self.pool.free_tokens()
+        self.lives: list[Life] = []
+        self.codes: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self.wrote: dict[tuple[int, int], tuple[str, int]] = {}
+        """Who wrote something last, and where, by layer and key."""
+        self.committed: set[int] = set()
+        self.found = 0
+        """The most tokens that an allocation has found."""
+        self.count = 0
+        stems = [[draw.randrange(3) for _ in range(LONGEST)] for _ in range(2)]
+        self.stems = [stems[0], stems[0][:20] + stems[1][20:]]
+
+    def run(self, steps: int) -> None:
+        acts: list[Callable[[], object]]
+        acts = [self.allocate, self.allocate, self.extend, self.extend, self.decode, self.commit, self.leave]
+        if self.truncate is not None:
+            acts.append(self.verify)
+        for _ in range(steps):
+            self.draw.choice(acts)()
+            self.watch()
+        self.finish()
+
+    def finish(self) -> None:
+        while self.lives:
+            self.end(self.lives[0])
+            self.watch()
+        if (left := self.pool.free_tokens()) != self.room:
+            raise Violation(f"free_tokens() is {left} once all slots are free; it was {self.room} at the start")
+
+    def watch(self) -> None:
+        for life in self.lives:
+            if (length := self.pool.length(life.slot)) != life.length:
+                raise Violation(
+                    f"length({life.slot}) is {length}, but {life.length} positions of {life.name} have been handed to "
+                    "views or found at allocation"
+                )
+        if not 0 <= self.pool.free_tokens() <= self.room:
+            raise Violation(f"free_tokens() is {self.pool.free_tokens()}; it was {self.room} when the pool was empty")
+
+    # What happens
+
+    def allocate(self, length: int | None = None, reuse: bool | None = None) -> Life | None:
+        draw = self.draw
+        if length is None:
+            length = draw.choice([1, draw.randint(1, 40), draw.randint(16, LONGEST - 10)])
+        own = min(length, draw.randint(0, 3))
+        tokens = draw.choice(self.stems)[: length - own] + [draw.randrange(3) for _ in range(own)]
+        salt, reuse = draw.choice(("x", "x", "x", "y")), draw.random() < 0.85 if reuse is None else reuse
+        before = self.pool.free_tokens()
+        place = self.pool.allocate(tokens, reuse=reuse, salt=salt)
+        what = f"allocate of {length} tokens"
+        if place is None:
+            if len(self.lives) < self.context.max_batch_size and before >= LONGEST:
+                raise Violation(f"{what} gives None, though a slot is free and free_tokens() is {before}")
+            if (after := self.pool.free_tokens()) != before:
+                raise Violation(f"{what} gives None, but free_tokens() went from {before} to {after}")
+            return None
+        return self.begin(tokens, salt, reuse, place, what)
+
+    def begin(self, tokens: list[int], salt: str, reuse: bool, place: Allocation, what: str) -> Life:
+        self.count += 1
+        life = Life(f"s{self.count}", tokens, ord(salt), place.slot, place.num_cached, place.num_cached)
+        if not 0 <= life.slot < self.context.max_batch_size:
+            raise Violation(f"{what} gives slot {life.slot}; slots are 0 to {self.context.max_batch_size - 1}")
+        if other := next((other for other in self.lives if other.slot == life.slot), None):
+            raise Violation(f"{what} gives slot {life.slot}, which {other.name} has")
+        if not 0 <= place.num_cached < len(tokens):
+            raise Violation(f"{what} gives num_cached = {place.num_cached}; it is always fewer than the tokens")
+        if place.num_cached and not reuse:
+            raise Violation(f"{what} with reuse=False gives num_cached = {place.num_cached}")
+        known = next((p for p in range(place.num_cached) if life.key(p) not in self.committed), place.num_cached)
+        if known < place.num_cached:
+            raise Violation(
+                f"{what} gives num_cached = {place.num_cached}, but only the first {known} of these tokens have been "
+                "committed by a sequence of equal salt"
+            )
+        self.found = max(self.found, place.num_cached)
+        self.lives.append(life)
+        return life
+
+    def extend(self, lives: Sequence[Life] | None = None, most: int | None = None) -> None:
+        """A chunk for several sequences whose prompts are not computed."""
+        draw = self.draw
+        if lives is None:
+            lives = [life for life in self.lives if life.length < len(life.tokens)]
+            lives = draw.sample(lives, draw.randint(0, len(lives)))
+        if not lives:
+            return
+        longest = min(most or LONGEST, self.context.max_chunk or LONGEST)
+        lens = [draw.choice([1, min(16, longest), longest]) for _ in lives] if most is None else [longest] * len(lives)
+        lens = [min(n, len(life.tokens) - life.length) for n, life in zip(lens, lives, strict=True)]
+        slots, starts = [life.slot for life in lives], [life.length for life in lives]
+        view = self.pool.batched_chunked_prefill_view(slots, starts, lens)
+        self.attend(view, [(life, at, n) for life, at, n in zip(lives, starts, lens, strict=True)])
+
+    def decode(self) -> None:
+        """One new token for several sequences."""
+        ready = [life for life in self.lives if life.length == len(life.tokens)]
+        lives = [life for life in self.draw.sample(ready, self.draw.randint(0, len(ready))) if self.grow(life, 1)]
+        if lives:
+            for life in lives:
+                life.tokens.append(self.draw.randrange(3))
+            rows = self.draw.choice([None, None, self.context.max_batch_size])
+            view = self.pool.decode_view([life.slot for life in lives], rows)
+            parts = [(life, life.length, 1) for life in lives]
+            self.attend(view, parts + parts[-1:] * ((rows or len(lives)) - len(lives)))
+
+    def grow(self, life: Life, more: int) -> bool:
+        """False if the sequence cannot get longer, or the pool is full; the youngest then leaves."""
+        wanted = len(life.tokens) + more
+        if wanted > LONGEST:
+            return False
+        if self.pool.grow(life.slot, wanted):
+            return True
+        if len(self.lives) == 1:
+            raise Violation(
+                f"grow(slot, {wanted}) is False for the only sequence there is; a pool has room for one of max_seq_len "
+                f"= {LONGEST}"
+            )
+        self.end(self.lives[-1])
+        return False
+
+    def commit(self) -> None:
+        if self.lives:
+            self.say(self.draw.choice(self.lives))
+
+    def say(self, life: Life) -> None:
+        """Commit all that is computed."""
+        known = min(life.length, len(life.tokens))
+        self.pool.commit(life.slot, life.tokens, known)
+        life.committed = max(life.committed, known)
+        self.committed |= {life.key(p) for p in range(known)}
+
+    def verify(self) -> None:
+        """Drafts are computed, and all but some are taken back."""
+        ready = [life for life in self.lives if life.length == len(life.tokens)]
+        drafts = self.draw.randint(1, min(DRAFTS, (self.context.max_chunk or LONGEST) - 1))
+        if not ready or self.truncate is None:
+            return
+        life = self.draw.choice(ready)
+        self.say(life)
+        if self.grow(life, 1 + drafts):
+            before = len(life.tokens)
+            life.tokens += [self.draw.randrange(3) for _ in range(1 + drafts)]
+            self.extend([life], 1 + drafts)
+            kept = before + 1 + self.draw.randint(0, drafts)
+            try:
+                self.truncate(life.slot, kept)
+            except ValueError as error:
+                raise Violation(
+                    f"truncate({life.slot}, {kept}) is refused ({error}), though {life.name} holds {life.length} "
+                    f"positions, of which {life.committed} have been committed"
+                ) from None
+            life.length = kept
+            del life.tokens[kept:]
+            del life.keys[kept:]
+
+    def leave(self) -> None:
+        if self.lives and self.draw.random() < 0.6:
+            life = self.draw.choice(self.lives)
+            if self.draw.random() < 0.5:
+                self.say(life)
+            self.end(life)
+
+    def end(self, life: Life) -> None:
+        self.lives.remove(life)
+        self.pool.free(life.slot)
+
+    # What is written and read
+
+    def code(self, layer: int, key: int) -> tuple[Tensor, Tensor]:
+        """K and V, [K, E] each."""
+        if (found := self.codes.get((layer, key))) is None:
+            generator = np.random.default_rng([layer, key & (1 << 62) - 1])
+            bits = generator.integers(0, 2, (2, self.context.layers[layer].num_kv_heads, SIZE))
+            k, v = torch.from_numpy(2.0 * bits - 1).float()
+            found = self.codes[layer, key] = (k, v)
+        return found
+
+    def attend(self, view: KVCacheView, parts: Sequence[tuple[Life, int, int]], booked: bool = True) -> None:
+        """Each part is a sequence that is extended by positions [start, start + n). Those that repeat are padding."""
+        if booked:
+            for life, start, n in dict.fromkeys(parts):
+                life.length = start + n
+        rows = [(life, position) for life, start, n in parts for position in range(start, start + n)]
+        for layer, spec in enumerate(self.context.layers):
+            for life, position in rows:
+                self.wrote[layer, life.key(position)] = life.name, position
+            group = spec.num_heads // spec.num_kv_heads
+            asked = [[self.wanted(position, spec.window) for _ in range(spec.num_heads)] for _, position in rows]
+            heads = range(spec.num_heads)
+            coded = [self.code(layer, life.key(position)) for life, position in rows]
+            k, v = (torch.stack([one[i] for one in coded]) for i in (0, 1))
+            both = [[self.code(layer, life.key(asked[t][h])) for h in heads] for t, (life, _) in enumerate(rows)]
+            q = SHARP * torch.stack([torch.stack([both[t][h][0][h // group] for h in heads]) for t in range(len(rows))])
+            expected = torch.stack([torch.stack([both[t][h][1][h // group] for h in heads]) for t in range(len(rows))])
+            rotary = self.rotary(len(rows))
+            if rotary is not None:
+                back = Rotary(rotary.cos, -rotary.sin)
+                q, k = self.context.kernels.rope(q, k, back)
+            found = view.attend(layer, q, k, v, rotary)
+            if found.shape != expected.shape:
+                raise Violation(f"attend gives {list(found.shape)}, not {list(expected.shape)}")
+            wrong = (found - expected).abs().amax(-1).nan_to_num(9.0) > 0.2
+            if wrong.any():
+                t, h = wrong.nonzero()[0].tolist()
+                life, position = rows[t]
+                raise Violation(
+                    f"in layer {layer}, the query at position {position} of {life.name} (slot {life.slot}) reads, at "
+                    f"position {asked[t][h]}, {self.whose(layer, found[t, h], h // group)}"
+                )
+
+    def wanted(self, position: int, window: int | None) -> int:
+        first = 0 if window is None else max(0, position - window + 1)
+        return self.draw.choice(
+            [first, position, self.draw.randint(first, position), self.draw.randint(first, position)]
+        )
+
+    def rotary(self, rows: int) -> Rotary | None:
+        if self.draw.random() < 0.6:
+            return None
+        generator = torch.Generator().manual_seed(self.draw.randrange(1 << 30))
+        angles = torch.randn(rows, SIZE // 2, generator=generator) * 3
+        return Rotary(angles.cos(), angles.sin())
+
+    def whose(self, layer: int, found_E: Tensor, kv_head: int) -> str:
+        """What a query has read instead of what it asked for."""
+        if not found_E.isfinite().all():
+            return "what is not a number: a place that nobody has written"
+        for (other, key), (name, position) in self.wrote.items():
+            value = self.codes[other, key][1]
+            if other == layer and (found_E - value[kv_head]).abs().amax() < 0.2:
+                return f"what {name} has written at position {position}"
+        if found_E.abs().amax() < 0.01:
+            return "zeros: a place that nobody has written"
+        return "what nobody has written in this layer"
+
+
+@check(
+    "What a query reads is what its own sequence wrote, or one that shares the prefix, whatever has happened since", 20
+)
+def sequences(pools: Pools, draw: random.Random) -> None:
+    Machine(pools, draw, num_tokens=draw.choice([None, None, 3 * LONGEST])).run(60)
+
+
+@check("The same in a pool that is nearly always full, where sequences have to leave for others", 12)
+def little_room(pools: Pools, draw: random.Random) -> None:
+    Machine(pools, draw, num_tokens=LONGEST + draw.randrange(40), max_batch_size=4).run(60)
+
+
+@check("The same for a model with layers that have a window, whose chunks are at most max_chunk long", 12)
+def windows(pools: Pools, draw: random.Random) -> None:
+    Machine(pools, draw, layers=WINDOWED, max_chunk=draw.choice([None, 9, 16, 33])).run(60)
+
+
+@check("The same with K and V in int8", 4)
+def quantised(pools: Pools, draw: random.Random) -> None:
+    if "int8" not in pools.kv_dtypes:
+        raise Skipped("the registration's kv_dtypes do not name int8")
+    Machine(pools, draw, kv_dtype="int8").run(40)
+
+
+@check("There are max_batch_size slots; a slot that is freed begins anew at length 0, and shows nothing of before", 4)
+def slots(pools: Pools, draw: random.Random) -> None:
+    machine = Machine(pools, draw, num_tokens=None)
+    for _ in range(3):
+        for count in range(machine.context.max_batch_size):
+            life = machine.allocate(3, reuse=False)
+            if life is None:
+                raise Violation(f"allocate gives None with {count} of {machine.context.max_batch_size} slots in use")
+            machine.watch()
+        if machine.pool.allocate([1, 2, 3]) is not None:
+            raise Violation(f"more than max_batch_size = {machine.context.max_batch_size} slots are allocated")
+        machine.extend(machine.lives, 3)
+        machine.watch()
+        machine.finish()
+
+
+@check("A pool has room for one sequence of max_seq_len positions, and for no longer one", 2)
+def full_length(pools: Pools, draw: random.Random) -> None:
+    machine = Machine(pools, draw, num_tokens=LONGEST)
+    life = machine.allocate(draw.choice([1, LONGEST - 20, LONGEST]), reuse=False)
+    if life is None:
+        raise Violation("allocate gives None in an empty pool for a prompt that is not longer than max_seq_len")
+    while life.length < len(life.tokens):
+        machine.extend([life], 33)
+    while life.length < LONGEST:
+        machine.decode()
+        machine.watch()
+    if machine.pool.grow(life.slot, LONGEST + 1):
+        raise Violation(f"grow gives a sequence room for more than max_seq_len = {LONGEST} positions")
+    machine.finish()
+    if machine.pool.allocate([1] * (LONGEST + 1)) is not None:
+        raise Violation(f"allocate gives a slot to more than max_seq_len = {LONGEST} tokens")
+
+
+@check("free_tokens() falls with each sequence of full length by as much, until none fits", 2)
+def free_tokens(pools: Pools, draw: random.Random) -> None:
+    machine = Machine(pools, draw, num_tokens=draw.choice([None, 2 * LONGEST]))
+    if machine.room < LONGEST:
+        raise Violation(f"free_tokens() is {machine.room} in an empty pool; one of max_seq_len = {LONGEST} has to fit")
+    before = machine.room
+    while machine.allocate(LONGEST, reuse=False) is not None:
+        if (after := machine.pool.free_tokens()) > before - LONGEST:
+            raise Violation(
+                f"free_tokens() was {before} and is {after} after a sequence of {LONGEST} positions was allocated"
+            )
+        before = after
+    machine.finish()
+
+
+@check("A view whose start is not the slot's length is refused with a ValueError, and nothing is booked", 4)
+def wrong_starts(pools: Pools, draw: random.Random) -> None:
+    machine = Machine(pools, draw, num_tokens=None)
+    first, second = machine.allocate(30, reuse=False), machine.allocate(30, reuse=False)
+    assert first is not None
+    assert second is not None
+    machine.extend([first, second], 9)
+    for start in (8, 10, 0):
+        try:
+            machine.pool.batched_chunked_prefill_view([second.slot, first.slot], [9, start], [3, 3])
+        except ValueError:
+            machine.watch()
+        else:
+            raise Violation(f"a view extends slot {first.slot} from position {start} on, though it holds 9 positions")
+    machine.extend([first, second], 21)
+    machine.watch()
+
+
+class Replayed(ReferenceKernels):
+    """They read a view's tensors only, as kernels do that have a recorder: ``starts`` are those of the first view."""
+
+    def extend_attention(self, q_THE: Tensor, k_cache: KV, v_cache: KV, ragged: Ragged, spec: AttentionSpec) -> Tensor:
+        tensors = ragged.starts_B, ragged.offsets_B1, ragged.block_table_BP, ragged.flat_T
+        now = Ragged(tuple(ragged.starts_B.tolist()), ragged.lens, ragged.offsets, *tensors)
+        return super().extend_attention(q_THE, k_cache, v_cache, now, spec)
+
+
+class Storing(ReferenceKernels):
+    """They note how many bytes what they store into has, by its address."""
+
+    def __init__(self) -> None:
+        self.found: dict[int, int] = {}
+
+    def store_kv(self, k_TKE: Tensor, v_TKE: Tensor, k_cache: KV, v_cache: KV, flat_T: Tensor) -> None:
+        for cache in (k_cache, v_cache):
+            for x in (cache,) if isinstance(cache, Tensor) else (cache.codes, cache.scales):
+                memory = x.untyped_storage()
+                self.found[memory.data_ptr()] = memory.nbytes()
+        super().store_kv(k_TKE, v_TKE, k_cache, v_cache, flat_T)
+
+
+@check("nbytes says how much memory K and V of all positions take", 4)
+def size(pools: Pools, draw: random.Random) -> None:
+    kernels, kv_dtype = Storing(), draw.choice(["auto", *pools.kv_dtypes])
+    machine = Machine(pools, draw, num_tokens=draw.choice([None, 3 * LONGEST]), kernels=kernels, kv_dtype=kv_dtype)
+    if (life := machine.allocate(9, reuse=False)) is None:
+        raise Violation("allocate gives None in an empty pool")
+    machine.extend([life], 9)
+    head = SIZE + 4 if kv_dtype == "int8" else SIZE * machine.context.dtype.itemsize
+    least = machine.room * sum(2 * spec.num_kv_heads * head for spec in machine.context.layers)
+    # Where the pool stores K and V by itself, nobody sees its tensors; a pool that needs more than twice would be odd.
+    most = sum(kernels.found.values()) or 2 * least
+    if not least <= machine.pool.nbytes <= most:
+        raise Violation(
+            f"nbytes is {machine.pool.nbytes} with kv_dtype {kv_dtype}; the {machine.room} positions need {least} "
+            f"bytes, and the tensors that K and V are stored in have {most if kernels.found else 'not been seen'}"
+        )
+
+
+@check("With rows, a decode view keeps its tensors, and an earlier one then serves the sequences of the latest", 8)
+def recorded_views(pools: Pools, draw: random.Random) -> None:
+    layers = draw.choice([PLAIN, WINDOWED])
+    machine = Machine(pools, draw, num_tokens=None, max_batch_size=4, layers=layers, kernels=Replayed())
+    for _ in range(4):
+        if machine.allocate(draw.randint(1, 50)) is None:
+            raise Violation("allocate gives None in a pool with room for all")
+        machine.extend([machine.lives[-1]], LONGEST)
+    first: KVCacheView | None = None
+    for _ in range(6):
+        lives = draw.sample(machine.lives, draw.randint(1, 4))
+        for life in lives:
+            machine.pool.grow(life.slot, len(life.tokens) + 1)
+            life.tokens.append(draw.randrange(3))
+        view = machine.pool.decode_view([life.slot for life in lives], 4)
+        parts = [(life, life.length, 1) for life in lives]
+        parts += parts[-1:] * (4 - len(parts))
+        if first is None:
+            first = view
+        elif moved := Recording(lambda: "", first, ()).moved(view):
+            raise Violation(
+                f"decode_view(slots, rows) gives a view whose {moved} is not where that of the first one is"
+            )
+        machine.attend(first, parts)
+        machine.watch()
+
+
+@check("A pool whose shares is True finds the prefix of a prompt that has been committed", 2)
+def sharing(pools: Pools, draw: random.Random) -> None:
+    machine = Machine(pools, draw, num_tokens=None)
+    if not (isinstance(machine.pool, SharingPool) and machine.pool.shares):
+        raise Skipped("this pool does not share K/V between sequences: its shares is not True")
+    tokens = machine.stems[0][:80]
+    for leaves in (False, True, False):
+        place = machine.pool.allocate(tokens)
+        assert place is not None
+        life = Life("s", tokens.copy(), 0, place.slot, place.num_cached, place.num_cached)
+        machine.lives.append(life)
+        machine.extend([life], LONGEST)
+        machine.say(life)
+        if leaves:
+            machine.end(life)
+    again = machine.pool.allocate([*tokens, 1, 2])
+    if again is None or again.num_cached == 0:
+        raise Violation("shares is True, but allocate does not find any of 80 tokens that have just been committed")
