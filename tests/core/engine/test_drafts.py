@@ -162,14 +162,14 @@ def test_what_is_seldom_right_is_guessed_again() -> None:
     assert payoff.plan(1, {one: 3}) == ({one: 3}, ())
     assert payoff.plan(1, {one: 0}) == ({}, ())
     payoff.end(one)
-    assert one not in payoff._chances
+    assert one not in payoff._acceptance
 
 
 def test_drafts_that_lose_time_are_not_verified_until_it_is_made_up_for() -> None:
     """However promising they are."""
     payoff = Payoff(costs(flat))
     (one,) = sequences(1)
-    payoff._first = payoff._each = payoff._ask = 0.0
+    payoff._trials, payoff._per_draft, payoff._per_ask = 0, 0.0, 0.0
     plans = []
     for _ in range(300):
         (drafts,) = payoff.plan(1, {one: 4}).counts.values() or [0]

@@ -27,8 +27,8 @@ from infer.engine import answer as answer_module
 from infer.engine.batch import Batch, Draw
 from infer.engine.engine import Engine
 from infer.engine.loop import EngineLoop, Mailbox
+from infer.engine.processors import LogitsProcessor, compute_edits
 from infer.engine.schedulers import ContinuousScheduler
-from infer.engine.steering import Steering, edits
 from infer.errors import EngineDeadError, PluginError
 from infer.kernels.reference import ReferenceKernels
 from infer.text.detokenizer import TextStream
@@ -76,7 +76,7 @@ class SteeredRunner(Runner):
     def launch(self, batch: Batch) -> Launched:
         launched = super().launch(batch)
         steered = [each for readout in batch.readouts if isinstance(readout, Draw) for each in readout.steered]
-        for row, edit in edits(steered, Masks()):
+        for row, edit in compute_edits(steered, Masks()):
             if edit is None:
                 launched.tokens[row] = None
         return launched
@@ -108,13 +108,13 @@ class World:
                 faults.call("text", lambda: super(Text, self).__init__(*args))
                 faults.watch(self, "decode", "flush", name="text")
 
-        class Watched(Steering):
+        class Watched(LogitsProcessor):
             def __init__(self, *args: Any) -> None:
                 faults.call("steering", lambda: super(Watched, self).__init__(*args))
                 faults.watch(self, "_see_all", "_edit", name="steering")
 
         monkeypatch.setattr(answer_module, "TextStream", Text)
-        monkeypatch.setattr(answer_module, "Steering", Watched)
+        monkeypatch.setattr(answer_module, "LogitsProcessor", Watched)
 
         def make(publish: Mailbox) -> Engine:
             scheduler, runner = ContinuousScheduler(self.pool, chosen), SteeredRunner(self.pool)

@@ -37,7 +37,7 @@ from infer.contracts.proposer import Ask
 from infer.contracts.request import Event, Request
 from infer.engine.answer import NOT_FINITE
 from infer.engine.payoff import Plan
-from infer.engine.steering import Steering
+from infer.engine.processors import LogitsProcessor
 from infer.text.grammar import Grammar, Grammars, Matcher
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -465,7 +465,7 @@ def test_the_tokens_a_grammar_waits_for_come_in_order_and_begin_anew_with_the_fi
         grammar=grammar(),
         grammar_after=(7, 8, 9),
     )
-    steering = Steering(request, ())
+    steering = LogitsProcessor(request, ())
     assert steering.see(PROMPT) is None
     for token in (8, 7, 5, 9, 8, 7, 5, 9, 8, 5):
         assert steering.see([token]) is None

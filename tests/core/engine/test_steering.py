@@ -17,8 +17,8 @@ from infer.contracts.kernels import Draws
 from infer.contracts.model import Pass
 from infer.contracts.params import StructuredOutputs
 from infer.contracts.request import Request
+from infer.engine.processors import LogitsProcessor
 from infer.engine.sampler import uniform, words
-from infer.engine.steering import Steering
 from infer.kernels.reference import ReferenceKernels
 from infer.text.grammar import Matcher
 
@@ -89,21 +89,21 @@ def test_greedy_tokens_follow_the_formulas(case: str, lag: int) -> None:
 def test_a_prompt_is_seen_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every answer to a prompt sees all of it in the engine's thread, so it must not take a turn per token."""
     placed: list[int] = []
-    place = Steering._place
+    place = LogitsProcessor._place
 
-    def counted(self: Steering, token: int) -> int:
+    def counted(self: LogitsProcessor, token: int) -> int:
         placed.append(token)
         return place(self, token)
 
-    monkeypatch.setattr(Steering, "_place", counted)
+    monkeypatch.setattr(LogitsProcessor, "_place", counted)
     prompt = tuple(random_prompt(9, seed=3)) * 1000
     request = Request.make(
         prompt, SamplingParams(repetition_penalty=1.5), vocab_size=VOCAB, max_seq_len=len(prompt) + 10
     )
     biased = SamplingParams(logit_bias=dict.fromkeys(range(VOCAB), 1.0))
-    Steering(Request.make(prompt, biased, vocab_size=VOCAB, max_seq_len=len(prompt) + 10), [])
+    LogitsProcessor(Request.make(prompt, biased, vocab_size=VOCAB, max_seq_len=len(prompt) + 10), [])
     assert not placed, "biases are placed one by one"
-    steering = Steering(request, [])
+    steering = LogitsProcessor(request, [])
     steering.see(prompt[:5000])
     steering.see([*prompt[5000:], prompt[0], prompt[0]])
     assert steering.fault is None
@@ -165,9 +165,9 @@ def test_steered_requests_and_others_do_not_disturb_each_other(dtype: torch.dtyp
 def test_steering_that_fails_ends_its_request_alone(
     lag: int, kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    see = Steering._see_all
+    see = LogitsProcessor._see_all
 
-    def fails(steering: Steering, tokens: Sequence[int]) -> Matcher | None:
+    def fails(steering: LogitsProcessor, tokens: Sequence[int]) -> Matcher | None:
         if steering._params.seed == 0 and steering.num_seen + len(tokens) == len(PROMPT) + 3:
             raise kind("out of its depth")
         return see(steering, tokens)
@@ -181,7 +181,7 @@ def test_steering_that_fails_ends_its_request_alone(
         return engine.events
 
     truth = run()
-    monkeypatch.setattr(Steering, "_see_all", fails)
+    monkeypatch.setattr(LogitsProcessor, "_see_all", fails)
     found = run()
     *before, end = found.pop("0")
     assert before == truth.pop("0")[:3]

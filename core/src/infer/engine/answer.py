@@ -12,8 +12,8 @@ import numpy as np
 from infer.contracts.request import Event, FinishReason, TokenLogprobs
 from infer.contracts.scheduler import Sequence
 from infer.engine.batch import Floats
+from infer.engine.processors import LogitsProcessor
 from infer.engine.reporting import Counts
-from infer.engine.steering import Steering
 from infer.text.detokenizer import TextStream, TokenTexts
 
 log = logging.getLogger(__name__)
@@ -24,12 +24,25 @@ NOT_FINITE = "The model's output is not finite (NaN or infinity)."
 class Answer:
     """The answer to one request: its text, its stop conditions and its logprobs.
 
-    A fault in a part that belongs to this answer alone (text, stop strings, steering) ends this answer only.
+    A fault in a part that belongs to this answer alone (text, stop strings, logits processor) ends this answer only.
     """
 
     __slots__ = (
-        "_counts", "_decode", "_fault", "_find", "_id", "_left", "_plain", "_stops", "_sum", "_text",
-        "ended", "first_token", "prompt_logprobs", "sequence", "steering",
+        "_counts",
+        "_decode",
+        "_fault",
+        "_find",
+        "_id",
+        "_left",
+        "_plain",
+        "_stops",
+        "_sum",
+        "_text",
+        "ended",
+        "first_token",
+        "processor",
+        "prompt_logprobs",
+        "sequence",
     )  # fmt: skip
 
     def __init__(
@@ -44,8 +57,8 @@ class Answer:
         self._text: TextStream | None = None
         self._fault: str | None = None
         self.sequence = sequence
-        self.steering: Steering | None = None
-        """How the request edits its logits; None if it does not."""
+        self.processor: LogitsProcessor | None = None
+        """Edits the request's logits; None if it edits none."""
         self.prompt_logprobs: list[TokenLogprobs | None] = [None]
         """Those that have been computed so far."""
         self.first_token: float | None = None
@@ -59,9 +72,9 @@ class Answer:
             if texts is not None and request.pooling is None:
                 self._text = TextStream(texts, request.prompt_token_ids, params.stop)
             if params.steered:
-                self.steering = Steering(request, self._stops)
+                self.processor = LogitsProcessor(request, self._stops)
         except BaseException as error:  # a panic in Rust code is not an Exception
-            self._spoil(error)
+            self._fail(error)
         self._plain: Mapping[int, str] = {}
         """The texts of tokens that change nothing but the text, provided that they do not end the answer. Empty before
         the first token, which changes more."""
@@ -69,7 +82,7 @@ class Answer:
         self._find = None if self._text is None else self._text.find
 
     @property
-    def spoilt(self) -> bool:
+    def failed(self) -> bool:
         """Whether the answer cannot even begin; the engine then ends it at once."""
         return self._fault is not None
 
@@ -81,7 +94,7 @@ class Answer:
 
     def take(self, token: int | None, logprobs: TokenLogprobs | None) -> Event:
         """Replace the oldest pending token with ``token`` and return its event, which is the last one if the token ends
-        the answer. ``token`` is None if the model's output was not finite or the steering allows no token."""
+        the answer. ``token`` is None if the model's output was not finite or the logits processor allows no token."""
         if token is None:
             return self._take_none()
         sequence = self.sequence
@@ -121,7 +134,7 @@ class Answer:
                     else:
                         text, stop = self._find(self._decode(token))
                 except BaseException as error:
-                    self._spoil(error)
+                    self._fail(error)
             if self._fault is not None:
                 reason = "error"
             elif stop is not None:
@@ -154,9 +167,9 @@ class Answer:
         return self._last(Event(self._id, param=param), reason, None, error)
 
     def _take_none(self) -> Event:
-        if self.steering is None or self.steering.fault is None:
+        if self.processor is None or self.processor.fault is None:
             return self.end("error", NOT_FINITE)
-        return self.end("error", self.steering.fault, self.steering.blamed)
+        return self.end("error", self.processor.fault, self.processor.blamed)
 
     def _last(self, event: Event, reason: FinishReason, stop: int | str | None, error: str | None = None) -> Event:
         """Make ``event`` the last one: add the text that was held back, and the reason. A fault of this answer
@@ -170,7 +183,7 @@ class Answer:
                 if met is not None and reason in ("stop", "length"):
                     reason, stop = "stop", met
             except BaseException as fault:
-                self._spoil(fault)
+                self._fail(fault)
         if self._fault is not None:
             reason, stop, error = "error", None, self._fault
         if self.first_token is None:
@@ -181,7 +194,7 @@ class Answer:
         self._counts.prompt += self.sequence.num_prompt
         self._counts.cached += self.sequence.num_cached
 
-    def _spoil(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException) -> None:
         """Record a fault. The text decoder is not called again."""
         log.error("request %s failed", self._id, exc_info=error)
         self._fault = f"The request failed: {type(error).__name__}: {error}"

@@ -14,7 +14,7 @@ import numpy as np
 
 from infer.contracts.request import Request
 from infer.contracts.scheduler import PENDING, Sequence, Work, Works
-from infer.engine.steering import Steered, Steering
+from infer.engine.processors import LogitsProcessor, ProcessedRow
 
 Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
 Floats = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
@@ -35,7 +35,7 @@ class Draw(NamedTuple):
     """Each token's index in its sequence."""
     requests: list[Request]
     """Each token's request, with its sampling parameters and seed."""
-    steered: list[Steered]
+    steered: list[ProcessedRow]
     """The rows among N whose logits are edited. A sequence's rows follow each other."""
 
 
@@ -53,7 +53,7 @@ class Score:
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class HiddenStates:
     """A readout: the hidden states of wanted rows first .. first+count-1, all of one sequence's prompt."""
 
     of: int
@@ -78,7 +78,7 @@ class Batch(NamedTuple):
     positions_T: Ints
     rows_N: Ints
     """The rows of T whose hidden states are wanted."""
-    readouts: list[Score | Pool | Draw]
+    readouts: list[Score | HiddenStates | Draw]
     """What to compute from the wanted rows; a Draw comes last."""
 
     def pad(self, rows: int) -> Batch:
@@ -102,13 +102,14 @@ def ints(values: Seq[int]) -> Ints:
     return np.fromiter(values, np.int64, len(values))
 
 
-def pack(works: Seq[Work], steering: Mapping[Sequence, Steering] | None = None) -> Batch:
-    """Lay the works' tokens end to end and work out the readouts. ``steering`` holds the steered sequences only."""
+def pack(works: Seq[Work], processors: Mapping[Sequence, LogitsProcessor] | None = None) -> Batch:
+    """Lay the works' tokens end to end and work out the readouts. ``processors`` has one for each sequence whose logits
+    are edited."""
     sequences, starts, lens, draws, decodes, drafts = Works.of(works).columns
     slots = [sequence.slot for sequence in sequences]
     slots_B, starts_B = ints(slots), ints(starts)
     decode_only = all(decodes) and all(draws) and sum(lens) == len(works)
-    readouts: list[Score | Pool | Draw] = []
+    readouts: list[Score | HiddenStates | Draw] = []
     of: Seq[int]
     token_ids: list[int]
     last_M: Seq[int] | None = None
@@ -139,7 +140,7 @@ def pack(works: Seq[Work], steering: Mapping[Sequence, Steering] | None = None) 
                 end = start + length
                 begin = max(start, sequence.prompt_scored) if pooling == "mean" else end - last
                 if begin < end:
-                    readouts.append(Pool(b, len(rows), end - begin))
+                    readouts.append(HiddenStates(b, len(rows), end - begin))
                     rows += range(len(token_ids) + begin - start, len(token_ids) + length)
             token_ids += sequence.tokens[start : start + length]
             token_ids += proposed
@@ -151,14 +152,14 @@ def pack(works: Seq[Work], steering: Mapping[Sequence, Steering] | None = None) 
         rows_N = np.concatenate([ints(rows), ends_B[of] - 1 - back_N])
         ends_B = ends_B - 1
     if drawn:
-        steered: list[Steered] = []
-        if steering:
+        steered: list[ProcessedRow] = []
+        if processors:
             before, i = -1, 0
             for n, b in enumerate(of):
                 before, i = b, i + 1 if b == before else 0
-                if how := steering.get(sequences[b]):
+                if how := processors.get(sequences[b]):
                     seen = drafts[b][i - 1 : i] if i else sequences[b].tokens[how.num_seen :]
-                    steered.append(Steered(n, how, seen, draft=i > 0))
+                    steered.append(ProcessedRow(n, how, seen, draft=i > 0))
         readouts.append(
             Draw(
                 of=of,

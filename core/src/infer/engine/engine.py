@@ -19,11 +19,11 @@ from infer.contracts.cache import CachePoolProtocol
 from infer.contracts.request import Event, FinishReason, Request, TokenLogprobs
 from infer.contracts.scheduler import PENDING, Schedule, SchedulerProtocol, Sequence, Works
 from infer.engine.answer import Answer
-from infer.engine.batch import Batch, Draw, Pool, Score, pack
+from infer.engine.batch import Batch, Draw, HiddenStates, Score, pack
+from infer.engine.processors import LogitsProcessor
 from infer.engine.reporting import Notify, Reporter
 from infer.engine.runner import Drawn, Launched, Runner
 from infer.engine.speculation import Speculation
-from infer.engine.steering import Steering
 from infer.errors import say
 from infer.text.detokenizer import TokenTexts
 
@@ -48,7 +48,7 @@ class _Flight(NamedTuple):
     """A pass in flight, and the answers that its results belong to."""
 
     launched: Launched
-    readouts: Seq[Score | Pool | Draw]
+    readouts: Seq[Score | HiddenStates | Draw]
     answers: list[Answer]
     """One for each sequence of the batch."""
     works: Works
@@ -61,8 +61,9 @@ class Engine:
     waits for the host. Planning needs to know how many tokens there are, but not which. If a sequence turns out to have
     ended, its tokens in the passes still in flight are dropped.
 
-    A fault in a request's text or steering ends that request. A fault while a pass is launched ends the requests in
-    that pass. Any other exception from ``step`` leaves an unknown state, and the engine must not be used again.
+    A fault in a request's text or logits processor ends that request. A fault while a pass is launched ends the
+    requests in that pass. Any other exception from ``step`` leaves an unknown state, and the engine must not be used
+    again.
     """
 
     def __init__(
@@ -92,8 +93,8 @@ class Engine:
         self._in_flight: deque[_Flight] = deque()
         self._answers: dict[str, Answer] = {}
         """The answers of all open requests, by request id."""
-        self._steering: dict[Sequence, Steering] = {}
-        """The steering of open requests that have one. It needs each token before it can edit the next logits."""
+        self._processors: dict[Sequence, LogitsProcessor] = {}
+        """Those of open requests that edit logits. Each needs every token before it can edit the next logits."""
         self._arrivals = 0
 
     def submit(self, message: Message) -> None:
@@ -155,30 +156,30 @@ class Engine:
         answer = Answer(sequence, self._texts, self._eos_token_ids, self._reporter.counts)
         self._answers[request.id] = answer
         self._scheduler.add(sequence)
-        if answer.steering is not None:
-            self._steering[sequence] = answer.steering
-        if answer.spoilt:
+        if answer.processor is not None:
+            self._processors[sequence] = answer.processor
+        if answer.failed:
             self._publish([self._end(answer, "error")])
 
     def _plan(self, schedule: Schedule) -> list[Works]:
         """The works of each pass, with draft tokens where they pay."""
         plan = [*schedule.passes()]
         if self._speculation is not None:
-            plan = self._speculation.extend(plan, self._steering)
+            plan = self._speculation.extend(plan, self._processors)
         return [*map(Works.of, plan)]
 
     @property
     def _needs_results(self) -> bool:
         """Whether the next plan needs to know which tokens were drawn: to edit logits by them, or to propose what comes
         after them. The engine then reads every pass before it plans the next."""
-        return bool(self._steering) or (self._speculation is not None and self._speculation.hopes)
+        return bool(self._processors) or (self._speculation is not None and self._speculation.wants_drafts)
 
     def _launch(self, works: Works) -> list[Event]:
         """Launch a pass and record what it will have computed. If the launch fails, the requests in the pass end; their
         last events are returned."""
         answers = [self._answers[sequence.id] for sequence in works.sequences]
         try:
-            batch = pack(works, self._steering)
+            batch = pack(works, self._processors)
             launched = self._runner.launch(batch)
         except (Exception, SystemExit) as error:
             log.error("a pass with %d requests failed", len(works), exc_info=error)
@@ -205,7 +206,7 @@ class Engine:
                 match readout, result:
                     case Score(of=b), list():
                         answers[b].prompt_logprobs += result
-                    case Pool(of=b), np.ndarray():
+                    case HiddenStates(of=b), np.ndarray():
                         if not answers[b].ended and (last := answers[b].pool(result)):
                             events.append(last)
                             self._leave(answers[b], last)
@@ -254,7 +255,7 @@ class Engine:
         """Remove a request that has ended, free its slot, and notify the observers."""
         sequence = answer.sequence
         self._scheduler.finish(sequence)
-        self._steering.pop(sequence, None)
+        self._processors.pop(sequence, None)
         if self._speculation is not None:
             self._speculation.end(sequence)
         del self._answers[sequence.id]
@@ -280,5 +281,5 @@ def _advance(works: Works, batch: Batch) -> None:
         match readout:
             case Score(of=b, targets=targets):
                 works.sequences[b].prompt_scored += len(targets)
-            case Pool(of=b, count=count):
+            case HiddenStates(of=b, count=count):
                 works.sequences[b].prompt_scored += count

@@ -1,4 +1,5 @@
-"""How many draft tokens pay: what a pass costs by its rows, and how often drafts have been right."""
+"""How many draft tokens to verify: as many as make the batch fastest, by what passes cost and how often drafts are
+right. If the estimates are wrong, drafts can lose only a small part of all time."""
 
 from __future__ import annotations
 
@@ -21,42 +22,24 @@ from infer.engine.runner import Runner
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
-"""Numbers of rows for which the costs are measured. Beyond the last, costs grow as between the last two."""
-REPEATS = 4
-"""A pass is replayed from the third or fourth time on."""
-RATE = 0.1
-"""How much of the difference between a step's time and the expected one goes into all costs, and once more into those
-of its number of rows."""
-FIRST, VAIN = 3, 0.1
-"""So many drafts are asked for, one at a time, before it is known how long proposing takes; an ask that yields none
-counts so much of one that yields a draft."""
-SOONER = 0.5
-"""Proposing takes longer now and then, as when a second model reads a prompt, so the least of the first times counts,
-and a time below the expected one counts more than one above."""
-MARGIN = 1.05
-"""Drafts have to promise so many times the speed without them."""
-SLOWEST = 0.98
-"""No sequence may be slower than so many times its speed without drafts, whatever the others gain by theirs."""
-SPARE = 0.005
-"""The part of all time that guesses may take, and as much again that drafts may lose."""
-RESERVE = 2.0
-"""How many passes' time of a single row drafts may lose before they have gained anything, or of what they have gained;
-and how many they may owe at most."""
+"""Numbers of rows for which costs are measured. Beyond the last, costs grow as between the last two."""
+RATE = 0.05
+"""The weight of the newest observation in a moving average: of costs, of acceptance rates, of proposing times."""
 OUTLIER = 2.0
-"""A pass's time above so many times the expected one is not blamed on its drafts."""
-SURE = 0.99
-"""No draft is expected to be right more often."""
+"""A pass that takes longer than this many times the expected time counts as if it took that long."""
+TOLERANCE = 0.02
+"""The part of its speed that a sequence may lose to the drafts of others. Drafts of all sequences together must promise
+to gain at least as much."""
+SPARE = 0.005
+"""The part of all time that guesses may take, and the part that drafts may lose."""
+RESERVE = 2.0
+"""A budget holds at most this many times the time of a pass of one row, and what drafts owe is at most that."""
 PRIOR = 2.0
-"""How many verified drafts of a sequence weigh as much as what is known of all sequences."""
-DOUBT = 8.0
-"""The same where the question is whether a sequence's drafts make up for the time of all others': the least of many
-chances would often be too low by mere bad luck."""
-FADE, FADE_ALL = 0.95, 0.95
-"""What a verification still counts after the next one, of the same sequence and of any."""
+"""A sequence's own acceptance rate and that of all sequences weigh the same once it has verified this many drafts."""
+TRIALS = 3
+"""How many guesses are asked for, one per step, before any draft is verified: they show how long proposing takes."""
 WAITING = 0.05
-"""The part of a pass's time that it costs at least to ask, where the device waits for it."""
-NOTHING = 0.25
-"""How much of a wrong draft it counts that there is none, where asking for drafts makes the device wait."""
+"""The part of a pass that the device waits at least, where it waits for the proposer."""
 
 
 class Costs:
@@ -73,7 +56,7 @@ class Costs:
         return known[below] + (known[below + 1] - known[below]) * share if share else known[below]
 
     def with_drafts(self, rows: int, most: int) -> Floats:
-        """Of passes of ``rows`` rows and 1, 2, ... ``most`` drafts."""
+        """Seconds of passes of ``rows`` rows and 1, 2, ... ``most`` drafts, [most]."""
         known, (*_, last) = self._seconds[True], self._rows
         counts = np.arange(rows + 1, rows + most + 1)
         # Between two known numbers the greater counts, because products cost more by whole tiles of rows.
@@ -84,15 +67,16 @@ class Costs:
         return found
 
     def learn(self, rows: int, drafts: bool, seconds: float) -> None:
-        """Correct the costs by a pass. How fast the machine is changes all of them, and one slow pass little."""
-        wrong = min(2.0, max(0.5, seconds / self(rows, drafts))) ** RATE
+        """Correct the costs by the time of a pass. All costs change with the speed of the machine; those of this number
+        of rows change twice as much."""
+        ratio = min(max(seconds / self(rows, drafts), 1 / OUTLIER), OUTLIER) ** (2 * RATE)
         for known in self._seconds:
-            known[:] = [wrong * value for value in known]
+            known[:] = [ratio * value for value in known]
         below, share = self._place(rows)
         known = self._seconds[drafts]
-        known[below] *= wrong ** (1 - min(share, 1))
+        known[below] *= ratio ** (1 - min(share, 1))
         if share:
-            known[below + 1] *= wrong ** min(share, 1)
+            known[below + 1] *= ratio ** min(share, 1)
 
     def _place(self, rows: int) -> tuple[int, float]:
         """The index of a known number of rows, and the way from there to the next one: 0 if it is exact, above 1 if it
@@ -104,11 +88,18 @@ class Costs:
         return below, (rows - at[below]) / (at[below + 1] - at[below])
 
 
-class Chance(NamedTuple):
-    """How many of a sequence's drafts have been right, and how many were compared with a drawn token. Both fade."""
+class Acceptance(NamedTuple):
+    """Counts of drafts that were compared with the token drawn at their position. Old ones fade."""
 
-    right: float = 0.0
-    tried: float = 0.0
+    accepted: float = 0.0
+    compared: float = 0.0
+
+    def add(self, accepted: int, compared: int) -> Acceptance:
+        return Acceptance((1 - RATE) * self.accepted + accepted, (1 - RATE) * self.compared + compared)
+
+    def rate(self, prior: float, weight: float) -> float:
+        """The acceptance rate, if it was ``prior`` in ``weight`` comparisons before."""
+        return (self.accepted + weight * prior) / (self.compared + weight)
 
 
 class Plan(NamedTuple):
@@ -117,137 +108,135 @@ class Plan(NamedTuple):
     counts: Mapping[Sequence, int]
     """How many drafts each sequence verifies, of those that verify any."""
     guessing: Seq[Sequence] = ()
-    """Others, for whom one draft is proposed and no pass computes it: it is compared with the token that is drawn
-    without it."""
+    """Other sequences, which guess: one draft is proposed, no pass computes it, and it is compared with the token that
+    is drawn without it."""
 
 
 class Payoff:
-    """Decides how many draft tokens to verify: as many as promise the most tokens per second of all sequences together.
-    Each draft of a sequence is expected to be right as often as its last ones were; what is not known of it yet, is
-    taken from all.
+    """Decides how many draft tokens to verify: the number that promises the most tokens per second of all sequences.
 
-    Promises may be wrong, because costs and chances are. So an account is kept of what drafts have gained or lost, by
-    passes' real times, and nothing is verified while they have lost more than they may."""
+    Estimates are the costs of passes, the acceptance rate of each sequence and the time of proposing. They may be
+    wrong, so two budgets of real time bound what drafts may lose. Each earns ``SPARE`` of all time. Drafts pay what
+    passes with them have lost, and are credited with what they have gained; while their budget is overdrawn, nothing is
+    verified. Guesses pay what asking for them takes; they find out whether drafts would be right at no risk."""
 
     def __init__(self, costs: Costs, *, waits: bool = False) -> None:
         """``waits``: the device waits when a proposer is asked, even if it has nothing to propose."""
         self._costs = costs
         self._waits = waits
-        self._chances: dict[Sequence, Chance] = {}
-        self._all = Chance(1.0, 2.0)
-        self._each = self._ask = math.inf
-        """Seconds that proposing a draft token takes, and that asking for one does."""
-        self._first: float = FIRST
-        """How many drafts have still to be asked for, one at a time, before that is known."""
-        self._account = RESERVE * costs(1, False)
-        """Seconds that drafts may still lose."""
-        self._guesses = self._wait = 0.0
-        """Seconds that guesses may take, and that the device waits for those of this step."""
-        self._right = 0
-        """How many of this step's drafts were right."""
+        self._acceptance: dict[Sequence, Acceptance] = {}
+        self._all = Acceptance()
+        self._per_draft = self._per_ask = math.inf
+        """Expected seconds of proposing, by draft token and by sequence that is asked."""
+        self._trials = TRIALS
+        """How many trials are left. While there are any, nothing is verified."""
+        self._drafts_budget = RESERVE * costs(1, False)
+        self._guesses_budget = 0.0
+        """Seconds left to lose, and to guess in."""
+        self._accepted = 0
+        """How many drafts of this step were right."""
+        self._wait = 0.0
+        """Seconds that the device waits in this step if the proposer is asked."""
         self._turn = 0
+        """Counts guesses, so that sequences take turns."""
 
     def plan(self, rows: int, most: Mapping[Sequence, int]) -> Plan:
-        """For a pass of ``rows`` rows besides drafts. ``most`` has every sequence that decodes, with the most drafts
+        """Plan a pass of ``rows`` rows besides drafts. ``most`` has every sequence that decodes, with the most drafts
         that it can verify."""
-        self._right = 0
+        self._accepted = 0
         able = [sequence for sequence, count in most.items() if count > 0]
         if not able:
             return Plan({})
-        if self._first > 0:
+        if self._trials > 0:
             return Plan({}, able[:1])
-        counts = self._counts(rows, most, able) if self._account >= 0 else {}
-        return Plan(counts, self._guessing([sequence for sequence in able if sequence not in counts], rows))
+        self._wait = WAITING * self._costs(rows, False) if self._waits else 0.0
+        counts = self._counts(rows, most, able) if self._drafts_budget >= 0 else {}
+        return Plan(counts, self._guessing([sequence for sequence in able if sequence not in counts]))
 
     def _counts(self, rows: int, most: Mapping[Sequence, int], able: Seq[Sequence]) -> dict[Sequence, int]:
-        chances = [self._chance(sequence) for sequence in able]
-        if sum(chance / (1 - chance) for chance in chances) < (MARGIN - 1) * len(most):
-            return {}
-        plain, highest = self._costs(rows, False), max(most.values())
-        right = np.array(chances)
-        gains = right[:, None] ** np.arange(1, highest + 1)
-        gains *= np.arange(highest) < np.array([most[sequence] for sequence in able])[:, None]
-        # Whoever has no draft gets one token per pass, however long others' drafts make it. So the drafts are added in
-        # two ways: by their chances alone, and each sequence's first before all others.
+        """How many drafts of each sequence to verify; {} if none pay."""
+        rates = [self._rate(sequence) for sequence in able]
+        if sum([rate / (1 - rate) for rate in rates]) < TOLERANCE * len(most):
+            return {}  # drafts without end and at no cost would not gain enough
+        deepest = max(most.values())
+        # Tokens that each draft adds: the chance that it and all before it are right, [able, deepest].
+        gains = np.array(rates)[:, None] ** np.arange(1, deepest + 1)
+        gains *= np.arange(deepest) < np.array([most[sequence] for sequence in able])[:, None]
+        plain = self._costs(rows, False)
         seconds = np.maximum(self._costs.with_drafts(rows, gains.size), plain)
-        seconds = seconds + self._each * np.arange(1, gains.size + 1)
-        least = 1 + min(self._chance(sequence, DOUBT) for sequence in able)
-        order, fastest = np.arange(0), MARGIN * len(most) / plain
-        first = np.where(np.arange(highest) == 0, 1.0, 0.0)
-        for keys in (gains, gains + first) if len(able) == len(most) else (gains,):
-            by_key = np.argsort(-keys, axis=None, kind="stable")
-            everyone = np.cumsum(by_key % highest == 0) == len(most)
-            fair = seconds * SLOWEST <= plain * np.where(everyone, least, 1)
-            speeds = np.where(fair, (len(most) + np.cumsum(gains.ravel()[by_key])) / seconds, 0.0)
+        seconds = seconds + self._per_draft * np.arange(1, gains.size + 1)
+        # A sequence without a draft gets one token per pass, however long the drafts of others make the pass. So drafts
+        # are added in two orders: the likeliest first, and the first draft of every sequence before any second one.
+        orders = [gains]
+        if len(able) == len(most):
+            orders.append(gains + (np.arange(deepest) == 0))
+        chosen, fastest = np.arange(0), (1 + TOLERANCE) * len(most) / plain
+        for keys in orders:
+            order = np.argsort(-keys, axis=None, kind="stable")
+            all_draft = np.cumsum(order % deepest == 0) == len(most)
+            slowest = np.where(all_draft, 1 + min(rates), 1)  # tokens that the slowest sequence gets
+            speeds = (len(most) + np.cumsum(gains.ravel()[order])) / seconds
+            speeds[slowest / seconds < (1 - TOLERANCE) / plain] = 0
             best = int(np.argmax(speeds))
             if speeds[best] > fastest:
-                order, fastest = by_key[: best + 1], speeds[best]
-        counts = np.bincount(order // highest, minlength=len(able)).tolist()
+                chosen, fastest = order[: best + 1], speeds[best]
+        counts = np.bincount(chosen // deepest, minlength=len(able)).tolist()
         return {sequence: count for sequence, count in zip(able, counts, strict=True) if count}
 
-    def _guessing(self, able: Seq[Sequence], rows: int) -> Seq[Sequence]:
-        """Some of the sequences, in turn: as many as there is time for."""
-        self._wait = WAITING * self._costs(rows, False) if self._waits else 0.0
-        count = min(len(able), int((self._guesses - self._wait) / max(self._ask, 1e-9)))
+    def _guessing(self, able: Seq[Sequence]) -> Seq[Sequence]:
+        """Some of the sequences, in turn: as many as the budget pays for."""
+        count = min(len(able), int((self._guesses_budget - self._wait) / max(self._per_ask, 1e-9)))
         if count <= 0:
             return ()
         self._turn += count
         return [able[(self._turn + i) % len(able)] for i in range(count)]
 
     def proposed(self, plan: Plan, found: Mapping[Sequence, int], seconds: float) -> None:
-        """How many drafts were proposed, and how long that took."""
-        asked = [*plan.counts, *plan.guessing]
-        every = seconds / len(asked)
-        each = seconds / sum(found.values()) if found else None
-        if self._first > 0:
-            self._ask = min(every, self._ask)
-            self._each = self._each if each is None else min(each, self._each)
-            self._first -= VAIN if each is None else 1
-        else:
-            self._ask += RATE * (every - self._ask)
-            if each is not None:
-                rate = SOONER if each < self._each else RATE
-                self._each = each if math.isinf(self._each) else self._each + rate * (each - self._each)
+        """Learn how many drafts were proposed for whom, and how long that took."""
+        # Now and then proposing takes much longer, as when a second model reads a prompt. So the least of the last
+        # times is expected.
+        self._per_ask = min(seconds / (len(plan.counts) + len(plan.guessing)), (1 + RATE) * self._per_ask)
+        if found:
+            self._per_draft = min(seconds / sum(found.values()), (1 + RATE) * self._per_draft)
+        self._trials -= 1
         if plan.counts:
-            self._account -= seconds
+            # A pass with drafts takes its own time, waiting included; asked in vain, the device has waited for nothing.
+            self._drafts_budget -= seconds if found else seconds + self._wait
         else:
-            self._guesses = max(0.0, self._guesses - seconds - self._wait)
-        if self._waits:
-            for sequence in asked:
-                if sequence not in found:
-                    self._count(sequence, 0, NOTHING)
+            self._guesses_budget = max(0.0, self._guesses_budget - seconds - self._wait)
 
     def verified(self, sequence: Sequence, proposed: int, right: int) -> None:
-        """Of so many drafts, the first ``right`` were right."""
-        self._right += right
-        self._count(sequence, right, min(right + 1, proposed))
+        """Learn that the first ``right`` of so many drafts were right. Those after the first wrong one tell nothing."""
+        self._accepted += right
+        self._compare(sequence, right, min(right + 1, proposed))
 
     def guessed(self, sequence: Sequence, right: bool) -> None:
-        """A guess was right or wrong."""
-        self._count(sequence, int(right), 1)
+        """Learn whether a guess was right."""
+        self._compare(sequence, int(right), 1)
 
     def learn(self, rows: int, drafts: int, seconds: float) -> None:
-        """A pass that did nothing but decode and verify has taken so long."""
+        """Learn the time of a pass that did nothing but decode and verify."""
         decodes = rows - drafts
         if drafts:
             took = min(seconds, OUTLIER * self._costs(rows, True))
-            self._account += self._costs(decodes, False) * (1 + self._right / decodes) - took
+            self._drafts_budget += self._costs(decodes, False) * (1 + self._accepted / decodes) - took
         self._costs.learn(rows, drafts > 0, seconds)
-        most, spare = RESERVE * self._costs(1, False), SPARE * seconds
-        self._account = min(max(self._account + spare, -most), most)
-        self._guesses = min(self._guesses + spare, most)
+        earned, most = SPARE * seconds, RESERVE * self._costs(1, False)
+        self._drafts_budget = min(max(self._drafts_budget + earned, -most), most)
+        self._guesses_budget = min(self._guesses_budget + earned, most)
 
     def end(self, sequence: Sequence) -> None:
-        self._chances.pop(sequence, None)
+        """Forget a sequence that has ended."""
+        self._acceptance.pop(sequence, None)
 
-    def _chance(self, sequence: Sequence, prior: float = PRIOR) -> float:
-        right, tried = self._chances.get(sequence, Chance())
-        return min(SURE, (right + prior * self._all.right / self._all.tried) / (tried + prior))
+    def _rate(self, sequence: Sequence) -> float:
+        """The acceptance rate expected of a sequence, in (0, 1): never certain."""
+        of_all = self._all.rate(prior=0.5, weight=0.5)
+        return self._acceptance.get(sequence, Acceptance()).rate(of_all, PRIOR)
 
-    def _count(self, sequence: Sequence, right: int, tried: float) -> None:
-        own = self._chances.get(sequence, Chance())
-        self._chances[sequence] = Chance(FADE * own.right + right, FADE * own.tried + tried)
-        self._all = Chance(FADE_ALL * self._all.right + right, FADE_ALL * self._all.tried + tried)
+    def _compare(self, sequence: Sequence, accepted: int, compared: int) -> None:
+        self._acceptance[sequence] = self._acceptance.get(sequence, Acceptance()).add(accepted, compared)
+        self._all = self._all.add(accepted, compared)
 
 
 def measure(
@@ -264,7 +253,7 @@ def measure(
     works = {0: decode} | {n: decode._replace(length=n, draws=n, drafts=(0,) * (n - 1)) for n in sizes}
     works[1] = decode._replace(decode=False)  # not replayed
     found = dict.fromkeys(works, math.inf)
-    for _ in range(REPEATS):
+    for _ in range(4):  # a pass is replayed from the third or fourth time on
         for rows, work in works.items():
             began = time.perf_counter()
             runner.launch(pack([work])).results()

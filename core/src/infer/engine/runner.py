@@ -14,10 +14,10 @@ from infer.contracts.kernels import KernelsProtocol
 from infer.contracts.model import ModelProtocol, Pass
 from infer.contracts.request import TokenLogprobs
 from infer.device import FixedTensor, download, mark, upload
-from infer.engine.batch import Batch, Draw, Floats, Pool, Score
+from infer.engine.batch import Batch, Draw, Floats, HiddenStates, Score
 from infer.engine.graphs import DecodeGraphs
+from infer.engine.processors import apply_edits, compute_edits
 from infer.engine.sampler import Drawing, score
-from infer.engine.steering import edits, steer
 from infer.errors import PluginError
 from infer.text.grammar import Masks
 
@@ -34,7 +34,7 @@ class Drawn(NamedTuple):
 
 
 Result = Drawn | list[TokenLogprobs | None] | Floats
-"""The result of a Draw, of a Score, or of a Pool: its rows, [count, D]."""
+"""The result of a Draw, of a Score, or of HiddenStates: the rows, [count, D]."""
 
 
 class Launched(NamedTuple):
@@ -78,13 +78,13 @@ class Runner:
         hidden_ND = self._forward(batch)
         return Launched([self._read(readout, hidden_ND) for readout in batch.readouts], mark(self._device))
 
-    def _read(self, readout: Score | Pool | Draw, hidden_ND: Tensor) -> Callable[[], Result]:
+    def _read(self, readout: Score | HiddenStates | Draw, hidden_ND: Tensor) -> Callable[[], Result]:
         match readout:
             case Draw():
                 return self._draw(readout, hidden_ND)
             case Score():
                 return self._score(readout, hidden_ND)
-            case Pool(first=first, count=count):
+            case HiddenStates(first=first, count=count):
                 host_ND = download(hidden_ND[first : first + count].float())
                 return host_ND.numpy
 
@@ -93,7 +93,9 @@ class Runner:
         logits_NV = self._model.logits(hidden_ND[draw.first : draw.first + num])
         draws = self._drawing(draw.requests, draw.positions_N)
         scored = self._drawing.scored
-        edited_NV = steer(logits_NV, edits(draw.steered, self._masks), scored) if draw.steered else logits_NV
+        edited_NV = logits_NV
+        if draw.steered:
+            edited_NV = apply_edits(logits_NV, compute_edits(draw.steered, self._masks), scored)
         token_N = self._kernels.sample(edited_NV, draws)
         known_N = token_N.clamp(0, logits_NV.shape[1] - 1)  # any other number would be read as an index
         self._last_tokens.put(draw.slots_M, known_N if draw.last_M is None else known_N[draw.last_M])

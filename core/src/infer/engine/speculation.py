@@ -15,7 +15,7 @@ from infer.contracts.cache import CachePoolProtocol
 from infer.contracts.proposer import Ask, ProposerProtocol
 from infer.contracts.scheduler import PENDING, Sequence, Work
 from infer.engine.payoff import Plan
-from infer.engine.steering import Steering
+from infer.engine.processors import LogitsProcessor
 from infer.errors import PluginError
 
 log = logging.getLogger(__name__)
@@ -70,19 +70,19 @@ class Speculation:
         self._vocab_size = vocab_size
         self._guesses: dict[Sequence, tuple[int, int]] = {}
         """Tokens that were proposed and not verified, each with its index in the sequence."""
-        self.hopes = False
+        self.wants_drafts = False
         """Whether drafts are wanted for the next step, which the proposer can make only if it knows all tokens."""
         self._extended = 0.0
         """When ``extend`` last returned, on ``time.perf_counter``."""
 
-    def extend(self, passes: Seq[Seq[Work]], steering: Mapping[Sequence, Steering]) -> Passes:
+    def extend(self, passes: Seq[Seq[Work]], processors: Mapping[Sequence, LogitsProcessor]) -> Passes:
         """The passes, with draft tokens for those that decode. Those whose last token is not known yet get none."""
-        self.hopes = False
-        extended = [*passes] if self._proposer is None else self._with_drafts(passes, steering)
+        self.wants_drafts = False
+        extended = [*passes] if self._proposer is None else self._with_drafts(passes, processors)
         self._extended = time.perf_counter()
         return extended
 
-    def _with_drafts(self, passes: Seq[Seq[Work]], steering: Mapping[Sequence, Steering]) -> Passes:
+    def _with_drafts(self, passes: Seq[Seq[Work]], processors: Mapping[Sequence, LogitsProcessor]) -> Passes:
         self._compare()
         passes, taken = [*passes], sum(work.length for works in passes for work in works)
         for i, works in enumerate(passes):
@@ -94,13 +94,13 @@ class Speculation:
             if not most:
                 continue
             plan = self._payoff.plan(sum(work.length for work in works), most)
-            self.hopes = self.hopes or bool(plan.counts or plan.guessing)
+            self.wants_drafts = self.wants_drafts or bool(plan.counts or plan.guessing)
             known = Plan(
                 {sequence: count for sequence, count in plan.counts.items() if not sequence.pending},
                 [sequence for sequence in plan.guessing if not sequence.pending],
             )
             left = None if self._limit is None else self._limit - taken
-            drafts = self._drafts(known, steering, left) if known.counts or known.guessing else {}
+            drafts = self._drafts(known, processors, left) if known.counts or known.guessing else {}
             if drafts:
                 passes[i] = [
                     work if (found := drafts.get(work.sequence)) is None else _verifying(work, found) for work in works
@@ -115,7 +115,9 @@ class Speculation:
                 del self._guesses[sequence]
                 self._payoff.guessed(sequence, sequence.tokens[at] == token)
 
-    def _drafts(self, plan: Plan, steering: Mapping[Sequence, Steering], left: int | None) -> dict[Sequence, Drafts]:
+    def _drafts(
+        self, plan: Plan, processors: Mapping[Sequence, LogitsProcessor], left: int | None
+    ) -> dict[Sequence, Drafts]:
         """The drafts to verify for which there is room, ``left`` tokens in all. The guesses are kept."""
         began = time.perf_counter()
         asks = {**plan.counts, **dict.fromkeys(plan.guessing, 1)}
@@ -131,7 +133,7 @@ class Speculation:
                 continue
             if left is not None:
                 drafts = drafts[:left]
-            if drafts and (how := steering.get(sequence)):
+            if drafts and (how := processors.get(sequence)):
                 drafts = drafts[: how.accepts(sequence.tokens[how.num_seen :], drafts)]
             assert sequence.slot is not None, "who decodes has a slot"
             if drafts and self._pool.grow(sequence.slot, len(sequence.tokens) + len(drafts)):

@@ -1,5 +1,5 @@
-"""Steering: how requests edit their logits before a token is drawn, by biases, penalties and grammars. Edits depend on
-the request and its own tokens alone, and are computed element by element in fp32, so answers stay exact."""
+"""Logits processors: requests edit their logits before a token is drawn, by biases, penalties and grammars. Edits
+depend on the request and its own tokens alone, and are computed element by element in fp32, so answers stay exact."""
 
 from __future__ import annotations
 
@@ -38,32 +38,32 @@ class Edit(NamedTuple):
     """Like ``Matcher.allowed``; None if every token is allowed."""
 
 
-class Steered(NamedTuple):
+class ProcessedRow(NamedTuple):
     """A row of logits that a request edits."""
 
     row: int
-    steering: Steering
+    processor: LogitsProcessor
     tokens: Sequence[int]
-    """What comes before the row and the steering has not seen yet: tokens, or one draft token."""
+    """What comes before the row and the processor has not seen yet: tokens, or one draft token."""
     draft: bool = False
     """The row comes after the previous one of the same request and a draft token. Its edit assumes that the draft is
     the token that will be drawn; if not, nobody uses the row."""
 
 
-def edits(rows: Sequence[Steered], masks: Masks) -> list[tuple[int, Edit | None]]:
+def compute_edits(rows: Sequence[ProcessedRow], masks: Masks) -> list[tuple[int, Edit | None]]:
     """The edits of rows of logits."""
-    states: list[Steering] = []
+    states: list[LogitsProcessor] = []
     matchers = []
-    for _, steering, tokens, draft in rows:
-        states.append(states[-1].fork() if draft else steering)
+    for _, processor, tokens, draft in rows:
+        states.append(states[-1].fork() if draft else processor)
         matchers.append(states[-1].see(tokens))
     if formed := [matcher for matcher in matchers if matcher is not None]:
         masks.compute(formed)
     return [(row, state.edit(matcher)) for (row, *_), state, matcher in zip(rows, states, matchers, strict=True)]
 
 
-class Steering:
-    """One request's steering. Presence and frequency penalties are OpenAI's and concern the answer's tokens; the
+class LogitsProcessor:
+    """Edits one request's logits. Presence and frequency penalties are OpenAI's and concern the answer's tokens; the
     repetition penalty is CTRL's (Keskar et al., 2019) and concerns those of prompt and answer."""
 
     def __init__(self, request: Request, stops: Collection[int]) -> None:
@@ -87,12 +87,12 @@ class Steering:
         self._repetition = np.ones(len(biased), np.float32)
         self._count = np.zeros(len(biased), np.float32)
 
-    def fork(self) -> Steering:
-        """A copy in the same state, which takes in draft tokens in place of this one. If it cannot be made, steering
-        has failed, and this one is returned, which allows no token any more."""
-        return self._attempt(Steering._copy, self) or self
+    def fork(self) -> LogitsProcessor:
+        """A copy in the same state, which takes in draft tokens in place of this one. If it cannot be made, the
+        processor has failed, and this one is returned, which allows no token any more."""
+        return self._attempt(LogitsProcessor._copy, self) or self
 
-    def _copy(self) -> Steering:
+    def _copy(self) -> LogitsProcessor:
         other = copy.copy(self)
         other._row = self._row.copy()
         for name in ("_ids", "_bias", "_repetition", "_count"):
@@ -102,7 +102,7 @@ class Steering:
 
     def accepts(self, tokens: Sequence[int], drafts: Sequence[int]) -> int:
         """How many of the drafts, which follow ``tokens`` that it has not seen yet, its grammar may allow. Where that
-        takes more than a look, all of them; none if steering has failed."""
+        takes more than a look, all of them; none if the processor has failed."""
         if self._matcher is None or self._waits or self.num_seen < self._num_prompt:
             return len(drafts)
         return max(0, (self._attempt(self._matcher.accepts, [*tokens, *drafts]) or 0) - len(tokens))
@@ -113,8 +113,8 @@ class Steering:
         return self._attempt(self._see_all, tokens)
 
     def edit(self, matcher: Matcher | None) -> Edit | None:
-        """The edit of the logits that follow the tokens it has seen. None if steering has failed, which ends this
-        request only: no token is allowed from then on."""
+        """The edit of the logits that follow the tokens it has seen. None if the processor has failed, which ends
+        this request only: no token is allowed from then on."""
         return self._attempt(self._edit, matcher)
 
     def _attempt(self, run: Callable[[T], R], given: T) -> R | None:
@@ -194,7 +194,7 @@ class Steering:
         return row
 
 
-def steer(logits_NV: Tensor, edits: Sequence[tuple[int, Edit | None]], keep: bool) -> Tensor:
+def apply_edits(logits_NV: Tensor, edits: Sequence[tuple[int, Edit | None]], keep: bool) -> Tensor:
     """The logits, [N, V], with the edits (row, edit) applied. With ``keep``, ``logits_NV`` itself is not changed."""
     device = logits_NV.device
     exact = any(edit is not None and len(edit.ids_M) for _, edit in edits)
