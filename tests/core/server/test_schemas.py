@@ -14,9 +14,9 @@ from tests.examples import examples
 
 from infer.errors import RequestError
 from infer.server.decision_schemas import DecisionsRequest, Questions, SystemOneRequest
-from infer.server.parsing import parse
+from infer.server.http.body import Body
+from infer.server.http.parsing import parse
 from infer.server.schemas import (
-    Body,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,

@@ -8,7 +8,7 @@ from aiohttp import web
 
 from infer.contracts.server import Route
 from infer.server import answers
-from infer.server.http_errors import NotFoundError
+from infer.server.http.errors import NotFoundError
 from infer.server.service import Service
 
 

@@ -15,12 +15,13 @@ from infer.contracts.text import PartProtocol
 from infer.errors import RequestError
 from infer.llm import Completion
 from infer.server import answers
-from infer.server.http_errors import REQUEST_ID
-from infer.server.parsing import checked
+from infer.server.http.access import CALLER
+from infer.server.http.errors import REQUEST_ID
+from infer.server.http.parsing import checked
+from infer.server.http.streams import Array
 from infer.server.schemas import ChatRequest, NamedCustom, NamedFunction, StreamOptions
-from infer.server.service import CALLER, Events, Json, Service
+from infer.server.service import Events, Json, Service
 from infer.server.thoughts import Thoughts
-from infer.server.writing import Array
 from infer.text.tools import Calls, calls_schema, make_parser
 
 

@@ -13,11 +13,12 @@ from infer.contracts.request import Event, Request, TokenLogprobs
 from infer.contracts.server import Route
 from infer.llm import Completion
 from infer.server import answers
-from infer.server.parsing import checked
+from infer.server.http.access import CALLER
+from infer.server.http.parsing import checked
+from infer.server.http.streams import Array
 from infer.server.schemas import CompletionRequest, StreamOptions
-from infer.server.service import CALLER, Events, Json, Service
+from infer.server.service import Events, Json, Service
 from infer.server.tokens import number
-from infer.server.writing import Array
 from infer.text.detokenizer import CompanyDetokenizer, Detokenizer, TokenTexts
 
 

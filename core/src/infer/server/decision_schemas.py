@@ -9,7 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
-from infer.server.schemas import Body, Input, JsonPart, Many, Text, TextPart, conversation, transcript
+from infer.server.http.body import Body, Many, Text
+from infer.server.schemas import Input, JsonPart, TextPart, conversation, transcript
 
 MAX_QUESTIONS = 400
 MAX_OPTIONS = 255

@@ -36,10 +36,11 @@ from infer.server.decision_schemas import (
     SystemOneRequest,
     YesNoQuestion,
 )
-from infer.server.http_errors import REQUEST_ID
+from infer.server.http.access import CALLER
+from infer.server.http.errors import REQUEST_ID
+from infer.server.http.streams import Array
 from infer.server.schemas import shown
-from infer.server.service import CALLER, Json, Service
-from infer.server.writing import Array
+from infer.server.service import Json, Service
 
 Question = YesNoQuestion | ChoiceQuestion | ScoreQuestion | Predicate | Choices | Levels
 SYSTEM = (

@@ -16,9 +16,10 @@ from infer.contracts.request import Pooling, Request
 from infer.contracts.server import Route
 from infer.errors import RequestError
 from infer.server import answers, many
-from infer.server.schemas import EmbeddingRequest, TokenIds
+from infer.server.http.body import TokenIds
+from infer.server.http.streams import Array
+from infer.server.schemas import EmbeddingRequest
 from infer.server.service import Json, Service, TokenCount, raise_if_failed
-from infer.server.writing import Array
 
 
 def routes(service: Service, settings: object) -> list[Route]:

@@ -12,7 +12,8 @@ from aiohttp import web
 from infer.contracts.params import SamplingParams
 from infer.contracts.request import Event, Request
 from infer.errors import RequestError
-from infer.server.service import CALLER, LONG_CHARS, Asked, Json, Service
+from infer.server.http.access import CALLER
+from infer.server.service import LONG_CHARS, Asked, Json, Service
 
 MAX_INPUTS = 2048
 MAX_TOKENS = 300_000

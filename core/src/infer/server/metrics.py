@@ -12,8 +12,8 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from infer.contracts.records import RequestRecord, StepRecord, Totals
 from infer.contracts.server import Route
+from infer.server.http.turns import Turn
 from infer.server.service import Service
-from infer.server.turns import Turn
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
 LONG_SECONDS = (*SECONDS[6:], 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)

@@ -22,10 +22,10 @@ from infer.contracts.server import Route
 from infer.errors import RequestError
 from infer.server import answers, many
 from infer.server.decisions import TAIL_CHARS, label_ids
-from infer.server.http_errors import REQUEST_ID
+from infer.server.http.errors import REQUEST_ID
+from infer.server.http.streams import Array
 from infer.server.schemas import RerankRequest, ScoreRequest
 from infer.server.service import Json, Service, TokenCount, raise_if_failed
-from infer.server.writing import Array
 
 SYSTEM = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct provided. Note that the "

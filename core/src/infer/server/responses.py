@@ -14,13 +14,13 @@ from infer.contracts.request import Event, FinishReason
 from infer.contracts.server import Route
 from infer.contracts.text import PartProtocol, Piece
 from infer.server import answers
-from infer.server.http_errors import REQUEST_ID
-from infer.server.parsing import checked
+from infer.server.http.errors import REQUEST_ID
+from infer.server.http.parsing import checked
+from infer.server.http.streams import Array
 from infer.server.schemas import ResponsesRequest
 from infer.server.service import Events, Json, Service
 from infer.server.thoughts import Thoughts
 from infer.server.tokens import Tokens
-from infer.server.writing import Array
 from infer.text.tools import make_parser
 
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import functools
 import json
-import re
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
-    ConfigDict,
     Discriminator,
     Field,
     Tag,
@@ -19,43 +16,15 @@ from pydantic import (
 )
 from pydantic_core import from_json, to_json
 
-from infer.contracts.params import MAX_CHOICES, MAX_LOGPROBS, SamplingParams, StructuredOutputs, TokenId
+from infer.contracts.params import MAX_CHOICES, MAX_LOGPROBS, SamplingParams, StructuredOutputs
 from infer.errors import RequestError
+from infer.server.http.body import Body, Many, Text, TokenIds, typed
 
 MAX_TOOLS = 128
 GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 """Older names of the fields of ``structured_outputs``."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Other roles are refused, because many templates silently drop messages that have them."""
-Text = Annotated[str, Field(min_length=1)]
-Item = TypeVar("Item")
-Many = Annotated[tuple[Item, ...], Field(fail_fast=True)]
-"""A list of any length. Validation stops at its first invalid item, so that a long list does not make many errors."""
-TokenIds = Many[TokenId]
-
-
-class Body(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
-
-    NAMES: ClassVar[Mapping[str, str]] = {}
-    """The engine's and the template's names of fields, and this body's names of them."""
-    DERIVED: ClassVar[Mapping[str, str]] = {}
-    """Cached properties that take long to compute from a long body, each with the field that nothing else needs.
-    ``parse`` computes them. A pickled body has them instead of these fields."""
-
-    def __getstate__(self) -> dict[Any, Any]:
-        state = super().__getstate__()
-        kept = {name: value for name, value in state["__dict__"].items() if name not in self.DERIVED.values()}
-        return state | {"__dict__": kept}
-
-    @classmethod
-    def form(cls, data: Mapping[str, Any]) -> type[Self]:
-        """The model to validate ``data`` with, for a route that takes several."""
-        return cls
-
-    def said(self, param: str) -> str:
-        """The name of the field in which the client gave what the engine or the template calls ``param``."""
-        return self.NAMES.get(re.split(r"[.\[]", param)[0], param)
 
 
 class StreamOptions(Body):
@@ -525,8 +494,8 @@ Metadata = Annotated[dict[str, str], Field(max_length=16)]
 class ChatRequest(Common):
     """The body of POST /v1/chat/completions."""
 
-    NAMES = {"prompt": "messages"}
-    DERIVED = {"turns": "messages"}
+    NAMES: ClassVar[Mapping[str, str]] = {"prompt": "messages"}
+    DERIVED: ClassVar[Mapping[str, str]] = {"turns": "messages"}
 
     messages: Many[Message] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1, description="The most tokens to generate; null: as many as fit.")
@@ -707,11 +676,6 @@ class CallOutputItem(_Item):
     output: Content
 
 
-def typed(value: Any) -> Any:
-    """The ``type`` of a value, which discriminates models in a union."""
-    return value.get("type", "message") if isinstance(value, dict) else getattr(value, "type", None)
-
-
 InputItem = Annotated[
     Annotated[InputMessage, Tag("message")]
     | Annotated[ReasoningItem, Tag("reasoning")]
@@ -780,13 +744,13 @@ class NoObfuscation(Body):
 class ResponsesRequest(Body):
     """The body of POST /v1/responses. Nothing is stored: ``input`` has to contain the whole conversation."""
 
-    NAMES = {
+    NAMES: ClassVar[Mapping[str, str]] = {
         "prompt": "input",
         "messages": "input",
         "max_tokens": "max_output_tokens",
         "structured_outputs": "text.format",
     }
-    DERIVED = {"turns": "input"}
+    DERIVED: ClassVar[Mapping[str, str]] = {"turns": "input"}
     add_generation_prompt: ClassVar = True
     continue_final_message: ClassVar = False
 
@@ -846,7 +810,7 @@ class ResponsesRequest(Body):
 class TokenizeRequest(Body):
     """The body of POST /tokenize: a text, or messages to put through the chat template first."""
 
-    DERIVED = {"turns": "messages"}
+    DERIVED: ClassVar[Mapping[str, str]] = {"turns": "messages"}
 
     model: str | None = None
     prompt: str | None = None

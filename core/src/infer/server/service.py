@@ -5,15 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import zlib
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 
 from infer.assemble.assembly import Served
 from infer.contracts.params import SamplingParams
@@ -25,18 +22,18 @@ from infer.llm import Completion
 from infer.plugins.discovery import Plugins
 from infer.server.compiling import Compiler
 from infer.server.conversation import Conversation
-from infer.server.http_errors import ASKED, REQUEST_ID, NotFoundError, UnreadableError, error_of
-from infer.server.keys import Keys
-from infer.server.reading import MAX_BODIES, Reader, Room
-from infer.server.schemas import Body
+from infer.server.http.access import CALLER, SHUTTING_DOWN
+from infer.server.http.bodies import MAX_BODIES, BodyBudget, Reader, arrived, inflated
+from infer.server.http.body import Body
+from infer.server.http.errors import ASKED, REQUEST_ID, NotFoundError, error_of
+from infer.server.http.keys import Keys
+from infer.server.http.streams import Array, Writer, write
 from infer.server.tokens import Tokens, number
-from infer.server.writing import Array, Writer
 from infer.text.detokenizer import TokenTexts
 from infer.text.encoding import give_back
 
 log = logging.getLogger(__name__)
 
-SHUTTING_DOWN = "The server is shutting down; send the request again."
 PIECE_BYTES = 1 << 18
 """Longer answers are sent in pieces of about this size, so that other streams can continue in between."""
 INLINE_CHARS = 4096
@@ -54,17 +51,6 @@ Events = AsyncGenerator[tuple[int, Event]]
 """Events, each with the index of its request."""
 Frames = Callable[[Events, Callable[[], Json]], AsyncGenerator[Json]]
 """Makes what is sent from the events and a function that returns the usage so far."""
-
-
-@dataclass
-class Caller:
-    """What handlers add to a request's line in the access log."""
-
-    user: str | None = None
-    usage: Json | None = None
-
-
-CALLER = web.RequestKey("caller", Caller)
 
 
 class Asked(Protocol):
@@ -124,7 +110,7 @@ class Service:
         self._untell: set[Callable[[], None]] = set()
         self._reader = Reader()
         self._settings = settings.server
-        self._room = Room(MAX_BODIES * self._settings.max_body_bytes)
+        self._budget = BodyBudget(MAX_BODIES * self._settings.max_body_bytes)
         self._compile = Compiler(served.grammars)
 
     async def begin(self) -> None:
@@ -163,11 +149,11 @@ class Service:
         RequestError, QueueFullError or an aiohttp HTTP error."""
         limit = self._settings.max_body_bytes
         most = limit if most is None else min(most, limit)
-        with self._room.body() as grow:
+        with self._budget.body() as grow:
             body = await arrived(http, most, grow, self._settings.body_timeout_s)
             if (encoding := http.headers.get("Content-Encoding", "identity").lower()) != "identity":
                 # In a thread and up to a limit, because a few bytes may inflate to a thousand times as many.
-                body = await asyncio.to_thread(_inflated, body, encoding, most)
+                body = await asyncio.to_thread(inflated, body, encoding, most)
                 grow(len(body))
             asked = await self._reader(body, model)
         http[ASKED] = cast(Body, asked)
@@ -385,65 +371,6 @@ def raise_if_failed(event: Event) -> None:
 
 async def _next(events: AsyncGenerator[Event]) -> Event:
     return await anext(events)
-
-
-async def write(http: web.Request, response: web.StreamResponse, data: bytes, stall_timeout_s: float) -> None:
-    """Write to the client. One that reads nothing for ``stall_timeout_s`` counts as disconnected."""
-    if http.transport is not None and http.transport.get_write_buffer_size() == 0:
-        await response.write(data)  # the buffer is empty, so this does not wait
-        return
-    try:
-        async with asyncio.timeout(stall_timeout_s):
-            await response.write(data)
-    except TimeoutError:
-        hang_up(http)
-
-
-def hang_up(http: web.Request) -> NoReturn:
-    """End the connection to a client that does not read, and drop what waits to be sent to it: a connection that is
-    closed stays until everything has been sent. Raises ConnectionResetError."""
-    if http.transport is not None:
-        http.transport.abort()
-    raise ConnectionResetError("the client does not read") from None
-
-
-async def arrived(http: web.Request, most: int, grow: Callable[[int], None], timeout_s: float) -> bytes:
-    """The body as it was sent. Raises HTTPRequestTimeout, HTTPRequestEntityTooLarge, UnreadableError, and whatever
-    ``grow`` raises."""
-    body = bytearray()
-    try:
-        async with asyncio.timeout(timeout_s):
-            while chunk := await http.content.readany():
-                body += chunk
-                if len(body) > most:
-                    raise web.HTTPRequestEntityTooLarge(max_size=most, actual_size=len(body))
-                grow(len(body))
-    except TimeoutError:
-        raise web.HTTPRequestTimeout(text="The request's body did not arrive in time.") from None
-    except (HttpProcessingError, web.RequestPayloadError) as error:
-        http.content.feed_eof()  # otherwise aiohttp reads on and meets the same error again
-        why = " ".join(getattr(error, "message", "").split())
-        raise UnreadableError(f"The body cannot be read, because it is incomplete{why and f' ({why})'}.") from None
-    return bytes(body)
-
-
-def _inflated(body: bytes, encoding: str, most: int) -> bytes:
-    """The decompressed body. Raises RequestError, or HTTPRequestEntityTooLarge if it has more than ``most`` bytes."""
-    windows = {"gzip": 31, "deflate": zlib.MAX_WBITS}
-    if encoding not in windows:
-        raise RequestError(f"The Content-Encoding {encoding[:40]!r} is not supported; send gzip, deflate or none.")
-    stream = zlib.decompressobj(windows[encoding])
-    try:
-        found = stream.decompress(body, most + 1)
-    except zlib.error as error:
-        raise RequestError(f"The body cannot be read: its Content-Encoding is {encoding!r} ({error}).") from None
-    if len(found) > most:
-        raise web.HTTPRequestEntityTooLarge(max_size=most, actual_size=len(found))
-    if not stream.eof or stream.unused_data:
-        raise RequestError(
-            f"The body cannot be read: its Content-Encoding is {encoding!r}, but it is incomplete, or more follows it."
-        )
-    return found
 
 
 async def _counted(first: Event, events: AsyncGenerator[Event], count: TokenCount) -> Events:

@@ -9,9 +9,9 @@ from aiohttp import web
 from infer.contracts.server import Route
 from infer.errors import RequestError
 from infer.server import answers
+from infer.server.http.streams import Array
 from infer.server.schemas import DetokenizeRequest, TokenizeRequest
 from infer.server.service import Json, Service
-from infer.server.writing import Array
 from infer.text.encoding import TooLongError
 
 MAX_TOKENS = 1 << 18

@@ -9,8 +9,8 @@ from typing import Any
 from pydantic import model_validator
 
 from infer.errors import InferError
-from infer.server.reading import Reader
-from infer.server.schemas import Body
+from infer.server.http.bodies import Reader
+from infer.server.http.body import Body
 from infer_ray.prefixes import chain, prompt_bytes
 
 MOST_USER = 512

@@ -15,7 +15,7 @@ from aiohttp.typedefs import Handler
 from aiohttp.web_request import BaseRequest
 
 from infer.errors import EngineDeadError, InferError, PluginError, QueueFullError, RequestError
-from infer.server.schemas import Body
+from infer.server.http.body import Body
 
 log = logging.getLogger(__name__)
 
