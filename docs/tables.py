@@ -34,7 +34,7 @@ from infer.commands.arguments import PLAIN_PARAMS  # noqa: E402
 from infer.commands.doctor import Doctor, warnings_noted  # noqa: E402
 from infer.contracts.sections import Settings  # noqa: E402
 from infer.plugins.discovery import Plugins  # noqa: E402
-from infer.server.metrics import Metrics  # noqa: E402
+from infer.server.endpoints.metrics import Metrics  # noqa: E402
 from infer.server.service import Service  # noqa: E402
 from infer.settings import load_settings  # noqa: E402
 

@@ -25,7 +25,8 @@ from tests import serving
 from tests.examples import slowly
 from tests.serving import HANG_S, Body, running
 
-from infer.server import compiling, completions, decisions, metrics, schemas, service, tokens
+from infer.server import compiling, events, messages, service, tokens
+from infer.server.endpoints import completions, decisions, metrics
 from infer.server.http import bodies, parsing, sockets, streams
 from infer.server.http.body import Body as WireBody
 from infer.server.http.body import Many
@@ -243,7 +244,7 @@ async def test_tokens_are_written_few_at_a_time_beside_the_loop(chatty: Body, mo
 
 async def test_long_texts_leave_threads_for_others(chatty: Body, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many texts take long to tokenize, others of a few kilobytes are tokenized meanwhile."""
-    long, begun, free, inside = "a" * (service.LONG_CHARS + 1), asyncio.Event(), threading.Event(), 0
+    long, begun, free, inside = "a" * (events.LONG_CHARS + 1), asyncio.Event(), threading.Event(), 0
     encode, loop = Encoder.__call__, asyncio.get_running_loop()
 
     def slow(self: Encoder, text: str, *, special: bool, most: int) -> list[int]:
@@ -404,7 +405,7 @@ async def test_what_a_long_conversation_says_is_worked_out_where_it_is_parsed(
         return note
 
     sent = json.dumps(body)
-    monkeypatch.setattr(schemas.Message, "plain", noted(schemas.Message.plain))
+    monkeypatch.setattr(messages.Message, "plain", noted(messages.Message.plain))
     monkeypatch.setattr(WireBody, "__setstate__", noted(WireBody.__setstate__))
     async with running(**chatty) as server:
         monkeypatch.setattr(json, "dumps", noted(json.dumps))
@@ -419,14 +420,14 @@ async def test_what_a_long_conversation_says_is_worked_out_where_it_is_parsed(
 
 def test_the_first_fault_ends_the_check() -> None:
     class Listing(WireBody):
-        messages: Many[schemas.Message]
+        messages: Many[messages.Message]
 
     with pytest.raises(ValidationError) as raised:
         Listing.model_validate_json(json.dumps({"messages": [{"role": 5}] * 1000}), strict=True)
     assert raised.value.error_count() == 1
     body = {"prompt": [1.5] * 1000}
     with pytest.raises(ValidationError) as raised:
-        schemas.CompletionRequest.model_validate_json(json.dumps(body), strict=True)
+        completions.CompletionRequest.model_validate_json(json.dumps(body), strict=True)
     assert raised.value.error_count() < 10
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from typing import Any, Protocol, TypeVar, cast
+from typing import TypeVar, cast
 
 from aiohttp import web
 
@@ -17,12 +17,13 @@ from infer.contracts.params import SamplingParams
 from infer.contracts.request import Event, Pooling, Request, TokenLogprobs
 from infer.contracts.sections import Settings
 from infer.engine.loop import AsyncDoor, EngineLoop
-from infer.errors import EngineDeadError, InferError, RequestError
+from infer.errors import InferError, RequestError
 from infer.llm import Completion
 from infer.plugins.discovery import Plugins
 from infer.server.compiling import Compiler
 from infer.server.conversation import Conversation
-from infer.server.http.access import CALLER, SHUTTING_DOWN
+from infer.server.events import LONG_CHARS, Asked, Events, Frames, Json, TokenCount, raise_if_failed
+from infer.server.http.access import CALLER
 from infer.server.http.bodies import MAX_BODIES, BodyBudget, Reader, arrived, inflated
 from infer.server.http.body import Body
 from infer.server.http.errors import ASKED, REQUEST_ID, NotFoundError, error_of
@@ -39,55 +40,10 @@ PIECE_BYTES = 1 << 18
 INLINE_CHARS = 4096
 """If a request's prompts are longer than this in all, they are tokenized in a thread, so that other streams can
 continue."""
-LONG_CHARS = 1 << 17
-"""If their texts are longer than this, they are tokenized one after the other: a text of megabytes without a break may
-take half a minute and gigabytes, and all requests share few threads."""
 SILENCE_S = 15.0
 """A stream that has nothing to send before its first event sends a comment after so many seconds."""
 T = TypeVar("T", bound=Body)
 R = TypeVar("R")
-Json = dict[str, Any]
-Events = AsyncGenerator[tuple[int, Event]]
-"""Events, each with the index of its request."""
-Frames = Callable[[Events, Callable[[], Json]], AsyncGenerator[Json]]
-"""Makes what is sent from the events and a function that returns the usage so far."""
-
-
-class Asked(Protocol):
-    """The fields of a body that every request to the engine takes over."""
-
-    @property
-    def cache_salt(self) -> str | None: ...
-    @property
-    def priority(self) -> int: ...
-
-
-class TokenCount:
-    """Counts the tokens of several requests as their events arrive."""
-
-    def __init__(self, requests: Sequence[Request]) -> None:
-        self._index = {request.id: i for i, request in enumerate(requests)}
-        # A prompt counts once, however many answers it has.
-        first = {request.group or request.id: request for request in reversed(requests)}
-        self._prompt = sum(len(request.prompt_token_ids) for request in first.values())
-        self._cached = {request.id: 0 for request in first.values()}
-        self._generated = 0
-
-    def add(self, event: Event) -> int:
-        """Count an event's tokens, and return the index of its request."""
-        self._generated += len(event.token_ids)
-        if event.request_id in self._cached:
-            self._cached[event.request_id] = event.num_cached
-        return self._index[event.request_id]
-
-    def usage(self) -> Json:
-        """The usage so far, as answers report it."""
-        return {
-            "prompt_tokens": self._prompt,
-            "completion_tokens": self._generated,
-            "total_tokens": self._prompt + self._generated,
-            "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
-        }
 
 
 class Service:
@@ -359,14 +315,6 @@ class Service:
             for t, (p, rank) in ranked.items()
         ]
         return f"{{{', '.join(members)}}}".encode()
-
-
-def raise_if_failed(event: Event) -> None:
-    """Raises the error of a request that has failed or was aborted."""
-    if event.finish_reason == "error":
-        raise InferError(event.error) if event.param is None else RequestError(str(event.error), param=event.param)
-    if event.finish_reason == "abort":
-        raise EngineDeadError(SHUTTING_DOWN)
 
 
 async def _next(events: AsyncGenerator[Event]) -> Event:
