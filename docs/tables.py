@@ -35,7 +35,7 @@ from infer.commands.doctor import Doctor, warnings_noted  # noqa: E402
 from infer.contracts.sections import Settings  # noqa: E402
 from infer.errors import INDEXED  # noqa: E402
 from infer.plugins.discovery import Plugins  # noqa: E402
-from infer.server.metrics import Metrics  # noqa: E402
+from infer.server.endpoints.metrics import Metrics  # noqa: E402
 from infer.server.service import Service  # noqa: E402
 from infer.settings import load_settings  # noqa: E402
 

@@ -22,7 +22,8 @@ import infer_demo
 from infer.assemble.assembly import start
 from infer.engine.schedulers import ContinuousScheduler
 from infer.plugins.discovery import Plugins
-from infer.server.app import bind, listen, make_app
+from infer.server.app import make_app
+from infer.server.http.sockets import bind, listen
 from infer.server.testing import Serving
 from infer.settings import load_settings
 

@@ -40,6 +40,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "infer.cache",
         "infer.commands",
     ),
+    "core/src/infer/server/http": ("infer.engine", "infer.assemble", "infer.settings"),
     "plugins/cache_slotted/src": ("infer.layers", "infer.kernels", "infer.checkpoint", *TEXT, *ABOVE),
     "plugins/cache_paged/src": ("infer.layers", "infer.kernels", "infer.checkpoint", *TEXT, *ABOVE),
     "plugins/cache_paged/src/infer_cache_paged/pages.py": ("torch", "numpy", "infer"),
@@ -62,6 +63,15 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "plugins/formats/src": ("infer.cache", "infer.kernels", "infer.layers", "infer.checkpoint", *TEXT, *ABOVE),
 }
+
+HTTP = ("infer.errors", "infer.contracts", "infer.server.http")
+"""What a server without an engine is made of."""
+ONLY: dict[str, tuple[str, ...]] = {
+    "core/src/infer/server/http": HTTP,
+    "plugins/ray/src/infer_ray/ingress.py": HTTP,
+    "plugins/ray/src/infer_ray/outline.py": HTTP,
+}
+"""Rooms that reach nothing else of infer."""
 
 
 def module_of(file: Path) -> str:
@@ -119,6 +129,17 @@ def test_a_room_touches_nothing_it_must_not(room: str) -> None:
         for other, way in reached(module).items():
             bad = [b for b in ROOMS[room] if other == b or other.startswith(b + ".")]
             assert not bad, " imports ".join(way)
+
+
+@pytest.mark.parametrize("room", ONLY)
+def test_a_room_touches_only_what_it_may(room: str) -> None:
+    place = ROOT / room
+    modules = [module for module, file in FILES.items() if file == place or place in file.parents]
+    assert modules
+    for module in modules:
+        for other, way in reached(module).items():
+            allowed = any(other == each or other.startswith(each + ".") for each in ONLY[room])
+            assert allowed or not other.startswith("infer."), " imports ".join(way)
 
 
 def test_nobody_imports_in_a_circle() -> None:

@@ -23,7 +23,8 @@ from infer.assemble.assembly import start
 from infer.contracts.command import CommandContext
 from infer.contracts.sections import Settings
 from infer.plugins.discovery import Plugins
-from infer.server.app import bind, listen, make_app
+from infer.server.app import make_app
+from infer.server.http.sockets import bind, listen
 from infer.server.testing import Serving
 from infer.settings import load_settings
 from infer_ray import command

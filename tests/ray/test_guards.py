@@ -18,7 +18,7 @@ from tests.ray.test_ingress import frames
 from tests.serving import HANG_S
 
 from infer.contracts.sections import ServerSettings
-from infer.server.app import bind, listen
+from infer.server.http.sockets import bind, listen
 from infer_ray import ingress as ingress_module
 from infer_ray.held import ENTRY, from_baggage, to_baggage
 from infer_ray.ingress import MOST_LOST, MOST_REFUSED, Fleet, Ingress

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.serving import HANG_S, chatty, serving, until
 
 from infer.contracts.sections import ServerSettings
-from infer.server.app import bind
+from infer.server.http.sockets import bind
 from infer.server.testing import Serving
 from infer_ray.ingress import Fleet, Ingress
 from infer_ray.ingress import serving as serving_ingress

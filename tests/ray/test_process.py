@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 from tests.serving import HANG_S, holding, serving
 
-from infer.server.app import bind
+from infer.server.http.sockets import bind
 from infer_ray.process import FAULT, Process
 
 SETTINGS = {"server": {"port": 0, "access_log": False, "drain_timeout_s": HANG_S}}

@@ -25,21 +25,13 @@ from tests import serving
 from tests.examples import slowly
 from tests.serving import HANG_S, Body, running
 
-from infer.server import (
-    app,
-    compiling,
-    completions,
-    decisions,
-    metrics,
-    parsing,
-    reading,
-    schemas,
-    service,
-    tokens,
-    writing,
-)
-from infer.server.child import Child, ChildError, KilledError
-from infer.server.http_errors import Protocol
+from infer.server import compiling, events, messages, service, tokens
+from infer.server.endpoints import completions, decisions, metrics
+from infer.server.http import bodies, parsing, sockets, streams
+from infer.server.http.body import Body as WireBody
+from infer.server.http.body import Many
+from infer.server.http.children import Child, ChildError, KilledError
+from infer.server.http.errors import Protocol
 from infer.server.testing import serving as serving_in_process
 from infer.text import grammar
 from infer.text.encoding import Encoder
@@ -139,7 +131,7 @@ async def test_no_body_holds_up_the_loop(chatty: Body, monkeypatch: pytest.Monke
             assert status == 400
             assert f"{path} takes 262144 at most" in answer["error"]["message"]
         assert (await server.post({"prompt": "x", "max_tokens": 1}))[0] == 200
-    assert max(parsed) <= reading.INLINE_BYTES
+    assert max(parsed) <= bodies.INLINE_BYTES
 
 
 LONG: list[tuple[str, Body]] = [
@@ -182,7 +174,7 @@ async def test_no_answer_holds_up_the_loop(
         **chatty | {"engine": ENGINE | {"max_batch_size": 1}, "cache": {"backend": "slotted"}}
     ) as server:
         _, once, _ = await server.post(body, f"/v1/{path}")
-        monkeypatch.setattr(writing, "TURN_S", -1.0)
+        monkeypatch.setattr(streams, "TURN_S", -1.0)
         monkeypatch.setattr(service, "PIECE_BYTES", 1000)
         for module in (completions, service, tokens):
             monkeypatch.setattr(module, "number", counted)
@@ -195,7 +187,7 @@ async def test_no_answer_holds_up_the_loop(
         assert int(headers["Content-Length"]) > 50_000
         assert headers["X-Request-Id"] in pieces["id"]
         assert total > 2000
-        assert longest <= writing.FEW * 22, "more than a step's tokens at once"
+        assert longest <= streams.FEW * 22, "more than a step's tokens at once"
 
 
 async def test_many_decisions_are_written_in_turns(chatty: Body, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,13 +213,13 @@ async def test_many_decisions_are_written_in_turns(chatty: Body, monkeypatch: py
         once = await server.post({"state": "a", "questions": questions}, "/v1/systemone")
         assert list(once[1]["answers"]) == list(questions)
         assert list(once[1]["answers"]["q0"]["probabilities"]) == ["a", "\u00e9"]
-        monkeypatch.setattr(writing, "TURN_S", -1.0)
+        monkeypatch.setattr(streams, "TURN_S", -1.0)
         written = 0
         ticks = asyncio.create_task(tick())
         again = await server.post({"state": "a", "questions": questions}, "/v1/systemone")
         ticks.cancel()
     assert again[1]["answers"] == once[1]["answers"]
-    assert longest <= writing.FEW
+    assert longest <= streams.FEW
 
 
 async def test_tokens_are_written_few_at_a_time_beside_the_loop(chatty: Body, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,12 +239,12 @@ async def test_tokens_are_written_few_at_a_time_beside_the_loop(chatty: Body, mo
         monkeypatch.undo()
         _, back, _ = await server.post({"tokens": answer["tokens"]}, "/detokenize")
     assert (status, back["prompt"], len(answer["token_strs"])) == (200, text, answer["count"])
-    assert (sum(sizes), max(sizes)) == (2 * answer["count"], writing.RUN)
+    assert (sum(sizes), max(sizes)) == (2 * answer["count"], streams.RUN)
 
 
 async def test_long_texts_leave_threads_for_others(chatty: Body, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many texts take long to tokenize, others of a few kilobytes are tokenized meanwhile."""
-    long, begun, free, inside = "a" * (service.LONG_CHARS + 1), asyncio.Event(), threading.Event(), 0
+    long, begun, free, inside = "a" * (events.LONG_CHARS + 1), asyncio.Event(), threading.Event(), 0
     encode, loop = Encoder.__call__, asyncio.get_running_loop()
 
     def slow(self: Encoder, text: str, *, special: bool, most: int) -> list[int]:
@@ -324,8 +316,8 @@ async def test_small_work_that_many_ask_for_at_once_takes_turns(chatty: Body, mo
 
 async def test_long_answers_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many are written at a time, only one does between two turns of the event loop."""
-    monkeypatch.setattr(writing, "TURN_S", -1.0)
-    writer = writing.Writer()
+    monkeypatch.setattr(streams, "TURN_S", -1.0)
+    writer = streams.Writer()
     made = longest = 0
 
     def make(item: int) -> int:
@@ -347,9 +339,9 @@ async def test_long_answers_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_arrays_are_written_where_they_stand() -> None:
-    writer = writing.Writer()
+    writer = streams.Writer()
     items = [json.dumps({"text": f"\u00e9 {i}", "at": i}, ensure_ascii=False).encode() for i in range(200)]
-    value = {"a": writing.Array(items), "b": "\u00e9", "c": [writing.Array([]), {"d": writing.Array(items[:1])}]}
+    value = {"a": streams.Array(items), "b": "\u00e9", "c": [streams.Array([]), {"d": streams.Array(items[:1])}]}
     for _ in range(2):
         assert json.loads(b"".join(writer.pieces(value))) == {
             "a": [json.loads(item) for item in items],
@@ -357,7 +349,7 @@ def test_arrays_are_written_where_they_stand() -> None:
             "c": [[], {"d": [{"text": "\u00e9 0", "at": 0}]}],
         }
         with pytest.raises(TypeError):
-            writer.pieces([writing.Array(items), object()])
+            writer.pieces([streams.Array(items), object()])
 
 
 def test_what_cannot_come_has_a_number_that_json_knows() -> None:
@@ -368,7 +360,7 @@ async def test_a_large_body_asks_for_what_a_small_one_does(chatty: Body) -> None
     async with running(**chatty | {"cache": {"backend": "slotted"}}) as server:
         body: Body = {"prompt": ["def ", [70, 71]], "max_tokens": 8, "seed": 1, "user": "u", "stop": ["q"]}
         _, small, _ = await server.post(body)
-        _, large, _ = await server.post(json.dumps(body) + " " * reading.INLINE_BYTES)
+        _, large, _ = await server.post(json.dumps(body) + " " * bodies.INLINE_BYTES)
         assert large["choices"] == small["choices"]
         talk: Body = {"messages": [{"role": "user", "content": "def f"}, {"role": "developer", "content": "x"}]}
         items: Body = {"input": [{"role": "user", "content": "def f"}], "instructions": "Be brief."}
@@ -381,11 +373,11 @@ async def test_a_large_body_asks_for_what_a_small_one_does(chatty: Body) -> None
         ):
             body = {k: v for k, v in body.items() if path != "/v1/decisions" or k != "instructions"}
             _, small, _ = await server.post(body, path)
-            status, large, _ = await server.post(json.dumps(body) + " " * reading.INLINE_BYTES, path)
+            status, large, _ = await server.post(json.dumps(body) + " " * bodies.INLINE_BYTES, path)
             assert (status, large[key]) == (200, small[key]), path
         body = {"prompt": "a"}
         for wrong, param in (({"max_tokens": -1}, "max_tokens"), ({"model": "x"}, "model")):
-            status, answer, _ = await server.post(json.dumps(body | wrong) + " " * reading.INLINE_BYTES)
+            status, answer, _ = await server.post(json.dumps(body | wrong) + " " * bodies.INLINE_BYTES)
             assert (status // 100, answer["error"]["param"]) == (4, param)
 
 
@@ -413,8 +405,8 @@ async def test_what_a_long_conversation_says_is_worked_out_where_it_is_parsed(
         return note
 
     sent = json.dumps(body)
-    monkeypatch.setattr(schemas.Message, "plain", noted(schemas.Message.plain))
-    monkeypatch.setattr(schemas.Body, "__setstate__", noted(schemas.Body.__setstate__))
+    monkeypatch.setattr(messages.Message, "plain", noted(messages.Message.plain))
+    monkeypatch.setattr(WireBody, "__setstate__", noted(WireBody.__setstate__))
     async with running(**chatty) as server:
         monkeypatch.setattr(json, "dumps", noted(json.dumps))
         status, answer, _ = await server.post(sent, path)
@@ -427,15 +419,15 @@ async def test_what_a_long_conversation_says_is_worked_out_where_it_is_parsed(
 
 
 def test_the_first_fault_ends_the_check() -> None:
-    class Listing(schemas.Body):
-        messages: schemas.Many[schemas.Message]
+    class Listing(WireBody):
+        messages: Many[messages.Message]
 
     with pytest.raises(ValidationError) as raised:
         Listing.model_validate_json(json.dumps({"messages": [{"role": 5}] * 1000}), strict=True)
     assert raised.value.error_count() == 1
     body = {"prompt": [1.5] * 1000}
     with pytest.raises(ValidationError) as raised:
-        schemas.CompletionRequest.model_validate_json(json.dumps(body), strict=True)
+        completions.CompletionRequest.model_validate_json(json.dumps(body), strict=True)
     assert raised.value.error_count() < 10
 
 
@@ -468,7 +460,7 @@ async def test_what_runs_a_stranger_s_code_has_no_secrets_and_a_session_of_its_o
     for name in ("HF_TOKEN", "INFER_SERVER__API_KEYS", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "a-secret")
     async with running(**chatty) as server:
-        body: Body = {"messages": [{"role": "user", "content": "a" * reading.INLINE_BYTES}], "max_tokens": 1}
+        body: Body = {"messages": [{"role": "user", "content": "a" * bodies.INLINE_BYTES}], "max_tokens": 1}
         status, _, _ = await server.post(body, "/v1/chat/completions")
         form: Body = {"prompt": "a", "max_tokens": 1, "structured_outputs": {"regex": "[ab]+"}}
         assert (status, (await server.post(form))[0]) == (400, 200)
@@ -641,14 +633,14 @@ async def test_a_body_that_is_not_its_encoding_is_the_clients_fault(
             assert (status, "Content-Encoding" in answer["error"]["message"]) == (400, True), answer
         assert (await post(zlib.compress(good), "deflate"))[0] == 200
         taken: list[int] = []
-        inflate = service._inflated
+        inflate = bodies.inflated
 
         def watched(body: bytes, encoding: str, most: int) -> bytes:
             assert threading.current_thread() is not threading.main_thread(), "in the event loop"
             taken.append(len(body))
             return inflate(body, encoding, most)
 
-        monkeypatch.setattr(service, "_inflated", watched)
+        monkeypatch.setattr(service, "inflated", watched)
         bomb = gzip.compress(b'{"prompt": "' + b"a" * (64 << 20) + b'"}')
         status, answer = await post(bomb, "gzip")
         assert status == 413, "what counts is the size of what comes out"
@@ -674,14 +666,14 @@ async def test_little_is_parsed_at_a_time(chatty: Body, monkeypatch: pytest.Monk
 
 async def test_bodies_on_their_way_take_so_much_memory_together(chatty: Body, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "MAX_BODIES", 2)
-    rooms: list[reading.Room] = []
+    budgets: list[bodies.BodyBudget] = []
 
-    class Room(reading.Room):
+    class Watched(bodies.BodyBudget):
         def __init__(self, most: int) -> None:
             super().__init__(most)
-            rooms.append(self)
+            budgets.append(self)
 
-    monkeypatch.setattr(service, "Room", Room)
+    monkeypatch.setattr(service, "BodyBudget", Watched)
     async with running(**chatty | {"server": {"max_body_bytes": 200_000}}) as server, asyncio.timeout(HANG_S):
         host, port = server.url.removeprefix("http://").split(":")
         head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -689,7 +681,7 @@ async def test_bodies_on_their_way_take_so_much_memory_together(chatty: Body, mo
         slow = [await asyncio.open_connection(host, int(port)) for _ in range(3)]
         for _, writer in slow[:2]:
             writer.write(head + b"Content-Length: %d\r\n\r\n" % len(body) + body[:-1])
-        while rooms[0]._left != 2 * (200_000 - len(body[:-1]) + reading.INLINE_BYTES):
+        while budgets[0]._left != 2 * (200_000 - len(body[:-1]) + bodies.INLINE_BYTES):
             await asyncio.sleep(0)
         reader, writer = slow[2]
         writer.write(head + b"Content-Length: %d\r\n\r\n" % len(body) + body[:-1])
@@ -711,7 +703,7 @@ async def test_bodies_on_their_way_take_so_much_memory_together(chatty: Body, mo
 
 
 async def test_headers_that_do_not_end_are_not_waited_for(chatty: Body, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "KEEPALIVE_S", 0.2)
+    monkeypatch.setattr(sockets, "KEEPALIVE_S", 0.2)
     async with running(**chatty) as server, asyncio.timeout(HANG_S):
         host, port = server.url.removeprefix("http://").split(":")
         for sent in (b"", b"POST /v1/completions HTTP/1.1\r\nHost: local"):
@@ -722,7 +714,7 @@ async def test_headers_that_do_not_end_are_not_waited_for(chatty: Body, monkeypa
 
 
 async def test_so_many_connections_are_taken_and_others_are_told(chatty: Body, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "MAX_CONNECTIONS", 3)
+    monkeypatch.setattr(sockets, "MAX_CONNECTIONS", 3)
     async with running(**chatty) as server, asyncio.timeout(HANG_S):
         host, port = server.url.removeprefix("http://").split(":")
         assert (await server.post({"prompt": "a", "max_tokens": 1}))[0] == 200  # on one that stays
@@ -752,7 +744,7 @@ def test_as_many_files_are_opened_as_may_be(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(resource, "getrlimit", lambda kind: tuple(limits))
     monkeypatch.setattr(resource, "setrlimit", raised)
-    assert app._files() == 1000
+    assert sockets._files() == 1000
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="Linux drops them")

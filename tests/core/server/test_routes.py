@@ -20,7 +20,7 @@ from infer.contracts.records import RequestRecord
 from infer.contracts.registration import Registration
 from infer.contracts.server import Route, RoutesFactory
 from infer.plugins.discovery import Plugins
-from infer.server.schemas import Body
+from infer.server.http.body import Body
 from infer.server.service import Service
 
 GREETER = '''
@@ -30,7 +30,7 @@ from pydantic import BaseModel
 from infer import RequestError, SamplingParams, hookimpl
 from infer.contracts.registration import Registration
 from infer.contracts.server import Route
-from infer.server.schemas import Body
+from infer.server.http.body import Body
 from typing_extensions import TypedDict
 
 INFER_PLUGIN_API = 2
@@ -225,7 +225,7 @@ def lost(service: Service) -> Sequence[Route]:
         ([route("G T")], "not allowed HTTP method|not an allowed|HTTP method"),
         ([route(), route()], "already registered"),
         ([route(summary="two\nlines")], "the summary of GET /mine is not one line"),
-        ([route(body=dict)], "the body of GET /mine does not extend infer.server.schemas.Body"),
+        ([route(body=dict)], "the body of GET /mine does not extend infer.server.http.body.Body"),
         ([route("POST", body=Inner.Ask)], "the body Inner.Ask does not stand at the top"),
         ([route(answer=sync)], "PydanticSchemaGenerationError"),
     ],

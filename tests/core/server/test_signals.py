@@ -19,8 +19,8 @@ import pytest
 from tests.serving import HANG_S
 
 from infer.errors import SettingsError
-from infer.server import access
-from infer.server.app import bind
+from infer.server.http import access
+from infer.server.http.sockets import bind
 
 INFER = (sys.executable, "-c", "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
          "from infer.commands.cli import main; sys.exit(main())")  # fmt: skip
@@ -80,7 +80,7 @@ def test_the_process_that_checks_large_bodies_is_there_before_the_first(tmp_path
     with process(tmp_path) as started:
         ready(started)
         commands = [" ".join(child.cmdline()) for child in psutil.Process(started.pid).children()]
-        assert [command for command in commands if "infer.server.reading" in command]
+        assert [command for command in commands if "infer.server.http.bodies" in command]
         started.send_signal(signal.SIGTERM)
         assert started.wait(HANG_S) == 0
 

@@ -29,7 +29,7 @@ class Route:
     endpoint, which only a page of the plugin's own uses, out of /openapi.json. A GET that has one, or is ``open``, is
     answered to HEAD, too."""
     body: type[BaseModel] | None = None
-    """The request's, an ``infer.server.schemas.Body`` at the top of its module; ``Service.read`` checks it."""
+    """The request's, an ``infer.server.http.body.Body`` at the top of its module; ``Service.read`` checks it."""
     chunk: Any = None
     """The shape of an event's data, where the answer may be streamed."""
     open: bool = False

@@ -182,7 +182,7 @@ def _endpoints(module: str) -> RoutesFactory:
     """The routes of a module of the server, which is imported when there is one."""
 
     def make(service: Any, settings: Any, /) -> Sequence[Route]:
-        routes: Sequence[Route] = importlib.import_module(f"infer.server.{module}").routes(service, settings)
+        routes: Sequence[Route] = importlib.import_module(f"infer.server.endpoints.{module}").routes(service, settings)
         return routes
 
     return make

@@ -7,7 +7,7 @@ import json
 
 from infer.contracts.params import StructuredOutputs
 from infer.errors import QueueFullError
-from infer.server.child import Child, ChildError, KilledError
+from infer.server.http.children import Child, ChildError, KilledError
 from infer.text.grammar import Grammar, Grammars, refused
 
 SECONDS = 5.0

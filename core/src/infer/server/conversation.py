@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from tokenizers import Tokenizer
 
@@ -14,7 +14,6 @@ from infer.contracts.sections import ModelSettings
 from infer.contracts.text import ReasoningTags
 from infer.errors import RequestError
 from infer.server.rendering import Renderer
-from infer.server.schemas import ChatRequest, ResponsesRequest, TokenizeRequest
 from infer.text.templates import PROBE_ARGUMENTS, PROBE_TOOL
 from infer.text.tool_formats import ToolFormat, recognise
 from infer.text.tools import opens_reasoning
@@ -24,6 +23,21 @@ log = logging.getLogger(__name__)
 OWN_FIELDS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 RESERVED = ("self", "loop", "caller", "varargs", "kwargs")
 """Names that have a meaning of their own in Jinja templates."""
+
+
+class Chat(Protocol):
+    """What a prompt is made of."""
+
+    @property
+    def turns(self) -> bytes:
+        """The messages as JSON: ``infer.server.messages.turns``."""
+
+    @property
+    def add_generation_prompt(self) -> bool: ...
+    @property
+    def continue_final_message(self) -> bool: ...
+    @property
+    def chat_template_kwargs(self) -> dict[str, Any] | None: ...
 
 
 class Conversation:
@@ -73,12 +87,10 @@ class Conversation:
         RequestError."""
         return await self._process(messages, **form)
 
-    async def prompt(
-        self, asked: ChatRequest | ResponsesRequest | TokenizeRequest, tools: Sequence[dict[str, Any]]
-    ) -> str:
+    async def prompt(self, asked: Chat, tools: Sequence[dict[str, Any]]) -> str:
         """The prompt that the chat template makes from a request's messages. Raises RequestError."""
         variables = asked.chat_template_kwargs or {}
-        effort = asked.reasoning_effort if isinstance(asked, ChatRequest) else None
+        effort: str | None = getattr(asked, "reasoning_effort", None)
         if effort is not None:
             known = (await self._process.manners()).variables
             thinks = effort != "none"

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 from pydantic.json_schema import models_json_schema
 
 from infer.contracts.server import Route
-from infer.server import answers
+from infer.server.http.errors import Error
 
 PAGES = ("/openapi.json", "/docs")
 REF = "#/components/schemas/{model}"
@@ -37,7 +37,7 @@ def document(routes: Sequence[Route], server_name: str) -> dict[str, Any]:
     bodies = [(route.body, "validation") for route in routes if route.body is not None]
     asked, schemas = models_json_schema(bodies, ref_template=REF)  # type: ignore[arg-type]
     components: dict[str, Any] = dict(schemas.get("$defs", {}))
-    kinds = [answers.Error, *(kind for route in routes for kind in (route.answer, route.chunk) if _is_shape(kind))]
+    kinds = [Error, *(kind for route in routes for kind in (route.answer, route.chunk) if _is_shape(kind))]
     shapes, schemas = TypeAdapter.json_schemas(
         [(str(i), "validation", TypeAdapter(kind)) for i, kind in enumerate(kinds)],
         ref_template=REF.replace("{model}", "Answer.{model}"),
@@ -47,7 +47,7 @@ def document(routes: Sequence[Route], server_name: str) -> dict[str, Any]:
     def shape(kind: Any) -> Any:
         return shapes[str(kinds.index(kind)), "validation"]
 
-    error = {"application/json": {"schema": shape(answers.Error)}}
+    error = {"application/json": {"schema": shape(Error)}}
     paths: dict[str, Any] = {}
     for route in routes:
         if isinstance(route.answer, str):

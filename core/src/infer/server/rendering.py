@@ -10,7 +10,7 @@ from typing import Any
 from pydantic_core import from_json, to_json
 
 from infer.errors import RequestError, capital
-from infer.server.child import environment
+from infer.server.http.children import environment
 from infer.text import templates
 from infer.text.templates import MAX_CHARS, ChatTemplate, Manners
 

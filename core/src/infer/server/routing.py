@@ -16,9 +16,9 @@ from infer.contracts.server import Route
 from infer.errors import PluginError
 from infer.plugins.discovery import Plugins
 from infer.plugins.inspection import Named
-from infer.server.http_errors import WHOSE
+from infer.server.http.body import Body
+from infer.server.http.errors import WHOSE
 from infer.server.openapi import PAGES, document
-from infer.server.schemas import Body
 from infer.server.service import Service
 from infer.settings import plugin_settings
 
@@ -76,6 +76,6 @@ def checked(routes: object, service: Service) -> Sequence[Route]:
         router.add_route(route.method, route.path, route.handler)
         if route.body is not None:
             if not (isinstance(route.body, type) and issubclass(route.body, Body)):
-                raise TypeError(f"the body of {route.method} {route.path} does not extend infer.server.schemas.Body")
+                raise TypeError(f"the body of {route.method} {route.path} does not extend infer.server.http.body.Body")
             service.expect(route.body)
     return routes

@@ -5,103 +5,45 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import zlib
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol, TypeVar, cast
+from typing import TypeVar, cast
 
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 
 from infer.assemble.served import Served
 from infer.contracts.params import SamplingParams
 from infer.contracts.request import Event, Pooling, Request, TokenLogprobs
 from infer.contracts.sections import Settings
 from infer.engine.loop import AsyncDoor, EngineLoop
-from infer.errors import EngineDeadError, InferError, RequestError
+from infer.errors import InferError, RequestError
 from infer.llm import Completion
 from infer.plugins.discovery import Plugins
 from infer.server.compiling import Compiler
 from infer.server.conversation import Conversation
-from infer.server.http_errors import ASKED, REQUEST_ID, NotFoundError, UnreadableError, error_of
-from infer.server.keys import Keys
-from infer.server.reading import MAX_BODIES, Reader, Room
-from infer.server.schemas import Body
+from infer.server.events import LONG_CHARS, Asked, Events, Frames, Json, TokenCount, raise_if_failed
+from infer.server.http.access import CALLER
+from infer.server.http.bodies import MAX_BODIES, BodyBudget, Reader, arrived, inflated
+from infer.server.http.body import Body
+from infer.server.http.errors import ASKED, REQUEST_ID, NotFoundError, error_of
+from infer.server.http.keys import Keys
+from infer.server.http.streams import Array, Writer, write
 from infer.server.tokens import Tokens, number
-from infer.server.writing import Array, Writer
 from infer.text.detokenizer import TokenTexts
 from infer.text.encoding import give_back
 
 log = logging.getLogger(__name__)
 
-SHUTTING_DOWN = "The server is shutting down; send the request again."
 PIECE_BYTES = 1 << 18
 """Longer answers are sent in pieces of about this size, so that other streams can continue in between."""
 INLINE_CHARS = 4096
 """If a request's prompts are longer than this in all, they are tokenized in a thread, so that other streams can
 continue."""
-LONG_CHARS = 1 << 17
-"""If their texts are longer than this, they are tokenized one after the other: a text of megabytes without a break may
-take half a minute and gigabytes, and all requests share few threads."""
 SILENCE_S = 15.0
 """A stream that has nothing to send before its first event sends a comment after so many seconds."""
 T = TypeVar("T", bound=Body)
 R = TypeVar("R")
-Json = dict[str, Any]
-Events = AsyncGenerator[tuple[int, Event]]
-"""Events, each with the index of its request."""
-Frames = Callable[[Events, Callable[[], Json]], AsyncGenerator[Json]]
-"""Makes what is sent from the events and a function that returns the usage so far."""
-
-
-@dataclass
-class Caller:
-    """What handlers add to a request's line in the access log."""
-
-    user: str | None = None
-    usage: Json | None = None
-
-
-CALLER = web.RequestKey("caller", Caller)
-
-
-class Asked(Protocol):
-    """The fields of a body that every request to the engine takes over."""
-
-    @property
-    def cache_salt(self) -> str | None: ...
-    @property
-    def priority(self) -> int: ...
-
-
-class TokenCount:
-    """Counts the tokens of several requests as their events arrive."""
-
-    def __init__(self, requests: Sequence[Request]) -> None:
-        self._index = {request.id: i for i, request in enumerate(requests)}
-        # A prompt counts once, however many answers it has.
-        first = {request.group or request.id: request for request in reversed(requests)}
-        self._prompt = sum(len(request.prompt_token_ids) for request in first.values())
-        self._cached = {request.id: 0 for request in first.values()}
-        self._generated = 0
-
-    def add(self, event: Event) -> int:
-        """Count an event's tokens, and return the index of its request."""
-        self._generated += len(event.token_ids)
-        if event.request_id in self._cached:
-            self._cached[event.request_id] = event.num_cached
-        return self._index[event.request_id]
-
-    def usage(self) -> Json:
-        """The usage so far, as answers report it."""
-        return {
-            "prompt_tokens": self._prompt,
-            "completion_tokens": self._generated,
-            "total_tokens": self._prompt + self._generated,
-            "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
-        }
 
 
 class Service:
@@ -124,7 +66,7 @@ class Service:
         self._untell: set[Callable[[], None]] = set()
         self._reader = Reader()
         self._settings = settings.server
-        self._room = Room(MAX_BODIES * self._settings.max_body_bytes)
+        self._budget = BodyBudget(MAX_BODIES * self._settings.max_body_bytes)
         self._compile = Compiler(served.grammars)
 
     async def begin(self) -> None:
@@ -163,11 +105,11 @@ class Service:
         RequestError, QueueFullError or an aiohttp HTTP error."""
         limit = self._settings.max_body_bytes
         most = limit if most is None else min(most, limit)
-        with self._room.body() as grow:
+        with self._budget.body() as grow:
             body = await arrived(http, most, grow, self._settings.body_timeout_s)
             if (encoding := http.headers.get("Content-Encoding", "identity").lower()) != "identity":
                 # In a thread and up to a limit, because a few bytes may inflate to a thousand times as many.
-                body = await asyncio.to_thread(_inflated, body, encoding, most)
+                body = await asyncio.to_thread(inflated, body, encoding, most)
                 grow(len(body))
             asked = await self._reader(body, model)
         http[ASKED] = cast(Body, asked)
@@ -375,75 +317,8 @@ class Service:
         return f"{{{', '.join(members)}}}".encode()
 
 
-def raise_if_failed(event: Event) -> None:
-    """Raises the error of a request that has failed or was aborted."""
-    if event.finish_reason == "error":
-        raise InferError(event.error) if event.param is None else RequestError(str(event.error), param=event.param)
-    if event.finish_reason == "abort":
-        raise EngineDeadError(SHUTTING_DOWN)
-
-
 async def _next(events: AsyncGenerator[Event]) -> Event:
     return await anext(events)
-
-
-async def write(http: web.Request, response: web.StreamResponse, data: bytes, stall_timeout_s: float) -> None:
-    """Write to the client. One that reads nothing for ``stall_timeout_s`` counts as disconnected."""
-    if http.transport is not None and http.transport.get_write_buffer_size() == 0:
-        await response.write(data)  # the buffer is empty, so this does not wait
-        return
-    try:
-        async with asyncio.timeout(stall_timeout_s):
-            await response.write(data)
-    except TimeoutError:
-        hang_up(http)
-
-
-def hang_up(http: web.Request) -> NoReturn:
-    """End the connection to a client that does not read, and drop what waits to be sent to it: a connection that is
-    closed stays until everything has been sent. Raises ConnectionResetError."""
-    if http.transport is not None:
-        http.transport.abort()
-    raise ConnectionResetError("the client does not read") from None
-
-
-async def arrived(http: web.Request, most: int, grow: Callable[[int], None], timeout_s: float) -> bytes:
-    """The body as it was sent. Raises HTTPRequestTimeout, HTTPRequestEntityTooLarge, UnreadableError, and whatever
-    ``grow`` raises."""
-    body = bytearray()
-    try:
-        async with asyncio.timeout(timeout_s):
-            while chunk := await http.content.readany():
-                body += chunk
-                if len(body) > most:
-                    raise web.HTTPRequestEntityTooLarge(max_size=most, actual_size=len(body))
-                grow(len(body))
-    except TimeoutError:
-        raise web.HTTPRequestTimeout(text="The request's body did not arrive in time.") from None
-    except (HttpProcessingError, web.RequestPayloadError) as error:
-        http.content.feed_eof()  # otherwise aiohttp reads on and meets the same error again
-        why = " ".join(getattr(error, "message", "").split())
-        raise UnreadableError(f"The body cannot be read, because it is incomplete{why and f' ({why})'}.") from None
-    return bytes(body)
-
-
-def _inflated(body: bytes, encoding: str, most: int) -> bytes:
-    """The decompressed body. Raises RequestError, or HTTPRequestEntityTooLarge if it has more than ``most`` bytes."""
-    windows = {"gzip": 31, "deflate": zlib.MAX_WBITS}
-    if encoding not in windows:
-        raise RequestError(f"The Content-Encoding {encoding[:40]!r} is not supported; send gzip, deflate or none.")
-    stream = zlib.decompressobj(windows[encoding])
-    try:
-        found = stream.decompress(body, most + 1)
-    except zlib.error as error:
-        raise RequestError(f"The body cannot be read: its Content-Encoding is {encoding!r} ({error}).") from None
-    if len(found) > most:
-        raise web.HTTPRequestEntityTooLarge(max_size=most, actual_size=len(found))
-    if not stream.eof or stream.unused_data:
-        raise RequestError(
-            f"The body cannot be read: its Content-Encoding is {encoding!r}, but it is incomplete, or more follows it."
-        )
-    return found
 
 
 async def _counted(first: Event, events: AsyncGenerator[Event], count: TokenCount) -> Events:

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 from infer.assemble.assembly import start
 from infer.engine.loop import EngineLoop
 from infer.plugins.discovery import Plugins
-from infer.server.app import bind, listen, make_app
+from infer.server.app import make_app
+from infer.server.http.sockets import bind, listen
 from infer.settings import load_settings
 
 

@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 from infer import hookimpl
 from infer.contracts.registration import Registration
 from infer.contracts.server import Route, RoutesFactory
-from infer.server.schemas import ChatRequest
+from infer.server.endpoints.chat_completions import ChatRequest
 
 if TYPE_CHECKING:
     from infer.server.service import Service

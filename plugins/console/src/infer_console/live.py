@@ -18,7 +18,9 @@ from pydantic_core import to_json
 
 from infer.contracts.records import RequestRecord, StepRecord
 from infer.errors import QueueFullError, RequestError
-from infer.server.service import Json, Service, hang_up
+from infer.server.events import Json
+from infer.server.http.streams import hang_up
+from infer.server.service import Service
 from infer_console.telling import Kept, Maps, Telling, hello
 
 MOST_WATCHERS = 8

@@ -10,7 +10,8 @@ from aiohttp import web
 
 from infer.contracts.server import Route
 from infer.plugins.survey import Survey
-from infer.server.service import Json, Service
+from infer.server.events import Json
+from infer.server.service import Service
 from infer.settings import origins
 from infer_console.files import Files
 from infer_console.live import Live

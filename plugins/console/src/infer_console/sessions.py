@@ -13,8 +13,8 @@ from aiohttp.typedefs import Handler
 from pydantic import Field, SecretStr
 
 from infer.errors import RequestError
-from infer.server.http_errors import ForbiddenError, UnauthorizedError
-from infer.server.schemas import Body
+from infer.server.http.body import Body
+from infer.server.http.errors import ForbiddenError, UnauthorizedError
 
 if TYPE_CHECKING:  # the process that checks bodies imports this file, and has no use for torch
     from infer.server.service import Service

@@ -19,7 +19,7 @@ from pydantic import SecretStr
 
 from infer.contracts.command import CommandContext
 from infer.errors import EngineDeadError, InferError
-from infer.server.access import announce, loopback
+from infer.server.http.access import announce, loopback
 from infer.settings import plugin_settings
 from infer_ray.process import FAULT
 from infer_ray.settings import RaySettings

@@ -23,14 +23,14 @@ from yarl import URL
 
 from infer.contracts.sections import ServerSettings
 from infer.errors import EngineDeadError
-from infer.server.access import access_log, allow_origin, authorize, guard, preflight
-from infer.server.app import listen
-from infer.server.http_errors import REQUEST_ID, error_body, errors, expected
-from infer.server.keys import Keys
-from infer.server.reading import Reader, Room
-from infer.server.service import CALLER, SHUTTING_DOWN, arrived, hang_up, write
+from infer.server.http.access import CALLER, SHUTTING_DOWN, access_log, allow_origin, authorize, guard, preflight
+from infer.server.http.bodies import BodyBudget, Reader, arrived
+from infer.server.http.errors import REQUEST_ID, error_body, errors, expected
+from infer.server.http.keys import Keys
+from infer.server.http.sockets import listen
+from infer.server.http.streams import hang_up, write
 from infer_ray.held import with_blocks
-from infer_ray.outline import Asked, Outline, outlined
+from infer_ray.outline import Outgoing, Outline, outlined
 from infer_ray.resume import DivergedError, Told, complaint
 from infer_ray.router import Router
 
@@ -176,7 +176,7 @@ class Ingress:
         self._poll_s = poll_s
         self._reader = Reader()
         self._reader.expect(Outline)
-        self._room = Room(MOST_BODIES * server.max_body_bytes)
+        self._budget = BodyBudget(MOST_BODIES * server.max_body_bytes)
         self._session: aiohttp.ClientSession
         self._asking: dict[str, set[asyncio.Timeout]] = {}
         """What ends the requests that a replica has, if it leaves: a machine that is gone closes no connection."""
@@ -290,13 +290,13 @@ class Ingress:
     async def _handle(self, http: web.Request) -> web.StreamResponse:
         if not http.rel_url.raw_path.startswith("/"):
             raise web.HTTPNotFound
-        asked = Asked(seeded=True)
+        asked = Outgoing(seeded=True)
         self.open += 1
         try:
-            with self._room.body() as grow:
+            with self._budget.body() as grow:
                 if http.can_read_body:
                     body = await arrived(http, self._server.max_body_bytes, grow, self._server.body_timeout_s)
-                    asked = Asked(body)
+                    asked = Outgoing(body)
                     if http.method == "POST" and "Content-Encoding" not in http.headers:
                         asked = await outlined(body, self._reader, samples=http.path in SAMPLING)
                 http[CALLER].user = asked.user
@@ -365,7 +365,7 @@ class Ingress:
 class _Exchange:
     """One client's request, and the replicas that are asked for its answer."""
 
-    def __init__(self, ingress: Ingress, http: web.Request, asked: Asked, headers: CIMultiDict[str]) -> None:
+    def __init__(self, ingress: Ingress, http: web.Request, asked: Outgoing, headers: CIMultiDict[str]) -> None:
         self._ingress = ingress
         self._http = http
         self._asked = asked

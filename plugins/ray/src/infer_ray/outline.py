@@ -9,8 +9,8 @@ from typing import Any
 from pydantic import model_validator
 
 from infer.errors import InferError
-from infer.server.reading import Reader
-from infer.server.schemas import Body
+from infer.server.http.bodies import Reader
+from infer.server.http.body import Body
 from infer_ray.prefixes import chain, prompt_bytes
 
 MOST_USER = 512
@@ -37,7 +37,7 @@ class Outline(Body):
 
 
 @dataclass(frozen=True)
-class Asked:
+class Outgoing:
     """A request as an ingress sends it on, as often as needed."""
 
     body: bytes | None = None
@@ -49,17 +49,17 @@ class Asked:
     """On whose behalf it is asked, for the access log."""
 
 
-async def outlined(body: bytes, reader: Reader, *, samples: bool) -> Asked:
+async def outlined(body: bytes, reader: Reader, *, samples: bool) -> Outgoing:
     """What there is to know of a body. If it is streamed and has no seed, it gets one, where the endpoint ``samples``:
     without one, the engine would choose a random one just so. What cannot be read is sent on as it is; the replica has
     the words for what is wrong with it."""
     try:
         outline = await reader(body, Outline)
     except InferError:
-        return Asked(body)
+        return Outgoing(body)
     seeded = outline.seeded
     if samples and outline.stream and not seeded:
         # Of a name that occurs twice, as with "seed": null, the last one counts.
         body = body.rstrip()[:-1] + b', "seed": %d}' % secrets.randbits(63)
         seeded = True
-    return Asked(body, outline.chain, outline.stream, seeded, outline.user)
+    return Outgoing(body, outline.chain, outline.stream, seeded, outline.user)

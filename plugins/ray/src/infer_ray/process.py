@@ -109,8 +109,8 @@ def _ingress(first: Mapping[str, Any], source: IO[str]) -> None:
 
 
 async def _serve(first: Mapping[str, Any], source: IO[str], settings: Any) -> None:
-    from infer.server.access import log_to_stderr
-    from infer.server.app import bind
+    from infer.server.http.access import log_to_stderr
+    from infer.server.http.sockets import bind
     from infer_ray.ingress import Fleet, Ingress, serving
     from infer_ray.router import Router
 

@@ -143,7 +143,7 @@ def main() -> None:
     _, module, seconds, memory = sys.argv
     # Importing the real package takes a while, and only plugins' modules need it.
     package = types.ModuleType("infer")
-    package.__path__ = [str(Path(__file__).parents[1])]
+    package.__path__ = [str(Path(__file__).parents[2])]
     package.__getattr__ = functools.partial(_whole, package)  # type: ignore[method-assign]
     sys.modules["infer"] = package
     source, sink = sys.stdin.buffer, sys.stdout.buffer

@@ -11,21 +11,28 @@ import asyncio
 import functools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
+from typing import TYPE_CHECKING, ClassVar, Literal, NotRequired, Self
 
 from aiohttp import web
+from pydantic import Field, model_validator
 from pydantic_core import to_json
+from typing_extensions import TypedDict
 
 from infer.contracts.params import SamplingParams
 from infer.contracts.server import Route
 from infer.errors import RequestError
-from infer.server import answers, many
-from infer.server.decisions import TAIL_CHARS, label_ids
-from infer.server.http_errors import REQUEST_ID
-from infer.server.schemas import RerankRequest, ScoreRequest
-from infer.server.service import Json, Service, TokenCount, raise_if_failed
-from infer.server.writing import Array
+from infer.server import many
+from infer.server.endpoints.decisions import TAIL_CHARS, label_ids
+from infer.server.events import Json, TokenCount, raise_if_failed
+from infer.server.http.body import Body, Many
+from infer.server.http.errors import REQUEST_ID
+from infer.server.http.streams import Array
+from infer.server.shapes import EmbeddingUsage
+
+if TYPE_CHECKING:
+    from infer.server.service import Service
 
 SYSTEM = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct provided. Note that the "
@@ -35,11 +42,94 @@ INSTRUCTION = "Given a web search query, retrieve relevant passages that answer 
 LABELS = ("yes", "no")
 
 
+class Document(Body):
+    text: str
+
+
+class Compared(Body):
+    """What the bodies of POST /v1/rerank and POST /v1/score share."""
+
+    model: str | None = Field(None, description="The served model's name, or nothing.")
+    instruction: str | None = Field(None, description="What to judge by; by default, whether it answers a search.")
+    priority: int = Field(0, ge=-(2**31), lt=2**31, description="Requests with lower numbers are served earlier.")
+    cache_salt: str | None = Field(
+        None, min_length=1, max_length=256, description="Share cached prefixes only with requests of the same salt."
+    )
+    user: str | None = Field(None, max_length=512, description="The end user's id.")
+    safety_identifier: str | None = Field(None, max_length=512, description="As user, over which it takes precedence.")
+
+
+class RerankRequest(Compared):
+    """The body of POST /v1/rerank."""
+
+    NAMES: ClassVar[Mapping[str, str]] = {"prompt": "documents", "messages": "documents"}
+
+    query: str
+    documents: Many[str | Document] = Field(min_length=1, description="Up to 2,048 texts, or objects with a text.")
+    top_n: int | None = Field(None, ge=0, description="Return so many of the best; 0 or nothing: all.")
+    return_documents: bool = Field(True, description="Repeat the documents in the answer.")
+
+    @property
+    def texts(self) -> list[str]:
+        return [each if isinstance(each, str) else each.text for each in self.documents]
+
+
+class ScoreRequest(Compared):
+    """The body of POST /v1/score."""
+
+    NAMES: ClassVar[Mapping[str, str]] = {"prompt": "text_2", "messages": "text_2"}
+
+    text_1: str | Many[str] = Field(description="The query, or one for each of text_2.")
+    text_2: str | Many[str] = Field(description="A document, or up to 2,048 of them.")
+
+    @model_validator(mode="after")
+    def _some(self) -> Self:
+        if (not self.text_1 and self.text_1 != "") or (not self.text_2 and self.text_2 != ""):
+            raise ValueError("text_1 and text_2 must not be empty lists")
+        return self
+
+    @property
+    def first(self) -> list[str]:
+        return [self.text_1] if isinstance(self.text_1, str) else list(self.text_1)
+
+    @property
+    def second(self) -> list[str]:
+        return [self.text_2] if isinstance(self.text_2, str) else list(self.text_2)
+
+
+class RankedDocument(TypedDict):
+    index: int
+    document: NotRequired[dict[str, str]]
+    relevance_score: float
+
+
+class Reranked(TypedDict):
+    id: str
+    model: str
+    results: list[RankedDocument]
+    usage: EmbeddingUsage
+
+
+class PairScore(TypedDict):
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class Scores(TypedDict):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[PairScore]
+    usage: EmbeddingUsage
+
+
 def routes(service: Service, settings: object) -> list[Route]:
     own = Rerank(service)
     return [
-        Route("POST", "/v1/rerank", own.rerank, "Rank documents by a query.", answers.Reranked, RerankRequest),
-        Route("POST", "/v1/score", own.score, "Score pairs of texts.", answers.Scores, ScoreRequest),
+        Route("POST", "/v1/rerank", own.rerank, "Rank documents by a query.", Reranked, RerankRequest),
+        Route("POST", "/v1/score", own.score, "Score pairs of texts.", Scores, ScoreRequest),
     ]
 
 

@@ -14,39 +14,257 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import product, repeat
 from string import ascii_lowercase, ascii_uppercase
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 from aiohttp import web
+from pydantic import AfterValidator, Field
 from pydantic_core import to_json
 from tokenizers import Tokenizer
+from typing_extensions import TypedDict
 
 from infer.contracts.params import SamplingParams
 from infer.contracts.server import Route
 from infer.errors import RequestError
-from infer.llm import Completion
-from infer.server import answers, many
-from infer.server.decision_schemas import (
-    ChoiceQuestion,
-    Choices,
-    DecisionsRequest,
-    Levels,
-    Predicate,
-    Questions,
-    ScoreQuestion,
-    SystemOneRequest,
-    YesNoQuestion,
-)
-from infer.server.http_errors import REQUEST_ID
-from infer.server.schemas import shown
-from infer.server.service import CALLER, Json, Service
-from infer.server.writing import Array
+from infer.server import many
+from infer.server.events import Json
+from infer.server.http.access import CALLER
+from infer.server.http.body import Body, Many, Text
+from infer.server.http.errors import REQUEST_ID
+from infer.server.http.streams import Array
+from infer.server.input_items import Input, conversation
+from infer.server.messages import JsonPart, TextPart, shown, transcript
+from infer.server.shapes import CachedTokens, ReasoningTokens
 
-Question = YesNoQuestion | ChoiceQuestion | ScoreQuestion | Predicate | Choices | Levels
+if TYPE_CHECKING:
+    from infer.llm import Completion
+    from infer.server.service import Service
+
 SYSTEM = (
     "Judge the state you are given. Answer the question with the label of the answer that fits best, and nothing else."
 )
 TAIL_CHARS = 32
 LETTERS = [*ascii_uppercase, *ascii_lowercase, *map("".join, product(ascii_uppercase, repeat=2))]
+MAX_QUESTIONS = 400
+MAX_OPTIONS = 255
+MAX_LEVELS = 10
+
+
+class Truth(Body):
+    true: str | None = None
+    false: str | None = None
+
+
+class YesNoQuestion(Body):
+    type: Literal["noul", "yes_no"]
+    instructions: Text
+    criteria: Truth | None = Field(None, description="What yes and no mean.")
+
+
+class ChoiceQuestion(Body):
+    type: Literal["choice"]
+    instructions: Text
+    criteria: dict[Text, str | None] = Field(
+        min_length=2, max_length=MAX_OPTIONS, description="Each option and its meaning."
+    )
+
+
+class ScoreQuestion(Body):
+    type: Literal["score"]
+    instructions: Text
+    criteria: Many[Text] = Field(min_length=2, max_length=MAX_LEVELS, description="The levels, from 0 on.")
+
+
+class Questions(Body):
+    """The fields that both decision APIs have in common."""
+
+    model: str | None = Field(None, description="The served model's name, or nothing.")
+    priority: int = Field(0, ge=-(2**31), lt=2**31)
+    cache_salt: str | None = Field(None, min_length=1, max_length=256)
+    user: str | None = Field(None, max_length=512)
+
+    @classmethod
+    def form(cls, data: Mapping[str, Any]) -> type[Any]:
+        if cls is not Questions:
+            return cls
+        return SystemOneRequest if "state" in data else DecisionsRequest
+
+
+class SystemOneRequest(Questions):
+    """The body of POST /v1/systemone: TypeSafe's System One."""
+
+    NAMES: ClassVar[Mapping[str, str]] = {"prompt": "state", "messages": "state"}
+    DERIVED: ClassVar[Mapping[str, str]] = {"subject": "state"}
+
+    state: str | dict[str, Any] | list[Any] = Field(description="What the questions are about.")
+    questions: dict[Text, Annotated[YesNoQuestion | ChoiceQuestion | ScoreQuestion, Field(discriminator="type")]] = (
+        Field(min_length=1, max_length=MAX_QUESTIONS)
+    )
+
+    @functools.cached_property
+    def subject(self) -> str:
+        return self.state if isinstance(self.state, str) else json.dumps(self.state, ensure_ascii=False, indent=1)
+
+
+Asking = str | Annotated[Many[Annotated[TextPart | JsonPart, Field(discriminator="type")]], Field(min_length=1)]
+
+
+class _Named(Body):
+    name: str | None = Field(None, description="Returned with the answer.")
+    instructions: Asking
+
+
+class Predicate(_Named):
+    type: Literal["predicate"]
+
+
+class Option(Body):
+    value: bool | Text
+    description: str | None = None
+
+
+def _distinct(options: tuple[Option, ...]) -> tuple[Option, ...]:
+    seen = set()
+    for option in options:
+        if (key := (type(option.value), option.value)) in seen:
+            raise ValueError(f"it holds {option.value!r} twice")
+        seen.add(key)
+    return options
+
+
+class Choices(_Named):
+    type: Literal["choice"]
+    choices: Annotated[Many[Option], Field(min_length=2, max_length=MAX_OPTIONS), AfterValidator(_distinct)]
+
+
+class Level(Body):
+    label: Text
+    description: str | None = None
+
+
+class Levels(_Named):
+    type: Literal["score"]
+    levels: Many[Level] = Field(min_length=2, max_length=MAX_LEVELS, description="From 0 on.")
+
+
+Question = YesNoQuestion | ChoiceQuestion | ScoreQuestion | Predicate | Choices | Levels
+
+
+class CacheOptions(Body):
+    """Hints for a cache. They are ignored, because equal prefixes are shared anyway as long as there is room."""
+
+    mode: Literal["implicit", "explicit"] | None = None
+    ttl: Literal["30m"] | None = None
+
+
+class DecisionsRequest(Questions):
+    """The body of POST /v1/decisions, as in OpenAI's API. A body with a ``state`` is a SystemOneRequest instead."""
+
+    NAMES: ClassVar[Mapping[str, str]] = {"prompt": "input", "messages": "input"}
+    DERIVED: ClassVar[Mapping[str, str]] = {"subject": "input"}
+
+    input: Input = Field(description="What the questions are about.")
+    questions: Many[Annotated[Predicate | Choices | Levels, Field(discriminator="type")]] = Field(
+        min_length=1, max_length=MAX_QUESTIONS
+    )
+    cache_salt: str | None = Field(
+        None,
+        alias="prompt_cache_key",
+        min_length=1,
+        max_length=256,
+        description="Share cached prefixes only with requests of the same key.",
+    )
+    prompt_cache_options: CacheOptions | None = None
+    user: str | None = Field(None, alias="safety_identifier", max_length=512, description="The end user's id.")
+
+    @functools.cached_property
+    def subject(self) -> str:
+        return self.input if isinstance(self.input, str) else transcript(conversation(self.input))
+
+
+class YesNo(TypedDict):
+    type: Literal["noul", "yes_no"]
+    noul: float
+
+
+class Choice(TypedDict):
+    type: Literal["choice"]
+    choice: str
+    probabilities: dict[str, float]
+    confidence: float
+
+
+class Score(TypedDict):
+    """``probabilities`` and ``legend`` are keyed by the level's number."""
+
+    type: Literal["score"]
+    score: float
+    probabilities: dict[str, float]
+    legend: dict[str, str]
+    confidence: float
+
+
+class SystemOneUsage(TypedDict):
+    input_tokens: int
+    output_tokens: int
+    total_tokens: int
+
+
+class SystemOne(TypedDict):
+    id: str
+    object: Literal["decision"]
+    model: str
+    answers: dict[str, YesNo | Choice | Score]
+    usage: SystemOneUsage
+
+
+class PredicateAnswer(TypedDict):
+    type: Literal["predicate"]
+    name: str | None
+    probability: float
+
+
+class OptionProbability(TypedDict):
+    value: str | bool
+    probability: float
+
+
+class ChoiceAnswer(TypedDict):
+    type: Literal["choice"]
+    name: str | None
+    choice: str | bool
+    probabilities: list[OptionProbability]
+    confidence: float
+
+
+class LevelProbability(TypedDict):
+    value: int
+    label: str
+    probability: float
+
+
+class ScoreAnswer(TypedDict):
+    type: Literal["score"]
+    name: str | None
+    score: float
+    probabilities: list[LevelProbability]
+    confidence: float
+
+
+class CachedAndWrittenTokens(CachedTokens):
+    cache_write_tokens: int
+
+
+class DecisionUsage(SystemOneUsage):
+    input_tokens_details: CachedAndWrittenTokens
+    output_tokens_details: ReasoningTokens
+
+
+class Decision(TypedDict):
+    id: str
+    object: Literal["decision"]
+    model: str
+    answers: list[PredicateAnswer | ChoiceAnswer | ScoreAnswer]
+    usage: DecisionUsage
 
 
 def routes(service: Service, settings: object) -> list[Route]:
@@ -57,7 +275,7 @@ def routes(service: Service, settings: object) -> list[Route]:
             "/v1/decisions",
             own.handle,
             "Answer typed questions on an input, as OpenAI asks them.",
-            answers.Decision,
+            Decision,
             DecisionsRequest,
         ),
         Route(
@@ -65,13 +283,13 @@ def routes(service: Service, settings: object) -> list[Route]:
             "/v1/systemone",
             functools.partial(own.handle, model=SystemOneRequest),
             "Answer typed questions on a state, as TypeSafe's System One asks them.",
-            answers.SystemOne,
+            SystemOne,
             SystemOneRequest,
         ),
     ]
 
 
-class Asked(NamedTuple):
+class Posed(NamedTuple):
     """A question as the model is asked it, with the label and the meaning of each possible answer."""
 
     text: str
@@ -103,7 +321,8 @@ class Decisions:
         # The first request puts the state into the cache, where the others find it. Of these, only as many as run at a
         # time are made together, since each has all of the state's tokens.
         size = many.at_once(service)
-        answers, labels, tokens, cached = list[Completion](), list[tuple[int, ...]](), 0, 0
+        answers: list[Completion] = []
+        labels, tokens, cached = list[tuple[int, ...]](), 0, 0
         for group in (puts[:1], *(puts[at : at + size] for at in range(1, len(puts), size))):
             requests = []
             for put in group:
@@ -136,31 +355,31 @@ class Decisions:
         }
         return await self._service.answer(http, frame | {"answers": Array(decided), "usage": usage | more})
 
-    def _put(self, question: Question) -> Asked:
+    def _put(self, question: Question) -> Posed:
         """The question's text, labels and meanings. Raises RequestError."""
         match question:
             case YesNoQuestion():
                 criteria = question.criteria
                 meanings: Sequence[str | None] = [criteria.true, criteria.false] if criteria else [None, None]
-                return Asked(f"Question: {question.instructions}", ("yes", "no"), meanings)
+                return Posed(f"Question: {question.instructions}", ("yes", "no"), meanings)
             case Predicate():
                 text = f"Statement: {shown(question.instructions)}\nIs it true?"
-                return Asked(text, ("yes", "no"), [None, None])
+                return Posed(text, ("yes", "no"), [None, None])
             case ChoiceQuestion():
                 meanings = [_meaning(*option) for option in question.criteria.items()]
-                return Asked(f"Question: {question.instructions}", self._letters(len(meanings)), meanings)
+                return Posed(f"Question: {question.instructions}", self._letters(len(meanings)), meanings)
             case Choices():
                 meanings = [_meaning(_word(option.value), option.description) for option in question.choices]
-                return Asked(f"Question: {shown(question.instructions)}", self._letters(len(meanings)), meanings)
+                return Posed(f"Question: {shown(question.instructions)}", self._letters(len(meanings)), meanings)
             case ScoreQuestion():
                 labels = tuple(map(str, range(len(question.criteria))))
-                return Asked(f"Question: {question.instructions}", labels, question.criteria)
+                return Posed(f"Question: {question.instructions}", labels, question.criteria)
             case Levels():
                 meanings = [_meaning(level.label, level.description) for level in question.levels]
                 labels = tuple(map(str, range(len(meanings))))
-                return Asked(f"Question: {shown(question.instructions)}", labels, meanings)
+                return Posed(f"Question: {shown(question.instructions)}", labels, meanings)
 
-    async def _prompt(self, state: str, asked: Asked) -> tuple[str, bool]:
+    async def _prompt(self, state: str, asked: Posed) -> tuple[str, bool]:
         """The prompt, and whether the tokenizer has to add special tokens to it."""
         text = f"State:\n{state}\n\n{asked.text}\nAnswers:\n" + "".join(
             f"{label}: {meaning}\n" if meaning else f"{label}\n"

@@ -4,24 +4,202 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from aiohttp import web
+from pydantic import Field, model_validator
+from typing_extensions import TypedDict
 
-from infer.contracts.params import SamplingParams
+from infer.contracts.params import MAX_LOGPROBS, SamplingParams, StructuredOutputs
 from infer.contracts.request import Event, FinishReason
 from infer.contracts.server import Route
 from infer.contracts.text import PartProtocol, Piece
-from infer.server import answers
-from infer.server.http_errors import REQUEST_ID
-from infer.server.parsing import checked
-from infer.server.schemas import ResponsesRequest
-from infer.server.service import Events, Json, Service
+from infer.server.events import Events, Json
+from infer.server.http.body import Body, Many
+from infer.server.http.errors import REQUEST_ID
+from infer.server.http.parsing import checked
+from infer.server.http.streams import Array
+from infer.server.input_items import Input, conversation
+from infer.server.messages import Message, turns
+from infer.server.sampling import Metadata, check_schema_and_type
+from infer.server.shapes import CachedTokens, ChosenLogprob, ReasoningTokens
 from infer.server.thoughts import Thoughts
 from infer.server.tokens import Tokens
-from infer.server.writing import Array
 from infer.text.tools import make_parser
+
+if TYPE_CHECKING:
+    from infer.server.service import Service
+
+
+class TextFormat(Body):
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = Field(None, min_length=1, max_length=64)
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        check_schema_and_type(self.type, "schema", self.schema_)
+        return self
+
+    def outputs(self) -> StructuredOutputs | None:
+        match self.type:
+            case "json_object":
+                return StructuredOutputs(json_object=True)
+            case "json_schema":
+                return StructuredOutputs(json_schema=self.schema_ or {})
+        return None
+
+
+class TextOptions(Body):
+    format: TextFormat = TextFormat()
+    verbosity: None = None
+
+
+class NoObfuscation(Body):
+    include_obfuscation: Literal[False] = False
+
+
+class ResponsesRequest(Body):
+    """The body of POST /v1/responses. Nothing is stored: ``input`` has to contain the whole conversation."""
+
+    NAMES: ClassVar[Mapping[str, str]] = {
+        "prompt": "input",
+        "messages": "input",
+        "max_tokens": "max_output_tokens",
+        "structured_outputs": "text.format",
+    }
+    DERIVED: ClassVar[Mapping[str, str]] = {"turns": "input"}
+    add_generation_prompt: ClassVar = True
+    continue_final_message: ClassVar = False
+
+    model: str | None = Field(None, description="The served model's name, or nothing.")
+    input: Input
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    temperature: float = Field(1.0, ge=0, le=100, allow_inf_nan=False)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1, lt=2**31, description="Keep the k likeliest tokens; 0 or -1 keeps all.")
+    stop: str | Many[str] = Field((), description="Texts that end the answer, which does not include them.")
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    text: TextOptions = TextOptions()
+    stream: bool = False
+    stream_options: NoObfuscation | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    priority: int = Field(0, ge=-(2**31), lt=2**31)
+    cache_salt: str | None = Field(None, min_length=1, max_length=256)
+    user: str | None = Field(None, max_length=512)
+    safety_identifier: str | None = Field(None, max_length=512)
+    store: Literal[False] | None = None
+    background: Literal[False] | None = None
+    include: Many[Literal["message.output_text.logprobs"]] | None = None
+    metadata: Metadata | None = Field(None, description="Returned with the response.")
+    parallel_tool_calls: bool | None = None
+    tools: tuple[()] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    truncation: Literal["disabled"] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Variables for the chat template, such as enable_thinking."
+    )
+
+    @functools.cached_property
+    def turns(self) -> bytes:
+        begin = () if self.instructions is None else (Message(role="system", content=self.instructions),)
+        return turns((*begin, *conversation(self.input)))
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return bool(self.top_logprobs or self.include)
+
+    def sampling(self) -> SamplingParams:
+        """The sampling parameters. Of temperature, top_p and top_k, their ``model_fields_set`` has what was set
+        explicitly."""
+        names = ("temperature", "top_p", "top_k", "stop")
+        said = {name: getattr(self, name) for name in names if name in self.model_fields_set}
+        return SamplingParams(
+            max_tokens=self.max_output_tokens,
+            seed=self.seed,
+            logprobs=(self.top_logprobs or 0) if self.wants_logprobs else None,
+            structured_outputs=self.text.format.outputs(),
+            **said,
+        )
+
+
+class OutputText(TypedDict):
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any]
+    logprobs: list[ChosenLogprob]
+
+
+class OutputMessage(TypedDict):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    status: Literal["in_progress", "completed", "incomplete"]
+    content: list[OutputText]
+
+
+class ReasoningText(TypedDict):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class OutputReasoning(TypedDict):
+    id: str
+    type: Literal["reasoning"]
+    summary: list[Any]
+    status: Literal["in_progress", "completed", "incomplete"]
+    content: list[ReasoningText]
+
+
+class ResponseUsage(TypedDict):
+    input_tokens: int
+    input_tokens_details: CachedTokens
+    output_tokens: int
+    output_tokens_details: ReasoningTokens
+    total_tokens: int
+
+
+class IncompleteDetails(TypedDict):
+    reason: Literal["max_output_tokens"]
+
+
+class Response(TypedDict):
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["in_progress", "completed", "incomplete"]
+    background: bool
+    error: None
+    incomplete_details: IncompleteDetails | None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[OutputReasoning | OutputMessage]
+    parallel_tool_calls: bool
+    previous_response_id: None
+    store: bool
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str
+    tools: list[Any]
+    top_logprobs: int
+    top_p: float
+    truncation: str
+    usage: ResponseUsage | None
+    user: str | None
+
+
+class ResponseEvent(TypedDict):
+    """One of OpenAI's ``response.*`` events. Its other fields depend on its type."""
+
+    type: str
+    sequence_number: int
 
 
 def routes(service: Service, settings: object) -> list[Route]:
@@ -31,9 +209,9 @@ def routes(service: Service, settings: object) -> list[Route]:
             "/v1/responses",
             Responses(service).handle,
             "OpenAI's responses: reasoning and text, and nothing is stored.",
-            answers.Response,
+            Response,
             ResponsesRequest,
-            answers.ResponseEvent,
+            ResponseEvent,
         )
     ]
 

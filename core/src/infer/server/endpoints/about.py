@@ -3,18 +3,42 @@
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING, Literal
 
 from aiohttp import web
+from typing_extensions import TypedDict
 
 from infer.contracts.server import Route
-from infer.server import answers
-from infer.server.http_errors import NotFoundError
-from infer.server.service import Service
+from infer.server.http.errors import NotFoundError
+
+if TYPE_CHECKING:
+    from infer.server.service import Service
+
+
+class Model(TypedDict):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+    vocab_size: int
+    quantization: str | None
+    exact: bool
+    default_sampling_params: dict[str, float]
+
+
+class Models(TypedDict):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Status(TypedDict):
+    status: str
 
 
 def routes(service: Service, settings: object) -> list[Route]:
     served, engine_loop = service.served, service.engine_loop
-    entry: answers.Model = {
+    entry: Model = {
         "id": served.name,
         "object": "model",
         "created": int(time.time()),
@@ -46,8 +70,8 @@ def routes(service: Service, settings: object) -> list[Route]:
         return web.json_response({"status": "ready" if takes else "draining"}, status=200 if takes else 503)
 
     return [
-        Route("GET", "/v1/models", models, "The model that is served.", answers.Models),
-        Route("GET", "/v1/models/{model:.+}", model, "The model of this name.", answers.Model),
-        Route("GET", "/health", health, "200 while the engine lives.", answers.Status, open=True),
-        Route("GET", "/ready", ready, "200 while new requests are taken.", answers.Status, open=True),
+        Route("GET", "/v1/models", models, "The model that is served.", Models),
+        Route("GET", "/v1/models/{model:.+}", model, "The model of this name.", Model),
+        Route("GET", "/health", health, "200 while the engine lives.", Status, open=True),
+        Route("GET", "/ready", ready, "200 while new requests are taken.", Status, open=True),
     ]

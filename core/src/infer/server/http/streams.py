@@ -1,15 +1,18 @@
-"""Writing answers as JSON. Long lists are written a few milliseconds at a time, so that the event loop can do other
-work between."""
+"""Long answers: written as JSON a few milliseconds at a time, so that the event loop can do other work between, and
+sent to clients that may read slowly."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Self, TypeVar
+from typing import NoReturn, Self, TypeVar
 
-from infer.server.turns import Turn
+from aiohttp import web
+
+from infer.server.http.turns import Turn
 
 FEW = 16
 """Up to this many items, such as the tokens of one step, are written without a pause."""
@@ -82,3 +85,23 @@ class Writer:
             raise TypeError(f"{type(value).__name__} is no JSON")
         self._arrays.append(value)
         return MARK
+
+
+async def write(http: web.Request, response: web.StreamResponse, data: bytes, stall_timeout_s: float) -> None:
+    """Write to the client. One that reads nothing for ``stall_timeout_s`` counts as disconnected."""
+    if http.transport is not None and http.transport.get_write_buffer_size() == 0:
+        await response.write(data)  # the buffer is empty, so this does not wait
+        return
+    try:
+        async with asyncio.timeout(stall_timeout_s):
+            await response.write(data)
+    except TimeoutError:
+        hang_up(http)
+
+
+def hang_up(http: web.Request) -> NoReturn:
+    """End the connection to a client that does not read, and drop what waits to be sent to it: a connection that is
+    closed stays until everything has been sent. Raises ConnectionResetError."""
+    if http.transport is not None:
+        http.transport.abort()
+    raise ConnectionResetError("the client does not read") from None

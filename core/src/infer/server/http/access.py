@@ -15,22 +15,35 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence, Set
+from dataclasses import dataclass
 from ipaddress import ip_address
+from typing import Any
 from urllib.parse import urlsplit
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from infer.errors import EngineDeadError
-from infer.server.http_errors import REQUEST_ID, ForbiddenError, MediaTypeError, UnauthorizedError
-from infer.server.keys import Keys
-from infer.server.service import CALLER, SHUTTING_DOWN, Caller
+from infer.server.http.errors import REQUEST_ID, ForbiddenError, MediaTypeError, UnauthorizedError
+from infer.server.http.keys import Keys
 
 log = logging.getLogger("infer.access")
+SHUTTING_DOWN = "The server is shutting down; send the request again."
 MOST_LINES = 10_000
 """How many lines of the log may wait for whoever reads it."""
 LAST_S = 1.0
 """How many seconds the process waits at its end for the lines that are left."""
+
+
+@dataclass
+class Caller:
+    """What handlers add to a request's line in the access log."""
+
+    user: str | None = None
+    usage: dict[str, Any] | None = None
+
+
+CALLER = web.RequestKey("caller", Caller)
 
 
 def authorize(keys: Keys, opened: Set[web.AbstractRoute]) -> Middleware:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
@@ -12,8 +13,10 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from infer.contracts.records import RequestRecord, StepRecord, Totals
 from infer.contracts.server import Route
-from infer.server.service import Service
-from infer.server.turns import Turn
+from infer.server.http.turns import Turn
+
+if TYPE_CHECKING:
+    from infer.server.service import Service
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
 LONG_SECONDS = (*SECONDS[6:], 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)

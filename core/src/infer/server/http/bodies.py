@@ -1,5 +1,5 @@
-"""Parsing and checking request bodies: small ones at once, larger ones in a child process, since parsing holds the
-GIL."""
+"""Request bodies as they arrive, and their parsing: small ones at once, larger ones in a child process, since parsing
+holds the GIL."""
 
 from __future__ import annotations
 
@@ -8,14 +8,20 @@ import importlib
 import pickle
 import sys
 import traceback
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+
 from infer.errors import QueueFullError, RequestError
-from infer.server import parsing, schemas
-from infer.server.child import Child, ChildError
-from infer.server.turns import Turn
+from infer.server.http import parsing
+from infer.server.http.body import Body
+from infer.server.http.children import Child, ChildError
+from infer.server.http.errors import UnreadableError
+from infer.server.http.turns import Turn
 
 MAX_BODIES = 8
 """Bodies that are still arriving may take as many bytes together as this many of the largest size."""
@@ -24,10 +30,10 @@ INLINE_BYTES = 1 << 14
 and between two of them it does other work."""
 SECONDS = 5.0
 MEMORY = 1 << 30
-T = TypeVar("T", bound=schemas.Body)
+T = TypeVar("T", bound=Body)
 
 
-class Room:
+class BodyBudget:
     """Limits bodies that have arrived but are not parsed yet to ``most`` bytes in all. The first ``INLINE_BYTES`` of
     each do not count, so that large bodies that arrive slowly can keep out other large bodies, but never small ones."""
 
@@ -36,7 +42,7 @@ class Room:
 
     @contextmanager
     def body(self) -> Iterator[Callable[[int], None]]:
-        """Room for one body. Yields a function to be called with the body's size so far, which raises QueueFullError if
+        """One body's share. Yields a function to be called with the body's size so far, which raises QueueFullError if
         there is no room."""
         taken = 0
 
@@ -54,15 +60,54 @@ class Room:
             self._left += taken
 
 
+async def arrived(http: web.Request, most: int, grow: Callable[[int], None], timeout_s: float) -> bytes:
+    """The body as it was sent. Raises HTTPRequestTimeout, HTTPRequestEntityTooLarge, UnreadableError, and whatever
+    ``grow`` raises."""
+    body = bytearray()
+    try:
+        async with asyncio.timeout(timeout_s):
+            while chunk := await http.content.readany():
+                body += chunk
+                if len(body) > most:
+                    raise web.HTTPRequestEntityTooLarge(max_size=most, actual_size=len(body))
+                grow(len(body))
+    except TimeoutError:
+        raise web.HTTPRequestTimeout(text="The request's body did not arrive in time.") from None
+    except (HttpProcessingError, web.RequestPayloadError) as error:
+        http.content.feed_eof()  # otherwise aiohttp reads on and meets the same error again
+        why = " ".join(getattr(error, "message", "").split())
+        raise UnreadableError(f"The body cannot be read, because it is incomplete{why and f' ({why})'}.") from None
+    return bytes(body)
+
+
+def inflated(body: bytes, encoding: str, most: int) -> bytes:
+    """The decompressed body. Raises RequestError, or HTTPRequestEntityTooLarge if it has more than ``most`` bytes."""
+    windows = {"gzip": 31, "deflate": zlib.MAX_WBITS}
+    if encoding not in windows:
+        raise RequestError(f"The Content-Encoding {encoding[:40]!r} is not supported; send gzip, deflate or none.")
+    stream = zlib.decompressobj(windows[encoding])
+    try:
+        found = stream.decompress(body, most + 1)
+    except zlib.error as error:
+        raise RequestError(f"The body cannot be read: its Content-Encoding is {encoding!r} ({error}).") from None
+    if len(found) > most:
+        raise web.HTTPRequestEntityTooLarge(max_size=most, actual_size=len(found))
+    if not stream.eof or stream.unused_data:
+        raise RequestError(
+            f"The body cannot be read: its Content-Encoding is {encoding!r}, but it is incomplete, or more follows it."
+        )
+    return found
+
+
 class Reader:
     """``parsing.parse`` without blocking the event loop. Use it in one event loop."""
 
     def __init__(self) -> None:
         self._turn = Turn()
-        self._modules = {schemas.__name__}
+        self._modules: set[str] = set()
         self._child = Child(__name__, lambda: "\n".join(self._modules).encode(), seconds=SECONDS, memory=MEMORY)
 
-    def expect(self, model: type[schemas.Body]) -> None:
+    def expect(self, model: type[Body]) -> None:
         """Have the child process import a model before there is work. Raises ValueError for a model that it could not
         find."""
         if getattr(sys.modules.get(model.__module__), model.__name__, None) is not model:
@@ -97,7 +142,7 @@ class Reader:
 def worker(first: bytes) -> Callable[[bytes], bytes]:
     """The work of the child process: from a model's module and name and a body, make the pickled model, or the pickled
     (message, param, code) of a RequestError. ``first`` names the modules."""
-    for module in first.decode().split("\n"):
+    for module in first.decode().split():
         try:
             importlib.import_module(module)
         except Exception:  # a plugin's module is broken; all other bodies can still be read

@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import from_json, to_json
 
 from infer.errors import Fault, RequestError, capital, faults
-from infer.server.schemas import Body, typed
+from infer.server.http.body import Body, typed
 
 MAX_VALUES = 50_000
 """How many values a body may hold, not counting integers in lists. This bounds the work of the endpoints."""

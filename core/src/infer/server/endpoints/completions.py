@@ -6,19 +6,80 @@ import asyncio
 import functools
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, NotRequired, Self
 
 from aiohttp import web
+from pydantic import Field, model_validator
+from typing_extensions import TypedDict
 
 from infer.contracts.request import Event, Request, TokenLogprobs
 from infer.contracts.server import Route
-from infer.llm import Completion
-from infer.server import answers
-from infer.server.parsing import checked
-from infer.server.schemas import CompletionRequest, StreamOptions
-from infer.server.service import CALLER, Events, Json, Service
+from infer.server.events import Events, Json
+from infer.server.http.access import CALLER
+from infer.server.http.body import Many, TokenIds
+from infer.server.http.parsing import checked
+from infer.server.http.streams import Array
+from infer.server.many import one_or_many
+from infer.server.sampling import SamplingBody, StreamOptions
+from infer.server.shapes import Finish, PromptLogprobs, Usage
 from infer.server.tokens import number
-from infer.server.writing import Array
 from infer.text.detokenizer import CompanyDetokenizer, Detokenizer, TokenTexts
+
+if TYPE_CHECKING:
+    from infer.llm import Completion
+    from infer.server.service import Service
+
+
+class CompletionRequest(SamplingBody):
+    """The body of POST /v1/completions."""
+
+    prompt: str | TokenIds | Many[str | TokenIds] = Field(
+        union_mode="left_to_right", description="Text or token ids, or a list of these."
+    )
+    max_tokens: int | None = Field(
+        16, ge=0, description="The most tokens to generate; 0 only with echo; null: all that fit."
+    )
+    echo: bool = Field(False, description="Begin the answer with the prompt; logprobs then include the prompt's.")
+    add_special_tokens: bool = Field(True, description="Add the tokenizer's special tokens, such as BOS, to a text.")
+    best_of: Literal[1] | None = None
+    suffix: Literal[""] | None = None
+
+    @model_validator(mode="after")
+    def _echoed(self) -> Self:
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens = 0 asks for no answer, which is possible with echo only")
+        return self
+
+    @property
+    def prompts(self) -> list[str | TokenIds]:
+        return one_or_many(self.prompt)
+
+
+class LegacyLogprobs(TypedDict):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(TypedDict):
+    index: int
+    text: str
+    logprobs: LegacyLogprobs | None
+    finish_reason: Finish | None
+    stop_reason: int | str | None
+    prompt_logprobs: NotRequired[PromptLogprobs]
+
+
+class TextCompletion(TypedDict):
+    """An answer, or a chunk of a streamed one."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: NotRequired[Usage | None]
 
 
 def routes(service: Service, settings: object) -> list[Route]:
@@ -28,9 +89,9 @@ def routes(service: Service, settings: object) -> list[Route]:
             "/v1/completions",
             Completions(service).handle,
             "Continue texts.",
-            answers.TextCompletion,
+            TextCompletion,
             CompletionRequest,
-            answers.TextCompletion,
+            TextCompletion,
         )
     ]
 

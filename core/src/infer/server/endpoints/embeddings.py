@@ -6,29 +6,74 @@ import base64
 import functools
 import math
 from array import array
+from collections.abc import Mapping
 from contextlib import aclosing
-from typing import cast
+from typing import TYPE_CHECKING, ClassVar, Literal, cast
 
 from aiohttp import web
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from infer.contracts.params import SamplingParams
 from infer.contracts.request import Pooling, Request
 from infer.contracts.server import Route
 from infer.errors import RequestError
-from infer.server import answers, many
-from infer.server.schemas import EmbeddingRequest, TokenIds
-from infer.server.service import Json, Service, TokenCount, raise_if_failed
-from infer.server.writing import Array
+from infer.server import many
+from infer.server.events import Json, TokenCount, raise_if_failed
+from infer.server.http.body import Body, Many, TokenIds
+from infer.server.http.streams import Array
+from infer.server.many import one_or_many
+from infer.server.shapes import EmbeddingUsage
+
+if TYPE_CHECKING:
+    from infer.server.service import Service
+
+
+class EmbeddingRequest(Body):
+    """The body of POST /v1/embeddings."""
+
+    NAMES: ClassVar[Mapping[str, str]] = {"prompt": "input"}
+
+    input: str | TokenIds | Many[str | TokenIds] = Field(
+        union_mode="left_to_right", description="Text or token ids, or a list of up to 2,048 of these."
+    )
+    model: str | None = Field(None, description="The served model's name, or nothing.")
+    encoding_format: Literal["float", "base64"] = Field("float", description="Numbers, or fp32 values in base64.")
+    dimensions: int | None = Field(None, ge=1, description="Keep so many leading values, and normalise again.")
+    add_special_tokens: bool = Field(True, description="Add the tokenizer's special tokens, such as EOS, to a text.")
+    priority: int = Field(0, ge=-(2**31), lt=2**31, description="Requests with lower numbers are served earlier.")
+    cache_salt: str | None = Field(
+        None, min_length=1, max_length=256, description="Share cached prefixes only with requests of the same salt."
+    )
+    user: str | None = Field(None, max_length=512, description="The end user's id.")
+    safety_identifier: str | None = Field(None, max_length=512, description="As user, over which it takes precedence.")
+
+    @property
+    def prompts(self) -> list[str | TokenIds]:
+        return one_or_many(self.input)
+
+
+class Embedding(TypedDict):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class Embeddings(TypedDict):
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
 
 
 def routes(service: Service, settings: object) -> list[Route]:
-    own = Embeddings(service)
+    own = Embedder(service)
     return [
-        Route("POST", "/v1/embeddings", own.handle, "Embed texts.", answers.Embeddings, EmbeddingRequest),
+        Route("POST", "/v1/embeddings", own.handle, "Embed texts.", Embeddings, EmbeddingRequest),
     ]
 
 
-class Embeddings:
+class Embedder:
     """The handler of POST /v1/embeddings."""
 
     def __init__(self, service: Service) -> None:

@@ -13,9 +13,10 @@ from typing import Any
 from aiohttp import HttpVersion11, web
 from aiohttp.typedefs import Handler
 from aiohttp.web_request import BaseRequest
+from typing_extensions import TypedDict
 
 from infer.errors import EngineDeadError, InferError, PluginError, QueueFullError, RequestError
-from infer.server.schemas import Body
+from infer.server.http.body import Body
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,17 @@ class MediaTypeError(RequestError):
 
 class UnauthorizedError(RequestError):
     """The request has no valid API key."""
+
+
+class ErrorBody(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(TypedDict):
+    error: ErrorBody
 
 
 def error_body(message: str, type: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:

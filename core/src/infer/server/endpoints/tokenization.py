@@ -3,27 +3,88 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from aiohttp import web
+from pydantic import Field, model_validator
+from typing_extensions import TypedDict
 
 from infer.contracts.server import Route
 from infer.errors import RequestError
-from infer.server import answers
-from infer.server.schemas import DetokenizeRequest, TokenizeRequest
-from infer.server.service import Json, Service
-from infer.server.writing import Array
+from infer.server.events import Json
+from infer.server.http.body import Body, Many, TokenIds
+from infer.server.http.streams import Array
+from infer.server.messages import Messages, turns
+from infer.server.tools import MAX_TOOLS, Tool
 from infer.text.encoding import TooLongError
+
+if TYPE_CHECKING:
+    from infer.server.service import Service
 
 MAX_TOKENS = 1 << 18
 """The most tokens of an answer, unless the model takes more. Writing more of them would hold up other requests."""
 
 
+class TokenizeRequest(Body):
+    """The body of POST /tokenize: a text, or messages to put through the chat template first."""
+
+    DERIVED: ClassVar[Mapping[str, str]] = {"turns": "messages"}
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = Field(None, min_length=1)
+    tools: Many[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    add_special_tokens: bool | None = Field(None, description="Default: true for a prompt, false for messages.")
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
+
+    @functools.cached_property
+    def turns(self) -> bytes:
+        return turns(self.messages or ())
+
+
+class DetokenizeRequest(Body):
+    """The body of POST /detokenize."""
+
+    model: str | None = None
+    tokens: TokenIds
+
+
+class Tokenized(TypedDict):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(TypedDict):
+    prompt: str
+
+
+class TokenizerInfo(TypedDict):
+    tokenizer_class: str
+    vocab_size: int
+    max_model_len: int
+    special_tokens: dict[str, str]
+    chat_template: str | None
+
+
 def routes(service: Service, settings: object) -> list[Route]:
     own = Tokenization(service)
     return [
-        Route("POST", "/tokenize", own.tokenize, "Text to token ids.", answers.Tokenized, TokenizeRequest),
-        Route("POST", "/detokenize", own.detokenize, "Token ids to text.", answers.Detokenized, DetokenizeRequest),
-        Route("GET", "/tokenizer_info", own.info, "What the tokenizer is.", answers.TokenizerInfo),
+        Route("POST", "/tokenize", own.tokenize, "Text to token ids.", Tokenized, TokenizeRequest),
+        Route("POST", "/detokenize", own.detokenize, "Token ids to text.", Detokenized, DetokenizeRequest),
+        Route("GET", "/tokenizer_info", own.info, "What the tokenizer is.", TokenizerInfo),
     ]
 
 

@@ -1,0 +1,1 @@
+"""The endpoints, one file each: its body, the shape of its answer and its handler."""

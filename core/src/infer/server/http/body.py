@@ -1,0 +1,48 @@
+"""The base of request bodies, and types that their fields share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from infer.contracts.params import TokenId
+
+Text = Annotated[str, Field(min_length=1)]
+Item = TypeVar("Item")
+Many = Annotated[tuple[Item, ...], Field(fail_fast=True)]
+"""A list of any length. Validation stops at its first invalid item, so that a long list does not make many errors."""
+TokenIds = Many[TokenId]
+
+
+class Body(BaseModel):
+    """What an endpoint takes, checked. A field that it does not have is refused by name."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    NAMES: ClassVar[Mapping[str, str]] = {}
+    """The engine's and the template's names of fields, and this body's names of them."""
+    DERIVED: ClassVar[Mapping[str, str]] = {}
+    """Cached properties that take long to compute from a long body, each with the field that nothing else needs.
+    ``parse`` computes them. A pickled body has them instead of these fields."""
+
+    def __getstate__(self) -> dict[Any, Any]:
+        state = super().__getstate__()
+        kept = {name: value for name, value in state["__dict__"].items() if name not in self.DERIVED.values()}
+        return state | {"__dict__": kept}
+
+    @classmethod
+    def form(cls, data: Mapping[str, Any]) -> type[Self]:
+        """The model to validate ``data`` with, for a route that takes several."""
+        return cls
+
+    def said(self, param: str) -> str:
+        """The name of the field in which the client gave what the engine or the template calls ``param``."""
+        return self.NAMES.get(re.split(r"[.\[]", param)[0], param)
+
+
+def typed(value: Any) -> Any:
+    """The ``type`` of a value, which discriminates models in a union."""
+    return value.get("type", "message") if isinstance(value, dict) else getattr(value, "type", None)

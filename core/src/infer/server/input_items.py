@@ -1,0 +1,120 @@
+"""The input items of /v1/responses and /v1/decisions, and the conversation that they stand for."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Discriminator, Field, Tag
+
+from infer.server.http.body import Body, Many, Text, typed
+from infer.server.messages import Arguments, Content, CustomCall, CustomToolCall, FunctionCall, Kept, Message, ToolCall
+
+
+class _Item(Body):
+    id: str | None = None
+    status: str | None = None
+
+
+class InputMessage(_Item):
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content
+    phase: str | None = Field(None, description="Ignored: the chat template does not see it.")
+
+
+class ReasoningText(Body):
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+class ReasoningItem(_Item):
+    """A model's reasoning before the message or the calls that follow."""
+
+    type: Literal["reasoning"]
+    summary: Many[ReasoningText] = ()
+    content: Many[ReasoningText] | None = None
+    encrypted_content: None = None
+
+
+class CallItem(_Item):
+    type: Literal["function_call"]
+    call_id: Text
+    name: Text
+    arguments: Arguments
+    parsed_arguments: Kept = None
+    namespace: str | None = None
+
+
+class CustomCallItem(_Item):
+    type: Literal["custom_tool_call"]
+    call_id: Text
+    name: Text
+    input: str
+    namespace: str | None = None
+
+
+class CallOutputItem(_Item):
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: Text
+    output: Content
+
+
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[CustomCallItem, Tag("custom_tool_call")]
+    | Annotated[CallOutputItem, Tag("function_call_output")]
+    | Annotated[CallOutputItem, Tag("custom_tool_call_output")],
+    Discriminator(typed),
+]
+
+
+def _all_called(items: str | tuple[InputItem, ...]) -> str | tuple[InputItem, ...]:
+    """Raise ValueError if a tool's output has no call before it."""
+    called: set[str] = set()
+    for item in items if not isinstance(items, str) else ():
+        if isinstance(item, (CallItem, CustomCallItem)):
+            called.add(item.call_id)
+        elif isinstance(item, CallOutputItem) and item.call_id not in called:
+            raise ValueError(f"the output for call_id {item.call_id!r} has no call before it")
+    return items
+
+
+Input = Annotated[str | Annotated[Many[InputItem], Field(min_length=1)], AfterValidator(_all_called)]
+
+
+def conversation(items: Input) -> tuple[Message, ...]:
+    """The messages that input items stand for. Reasoning and calls become parts of the assistant's message that they
+    belong to."""
+    if isinstance(items, str):
+        return (Message(role="user", content=items),)
+    messages: list[dict[str, Any]] = []
+    for item in items:
+        if isinstance(item, CallOutputItem):
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
+            continue
+        if isinstance(item, InputMessage) and item.role != "assistant":
+            messages.append({"role": item.role, "content": item.content})
+            continue
+        goes_on = bool(messages) and messages[-1]["role"] == "assistant"
+        if isinstance(item, (InputMessage, ReasoningItem)):  # text and reasoning come first in a message
+            goes_on = goes_on and not {"content", "tool_calls"} & set(messages[-1])
+        if not goes_on:
+            messages.append({"role": "assistant"})
+        answer = messages[-1]
+        match item:
+            case InputMessage():
+                answer["content"] = item.content
+            case ReasoningItem():
+                text = "".join(part.text for part in item.content or item.summary)
+                answer["reasoning_content"] = answer.get("reasoning_content", "") + text
+            case _:
+                call: ToolCall | CustomToolCall
+                if isinstance(item, CallItem):
+                    call = ToolCall(id=item.call_id, function=FunctionCall(name=item.name, arguments=item.arguments))
+                else:
+                    custom = CustomCall(name=item.name, input=item.input)
+                    call = CustomToolCall(id=item.call_id, type="custom", custom=custom)
+                answer["tool_calls"] = (*answer.get("tool_calls", ()), call)
+    return tuple(Message(**({} if "tool_calls" in message else {"content": ""}) | message) for message in messages)
