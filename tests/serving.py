@@ -10,7 +10,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import pytest
@@ -19,7 +19,11 @@ from safetensors.torch import load_file, save_file
 
 import infer.server.testing
 import infer_demo
-from infer.assemble.assembly import start
+from infer.assemble import assembly
+from infer.assemble.assembly import Served, start
+from infer.contracts.sections import Settings
+from infer.engine.exactness import self_check
+from infer.engine.loop import EngineLoop
 from infer.engine.schedulers import ContinuousScheduler
 from infer.plugins.discovery import Plugins
 from infer.server.app import make_app
@@ -50,6 +54,29 @@ TEMPLATE = """\
 """A small chat template with the parts of Qwen3's: tools, reasoning, and an error for roles that it does not know."""
 
 
+CHECKED: dict[str, list[str]] = {}
+"""What the check at the start found, by what it depends on."""
+STARTING = threading.Lock()
+
+
+def start_checked_once(settings: Settings, plugins: Plugins) -> tuple[EngineLoop, Served]:
+    """``start``, but models of one configuration are checked once with the same kernels, cache and sizes: the check
+    takes nine tenths of the demo model's start."""
+    config = Path(str(settings.model.path), "config.json")
+    shapes = config.read_text() if config.is_file() else str(settings.model.path)
+    kind = shapes, settings.model.dtype, settings.model.quantization, settings.cache, settings.kernels
+
+    def checked(*parts: object, **sizes: Any) -> list[str]:
+        key = repr((kind, [type(part) for part in parts], sizes))
+        if key not in CHECKED:
+            CHECKED[key] = self_check(*cast(Any, parts), **sizes)
+        return CHECKED[key]
+
+    with STARTING, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(assembly, "self_check", checked)
+        return start(settings, plugins)
+
+
 class _Server:
     """Serves the demo model on one thread, unless ``sections`` of the settings say otherwise. ``plugins`` are added to
     the installed ones."""
@@ -59,7 +86,7 @@ class _Server:
         found = Plugins.discover(plugins)
         self._settings = load_settings(found, env={}, overrides=overrides, read_file=False).settings
         self._plugins = found
-        self.engine_loop, self._served = start(self._settings, found)
+        self.engine_loop, self._served = start_checked_once(self._settings, found)
 
     def app(self) -> web.Application:
         return make_app(self.engine_loop, self._served, self._plugins, self._settings)

@@ -19,7 +19,6 @@ import pytest
 from tests import serving as servers
 from tests.serving import Running
 
-from infer.assemble.assembly import start
 from infer.contracts.command import CommandContext
 from infer.contracts.sections import Settings
 from infer.plugins.discovery import Plugins
@@ -95,7 +94,7 @@ async def running(plugins: Sequence[object] = (), **sections: Any) -> AsyncItera
     async with AsyncExitStack() as stack:
         loops, table = [], {}
         for name in ("r0", "r1"):
-            engine_loop, served = await asyncio.to_thread(start, settings("engine"), found)
+            engine_loop, served = await asyncio.to_thread(servers.start_checked_once, settings("engine"), found)
             stack.callback(engine_loop.close)
             app = make_app(engine_loop, served, found, settings("engine"))
             table[name] = {"url": await stack.enter_async_context(listen(app, bind("127.0.0.1", 0)))}
