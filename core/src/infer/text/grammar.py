@@ -310,8 +310,8 @@ def first_fault(matcher: LLMatcher) -> str | None:
 
 
 def worker(first: bytes) -> Callable[[bytes], bytes]:
-    """The work of a child process (see ``server/http/children.py``): from a grammar's source, find out why it cannot be used,
-    if so (``fault``), and about how much memory it takes (``num_bytes``). ``first`` is the vocabulary as JSON."""
+    """The work of a child process (see ``server/http/children.py``): from a grammar's source, find out why it cannot be
+    used, if so (``fault``), and about how much memory it takes (``num_bytes``). ``first`` is the vocabulary as JSON."""
     tokenizer = LLTokenizer(*json.loads(first))
 
     def answer(source: bytes) -> bytes:
