@@ -20,7 +20,8 @@ from safetensors.torch import load_file, save_file
 import infer.server.testing
 import infer_demo
 from infer.assemble import assembly
-from infer.assemble.assembly import Served, start
+from infer.assemble.assembly import start
+from infer.assemble.served import Served
 from infer.contracts.sections import Settings
 from infer.engine.exactness import self_check
 from infer.engine.loop import EngineLoop

@@ -117,7 +117,7 @@ def test_what_it_says_is_what_is_held_after_loading(case: str, tmp_path: Path, m
         assert weights["exact"]
         assert weights["bytes"] == held(loaded._runner._model)
         assert weights["peak_bytes"] > weights["bytes"]
-        assert cache["bytes"] == held([loaded._pool.storage.k, loaded._pool.storage.v])
+        assert cache["bytes"] == held([loaded._runner._pool.storage.k, loaded._runner._pool.storage.v])
         assert cache["positions"] == served.cache_tokens
         assert sequences["max_seq_len"] == served.max_seq_len
     finally:
@@ -139,7 +139,9 @@ def test_a_model_by_transformers_modules_is_examined_and_starts(name: str, tmp_p
     try:
         loaded: Any = loop._engine
         assert report.data["sequences"]["max_seq_len"] == served.max_seq_len == 8192
-        taken = held(loaded._runner._model, loaded._pool, loaded._pool.storage)  # and what passes work in
+        taken = held(
+            loaded._runner._model, loaded._runner._pool, loaded._runner._pool.storage
+        )  # and what passes work in
         assert 0.85 * taken < report.data["weights"]["bytes"] <= taken
     finally:
         loop.close()

@@ -922,7 +922,7 @@ async def test_what_is_wrong_may_be_long_but_its_answer_is_not(chatty: dict[str,
 async def test_a_client_that_leaves_frees_everything(stage: str, chatty: dict[str, Any]) -> None:
     chatty["engine"] = {"max_batch_size": 1, "max_seq_len": 2000, "prefill_chunk_size": 16}
     async with running(**chatty) as server:
-        pool = server.engine_loop._engine._pool
+        pool = server.engine_loop._engine._runner._pool
         room = pool.free_tokens()
         body: Body = {"prompt": [7] * 1500, "max_tokens": 400, "ignore_eos": True, "stream": True}
         others = []
