@@ -83,7 +83,7 @@ def test_the_commands_of_a_page(path: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_tutorial(tmp_path: Path) -> None:
     """In a fresh environment."""
-    packages = [ROOT / "core", ROOT / "plugins/cache_slotted"]
+    packages = [ROOT / "core", *(ROOT / "plugins" / name for name in ("cache_slotted", "testing"))]
     wheels = build(tmp_path / "dist", packages)
     for name, text in requirements.written(wheels, packages, ROOT / "constraints.txt").items():
         (wheels / name).write_text(text)
