@@ -18,12 +18,12 @@ from typing import Any
 
 import pytest
 
-from infer.commands.arguments import new_timeline
 from infer.commands.cli import _parser, main
 from infer.errors import InferError
 from infer.plugins.discovery import Plugins
 from infer.plugins.inspection import SPECS
 from infer.settings import load_settings
+from infer_bench.timeline import new_timeline
 
 ONE_THREAD = {"INFER_KERNELS__THREADS": "1"}
 

@@ -223,6 +223,40 @@ def test_who_has_nothing_to_propose_at_first_does_not_make_the_device_wait_forev
     assert asked < 60
 
 
+def test_who_reads_a_long_prompt_before_the_first_guess_is_asked_again() -> None:
+    """A second model reads a prompt in chunks, each of which takes longer than several passes, and guesses then."""
+    payoff = Payoff(costs(flat))
+    (one,) = sequences(1)
+    chunks, verified = 5, 0
+    for _ in range(400):
+        plan = payoff.plan(1, {one: 8})
+        drafts, asked = sum(plan.counts.values()), any(plan)
+        if asked:
+            found = {} if chunks else {**plan.counts, **dict.fromkeys(plan.guessing, 1)}
+            payoff.proposed(plan, found, 5.5 if chunks else 1e-3)
+            chunks = max(0, chunks - 1)
+        if drafts and not chunks:
+            payoff.verified(one, drafts, drafts)
+            verified += 1
+        payoff.learn(1 + drafts, drafts, flat(1 + drafts))
+    assert verified > 100
+
+
+def test_guesses_go_on_whatever_one_takes() -> None:
+    """Asking may take longer than the passes of all time that a budget holds."""
+    payoff = Payoff(costs(flat))
+    (one,) = sequences(1)
+    payoff._trials, payoff._per_ask = 0, 5.5
+    asked = 0
+    for _ in range(6000):
+        plan = payoff.plan(1, {one: 8})
+        if any(plan):
+            asked += 1
+            payoff.proposed(plan, {}, 5.5)
+        payoff.learn(1, 0, 1.0)
+    assert 2 <= asked <= 12, "0.5 % of all time"
+
+
 def test_costs_follow_what_passes_take() -> None:
     found = Costs(dict.fromkeys((1, 2, 4, 8), 1.0), dict.fromkeys((1, 2, 4, 8), 1.0))
     draw = random.Random(2)

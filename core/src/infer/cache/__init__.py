@@ -1,4 +1,4 @@
-"""The parts of a cache pool: block manager (who has which blocks: integers) and storage (tensors and views)."""
+"""The parts of a cache pool: a block manager (who has which blocks: integers) and a storage (tensors and views)."""
 
 from infer.cache.block_manager import BlockManager, BlockManagerProtocol, Ints, SharingBlockManager
 from infer.cache.pool import Pool

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from pydantic import ValidationError
 
 from infer.contracts.params import SamplingParams
-from infer.errors import InferError, capital, first_fault, installing
-from infer.plugins.discovery import Plugins
+from infer.errors import InferError, capital, first_fault
 
 PLAIN_PARAMS = (
     *("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos", "min_tokens"),
@@ -38,21 +36,6 @@ def sampling(args: argparse.Namespace, defaults: dict[str, object]) -> SamplingP
             raise InferError(f"{capital(fault.text)}.") from None
         flag = str(fault.path[0]).replace("_", "-")
         raise InferError(f"--{flag} {fault.value}: {fault.text}.") from None
-
-
-def new_timeline(flag: str, file: str, plugins: Plugins) -> Path:
-    """Make sure that there is an observer ``timeline``, which writes a page of an engine's steps, and begin its file
-    anew. Raises InferError."""
-    if not any(offer.name == "timeline" for offer in plugins.offers["observer"]):
-        raise InferError(
-            f"{flag} needs the plugin that writes the page: {installing('infer-console')}.{plugins.culprits()}"
-        )
-    plugins.get("observer", "timeline", flag)
-    try:
-        Path(file).write_bytes(b"")
-    except OSError as error:
-        raise InferError(f"{flag} {file} cannot be written: {error.strerror}.") from None
-    return Path(file).absolute()
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

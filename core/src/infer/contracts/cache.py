@@ -118,7 +118,7 @@ class RoomyPool(Protocol):
 
     @property
     def room(self) -> Sequence[int]:
-        """By slot. Schedulers do not ask the pool to ``grow`` a slot within its room."""
+        """By slot, always the same object. Schedulers do not ask the pool to ``grow`` a slot within its room."""
 
 
 @runtime_checkable

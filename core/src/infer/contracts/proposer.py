@@ -67,8 +67,8 @@ class ProposerContext:
     device: torch.device
     kernels: KernelsProtocol
     load: Callable[[str], SecondModel]
-    """Loads a further checkpoint (a folder, file, hub id or bundled name) by the settings of the first. Raises
-    InferError."""
+    """Loads a further checkpoint (a folder, file, hub id or bundled name) by the settings of the first. Call it
+    while the proposer is made. Raises InferError."""
 
 
 class ProposerFactory(Protocol):

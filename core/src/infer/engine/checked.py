@@ -28,9 +28,10 @@ class CheckedPool:
         for name in ("allocate", "grow", "commit", "free", "free_tokens"):
             setattr(self, name, _guarded(named, getattr(pool, name)))
         # isinstance does not see what only __getattr__ finds: SharingPool and RoomyPool.
-        for name in ("shares", "room"):
-            if hasattr(pool, name):
-                setattr(self, name, getattr(pool, name))
+        with named:
+            for name in ("shares", "room"):
+                if hasattr(pool, name):
+                    setattr(self, name, getattr(pool, name))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._pool, name)

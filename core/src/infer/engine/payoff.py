@@ -38,6 +38,8 @@ PRIOR = 2.0
 """A sequence's own acceptance rate and that of all sequences weigh the same once it has verified this many drafts."""
 TRIALS = 3
 """How many guesses are asked for, one per step, before any draft is verified: they show how long proposing takes."""
+IN_VAIN = 0.1
+"""What a trial counts that yields no guess: a second model may still be reading the prompt."""
 WAITING = 0.05
 """The part of a pass that the device waits at least, where it waits for the proposer."""
 
@@ -53,7 +55,10 @@ class Costs:
     def __call__(self, rows: int, drafts: bool) -> float:
         below, share = self._place(rows)
         known = self._seconds[drafts]
-        return known[below] + (known[below + 1] - known[below]) * share if share else known[below]
+        if not share:
+            return known[below]
+        slope = known[below + 1] - known[below]
+        return known[below] + (max(0.0, slope) if share > 1 else slope) * share
 
     def with_drafts(self, rows: int, most: int) -> Floats:
         """Seconds of passes of ``rows`` rows and 1, 2, ... ``most`` drafts, [most]."""
@@ -98,7 +103,7 @@ class Acceptance(NamedTuple):
         return Acceptance((1 - RATE) * self.accepted + accepted, (1 - RATE) * self.compared + compared)
 
     def rate(self, prior: float, weight: float) -> float:
-        """The acceptance rate, if it was ``prior`` in ``weight`` comparisons before."""
+        """The acceptance rate, as if ``weight`` earlier comparisons had had the rate ``prior``."""
         return (self.accepted + weight * prior) / (self.compared + weight)
 
 
@@ -118,7 +123,8 @@ class Payoff:
     Estimates are the costs of passes, the acceptance rate of each sequence and the time of proposing. They may be
     wrong, so two budgets of real time bound what drafts may lose. Each earns ``SPARE`` of all time. Drafts pay what
     passes with them have lost, and are credited with what they have gained; while their budget is overdrawn, nothing is
-    verified. Guesses pay what asking for them takes; they find out whether drafts would be right at no risk."""
+    verified. Guesses pay what asking for them takes, but where drafts are asked for as well, those pay for all. Guesses
+    find out at no risk whether drafts would be right."""
 
     def __init__(self, costs: Costs, *, waits: bool = False) -> None:
         """``waits``: the device waits when a proposer is asked, even if it has nothing to propose."""
@@ -128,7 +134,7 @@ class Payoff:
         self._all = Acceptance()
         self._per_draft = self._per_ask = math.inf
         """Expected seconds of proposing, by draft token and by sequence that is asked."""
-        self._trials = TRIALS
+        self._trials: float = TRIALS
         """How many trials are left. While there are any, nothing is verified."""
         self._drafts_budget = RESERVE * costs(1, False)
         self._guesses_budget = 0.0
@@ -198,12 +204,14 @@ class Payoff:
         self._per_ask = min(seconds / (len(plan.counts) + len(plan.guessing)), (1 + RATE) * self._per_ask)
         if found:
             self._per_draft = min(seconds / sum(found.values()), (1 + RATE) * self._per_draft)
-        self._trials -= 1
+        self._trials -= 1 if found else IN_VAIN
         if plan.counts:
             # A pass with drafts takes its own time, waiting included; asked in vain, the device has waited for nothing.
-            self._drafts_budget -= seconds if found else seconds + self._wait
+            in_vain = found.keys().isdisjoint(plan.counts)
+            self._drafts_budget -= seconds + self._wait if in_vain else seconds
         else:
-            self._guesses_budget = max(0.0, self._guesses_budget - seconds - self._wait)
+            least = -RESERVE * self._costs(1, False)
+            self._guesses_budget = max(least, self._guesses_budget - seconds - self._wait)
 
     def verified(self, sequence: Sequence, proposed: int, right: int) -> None:
         """Learn that the first ``right`` of so many drafts were right. Those after the first wrong one tell nothing."""
@@ -223,7 +231,9 @@ class Payoff:
         self._costs.learn(rows, drafts > 0, seconds)
         earned, most = SPARE * seconds, RESERVE * self._costs(1, False)
         self._drafts_budget = min(max(self._drafts_budget + earned, -most), most)
-        self._guesses_budget = min(self._guesses_budget + earned, most)
+        # The budget can always grow to the price of one guess, so that guessing never ends.
+        guess = 0.0 if math.isinf(self._per_ask) else self._per_ask + self._wait
+        self._guesses_budget = min(self._guesses_budget + earned, max(most, guess))
 
     def end(self, sequence: Sequence) -> None:
         """Forget a sequence that has ended."""

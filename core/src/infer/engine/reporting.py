@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import overload
 
-from infer.contracts.cache import CachePoolProtocol, MappedPool
+from infer.contracts.cache import CachePoolProtocol
 from infer.contracts.records import RequestRecord, StepRecord, Totals, WorkRecord
 from infer.contracts.scheduler import Schedule, Sequence, Works
 
@@ -37,7 +37,7 @@ class Reporter:
     def __init__(self, pool: CachePoolProtocol, notify: Notify, *, speculative: bool) -> None:
         """``speculative``: steps may verify draft tokens."""
         self._pool = pool
-        self._block_states: Callable[[], bytes] | None = pool.states if isinstance(pool, MappedPool) else None
+        self._block_states: Callable[[], bytes] | None = getattr(pool, "states", None)
         self._notify = notify
         self._speculative = speculative
         self._steps = 0

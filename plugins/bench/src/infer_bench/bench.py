@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
-from infer.commands.arguments import new_timeline
 from infer.contracts.command import CommandContext, CommandRegistration
 from infer.errors import InferError, SettingsError
 from infer.flags import LOADING, add_settings
 from infer.settings import load_settings
+from infer_bench.timeline import new_timeline
 
 if TYPE_CHECKING:
     import aiohttp

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from infer.commands.arguments import new_timeline
 from infer.contracts.command import CommandContext, CommandRegistration
 from infer.contracts.params import SamplingParams
 from infer.contracts.records import RequestRecord, StepRecord
@@ -20,6 +19,7 @@ from infer.errors import SettingsError
 from infer.flags import LOADING, add_settings
 from infer.plugins.discovery import Plugins
 from infer.settings import load_settings, plugin_settings
+from infer_bench.timeline import new_timeline
 
 SNIPPET = "def parse(text):\n    return [int(part) for part in text.split(',')]\n\n"
 

@@ -66,36 +66,25 @@ def _words(args: argparse.Namespace) -> Iterator[str]:
             yield from (f"--{name}", str(value))
 
 
-def _own(context: CommandContext, offer: Offer) -> Any:
-    from infer.settings import plugin_settings
-
-    return plugin_settings(context.settings, offer.slot, offer.name)
-
-
 def _kernels(args: argparse.Namespace, context: CommandContext, offer: Offer) -> tuple[Suite[Any], Any]:
     from infer.assemble.assembly import choose_device
-    from infer.contracts.kernels import KernelsProtocol
     from infer_testing import kernels
 
     device = choose_device(context.settings.model.device)
-    made = offer.make(KernelsProtocol, device, _own(context, offer))
+    made = offer.build(context.settings, device)
     return kernels.SUITE, kernels.Provider(made, device, kv_dtypes=offer.kv_dtypes)
 
 
 def _cache(args: argparse.Namespace, context: CommandContext, offer: Offer) -> tuple[Suite[Any], Any]:
-    from infer.contracts.cache import CachePoolProtocol
     from infer_testing import pools
 
-    own = _own(context, offer)
-    return pools.SUITE, pools.Pools(lambda given: offer.make(CachePoolProtocol, given, own), offer.kv_dtypes)
+    return pools.SUITE, pools.Pools(lambda given: offer.build(context.settings, given), offer.kv_dtypes)
 
 
 def _scheduler(args: argparse.Namespace, context: CommandContext, offer: Offer) -> tuple[Suite[Any], Any]:
-    from infer.contracts.scheduler import SchedulerProtocol
     from infer_testing import schedulers
 
-    own = _own(context, offer)
-    make = lambda given: offer.make(SchedulerProtocol, given, own)  # noqa: E731
+    make = lambda given: offer.build(context.settings, given)  # noqa: E731
     return schedulers.SUITE, schedulers.Schedulers(make, offer.chunks)
 
 
@@ -110,31 +99,26 @@ def _model(args: argparse.Namespace, context: CommandContext, offer: Offer) -> t
 
 def _weights(args: argparse.Namespace, context: CommandContext, offer: Offer) -> tuple[Suite[Any], Any]:
     from infer.checkpoint import Folder
-    from infer.contracts.weights import WeightFormatProtocol
     from infer_testing import formats
 
-    stored, own, plain = Folder(_checkpoint(args)), _own(context, offer), None
+    stored, plain = Folder(_checkpoint(args)), None
     if args.against != "auto":
         files = Folder(Path(args.against)).tensors()
         plain = {name: files.tensor(name) for name in files.names()}
-    make = lambda config, files: offer.make(WeightFormatProtocol, config, files, own)  # noqa: E731
+    make = lambda config, files: offer.build(context.settings, config, files)  # noqa: E731
     return formats.SUITE, formats.Formats(make, stored.config(), stored.tensors(), plain)
 
 
 def _proposer(args: argparse.Namespace, context: CommandContext, offer: Offer) -> tuple[Suite[Any], Any]:
-    from infer.contracts.proposer import ProposerProtocol
     from infer_testing import proposers
 
-    own = _own(context, offer)
-    return proposers.SUITE, proposers.Proposers(lambda given: offer.make(ProposerProtocol, given, own))
+    return proposers.SUITE, proposers.Proposers(lambda given: offer.build(context.settings, given))
 
 
 def _tool_format(args: argparse.Namespace, context: CommandContext, offer: Offer) -> tuple[Suite[Any], Any]:
-    from infer.contracts.text import PartProtocol
     from infer_testing import tool_formats
 
-    own = _own(context, offer)
-    make = lambda tools: offer.make(PartProtocol, tools, own)  # noqa: E731
+    make = lambda tools: offer.build(context.settings, tools)  # noqa: E731
     return tool_formats.SUITE, tool_formats.ToolFormats(make, **_call(args.call))
 
 

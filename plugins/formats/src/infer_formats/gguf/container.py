@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -88,7 +88,6 @@ def _other_parts(meta: Metadata) -> Iterator[Path]:
         yield meta.path.with_name(f"{name[1]}{number:05}{name[2]}{meta.path.suffix}")
 
 
-@runtime_checkable
 class BlocksProtocol(TensorFilesProtocol, Protocol):
     """What a weight format needs to know of a GGUF file's tensors."""
 
@@ -121,9 +120,10 @@ class GGUFFormat:
     """A WeightFormatProtocol: the tensors by the hub's names, as the hub's models have them."""
 
     def __init__(self, given: Mapping[str, Any], files: TensorFilesProtocol) -> None:
-        if not isinstance(files, BlocksProtocol):
+        # isinstance would not see what Outlines finds by __getattr__.
+        if not all(hasattr(files, name) for name in ("infos", "architecture")):
             raise CheckpointError("config.json: quant_method is 'gguf', which only files that end in .gguf have.")
-        self._files, self._head_size = files, given["head_dim"]
+        self._files, self._head_size = cast(BlocksProtocol, files), given["head_dim"]
         self._names: dict[str, list[tuple[str, int | None]]] = {}
         """For each of the hub's tensors, those that it consists of, of which some are experts' parts of a stack."""
         count = given.get("num_experts") or given.get("num_local_experts") or 0
