@@ -33,6 +33,11 @@ def pytest_configure(config: pytest.Config) -> None:
     examples.use_profile()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
 def pytest_collection_finish() -> None:
     """Python looks for garbage the less often the more objects stay. All tests and what they import stay, so they are
     not counted: else dropped servers and engines would pile up, a gigabyte in some files."""

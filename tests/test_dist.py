@@ -34,6 +34,8 @@ from infer.checkpoint.hub import BUNDLED
 from infer.plugins.slots import SLOTS
 from infer_kernels_cpu import native
 
+pytestmark = pytest.mark.long
+
 MOST_DISTRIBUTIONS, MOST_BYTES = 60, 1_100_000_000
 """What the README's install may bring to an environment: other people's and our distributions, and bytes, most of
 them torch's. CUDA would be another 4 GB."""

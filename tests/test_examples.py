@@ -25,6 +25,8 @@ import json, sys
 from safetensors.torch import save_file
 sys.path.insert(0, "tests")
 from test_bitsandbytes import CONFIG, plain, quantised
+
+pytestmark = pytest.mark.long
 config = json.loads((tiny_checkpoint("LlamaForCausalLM", Path("made")) / "config.json").read_text())
 save_file(quantised(plain()), "made/model.safetensors")
 Path("made/config.json").write_text(json.dumps(config | CONFIG))

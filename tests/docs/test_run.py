@@ -15,6 +15,8 @@ from tests.docs.running import BIN, Shell, environment, follow, hub
 from tests.test_examples import build
 from tests.test_examples import environment as fresh
 
+pytestmark = pytest.mark.long
+
 MAKEFILE = (ROOT / "Makefile").read_text()
 TUTORIAL = "docs/tutorial.md"
 NOT_RUN = {

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 OLDER = ("3.6.0", "3.8.0")
 """Releases of Triton that `make install` puts beside the environment: the oldest that the package allows, that of

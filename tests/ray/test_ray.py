@@ -23,7 +23,7 @@ import pytest
 from tests.ray.test_ingress import frames, said
 from tests.serving import HANG_S, serving
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
