@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted(path.parent for path in ROOT.glob("examples/*/pyproject.toml"))
 BASE = ("core", *(f"plugins/{name}" for name in ("cache_slotted", "cache_paged", "models", "testing", "demo")))
@@ -25,8 +26,6 @@ import json, sys
 from safetensors.torch import save_file
 sys.path.insert(0, "tests")
 from test_bitsandbytes import CONFIG, plain, quantised
-
-pytestmark = pytest.mark.long
 config = json.loads((tiny_checkpoint("LlamaForCausalLM", Path("made")) / "config.json").read_text())
 save_file(quantised(plain()), "made/model.safetensors")
 Path("made/config.json").write_text(json.dumps(config | CONFIG))

@@ -123,21 +123,22 @@ class GGUFFormat:
         # isinstance would not see what Outlines finds by __getattr__.
         if not all(hasattr(files, name) for name in ("infos", "architecture")):
             raise CheckpointError("config.json: quant_method is 'gguf', which only files that end in .gguf have.")
-        self._files, self._head_size = cast(BlocksProtocol, files), given["head_dim"]
+        self._files = blocks = cast(BlocksProtocol, files)
+        self._head_size = given["head_dim"]
         self._names: dict[str, list[tuple[str, int | None]]] = {}
         """For each of the hub's tensors, those that it consists of, of which some are experts' parts of a stack."""
         count = given.get("num_experts") or given.get("num_local_experts") or 0
         # Sorted, a gate comes before what it goes with.
-        for name in sorted(files.names(), key=lambda name: "_up_exps." in name):
+        for name in sorted(blocks.names(), key=lambda name: "_up_exps." in name):
             if name in config.FACTORS:
                 continue
-            if (expert := config.expert_name(files.architecture, name)) is None:
-                held = self._names.setdefault(config.hub_name(files.architecture, name), [])
+            if (expert := config.expert_name(blocks.architecture, name)) is None:
+                held = self._names.setdefault(config.hub_name(blocks.architecture, name), [])
                 held.append((name, None))
                 if len(held) > 1:
                     raise CheckpointError("The checkpoint holds a tensor under two names.")
                 continue
-            if len(shape := files.infos[name].shape) < 2 or shape[0] != count:
+            if len(shape := blocks.infos[name].shape) < 2 or shape[0] != count:
                 raise CheckpointError(f"The tensor {name!r} has shape {list(shape)}, but there are {count} experts.")
             for index in range(count):
                 self._names.setdefault(expert(index), []).append((name, index))
