@@ -27,6 +27,16 @@ def check_schema_and_type(type: str, field: str, schema: object) -> None:
         raise ValueError(f"{field} goes with the type json_schema, and the type is {type}")
 
 
+def format_outputs(type: str, schema: dict[str, Any] | None) -> StructuredOutputs | None:
+    """What an answer's format asks for; None if any text will do."""
+    match type:
+        case "json_object":
+            return StructuredOutputs(json_object=True)
+        case "json_schema":
+            return StructuredOutputs(json_schema=schema or {})
+    return None
+
+
 class SchemaFormat(Body):
     name: str = Field(min_length=1, max_length=64)
     schema_: dict[str, Any] | None = Field(None, alias="schema")
@@ -44,13 +54,7 @@ class ResponseFormat(Body):
         return self
 
     def outputs(self) -> StructuredOutputs | None:
-        match self.type:
-            case "json_object":
-                return StructuredOutputs(json_object=True)
-            case "json_schema":
-                assert self.json_schema is not None
-                return StructuredOutputs(json_schema=self.json_schema.schema_ or {})
-        return None
+        return format_outputs(self.type, self.json_schema.schema_ if self.json_schema else None)
 
 
 class SamplingBody(SamplingParams, Body):

@@ -22,7 +22,7 @@ from infer.server.http.parsing import checked
 from infer.server.http.streams import Array
 from infer.server.input_items import Input, conversation
 from infer.server.messages import Message, turns
-from infer.server.sampling import Metadata, check_schema_and_type
+from infer.server.sampling import Metadata, check_schema_and_type, format_outputs
 from infer.server.shapes import CachedTokens, ChosenLogprob, ReasoningTokens
 from infer.server.thoughts import Thoughts
 from infer.server.tokens import Tokens
@@ -45,12 +45,7 @@ class TextFormat(Body):
         return self
 
     def outputs(self) -> StructuredOutputs | None:
-        match self.type:
-            case "json_object":
-                return StructuredOutputs(json_object=True)
-            case "json_schema":
-                return StructuredOutputs(json_schema=self.schema_ or {})
-        return None
+        return format_outputs(self.type, self.schema_)
 
 
 class TextOptions(Body):
