@@ -1,4 +1,4 @@
-"""Writes the tables of the documentation that the code knows: commands, metrics, routes, models, formats and memory.
+"""Writes the tables of the documentation that the code knows: rooms, commands, metrics, models, formats and memory.
 
     python docs/tables.py            writes them anew, in the pages
     python docs/tables.py --check    says which are not as they would be written
@@ -9,6 +9,7 @@ A table stands in its page between two comments, `<!-- table: NAME -->` and `<!-
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import inspect
 import json
@@ -27,6 +28,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.shapes import CONFIGS, write  # noqa: E402
+from tests.test_rooms import ABOVE, ONLY, PLUGINS, ROOMS, TEXT  # noqa: E402
 
 from infer.cache import BlockManager  # noqa: E402
 from infer.commands import COMMANDS  # noqa: E402
@@ -44,6 +46,8 @@ ELSEWHERE = {
     "transformers": "[a list of its own](../plugins/models_transformers/README.md)",
 }
 """Families whose architectures another page lists."""
+AROUND = r"^core/src/|^plugins/|/src(/infer_\w+)?|\.py$"
+"""What a room's path has besides the names by which it is known."""
 
 
 def rows(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
@@ -54,6 +58,34 @@ def rows(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
 @cache
 def plugins() -> Plugins:
     return Plugins.discover()
+
+
+def room_rules() -> str:
+    """What each room is for, by the beginning of its docstring, and what it never imports. Raises ValueError if a room
+    has no docstring."""
+
+    def code(name: str) -> str:
+        return f"`{name.removeprefix('infer.')}`"
+
+    body = []
+    for room in (*ROOMS, *sorted(ONLY.keys() - ROOMS)):
+        place = ROOT / room
+        file = place if place.is_file() else min(place.glob("**/__init__.py"), key=lambda each: len(each.parts))
+        docstring = " ".join((ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").split())
+        sentence = docstring.partition(". ")[0].removesuffix(".").replace("``", "`")
+        # What follows a colon or a parenthesis is left out, unless fewer than three words come before.
+        purpose = re.match(r"((?:\S+ ){2,}?\S+?|.+)(?:[:;] | \(|$)", sentence)
+        if purpose is None:
+            raise ValueError(f"{room} has no docstring that says what it is for")
+        names, groups = [*ROOMS.get(room, ())], []
+        for group, name in ((PLUGINS, "any plugin"), (TEXT, "*text*"), (ABOVE, "*above*")):
+            if {*group} <= {*names}:
+                names = [each for each in names if each not in group]
+                groups.append(name)
+        if room in ONLY:
+            groups.append(f"of infer all but {', '.join(map(code, ONLY[room]))}")
+        body.append([code(re.sub(AROUND, "", room)), purpose[1], ", ".join([*map(code, names), *groups])])
+    return rows(("room", "what it is for", "never imports"), body)
 
 
 def commands() -> str:
@@ -234,6 +266,7 @@ def calls(owner: type, names: Sequence[str]) -> Callable[[], str]:
 
 
 TABLES: Mapping[str, Callable[[], str]] = {
+    "rooms": room_rules,
     "commands": commands,
     "metrics": metrics,
     "models": models,
