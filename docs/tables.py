@@ -46,7 +46,7 @@ ELSEWHERE = {
     "transformers": "[a list of its own](../plugins/models_transformers/README.md)",
 }
 """Families whose architectures another page lists."""
-AROUND = r"^core/src/|^plugins/|/src(/infer_\w+)?|\.py$"
+AROUND = r"^core/src/(infer/)?|/src(/infer_\w+)?|\.py$"
 """What a room's path has besides the names by which it is known."""
 
 
@@ -65,7 +65,7 @@ def room_rules() -> str:
     has no docstring."""
 
     def code(name: str) -> str:
-        return f"`{name.removeprefix('infer.')}`"
+        return f"`{name.removeprefix('infer.').replace('.', '/')}`"
 
     body = []
     for room in (*ROOMS, *sorted(ONLY.keys() - ROOMS)):
