@@ -47,6 +47,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "plugins/kernels_triton/src": ("infer.layers", "infer.cache", "infer.checkpoint", *TEXT, *ABOVE),
     "plugins/kernels_cpu/src": ("infer.layers", "infer.cache", "infer.checkpoint", *TEXT, *ABOVE),
     "plugins/models/src": ("infer.cache", "infer.kernels", "infer.checkpoint", *TEXT, *ABOVE),
+    "plugins/decisions/src": ("torch", "infer.layers", "infer.cache", "infer.kernels", "infer.commands", "infer_testing"),
     "plugins/console/src": ("torch", "infer.layers", "infer.cache", "infer.kernels", "infer.commands", "infer_testing"),
     "plugins/ray/src": ("torch", "infer.layers", "infer.cache", "infer.kernels", "infer.commands", "infer_testing"),
     "plugins/ray/src/infer_ray/router.py": ("ray", "aiohttp", "infer", "pydantic"),
