@@ -44,6 +44,13 @@ def test_each_page_is_in_the_navigation_once() -> None:
     assert sorted(listed) == sorted(path for path in PAGES if path != "docs/README.md"), "docs/README.md lists them"
 
 
+def test_the_architecture_names_every_plugin() -> None:
+    told = re.search(r"^plugins/ .*?(?=^examples/ )", PAGES["docs/architecture.md"].text, re.MULTILINE | re.DOTALL)
+    assert told
+    named = set(re.findall(r"\w+", told[0]))
+    assert {path.parent.name for path in ROOT.glob("plugins/*/pyproject.toml")} <= named
+
+
 def test_files_that_the_code_speaks_of_are_there() -> None:
     sources = [file for where in ("core/src", "plugins", "docs") for file in ROOT.glob(f"{where}/**/*.py")]
     named = {(file, name) for file in sources for name in re.findall(r"\bdocs/[\w/]+\.(?:md|json)\b", file.read_text())}
