@@ -1,4 +1,4 @@
-"""Which bodies are accepted, and what the errors say of the others."""
+"""Which bodies of decisions are accepted, and what the errors say of the others."""
 
 from __future__ import annotations
 
