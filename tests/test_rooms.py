@@ -16,6 +16,7 @@ ABOVE = (
     *("infer.engine", "infer.server", "infer.commands", "infer.settings", "infer.assemble", "infer.llm"),
     "infer_testing",
 )
+SERVER = ("torch", "infer.layers", "infer.cache", "infer.kernels", "infer.commands", "infer_testing")
 DOORS = ("infer", "infer.assemble.assembly", "infer.llm", "infer.openmp", "infer.plugins.survey", "infer.engine.loop")
 """Where rooms meet: what is behind these is not counted as imported by whoever imports them."""
 ROOMS: dict[str, tuple[str, ...]] = {
@@ -33,13 +34,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "core/src/infer/engine/schedulers.py": ("torch", "numpy", *TEXT),
     "core/src/infer/engine/batch.py": ("infer.layers", "infer.cache", "infer.kernels"),
     "core/src/infer/engine/engine.py": ("infer.kernels", "infer.cache"),
-    "core/src/infer/server": (
-        "torch",
-        "infer.kernels",
-        "infer.layers",
-        "infer.cache",
-        "infer.commands",
-    ),
+    "core/src/infer/server": SERVER,
     "core/src/infer/server/http": ("infer.engine", "infer.assemble", "infer.settings"),
     "core/src/infer/commands": ("infer.checkpoint", "infer.kernels", "infer.layers", "infer.cache"),
     "core/src/infer/assemble": ("aiohttp", "infer.server", "infer.commands", "infer.layers"),
@@ -54,8 +49,9 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "plugins/kernels_triton/src": ("infer.layers", "infer.cache", "infer.checkpoint", *TEXT, *ABOVE),
     "plugins/kernels_cpu/src": ("infer.layers", "infer.cache", "infer.checkpoint", *TEXT, *ABOVE),
     "plugins/models/src": ("infer.cache", "infer.kernels", "infer.checkpoint", *TEXT, *ABOVE),
-    "plugins/console/src": ("torch", "infer.layers", "infer.cache", "infer.kernels", "infer.commands", "infer_testing"),
-    "plugins/ray/src": ("torch", "infer.layers", "infer.cache", "infer.kernels", "infer.commands", "infer_testing"),
+    "plugins/decisions/src": SERVER,
+    "plugins/console/src": SERVER,
+    "plugins/ray/src": SERVER,
     "plugins/ray/src/infer_ray/router.py": ("ray", "aiohttp", "infer", "pydantic"),
     "plugins/ray/src/infer_ray/prefixes.py": ("ray", "aiohttp", "infer"),
     "plugins/ray/src/infer_ray/resume.py": ("ray", "aiohttp", "infer"),

@@ -162,7 +162,7 @@ SLOTS: Mapping[str, Slot] = {
         contract=ObserverProtocol,
         packages={"otel": "infer-otel", "timeline": "infer-console"},
     ),
-    "routes": Slot("infer_routes", "server", packages={"console": "infer-console"}),
+    "routes": Slot("infer_routes", "server", packages={"console": "infer-console", "decisions": "infer-decisions"}),
     "command": Slot(
         "infer_commands",
         None,

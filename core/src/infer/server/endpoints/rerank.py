@@ -24,11 +24,11 @@ from infer.contracts.params import SamplingParams
 from infer.contracts.server import Route
 from infer.errors import RequestError
 from infer.server import many
-from infer.server.endpoints.decisions import TAIL_CHARS, label_ids
 from infer.server.events import Json, TokenCount, raise_if_failed
 from infer.server.http.body import Body, Many
 from infer.server.http.errors import REQUEST_ID
 from infer.server.http.streams import Array
+from infer.server.labels import TAIL_CHARS, label_ids
 from infer.server.shapes import EmbeddingUsage
 
 if TYPE_CHECKING:

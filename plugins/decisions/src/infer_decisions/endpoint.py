@@ -11,7 +11,7 @@ import asyncio
 import functools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import product, repeat
 from string import ascii_lowercase, ascii_uppercase
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 from aiohttp import web
 from pydantic import AfterValidator, Field
 from pydantic_core import to_json
-from tokenizers import Tokenizer
 from typing_extensions import TypedDict
 
 from infer.contracts.params import SamplingParams
@@ -32,7 +31,8 @@ from infer.server.http.body import Body, Many, Text
 from infer.server.http.errors import REQUEST_ID
 from infer.server.http.streams import Array
 from infer.server.input_items import Input, conversation
-from infer.server.messages import JsonPart, TextPart, shown, transcript
+from infer.server.labels import TAIL_CHARS, label_ids
+from infer.server.messages import JsonPart, Message, TextPart, shown
 from infer.server.shapes import CachedTokens, ReasoningTokens
 
 if TYPE_CHECKING:
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 SYSTEM = (
     "Judge the state you are given. Answer the question with the label of the answer that fits best, and nothing else."
 )
-TAIL_CHARS = 32
 LETTERS = [*ascii_uppercase, *ascii_lowercase, *map("".join, product(ascii_uppercase, repeat=2))]
 MAX_QUESTIONS = 400
 MAX_OPTIONS = 255
@@ -178,7 +177,7 @@ class DecisionsRequest(Questions):
 
     @functools.cached_property
     def subject(self) -> str:
-        return self.input if isinstance(self.input, str) else transcript(conversation(self.input))
+        return self.input if isinstance(self.input, str) else _transcript(conversation(self.input))
 
 
 class YesNo(TypedDict):
@@ -267,7 +266,7 @@ class Decision(TypedDict):
     usage: DecisionUsage
 
 
-def routes(service: Service, settings: object) -> list[Route]:
+def routes(service: Service) -> list[Route]:
     own = Decisions(service)
     return [
         Route(
@@ -408,21 +407,19 @@ class Decisions:
         )
 
 
-def label_ids(tokenizer: Tokenizer, tail: str, labels: tuple[str, ...]) -> tuple[int, ...]:
-    """The first token of each label when it follows a text. Raises RequestError if two labels share one."""
-    before = tokenizer.encode(tail, add_special_tokens=False).ids
-    ids = []
-    for label in labels:
-        after = tokenizer.encode(tail + label, add_special_tokens=False).ids
-        goes_on = after[: len(before)] == before and len(after) > len(before)
-        ids.append(after[len(before)] if goes_on else tokenizer.encode(label, add_special_tokens=False).ids[0])
-    if len(set(ids)) < len(ids):
-        raise RequestError(f"This model's tokenizer begins several of the labels {', '.join(labels)} with one token.")
-    return tuple(ids)
-
-
 def _quoted(value: object) -> bytes:
     return json.dumps(value, ensure_ascii=False).encode()
+
+
+def _transcript(messages: Iterable[Message]) -> str:
+    """A conversation as one text, for questions about it."""
+    lines = []
+    for message in messages:
+        if text := message.text():
+            lines.append(f"{message.role}: {text}")
+        calls = [call.called() for call in message.tool_calls or ()]
+        lines += [f"{message.role} calls {call.name}: {call.arguments}" for call in calls]
+    return "\n".join(lines)
 
 
 def _word(value: str | bool) -> str:
