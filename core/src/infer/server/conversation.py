@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, cast
 
 from tokenizers import Tokenizer
 
 from infer.assemble.served import Served
-from infer.contracts.params import SamplingParams
+from infer.contracts.params import SamplingParams, StructuredOutputs
 from infer.contracts.sections import ModelSettings
-from infer.contracts.text import ReasoningTags
 from infer.errors import RequestError
+from infer.server.http.body import Body
+from infer.server.http.parsing import checked
 from infer.server.rendering import Renderer
+from infer.server.replies import Reply, ToolUse
 from infer.text.templates import PROBE_ARGUMENTS, PROBE_TOOL
 from infer.text.tool_formats import ToolFormat, recognise
 from infer.text.tools import opens_reasoning
@@ -21,6 +23,7 @@ from infer.text.tools import opens_reasoning
 log = logging.getLogger(__name__)
 
 OWN_FIELDS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
+NO_TOOLS = ToolUse()
 RESERVED = ("self", "loop", "caller", "varargs", "kwargs")
 """Names that have a meaning of their own in Jinja templates."""
 
@@ -120,15 +123,25 @@ class Conversation:
             **variables,
         )
 
-    def reasoning(self, prompt: str, params: SamplingParams) -> tuple[ReasoningTags | None, bool, tuple[int, ...]]:
-        """The tags of an answer's reasoning, if it may contain any; whether the prompt opens it; and the tokens that
-        end it, if the prompt opens it and they do not depend on what comes before and after. A request's format
-        applies only after them."""
+    async def reply(self, asked: Chat, sampling: Callable[..., SamplingParams], tools: ToolUse = NO_TOOLS) -> Reply:
+        """The reply that a body asks for. ``sampling`` makes its sampling parameters, and takes the
+        ``structured_outputs`` that a forced call needs. Raises RequestError."""
+        if tools.offered and tools.forced is None and self.tool_format is None:
+            raise RequestError(
+                "The format in which this model's chat template writes tool calls is unknown; set model.tool_format, "
+                "or force a call with tool_choice.",
+                param="tools",
+            )
+        prompt = await self.prompt(asked, tools.offered)
+        schema = tools.schema()
+        overrides = {} if schema is None else {"structured_outputs": StructuredOutputs(json_schema=schema)}
+        params = self._served.defaulted(checked(lambda: sampling(**overrides), type(cast(Body, asked))))
         tags = self._served.reasoning
         thinking = tags is not None and opens_reasoning(prompt, tags)
         end = _fixed(self._served.tokenizer, tags.closing) if tags and thinking else ()
-        formed = params.structured_outputs is not None and not end
-        return None if formed else tags, thinking, end
+        if params.structured_outputs is not None and not end:
+            tags = None  # the format applies from the first token on
+        return Reply(prompt, params, tools, self.tool_format, tags, thinking, end)
 
     @property
     def _process(self) -> Renderer:
