@@ -118,7 +118,7 @@ def test_nobody_elses_package_of_our_name_is_installed(named: Path, tmp_path: Pa
         [
             *("infer-engine", "infer-core", "infer-cache-paged", "infer-cache-slotted", "infer-models"),
             *("infer-formats", "infer-kernels-cpu", "infer-speculation", "infer-testing", "infer-console"),
-            *("infer-bench", "infer-demo"),
+            *("infer-agents", "infer-bench", "infer-demo"),
         ],
         dist.version(),
     )

@@ -54,6 +54,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "plugins/ray/src/infer_ray/resume.py": ("ray", "aiohttp", "infer"),
     "plugins/ray/src/infer_ray/ingress.py": ("ray",),
     "plugins/models_transformers/src": ("infer.cache", "infer.kernels", "infer.checkpoint", *TEXT, *ABOVE),
+    "plugins/agents/src": ("torch", "infer.layers", "infer.cache", "infer.kernels", "infer.commands", "infer_testing"),
     "plugins/bench/src": ("torch", "infer.engine", "infer.server", "infer.cache", "infer.layers", "infer.kernels"),
     "plugins/testing/src": ("pytest", "hypothesis", "aiohttp", "infer.server", "infer.commands"),
     "plugins/speculation/src": (

@@ -196,7 +196,7 @@ class ResponseEvent(TypedDict):
     sequence_number: int
 
 
-def routes(service: Service, settings: object) -> list[Route]:
+def routes(service: Service) -> list[Route]:
     return [
         Route(
             "POST",
