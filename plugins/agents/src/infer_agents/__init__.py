@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from pydantic import BaseModel, Field, SecretStr
+
 from infer import hookimpl
 from infer.contracts.registration import Registration
 from infer.contracts.server import Route, RoutesFactory
@@ -15,14 +17,20 @@ if TYPE_CHECKING:
 INFER_PLUGIN_API = 2
 
 
-def _responses(service: Service, settings: object, /) -> Sequence[Route]:
-    from infer_agents.responses import (
-        routes,  # imported here, so that other commands need not wait for the server's part
+class AgentsSettings(BaseModel, extra="forbid"):
+    key: SecretStr | None = Field(
+        None,
+        description="what seals reasoning that clients send back; the same for all servers that continue each other's "
+        "conversations; none for a key of this machine's own",
     )
 
-    return routes(service)
+
+def _routes(service: Service, settings: AgentsSettings, /) -> Sequence[Route]:
+    from infer_agents.routes import routes  # imported here, so that other commands need not wait for the server's part
+
+    return routes(service, settings)
 
 
 @hookimpl
 def infer_routes() -> list[Registration[RoutesFactory]]:
-    return [Registration("responses", _responses, "POST /v1/responses")]
+    return [Registration("agents", _routes, "POST /v1/responses", AgentsSettings)]

@@ -29,6 +29,7 @@ from infer.server.tokens import Tokens
 
 if TYPE_CHECKING:
     from infer.server.service import Service
+    from infer_agents.seal import Seal
 
 
 class TextFormat(Body):
@@ -196,7 +197,7 @@ class ResponseEvent(TypedDict):
     sequence_number: int
 
 
-def routes(service: Service) -> list[Route]:
+def routes(service: Service, seal: Seal) -> list[Route]:
     return [
         Route(
             "POST",
