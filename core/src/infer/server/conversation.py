@@ -10,7 +10,9 @@ from tokenizers import Tokenizer
 
 from infer.assemble.served import Served
 from infer.contracts.params import SamplingParams, StructuredOutputs
+from infer.contracts.request import ThinkingTokens
 from infer.contracts.sections import ModelSettings
+from infer.contracts.text import ReasoningTags
 from infer.errors import RequestError
 from infer.server.http.body import Body
 from infer.server.http.parsing import checked
@@ -140,8 +142,22 @@ class Conversation:
         thinking = tags is not None and opens_reasoning(prompt, tags)
         end = _fixed(self._served.tokenizer, tags.closing) if tags and thinking else ()
         if params.structured_outputs is not None and not end:
-            tags = None  # the format applies from the first token on
-        return Reply(prompt, params, tools, self.tool_format, tags, thinking, end)
+            # The format applies from the first token on, so that there is no reasoning.
+            tags, params = None, params.model_copy(update={"thinking_token_budget": None})
+        tokens = None if tags is None else self._thinking_tokens(tags, thinking)
+        if params.thinking_token_budget is not None and tokens is None:
+            why = "this model does not reason"
+            if tags is not None:
+                why = f"this model reasons between {tags.opening} and {tags.closing}, which are no tokens of its own"
+            raise RequestError(
+                f"thinking_token_budget has no effect: {why}; leave it out.", param="thinking_token_budget"
+            )
+        return Reply(prompt, params, tools, self.tool_format, tags, thinking, end, tokens)
+
+    def _thinking_tokens(self, tags: ReasoningTags, opened: bool) -> ThinkingTokens | None:
+        """The tokens around the reasoning; None if they are not always the same."""
+        opening, closing = (_fixed(self._served.tokenizer, tag) for tag in (tags.opening, tags.closing))
+        return ThinkingTokens(opening, closing, opened) if (opening or opened) and closing and not tags.reader else None
 
     @property
     def _process(self) -> Renderer:

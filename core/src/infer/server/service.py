@@ -14,7 +14,7 @@ from aiohttp import web
 
 from infer.assemble.served import Served
 from infer.contracts.params import SamplingParams
-from infer.contracts.request import Event, Pooling, Request, TokenLogprobs
+from infer.contracts.request import Event, Pooling, Request, ThinkingTokens, TokenLogprobs
 from infer.contracts.sections import Settings
 from infer.engine.loop import AsyncDoor, EngineLoop
 from infer.errors import InferError, RequestError
@@ -148,6 +148,7 @@ class Service:
         prefix: str = "cmpl",
         special: bool = True,
         grammar_after: tuple[int, ...] = (),
+        thinking: ThinkingTokens | None = None,
         pooling: Pooling | None = None,
     ) -> list[Request]:
         """Make ``n`` requests for each prompt, in order. Raises RequestError."""
@@ -174,6 +175,7 @@ class Service:
                         group=f"{http[REQUEST_ID]}-{p}" if n > 1 else "",
                         grammar=grammar,
                         grammar_after=grammar_after,
+                        thinking=thinking,
                         pooling=pooling,
                         trace=trace,
                     )
@@ -184,9 +186,16 @@ class Service:
 
     async def replies(self, http: web.Request, reply: Reply, asked: Asked, *, n: int = 1, prefix: str) -> list[Request]:
         """``requests`` for ``n`` replies to a conversation. Raises RequestError."""
-        after = reply.grammar_after
         return await self.requests(
-            http, [reply.prompt], reply.params, asked, n=n, prefix=prefix, special=False, grammar_after=after
+            http,
+            [reply.prompt],
+            reply.params,
+            asked,
+            n=n,
+            prefix=prefix,
+            special=False,
+            grammar_after=reply.grammar_after,
+            thinking=reply.thinking_tokens,
         )
 
     async def tokenize(self, prompts: Sequence[str | Sequence[int]], make: Callable[[], R], n: int = 1) -> R:
