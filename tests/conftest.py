@@ -2,6 +2,7 @@
 
 import gc
 import os
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -31,6 +32,11 @@ def pytest_configure(config: pytest.Config) -> None:
     examples.fast = config.option.markexpr == "not slow"
     examples.explored = config.option.explore
     examples.use_profile()
+    # What infer keeps between processes is not the user's own here. Workers have the variable from who started them.
+    if not hasattr(config, "workerinput"):
+        folder = tempfile.TemporaryDirectory(prefix="infer-state-", ignore_cleanup_errors=True)
+        os.environ["XDG_STATE_HOME"] = folder.name
+        config.add_cleanup(folder.cleanup)
 
 
 @pytest.hookimpl(trylast=True)

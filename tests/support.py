@@ -26,7 +26,7 @@ from infer.contracts.model import ModelContext, ModelProtocol
 from infer.contracts.params import SamplingParams
 from infer.contracts.proposer import Ask, ProposerProtocol
 from infer.contracts.records import RequestRecord, StepRecord
-from infer.contracts.request import Event, Request
+from infer.contracts.request import Event, Request, ThinkingTokens
 from infer.contracts.scheduler import Sequence
 from infer.contracts.sections import EngineSettings
 from infer.engine.engine import Abort, Engine
@@ -397,7 +397,15 @@ class Stepper:
     steps: list[StepRecord] = field(default_factory=list)
     finished: list[RequestRecord] = field(default_factory=list)
 
-    def submit(self, prompt: list[int], id: str, salt: str = "", priority: int = 0, **params: Any) -> Request:
+    def submit(
+        self,
+        prompt: list[int],
+        id: str,
+        salt: str = "",
+        priority: int = 0,
+        thinking: ThinkingTokens | None = None,
+        **params: Any,
+    ) -> Request:
         request = Request.make(
             prompt,
             SamplingParams(**params),
@@ -406,6 +414,7 @@ class Stepper:
             id=id,
             cache_salt=salt,
             priority=priority,
+            thinking=thinking,
         )
         self.engine.submit(request)
         return request

@@ -34,7 +34,7 @@ from infer.contracts.attention import KVDtype
 from infer.contracts.model import ModelProtocol, Pass
 from infer.contracts.params import SamplingParams, StructuredOutputs
 from infer.contracts.proposer import Ask
-from infer.contracts.request import Event, Request
+from infer.contracts.request import Event, Request, ThinkingTokens
 from infer.engine.answer import NOT_FINITE
 from infer.engine.payoff import Plan
 from infer.engine.processors import LogitsProcessor
@@ -82,6 +82,11 @@ def some_request(draw: random.Random, id: str) -> Request:
         params["stop"] = [chr(33 + draw.randrange(94)) for _ in range(6)] + ["AB"]
     if draw.random() < 0.2:
         params["prompt_logprobs"] = 1
+    thinking = (
+        ThinkingTokens((5,), draw.choice([(7,), (7, 8, 7)]), draw.random() < 0.7) if draw.random() < 0.2 else None
+    )
+    if thinking is not None:
+        params["thinking_token_budget"] = draw.choice([0, 1, 5, 12])
     prompt = random_prompt(260)[: draw.choice([1, 15, 40, 100])] + random_prompt(3, seed=draw.randrange(4))
     return Request.make(
         prompt,
@@ -93,6 +98,7 @@ def some_request(draw: random.Random, id: str) -> Request:
         group=draw.choice(["", "g"]),
         grammar=grammar() if formed else None,
         grammar_after=draw.choice([(), (), (7,)]) if formed else (),
+        thinking=thinking,
     )
 
 

@@ -74,6 +74,22 @@ async def test_with_keys_or_for_others_every_name_is_answered() -> None:
         assert (await ask(server, Host="box.lan", Content_Type="text/plain"))[0] == 415
 
 
+async def test_a_key_may_come_in_either_header() -> None:
+    """Anthropic's clients show it in X-Api-Key. A wrong key in one header does not spoil a right one in the other."""
+    async with running(engine=ENGINE, server={"api_keys": "k", "access_log": False}) as server:
+        for shown, status in (
+            ({"X_Api_Key": "k"}, 200),
+            ({"X_Api_Key": " k "}, 200),
+            ({"X_Api_Key": "l"}, 401),
+            ({"X_Api_Key": ""}, 401),
+            ({"X_Api_Key": "l", "Authorization": "Bearer k"}, 200),
+            ({"X_Api_Key": "k", "Authorization": "Bearer l"}, 200),
+            ({"X_Api_Key": "k", "Authorization": "Basic l"}, 200),
+            ({"Authorization": "Basic k"}, 401),
+        ):
+            assert (await ask(server, **shown))[0] == status, shown
+
+
 async def test_pages_of_the_origins_that_are_set_may_read() -> None:
     wanted = {"Access_Control_Request_Method": "POST", "Access_Control_Request_Headers": "authorization,content-type"}
     keyed = {"api_keys": "k", "access_log": False}

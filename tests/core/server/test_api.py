@@ -55,6 +55,40 @@ async def test_chat_is_the_completion_of_what_the_template_makes(chatty: dict[st
         assert going_on["choices"][0]["message"]["content"] == plain["choices"][0]["text"]
 
 
+async def test_a_model_may_have_several_names(chatty: dict[str, Any]) -> None:
+    asked: Body = {"messages": MESSAGES, "max_tokens": 1}
+    for aliases, taken, listed in (("a,b", {"a", "b"}, ["a", "b"]), ("a,*", {"a", "b", "c"}, ["a"]), ("", set(), [])):
+        async with running(**chatty, server={"aliases": aliases}) as server:
+            for name in "abc":
+                status = (await server.post(asked | {"model": name}, "/v1/chat/completions"))[0]
+                assert status == (200 if name in taken else 404), (aliases, name)
+                async with server.session.get(f"{server.url}/v1/models/{name}") as response:
+                    assert response.status == status
+                    assert status == 404 or (await response.json())["id"] == name
+            async with server.session.get(f"{server.url}/v1/models") as response:
+                assert [model["id"] for model in (await response.json())["data"]][1:] == listed
+
+
+async def test_unknown_fields_are_refused_or_ignored(chatty: dict[str, Any]) -> None:
+    """Anywhere in a body, whether it is read in the event loop or, if it is large, in another process."""
+    message = {"role": "user", "content": "a loop", "extra": 1}
+    large = message | {"extra": " " * (1 << 15)}
+    for unknown, status in (("refuse", 400), ("ignore", 200)):
+        async with running(**chatty, server={"unknown_fields": unknown}) as server:
+            answers = []
+            for messages, more in ((MESSAGES, {"extra": {}}), ([message], {}), ([large], {})):
+                body: Body = {"messages": messages, "max_tokens": 3, "seed": 1} | more
+                got, answer, _ = await server.post(body, "/v1/chat/completions")
+                assert got == status, answer
+                answers.append(answer)
+                if unknown == "refuse":
+                    assert answer["error"]["param"] in ("extra", "messages[0].extra")
+            if unknown == "ignore":
+                assert answers[0]["choices"] == answers[1]["choices"] == answers[2]["choices"]
+                got, answer, _ = await server.post(body | {"max_tokens": "3"}, "/v1/chat/completions")
+                assert (got, answer["error"]["param"]) == (400, "max_tokens")
+
+
 BAD: list[tuple[Body, str | None, str]] = [
     ({"messages": []}, "messages", "messages = [] must have at least 1 item."),
     ({"messages": MESSAGES, "metadata": {str(i): "" for i in range(17)}}, "metadata", "at most 16 items"),

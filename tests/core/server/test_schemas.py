@@ -14,12 +14,12 @@ from tests.examples import examples
 from infer.errors import RequestError
 from infer.server.endpoints.chat_completions import ChatRequest
 from infer.server.endpoints.completions import CompletionRequest
-from infer.server.endpoints.responses import ResponsesRequest
 from infer.server.endpoints.tokenization import DetokenizeRequest, TokenizeRequest
 from infer.server.http.body import Body
 from infer.server.http.parsing import parse
 from infer.server.input_items import conversation
 from infer.server.tools import FunctionTool
+from infer_agents.responses import ResponsesRequest
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [None, 1], "default": None}}}
 CALL = {

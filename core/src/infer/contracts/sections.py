@@ -241,6 +241,14 @@ class ServerSettings(Section):
         256, ge=1, description="Answers that one request may ask for: its prompts times n, or its questions."
     )
     served_model_name: str | None = Field(None, description="The model's name for clients; none for model.path.")
+    aliases: list[str] = Field(
+        [],
+        description="Further names under which clients may ask for the model, separated by commas; * is any name. "
+        "Agents ask for several.",
+    )
+    unknown_fields: Literal["refuse", "ignore"] = Field(
+        "refuse", description="What becomes of a request with a field that its endpoint does not know."
+    )
     max_body_bytes: int = Field(4 * 2**20, ge=1024, description="The largest request body.")
     body_timeout_s: float = Field(30.0, gt=0, description="Seconds for a request's body to arrive.")
     stall_timeout_s: float = Field(60.0, gt=0, description="Seconds until a client that does not read is dropped.")

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from pydantic import BaseModel
 
 if TYPE_CHECKING:
     from aiohttp.typedefs import Handler
+
+
+class WireFormatProtocol(Protocol):
+    """How an API writes errors and streams. ``infer.server.http.wire.WireFormat`` is OpenAI's, to be extended."""
+
+    ERROR: ClassVar[Any]
+    IDLE: ClassVar[bytes]
+    DONE: ClassVar[bytes]
+
+    def error(self, error: Any, status: int) -> dict[str, Any]: ...
+    def failure(self, error: Any) -> dict[str, Any]: ...
+    def head(self, frame: Mapping[str, Any]) -> bytes: ...
 
 
 @dataclass(frozen=True)
@@ -35,6 +47,8 @@ class Route:
     open: bool = False
     """Whether it needs no API key, as for load balancers and the page that asks for the key. If it reads a body, that
     should be small: anybody may send it (``Service.read``'s ``most``)."""
+    wire_format: WireFormatProtocol | None = None
+    """How its errors and streams are written, an ``infer.server.http.wire.WireFormat``; None: as OpenAI's chats."""
 
 
 class RoutesFactory(Protocol):

@@ -33,6 +33,7 @@ from infer.server.http.access import (
 )
 from infer.server.http.errors import errors, expected
 from infer.server.http.sockets import bind, listen
+from infer.server.http.wire import WIRE_FORMATS, WireFormat
 from infer.server.openapi import PAGES, pages
 from infer.server.routing import gather
 from infer.server.service import Service
@@ -119,6 +120,7 @@ def make_app(engine_loop: EngineLoop, served: Served, plugins: Plugins, settings
     routes = gather(service, plugins)
     # The outermost middleware comes first: any error inside has become a status by the time it is logged.
     opened: set[web.AbstractRoute] = set()
+    wire_formats: dict[web.AbstractRoute, WireFormat] = {}
     inside = Inside()
     app = web.Application(
         middlewares=[
@@ -139,9 +141,11 @@ def make_app(engine_loop: EngineLoop, served: Served, plugins: Plugins, settings
             added = app.router.add_route(method, route.path, route.handler, expect_handler=expected)
             if route.open:
                 opened.add(added)
+            if isinstance(route.wire_format, WireFormat):
+                wire_formats[added] = route.wire_format
     for path, page in zip(PAGES, pages(routes, served.name), strict=True):
         app.router.add_get(path, page, expect_handler=expected)
-    app[SERVICE], app[INSIDE] = service, inside
+    app[SERVICE], app[INSIDE], app[WIRE_FORMATS] = service, inside, wire_formats
     app.on_startup.append(lambda app: service.conversation.prepare())
     app.on_cleanup.append(lambda app: service.close())
     return app

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, cast
 
 from tokenizers import Tokenizer
 
 from infer.assemble.served import Served
-from infer.contracts.params import SamplingParams
+from infer.contracts.params import SamplingParams, StructuredOutputs
+from infer.contracts.request import ThinkingTokens
 from infer.contracts.sections import ModelSettings
 from infer.contracts.text import ReasoningTags
 from infer.errors import RequestError
+from infer.server.http.body import Body
+from infer.server.http.parsing import checked
 from infer.server.rendering import Renderer
+from infer.server.replies import Reply, ToolUse
 from infer.text.templates import PROBE_ARGUMENTS, PROBE_TOOL
 from infer.text.tool_formats import ToolFormat, recognise
 from infer.text.tools import opens_reasoning
@@ -21,6 +25,7 @@ from infer.text.tools import opens_reasoning
 log = logging.getLogger(__name__)
 
 OWN_FIELDS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
+NO_TOOLS = ToolUse()
 RESERVED = ("self", "loop", "caller", "varargs", "kwargs")
 """Names that have a meaning of their own in Jinja templates."""
 
@@ -120,15 +125,39 @@ class Conversation:
             **variables,
         )
 
-    def reasoning(self, prompt: str, params: SamplingParams) -> tuple[ReasoningTags | None, bool, tuple[int, ...]]:
-        """The tags of an answer's reasoning, if it may contain any; whether the prompt opens it; and the tokens that
-        end it, if the prompt opens it and they do not depend on what comes before and after. A request's format
-        applies only after them."""
+    async def reply(self, asked: Chat, sampling: Callable[..., SamplingParams], tools: ToolUse = NO_TOOLS) -> Reply:
+        """The reply that a body asks for. ``sampling`` makes its sampling parameters, and takes the
+        ``structured_outputs`` that a forced call needs. Raises RequestError."""
+        if tools.offered and tools.forced is None and self.tool_format is None:
+            raise RequestError(
+                "The format in which this model's chat template writes tool calls is unknown; set model.tool_format, "
+                "or force a call with tool_choice.",
+                param="tools",
+            )
+        prompt = await self.prompt(asked, tools.offered)
+        schema = tools.schema()
+        overrides = {} if schema is None else {"structured_outputs": StructuredOutputs(json_schema=schema)}
+        params = self._served.defaulted(checked(lambda: sampling(**overrides), type(cast(Body, asked))))
         tags = self._served.reasoning
         thinking = tags is not None and opens_reasoning(prompt, tags)
         end = _fixed(self._served.tokenizer, tags.closing) if tags and thinking else ()
-        formed = params.structured_outputs is not None and not end
-        return None if formed else tags, thinking, end
+        if params.structured_outputs is not None and not end:
+            # The format applies from the first token on, so that there is no reasoning.
+            tags, params = None, params.model_copy(update={"thinking_token_budget": None})
+        tokens = None if tags is None else self._thinking_tokens(tags, thinking)
+        if params.thinking_token_budget is not None and tokens is None:
+            why = "this model does not reason"
+            if tags is not None:
+                why = f"this model reasons between {tags.opening} and {tags.closing}, which are no tokens of its own"
+            raise RequestError(
+                f"thinking_token_budget has no effect: {why}; leave it out.", param="thinking_token_budget"
+            )
+        return Reply(prompt, params, tools, self.tool_format, tags, thinking, end, tokens)
+
+    def _thinking_tokens(self, tags: ReasoningTags, opened: bool) -> ThinkingTokens | None:
+        """The tokens around the reasoning; None if they are not always the same."""
+        opening, closing = (_fixed(self._served.tokenizer, tag) for tag in (tags.opening, tags.closing))
+        return ThinkingTokens(opening, closing, opened) if (opening or opened) and closing and not tags.reader else None
 
     @property
     def _process(self) -> Renderer:

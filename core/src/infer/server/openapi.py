@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 from pydantic.json_schema import models_json_schema
 
 from infer.contracts.server import Route
-from infer.server.http.errors import Error
+from infer.server.http.wire import OPENAI
 
 PAGES = ("/openapi.json", "/docs")
 REF = "#/components/schemas/{model}"
@@ -37,7 +37,9 @@ def document(routes: Sequence[Route], server_name: str) -> dict[str, Any]:
     bodies = [(route.body, "validation") for route in routes if route.body is not None]
     asked, schemas = models_json_schema(bodies, ref_template=REF)  # type: ignore[arg-type]
     components: dict[str, Any] = dict(schemas.get("$defs", {}))
-    kinds = [Error, *(kind for route in routes for kind in (route.answer, route.chunk) if _is_shape(kind))]
+    wires = [route.wire_format or OPENAI for route in routes]
+    kinds = [OPENAI.ERROR, *(wire.ERROR for wire in wires if wire.ERROR is not OPENAI.ERROR)]
+    kinds += [kind for route in routes for kind in (route.answer, route.chunk) if _is_shape(kind)]
     shapes, schemas = TypeAdapter.json_schemas(
         [(str(i), "validation", TypeAdapter(kind)) for i, kind in enumerate(kinds)],
         ref_template=REF.replace("{model}", "Answer.{model}"),
@@ -47,9 +49,9 @@ def document(routes: Sequence[Route], server_name: str) -> dict[str, Any]:
     def shape(kind: Any) -> Any:
         return shapes[str(kinds.index(kind)), "validation"]
 
-    error = {"application/json": {"schema": shape(Error)}}
     paths: dict[str, Any] = {}
-    for route in routes:
+    for route, wire in zip(routes, wires, strict=True):
+        error = {"application/json": {"schema": shape(wire.ERROR)}}
         if isinstance(route.answer, str):
             content: dict[str, Any] = {route.answer: {"schema": {"type": "string"}}}
         else:

@@ -18,6 +18,7 @@ from infer.plugins.discovery import Plugins
 from infer.plugins.inspection import Named
 from infer.server.http.body import Body
 from infer.server.http.errors import WHOSE
+from infer.server.http.wire import WireFormat
 from infer.server.openapi import PAGES, document
 from infer.server.service import Service
 from infer.settings import plugin_settings
@@ -73,6 +74,8 @@ def checked(routes: object, service: Service) -> Sequence[Route]:
             raise TypeError(f"the summary of {route.method} {route.path} is not one line of text")
         if not inspect.iscoroutinefunction(route.handler):
             raise TypeError(f"the handler of {route.method} {route.path} is not an async function")
+        if not (route.wire_format is None or isinstance(route.wire_format, WireFormat)):
+            raise TypeError(f"the wire_format of {route.method} {route.path} is no infer.server.http.wire.WireFormat")
         router.add_route(route.method, route.path, route.handler)
         if route.body is not None:
             if not (isinstance(route.body, type) and issubclass(route.body, Body)):

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from infer.assemble.served import Served
 from infer.contracts.params import SamplingParams
-from infer.contracts.request import Event, Pooling, Request, TokenLogprobs
+from infer.contracts.request import Event, Pooling, Request, ThinkingTokens, TokenLogprobs
 from infer.contracts.sections import Settings
 from infer.engine.loop import AsyncDoor, EngineLoop
 from infer.errors import InferError, RequestError
@@ -29,6 +29,8 @@ from infer.server.http.body import Body
 from infer.server.http.errors import ASKED, REQUEST_ID, NotFoundError, error_of
 from infer.server.http.keys import Keys
 from infer.server.http.streams import Array, Writer, write
+from infer.server.http.wire import WireFormat, wire_format
+from infer.server.replies import Reply
 from infer.server.tokens import Tokens, number
 from infer.text.detokenizer import TokenTexts
 from infer.text.encoding import give_back
@@ -64,7 +66,7 @@ class Service:
         self._door = AsyncDoor(engine_loop)
         self._long = ThreadPoolExecutor(1, "infer-long-texts")
         self._untell: set[Callable[[], None]] = set()
-        self._reader = Reader()
+        self._reader = Reader(settings.server.unknown_fields)
         self._settings = settings.server
         self._budget = BodyBudget(MAX_BODIES * self._settings.max_body_bytes)
         self._compile = Compiler(served.grammars)
@@ -114,7 +116,7 @@ class Service:
             asked = await self._reader(body, model)
         http[ASKED] = cast(Body, asked)
         name: str | None = getattr(asked, "model", None)
-        if name is not None and name != self.served.name:
+        if name is not None and not self.is_model(name):
             raise NotFoundError(
                 f"The model {name!r} is not served here; this server has {self.served.name!r}.",
                 param="model",
@@ -122,6 +124,10 @@ class Service:
             )
         http[CALLER].user = getattr(asked, "safety_identifier", None) or getattr(asked, "user", None)
         return asked
+
+    def is_model(self, name: str) -> bool:
+        """Whether clients may ask for the model by this name."""
+        return name == self.served.name or name in self._settings.aliases or "*" in self._settings.aliases
 
     def check_choices(self, count: int, param: str) -> None:
         """Raise RequestError if one body asks for more answers than may be."""
@@ -142,6 +148,7 @@ class Service:
         prefix: str = "cmpl",
         special: bool = True,
         grammar_after: tuple[int, ...] = (),
+        thinking: ThinkingTokens | None = None,
         pooling: Pooling | None = None,
     ) -> list[Request]:
         """Make ``n`` requests for each prompt, in order. Raises RequestError."""
@@ -168,6 +175,7 @@ class Service:
                         group=f"{http[REQUEST_ID]}-{p}" if n > 1 else "",
                         grammar=grammar,
                         grammar_after=grammar_after,
+                        thinking=thinking,
                         pooling=pooling,
                         trace=trace,
                     )
@@ -175,6 +183,20 @@ class Service:
             return made
 
         return await self.tokenize(prompts, make, n)
+
+    async def replies(self, http: web.Request, reply: Reply, asked: Asked, *, n: int = 1, prefix: str) -> list[Request]:
+        """``requests`` for ``n`` replies to a conversation. Raises RequestError."""
+        return await self.requests(
+            http,
+            [reply.prompt],
+            reply.params,
+            asked,
+            n=n,
+            prefix=prefix,
+            special=False,
+            grammar_after=reply.grammar_after,
+            thinking=reply.thinking_tokens,
+        )
 
     async def tokenize(self, prompts: Sequence[str | Sequence[int]], make: Callable[[], R], n: int = 1) -> R:
         """The result of ``make``, which tokenizes the prompts and copies each of them ``n`` times, without holding up
@@ -238,15 +260,13 @@ class Service:
         await response.write_eof()
         return response
 
-    async def stream(
-        self, http: web.Request, requests: Sequence[Request], frames: Frames, *, named: bool = False
-    ) -> web.StreamResponse:
-        """Run requests and answer with server-sent events: the frames that ``frames`` makes of their events. If
-        ``named``, each frame's ``type`` is its event's name, and no [DONE] ends the stream. What keeps requests from
-        being taken is answered with an error status, a later failure with an error in the stream. The headers are sent
-        as soon as the requests are taken, and a comment every ``SILENCE_S`` until there is an event, so that no proxy
-        and no client takes a long prompt for a dead connection."""
-        count = TokenCount(requests)
+    async def stream(self, http: web.Request, requests: Sequence[Request], frames: Frames) -> web.StreamResponse:
+        """Run requests and answer with server-sent events in the route's wire format: the frames that ``frames`` makes
+        of the requests' events. What keeps requests from being taken is answered with an error status, a later failure
+        with an error in the stream. The headers are sent as soon as the requests are taken. Until there is an event,
+        the format's ``IDLE`` is sent every ``SILENCE_S``, so that no proxy and no client takes a long prompt for a dead
+        connection."""
+        count, written = TokenCount(requests), wire_format(http)
         async with aclosing(self.run(requests)) as events:
             coming = asyncio.ensure_future(_next(events))
             try:
@@ -257,7 +277,7 @@ class Service:
                 response.content_type = "text/event-stream"
                 await response.prepare(http)
                 while not (await asyncio.wait((coming,), timeout=SILENCE_S))[0]:
-                    await self._write(http, response, b": the prompt is being computed\n\n")
+                    await self._write(http, response, written.IDLE)
                 first = coming.result()
             finally:
                 if not coming.done():
@@ -266,22 +286,21 @@ class Service:
             async with aclosing(frames(_counted(first, events, count), count.usage)) as made:
                 try:
                     async for frame in made:
-                        name = b"event: " + frame["type"].encode() + b"\n" if named else b""
-                        await self._send(http, response, [name + b"data: ", *self.writer.pieces(frame), b"\n\n"])
+                        await self._frame(http, response, written, frame)
                 except (ConnectionError, TimeoutError):
                     raise  # the client has left
                 except Exception as error:
                     if not isinstance(error, InferError):
                         log.error("request %s failed", http[REQUEST_ID], exc_info=error)
-                    body = error_of(http, error)
-                    if named:
-                        body = {"type": "error", "sequence_number": 0, **body["error"]}
-                    await self._send(http, response, [b"data: ", *self.writer.pieces(body), b"\n\n"])
+                    await self._frame(http, response, written, written.failure(error_of(http, error)))
         http[CALLER].usage = count.usage()
-        if not named:
-            await self._write(http, response, b"data: [DONE]\n\n")
+        if written.DONE:
+            await self._write(http, response, written.DONE)
         await response.write_eof()
         return response
+
+    async def _frame(self, http: web.Request, response: web.StreamResponse, written: WireFormat, frame: Json) -> None:
+        await self._send(http, response, [written.head(frame) + b"data: ", *self.writer.pieces(frame), b"\n\n"])
 
     async def _send(self, http: web.Request, response: web.StreamResponse, pieces: Sequence[bytes]) -> None:
         size = begin = 0

@@ -29,6 +29,7 @@ from infer.server.http.errors import REQUEST_ID, error_body, errors, expected
 from infer.server.http.keys import Keys
 from infer.server.http.sockets import listen
 from infer.server.http.streams import hang_up, write
+from infer.server.http.wire import OPENAI, NamedEvents
 from infer_ray.held import with_blocks
 from infer_ray.outline import Outgoing, Outline, outlined
 from infer_ray.resume import DivergedError, Told, complaint
@@ -548,11 +549,9 @@ class _Exchange:
         assert response is not None
         if not self._streamed:
             hang_up(self._http)  # what has a length cannot end in any other way
-        body = error_body(message, "server_error")
-        named = self._http.path == "/v1/responses"
-        if named:
-            body = {"type": "error", "sequence_number": 0, **body["error"]}
-        data = b"data: " + json.dumps(body).encode() + b"\n\n" + (b"" if named else b"data: [DONE]\n\n")
+        written = NamedEvents() if self._http.path == "/v1/responses" else OPENAI
+        body = written.failure(error_body(message, "server_error"))
+        data = written.head(body) + b"data: " + json.dumps(body).encode() + b"\n\n" + written.DONE
         await self._write(response, data)
         await self._write(response)
         return response

@@ -51,15 +51,16 @@ def routes(service: Service, settings: object) -> list[Route]:
     }
 
     async def models(http: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [entry]})
+        names = [served.name, *(name for name in service.settings.server.aliases if name != "*")]
+        return web.json_response({"object": "list", "data": [entry | {"id": name} for name in names]})
 
     async def model(http: web.Request) -> web.Response:
         name = http.match_info["model"]
-        if name != served.name:
+        if not service.is_model(name):
             raise NotFoundError(
                 f"The model {name!r} is not served here; this server has {served.name!r}.", code="model_not_found"
             )
-        return web.json_response(entry)
+        return web.json_response(entry | {"id": name})
 
     async def health(http: web.Request) -> web.Response:
         alive = engine_loop.healthy

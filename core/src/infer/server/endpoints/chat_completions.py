@@ -10,18 +10,16 @@ from aiohttp import web
 from pydantic import Field, model_validator
 from typing_extensions import TypedDict
 
-from infer.contracts.params import MAX_LOGPROBS, SamplingParams, StructuredOutputs
+from infer.contracts.params import MAX_LOGPROBS, SamplingParams
 from infer.contracts.request import FinishReason, Request, TokenLogprobs
 from infer.contracts.server import Route
-from infer.contracts.text import PartProtocol
-from infer.errors import RequestError
 from infer.server.events import Events, Json
 from infer.server.http.access import CALLER
 from infer.server.http.body import Many
 from infer.server.http.errors import REQUEST_ID
-from infer.server.http.parsing import checked
 from infer.server.http.streams import Array
 from infer.server.messages import Messages, turns
+from infer.server.replies import Reply, ToolUse
 from infer.server.sampling import Metadata, SamplingBody, StreamOptions
 from infer.server.shapes import ChosenLogprob, Finish, PromptLogprobs, Usage
 from infer.server.thoughts import Thoughts
@@ -35,7 +33,7 @@ from infer.server.tools import (
     NamedFunction,
     Tool,
 )
-from infer.text.tools import Calls, calls_schema, make_parser
+from infer.text.tools import Calls
 
 if TYPE_CHECKING:
     from infer.llm import Completion
@@ -93,7 +91,7 @@ class ChatRequest(SamplingBody):
             raise ValueError("tool_choice asks for a tool, but tools is empty")
         if unknown := next((name for name in self._chosen or () if name not in names), None):
             raise ValueError(f"tool_choice names {unknown!r}, which is not among tools")
-        if self.forced_tools is not None and self.outputs() is not None:
+        if self._forced and self.outputs() is not None:
             raise ValueError(
                 "a forced tool_choice cannot be combined with another format for the answer; leave one out"
             )
@@ -120,7 +118,7 @@ class ChatRequest(SamplingBody):
         return tuple(tool for tool in self.tools or () if chosen is None or tool.name in chosen)
 
     @property
-    def offered_tools(self) -> tuple[FunctionTool | CustomTool, ...]:
+    def _offered(self) -> tuple[FunctionTool | CustomTool, ...]:
         """The tools that the model is shown."""
         if self.tool_choice == "none":
             return ()
@@ -129,20 +127,24 @@ class ChatRequest(SamplingBody):
         return self.tools or ()
 
     @property
-    def custom_tools(self) -> set[str]:
-        """The names of the tools that take a text."""
-        return {tool.name for tool in self.tools or () if isinstance(tool, CustomTool)}
-
-    @property
-    def forced_tools(self) -> tuple[FunctionTool | CustomTool, ...] | None:
-        """The tools of which one has to be called; None if no call is required."""
+    def _forced(self) -> bool:
+        """Whether the answer has to call a tool."""
         match self.tool_choice:
             case None | "none" | "auto" | AllowedTools(allowed_tools=Allowed(mode="auto")):
-                return None
-        return self._possible_tools
+                return False
+        return True
+
+    def tool_use(self) -> ToolUse:
+        named = isinstance(self.tool_choice, NamedFunction | NamedCustom)
+        return ToolUse(
+            [tool.shown() for tool in self._offered],
+            [tool.shown() for tool in self._possible_tools] if self._forced else None,
+            self.parallel_tool_calls and not named,
+            {tool.name for tool in self.tools or () if isinstance(tool, CustomTool)},
+        )
 
     def said(self, param: str) -> str:
-        if param == "structured_outputs" and self.forced_tools is not None:
+        if param == "structured_outputs" and self._forced:
             return "tools"
         return "max_completion_tokens" if param == "max_tokens" and self.max_tokens is None else super().said(param)
 
@@ -270,47 +272,19 @@ class Chat:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._conversation = service.conversation
 
     async def handle(self, http: web.Request) -> web.StreamResponse:
         asked = await self._service.read(http, ChatRequest)
-        tools = [tool.shown() for tool in asked.offered_tools]
-        forced = asked.forced_tools
-        if tools and forced is None and self._conversation.tool_format is None:
-            raise RequestError(
-                "The format in which this model's chat template writes tool calls is unknown; set model.tool_format, "
-                "or force a call with tool_choice.",
-                param="tools",
-            )
-        prompt = await self._conversation.prompt(asked, tools)
-        overrides: Json = {}
-        if forced is not None:
-            wanted = [tool.shown() for tool in forced]
-            named = isinstance(asked.tool_choice, NamedFunction | NamedCustom)
-            most = 1 if named or not asked.parallel_tool_calls else None
-            overrides["structured_outputs"] = StructuredOutputs(json_schema=calls_schema(wanted, most))
-        params = self._service.served.defaulted(checked(lambda: asked.sampling(**overrides), ChatRequest))
-        tags, thinking, end = self._conversation.reasoning(prompt, params)
-        requests = await self._service.requests(
-            http, [prompt], params, asked, n=asked.n, prefix="chatcmpl", special=False, grammar_after=end
-        )
-        make = functools.partial(
-            make_parser,
-            {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools},
-            self._conversation.tool_format,
-            parallel=asked.parallel_tool_calls,
-            forced=forced is not None,
-            tags=tags,
-            thinking=thinking,
-            custom=asked.custom_tools,
-        )
-        thoughts = [Thoughts(self._service.tokens, tags, thinking) for _ in requests] if tags else []
+        reply = await self._service.conversation.reply(asked, asked.sampling, asked.tool_use())
+        requests = await self._service.replies(http, reply, asked, n=asked.n, prefix="chatcmpl")
+        counted = [reply.thoughts(self._service.tokens) for _ in requests]
+        thoughts = [each for each in counted if each is not None]
         id = f"chatcmpl-{http[REQUEST_ID]}"
         told = {} if asked.metadata is None else {"metadata": asked.metadata}
         if asked.stream:
             frame = self._service.frame(id, "chat.completion.chunk")
             response = await self._service.stream(
-                http, requests, functools.partial(self._frames, frame, asked, requests, make, thoughts)
+                http, requests, functools.partial(self._frames, frame, asked, reply, requests, thoughts)
             )
             http[CALLER].usage = _detailed(http[CALLER].usage or {}, thoughts)
             return response
@@ -318,14 +292,14 @@ class Chat:
         for thought, answer in zip(thoughts, answers, strict=False):
             await self._service.writer.each(thought.push, answer.token_ids, len(answer.token_ids))
         http[CALLER].usage = usage = _detailed(usage, thoughts)
-        choices = [await self._choice(i, asked, answer, make()) for i, answer in enumerate(answers)]
+        choices = [await self._choice(i, asked, reply, answer) for i, answer in enumerate(answers)]
         frame = self._service.frame(id, "chat.completion") | told
         return await self._service.answer(http, frame | {"choices": choices, "usage": usage})
 
-    async def _choice(self, index: int, asked: ChatRequest, answer: Completion, parser: PartProtocol) -> Json:
+    async def _choice(self, index: int, asked: ChatRequest, reply: Reply, answer: Completion) -> Json:
         message: Json = {"role": "assistant", "content": None, "refusal": None}
         calls: list[Json] = []
-        numbering = Calls(asked.custom_tools)
+        parser, numbering = reply.parser(), Calls(reply.tools.custom)
         for piece in [*parser.push(answer.text), *parser.flush()]:
             delta = numbering.delta(piece)
             for key in ("content", "reasoning_content"):
@@ -357,8 +331,8 @@ class Chat:
         self,
         frame: Json,
         asked: ChatRequest,
+        reply: Reply,
         requests: Sequence[Request],
-        make: Callable[[], PartProtocol],
         thoughts: Sequence[Thoughts],
         events: Events,
         usage: Callable[[], Json],
@@ -366,8 +340,8 @@ class Chat:
         options = asked.stream_options or StreamOptions()
         if options.include_usage:
             frame = frame | {"usage": None}
-        parsers = [make() for _ in requests]
-        numberings = [Calls(asked.custom_tools) for _ in requests]
+        parsers = [reply.parser() for _ in requests]
+        numberings = [Calls(reply.tools.custom) for _ in requests]
         for i in range(len(requests)):
             told = {"metadata": asked.metadata} if asked.metadata is not None and i == 0 else {}
             yield frame | told | {"choices": [_delta(i, {"role": "assistant", "content": ""})]}

@@ -11,7 +11,7 @@ import traceback
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -21,6 +21,7 @@ from infer.server.http import parsing
 from infer.server.http.body import Body
 from infer.server.http.children import Child, ChildError
 from infer.server.http.errors import UnreadableError
+from infer.server.http.parsing import Unknown
 from infer.server.http.turns import Turn
 
 MAX_BODIES = 8
@@ -102,7 +103,8 @@ def inflated(body: bytes, encoding: str, most: int) -> bytes:
 class Reader:
     """``parsing.parse`` without blocking the event loop. Use it in one event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, unknown: Unknown = "refuse") -> None:
+        self._unknown = unknown
         self._turn = Turn()
         self._modules: set[str] = set()
         self._child = Child(__name__, lambda: "\n".join(self._modules).encode(), seconds=SECONDS, memory=MEMORY)
@@ -118,9 +120,9 @@ class Reader:
         """Parse a body. Raises RequestError."""
         if len(body) <= INLINE_BYTES:
             async with self._turn:
-                return parsing.parse(body, model)
+                return parsing.parse(body, model, self._unknown)
         try:
-            answer = await self._child.ask(f"{model.__module__} {model.__name__}\n".encode() + body)
+            answer = await self._child.ask(f"{self._unknown} {model.__module__} {model.__name__}\n".encode() + body)
         except ChildError as error:
             raise RequestError(f"The body cannot be checked: {error}. Send a smaller or simpler one.") from None
         # Unpickling is safe, because our own process made the answer. In a thread, since it may hold thousands of
@@ -140,8 +142,8 @@ class Reader:
 
 
 def worker(first: bytes) -> Callable[[bytes], bytes]:
-    """The work of the child process: from a model's module and name and a body, make the pickled model, or the pickled
-    (message, param, code) of a RequestError. ``first`` names the modules."""
+    """The work of the child process: from what becomes of unknown fields, a model's module and name, and a body, make
+    the pickled model, or the pickled (message, param, code) of a RequestError. ``first`` names the modules."""
     for module in first.decode().split():
         try:
             importlib.import_module(module)
@@ -150,10 +152,10 @@ def worker(first: bytes) -> Callable[[bytes], bytes]:
 
     def answer(message: bytes) -> bytes:
         head, _, body = message.partition(b"\n")
-        module, name = head.decode().split(" ")
+        unknown, module, name = head.decode().split(" ")
         try:
             model = getattr(sys.modules[module], name)
-            return pickle.dumps(parsing.parse(body, model), pickle.HIGHEST_PROTOCOL)
+            return pickle.dumps(parsing.parse(body, model, cast(Unknown, unknown)), pickle.HIGHEST_PROTOCOL)
         except RequestError as error:
             return pickle.dumps((str(error), error.param, error.code))
 

@@ -13,10 +13,10 @@ from typing import Any
 from aiohttp import HttpVersion11, web
 from aiohttp.typedefs import Handler
 from aiohttp.web_request import BaseRequest
-from typing_extensions import TypedDict
 
 from infer.errors import EngineDeadError, InferError, PluginError, QueueFullError, RequestError
 from infer.server.http.body import Body
+from infer.server.http.wire import OPENAI, ErrorBody, wire_format
 
 log = logging.getLogger(__name__)
 
@@ -59,27 +59,17 @@ class UnauthorizedError(RequestError):
     """The request has no valid API key."""
 
 
-class ErrorBody(TypedDict):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class Error(TypedDict):
-    error: ErrorBody
-
-
-def error_body(message: str, type: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """An error as JSON. Message and param are cut, since they may quote what a client sent, which may be long."""
+def error_body(message: str, type: str, *, param: str | None = None, code: str | None = None) -> ErrorBody:
+    """What an error says, whatever the wire format. Message and param are cut, since they may quote what a client
+    sent, which may be long."""
     if len(message) > MAX_MESSAGE:
         message = message[:MAX_MESSAGE] + "..."
-    return {"error": {"message": message, "type": type, "param": param and param[:MAX_PARAM], "code": code}}
+    return {"message": message, "type": type, "param": param and param[:MAX_PARAM], "code": code}
 
 
-def error_of(request: web.Request, error: Exception, kind: str | None = None) -> dict[str, Any]:
-    """An error as JSON, with the client's own names of its parameters. ``kind`` is OpenAI's error type; None derives it
-    from the error. The text of an error that nobody raised on purpose is for the log alone."""
+def error_of(request: web.Request, error: Exception, kind: str | None = None) -> ErrorBody:
+    """What an error says, with the client's own names of its parameters. ``kind`` is OpenAI's error type; None derives
+    it from the error. The text of an error that nobody raised on purpose is for the log alone."""
     message, param, code = str(error), None, None
     if not isinstance(error, InferError):
         message = (
@@ -127,43 +117,37 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 def _response(request: web.Request, error: Exception) -> web.Response:
     headers: dict[str, str] = {}
+    kind, message = "invalid_request_error", None
     match error:
         case NotFoundError():
-            status, kind = 404, "invalid_request_error"
+            status = 404
         case ForbiddenError():
             status, kind = 403, "permission_error"
         case MediaTypeError():
-            status, kind = 415, "invalid_request_error"
+            status = 415
         case UnauthorizedError():
             status, kind = 401, "authentication_error"
             headers["WWW-Authenticate"] = "Bearer"
         case RequestError():
-            status, kind = 400, "invalid_request_error"
+            status = 400
         case QueueFullError() | EngineDeadError():
             status, kind = 503, "server_error"
             headers["Retry-After"] = str(RETRY_AFTER_S)
         case web.HTTPNotFound():
-            message = f"There is no {request.path} here; GET /docs lists what there is."
-            return web.json_response(error_body(message, "invalid_request_error"), status=404)
+            status, message = 404, f"There is no {request.path} here; GET /docs lists what there is."
         case web.HTTPMethodNotAllowed():
-            message = (
-                f"{request.method} is not allowed on {request.path}; use {' or '.join(sorted(error.allowed_methods))}."
-            )
-            return web.json_response(
-                error_body(message, "invalid_request_error"),
-                status=405,
-                headers={"Allow": error.headers["Allow"]},
-            )
+            allowed = " or ".join(sorted(error.allowed_methods))
+            status, message = 405, f"{request.method} is not allowed on {request.path}; use {allowed}."
+            headers["Allow"] = error.headers["Allow"]
         case web.HTTPRequestEntityTooLarge():
-            message = "The request's body is larger than server.max_body_bytes allows."
-            return web.json_response(error_body(message, "invalid_request_error"), status=413)
+            status, message = 413, "The request's body is larger than server.max_body_bytes allows."
         case web.HTTPException() if error.status < 500:
-            message = error.text or error.reason
-            return web.json_response(error_body(message, "invalid_request_error"), status=error.status)
+            status, message = error.status, error.text or error.reason
         case _:
             log.error("request %s failed", request[REQUEST_ID], exc_info=error)
             status, kind = 500, "server_error"
-    response = web.json_response(error_of(request, error, kind), status=status, headers=headers)
+    body = error_of(request, error, kind) if message is None else error_body(message, kind)
+    response = web.json_response(wire_format(request).error(body, status), status=status, headers=headers)
     if isinstance(error, UnreadableError):
         response.force_close()
     return response
@@ -186,7 +170,8 @@ class Protocol(web.RequestHandler):
             super().connection_made(transport)
             return
         self.force_close()  # what the client sends is not parsed
-        body = json.dumps(error_body(f"All {self._most} connections are taken. Try again.", "server_error"))
+        full = error_body(f"All {self._most} connections are taken. Try again.", "server_error")
+        body = json.dumps(OPENAI.error(full, 503))
         transport.write(FULL + f"{len(body)}\r\n\r\n{body}".encode())
         if len(self._refused) < self._most // 2:  # as with ``_Last``, but not for more than there are files
             self._refused.add(transport)
@@ -214,7 +199,8 @@ class Protocol(web.RequestHandler):
             raise ConnectionError("the answer has begun; it cannot become another")
         kind = "invalid_request_error" if status < 500 else "server_error"
         text = " ".join((message or http.HTTPStatus(status).phrase).split())[:500]
-        response = _Last(text=json.dumps(error_body(text, kind)), status=status, content_type="application/json")
+        body = json.dumps(OPENAI.error(error_body(text, kind), status))
+        response = _Last(text=body, status=status, content_type="application/json")
         response.headers["X-Request-Id"] = secrets.token_hex(12)
         response.force_close()
         return response

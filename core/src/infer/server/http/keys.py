@@ -32,9 +32,12 @@ class Keys:
         self._ways.append(way)
 
     def admit(self, request: web.Request) -> bool:
-        """Whether the request shows a key (``Authorization: Bearer KEY``), or is accepted in another way."""
-        scheme, _, shown = request.headers.get("Authorization", "").partition(" ")
-        return (scheme.lower() == "bearer" and self.known(shown.strip())) or any(way(request) for way in self._ways)
+        """Whether the request shows a key (``Authorization: Bearer KEY`` or ``X-Api-Key: KEY``), or is accepted in
+        another way."""
+        scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
+        shown = [bearer] if scheme.lower() == "bearer" else []
+        shown += request.headers.getall("X-Api-Key", [])[:1]
+        return any(self.known(key.strip()) for key in shown) or any(way(request) for way in self._ways)
 
 
 def _digest(key: str) -> bytes:

@@ -10,7 +10,7 @@ import types
 import typing
 from collections.abc import Callable, Iterator
 from types import NoneType
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -31,12 +31,16 @@ names of two fields that exist, such as top_k and top_p, are less alike."""
 WORDS = {True: "true", False: "false", None: "null"}
 """JSON's words for what Python calls otherwise."""
 
+Unknown = Literal["refuse", "ignore"]
+EXTRA: dict[Unknown, Literal["forbid", "ignore"] | None] = {"refuse": None, "ignore": "ignore"}
+"""What pydantic calls it; None leaves it to the model."""
 T = TypeVar("T", bound=Body)
 
 
-def parse(body: bytes, model: type[T]) -> T:
+def parse(body: bytes, model: type[T], unknown: Unknown = "refuse") -> T:
     """Parse and validate a body. A null means that the field is not given, except that ``max_tokens: null`` means no
-    limit in completions. Raises a RequestError that names the first invalid field."""
+    limit in completions. Fields that the model does not have are refused, or ignored. Raises a RequestError that names
+    the first invalid field."""
     try:
         data = from_json(body)
     except ValueError as error:
@@ -48,7 +52,7 @@ def parse(body: bytes, model: type[T]) -> T:
     if b"null" in body:
         data = _given(data, (model,))
         body = to_json(data, inf_nan_mode="constants")
-    asked = checked(lambda: model.model_validate_json(body, strict=True), model, data)
+    asked = checked(lambda: model.model_validate_json(body, strict=True, extra=EXTRA[unknown]), model, data)
     for name in asked.DERIVED:
         getattr(asked, name)
     return asked

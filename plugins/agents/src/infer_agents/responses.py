@@ -18,18 +18,18 @@ from infer.contracts.text import PartProtocol, Piece
 from infer.server.events import Events, Json
 from infer.server.http.body import Body, Many
 from infer.server.http.errors import REQUEST_ID
-from infer.server.http.parsing import checked
 from infer.server.http.streams import Array
+from infer.server.http.wire import NamedEvents
 from infer.server.input_items import Input, conversation
 from infer.server.messages import Message, turns
 from infer.server.sampling import Metadata, check_schema_and_type, format_outputs
 from infer.server.shapes import CachedTokens, ChosenLogprob, ReasoningTokens
 from infer.server.thoughts import Thoughts
 from infer.server.tokens import Tokens
-from infer.text.tools import make_parser
 
 if TYPE_CHECKING:
     from infer.server.service import Service
+    from infer_agents.seal import Seal
 
 
 class TextFormat(Body):
@@ -197,7 +197,7 @@ class ResponseEvent(TypedDict):
     sequence_number: int
 
 
-def routes(service: Service, settings: object) -> list[Route]:
+def routes(service: Service, seal: Seal) -> list[Route]:
     return [
         Route(
             "POST",
@@ -207,6 +207,7 @@ def routes(service: Service, settings: object) -> list[Route]:
             Response,
             ResponsesRequest,
             ResponseEvent,
+            wire_format=NamedEvents(),
         )
     ]
 
@@ -219,19 +220,14 @@ class Responses:
 
     async def handle(self, http: web.Request) -> web.StreamResponse:
         asked = await self._service.read(http, ResponsesRequest)
-        params = self._service.served.defaulted(checked(asked.sampling, ResponsesRequest))
-        prompt = await self._service.conversation.prompt(asked, ())
-        tags, thinking, end = self._service.conversation.reasoning(prompt, params)
-        requests = await self._service.requests(
-            http, [prompt], params, asked, prefix="resp", special=False, grammar_after=end
-        )
-        parser = make_parser({}, None, tags=tags, thinking=thinking)
-        thoughts = Thoughts(self._service.tokens, tags, thinking) if tags else None
+        reply = await self._service.conversation.reply(asked, asked.sampling)
+        requests = await self._service.replies(http, reply, asked, prefix="resp")
         tokens = self._service.tokens if asked.wants_logprobs else None
-        output = _Output(self._response(http, asked, params), parser, thoughts, tokens)
+        thoughts = reply.thoughts(self._service.tokens)
+        output = _Output(self._response(http, asked, reply.params), reply.parser(), thoughts, tokens)
         frames = functools.partial(_frames, output)
         if asked.stream:
-            return await self._service.stream(http, requests, frames, named=True)
+            return await self._service.stream(http, requests, frames)
         ended = await self._service.last(http, requests, frames)
         return await self._service.answer(http, ended["response"])
 

@@ -1,0 +1,71 @@
+"""The reply to a conversation: the prompt that asks for it, how it is drawn, and how its text is read."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from infer.contracts.params import SamplingParams
+from infer.contracts.request import ThinkingTokens
+from infer.contracts.text import PartProtocol, ReasoningTags
+from infer.server.thoughts import Thoughts
+from infer.server.tokens import Tokens
+from infer.text.tool_formats import ToolFormat
+from infer.text.tools import calls_schema, make_parser
+
+Function = dict[str, Any]
+"""A tool as chat templates take it: ``{"type": "function", "function": {...}}``."""
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """The tools that a reply may call."""
+
+    offered: Sequence[Function] = ()
+    """Those that the model is shown."""
+    forced: Sequence[Function] | None = None
+    """Those of which the reply must call one; None requires no call."""
+    parallel: bool = True
+    """Whether the reply may hold more than one call."""
+    custom: Collection[str] = ()
+    """The names of those that take a text."""
+
+    def schema(self) -> dict[str, Any] | None:
+        """The JSON schema of a reply that must call a tool."""
+        return None if self.forced is None else calls_schema(self.forced, None if self.parallel else 1)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What ``Conversation.reply`` has found out."""
+
+    prompt: str
+    params: SamplingParams
+    tools: ToolUse
+    tool_format: ToolFormat | None
+    tags: ReasoningTags | None
+    """What encloses the reply's reasoning, if it may contain any."""
+    thinking: bool
+    """Whether the prompt opens the reasoning."""
+    grammar_after: tuple[int, ...]
+    """The tokens after which the reply's format applies, if the prompt opens the reasoning and they are known."""
+    thinking_tokens: ThinkingTokens | None = None
+    """The tokens around the reasoning, if they are known."""
+
+    def parser(self) -> PartProtocol:
+        """A parser of one answer's text."""
+        known = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in self.tools.offered}
+        return make_parser(
+            known,
+            self.tool_format,
+            parallel=self.tools.parallel,
+            forced=self.tools.forced is not None,
+            tags=self.tags,
+            thinking=self.thinking,
+            custom=self.tools.custom,
+        )
+
+    def thoughts(self, tokens: Tokens) -> Thoughts | None:
+        """What tells which of one answer's tokens are reasoning; None if none are."""
+        return None if self.tags is None else Thoughts(tokens, self.tags, self.thinking)
