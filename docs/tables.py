@@ -103,7 +103,7 @@ def commands() -> str:
         sampled = {f"--{name.replace('_', '-')}" for name in PLAIN_PARAMS}
         if not sampled <= {option for action in actions for option in action.option_strings}:
             sampled = set()
-        body = [[_shown(action), _said(action)] for action in actions if not sampled & {*action.option_strings}]
+        body = [[_shown(action), _help(action)] for action in actions if not sampled & {*action.option_strings}]
         if sampled:
             body.append(
                 [", ".join(f"`--{name.replace('_', '-')}`" for name in PLAIN_PARAMS), "[Sampling](api.md#sampling)."]
@@ -122,7 +122,7 @@ def _shown(action: argparse.Action) -> str:
     return f"`{name}{value}`"
 
 
-def _said(action: argparse.Action) -> str:
+def _help(action: argparse.Action) -> str:
     """Raises ValueError if the argument has no help."""
     if not action.help:
         raise ValueError(f"{action.option_strings or action.dest} has no help")
@@ -163,7 +163,7 @@ def formats() -> str:
             where = "`quantization_config`" if slot == "weights" else "the path"
             told = ", ".join(known.get(name) or f"`{name}`" for name in names)
             body.append([f"`{offer.name}`", offer.registration.description, f"{where}: {told}", offer.distribution])
-    return rows(("format", "what is read", "recognised by", "package"), sorted(body))
+    return rows(("format", "what is read", "recognized by", "package"), sorted(body))
 
 
 def slots() -> str:
@@ -276,7 +276,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "block_manager": calls(BlockManager, ("_open", "_place", "_close", "reach", "least_tokens")),
     "memory": memory,
     "peers_plain": peers("2026-11-21-zen5-2-cores-peers-Qwen3-0.6B"),
-    "peers_quantised": peers("2026-11-22-zen5-2-cores-peers-quantised-Llama-3.2-1B"),
+    "peers_quantized": peers("2026-11-22-zen5-2-cores-peers-quantized-Llama-3.2-1B"),
     "peers_experts": peers("2026-11-22-zen5-2-cores-peers-Granite-3.1-1B-A400M"),
     "peers_amx_dense": peers("2026-11-23-xeon-amx-2-cores-peers-Qwen3-0.6B"),
     "peers_amx": peers("2026-11-22-xeon-amx-2-cores-peers-Granite-3.1-1B-A400M"),

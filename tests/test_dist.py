@@ -32,7 +32,7 @@ import infer_demo
 from infer import errors
 from infer.checkpoint.hub import BUNDLED
 from infer.plugins.discovery import Plugins
-from infer.plugins.slots import SLOTS
+from infer.plugins.extension_points import EXTENSION_POINTS
 from infer_kernels_cpu import native
 
 pytestmark = pytest.mark.long
@@ -147,13 +147,13 @@ def test_every_distribution_says_what_else_it_needs(named: Path) -> None:
 
 
 def test_advice_on_what_to_install_names_files_that_are_made(named: Path) -> None:
-    packages = {package for slot in SLOTS.values() for package in slot.packages.values()}
+    packages = {package for slot in EXTENSION_POINTS.values() for package in slot.packages.values()}
     for package in packages | {*BUNDLED.values()}:
         advice = errors.installing(package)
         assert re.sub(r" -r dist/\S+", "", advice) in ("pip install", "pip install && pip install")
         assert all((named.parent / file).exists() for file in re.findall(r"dist/\S+", advice))
     plugins = Plugins.discover()
-    for slot, about in SLOTS.items():
+    for slot, about in EXTENSION_POINTS.items():
         for name, package in about.packages.items():
             offers = [o for o in plugins.offers[slot] if name in (o.name, *about.named(o.registration))]
             assert {offer.distribution for offer in offers} == {package}, f"{slot}: {name}"

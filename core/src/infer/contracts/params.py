@@ -138,7 +138,7 @@ class SamplingParams(BaseModel):
         return self
 
     @property
-    def steered(self) -> bool:
+    def edits_logits(self) -> bool:
         """Whether logits are edited before each draw (penalties, biases, minimum length, a grammar, a budget)."""
         return bool(
             self.min_tokens

@@ -19,7 +19,7 @@ from infer.server.http.parsing import checked
 from infer.server.rendering import Renderer
 from infer.server.replies import Reply, ToolUse
 from infer.text.templates import PROBE_ARGUMENTS, PROBE_TOOL
-from infer.text.tool_formats import ToolFormat, recognise
+from infer.text.tool_formats import ToolFormat, recognize
 from infer.text.tools import opens_reasoning
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ RESERVED = ("self", "loop", "caller", "varargs", "kwargs")
 """Names that have a meaning of their own in Jinja templates."""
 
 
-class Chat(Protocol):
+class ConversationBody(Protocol):
     """What a prompt is made of."""
 
     @property
@@ -65,13 +65,13 @@ class Conversation:
             return
         why = "it shows no tools, or no calls"
         try:
-            written = (await self._process.manners()).call
+            written = (await self._process.style()).call
         except RequestError as error:
             written, why = None, str(error)
         if written is not None:
             function = PROBE_TOOL["function"]
             known = {function["name"]: function["parameters"]}
-            self.tool_format = recognise(formats, written, known, (function["name"], PROBE_ARGUMENTS))
+            self.tool_format = recognize(formats, written, known, (function["name"], PROBE_ARGUMENTS))
             why = f"a call, which it writes as {written[:200]!r}, cannot be read back"
         if self.tool_format is None:
             log.warning(
@@ -92,21 +92,21 @@ class Conversation:
         RequestError."""
         return await self._process(messages, **form)
 
-    async def prompt(self, asked: Chat, tools: Sequence[dict[str, Any]]) -> str:
+    async def prompt(self, body: ConversationBody, tools: Sequence[dict[str, Any]]) -> str:
         """The prompt that the chat template makes from a request's messages. Raises RequestError."""
-        variables = asked.chat_template_kwargs or {}
-        effort: str | None = getattr(asked, "reasoning_effort", None)
+        variables = body.chat_template_kwargs or {}
+        effort: str | None = getattr(body, "reasoning_effort", None)
         if effort is not None:
-            known = (await self._process.manners()).variables
+            known = (await self._process.style()).variables
             thinks = effort != "none"
-            told = {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
+            effort_variables = {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
             if not known:
                 raise RequestError(
                     f"reasoning_effort = {effort!r} has no effect: this model's chat template knows none of "
-                    f"{', '.join(told)}; leave it out.",
+                    f"{', '.join(effort_variables)}; leave it out.",
                     param="reasoning_effort",
                 )
-            variables = {name: told[name] for name in known} | variables
+            variables = {name: effort_variables[name] for name in known} | variables
         for name in variables:
             if name in OWN_FIELDS:
                 raise RequestError(
@@ -118,14 +118,16 @@ class Conversation:
                     param="chat_template_kwargs",
                 )
         return await self.render(
-            asked.turns,
+            body.turns,
             tools=list(tools) or None,
-            add_generation_prompt=asked.add_generation_prompt and not asked.continue_final_message,
-            continue_final_message=asked.continue_final_message,
+            add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
+            continue_final_message=body.continue_final_message,
             **variables,
         )
 
-    async def reply(self, asked: Chat, sampling: Callable[..., SamplingParams], tools: ToolUse = NO_TOOLS) -> Reply:
+    async def reply(
+        self, body: ConversationBody, sampling: Callable[..., SamplingParams], tools: ToolUse = NO_TOOLS
+    ) -> Reply:
         """The reply that a body asks for. ``sampling`` makes its sampling parameters, and takes the
         ``structured_outputs`` that a forced call needs. Raises RequestError."""
         if tools.offered and tools.forced is None and self.tool_format is None:
@@ -134,10 +136,10 @@ class Conversation:
                 "or force a call with tool_choice.",
                 param="tools",
             )
-        prompt = await self.prompt(asked, tools.offered)
+        prompt = await self.prompt(body, tools.offered)
         schema = tools.schema()
         overrides = {} if schema is None else {"structured_outputs": StructuredOutputs(json_schema=schema)}
-        params = self._served.defaulted(checked(lambda: sampling(**overrides), type(cast(Body, asked))))
+        params = self._served.defaulted(checked(lambda: sampling(**overrides), type(cast(Body, body))))
         tags = self._served.reasoning
         thinking = tags is not None and opens_reasoning(prompt, tags)
         end = _fixed(self._served.tokenizer, tags.closing) if tags and thinking else ()

@@ -53,7 +53,7 @@ SAMPLING = {
     "logit_bias": {"3": 1.5},
     "user": "u",
 }
-ASKED: list[tuple[type[Body], dict[str, Any]]] = [
+BODIES: list[tuple[type[Body], dict[str, Any]]] = [
     (
         ChatRequest,
         SAMPLING
@@ -132,10 +132,10 @@ ASKED: list[tuple[type[Body], dict[str, Any]]] = [
     (TokenizeRequest, {"messages": [USER], "add_special_tokens": True}),
     (DetokenizeRequest, {"tokens": [1, 2]}),
 ]
-PLACES = [(i, path) for i, (_, body) in enumerate(ASKED) for path in places(body)]
+PLACES = [(i, path) for i, (_, body) in enumerate(BODIES) for path in places(body)]
 
 
-@pytest.mark.parametrize(("model", "body"), ASKED)
+@pytest.mark.parametrize(("model", "body"), BODIES)
 def test_all_of_it_is_taken(model: type[Body], body: dict[str, Any]) -> None:
     assert refusal(model, body) is None
 
@@ -146,7 +146,7 @@ def test_a_refusal_names_a_field_on_the_way_to_what_is_wrong(
     place: tuple[int, tuple[int | str, ...]], value: Any, sibling: bool
 ) -> None:
     index, path = place
-    model, body = ASKED[index]
+    model, body = BODIES[index]
     check_refusal(model, body, path, value, sibling)
 
 
@@ -208,16 +208,16 @@ def test_a_refusal_names_the_field(model: type[Body], body: dict[str, Any], para
     assert message in str(error)
 
 
-@pytest.mark.parametrize("index", range(len(ASKED)))
+@pytest.mark.parametrize("index", range(len(BODIES)))
 def test_a_null_counts_as_not_given_wherever_a_field_may_be_left_out(index: int) -> None:
     """Of each optional field at each depth: the request is the one without it."""
-    model, body = ASKED[index]
+    model, body = BODIES[index]
     tried = check_nulls(model, body)
     assert tried or model is DetokenizeRequest, "or nothing was tried"
 
 
 def test_nulls_say_something_in_schemas_and_of_max_tokens() -> None:
-    chat = parse(json.dumps(ASKED[0][1]).encode(), ChatRequest)
+    chat = parse(json.dumps(BODIES[0][1]).encode(), ChatRequest)
     assert chat.tools is not None
     assert isinstance(chat.tools[0], FunctionTool)
     assert chat.tools[0].function.parameters == SCHEMA
@@ -263,7 +263,7 @@ def test_arguments_that_are_no_json_stay_as_they_are() -> None:
 
 
 def test_items_are_messages() -> None:
-    asked = parse(json.dumps(ASKED[5][1]).encode(), ResponsesRequest)
+    asked = parse(json.dumps(BODIES[5][1]).encode(), ResponsesRequest)
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}}
     custom = {"id": "d", "type": "function", "function": {"name": "g", "arguments": {"input": "free text"}}}
     assert [message.plain() for message in conversation(asked.input)] == [
