@@ -131,7 +131,7 @@ def formats() -> str:
             where = "`quantization_config`" if slot == "weights" else "the path"
             told = ", ".join(known.get(name) or f"`{name}`" for name in names)
             body.append([f"`{offer.name}`", offer.registration.description, f"{where}: {told}", offer.distribution])
-    return rows(("format", "what is read", "recognised by", "package"), sorted(body))
+    return rows(("format", "what is read", "recognized by", "package"), sorted(body))
 
 
 def slots() -> str:
@@ -243,7 +243,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "block_manager": calls(BlockManager, ("_open", "_place", "_close", "reach", "least_tokens")),
     "memory": memory,
     "peers_plain": peers("2026-11-21-zen5-2-cores-peers-Qwen3-0.6B"),
-    "peers_quantised": peers("2026-11-22-zen5-2-cores-peers-quantised-Llama-3.2-1B"),
+    "peers_quantized": peers("2026-11-22-zen5-2-cores-peers-quantized-Llama-3.2-1B"),
     "peers_experts": peers("2026-11-22-zen5-2-cores-peers-Granite-3.1-1B-A400M"),
     "peers_amx_dense": peers("2026-11-23-xeon-amx-2-cores-peers-Qwen3-0.6B"),
     "peers_amx": peers("2026-11-22-xeon-amx-2-cores-peers-Granite-3.1-1B-A400M"),

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 
 import infer_cache_paged
-from infer.checkpoint.quantise import Quantiser
+from infer.checkpoint.quantize import Quantizer
 from infer.contracts.attention import KVDtype, QuantisedKV
 from infer.contracts.cache import CacheContext, CachePoolProtocol
 from infer.contracts.kernels import KernelsProtocol
@@ -211,8 +211,8 @@ families = pytest.mark.parametrize(
     ],
 )
 """Every family. Where other parameters vary too, ``make test`` leaves out all but those that differ most."""
-QUANTISED = tuple(f"{family} {bits}" for family in FAMILIES for bits in ("int8", "int4"))
-"""The families with quantised weights, also for ``tiny_model``."""
+QUANTIZED = tuple(f"{family} {bits}" for family in FAMILIES for bits in ("int8", "int4"))
+"""The families with quantized weights, also for ``tiny_model``."""
 DTYPES = (torch.float32, torch.bfloat16)
 CPU = torch.device("cpu")
 
@@ -250,7 +250,7 @@ def build_model(
     context = ModelContext(kernels or KERNELS, dtype, CPU, max_seq_len)
     model = family.factory(config, context, family.settings())
     model.load(
-        Quantiser(quantization, [], "auto", model.vocab_size, context.kernels.quantise)(
+        Quantizer(quantization, [], "auto", model.vocab_size, context.kernels.quantize)(
             random_tensors(model.expected())
         )
     )

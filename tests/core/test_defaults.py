@@ -159,7 +159,7 @@ def test_a_sequence_may_be_as_long_as_the_checkpoint_allows_and_the_cache_holds(
         LLM(long, engine={"max_seq_len": 20_000}, kernels=KERNELS)
 
 
-def test_weights_count_at_their_quantised_size(
+def test_weights_count_at_their_quantized_size(
     long: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("infer.device.free_memory", lambda device: 2 * 6000 * KV_BYTES)

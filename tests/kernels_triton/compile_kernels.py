@@ -1,6 +1,6 @@
 """Compile what the provider launches for well-known models, for GPUs that need not be here.
 
-Launches are recorded on tensors without data, and specialised by Triton itself, so that what is compiled is what would
+Launches are recorded on tensors without data, and specialized by Triton itself, so that what is compiled is what would
 run. Prints a line per kernel, and what is wrong with it; exits with 1 if anything is.
 """
 
@@ -72,7 +72,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Form:
-    """A way to quantise a weight."""
+    """A way to quantize a weight."""
 
     bits: Literal[4, 8]
     group: int
@@ -101,7 +101,7 @@ FORMS = (
 
 @dataclass(frozen=True)
 class Launched:
-    """A kernel as Triton specialises it for what it is given."""
+    """A kernel as Triton specializes it for what it is given."""
 
     kernel: JITFunction[Any]
     source: ASTSource
@@ -169,7 +169,7 @@ def launches(arch: int, dtype: torch.dtype, models: tuple[str, ...], forms: bool
 
 
 def _grouped(arch: int, dtype: torch.dtype, models: tuple[str, ...], forms: bool) -> Iterator[tuple[Form, int, int]]:
-    """Quantised weights and their shapes; if all ``forms`` are asked for, or all models are compiled, of every form."""
+    """Quantized weights and their shapes; if all ``forms`` are asked for, or all models are compiled, of every form."""
     everything = forms or len(models) == len(MODELS)
     if everything:
         yield FORMS[0], 17000, 256
@@ -324,7 +324,7 @@ def main() -> int:
     parser.add_argument("--arch", action="append", type=int, choices=list(SHARED_MEMORY))
     parser.add_argument("--dtype", action="append", choices=list(DTYPES))
     parser.add_argument("--model", action="append", choices=list(MODELS))
-    parser.add_argument("--forms", action="store_true", help="all forms of quantised weights, also for few models")
+    parser.add_argument("--forms", action="store_true", help="all forms of quantized weights, also for few models")
     args = parser.parse_args()
     print(f"Triton {triton.__version__}")
     models = tuple(args.model or MODELS)

@@ -435,7 +435,7 @@ def replace_store(kernels: Any) -> Any:
     return Unsigned()
 
 
-planted("int8 values lose their sign", "quantised", "what nobody has written")(Rounded)
+planted("int8 values lose their sign", "quantized", "what nobody has written")(Rounded)
 planted("shares is True, but nothing is", "sharing", "does not find any of 80 tokens")(
     pages(commit=lambda self, owner, token_ids, num_computed: False)
 )

@@ -197,7 +197,7 @@ class LLM:
         priority: int = 0,
         user: str = "",
     ) -> Request:
-        """Tokenise and check a request. Raises RequestError."""
+        """Tokenize and check a request. Raises RequestError."""
         fields: dict[str, Any] = {"id": id, "cache_salt": cache_salt, "priority": priority, "user": user}
         return self.served.request(prompt, params or self.served.defaulted(), **fields)
 

@@ -17,7 +17,7 @@ from tests.core.engine.test_faults import Panic
 from tests.core.engine.test_steering import CASES
 from tests.examples import seeds
 from tests.support import (
-    QUANTISED,
+    QUANTIZED,
     VOCAB,
     Always,
     Knowing,
@@ -44,7 +44,7 @@ F32, BF16 = torch.float32, torch.bfloat16
 EOS = 95
 FAMILIES = ("llama", "qwen3", "gemma3", "mistral")
 WEIGHTS = (*((family, dtype) for family in FAMILIES for dtype in (F32, BF16)), *((f"{f} int8", BF16) for f in FAMILIES))
-assert {f"{family} int8" for family in FAMILIES} <= set(QUANTISED)
+assert {f"{family} int8" for family in FAMILIES} <= set(QUANTIZED)
 REGEX = "([a-m]{2,5}!){1,9}"
 
 

@@ -241,7 +241,7 @@ WRONG: Any = st.one_of(
 def test_a_refusal_names_a_field_on_the_way_to_what_is_wrong(
     place: tuple[int, tuple[int | str, ...]], value: Any, sibling: bool
 ) -> None:
-    """One value at a time is another, or gets an unknown neighbour. Where that is refused, the field named is there, or
+    """One value at a time is another, or gets an unknown neighbor. Where that is refused, the field named is there, or
     missing from where it is said to be, and it is what was changed, something in it, beside it or around it."""
     index, path = place
     model, body = ASKED[index]

@@ -110,7 +110,7 @@ class Doctor:
             self.report.say("model", f"{path}: not downloaded, {mib(size)}", path=path, place=None, download_bytes=size)
             note = "Only the checkpoint's small files and the names and shapes of its tensors have been fetched."
             if checkpoint.quant_method:
-                note += " The values of quantised weights may change their size a little."
+                note += " The values of quantized weights may change their size a little."
             self.report.notes.append(note)
         else:
             self.report.say("model", f"{path}: {checkpoint.path}", path=path, place=str(checkpoint.path))
@@ -180,10 +180,10 @@ class Doctor:
         method = self.settings.model.quantization or checkpoint.quant_method or None
         self.report.say(
             "weights",
-            f"{method or 'not quantised'}: {sketch.quantiser}; {mib(sketch.nbytes)} packed, at most "
+            f"{method or 'not quantized'}: {sketch.quantizer}; {mib(sketch.nbytes)} packed, at most "
             f"{mib(sketch.peak)} while they are loaded",
             method=method,
-            forms=dict(sketch.quantiser.nbytes),
+            forms=dict(sketch.quantizer.nbytes),
             file_bytes=checkpoint.nbytes,
             bytes=sketch.nbytes,
             peak_bytes=sketch.peak,
@@ -195,7 +195,7 @@ class Doctor:
         asked, why = self.settings.model.quantization, self._why("model.quantization")
         sizes: dict[str, int] = {}
         if method := self.assembly.checkpoint.quant_method:
-            told = f"the checkpoint is quantised ({method}), and only plain weights are ({why})"
+            told = f"the checkpoint is quantized ({method}), and only plain weights are ({why})"
         else:
             for name in QUANTIZATIONS:
                 if name != asked:

@@ -79,7 +79,7 @@ class QuantisedKV:
 
 
 KV: TypeAlias = "Tensor | QuantisedKV"
-"""K or V of one layer in the cache, [blocks, block_size, K, E]: in the model's dtype, or quantised."""
+"""K or V of one layer in the cache, [blocks, block_size, K, E]: in the model's dtype, or quantized."""
 KVDtype = Literal["auto", "int8"]
 """How a cache stores K and V: in the model's dtype, or as ``QuantisedKV``."""
 

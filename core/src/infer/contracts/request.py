@@ -154,4 +154,4 @@ class Event(NamedTuple):
     param: str | None = None
     """The request parameter that caused the error, if one did."""
     embedding: bytes | None = None
-    """In the last event of a request with ``pooling``: the pooled hidden state, not normalised, as fp32 values."""
+    """In the last event of a request with ``pooling``: the pooled hidden state, not normalized, as fp32 values."""

@@ -201,7 +201,7 @@ class Plugins:
 
     def check_names(self, settings: Settings) -> None:
         """Raises PluginError if the settings name what is not installed or cannot be used here. Some choices are made
-        only after the weights have been loaded, which is late to find a misspelt name."""
+        only after the weights have been loaded, which is late to find a misspelled name."""
         for slot, about in SLOTS.items():
             if about.setting is not None and (name := about.asked(settings)) not in ("auto", "none"):
                 self.get(slot, name, about.setting)

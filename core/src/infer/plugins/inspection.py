@@ -174,7 +174,7 @@ def registrations(slot: str, hook: str, returned: object) -> list[Registration[A
 
 
 def _registration(slot: str, at: str, kind: type[Registration[Any]], value: object) -> Registration[Any]:
-    """The checked registration, copied to core's own class so that the plugin cannot change it afterwards."""
+    """The checked registration, copied to core's own class so that the plugin cannot change it afterward."""
     if not isinstance(value, Registration) or (SLOTS[slot].bound and not isinstance(value, kind)):
         raise PluginError(f"{at} lists {_show(value)}, not a {kind.__name__}.")
     with blame(f"a registration of {at} cannot be read"):

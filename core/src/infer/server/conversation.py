@@ -15,7 +15,7 @@ from infer.contracts.text import ReasoningTags
 from infer.errors import RequestError
 from infer.server.rendering import Renderer
 from infer.text.templates import PROBE_ARGUMENTS, PROBE_TOOL
-from infer.text.tool_formats import ToolFormat, recognise
+from infer.text.tool_formats import ToolFormat, recognize
 from infer.text.tools import opens_reasoning
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class Conversation:
         if written is not None:
             function = PROBE_TOOL["function"]
             known = {function["name"]: function["parameters"]}
-            self.tool_format = recognise(formats, written, known, (function["name"], PROBE_ARGUMENTS))
+            self.tool_format = recognize(formats, written, known, (function["name"], PROBE_ARGUMENTS))
             why = f"a call, which it writes as {written[:200]!r}, cannot be read back"
         if self.tool_format is None:
             log.warning(

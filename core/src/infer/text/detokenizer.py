@@ -214,7 +214,7 @@ class CompanyDetokenizer:
     def __init__(self, texts: TokenTexts, prompt_token_ids: Sequence[int]) -> None:
         self._decode = texts.decode
         self._skipped = texts.skipped
-        # One invalid byte makes some decoders replace its neighbours, too, so decoding has to start where a character
+        # One invalid byte makes some decoders replace its neighbors, too, so decoding has to start where a character
         # begins. A prompt may also end inside a character; the whole character is then new text.
         last = [i for i in prompt_token_ids[-RECENT:] if i not in texts.skipped]
         parts = [last[-n:] for n in range(CONTEXT, CONTEXT + MOST_BYTES)]

@@ -29,7 +29,7 @@ class AwqTable(Table):
         "gemm", validation_alias=AliasChoices("version", "format", "checkpoint_format")
     )
     modules_to_not_convert: list[str] | None = None
-    """These modules have plain weights, by which they are recognised."""
+    """These modules have plain weights, by which they are recognized."""
     HARMLESS = CALIBRATION | {"checkpoint_format", "pack_dtype", "sym"}
 
 

@@ -15,7 +15,7 @@ from infer.contracts.weights import TensorFilesProtocol
 from infer.weight import Weight
 from infer_formats.config import GroupSize, Patterns, Size, Table, bad
 from infer_formats.files import FLOATS, Bits, QuantisedFiles, in_words, words
-from infer_formats.floats import E4M3, PLAIN, dequantised
+from infer_formats.floats import E4M3, PLAIN, dequantized
 
 METHOD = "compressed-tensors"
 PACKED = "pack-quantized"
@@ -121,7 +121,7 @@ class CompressedTensors(QuantisedFiles):
         if format is None or format not in TYPES:
             raise bad(METHOD, where, f"infer reads {', '.join(TYPES)}", format)
         if weights is None:
-            raise bad(METHOD, f"{key}.weights", "infer reads groups of quantised weights", None)
+            raise bad(METHOD, f"{key}.weights", "infer reads groups of quantized weights", None)
         size, block = weights.group_size, weights.block_structure
         strategy = weights.strategy or ("tensor" if size is None else "channel" if size == -1 else "group")
         asked: list[tuple[str, object, Sequence[object]]] = [
@@ -183,7 +183,7 @@ class CompressedTensors(QuantisedFiles):
         shapes = [grid, *([grid[:1]] if grid[1] == 1 else []), *([()] if grid == (1, 1) else [])]
         scales = self.tensor(module, "weight_scale", FLOATS, *shapes).reshape(grid)
         if scheme.type == "float":
-            return dequantised(codes, scales, (rows, columns))
+            return dequantized(codes, scales, (rows, columns))
         zeros = groups_K = None
         if not scheme.symmetric:
             zeros = self._zeros(module, scheme, bits, grid, shapes).expand(N, -1)
@@ -214,9 +214,9 @@ class CompressedTensors(QuantisedFiles):
 
     def _scheme_of(self, module: str) -> Scheme:
         """The scheme that names the module, else one that has a pattern for it, else one for the class Linear, which is
-        what quantised modules are. Raises CheckpointError."""
+        what quantized modules are. Raises CheckpointError."""
         if module in self._ignored.whole or self._ignored.match(module):
-            raise bad(METHOD, "ignore", f"it names {module!r}, but the checkpoint has quantised weights of that")
+            raise bad(METHOD, "ignore", f"it names {module!r}, but the checkpoint has quantized weights of that")
         for suits in (
             lambda scheme: module in scheme.targets.whole,
             lambda scheme: scheme.targets.match(module),

@@ -98,7 +98,7 @@ def _rotate(
     NORM: tl.constexpr,
     UNIT_OFFSET: tl.constexpr,
 ):
-    """Normalise each head of one token, if NORM, rotate its two halves against each other, and quantise it if there are
+    """Normalize each head of one token, if NORM, rotate its two halves against each other, and quantize it if there are
     scales."""
     HALF: tl.constexpr = E // 2
     head_h = tl.arange(0, HEADS_PAD)[:, None]
@@ -157,7 +157,7 @@ def rope_store_kernel(
     UNIT_OFFSET: tl.constexpr,
 ):
     """One program handles one token: it writes the rotated q to ``out``, and the rotated K and the V to the caches,
-    quantised if there are scales."""
+    quantized if there are scales."""
     HALF: tl.constexpr = E // 2
     token = tl.program_id(0).to(tl.int64)
     size_e = tl.arange(0, E_PAD // 2)

@@ -30,7 +30,7 @@ class TritonKernels(ReferenceKernels):
     """Kernels for NVIDIA GPUs, and for CPU tensors in Triton's interpreter.
 
     ``exact`` chooses matrix products of our own instead of the vendor's, whose rows depend on how many there are.
-    Products with quantised weights are always our own, and take activations as they are: groups of up to 64 values are
+    Products with quantized weights are always our own, and take activations as they are: groups of up to 64 values are
     too short for a matrix unit's int8 products to gain more than the sums of every group cost.
     """
 
@@ -55,8 +55,8 @@ class TritonKernels(ReferenceKernels):
                 if not codes.words.is_meta:
                     grouped.warm_up(codes, tiles)
                 return codes
-            if self._first("dequantise", str(weight_NK)):
-                log.warning("%s are dequantised: these kernels hold groups of a multiple of 16.", weight_NK)
+            if self._first("dequantize", str(weight_NK)):
+                log.warning("%s are dequantized: these kernels hold groups of a multiple of 16.", weight_NK)
             weight_NK = replace(weight_NK, int8_activations=False)
         packed = super().pack(weight_NK, bias_N)
         if self._exact and not packed.weight_NK.is_meta:

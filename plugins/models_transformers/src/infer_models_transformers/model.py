@@ -312,7 +312,7 @@ class TransformersModel:
 
     def _expect_plain(self, name: str, module: nn.Module, kind: str, own: str, value: Tensor) -> None:
         def take(weight: Weight) -> None:
-            plain = weight.dequantise() if isinstance(weight, GroupedWeight) else weight.clone()
+            plain = weight.dequantize() if isinstance(weight, GroupedWeight) else weight.clone()
             held = nn.Parameter(plain, requires_grad=False) if kind == "_parameters" else plain
             getattr(module, kind)[own] = held
 
@@ -454,7 +454,7 @@ class TransformersModel:
                     continue
                 name = renamed
             if isinstance(weight, GroupedWeight) and name in self._turned:
-                # Whoever quantises such a module makes a linear one of it, whose rows are its outputs.
+                # Whoever quantizes such a module makes a linear one of it, whose rows are its outputs.
                 name = f"{name.removesuffix('weight')}{TRANSPOSED}.weight"
             yield name, weight
 

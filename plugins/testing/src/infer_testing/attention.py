@@ -14,7 +14,7 @@ from infer.cache import ExtendView, KVStorage
 from infer.contracts.attention import AttentionSpec, KVDtype, QuantisedKV
 from infer.contracts.cache import CacheContext
 from infer.contracts.kernels import KernelsProtocol
-from infer.kernels.reference import ReferenceKernels, quantise
+from infer.kernels.reference import ReferenceKernels, quantize
 from infer_testing.numbers import differing, random_tensor
 from infer_testing.suite import Violation
 
@@ -97,7 +97,7 @@ class Scene:
         """What K or V is once it has been stored."""
         if self.kv_dtype == "auto":
             return x_TKE
-        codes, scales = quantise(x_TKE)
+        codes, scales = quantize(x_TKE)
         return codes.double() * scales[..., None].double()
 
     def queries(self) -> Iterator[tuple[int, int]]:

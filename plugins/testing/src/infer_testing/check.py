@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         metavar="WHAT",
         help="what a model's logits are compared with: transformers, none, or auto, which is transformers where it is "
-        "installed; and the plain checkpoint that weights were quantised from",
+        "installed; and the plain checkpoint that weights were quantized from",
     )
     parser.add_argument("--only", action="append", default=[], metavar="CHECK", help="only this check; may be repeated")
     parser.add_argument("--seed", type=int, default=0, help="of the cases that are drawn (default: 0)")

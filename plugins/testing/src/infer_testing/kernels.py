@@ -17,7 +17,7 @@ from infer.contracts.cache import CacheContext
 from infer.contracts.kernels import Activation, Draws, Expert, KernelsProtocol, Routing
 from infer.device import FixedTensor, same_bits
 from infer.errors import SettingsError
-from infer.kernels.quantise import quantise_weight
+from infer.kernels.quantize import quantize_weight
 from infer.kernels.reference import ReferenceKernels
 from infer.weight import GroupedWeight, Weight, form_of
 from infer_testing.attention import Scene, attention_spec
@@ -138,7 +138,7 @@ def head_norms(p: Provider, size: int, dtype: torch.dtype, draw: random.Random) 
     return HeadNorms(q_weight, k_weight, 1e-3, draw.random() < 0.5)
 
 
-@check("rope normalises q and K by their own weights if there are norms, and rotates the halves of each head", 12)
+@check("rope normalizes q and K by their own weights if there are norms, and rotates the halves of each head", 12)
 def rope(p: Provider, draw: random.Random) -> None:
     (rows, heads, kv_heads, size), dtype = draw.choice([(1, 1, 1, 2), (5, 3, 1, 6), (9, 8, 2, 128)]), p.dtype(draw)
     q, k = (p.tensor(rows, n, size, dtype=dtype, draw=draw) for n in (heads, kv_heads))
@@ -266,11 +266,11 @@ def embedding(p: Provider, draw: random.Random) -> None:
     equal_bits("embedding", p.kernels.embedding(ids, p.kernels.pack(weight)), weight[ids])
 
 
-@check("quantise gives the bits of infer/kernels/quantise.py", 6)
-def quantise(p: Provider, draw: random.Random) -> None:
+@check("quantize gives the bits of infer/kernels/quantize.py", 6)
+def quantize(p: Provider, draw: random.Random) -> None:
     (n, k), dtype, bits = draw.choice([(7, 64), (33, 96), (1, 32), (300, 256)]), p.dtype(draw), draw.choice([4, 8])
     weight = p.tensor(n, k, dtype=dtype, draw=draw)
-    found, exact = p.kernels.quantise(weight, bits), quantise_weight(weight.cpu(), bits)  # type: ignore[arg-type]
+    found, exact = p.kernels.quantize(weight, bits), quantize_weight(weight.cpu(), bits)  # type: ignore[arg-type]
     equal_bits(f"codes of {bits} bits", found.codes.cpu(), exact.codes)
     equal_bits(f"scales of codes of {bits} bits", found.scales_NG.cpu(), exact.scales_NG)
 
@@ -298,7 +298,7 @@ def linear_grouped(p: Provider, draw: random.Random) -> None:
         packed = p.kernels.pack(weight)
     except SettingsError as refusal:
         raise Skipped(f"grouped weights are refused: {refusal}") from None
-    values_NK = replace(weight, dtype=torch.float32).to(torch.device("cpu"), torch.float32).dequantise()
+    values_NK = replace(weight, dtype=torch.float32).to(torch.device("cpu"), torch.float32).dequantize()
     columns = p.kernels.linear(torch.eye(k, dtype=dtype, device=p.device), packed).cpu().double().T
     if differing(columns, values_NK, torch.bfloat16).any():
         raise Violation(f"{what} {_wrong_group(columns, values_NK, weight)}")

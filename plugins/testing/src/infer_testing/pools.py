@@ -351,7 +351,7 @@ def windows(pools: Pools, draw: random.Random) -> None:
 
 
 @check("The same with K and V in int8", 4)
-def quantised(pools: Pools, draw: random.Random) -> None:
+def quantized(pools: Pools, draw: random.Random) -> None:
     if "int8" not in pools.kv_dtypes:
         raise Skipped("the registration's kv_dtypes do not name int8")
     Machine(pools, draw, kv_dtype="int8").run(40)

@@ -39,7 +39,7 @@ class ToolFormats:
     """An answer that is two of these calls and nothing else, where that is not ``text`` twice."""
 
     def read(self, parts: Iterable[str], others: bool = False) -> list[Piece]:
-        """The pieces of an answer that arrives in parts, and may call the function, or only ``others``. Neighbouring
+        """The pieces of an answer that arrives in parts, and may call the function, or only ``others``. Neighboring
         pieces of one kind are joined."""
         part = self.make({"some_other_function" if others else self.name: self.schema})
         found: list[Piece] = []

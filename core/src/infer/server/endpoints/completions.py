@@ -210,7 +210,7 @@ class Completions:
         added = tokenizer.encode("", add_special_tokens=asked.add_special_tokens).ids
         first = next((i for i, (one, other) in enumerate(zip(ids, added, strict=False)) if one != other), len(added))
         shift = "".join(pieces).find(prompt, begins[first] if first < len(ids) else 0)
-        if shift < 0:  # the tokenizer has normalised the text, so that only it knows each token's place in the original
+        if shift < 0:  # the tokenizer has normalized the text, so that only it knows each token's place in the original
             (encoding,) = await asyncio.to_thread(
                 tokenizer.encode_batch, [prompt], add_special_tokens=asked.add_special_tokens
             )

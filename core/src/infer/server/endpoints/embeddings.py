@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: the final hidden states of texts, pooled and normalised."""
+"""POST /v1/embeddings: the final hidden states of texts, pooled and normalized."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class EmbeddingRequest(Body):
     )
     model: str | None = Field(None, description="The served model's name, or nothing.")
     encoding_format: Literal["float", "base64"] = Field("float", description="Numbers, or fp32 values in base64.")
-    dimensions: int | None = Field(None, ge=1, description="Keep so many leading values, and normalise again.")
+    dimensions: int | None = Field(None, ge=1, description="Keep so many leading values, and normalize again.")
     add_special_tokens: bool = Field(True, description="Add the tokenizer's special tokens, such as EOS, to a text.")
     priority: int = Field(0, ge=-(2**31), lt=2**31, description="Requests with lower numbers are served earlier.")
     cache_salt: str | None = Field(
@@ -121,7 +121,7 @@ async def _itself(prompt: str | TokenIds) -> str | TokenIds:
 def written(dimensions: int | None, packed: bool, index: int, pooled: bytes) -> bytes:
     """An embedding as JSON."""
     values = array("f", pooled)
-    vector = normalised(values[:dimensions])
+    vector = normalized(values[:dimensions])
     if packed:
         text = f'"{base64.b64encode(vector.tobytes()).decode()}"'
     else:
@@ -129,7 +129,7 @@ def written(dimensions: int | None, packed: bool, index: int, pooled: bytes) -> 
     return f'{{"object": "embedding", "index": {index}, "embedding": {text}}}'.encode()
 
 
-def normalised(values: array[float]) -> array[float]:
+def normalized(values: array[float]) -> array[float]:
     """Of length 1. The sum of squares is rounded once, so that it does not depend on the order of its terms."""
     length = max(math.sqrt(math.fsum([x * x for x in values])), 1e-12)
     return array("f", [x / length for x in values])

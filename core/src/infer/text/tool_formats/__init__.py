@@ -21,7 +21,7 @@ class ToolFormat(NamedTuple):
     reader: Callable[[Tools], PartProtocol]
 
 
-def recognise(formats: Iterable[ToolFormat], text: str, tools: Tools, call: tuple[str, object]) -> ToolFormat | None:
+def recognize(formats: Iterable[ToolFormat], text: str, tools: Tools, call: tuple[str, object]) -> ToolFormat | None:
     """The first format that reads ``text`` as the one call (name, arguments) and nothing else; None if there is none. A
     plugin's format that fails is passed over, and the log says why."""
     for format in formats:
