@@ -19,7 +19,7 @@ from torch import Tensor
 
 import infer_cache_paged
 from infer.checkpoint.quantize import Quantizer
-from infer.contracts.attention import KVDtype, QuantisedKV
+from infer.contracts.attention import KVDtype, QuantizedKV
 from infer.contracts.cache import CacheContext, CachePoolProtocol
 from infer.contracts.kernels import KernelsProtocol
 from infer.contracts.model import ModelContext, ModelProtocol
@@ -282,7 +282,7 @@ def paged_pool(
         settings = settings.model_copy(update={"num_blocks": (settings.num_blocks or 0) + spare})
     pool = PagedPool(context, settings)
     for cache in (*pool.storage.k, *pool.storage.v):
-        memory = cache.scales if isinstance(cache, QuantisedKV) else cache
+        memory = cache.scales if isinstance(cache, QuantizedKV) else cache
         memory[: pool.block_manager.pages.num_pages].fill_(torch.nan)
     return pool
 

@@ -28,7 +28,7 @@ from tests.support import (
     tiny_model,
 )
 
-from infer.contracts.attention import KVDtype, QuantisedKV
+from infer.contracts.attention import KVDtype, QuantizedKV
 from infer.contracts.cache import CachePoolProtocol
 from infer.contracts.model import ModelProtocol, Pass
 from infer.contracts.request import Event
@@ -152,7 +152,7 @@ def test_chunks_leave_the_same_keys_and_values(dtype: torch.dtype, kv_dtype: KVD
                 model.forward(Pass(torch.tensor(prompt[begin:end]), torch.arange(begin, end), view))
                 begin = end
         layers = pool.storage.k + pool.storage.v
-        parts = [part for x in layers for part in ((x.codes, x.scales) if isinstance(x, QuantisedKV) else (x,))]
+        parts = [part for x in layers for part in ((x.codes, x.scales) if isinstance(x, QuantizedKV) else (x,))]
         kept.append([part[slot, :150].clone() for part in parts])
     assert all(torch.equal(a, b) for a, b in zip(*kept, strict=True))
 

@@ -17,7 +17,7 @@ from tests.examples import examples, slowly
 from tests.products import gated64
 from torch import Tensor
 
-from infer.contracts.attention import KV, AttentionSpec, HeadNorms, KVDtype, QuantisedKV, Rotary
+from infer.contracts.attention import KV, AttentionSpec, HeadNorms, KVDtype, QuantizedKV, Rotary
 from infer.contracts.kernels import Activation
 from infer.kernels.reference import SEGMENT, TILE, ReferenceKernels, exact_rows, plan_tiles
 from infer_kernels_cpu import native
@@ -202,9 +202,9 @@ def test_rope_store_kv(unit_offset: bool | None, dtype: torch.dtype) -> None:
     assert torch.equal(k_cache.flatten(0, 1)[untouched], before.flatten(0, 1)[untouched])
 
 
-def empty_cache(*shape: int) -> QuantisedKV:
+def empty_cache(*shape: int) -> QuantizedKV:
     """Codes and scales that nothing stores by itself."""
-    return QuantisedKV(torch.full(shape, 55, dtype=torch.int8), torch.full(shape[:-1], 77.0))
+    return QuantizedKV(torch.full(shape, 55, dtype=torch.int8), torch.full(shape[:-1], 77.0))
 
 
 def heads_of_all_kinds(dtype: torch.dtype) -> Tensor:

@@ -27,7 +27,7 @@ from triton.backends.nvidia import __file__ as nvidia
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from infer.contracts.attention import KV, AttentionSpec, HeadNorms, QuantisedKV, Ragged, Rotary
+from infer.contracts.attention import KV, AttentionSpec, HeadNorms, QuantizedKV, Ragged, Rotary
 from infer.contracts.kernels import Draws, Expert, Routing
 from infer.weight import GroupedWeight
 from infer_kernels_triton import provider
@@ -190,7 +190,7 @@ def _layer(kernels: provider.TritonKernels, shape: Shape, lens: tuple[int, ...],
     kernels.rms_norm(x, _empty(D, dtype=dtype), 1e-6, shape.unit_offset)
     qkv = kernels.linear(x, weight)
     q, k, v = (part.view(T, -1, E) for part in torch.split_with_sizes(qkv, [H * E, K * E, K * E], dim=-1))
-    codes = QuantisedKV(_empty(1000, 16, K, E, dtype=torch.int8), _empty(1000, 16, K, dtype=torch.float32))
+    codes = QuantizedKV(_empty(1000, 16, K, E, dtype=torch.int8), _empty(1000, 16, K, dtype=torch.float32))
     caches: list[KV] = [_empty(1000, 16, K, E, dtype=dtype)]
     if dtype != torch.float32:  # attention to codes in float32 is right, but keeps more than the registers hold
         caches.append(codes)

@@ -10,7 +10,7 @@ from tests.attention import random
 from tests.examples import slowly
 from torch import Tensor
 
-from infer.contracts.attention import HeadNorms, QuantisedKV, Rotary
+from infer.contracts.attention import HeadNorms, QuantizedKV, Rotary
 from infer.contracts.kernels import Activation
 from infer.kernels.reference import ReferenceKernels, quantize
 from infer_kernels_triton.provider import TritonKernels
@@ -113,7 +113,7 @@ def test_rope_store_kv_quantized(
     turned, plain_v = (torch.zeros(4, 7, K, E, dtype=dtype, device=device) for _ in range(2))
     out = kernels.rope_store_kv(q, k, v, rotary, turned, plain_v, flat)
     k_cache, v_cache = (
-        QuantisedKV(
+        QuantizedKV(
             torch.full((4, 7, K, E), 55, dtype=torch.int8, device=device), torch.full((4, 7, K), 77.0, device=device)
         )
         for _ in range(2)

@@ -198,6 +198,6 @@ class KernelsRegistration(Registration[KernelsFactory]):
     """Device types (``cpu``, ``cuda``) it can run on; empty for all."""
     kv_dtypes: tuple[str, ...] = ()
     """The values of ``cache.kv_dtype`` other than ``auto`` with which it stores and attends: with ``int8``, caches are
-    ``QuantisedKV``."""
+    ``QuantizedKV``."""
     about: str = ""
     """Which variant of it runs on this machine, and why: a line for ``infer plugins``, ``infer doctor`` and the log."""

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from infer.contracts.attention import KV, AttentionSpec, QuantisedKV, Ragged, Rotary
+from infer.contracts.attention import KV, AttentionSpec, QuantizedKV, Ragged, Rotary
 from infer.contracts.kernels import Activation, Draws, Expert, KernelsProtocol, RecorderProtocol, Routing
 from infer.kernels.quantize import quantize_weight
 from infer.weight import LEAST, GroupedWeight, Weight, quantize_rows
@@ -194,7 +194,7 @@ class ReferenceKernels(KernelsProtocol):
 
     def store_kv(self, k_TKE: Tensor, v_TKE: Tensor, k_cache: KV, v_cache: KV, flat_T: Tensor) -> None:
         for x_TKE, cache in ((k_TKE, k_cache), (v_TKE, v_cache)):
-            if isinstance(cache, QuantisedKV):
+            if isinstance(cache, QuantizedKV):
                 codes_TKE, scales_TK = quantize(x_TKE)
                 cache.codes.flatten(0, 1).index_copy_(0, flat_T, codes_TKE)
                 cache.scales.flatten(0, 1).index_copy_(0, flat_T, scales_TK)
@@ -311,7 +311,7 @@ def _attend_tiles(
 
 
 def quantize(x_TKE: Tensor) -> tuple[Tensor, Tensor]:
-    """The codes [T, K, E] and scales [T, K] of K or V, as ``QuantisedKV`` has them."""
+    """The codes [T, K, E] and scales [T, K] of K or V, as ``QuantizedKV`` has them."""
     x_TKE = x_TKE.float()
     top_TK = x_TKE.abs().amax(-1)
     scales_TK = (top_TK / 127).masked_fill(top_TK < LEAST, 0) + (top_TK - top_TK)  # + NaN unless all are finite
@@ -321,7 +321,7 @@ def quantize(x_TKE: Tensor) -> tuple[Tensor, Tensor]:
 
 def _read(cache: KV, flat: Tensor) -> Tensor:
     """K or V of the given flat indices, in fp32."""
-    if isinstance(cache, QuantisedKV):
+    if isinstance(cache, QuantizedKV):
         return cache.codes.flatten(0, 1)[flat].float() * cache.scales.flatten(0, 1)[flat][..., None]
     return cache.flatten(0, 1)[flat].float()
 

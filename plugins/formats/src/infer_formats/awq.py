@@ -12,7 +12,7 @@ from torch import Tensor
 from infer.contracts.weights import TensorFilesProtocol
 from infer.weight import Weight
 from infer_formats.config import CALIBRATION, GroupSize, Table
-from infer_formats.files import FLOATS, QuantisedFiles, in_words
+from infer_formats.files import FLOATS, QuantizedFiles, in_words
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of its eight columns each half byte of a word belongs to, from the least significant on."""
@@ -33,7 +33,7 @@ class AwqTable(Table):
     HARMLESS = CALIBRATION | {"checkpoint_format", "pack_dtype", "sym"}
 
 
-class Awq(QuantisedFiles):
+class Awq(QuantizedFiles):
     method = "awq"
     codes = ("qweight",)
     beside = ("qzeros", "scales")

@@ -14,7 +14,7 @@ from torch import Tensor
 from infer.contracts.weights import TensorFilesProtocol
 from infer.weight import Weight
 from infer_formats.config import GroupSize, Patterns, Size, Table, bad
-from infer_formats.files import FLOATS, Bits, QuantisedFiles, in_words, words
+from infer_formats.files import FLOATS, Bits, QuantizedFiles, in_words, words
 from infer_formats.floats import E4M3, PLAIN, dequantized
 
 METHOD = "compressed-tensors"
@@ -95,7 +95,7 @@ class Scheme:
     int8_activations: bool
 
 
-class CompressedTensors(QuantisedFiles):
+class CompressedTensors(QuantizedFiles):
     method = METHOD
     codes = ("weight_packed", "weight")
     beside = ("weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")

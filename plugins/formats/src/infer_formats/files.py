@@ -20,7 +20,7 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 Bits = Literal[4, 8]
 
 
-class QuantisedFiles:
+class QuantizedFiles:
     """A WeightFormatProtocol base. A quantized module NAME has one tensor of codes and others beside it, called
     NAME.KIND; all other tensors are plain weights."""
 

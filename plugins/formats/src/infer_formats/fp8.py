@@ -13,7 +13,7 @@ from infer.contracts.weights import TensorFilesProtocol
 from infer.errors import CheckpointError
 from infer.weight import Weight
 from infer_formats.config import Size, Table
-from infer_formats.files import FLOATS, QuantisedFiles
+from infer_formats.files import FLOATS, QuantizedFiles
 from infer_formats.floats import E4M3, PLAIN, dequantized
 
 
@@ -28,7 +28,7 @@ class Fp8Table(Table):
     HARMLESS = frozenset({"dequantize", "is_checkpoint_fp8_serialized", "modules_to_convert", "scale_fmt"})
 
 
-class Fp8(QuantisedFiles):
+class Fp8(QuantizedFiles):
     method = "fp8"
     codes = ("weight",)
     beside = ("weight_scale_inv", "weight_scale")

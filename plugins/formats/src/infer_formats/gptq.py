@@ -11,7 +11,7 @@ from pydantic import AliasChoices, Field
 from infer.contracts.weights import TensorFilesProtocol
 from infer.weight import Weight
 from infer_formats.config import CALIBRATION, GroupSize, Patterns, Table, bad
-from infer_formats.files import FLOATS, Bits, QuantisedFiles, in_words, words
+from infer_formats.files import FLOATS, Bits, QuantizedFiles, in_words, words
 
 ONE_EACH: Mapping[Bits, int] = {4: 0x11111111, 8: 0x01010101}
 """What the format ``gptq`` takes from a word of zero points: one from each. A zero point of 0 borrows from its
@@ -43,7 +43,7 @@ class GptqTable(Table):
     HARMLESS = CALIBRATION
 
 
-class Gptq(QuantisedFiles):
+class Gptq(QuantizedFiles):
     method = "gptq"
     codes = ("qweight",)
     beside = ("qzeros", "scales", "g_idx")

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from infer.contracts.attention import KV, AttentionSpec, QuantisedKV, Ragged, Rotary
+from infer.contracts.attention import KV, AttentionSpec, QuantizedKV, Ragged, Rotary
 from infer.contracts.kernels import Activation, Draws, Expert, RecorderProtocol, Routing
 from infer.device import pages
 from infer.kernels.quantize import unfilled
@@ -419,6 +419,6 @@ def _biases(weights: Sequence[Packed]) -> Any:
 
 def _pointers(cache: KV) -> tuple[int, int | None]:
     """The addresses of K's or V's values, or of its codes and scales."""
-    if isinstance(cache, QuantisedKV):
+    if isinstance(cache, QuantizedKV):
         return cache.codes.data_ptr(), cache.scales.data_ptr()
     return cache.data_ptr(), None

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infer.contracts.attention import KV, AttentionSpec, QuantisedKV, Ragged, Rotary
+from infer.contracts.attention import KV, AttentionSpec, QuantizedKV, Ragged, Rotary
 from infer.contracts.kernels import Activation, Draws, Expert, RecorderProtocol, Routing
 from infer.device import CudaRecorder
 from infer.kernels.reference import SMALLEST_SUM, ReferenceKernels
@@ -113,7 +113,7 @@ class TritonKernels(ReferenceKernels):
     def extend_attention(self, q_THE: Tensor, k_cache: KV, v_cache: KV, ragged: Ragged, spec: AttentionSpec) -> Tensor:
         tiles = next(c for c in self._config(q_THE.dtype).attention if c.head_size >= spec.head_size)
         first = self._first(
-            "attention", q_THE.dtype, isinstance(k_cache, QuantisedKV), k_cache.shape[1], spec, spec.sinks_H is None
+            "attention", q_THE.dtype, isinstance(k_cache, QuantizedKV), k_cache.shape[1], spec, spec.sinks_H is None
         )
         return attention.extend_attention(q_THE, k_cache, v_cache, ragged, spec, tiles, self._programs, first)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from infer.cache import KVStorage
-from infer.contracts.attention import HeadNorms, KVDtype, QuantisedKV, Rotary
+from infer.contracts.attention import HeadNorms, KVDtype, QuantizedKV, Rotary
 from infer.contracts.cache import CacheContext
 from infer.contracts.kernels import Activation, Draws, Expert, KernelsProtocol, Routing
 from infer.device import FixedTensor, same_bits
@@ -184,7 +184,7 @@ def untouched(what: str, cache: Tensor, before: Tensor, flat: Tensor) -> None:
         raise Violation(f"{what} changes the cache at flat index {index}, which is not one of {flat.tolist()}")
 
 
-@check("With int8, K and V are stored as QuantisedKV says, bit for bit", 6)
+@check("With int8, K and V are stored as QuantizedKV says, bit for bit", 6)
 def store_kv_int8(p: Provider, draw: random.Random) -> None:
     if "int8" not in p.kv_dtypes:
         raise Skipped("the registration's kv_dtypes do not name int8")
@@ -196,9 +196,9 @@ def store_kv_int8(p: Provider, draw: random.Random) -> None:
     k[4, 1, 0] = 127
     v, flat = k.flip(0), torch.tensor(draw.sample(range(20), 14), device=p.device)
 
-    def empty(device: torch.device) -> QuantisedKV:
+    def empty(device: torch.device) -> QuantizedKV:
         codes = torch.full((5, 4, 2, 34), 55, dtype=torch.int8, device=device)
-        return QuantisedKV(codes, torch.full((5, 4, 2), 77.0, device=device))
+        return QuantizedKV(codes, torch.full((5, 4, 2), 77.0, device=device))
 
     found, exact = (empty(p.device), empty(p.device)), (empty(torch.device("cpu")), empty(torch.device("cpu")))
     EXACT.store_kv(k.cpu(), v.cpu(), *exact, flat.cpu())

@@ -62,7 +62,7 @@ inline void rotate(const T* from, const float* cos, const float* sin, int64_t ha
     });
 }
 
-// Quantizes a head's values to codes, and returns their scale; both as Python's QuantisedKV describes them.
+// Quantizes a head's values to codes, and returns their scale; both as Python's QuantizedKV describes them.
 template <class T>
 inline float quantize(const T* from, int64_t width, int8_t* to) {
     vf top{}, strange{};
