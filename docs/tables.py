@@ -71,7 +71,7 @@ def commands() -> str:
         sampled = {f"--{name.replace('_', '-')}" for name in PLAIN_PARAMS}
         if not sampled <= {option for action in actions for option in action.option_strings}:
             sampled = set()
-        body = [[_shown(action), _said(action)] for action in actions if not sampled & {*action.option_strings}]
+        body = [[_shown(action), _help(action)] for action in actions if not sampled & {*action.option_strings}]
         if sampled:
             body.append(
                 [", ".join(f"`--{name.replace('_', '-')}`" for name in PLAIN_PARAMS), "[Sampling](api.md#sampling)."]
@@ -90,7 +90,7 @@ def _shown(action: argparse.Action) -> str:
     return f"`{name}{value}`"
 
 
-def _said(action: argparse.Action) -> str:
+def _help(action: argparse.Action) -> str:
     """Raises ValueError if the argument has no help."""
     if not action.help:
         raise ValueError(f"{action.option_strings or action.dest} has no help")

@@ -24,7 +24,7 @@ from infer.contracts.cache import CacheContext, CachePoolProtocol
 from infer.contracts.kernels import KernelsProtocol
 from infer.contracts.model import ModelContext, ModelProtocol
 from infer.contracts.params import SamplingParams
-from infer.contracts.proposer import Ask, ProposerProtocol
+from infer.contracts.proposer import DraftRequest, ProposerProtocol
 from infer.contracts.records import RequestRecord, StepRecord
 from infer.contracts.request import Event, Request
 from infer.contracts.scheduler import Sequence
@@ -339,13 +339,13 @@ class Knowing:
         self.draw = random.Random(seed)
         self.ended: list[str] = []
 
-    def propose(self, asks: Seq[Ask]) -> list[list[int]]:
-        return [self.drafts(ask) for ask in asks]
+    def propose(self, draft_requests: Seq[DraftRequest]) -> list[list[int]]:
+        return [self.drafts(draft_request) for draft_request in draft_requests]
 
-    def drafts(self, ask: Ask) -> list[int]:
-        begin = len(ask.token_ids) - len(ask.request.prompt_token_ids)
-        known = list(self.answers[ask.request.id][begin : begin + ask.most])
-        known += [self.draw.randrange(VOCAB) for _ in range(ask.most - len(known))]
+    def drafts(self, draft_request: DraftRequest) -> list[int]:
+        begin = len(draft_request.token_ids) - len(draft_request.request.prompt_token_ids)
+        known = list(self.answers[draft_request.request.id][begin : begin + draft_request.most])
+        known += [self.draw.randrange(VOCAB) for _ in range(draft_request.most - len(known))]
         return [token if self.draw.random() < self.right else (token + 1) % VOCAB for token in known]
 
     def end(self, request_id: str) -> None:

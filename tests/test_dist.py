@@ -31,7 +31,7 @@ from tests.docs.test_run import SHOWN, free_port
 import infer_demo
 from infer import errors
 from infer.checkpoint.hub import BUNDLED
-from infer.plugins.slots import SLOTS
+from infer.plugins.extension_points import EXTENSION_POINTS
 from infer_kernels_cpu import native
 
 pytestmark = pytest.mark.long
@@ -151,7 +151,7 @@ def test_every_distribution_says_what_else_it_needs(named: Path) -> None:
 
 
 def test_advice_on_what_to_install_names_files_that_are_made(named: Path) -> None:
-    packages = {package for slot in SLOTS.values() for package in slot.packages.values()}
+    packages = {package for slot in EXTENSION_POINTS.values() for package in slot.packages.values()}
     for package in packages | {*BUNDLED.values()}:
         advice = errors.installing(package)
         assert re.sub(r" -r dist/\S+", "", advice) in ("pip install", "pip install && pip install")

@@ -302,7 +302,7 @@ def test_an_observer_may_leave_while_it_fails(caplog: pytest.LogCaptureFixture) 
             raise ValueError("bad observer")
 
     plugins = Plugins.discover()
-    leave = plugins.tell("A test's", Leaving())
+    leave = plugins.subscribe("A test's", Leaving())
     plugins.notify("infer_step_finished", StepRecord(0, 0.0, 0.0, (), 1, 0, 0, 0, 0, 0, 0, 0))
     assert caplog.messages == ["A test's failed in infer_step_finished and is left out"]
 

@@ -344,9 +344,9 @@ def read(parts: Iterable[str], format: str, tags: ReasoningTags | None = None, *
 @each_family
 def test_a_format_is_found_by_what_the_template_writes(name: str) -> None:
     shape = ChatTemplate(FAMILIES[name].template, {})
-    assert shape.manners.call is not None
+    assert shape.style.call is not None
     known = {PROBE_TOOL["function"]["name"]: PROBE_TOOL["function"]["parameters"]}
-    found = recognize(FORMATS.values(), shape.manners.call, known, ("look_up", PROBE_ARGUMENTS))
+    found = recognize(FORMATS.values(), shape.style.call, known, ("look_up", PROBE_ARGUMENTS))
     assert found is not None
     assert found.name == FAMILIES[name].format
 

@@ -116,17 +116,17 @@ class Doctor:
             self.report.say("model", f"{path}: {checkpoint.path}", path=path, place=str(checkpoint.path))
         self.report.say("device", str(device), name=str(device), why=self._why("model.device"))
 
-    def _choice(self, slot: str, part: str) -> None:
-        """The offer that is chosen for a slot, and why."""
-        from infer.plugins.slots import SLOTS
+    def _choice(self, point: str, part: str) -> None:
+        """The offer that is chosen for an extension point, and why."""
+        from infer.plugins.extension_points import EXTENSION_POINTS
 
-        about, offer = SLOTS[slot], self.assembly.chosen(slot)
+        about, offer = EXTENSION_POINTS[point], self.assembly.chosen(point)
         why = self._why(about.setting) if about.setting else about.when
-        if about.asked(self.settings) == "auto":
-            why = "; ".join(filter(None, (why, self.plugins.rank(offer, self.assembly.there(slot)))))
-        told = f"{offer.name} of {offer.distribution} {offer.version}: {offer.registration.description} ({why})"
+        if about.chosen(self.settings) == "auto":
+            why = "; ".join(filter(None, (why, self.plugins.rank(offer, self.assembly.there(point)))))
+        summary = f"{offer.name} of {offer.distribution} {offer.version}: {offer.registration.description} ({why})"
         data = {"name": offer.name, "distribution": offer.distribution, "version": offer.version, "why": why}
-        self.report.say(part, told, **data, priority=offer.registration.priority)
+        self.report.say(part, summary, **data, priority=offer.registration.priority)
 
     def _why(self, key: str) -> str:
         section, name = key.split(".")
@@ -195,7 +195,7 @@ class Doctor:
         asked, why = self.settings.model.quantization, self._why("model.quantization")
         sizes: dict[str, int] = {}
         if method := self.assembly.checkpoint.quant_method:
-            told = f"the checkpoint is quantized ({method}), and only plain weights are ({why})"
+            summary = f"the checkpoint is quantized ({method}), and only plain weights are ({why})"
         else:
             for name in QUANTIZATIONS:
                 if name != asked:
@@ -203,8 +203,8 @@ class Doctor:
                     other = self.settings.model_copy(update={"model": model})
                     weights = replace(self.assembly.weights, settings=other)
                     sizes[str(name).lower()] = weights.sketch(context).nbytes
-            told = ", ".join(f"{name} would take {mib(size)}" for name, size in sizes.items()) + f" ({why})"
-        self.report.say("quantization", told, asked=asked, bytes={str(asked).lower(): nbytes} | sizes)
+            summary = ", ".join(f"{name} would take {mib(size)}" for name, size in sizes.items()) + f" ({why})"
+        self.report.say("quantization", summary, asked=asked, bytes={str(asked).lower(): nbytes} | sizes)
         return sizes
 
     def _cache(self, sketch: Sketch, free: int) -> None:
@@ -235,8 +235,8 @@ class Doctor:
 
     def _texts(self, vocab_size: int) -> None:
         tokenizer, template, _ = self.assembly.texts(vocab_size)
-        told = f"{tokenizer.get_vocab_size()} tokens, {'a' if template else 'no'} chat template"
-        self.report.say("texts", told, tokens=tokenizer.get_vocab_size(), chat_template=template is not None)
+        summary = f"{tokenizer.get_vocab_size()} tokens, {'a' if template else 'no'} chat template"
+        self.report.say("texts", summary, tokens=tokenizer.get_vocab_size(), chat_template=template is not None)
         if template is None:
             self.report.notes.append("Without a chat template, chats are refused; set model.chat_template to a file.")
 

@@ -132,7 +132,7 @@ class SamplingParams(BaseModel):
         return self
 
     @property
-    def steered(self) -> bool:
+    def edits_logits(self) -> bool:
         """Whether logits are edited before each draw (penalties, biases, minimum length, a grammar)."""
         return bool(
             self.min_tokens

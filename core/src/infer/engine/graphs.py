@@ -98,7 +98,7 @@ class DecodeGraphs:
         self._pool = pool
         self._record = record
         self._given_up = False
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
         if not record.cheap:
             for rows in reversed(self.sizes):  # the largest first, so that the others reuse its memory
                 self._capture(rows)
@@ -189,8 +189,8 @@ class DecodeGraphs:
         self._say(why)
 
     def _say(self, why: str) -> None:
-        if why not in self._said:
-            self._said.add(why)
+        if why not in self._warned:
+            self._warned.add(why)
             log.warning("decode passes of %s are run, not replayed: %s", type(self._model).__name__, why)
 
 

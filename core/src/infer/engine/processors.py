@@ -122,7 +122,7 @@ class LogitsProcessor:
             try:
                 return run(given)
             except BaseException as error:  # a panic of Rust's is no Exception
-                log.exception("the steering of a request failed")
+                log.exception("the logits processor of a request failed")
                 self._fault = f"The request failed: {type(error).__name__}: {error}"
         return None
 

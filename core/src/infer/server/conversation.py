@@ -25,7 +25,7 @@ RESERVED = ("self", "loop", "caller", "varargs", "kwargs")
 """Names that have a meaning of their own in Jinja templates."""
 
 
-class Chat(Protocol):
+class ConversationBody(Protocol):
     """What a prompt is made of."""
 
     @property
@@ -60,7 +60,7 @@ class Conversation:
             return
         why = "it shows no tools, or no calls"
         try:
-            written = (await self._process.manners()).call
+            written = (await self._process.style()).call
         except RequestError as error:
             written, why = None, str(error)
         if written is not None:
@@ -87,21 +87,21 @@ class Conversation:
         RequestError."""
         return await self._process(messages, **form)
 
-    async def prompt(self, asked: Chat, tools: Sequence[dict[str, Any]]) -> str:
+    async def prompt(self, body: ConversationBody, tools: Sequence[dict[str, Any]]) -> str:
         """The prompt that the chat template makes from a request's messages. Raises RequestError."""
-        variables = asked.chat_template_kwargs or {}
-        effort: str | None = getattr(asked, "reasoning_effort", None)
+        variables = body.chat_template_kwargs or {}
+        effort: str | None = getattr(body, "reasoning_effort", None)
         if effort is not None:
-            known = (await self._process.manners()).variables
+            known = (await self._process.style()).variables
             thinks = effort != "none"
-            told = {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
+            effort_variables = {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
             if not known:
                 raise RequestError(
                     f"reasoning_effort = {effort!r} has no effect: this model's chat template knows none of "
-                    f"{', '.join(told)}; leave it out.",
+                    f"{', '.join(effort_variables)}; leave it out.",
                     param="reasoning_effort",
                 )
-            variables = {name: told[name] for name in known} | variables
+            variables = {name: effort_variables[name] for name in known} | variables
         for name in variables:
             if name in OWN_FIELDS:
                 raise RequestError(
@@ -113,10 +113,10 @@ class Conversation:
                     param="chat_template_kwargs",
                 )
         return await self.render(
-            asked.turns,
+            body.turns,
             tools=list(tools) or None,
-            add_generation_prompt=asked.add_generation_prompt and not asked.continue_final_message,
-            continue_final_message=asked.continue_final_message,
+            add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
+            continue_final_message=body.continue_final_message,
             **variables,
         )
 

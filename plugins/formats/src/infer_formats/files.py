@@ -33,7 +33,7 @@ class QuantizedFiles:
     def __init__(self, files: TensorFilesProtocol) -> None:
         self._files = files
         self._all = frozenset(files.names())
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
         self.unused: frozenset[str] = frozenset()
         """Kinds of tensors that say how to round activations or K/V, which infer does not do."""
 
@@ -88,8 +88,8 @@ class QuantizedFiles:
 
     def say(self, level: int, text: str) -> None:
         """Log a sentence once."""
-        if text not in self._said:
-            self._said.add(text)
+        if text not in self._logged:
+            self._logged.add(text)
             log.log(level, "%s: %s", self.method, text)
 
     def grouped(

@@ -188,11 +188,11 @@ class Front:
         self._drain_s = plan["drain_s"]
         self._process = Process("ingress", {"settings": plan["ingress"], "router": plan["router"], "key": plan["key"]})
         self._directory = _Directory(plan["name"])
-        self._telling = asyncio.create_task(self._tell())  # before it serves, so that it knows engines by then
+        self._sending = asyncio.create_task(self._send_replicas())  # before it serves, so that it knows engines by then
         self._url = await asyncio.to_thread(self._process.ready)
         self._ending = False
 
-    async def _tell(self) -> None:
+    async def _send_replicas(self) -> None:
         version = 0
         while self._process.code is None:
             try:
@@ -225,7 +225,7 @@ class Front:
         if not self._ending:
             self._ending = True
             await asyncio.to_thread(self._process.end, self._drain_s + KILL_S)
-            self._telling.cancel()
+            self._sending.cancel()
 
 
 def wanted(context: Any) -> tuple[int, dict[str, Any]]:

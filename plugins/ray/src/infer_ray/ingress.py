@@ -31,7 +31,7 @@ from infer.server.http.sockets import listen
 from infer.server.http.streams import hang_up, write
 from infer_ray.held import with_blocks
 from infer_ray.outline import Outgoing, Outline, outlined
-from infer_ray.resume import DivergedError, Told, complaint
+from infer_ray.resume import ClientStream, DivergedError, complaint
 from infer_ray.router import Router
 
 log = logging.getLogger(__name__)
@@ -141,7 +141,7 @@ class Fleet:
         if name in self.router:
             self.router.take(name, False)
 
-    def tell(self, name: str, state: Mapping[str, Any]) -> None:
+    def report(self, name: str, state: Mapping[str, Any]) -> None:
         """What a replica says of itself."""
         if name not in self.router:
             return
@@ -354,7 +354,7 @@ class Ingress:
                     if response.status == 200:
                         state = json.loads(await response.read())
                         self._versions[name] = state["version"]
-                        self.fleet.tell(name, state)
+                        self.fleet.report(name, state)
                     else:
                         self.fleet.suspect(name)
             except (aiohttp.ClientError, TimeoutError):
@@ -372,7 +372,7 @@ class _Exchange:
         self._headers = headers
         self._response: web.StreamResponse | None = None
         """What the client gets, once its headers are sent."""
-        self._told = Told()
+        self._client_stream = ClientStream()
         self._lost = 0
         """How many replicas were lost since there was anything new to tell the client."""
         self._stall_s = ingress._server.stall_timeout_s
@@ -406,7 +406,7 @@ class _Exchange:
                 log.warning("replica %s was lost while it answered %s: %r", name, self._http.path, error)
                 fleet.suspect(name)
                 if self._response is not None and not self._response.prepared:  # the replica had sent its headers alone
-                    self._response, self._told = None, Told()
+                    self._response, self._client_stream = None, ClientStream()
                 # Who ends in good order, or was not there, was not ended by this request.
                 self._lost += not isinstance(error, NOT_REACHED)
                 if self._lost >= MOST_LOST:
@@ -416,7 +416,7 @@ class _Exchange:
                     return await self._fail(message)
                 if self._response is None:
                     ingress.counts.retried += 1
-                elif self._asked.seeded and self._streamed and self._told.known:
+                elif self._asked.seeded and self._streamed and self._client_stream.known:
                     ingress.counts.resumed += 1
                 else:
                     return await self._fail(
@@ -501,7 +501,7 @@ class _Exchange:
     async def _stream(self, upstream: aiohttp.ClientResponse, headers: CIMultiDict[str], id: str) -> web.StreamResponse:
         if (response := self._response) is None:
             response = self._response = web.StreamResponse(status=200, headers=headers)
-        told = self._told
+        told = self._client_stream
         told.begin(id)
         rest = bytearray()
         async for chunk in upstream.content.iter_any():

@@ -1,4 +1,4 @@
-"""`infer check`: tries what the contract of a plugin's slot promises on one installed part."""
+"""`infer check`: tries what the contract of a plugin's extension point promises on one installed part."""
 
 from __future__ import annotations
 

@@ -141,10 +141,12 @@ class ChatRequest(SamplingBody):
                 return None
         return self._possible_tools
 
-    def said(self, param: str) -> str:
+    def client_name(self, param: str) -> str:
         if param == "structured_outputs" and self.forced_tools is not None:
             return "tools"
-        return "max_completion_tokens" if param == "max_tokens" and self.max_tokens is None else super().said(param)
+        return (
+            "max_completion_tokens" if param == "max_tokens" and self.max_tokens is None else super().client_name(param)
+        )
 
     def sampling(self, **overrides: Any) -> SamplingParams:
         tokens = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
@@ -273,44 +275,44 @@ class Chat:
         self._conversation = service.conversation
 
     async def handle(self, http: web.Request) -> web.StreamResponse:
-        asked = await self._service.read(http, ChatRequest)
-        tools = [tool.shown() for tool in asked.offered_tools]
-        forced = asked.forced_tools
+        body = await self._service.read(http, ChatRequest)
+        tools = [tool.shown() for tool in body.offered_tools]
+        forced = body.forced_tools
         if tools and forced is None and self._conversation.tool_format is None:
             raise RequestError(
                 "The format in which this model's chat template writes tool calls is unknown; set model.tool_format, "
                 "or force a call with tool_choice.",
                 param="tools",
             )
-        prompt = await self._conversation.prompt(asked, tools)
+        prompt = await self._conversation.prompt(body, tools)
         overrides: Json = {}
         if forced is not None:
             wanted = [tool.shown() for tool in forced]
-            named = isinstance(asked.tool_choice, NamedFunction | NamedCustom)
-            most = 1 if named or not asked.parallel_tool_calls else None
+            named = isinstance(body.tool_choice, NamedFunction | NamedCustom)
+            most = 1 if named or not body.parallel_tool_calls else None
             overrides["structured_outputs"] = StructuredOutputs(json_schema=calls_schema(wanted, most))
-        params = self._service.served.defaulted(checked(lambda: asked.sampling(**overrides), ChatRequest))
+        params = self._service.served.defaulted(checked(lambda: body.sampling(**overrides), ChatRequest))
         tags, thinking, end = self._conversation.reasoning(prompt, params)
         requests = await self._service.requests(
-            http, [prompt], params, asked, n=asked.n, prefix="chatcmpl", special=False, grammar_after=end
+            http, [prompt], params, body, n=body.n, prefix="chatcmpl", special=False, grammar_after=end
         )
         make = functools.partial(
             make_parser,
             {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools},
             self._conversation.tool_format,
-            parallel=asked.parallel_tool_calls,
+            parallel=body.parallel_tool_calls,
             forced=forced is not None,
             tags=tags,
             thinking=thinking,
-            custom=asked.custom_tools,
+            custom=body.custom_tools,
         )
         thoughts = [Thoughts(self._service.tokens, tags, thinking) for _ in requests] if tags else []
         id = f"chatcmpl-{http[REQUEST_ID]}"
-        told = {} if asked.metadata is None else {"metadata": asked.metadata}
-        if asked.stream:
+        metadata = {} if body.metadata is None else {"metadata": body.metadata}
+        if body.stream:
             frame = self._service.frame(id, "chat.completion.chunk")
             response = await self._service.stream(
-                http, requests, functools.partial(self._frames, frame, asked, requests, make, thoughts)
+                http, requests, functools.partial(self._frames, frame, body, requests, make, thoughts)
             )
             http[CALLER].usage = _detailed(http[CALLER].usage or {}, thoughts)
             return response
@@ -318,14 +320,14 @@ class Chat:
         for thought, answer in zip(thoughts, answers, strict=False):
             await self._service.writer.each(thought.push, answer.token_ids, len(answer.token_ids))
         http[CALLER].usage = usage = _detailed(usage, thoughts)
-        choices = [await self._choice(i, asked, answer, make()) for i, answer in enumerate(answers)]
-        frame = self._service.frame(id, "chat.completion") | told
+        choices = [await self._choice(i, body, answer, make()) for i, answer in enumerate(answers)]
+        frame = self._service.frame(id, "chat.completion") | metadata
         return await self._service.answer(http, frame | {"choices": choices, "usage": usage})
 
-    async def _choice(self, index: int, asked: ChatRequest, answer: Completion, parser: PartProtocol) -> Json:
+    async def _choice(self, index: int, body: ChatRequest, answer: Completion, parser: PartProtocol) -> Json:
         message: Json = {"role": "assistant", "content": None, "refusal": None}
         calls: list[Json] = []
-        numbering = Calls(asked.custom_tools)
+        numbering = Calls(body.custom_tools)
         for piece in [*parser.push(answer.text), *parser.flush()]:
             delta = numbering.delta(piece)
             for key in ("content", "reasoning_content"):
@@ -345,32 +347,32 @@ class Chat:
         choice = {
             "index": index,
             "message": message,
-            "logprobs": await self.logprobs(answer.logprobs or ()) if asked.logprobs else None,
+            "logprobs": await self.logprobs(answer.logprobs or ()) if body.logprobs else None,
             "finish_reason": _reason(answer.finish_reason, calls),
             "stop_reason": answer.stop_reason,
         }
-        if asked.prompt_logprobs is not None:
+        if body.prompt_logprobs is not None:
             choice["prompt_logprobs"] = await self._service.prompt_logprobs(answer)
         return choice
 
     async def _frames(
         self,
         frame: Json,
-        asked: ChatRequest,
+        body: ChatRequest,
         requests: Sequence[Request],
         make: Callable[[], PartProtocol],
         thoughts: Sequence[Thoughts],
         events: Events,
         usage: Callable[[], Json],
     ) -> AsyncGenerator[Json]:
-        options = asked.stream_options or StreamOptions()
+        options = body.stream_options or StreamOptions()
         if options.include_usage:
             frame = frame | {"usage": None}
         parsers = [make() for _ in requests]
-        numberings = [Calls(asked.custom_tools) for _ in requests]
+        numberings = [Calls(body.custom_tools) for _ in requests]
         for i in range(len(requests)):
-            told = {"metadata": asked.metadata} if asked.metadata is not None and i == 0 else {}
-            yield frame | told | {"choices": [_delta(i, {"role": "assistant", "content": ""})]}
+            metadata = {"metadata": body.metadata} if body.metadata is not None and i == 0 else {}
+            yield frame | metadata | {"choices": [_delta(i, {"role": "assistant", "content": ""})]}
         async for i, event in events:
             for token in event.token_ids if thoughts else ():
                 thoughts[i].push(token)

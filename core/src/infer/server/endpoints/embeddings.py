@@ -81,24 +81,24 @@ class Embedder:
 
     async def handle(self, http: web.Request) -> web.StreamResponse:
         service = self._service
-        asked = await service.read(http, EmbeddingRequest)
-        pooling, inputs = service.served.pooling, asked.prompts
+        body = await service.read(http, EmbeddingRequest)
+        pooling, inputs = service.served.pooling, body.prompts
         if pooling not in ("last", "mean"):
             raise RequestError(
                 f"This checkpoint makes embeddings by {pooling!r}; only 'last' and 'mean' are supported."
             )
         many.check_count(len(inputs), "input")
         size = service.served.hidden_size
-        if asked.dimensions is not None and (size is None or asked.dimensions > size):
+        if body.dimensions is not None and (size is None or body.dimensions > size):
             have = "an unknown number" if size is None else size
             raise RequestError(
-                f"dimensions is {asked.dimensions}, but this model's embeddings have {have}.", param="dimensions"
+                f"dimensions is {body.dimensions}, but this model's embeddings have {have}.", param="dimensions"
             )
-        params, special = SamplingParams(max_tokens=1, temperature=0), asked.add_special_tokens
+        params, special = SamplingParams(max_tokens=1, temperature=0), body.add_special_tokens
         how = {"special": special, "pooling": cast(Pooling, pooling)}
-        requests, usage = await many.make(service, http, inputs, _itself, params, asked, "input", **how)
+        requests, usage = await many.make(service, http, inputs, _itself, params, body, "input", **how)
         rows = await self._run(requests)
-        made = functools.partial(written, asked.dimensions, asked.encoding_format == "base64")
+        made = functools.partial(written, body.dimensions, body.encoding_format == "base64")
         data = Array(await service.writer.each(lambda row: made(*row), rows, len(rows)))
         frame: Json = {"object": "list", "data": data, "model": service.served.name, "usage": usage}
         return await service.answer(http, frame)

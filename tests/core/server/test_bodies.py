@@ -56,7 +56,7 @@ SAMPLING = {
     "logit_bias": {"3": 1.5},
     "user": "u",
 }
-ASKED: list[tuple[type[Body], dict[str, Any]]] = [
+BODIES: list[tuple[type[Body], dict[str, Any]]] = [
     (
         ChatRequest,
         SAMPLING
@@ -191,7 +191,7 @@ def places(value: Any, path: tuple[int | str, ...] = ()) -> list[tuple[int | str
     return found
 
 
-PLACES = [(i, path) for i, (_, body) in enumerate(ASKED) for path in places(body)]
+PLACES = [(i, path) for i, (_, body) in enumerate(BODIES) for path in places(body)]
 
 
 def at(body: Any, path: Sequence[int | str]) -> Any:
@@ -220,7 +220,7 @@ def refusal(model: type[Body], body: Any) -> RequestError | None:
     return None
 
 
-@pytest.mark.parametrize(("model", "body"), ASKED)
+@pytest.mark.parametrize(("model", "body"), BODIES)
 def test_all_of_it_is_taken(model: type[Body], body: dict[str, Any]) -> None:
     assert refusal(model, body) is None
 
@@ -244,7 +244,7 @@ def test_a_refusal_names_a_field_on_the_way_to_what_is_wrong(
     """One value at a time is another, or gets an unknown neighbor. Where that is refused, the field named is there, or
     missing from where it is said to be, and it is what was changed, something in it, beside it or around it."""
     index, path = place
-    model, body = ASKED[index]
+    model, body = BODIES[index]
     holder = at(body, path[:-1])
     if sibling:
         if isinstance(holder, list) or (path[-2:-1] and path[-2] in MAPS):
@@ -346,10 +346,10 @@ def test_a_refusal_names_the_field(model: type[Body], body: dict[str, Any], para
     assert message in str(error)
 
 
-@pytest.mark.parametrize("index", range(len(ASKED)))
+@pytest.mark.parametrize("index", range(len(BODIES)))
 def test_a_null_counts_as_not_given_wherever_a_field_may_be_left_out(index: int) -> None:
     """Of each optional field at each depth: the request is the one without it."""
-    model, body = ASKED[index]
+    model, body = BODIES[index]
 
     def without(value: Any, path: tuple[int | str, ...]) -> Any:
         if len(path) == 1:
@@ -374,14 +374,14 @@ def test_a_null_counts_as_not_given_wherever_a_field_may_be_left_out(index: int)
 
 
 def test_nulls_say_something_in_schemas_and_of_max_tokens() -> None:
-    chat = parse(json.dumps(ASKED[0][1]).encode(), ChatRequest)
+    chat = parse(json.dumps(BODIES[0][1]).encode(), ChatRequest)
     assert chat.tools is not None
     assert isinstance(chat.tools[0], FunctionTool)
     assert chat.tools[0].function.parameters == SCHEMA
     assert chat.chat_template_kwargs == {"a": None}
     assert parse(b'{"prompt": "x"}', CompletionRequest).max_tokens == 16
     assert parse(b'{"prompt": "x", "max_tokens": null, "temperature": null}', CompletionRequest).max_tokens is None
-    one = parse(json.dumps(ASKED[6][1]).encode(), Questions)
+    one = parse(json.dumps(BODIES[6][1]).encode(), Questions)
     assert isinstance(one, SystemOneRequest)
     assert one.state == {"a": [None]}
     assert one.questions["t"].criteria == {"a": "b", "c": None}
@@ -424,7 +424,7 @@ def test_arguments_that_are_no_json_stay_as_they_are() -> None:
 
 
 def test_items_are_messages() -> None:
-    asked = parse(json.dumps(ASKED[5][1]).encode(), ResponsesRequest)
+    asked = parse(json.dumps(BODIES[5][1]).encode(), ResponsesRequest)
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}}
     custom = {"id": "d", "type": "function", "function": {"name": "g", "arguments": {"input": "free text"}}}
     assert [message.plain() for message in conversation(asked.input)] == [

@@ -103,12 +103,12 @@ def test_a_prompt_is_seen_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     biased = SamplingParams(logit_bias=dict.fromkeys(range(VOCAB), 1.0))
     LogitsProcessor(Request.make(prompt, biased, vocab_size=VOCAB, max_seq_len=len(prompt) + 10), [])
     assert not placed, "biases are placed one by one"
-    steering = LogitsProcessor(request, [])
-    steering.see(prompt[:5000])
-    steering.see([*prompt[5000:], prompt[0], prompt[0]])
-    assert steering.fault is None
+    processor = LogitsProcessor(request, [])
+    processor.see(prompt[:5000])
+    processor.see([*prompt[5000:], prompt[0], prompt[0]])
+    assert processor.fault is None
     assert len(placed) <= 2 * 9 + 2
-    edit = steering.edit(None)
+    edit = processor.edit(None)
     assert edit is not None
     assert sorted(edit.ids_M.tolist()) == sorted(set(prompt))
     assert set(edit.repetition_M.tolist()) == {1.5}
@@ -136,7 +136,7 @@ def test_drawn_tokens_are_drawn_from_what_the_formulas_leave() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("backend", ["slotted", "paged"])
-def test_steered_requests_and_others_do_not_disturb_each_other(dtype: torch.dtype, backend: str) -> None:
+def test_requests_with_edited_logits_and_others_do_not_disturb_each_other(dtype: torch.dtype, backend: str) -> None:
     model = tiny_model("qwen3", dtype)
     plans: list[dict[str, Any]] = [
         {"temperature": 0.9, "seed": 1, "logprobs": 3},
@@ -162,15 +162,15 @@ def test_steered_requests_and_others_do_not_disturb_each_other(dtype: torch.dtyp
 
 @pytest.mark.parametrize("kind", [ValueError, Panic])
 @pytest.mark.parametrize("lag", [0, 1])
-def test_steering_that_fails_ends_its_request_alone(
+def test_a_processor_that_fails_ends_its_request_alone(
     lag: int, kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     see = LogitsProcessor._see_all
 
-    def fails(steering: LogitsProcessor, tokens: Sequence[int]) -> Matcher | None:
-        if steering._params.seed == 0 and steering.num_seen + len(tokens) == len(PROMPT) + 3:
+    def fails(processor: LogitsProcessor, tokens: Sequence[int]) -> Matcher | None:
+        if processor._params.seed == 0 and processor.num_seen + len(tokens) == len(PROMPT) + 3:
             raise kind("out of its depth")
-        return see(steering, tokens)
+        return see(processor, tokens)
 
     def run() -> Any:
         engine = make_engine(tiny_model("llama"), torch.float32, lag=lag)
