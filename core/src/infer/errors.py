@@ -116,7 +116,7 @@ def installing(package: str) -> str:
     return f"pip install -r dist/{package}.needs.txt && {own}" if package in INDEXED else own
 
 
-def say(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """A foreign exception in one line: its type, its text, and the innermost file and line outside infer's core, and
     outside libraries if there is one."""
     try:

@@ -30,7 +30,7 @@ from pydantic_settings import PydanticBaseSettingsSource
 
 from infer.contracts.registration import NoSettings, Registration
 from infer.contracts.sections import Settings
-from infer.errors import SettingsError, first_fault, installing, say
+from infer.errors import SettingsError, first_fault, installing, one_line
 from infer.plugins.extension_points import EXTENSION_POINTS
 
 SECRETS = (SecretStr, SecretBytes)
@@ -179,7 +179,7 @@ def _build(model: type[Settings], values: dict[str, Any], origins: Mapping[str, 
     except ValidationError as error:
         raise _explain(error, model, origins, plugins) from None
     except (Exception, SystemExit) as error:  # raised by a plugin's own validators
-        raise SettingsError(f"The settings cannot be checked: {say(error)}.") from error
+        raise SettingsError(f"The settings cannot be checked: {one_line(error)}.") from error
 
 
 def describe(settings: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from infer.commands import COMMANDS
 from infer.contracts.command import CommandContext, CommandRegistration
-from infer.errors import InferError, PluginError, SettingsError, say
+from infer.errors import InferError, PluginError, SettingsError, one_line
 from infer.plugins.discovery import Offer, Plugins, advice
 from infer.plugins.extension_points import EXTENSION_POINTS
 from infer.settings import arguments, describe_schema, load_settings, meant, schema, split_arguments
@@ -65,7 +65,7 @@ def _run(settings_argv: Sequence[str], rest: Sequence[str]) -> int:
         if offer.registration in COMMANDS:
             raise
         log.debug("%s failed", offer.whose, exc_info=error)
-        raise PluginError(f"{offer.whose} failed: {say(error)}; --log.level debug shows more.") from error
+        raise PluginError(f"{offer.whose} failed: {one_line(error)}; --log.level debug shows more.") from error
     if type(code) is not int:
         raise PluginError(f"{offer.whose} returned a {type(code).__name__}, not an exit code.")
     return code

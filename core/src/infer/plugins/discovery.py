@@ -20,7 +20,7 @@ from infer.contracts.cache import CacheContext, CacheRegistration
 from infer.contracts.registration import Registration, hookimpl
 from infer.contracts.scheduler import SchedulerRegistration
 from infer.contracts.sections import Settings
-from infer.errors import InferError, PluginError, SettingsError, in_short, installing, say
+from infer.errors import InferError, PluginError, SettingsError, in_short, installing, one_line
 from infer.plugins import inspection
 from infer.plugins.extension_points import EXTENSION_POINTS
 from infer.plugins.inspection import RECORDS
@@ -121,7 +121,7 @@ class Plugins:
         plugins, loaded = cls(manager), list[object]()
         # pluggy's own loader silently skips the second of two distributions with one entry-point name.
         for entry in entry_points(group=GROUP) if installed is None else installed:
-            distribution, version = _whence(entry)
+            distribution, version = _origin(entry)
             try:
                 with inspection.blame("its import failed"):
                     plugin = entry.load()
@@ -169,7 +169,7 @@ class Plugins:
         except (PluginError, KeyboardInterrupt):
             raise
         except BaseException as error:  # any access to a foreign object may raise
-            raise PluginError(f"it cannot be inspected: {say(error)}.") from error
+            raise PluginError(f"it cannot be inspected: {one_line(error)}.") from error
         for offer in offers:
             self.offers[offer.point].append(offer)
         self._checkpoints += [(name, path, distribution) for name, path in found.items()]
@@ -335,7 +335,7 @@ class Plugins:
         return "".join(f" The plugin of {b.distribution} is broken: {b.reason}" for b in self.broken)
 
 
-def _whence(entry: EntryPoint) -> tuple[str, str]:
+def _origin(entry: EntryPoint) -> tuple[str, str]:
     """The entry point's (distribution, version), as far as its metadata can be read."""
     try:
         return (str(entry.dist.name), str(entry.dist.version)) if entry.dist else ("unknown", "")
@@ -373,7 +373,7 @@ def _close(offer: Offer, observer: object) -> None:
         if callable(close := getattr(observer, "close", None)):
             close()
     except (Exception, SystemExit) as error:
-        log.warning("%s failed when it was closed: %s", offer.whose, say(error))
+        log.warning("%s failed when it was closed: %s", offer.whose, one_line(error))
 
 
 def _installed(names: Sequence[str]) -> str:

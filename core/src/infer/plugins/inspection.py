@@ -26,7 +26,7 @@ from infer.contracts import hooks as hookspecs
 from infer.contracts.registration import PLUGIN_API, Registration
 from infer.contracts.sections import Section, Settings
 from infer.contracts.text import PartProtocol, Piece
-from infer.errors import InferError, PluginError, say
+from infer.errors import InferError, PluginError, one_line
 from infer.plugins.extension_points import EXTENSION_POINTS
 from infer.settings import ENV_FILE, ENV_PREFIX, describe
 
@@ -49,7 +49,7 @@ def blame(what: str) -> Iterator[None]:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        raise PluginError(f"{what}: {say(error)}.") from error
+        raise PluginError(f"{what}: {one_line(error)}.") from error
 
 
 def check_api(plugin: object) -> None:
@@ -98,7 +98,7 @@ def hooks(plugin: object) -> list[Hook]:
             marks = getattr(function, "infer_impl", None)
         except Exception as error:
             if ours:
-                raise PluginError(f"its {attribute} cannot be read: {say(error)}.") from error
+                raise PluginError(f"its {attribute} cannot be read: {one_line(error)}.") from error
             continue
         if isinstance(function, ModuleType) or function is SPECS.get(attribute):
             continue  # a module may be called infer_models, and ``from hooks import *`` brings in the hookspecs
@@ -289,7 +289,7 @@ class Named:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if not isinstance(error, (Exception, SystemExit)) or isinstance(error, InferError) or short_of_memory(error):
             return
-        raise PluginError(f"{self._what}: {say(error)}.") from error
+        raise PluginError(f"{self._what}: {one_line(error)}.") from error
 
 
 def make(whose: str, contract: type, factory: Callable[..., Any], *given: Any) -> Any:

@@ -26,7 +26,7 @@ from pydantic_core import to_json
 
 from infer.contracts.cache import BlockState
 from infer.contracts.records import RequestRecord, StepRecord
-from infer.errors import say
+from infer.errors import one_line
 
 MAP_S = 0.25
 """The least time between two maps of the cache while requests run."""
@@ -148,7 +148,7 @@ class Maps:
         try:
             made = cells(record.index, record.blocks())
         except (Exception, SystemExit) as error:
-            self.fault = f"the pool cannot make one: {say(error)}"
+            self.fault = f"the pool cannot make one: {one_line(error)}"
             log.exception("the cache pool made no map of itself and is not asked for another one")
             return None
         now = time.perf_counter()

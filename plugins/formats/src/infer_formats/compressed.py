@@ -111,7 +111,7 @@ class CompressedTensors(QuantizedFiles):
         self._ignored = Names(patterns, "ignore", table.ignore or [])
         if table.kv_cache_scheme is not None:
             self.unused |= {"k_scale", "k_zero_point", "v_scale", "v_zero_point", "q_scale", "output_scale"}
-            self.say(logging.WARNING, "kv_cache_scheme is not used: the cache holds K/V in the model's dtype")
+            self.log_once(logging.WARNING, "kv_cache_scheme is not used: the cache holds K/V in the model's dtype")
 
     def _scheme(self, key: str, group: Group, format: str | None, patterns: Patterns) -> Scheme:
         """Raises CheckpointError if infer cannot read the group's weights."""
@@ -153,17 +153,17 @@ class CompressedTensors(QuantizedFiles):
     def _int8_activations(self, key: str, weights: Args, args: Args | None) -> bool:
         """Whether products of a group's weights round the activations to int8. Raises CheckpointError."""
         if weights.type == "float":
-            self.say(logging.INFO, PLAIN)
+            self.log_once(logging.INFO, PLAIN)
         if args is not None and args.type == weights.type == "int":
             if args.num_bits != 8 or args.dynamic is not True:
                 name = "dynamic" if args.num_bits == 8 else "num_bits"
                 what = "infer rounds activations to 8 bits, and with scales of its own instead of stored ones"
                 raise bad(METHOD, f"{key}.{name}", what, getattr(args, name))
             if not args.symmetric:
-                self.say(logging.WARNING, f"{key}.symmetric is false, but activations are rounded symmetrically")
+                self.log_once(logging.WARNING, f"{key}.symmetric is false, but activations are rounded symmetrically")
             return True
         if args is not None:
-            self.say(logging.INFO, f"{key} is not used: activations are not rounded")
+            self.log_once(logging.INFO, f"{key} is not used: activations are not rounded")
             self.unused |= set() if args.dynamic else {"input_scale", "input_zero_point"}
         return False
 

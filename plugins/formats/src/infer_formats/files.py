@@ -86,7 +86,7 @@ class QuantizedFiles:
             )
         return tensor
 
-    def say(self, level: int, text: str) -> None:
+    def log_once(self, level: int, text: str) -> None:
         """Log a sentence once."""
         if text not in self._logged:
             self._logged.add(text)
@@ -120,7 +120,7 @@ class QuantizedFiles:
             minimum_NG = None if zeros_NG is None else -(zeros_NG.float() * scales_NG.float()).contiguous()
             codes = codes[:, : K * bits // 8].contiguous()
             return GroupedWeight(codes, scales_NG, bits, minimum_NG, int8_activations=int8_activations)
-        self.say(
+        self.log_once(
             logging.WARNING,
             "weights whose groups are not neighbors of equal number are dequantized when they are read: they take as "
             "much memory as plain ones, and activations are not rounded",

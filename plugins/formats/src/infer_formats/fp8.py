@@ -39,7 +39,7 @@ class Fp8(QuantizedFiles):
         self._block = table.weight_block_size
         if table.activation_scheme == "static":
             self.unused = frozenset({"input_scale", "activation_scale"})
-        self.say(logging.INFO, PLAIN)
+        self.log_once(logging.INFO, PLAIN)
 
     def read(self, module: str) -> Weight:
         kinds = [kind for kind in self.beside if self.has(module, kind)]

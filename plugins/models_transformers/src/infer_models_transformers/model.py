@@ -23,7 +23,7 @@ from transformers.utils.generic import ModelOutput
 from infer.contracts.attention import AttentionSpec, Rotary
 from infer.contracts.cache import KVCacheView
 from infer.contracts.model import ModelContext, Pass
-from infer.errors import CheckpointError, say
+from infer.errors import CheckpointError, one_line
 from infer.layers import Embedding, GatedMLP, Linear, RMSNorm, Weights
 from infer.weight import GroupedWeight, Weight
 from infer_models_transformers.attention import (
@@ -475,7 +475,7 @@ class TransformersModel:
         except Exception as error:  # transformers' modules may raise anything for what they do not expect
             if isinstance(error, NotImplementedError) or "meta tensor" in str(error):
                 raise self._refusal("its forward pass lets values of tensors decide what it computes") from error
-            raise self._refusal(f"its module {what}: {say(error)}") from error
+            raise self._refusal(f"its module {what}: {one_line(error)}") from error
 
 
 @dataclass

@@ -143,11 +143,11 @@ class Engine:
 
     async def _report(self) -> None:
         while self._process.code is None:
-            await self._say()
+            await self._send_state()
             await asyncio.sleep(REPORT_S)
-        await self._say()
+        await self._send_state()
 
-    async def _say(self) -> None:
+    async def _send_state(self) -> None:
         try:
             if self._process.code is None:
                 await self._directory.call("report", self._name, self._url, self._draining)
@@ -173,10 +173,10 @@ class Engine:
         if self._draining:
             return
         self._draining = True
-        await self._say()  # before the process refuses: so that no request has to be sent twice
+        await self._send_state()  # before the process refuses: so that no request has to be sent twice
         await asyncio.to_thread(self._process.end, self._drain_s + KILL_S)
         self._reporting.cancel()
-        await self._say()
+        await self._send_state()
 
 
 class Front:

@@ -290,23 +290,23 @@ class Ingress:
     async def _handle(self, http: web.Request) -> web.StreamResponse:
         if not http.rel_url.raw_path.startswith("/"):
             raise web.HTTPNotFound
-        asked = Outgoing(seeded=True)
+        outgoing = Outgoing(seeded=True)
         self.open += 1
         try:
             with self._budget.body() as grow:
                 if http.can_read_body:
                     body = await arrived(http, self._server.max_body_bytes, grow, self._server.body_timeout_s)
-                    asked = Outgoing(body)
+                    outgoing = Outgoing(body)
                     if http.method == "POST" and "Content-Encoding" not in http.headers:
-                        asked = await outlined(body, self._reader, samples=http.path in SAMPLING)
-                http[CALLER].user = asked.user
+                        outgoing = await outlined(body, self._reader, samples=http.path in SAMPLING)
+                http[CALLER].user = outgoing.user
                 headers = CIMultiDict((name, v) for name, v in http.headers.items() if name.lower() not in KEPT_BACK)
                 headers.update(self.fleet.headers)
                 # The blocks, so that the replica can tell every ingress what it holds.
-                if baggage := with_blocks(",".join(headers.popall("baggage", ())), asked.chain):
+                if baggage := with_blocks(",".join(headers.popall("baggage", ())), outgoing.chain):
                     headers["baggage"] = baggage
                 self.counts.requests += 1
-                return await _Exchange(self, http, asked, headers).run()
+                return await _Exchange(self, http, outgoing, headers).run()
         finally:
             self.open -= 1
 
@@ -365,10 +365,10 @@ class Ingress:
 class _Exchange:
     """One client's request, and the replicas that are asked for its answer."""
 
-    def __init__(self, ingress: Ingress, http: web.Request, asked: Outgoing, headers: CIMultiDict[str]) -> None:
+    def __init__(self, ingress: Ingress, http: web.Request, outgoing: Outgoing, headers: CIMultiDict[str]) -> None:
         self._ingress = ingress
         self._http = http
-        self._asked = asked
+        self._outgoing = outgoing
         self._headers = headers
         self._response: web.StreamResponse | None = None
         """What the client gets, once its headers are sent."""
@@ -383,7 +383,7 @@ class _Exchange:
         refused: _Refused | None = None
         deadline = 0.0
         while True:
-            choice = fleet.router.choose(self._asked.chain, without) if len(without) < MOST_REFUSED else None
+            choice = fleet.router.choose(self._outgoing.chain, without) if len(without) < MOST_REFUSED else None
             if choice is None:
                 if refused is not None and self._response is None:
                     return web.Response(status=refused.status, headers=refused.headers, body=refused.body)
@@ -397,9 +397,9 @@ class _Exchange:
                 without.clear()
                 continue
             name, deadline = choice.replica, 0.0
-            ingress.counts.asked_blocks += len(self._asked.chain)
+            ingress.counts.asked_blocks += len(self._outgoing.chain)
             ingress.counts.known_blocks += choice.known
-            begun = fleet.router.begin(name, self._asked.chain)
+            begun = fleet.router.begin(name, self._outgoing.chain)
             try:
                 done = await self._ask(name)
             except (LostError, aiohttp.ClientError) as error:
@@ -416,7 +416,7 @@ class _Exchange:
                     return await self._fail(message)
                 if self._response is None:
                     ingress.counts.retried += 1
-                elif self._asked.seeded and self._streamed and self._client_stream.known:
+                elif self._outgoing.seeded and self._streamed and self._client_stream.known:
                     ingress.counts.resumed += 1
                 else:
                     return await self._fail(
@@ -464,7 +464,7 @@ class _Exchange:
         async with (
             self._ingress.asking(name),
             self._ingress._session.request(
-                http.method, url, headers=self._headers, data=self._asked.body, allow_redirects=False
+                http.method, url, headers=self._headers, data=self._outgoing.body, allow_redirects=False
             ) as upstream,
         ):
             headers = CIMultiDict((k, v) for k, v in upstream.headers.items() if k.lower() not in NOT_PASSED)
