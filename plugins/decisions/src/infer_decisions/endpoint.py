@@ -306,14 +306,14 @@ class Decisions:
 
     async def handle(self, http: web.Request, model: type[Questions] = Questions) -> web.StreamResponse:
         """Answer a request. ``model`` is the kind of body that the route takes; ``Questions`` stands for all kinds."""
-        asked = await self._service.read(http, model)
-        match asked:
+        body = await self._service.read(http, model)
+        match body:
             case SystemOneRequest():
-                questions: list[Question] = list(asked.questions.values())
+                questions: list[Question] = list(body.questions.values())
             case DecisionsRequest():
-                questions = list(asked.questions)
+                questions = list(body.questions)
             case _:
-                raise AssertionError(type(asked))
+                raise AssertionError(type(body))
         service = self._service
         service.check_choices(len(questions), "questions")
         puts = [await asyncio.to_thread(self._put, question) for question in questions]
@@ -325,11 +325,11 @@ class Decisions:
         for group in (puts[:1], *(puts[at : at + size] for at in range(1, len(puts), size))):
             requests = []
             for put in group:
-                prompt, special = await self._prompt(asked.subject, put)
+                prompt, special = await self._prompt(body.subject, put)
                 ids = await asyncio.to_thread(self._label_ids, prompt[-TAIL_CHARS:], put.labels)
                 params = SamplingParams(max_tokens=1, temperature=0, logprob_token_ids=ids)
                 prefix = f"decision-{len(labels)}"
-                requests += await service.requests(http, [prompt], params, asked, prefix=prefix, special=special)
+                requests += await service.requests(http, [prompt], params, body, prefix=prefix, special=special)
                 labels.append(ids)
             found, used = await service.whole(http, requests, patient=bool(answers))
             answers += found
@@ -337,7 +337,7 @@ class Decisions:
             cached += used["prompt_tokens_details"]["cached_tokens"]
         usage: Json = {"input_tokens": tokens, "output_tokens": 0, "total_tokens": tokens}
         http[CALLER].usage = usage
-        names = [_quoted(name) + b": " for name in asked.questions] if isinstance(asked, SystemOneRequest) else []
+        names = [_quoted(name) + b": " for name in body.questions] if isinstance(body, SystemOneRequest) else []
 
         def decide(question: Question, ids: Sequence[int], answer: Completion, name: bytes) -> bytes:
             assert answer.logprobs is not None
@@ -346,7 +346,7 @@ class Decisions:
         rows = zip(questions, labels, answers, names or repeat(b""), strict=False)
         decided = await self._service.writer.each(lambda row: decide(*row), rows, len(questions))
         frame: Json = {"id": f"decision-{http[REQUEST_ID]}", "object": "decision", "model": self._service.served.name}
-        if isinstance(asked, SystemOneRequest):
+        if isinstance(body, SystemOneRequest):
             return await self._service.answer(http, frame | {"answers": Array(decided, (b"{", b"}")), "usage": usage})
         more = {
             "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
@@ -378,11 +378,11 @@ class Decisions:
                 labels = tuple(map(str, range(len(meanings))))
                 return Posed(f"Question: {shown(question.instructions)}", labels, meanings)
 
-    async def _prompt(self, state: str, asked: Posed) -> tuple[str, bool]:
+    async def _prompt(self, state: str, posed: Posed) -> tuple[str, bool]:
         """The prompt, and whether the tokenizer has to add special tokens to it."""
-        text = f"State:\n{state}\n\n{asked.text}\nAnswers:\n" + "".join(
+        text = f"State:\n{state}\n\n{posed.text}\nAnswers:\n" + "".join(
             f"{label}: {meaning}\n" if meaning else f"{label}\n"
-            for label, meaning in zip(asked.labels, asked.meanings, strict=True)
+            for label, meaning in zip(posed.labels, posed.meanings, strict=True)
         )
         if self._service.served.template is None:
             return f"{SYSTEM}\n\n{text}Label:\n", True
