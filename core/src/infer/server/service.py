@@ -192,7 +192,7 @@ class Service:
             http,
             [reply.prompt],
             reply.params,
-            parsed,
+            fields,
             n=n,
             prefix=prefix,
             special=False,

@@ -219,14 +219,14 @@ class Responses:
         self._service = service
 
     async def handle(self, http: web.Request) -> web.StreamResponse:
-        asked = await self._service.read(http, ResponsesRequest)
-        reply = await self._service.conversation.reply(asked, asked.sampling)
-        requests = await self._service.replies(http, reply, asked, prefix="resp")
-        tokens = self._service.tokens if asked.wants_logprobs else None
+        body = await self._service.read(http, ResponsesRequest)
+        reply = await self._service.conversation.reply(body, body.sampling)
+        requests = await self._service.replies(http, reply, body, prefix="resp")
+        tokens = self._service.tokens if body.wants_logprobs else None
         thoughts = reply.thoughts(self._service.tokens)
-        output = _Output(self._response(http, asked, reply.params), reply.parser(), thoughts, tokens)
+        output = _Output(self._response(http, body, reply.params), reply.parser(), thoughts, tokens)
         frames = functools.partial(_frames, output)
-        if asked.stream:
+        if body.stream:
             return await self._service.stream(http, requests, frames)
         ended = await self._service.last(http, requests, frames)
         return await self._service.answer(http, ended["response"])
