@@ -45,7 +45,11 @@ def _run(settings_argv: Sequence[str], rest: Sequence[str]) -> int:
         # Load plugins only if needed, because it takes as long as importing torch.
         plugins = Plugins.discover()
         commands[rest[0]] = _command(plugins, rest[0]).registration
-    args, unknown = _parser(commands.values()).parse_known_args(rest)
+    passed_on: Sequence[str] = ()
+    if rest and rest[0] in commands and commands[rest[0]].passes_on and "--" in rest:
+        end = [*rest].index("--")
+        rest, passed_on = rest[:end], rest[end + 1 :]
+    args, unknown = _parser(commands.values()).parse_known_args(rest, argparse.Namespace(passed_on=passed_on))
     plugins = plugins or Plugins.discover()
     offer = _command(plugins, args.command)
     if unknown:

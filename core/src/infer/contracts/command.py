@@ -42,3 +42,5 @@ class CommandRegistration(Registration[CommandFactory]):
     add_arguments: Callable[[argparse.ArgumentParser], object] | None = None
     """Adds the command's arguments to its parser. It is called whenever plugins are discovered, so it must be quick;
     slow imports belong in ``factory``. ``--settings`` and ``--section.key`` are there already."""
+    passes_on: bool = False
+    """Whether the words after ``--`` are for a program that the command starts. They become ``args.passed_on``."""

@@ -167,7 +167,9 @@ EXTENSION_POINTS: Mapping[str, ExtensionPoint] = {
         packages={"otel": "infer-otel", "timeline": "infer-console"},
     ),
     "routes": ExtensionPoint(
-        "infer_routes", "server", packages={"console": "infer-console", "decisions": "infer-decisions"}
+        "infer_routes",
+        "server",
+        packages={"agents": "infer-agents", "console": "infer-console", "decisions": "infer-decisions"},
     ),
     "command": ExtensionPoint(
         "infer_commands",
@@ -176,6 +178,7 @@ EXTENSION_POINTS: Mapping[str, ExtensionPoint] = {
         packages={
             **dict.fromkeys(("bench", "demo"), "infer-bench"),
             **dict.fromkeys(("check", "new"), "infer-testing"),
+            "launch": "infer-agents",
             "ray": "infer-ray",
         },
     ),

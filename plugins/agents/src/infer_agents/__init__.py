@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from infer import hookimpl
+from infer.contracts.command import CommandRegistration
 from infer.contracts.registration import Registration
 from infer.contracts.server import Route, RoutesFactory
+from infer_agents.launch import COMMAND
 from infer_agents.settings import AgentsSettings
 
 if TYPE_CHECKING:
@@ -25,3 +27,8 @@ def _routes(service: Service, settings: AgentsSettings, /) -> Sequence[Route]:
 @hookimpl
 def infer_routes() -> list[Registration[RoutesFactory]]:
     return [Registration("agents", _routes, "POST /v1/responses", AgentsSettings)]
+
+
+@hookimpl
+def infer_commands() -> list[CommandRegistration]:
+    return [COMMAND]

@@ -1,0 +1,147 @@
+"""``infer launch``: a coding agent that is pointed at a server of infer."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from infer.contracts.command import CommandContext, CommandRegistration
+from infer.errors import InferError
+
+WAIT_S = 10.0
+NO_KEY = "none"
+"""What agents get as a key that want one, for a server that wants none."""
+
+
+class Server(NamedTuple):
+    """The server that an agent is to use."""
+
+    url: str
+    """Without ``/v1``."""
+    model: str
+    context: int
+    """How many tokens prompt and answer may have together."""
+    key: str | None
+
+
+class Start(NamedTuple):
+    """How an agent is started."""
+
+    arguments: list[str]
+    environment: dict[str, str]
+
+
+def _claude(server: Server) -> Start:
+    names = ("MODEL", "DEFAULT_OPUS_MODEL", "DEFAULT_SONNET_MODEL", "DEFAULT_HAIKU_MODEL")
+    return Start(
+        [],
+        {
+            "ANTHROPIC_BASE_URL": server.url,
+            "ANTHROPIC_AUTH_TOKEN": server.key or NO_KEY,
+            **{f"ANTHROPIC_{name}": server.model for name in names},
+            "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(server.context),
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        },
+    )
+
+
+def _codex(server: Server) -> Start:
+    provider = {"name": "infer", "base_url": f"{server.url}/v1", "wire_api": "responses", "env_key": "INFER_API_KEY"}
+    settings = {
+        "model": server.model,
+        "model_context_window": server.context,
+        "model_provider": "infer",
+        **{f"model_providers.infer.{name}": value for name, value in provider.items()},
+    }
+    # JSON's strings and integers are TOML's, too.
+    return Start(
+        [word for name, value in settings.items() for word in ("-c", f"{name}={json.dumps(value)}")],
+        {"INFER_API_KEY": server.key or NO_KEY},
+    )
+
+
+def _opencode(server: Server) -> Start:
+    model = {"limit": {"context": server.context, "output": server.context}}
+    options = {"baseURL": f"{server.url}/v1", "apiKey": server.key or NO_KEY}
+    provider = {"npm": "@ai-sdk/openai-compatible", "options": options, "models": {server.model: model}}
+    config = {"model": f"infer/{server.model}", "provider": {"infer": provider}}
+    return Start([], {"OPENCODE_CONFIG_CONTENT": json.dumps(config), "OPENCODE_DISABLE_MODELS_FETCH": "1"})
+
+
+def _qwen(server: Server) -> Start:
+    environment = {"OPENAI_BASE_URL": f"{server.url}/v1", "OPENAI_API_KEY": server.key or NO_KEY}
+    return Start(["--auth-type", "openai"], environment | {"OPENAI_MODEL": server.model})
+
+
+AGENTS: Mapping[str, Callable[[Server], Start]] = {
+    "claude": _claude,
+    "codex": _codex,
+    "opencode": _opencode,
+    "qwen": _qwen,
+}
+"""By the name of its executable, how an agent is told which server to use."""
+
+
+def _add_arguments(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("agent", choices=tuple(AGENTS), help="the agent's command; arguments of its own come after --")
+    sub.add_argument("--url", help="the server's address; that of server.host and server.port if it is left out")
+    sub.add_argument("--name", metavar="MODEL", help="the model's name; the first that the server has if left out")
+    sub.add_argument("--print", action="store_true", help="print what starts the agent, for a shell, and start nothing")
+
+
+def _run(args: argparse.Namespace, context: CommandContext) -> int:
+    own = context.settings.server
+    host = "127.0.0.1" if own.host in ("0.0.0.0", "::", "") else own.host
+    url = (args.url or f"http://{f'[{host}]' if ':' in host else host}:{own.port}").rstrip("/").removesuffix("/v1")
+    key = own.api_keys[0].get_secret_value() if own.api_keys else None
+    start = AGENTS[args.agent](_found(url, args.name, key))
+    words = [args.agent, *start.arguments, *args.passed_on]
+    if not args.print:
+        if shutil.which(args.agent) is None:
+            raise InferError(f"{args.agent} is not installed, or not on PATH; --print shows what would be started.")
+        os.execvpe(args.agent, words, os.environ | start.environment)
+    print(shlex.join(["env", *(f"{name}={value}" for name, value in start.environment.items()), *words]))
+    return 0
+
+
+def _found(url: str, name: str | None, key: str | None) -> Server:
+    """The server and its model. Raises InferError."""
+    if not url.startswith(("http://", "https://")):
+        raise InferError(f"--url {url!r} is no address such as http://127.0.0.1:8000.")
+    request = urllib.request.Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"} if key else {})
+    try:
+        with urllib.request.urlopen(request, timeout=WAIT_S) as response:
+            models: dict[str, Any] = {model["id"]: model for model in json.load(response)["data"]}
+    except urllib.error.HTTPError as error:
+        hint = "; set server.api_keys to one of its keys" if error.code == 401 else ""
+        raise InferError(f"The server at {url} answers {error.code} to /v1/models{hint}.") from None
+    except OSError as error:
+        raise InferError(
+            f"No server answers at {url} ({getattr(error, 'reason', error)}): start one with infer serve, or give its "
+            "--url."
+        ) from None
+    except (ValueError, KeyError, TypeError):
+        raise InferError(f"What answers at {url} is no server of infer: its /v1/models lists no models.") from None
+    if not models or (name is not None and name not in models):
+        raise InferError(f"--name {name!r} is not served at {url}; there is {', '.join(models) or 'nothing'}.")
+    model = models[name or next(iter(models))]
+    try:
+        return Server(url, model["id"], int(model["max_model_len"]), key)
+    except (ValueError, KeyError, TypeError):
+        raise InferError(f"What answers at {url} is no server of infer: it does not tell max_model_len.") from None
+
+
+COMMAND = CommandRegistration(
+    "launch",
+    _run,
+    "start a coding agent that uses a server of infer",
+    add_arguments=_add_arguments,
+    passes_on=True,
+)
