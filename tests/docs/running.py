@@ -24,6 +24,7 @@ FAILS = re.compile(r"[1-9]\d* failed|infer: (?!ready).*|It would not be served\.
 SUFFIXES = {"python": ".py", "toml": ".toml", "json": ".json", "jinja": ".jinja"}
 HUB = {
     "Qwen/Qwen3-0.6B": "Qwen3ForCausalLM",
+    "Qwen/Qwen3-4B": "Qwen3ForCausalLM",
     "Qwen/Qwen3-Embedding-0.6B": "Qwen3Model",
     "Qwen/Qwen3-Reranker-0.6B": "Qwen3ForCausalLM",
 }
@@ -35,7 +36,7 @@ def hub(folder: Path) -> Path:
     for name, architecture in HUB.items():
         place = folder / "hub" / f"models--{name.replace('/', '--')}"
         made = tiny_checkpoint(
-            architecture, place / "snapshots" / "0", tie_word_embeddings=True, max_position_embeddings=8192
+            architecture, place / "snapshots" / "0", tie_word_embeddings=True, max_position_embeddings=40960
         )
         (made / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
         (place / "refs").mkdir()

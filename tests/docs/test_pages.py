@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import itertools
 import re
 import runpy
 import shlex
@@ -105,7 +106,7 @@ def test_commands_have_the_options_and_settings_that_are_shown(plugins: Plugins)
                         continue
                     given, rest = split_arguments([word for word in words[1:] if word not in ("&", ">", "<")])
                     try:
-                        args = parser.parse_args(rest)
+                        args = parser.parse_args([*itertools.takewhile(lambda word: word != "--", rest)])
                         load_settings(
                             plugins, env={}, argv=(*given, *getattr(args, "plain_settings", ())), read_file=False
                         )

@@ -25,6 +25,7 @@ NOT_RUN = {
     r"docs/install.md: (docker|MODEL=|sudo).*": "they need Docker, or root",
     r"plugins/ray/README.md: infer ray run .*": "tests/ray does so",
     r"examples/.*": "tests/test_examples.py installs, tests and checks each example in its own environment",
+    r"docs/agents.md: infer launch (?!.*--print).*": "they start agents, which have to be installed",
     r"docs/testing.md: infer check .*": "of plugins that the page imagines",
     r"benchmarks/README.md: (\.venv/bin/python -m benchmarks|infer bench).*": "they measure for minutes",
     r"benchmarks/README.md: (\.venv/bin/python -m pytest tests/gpu|OUT=results python3 \.gpu-box/).*": "on a GPU",

@@ -16,12 +16,20 @@ class WireFormatProtocol(Protocol):
     """How an API writes errors and streams. ``infer.server.http.wire.WireFormat`` is OpenAI's, to be extended."""
 
     ERROR: ClassVar[Any]
+    """The shape of ``error``."""
     IDLE: ClassVar[bytes]
+    """What a stream sends while there is nothing else to send."""
     DONE: ClassVar[bytes]
+    """What ends a stream that did not fail."""
 
-    def error(self, error: Any, status: int) -> dict[str, Any]: ...
-    def failure(self, error: Any) -> dict[str, Any]: ...
-    def head(self, frame: Mapping[str, Any]) -> bytes: ...
+    def error(self, error: Any, status: int) -> dict[str, Any]:
+        """The JSON of an answer with this status. ``error`` has ``message``, ``type``, ``param`` and ``code``."""
+
+    def failure(self, error: Any) -> dict[str, Any]:
+        """The last frame of a stream that fails."""
+
+    def head(self, frame: Mapping[str, Any]) -> bytes:
+        """The lines of an event before its data."""
 
 
 @dataclass(frozen=True)
