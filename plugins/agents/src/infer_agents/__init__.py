@@ -23,6 +23,11 @@ class AgentsSettings(BaseModel, extra="forbid"):
         description="what seals reasoning that clients send back; the same for all servers that continue each other's "
         "conversations; none for a key of this machine's own",
     )
+    billing_header: bool = Field(
+        False,
+        description="whether prompts keep Claude Code's system block x-anthropic-billing-header, which differs in "
+        "every request, so that nothing behind it is found in the cache",
+    )
 
 
 def _routes(service: Service, settings: AgentsSettings, /) -> Sequence[Route]:
@@ -33,4 +38,4 @@ def _routes(service: Service, settings: AgentsSettings, /) -> Sequence[Route]:
 
 @hookimpl
 def infer_routes() -> list[Registration[RoutesFactory]]:
-    return [Registration("agents", _routes, "POST /v1/responses", AgentsSettings)]
+    return [Registration("agents", _routes, "POST /v1/responses and /v1/messages", AgentsSettings)]
