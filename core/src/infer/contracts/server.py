@@ -18,6 +18,7 @@ class WireFormatProtocol(Protocol):
     ERROR: ClassVar[Any]
     IDLE: ClassVar[bytes]
     DONE: ClassVar[bytes]
+    ID_HEADERS: ClassVar[tuple[str, ...]]
 
     def error(self, error: Any, status: int) -> dict[str, Any]: ...
     def failure(self, error: Any) -> dict[str, Any]: ...

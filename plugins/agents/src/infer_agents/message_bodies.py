@@ -126,15 +126,21 @@ Turn = Annotated[UserTurn | AssistantTurn | SystemTurn, Field(discriminator="rol
 def check_called(turns: tuple[Turn, ...]) -> None:
     """Raise ValueError if a result has no call before it, or the last call no result."""
     called: set[str] = set()
+    last = ""
     for i, turn in enumerate(turns):
+        if not isinstance(turn, AssistantTurn):
+            last = ""
         for j, block in enumerate(turn.content if not isinstance(turn.content, str) else ()):
+            place = f"messages[{i}].content[{j}]"
             if isinstance(block, ToolUseBlock):
                 called.add(block.id)
+                last = place
             elif isinstance(block, ToolResultBlock) and block.tool_use_id not in called:
                 raise ValueError(
-                    f"messages[{i}].content[{j}] is a tool_result for {block.tool_use_id!r}, but no tool_use before it "
-                    "has that id"
+                    f"{place} is a tool_result for {block.tool_use_id!r}, which is no tool_use's id before it"
                 )
+    if last:
+        raise ValueError(f"{last} is a tool_use at the end, which cannot be continued; add its tool_result")
 
 
 class CustomTool(Body):

@@ -56,11 +56,15 @@ class Anthropic(NamedEvents):
     """Anthropic's way to write errors and streams."""
 
     ERROR: ClassVar[Any] = MessageError
+    ID_HEADERS: ClassVar[tuple[str, ...]] = ("X-Request-Id", "Request-Id")
     IDLE = b'event: ping\ndata: {"type": "ping"}\n\n'
 
     def error(self, error: ErrorBody, status: int) -> dict[str, Any]:
         kind = ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-        return {"type": "error", "error": {"type": kind, "message": error["message"]}}
+        message, param = error["message"], error["param"]
+        if param is not None and param not in message:  # which the message alone can tell
+            message = f"{param}: {message}"
+        return {"type": "error", "error": {"type": kind, "message": message}}
 
     def failure(self, error: ErrorBody) -> dict[str, Any]:
         return self.error(error, 400 if error["type"] == "invalid_request_error" else 500)
@@ -235,9 +239,7 @@ class Messages:
             return await self._service.tokenize([prompt], lambda: encoder(prompt, special=False, most=most))
         except TooLongError as error:
             raise RequestError(
-                f"prompt is too long: {error.count} tokens > {most} maximum",
-                param="messages",
-                code="context_length_exceeded",
+                f"prompt is too long: {error.count} tokens > {most} maximum", code="context_length_exceeded"
             ) from None
 
 
