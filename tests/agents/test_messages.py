@@ -621,12 +621,12 @@ def test_a_stream_is_the_whole_answer_however_it_is_cut(said: str, cuts: list[in
     snapshot: Any = None
     buffers: dict[int, bytes] = {}
     for each in news:
-        for frame in output.push(each, usage):
+        for frame in output.push(each, lambda: usage):
             snapshot = accumulate_event(event=frame, current_snapshot=snapshot, json_bufs=buffers)  # type: ignore[arg-type]
     found = snapshot.model_dump(exclude_unset=True, exclude={"stop_details"})
     assert found == output.message
     once = messages._Output(message, reply, None, Seal(b"k" * 32), omitted=omitted)
-    list(once.push(Event("r", text=said, finish_reason="stop"), usage))
+    list(once.push(Event("r", text=said, finish_reason="stop"), lambda: usage))
     assert unnamed(dict(once.message)) | {"content": 0} == unnamed(dict(output.message)) | {"content": 0}
     assert once.message["content"] == output.message["content"]
 

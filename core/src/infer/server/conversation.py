@@ -90,17 +90,12 @@ class Conversation:
         RequestError."""
         return await self._process(messages, **form)
 
-    async def variables(self) -> Sequence[str]:
-        """Which of the variables about reasoning (``infer.text.templates.REASONING``) the chat template reads. Raises
-        RequestError."""
-        return (await self._process.manners()).variables
-
     async def prompt(self, asked: Chat, tools: Sequence[dict[str, Any]]) -> str:
         """The prompt that the chat template makes from a request's messages. Raises RequestError."""
         variables = asked.chat_template_kwargs or {}
         effort: str | None = getattr(asked, "reasoning_effort", None)
         if effort is not None:
-            known = await self.variables()
+            known = (await self._process.manners()).variables
             thinks = effort != "none"
             told = {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
             if not known:

@@ -292,10 +292,6 @@ class MessagesRequest(Body):
         return None if self.metadata is None else self.metadata.user_id
 
     @property
-    def effort(self) -> str | None:
-        return None if self.output_config is None else self.output_config.effort
-
-    @property
     def _format(self) -> OutputFormat | None:
         return self.output_format or (self.output_config.format if self.output_config else None)
 
@@ -331,6 +327,15 @@ class MessagesRequest(Body):
         outputs = None if self._format is None else StructuredOutputs(json_schema=self._format.schema_)
         fields = {"max_tokens": self.max_tokens, "stop": self.stop_sequences, "seed": self.seed}
         return SamplingParams(**fields | said | {"structured_outputs": outputs} | overrides)
+
+    def variables(self) -> dict[str, Any]:
+        """The chat template's variables. What it is told of reasoning has an effect only if it knows the word."""
+        told: dict[str, Any] = {}
+        if self.thinking is not None:
+            told |= dict.fromkeys(("enable_thinking", "thinking"), self.thinking.type != "disabled")
+        if self.output_config is not None and self.output_config.effort is not None:
+            told["reasoning_effort"] = self.output_config.effort
+        return told | (self.chat_template_kwargs or {})
 
     def said(self, param: str) -> str:
         if param == "structured_outputs":

@@ -202,21 +202,9 @@ class Messages:
         told = asked.instructions(billing_header=self._billing_header)
         system = to_json({"role": "system", "content": told}) + b"," if told else b""
         history = b"".join(each if isinstance(each, bytes) else to_json(self._own(each)) for each in pieces)
-        variables = await self._variables(asked) | (asked.chat_template_kwargs or {})
-        chat = _Chat(b"[%b%b]" % (system, history), continues, variables)
+        chat = _Chat(b"[%b%b]" % (system, history), continues, asked.variables())
         sampling = lambda **overrides: checked(lambda: asked.sampling(**overrides), MessagesRequest)  # noqa: E731
         return await self._service.conversation.reply(chat, sampling, asked.tool_use())
-
-    async def _variables(self, asked: MessagesRequest) -> dict[str, Any]:
-        """What the chat template is told about reasoning, as far as it knows the word for it."""
-        told: dict[str, Any] = {}
-        if asked.thinking is not None:
-            thinks = asked.thinking.type != "disabled"
-            told |= {"enable_thinking": thinks, "thinking": thinks}
-        if asked.effort is not None:
-            told["reasoning_effort"] = asked.effort
-        known = await self._service.conversation.variables() if told else ()
-        return {name: told[name] for name in known if name in told}
 
     def _own(self, thoughts: Iterable[Thought]) -> str:
         """The reasoning of one message. Raises RequestError if any has been altered."""
@@ -253,7 +241,7 @@ def _altered(thought: Thought, why: str) -> RequestError:
 
 async def _frames(output: _Output, events: Events, usage: Callable[[], Json]) -> AsyncGenerator[Json]:
     async for _, news in events:
-        for frame in output.push(news, usage()):
+        for frame in output.push(news, usage):
             yield frame
 
 
@@ -272,13 +260,13 @@ class _Output:
         self._block: Json | None = None
         self._texts: list[str] = []
 
-    def push(self, news: Event, usage: Json) -> Iterator[Json]:
+    def push(self, news: Event, usage: Callable[[], Json]) -> Iterator[Json]:
         if self._thoughts is not None:
             for id in news.token_ids:
                 self._thoughts.push(id)
-        self.message = self.message | {"usage": self._usage(usage)}
         if not self._begun:
             self._begun = True
+            self.message = self.message | {"usage": self._usage(usage())}
             yield {"type": "message_start", "message": self.message}
         for piece in self._parser.push(news.text):
             yield from self._tell(piece)
@@ -286,9 +274,9 @@ class _Output:
             for piece in self._parser.flush():
                 yield from self._tell(piece)
             yield from self._close()
-            yield from self._end(news)
+            yield from self._end(news, self._usage(usage()))
 
-    def _end(self, news: Event) -> Iterator[Json]:
+    def _end(self, news: Event, usage: Json) -> Iterator[Json]:
         stop = news.stop_reason if isinstance(news.stop_reason, str) else None
         reason = "tool_use" if self._calls.count else "end_turn"
         if news.finish_reason == "length":
@@ -296,8 +284,8 @@ class _Output:
         elif stop is not None:
             reason = "stop_sequence"
         ended = {"stop_reason": reason, "stop_sequence": stop}
-        self.message = self.message | ended
-        yield {"type": "message_delta", "delta": ended, "usage": self.message["usage"]}
+        self.message = self.message | ended | {"usage": usage}
+        yield {"type": "message_delta", "delta": ended, "usage": usage}
         yield {"type": "message_stop"}
 
     def _usage(self, usage: Json) -> Json:
