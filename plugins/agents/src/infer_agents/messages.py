@@ -168,16 +168,17 @@ class Messages:
     async def create(self, http: web.Request) -> web.StreamResponse:
         asked = await self._service.read(http, MessagesRequest)
         reply = await self._reply(asked)
-        served = self._service.served
-        ids = await self._encoded(reply.prompt, served.max_seq_len - 1)  # one is needed for the answer
-        requests = await self._service.requests(
-            http, [ids], reply.params, asked, prefix="msg", special=False, grammar_after=reply.grammar_after
-        )
+        try:
+            requests = await self._service.replies(http, reply, asked, prefix="msg")
+        except RequestError as error:
+            if error.code == "context_length_exceeded":
+                await self._count(reply, self._service.served.max_seq_len - 1)  # one is needed for the answer
+            raise
         message: Json = {
             "id": f"msg_{http[REQUEST_ID]}",
             "type": "message",
             "role": "assistant",
-            "model": asked.model or served.name,
+            "model": asked.model or self._service.served.name,
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
@@ -193,8 +194,8 @@ class Messages:
     async def count(self, http: web.Request) -> web.StreamResponse:
         asked = await self._service.read(http, MessagesRequest)
         reply = await self._reply(asked)
-        ids = await self._encoded(reply.prompt, max(self._service.served.max_seq_len, MAX_COUNTED))
-        return await self._service.answer(http, {"input_tokens": len(ids)})
+        count = await self._count(reply, max(self._service.served.max_seq_len, MAX_COUNTED))
+        return await self._service.answer(http, {"input_tokens": count})
 
     async def _reply(self, asked: MessagesRequest) -> Reply:
         """The reply that a body asks for. Raises RequestError."""
@@ -220,11 +221,14 @@ class Messages:
             raise _altered(thought, "it is not this server's for this text; see server.agents.key")
         return thought.text
 
-    async def _encoded(self, prompt: str, most: int) -> list[int]:
-        """The prompt's tokens. Raises RequestError, in words by which clients know that they have to shorten it."""
+    async def _count(self, reply: Reply, most: int) -> int:
+        """How many tokens the prompt has. If they are too many, this raises RequestError in words by which clients know
+        that they have to shorten the conversation."""
         encoder = self._service.served.encoder
         try:
-            return await self._service.tokenize([prompt], lambda: encoder(prompt, special=False, most=most))
+            return len(
+                await self._service.tokenize([reply.prompt], lambda: encoder(reply.prompt, special=False, most=most))
+            )
         except TooLongError as error:
             raise RequestError(
                 f"prompt is too long: {error.count} tokens > {most} maximum", code="context_length_exceeded"
