@@ -16,7 +16,7 @@ from anthropic.lib.streaming._messages import accumulate_event
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.examples import examples
-from tests.puppet import Puppets, say
+from tests.puppet import Puppet, Puppets, say
 from tests.serving import TEMPLATE, Body, Running, holding, retokened, running, until
 
 from infer.contracts.params import SamplingParams
@@ -62,6 +62,7 @@ def puppet(folder: Path) -> Body:
 
 @asynccontextmanager
 async def puppets(folder: Path, **sections: Any) -> AsyncIterator[Running]:
+    Puppet.said.zero_()
     sections["server"] = {"access_log": False, "aliases": ["demo"]} | sections.get("server", {})
     async with running([Puppets()], **{"model": puppet(folder), "engine": {"max_seq_len": 1024}} | sections) as made:
         yield made
@@ -447,11 +448,14 @@ async def test_a_last_message_of_the_assistants_is_continued(server: Running) ->
 
 async def test_a_call_can_be_forced(server: Running) -> None:
     tools = [LOOK, LOOK | {"name": "hear"}, {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}]
-    for choice, names in (({"type": "any"}, {"look", "hear"}), ({"type": "tool", "name": "hear"}, {"hear"})):
-        answer = await ask(server, tools=tools, tool_choice=choice, max_tokens=60)
-        assert {block["name"] for block in answer["content"]} <= names
-        assert [block["type"] for block in answer["content"]][:1] == ["tool_use"]
-        assert all(isinstance(block["input"]["at"], int) for block in answer["content"] if block["input"])
+    for choice, name in (({"type": "any"}, "look"), ({"type": "tool", "name": "hear"}, "hear")):
+        form: Body = {"tools": tools, "tool_choice": choice, "temperature": 0}
+        await told(server, f'[{{"name": "{name}", "arguments": {{"at": 1}}}}]{END}', **form)
+        answer = await ask(server, **form)
+        ((_, called),) = ((block.pop("id"), block) for block in answer["content"])
+        assert (called, answer["stop_reason"]) == ({"type": "tool_use", "name": name, "input": {"at": 1}}, "tool_use")
+    await told(server, f'[{{"name": "look", "arguments": {{"at": 1}}}}]{END}', **form)
+    assert "look" not in str(await ask(server, **form)), "the model would say so, but another one is forced"
     assert "asks for a tool" in await refused(server, tool_choice={"type": "any"})
     assert "asks for a tool" in await refused(server, tool_choice={"type": "any"}, tools=tools[2:])
     said = await refused(server, tool_choice={"type": "tool", "name": "web_search"}, tools=tools)
@@ -475,7 +479,7 @@ async def test_tools_of_other_servers_are_not_shown(server: Running) -> None:
 async def test_an_answer_has_the_format_that_is_asked_for(server: Running) -> None:
     form = {"type": "json_schema", "schema": {"enum": ["yes", "no"]}}
     for more in ({"output_config": {"format": form}}, {"output_format": form}):
-        (block,) = (await ask(server, **more))["content"]
+        (block,) = (await ask(server, **more, temperature=0))["content"]
         assert json.loads(block["text"]) in ("yes", "no")
         assert "forced tool_choice" in await refused(server, **more, tools=[LOOK], tool_choice={"type": "any"})
     assert "give one" in await refused(server, output_config={"format": form}, output_format=form)

@@ -159,8 +159,8 @@ class CustomTool(Body):
 
     def shown(self) -> dict[str, Any]:
         """The tool as chat templates take it."""
-        told = {} if self.description is None else {"description": self.description}
-        return {"type": "function", "function": {"name": self.name, **told, "parameters": self.input_schema}}
+        described = {} if self.description is None else {"description": self.description}
+        return {"type": "function", "function": {"name": self.name, **described, "parameters": self.input_schema}}
 
 
 class TypedTool(Body):
@@ -321,26 +321,25 @@ class MessagesRequest(Body):
     def sampling(self, **overrides: Any) -> SamplingParams:
         """The sampling parameters, with ``overrides``. Of temperature, top_p and top_k, their ``model_fields_set`` has
         what was set explicitly."""
-        said = {
-            name: getattr(self, name) for name in ("temperature", "top_p", "top_k") if name in self.model_fields_set
-        }
+        names = self.model_fields_set & {"temperature", "top_p", "top_k"}
+        given = {name: getattr(self, name) for name in names}
         outputs = None if self._format is None else StructuredOutputs(json_schema=self._format.schema_)
         fields = {"max_tokens": self.max_tokens, "stop": self.stop_sequences, "seed": self.seed}
-        return SamplingParams(**fields | said | {"structured_outputs": outputs} | overrides)
+        return SamplingParams(**fields | given | {"structured_outputs": outputs} | overrides)
 
     def variables(self) -> dict[str, Any]:
         """The chat template's variables. What it is told of reasoning has an effect only if it knows the word."""
-        told: dict[str, Any] = {}
+        variables: dict[str, Any] = {}
         if self.thinking is not None:
-            told |= dict.fromkeys(("enable_thinking", "thinking"), self.thinking.type != "disabled")
+            variables |= dict.fromkeys(("enable_thinking", "thinking"), self.thinking.type != "disabled")
         if self.output_config is not None and self.output_config.effort is not None:
-            told["reasoning_effort"] = self.output_config.effort
-        return told | (self.chat_template_kwargs or {})
+            variables["reasoning_effort"] = self.output_config.effort
+        return variables | (self.chat_template_kwargs or {})
 
-    def said(self, param: str) -> str:
+    def client_name(self, param: str) -> str:
         if param == "structured_outputs":
             return "tools" if self._forced else "output_format" if self.output_format else "output_config.format"
-        return super().said(param)
+        return super().client_name(param)
 
     def instructions(self, *, billing_header: bool) -> str:
         """What ``system`` says, with or without the block that Claude Code changes in every request."""

@@ -166,10 +166,10 @@ class Messages:
         self._billing_header = billing_header
 
     async def create(self, http: web.Request) -> web.StreamResponse:
-        asked = await self._service.read(http, MessagesRequest)
-        reply = await self._reply(asked)
+        body = await self._service.read(http, MessagesRequest)
+        reply = await self._reply(body)
         try:
-            requests = await self._service.replies(http, reply, asked, prefix="msg")
+            requests = await self._service.replies(http, reply, body, prefix="msg")
         except RequestError as error:
             if error.code == "context_length_exceeded":
                 await self._count(reply, self._service.served.max_seq_len - 1)  # one is needed for the answer
@@ -178,34 +178,34 @@ class Messages:
             "id": f"msg_{http[REQUEST_ID]}",
             "type": "message",
             "role": "assistant",
-            "model": asked.model or self._service.served.name,
+            "model": body.model or self._service.served.name,
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
         }
-        omitted = asked.thinking is not None and asked.thinking.display == "omitted"
+        omitted = body.thinking is not None and body.thinking.display == "omitted"
         output = _Output(message, reply, reply.thoughts(self._service.tokens), self._seal, omitted=omitted)
         frames = functools.partial(_frames, output)
-        if asked.stream:
+        if body.stream:
             return await self._service.stream(http, requests, frames)
         await self._service.last(http, requests, frames)
         return await self._service.answer(http, output.message)
 
     async def count(self, http: web.Request) -> web.StreamResponse:
-        asked = await self._service.read(http, MessagesRequest)
-        reply = await self._reply(asked)
+        body = await self._service.read(http, MessagesRequest)
+        reply = await self._reply(body)
         count = await self._count(reply, max(self._service.served.max_seq_len, MAX_COUNTED))
         return await self._service.answer(http, {"input_tokens": count})
 
-    async def _reply(self, asked: MessagesRequest) -> Reply:
+    async def _reply(self, body: MessagesRequest) -> Reply:
         """The reply that a body asks for. Raises RequestError."""
-        pieces, continues = asked.history
-        told = asked.instructions(billing_header=self._billing_header)
-        system = to_json({"role": "system", "content": told}) + b"," if told else b""
+        pieces, continues = body.history
+        instructions = body.instructions(billing_header=self._billing_header)
+        system = to_json({"role": "system", "content": instructions}) + b"," if instructions else b""
         history = b"".join(each if isinstance(each, bytes) else to_json(self._own(each)) for each in pieces)
-        chat = _Chat(b"[%b%b]" % (system, history), continues, asked.variables())
-        sampling = lambda **overrides: checked(lambda: asked.sampling(**overrides), MessagesRequest)  # noqa: E731
-        return await self._service.conversation.reply(chat, sampling, asked.tool_use())
+        chat = _Chat(b"[%b%b]" % (system, history), continues, body.variables())
+        sampling = lambda **overrides: checked(lambda: body.sampling(**overrides), MessagesRequest)  # noqa: E731
+        return await self._service.conversation.reply(chat, sampling, body.tool_use())
 
     def _own(self, thoughts: Iterable[Thought]) -> str:
         """The reasoning of one message. Raises RequestError if any has been altered."""
@@ -273,10 +273,10 @@ class _Output:
             self.message = self.message | {"usage": self._usage(usage())}
             yield {"type": "message_start", "message": self.message}
         for piece in self._parser.push(news.text):
-            yield from self._tell(piece)
+            yield from self._emit(piece)
         if news.finish_reason is not None:
             for piece in self._parser.flush():
-                yield from self._tell(piece)
+                yield from self._emit(piece)
             yield from self._close()
             yield from self._end(news, self._usage(usage()))
 
@@ -302,7 +302,7 @@ class _Output:
             "output_tokens_details": {"thinking_tokens": self._thoughts.count if self._thoughts else 0},
         }
 
-    def _tell(self, piece: Piece) -> Iterator[Json]:
+    def _emit(self, piece: Piece) -> Iterator[Json]:
         kind, text = piece
         match kind:
             case "call":

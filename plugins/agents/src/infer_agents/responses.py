@@ -113,13 +113,13 @@ class ResponsesRequest(Body):
         """The sampling parameters. Of temperature, top_p and top_k, their ``model_fields_set`` has what was set
         explicitly."""
         names = ("temperature", "top_p", "top_k", "stop")
-        said = {name: getattr(self, name) for name in names if name in self.model_fields_set}
+        given = {name: getattr(self, name) for name in names if name in self.model_fields_set}
         return SamplingParams(
             max_tokens=self.max_output_tokens,
             seed=self.seed,
             logprobs=(self.top_logprobs or 0) if self.wants_logprobs else None,
             structured_outputs=self.text.format.outputs(),
-            **said,
+            **given,
         )
 
 
@@ -219,19 +219,19 @@ class Responses:
         self._service = service
 
     async def handle(self, http: web.Request) -> web.StreamResponse:
-        asked = await self._service.read(http, ResponsesRequest)
-        reply = await self._service.conversation.reply(asked, asked.sampling)
-        requests = await self._service.replies(http, reply, asked, prefix="resp")
-        tokens = self._service.tokens if asked.wants_logprobs else None
+        body = await self._service.read(http, ResponsesRequest)
+        reply = await self._service.conversation.reply(body, body.sampling)
+        requests = await self._service.replies(http, reply, body, prefix="resp")
+        tokens = self._service.tokens if body.wants_logprobs else None
         thoughts = reply.thoughts(self._service.tokens)
-        output = _Output(self._response(http, asked, reply.params), reply.parser(), thoughts, tokens)
+        output = _Output(self._response(http, body, reply.params), reply.parser(), thoughts, tokens)
         frames = functools.partial(_frames, output)
-        if asked.stream:
+        if body.stream:
             return await self._service.stream(http, requests, frames)
         ended = await self._service.last(http, requests, frames)
         return await self._service.answer(http, ended["response"])
 
-    def _response(self, http: web.Request, asked: ResponsesRequest, params: SamplingParams) -> Json:
+    def _response(self, http: web.Request, body: ResponsesRequest, params: SamplingParams) -> Json:
         return {
             "id": f"resp_{http[REQUEST_ID]}",
             "object": "response",
@@ -240,23 +240,23 @@ class Responses:
             "background": False,
             "error": None,
             "incomplete_details": None,
-            "instructions": asked.instructions,
-            "max_output_tokens": asked.max_output_tokens,
-            "metadata": asked.metadata or {},
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
             "model": self._service.served.name,
             "output": [],
-            "parallel_tool_calls": asked.parallel_tool_calls is not False,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
             "store": False,
             "temperature": params.temperature,
-            "text": {"format": asked.text.format.model_dump(by_alias=True, exclude_none=True)},
-            "tool_choice": asked.tool_choice or "auto",
+            "text": {"format": body.text.format.model_dump(by_alias=True, exclude_none=True)},
+            "tool_choice": body.tool_choice or "auto",
             "tools": [],
-            "top_logprobs": asked.top_logprobs or 0,
+            "top_logprobs": body.top_logprobs or 0,
             "top_p": params.top_p,
             "truncation": "disabled",
             "usage": None,
-            "user": asked.user,
+            "user": body.user,
         }
 
 
@@ -298,14 +298,14 @@ class _Output:
         if self._tokens is not None:
             entries = zip(news.logprobs, thought, strict=True)
             self._unsent += [self._tokens.ranked(entry) for entry, hidden in entries if not hidden]
-        yield from self._tell(self._parser.push(news.text))
+        yield from self._emit(self._parser.push(news.text))
 
     def end(self, reason: FinishReason | None, usage: Json) -> Iterator[Json]:
-        yield from self._tell(self._parser.flush())
+        yield from self._emit(self._parser.flush())
         whole = reason == "stop"
         status = "completed" if whole else "incomplete"
         if self._unsent or (self._item is None and not self._done):
-            yield from self._tell([Piece("content", "")])
+            yield from self._emit([Piece("content", "")])
         yield from self._close(status)
         self._response = self._response | {
             "status": status,
@@ -330,7 +330,7 @@ class _Output:
         assert self._item is not None
         return {"item_id": self._item["id"], "output_index": len(self._done), "content_index": 0}
 
-    def _tell(self, pieces: Sequence[Piece] | Iterator[Piece]) -> Iterator[Json]:
+    def _emit(self, pieces: Sequence[Piece] | Iterator[Piece]) -> Iterator[Json]:
         for kind, text in pieces:
             type = "reasoning" if kind == "reasoning" else "message"
             if self._item is not None and self._item["type"] != type:
