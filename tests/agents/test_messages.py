@@ -435,6 +435,21 @@ async def test_a_template_is_told_of_thinking_and_effort_if_it_knows_them(tmp_pa
         assert await counted(server, thinking={"type": "enabled"}, output_config={"effort": "high"}) == plain
 
 
+async def test_a_budget_closes_the_reasoning(server: Running) -> None:
+    await told(server, f"one two three four five</think>Hello{END}", **THINKS)
+    free = await ask(server, **THINKS)
+    assert free["content"][0]["thinking"] == "one two three four five"
+    bounded = await ask(server, thinking={"type": "enabled", "budget_tokens": 2})
+    assert free["content"][0]["thinking"].startswith(bounded["content"][0]["thinking"])
+    assert bounded["usage"]["output_tokens_details"] == {"thinking_tokens": 3}, "two, and the closing tag"
+    adaptive = await ask(server, thinking={"type": "adaptive", "budget_tokens": 0})
+    assert adaptive["content"] == free["content"]
+    form = {"output_format": {"type": "json_schema", "schema": {"enum": ["yes", "no"]}}, "temperature": 0}
+    budget = {"chat_template_kwargs": {"enable_thinking": False}, "thinking": {"type": "enabled", "budget_tokens": 2}}
+    (block,) = (await ask(server, **form, **budget))["content"]
+    assert json.loads(block["text"]) in ("yes", "no"), "where there is no reasoning, its budget is no mistake"
+
+
 async def test_a_last_message_of_the_assistants_is_continued(server: Running) -> None:
     said = [USER, {"role": "assistant", "content": "One, two, "}]
     chat = {"messages": said, "continue_final_message": True, "add_generation_prompt": False}

@@ -197,10 +197,19 @@ class Thinking(Body):
     """Whether the model reasons, where its chat template lets that be chosen."""
 
     type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: int | None = Field(None, ge=0, description="Ignored: reasoning ends when the model ends it.")
+    budget_tokens: int | None = Field(
+        None,
+        ge=0,
+        lt=2**31,
+        description="With enabled, the most tokens of reasoning; ignored if the model's tags are no tokens.",
+    )
     display: Literal["summarized", "omitted"] | None = Field(
         None, description="omitted: the reasoning is in the signature alone, which is to be sent back."
     )
+
+    def budget(self) -> int | None:
+        """The most tokens of reasoning. Clients also send a 0 beside other types, which means nothing."""
+        return self.budget_tokens if self.type == "enabled" else None
 
 
 class OutputFormat(Body):

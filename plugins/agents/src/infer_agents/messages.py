@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NotRequired
 
 from aiohttp import web
@@ -205,7 +205,11 @@ class Messages:
         history = b"".join(each if isinstance(each, bytes) else to_json(self._own(each)) for each in pieces)
         chat = _Chat(b"[%b%b]" % (system, history), continues, body.variables())
         sampling = lambda **overrides: checked(lambda: body.sampling(**overrides), MessagesRequest)  # noqa: E731
-        return await self._service.conversation.reply(chat, sampling, body.tool_use())
+        reply = await self._service.conversation.reply(chat, sampling, body.tool_use())
+        budget = None if body.thinking is None else body.thinking.budget()
+        if budget is None or reply.thinking_tokens is None:
+            return reply
+        return replace(reply, params=reply.params.model_copy(update={"thinking_token_budget": budget}))
 
     def _own(self, thoughts: Iterable[Thought]) -> str:
         """The reasoning of one message. Raises RequestError if any has been altered."""
