@@ -25,7 +25,7 @@ FREE = {
     "data",
     "logprobs",
 }
-FREE |= {"annotations", "cache_control"}
+FREE |= {"annotations", "cache_control", "input_schema", "context_management"}
 """What below holds is the client's own."""
 MAPS = FREE | {"metadata", "logit_bias", "criteria", "questions"}
 """And these have keys, not fields."""

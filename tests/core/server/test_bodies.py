@@ -19,6 +19,7 @@ from infer.server.http.body import Body
 from infer.server.http.parsing import parse
 from infer.server.input_items import conversation
 from infer.server.tools import FunctionTool
+from infer_agents.message_bodies import MessagesRequest
 from infer_agents.responses import ResponsesRequest
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [None, 1], "default": None}}}
@@ -129,6 +130,54 @@ BODIES: list[tuple[type[Body], dict[str, Any]]] = [
             "stream_options": {"include_obfuscation": False},
         },
     ),
+    (
+        MessagesRequest,
+        {
+            "model": "demo",
+            "max_tokens": 5,
+            "system": [{"type": "text", "text": "be brief", "cache_control": {"type": "ephemeral"}}],
+            "messages": [
+                USER,
+                {"role": "system", "content": [{"type": "text", "text": "now"}]},
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "thinking", "thinking": "t", "signature": ""},
+                        {"type": "redacted_thinking", "data": "d"},
+                        {"type": "text", "text": "a"},
+                        {"type": "server_tool_use", "id": "s", "name": "web_search"},
+                        {"type": "tool_use", "id": "c", "name": "f", "input": {}},
+                    ],
+                },
+                {
+                    "role": "user",
+                    "content": [
+                        {
+                            "type": "tool_result",
+                            "tool_use_id": "c",
+                            "content": [{"type": "text", "text": "o"}, {"type": "tool_reference", "tool_name": "f"}],
+                            "is_error": True,
+                        },
+                        {"type": "text", "text": "b"},
+                    ],
+                },
+            ],
+            "tools": [
+                {"name": "f", "description": "d", "input_schema": SCHEMA, "strict": True, "defer_loading": False},
+                {"type": "web_search_20250305", "name": "web_search"},
+            ],
+            "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+            "stream": True,
+            "temperature": 0.5,
+            "stop_sequences": ["x"],
+            "metadata": {"user_id": "u"},
+            "thinking": {"type": "enabled", "budget_tokens": 1024, "display": "summarized"},
+            "output_config": {"effort": "high", "format": {"type": "json_schema", "schema": SCHEMA}},
+            "context_management": {"edits": [None]},
+            "service_tier": "auto",
+            "mcp_servers": [],
+        },
+    ),
     (TokenizeRequest, {"messages": [USER], "add_special_tokens": True}),
     (DetokenizeRequest, {"tokens": [1, 2]}),
 ]
@@ -199,6 +248,19 @@ def test_a_refusal_names_a_field_on_the_way_to_what_is_wrong(
             "input",
             "call_id 'c' has no call",
         ),
+        (MessagesRequest, {"messages": [USER | {"role": "robot"}]}, "messages[0].role", "'user'"),
+        (MessagesRequest, {"messages": [{"content": "x"}]}, "messages[0].role", "missing"),
+        (
+            MessagesRequest,
+            {"messages": [USER | {"content": [{"type": "image"}]}]},
+            "messages[0].content[0].type",
+            "'text'",
+        ),
+        (MessagesRequest, {"messages": [USER], "tools": [{"name": "f"}]}, "tools[0].input_schema", "missing"),
+        (MessagesRequest, {"messages": [USER], "tools": [{"type": 5}]}, "tools[0].type", "string"),
+        (MessagesRequest, {"messages": [USER], "mcp_servers": [{}]}, "mcp_servers", "leave it out"),
+        (MessagesRequest, {"messages": [USER], "max_tokes": 3}, "max_tokes", "Did you mean 'max_tokens'?"),
+        (MessagesRequest, {"messages": [USER], "tool_choice": {"type": "any"}}, "tool_choice", "tools has none"),
     ],
 )
 def test_a_refusal_names_the_field(model: type[Body], body: dict[str, Any], param: str, message: str) -> None:

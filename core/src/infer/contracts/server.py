@@ -21,6 +21,8 @@ class WireFormatProtocol(Protocol):
     """What a stream sends while there is nothing else to send."""
     DONE: ClassVar[bytes]
     """What ends a stream that did not fail."""
+    ID_HEADERS: ClassVar[tuple[str, ...]]
+    """The headers of every answer that tell the request's id."""
 
     def error(self, error: Any, status: int) -> dict[str, Any]:
         """The JSON of an answer with this status. ``error`` has ``message``, ``type``, ``param`` and ``code``."""

@@ -26,7 +26,7 @@ from infer.server.events import LONG_CHARS, Events, Frames, Json, RequestFields,
 from infer.server.http.access import CALLER
 from infer.server.http.bodies import MAX_BODIES, BodyBudget, Reader, arrived, inflated
 from infer.server.http.body import Body
-from infer.server.http.errors import BODY, REQUEST_ID, NotFoundError, error_of
+from infer.server.http.errors import BODY, REQUEST_ID, NotFoundError, error_of, id_headers
 from infer.server.http.keys import Keys
 from infer.server.http.streams import Array, Writer, write
 from infer.server.http.wire import WireFormat, wire_format
@@ -254,7 +254,7 @@ class Service:
         length = sum(map(len, pieces))
         if length <= PIECE_BYTES:
             return web.Response(body=b"".join(pieces), content_type="application/json", charset="utf-8")
-        response = web.StreamResponse(headers={"X-Request-Id": http[REQUEST_ID]})
+        response = web.StreamResponse(headers=id_headers(http))
         response.content_type, response.charset = "application/json", "utf-8"
         response.content_length = length
         await response.prepare(http)
@@ -275,7 +275,7 @@ class Service:
                 await asyncio.sleep(0)  # the engine takes the requests, or refuses them
                 if coming.done():
                     raise_if_failed(coming.result())
-                response = web.StreamResponse(headers={"Cache-Control": "no-cache", "X-Request-Id": http[REQUEST_ID]})
+                response = web.StreamResponse(headers={"Cache-Control": "no-cache"} | id_headers(http))
                 response.content_type = "text/event-stream"
                 await response.prepare(http)
                 while not (await asyncio.wait((coming,), timeout=SILENCE_S))[0]:

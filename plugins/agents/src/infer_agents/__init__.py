@@ -26,7 +26,7 @@ def _routes(service: Service, settings: AgentsSettings, /) -> Sequence[Route]:
 
 @hookimpl
 def infer_routes() -> list[Registration[RoutesFactory]]:
-    return [Registration("agents", _routes, "POST /v1/responses", AgentsSettings)]
+    return [Registration("agents", _routes, "POST /v1/responses and /v1/messages", AgentsSettings)]
 
 
 @hookimpl

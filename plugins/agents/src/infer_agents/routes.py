@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from infer.contracts.server import Route
-from infer_agents import responses
+from infer_agents import messages, responses
 from infer_agents.seal import make_seal
 
 if TYPE_CHECKING:
@@ -15,4 +15,4 @@ if TYPE_CHECKING:
 
 def routes(service: Service, settings: AgentsSettings) -> list[Route]:
     seal = make_seal(None if settings.key is None else settings.key.get_secret_value())
-    return [*responses.routes(service, seal)]
+    return [*responses.routes(service, seal), *messages.routes(service, seal, billing_header=settings.billing_header)]

@@ -11,3 +11,8 @@ class AgentsSettings(BaseModel, extra="forbid"):
         description="what seals reasoning that clients send back; the same for all servers that continue each other's "
         "conversations; none for a key of this machine's own",
     )
+    billing_header: bool = Field(
+        False,
+        description="whether prompts keep Claude Code's system block x-anthropic-billing-header, which differs in "
+        "every request, so that nothing behind it is found in the cache",
+    )

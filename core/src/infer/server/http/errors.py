@@ -88,6 +88,11 @@ def error_of(request: web.Request, error: Exception, kind: str | None = None) ->
     return error_body(message, kind, param=param, code=code)
 
 
+def id_headers(request: web.Request) -> dict[str, str]:
+    """The headers of every answer: they tell the request's id."""
+    return dict.fromkeys(wire_format(request).ID_HEADERS, request[REQUEST_ID])
+
+
 async def expected(request: web.Request) -> None:
     """Answer an Expect header: have a client go on that waits for it before it sends its body. Any other expectation
     has no meaning in HTTP and is ignored; aiohttp would answer it before any middleware, in a format of its own."""
@@ -111,7 +116,7 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     except Exception as error:
         response = _response(request, error)
     if not response.prepared:
-        response.headers["X-Request-Id"] = request[REQUEST_ID]
+        response.headers.update(id_headers(request))
     return response
 
 

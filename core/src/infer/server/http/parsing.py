@@ -183,7 +183,7 @@ def _path(complaint: Fault, data: object) -> Path:
     candidates = list(_paths(loc[:-1] if missing else loc, data)) or [((), None)]
     path = next((path for path, value in candidates if value == complaint.value), candidates[0][0])
     if complaint.kind.startswith("union_tag") and isinstance(complaint.value, dict):
-        return (*path, "type")
+        return (*path, named if (named := complaint.context["discriminator"].strip("'")).isidentifier() else "type")
     return (*path, loc[-1]) if missing else path
 
 

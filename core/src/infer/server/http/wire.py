@@ -30,6 +30,8 @@ class WireFormat:
     """What a stream sends every few seconds while there is nothing else to send."""
     DONE: ClassVar[bytes] = b"data: [DONE]\n\n"
     """What ends a stream that did not fail."""
+    ID_HEADERS: ClassVar[tuple[str, ...]] = ("X-Request-Id",)
+    """The headers that tell clients the request's id."""
 
     def error(self, error: ErrorBody, status: int) -> dict[str, Any]:
         """The JSON of an answer with this status."""
