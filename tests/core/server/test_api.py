@@ -179,12 +179,14 @@ async def test_other_endpoints_name_their_own_fields(chatty: dict[str, Any]) -> 
     long = "x " * 5000
     schema = {"format": {"type": "json_schema", "name": "s", "schema": {"type": "thing"}}}
     question = {"type": "predicate", "instructions": "It is."}
+    grammar = {"type": "custom", "name": "c"}
+    grammar |= {"format": {"type": "grammar", "syntax": "lark", "definition": "start: ("}}
     bad: list[tuple[str, Body, str, str]] = [
         ("/v1/completions", {"prompt": long}, "prompt", "maximum context length"),
         ("/v1/completions", {"prompt": "x", "guided_grammar": "start: ("}, "guided_grammar", "compile"),
         ("/v1/responses", {"input": long}, "input", "maximum context length"),
         ("/v1/responses", {"input": "x", "text": schema}, "text.format", "compile"),
-        ("/v1/responses", {"input": []}, "input", "at least 1"),
+        ("/v1/responses", {"input": "x", "tools": [grammar], "tool_choice": "required"}, "tools", "compile"),
         ("/v1/decisions", {"input": long, "questions": [question]}, "input", "maximum context length"),
         ("/v1/systemone", {"state": long, "questions": {"u": QUESTIONS["urgent"]}}, "state", "maximum context length"),
         ("/v1/systemone", {"input": "x", "questions": []}, "state", "missing"),
@@ -730,10 +732,8 @@ async def test_tokens_there_and_back(chatty: dict[str, Any]) -> None:
 async def test_responses_refuse_what_needs_a_store(chatty: dict[str, Any]) -> None:
     async with running(**chatty) as server:
         refused: list[Body] = [
-            {"store": True},
             {"previous_response_id": "resp_1"},
             {"background": True},
-            {"tools": [{}]},
             {"stream_options.include_usage": True},
         ]
         for more in refused:

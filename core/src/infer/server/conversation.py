@@ -9,7 +9,7 @@ from typing import Any, Protocol, cast
 from tokenizers import Tokenizer
 
 from infer.assemble.served import Served
-from infer.contracts.params import SamplingParams, StructuredOutputs
+from infer.contracts.params import SamplingParams
 from infer.contracts.sections import ModelSettings
 from infer.errors import RequestError
 from infer.server.http.body import Body
@@ -98,7 +98,7 @@ class Conversation:
             known = (await self._process.manners()).variables
             thinks = effort != "none"
             told = {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
-            if not known:
+            if not known and not getattr(asked, "effort_is_a_hint", False):
                 raise RequestError(
                     f"reasoning_effort = {effort!r} has no effect: this model's chat template knows none of "
                     f"{', '.join(told)}; leave it out.",
@@ -133,8 +133,8 @@ class Conversation:
                 param="tools",
             )
         prompt = await self.prompt(asked, tools.offered)
-        schema = tools.schema()
-        overrides = {} if schema is None else {"structured_outputs": StructuredOutputs(json_schema=schema)}
+        outputs = tools.outputs()
+        overrides = {} if outputs is None else {"structured_outputs": outputs}
         params = self._served.defaulted(checked(lambda: sampling(**overrides), type(cast(Body, asked))))
         tags = self._served.reasoning
         thinking = tags is not None and opens_reasoning(prompt, tags)

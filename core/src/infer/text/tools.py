@@ -163,6 +163,27 @@ class Inputs(Filter):
             self._held = None
 
 
+class Whole(Filter):
+    """Filters pieces: all content is the text that a call of the custom tool ``name`` takes."""
+
+    def __init__(self, part: PartProtocol, name: str) -> None:
+        super().__init__(part)
+        self._name = name
+        self._begun = False
+
+    def _pass_on(self, piece: Piece) -> Iterator[Piece]:
+        if piece.kind != "content":
+            yield piece
+            return
+        if not self._begun:
+            self._begun = True
+            yield Piece("call", self._name)
+        yield Piece("arguments", piece.text)
+
+    def _rest(self) -> Iterator[Piece]:
+        yield from ()
+
+
 class Calls:
     """Turns pieces into deltas of an answer, with ids and indices of its ``tool_calls``. Calls of ``custom`` tools have
     a form of their own."""
@@ -181,7 +202,7 @@ class Calls:
             case "call":
                 self.count += 1
                 self._kind = "custom" if piece.text in self._custom else "function"
-                return self._call("", id=_id(), type=self._kind, name=piece.text)
+                return self._call("", id=call_id(), type=self._kind, name=piece.text)
             case "arguments":
                 return self._call(piece.text)
 
@@ -253,5 +274,6 @@ def _input(arguments: str) -> str:
     return said if isinstance(said, str) else arguments
 
 
-def _id() -> str:
+def call_id() -> str:
+    """A new call's id."""
     return "".join(secrets.choice(ID_CHARACTERS) for _ in range(ID_LENGTH))
