@@ -419,7 +419,7 @@ async def test_the_input_of_a_forced_tool_follows_its_grammar(
 ) -> None:
     """Drawn by a model that would write something else, after its reasoning, if it reasons."""
     tools = [LOOK, SPACE | {"tools": [PATCH | {"format": form}]}]
-    asked = {"input": "a loop", "tools": tools, "max_output_tokens": 900, "temperature": 0}
+    asked = {"input": "a loop", "tools": tools, "max_output_tokens": 200, "seed": 7}
     asked |= {
         "tool_choice": {"type": "custom", "name": "patch"},
         "reasoning": {"effort": "high" if thinking else "none"},
@@ -468,6 +468,34 @@ async def test_an_effort_is_a_hint(tmp_path: Path) -> None:
         for effort in ("none", "high"):
             status, found, _ = await server.post(asked | {"reasoning": {"effort": effort}}, COUNT)
             assert (status, found) == (200, none)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+async def test_a_template_that_knows_one_system_message_gets_one(tmp_path: Path, strict: bool) -> None:
+    """Whether it refuses others or drops them."""
+    guard = "{{- raise_exception('The system message must be at the beginning.') }}" if strict else "{%- continue %}"
+    first = "{%- if message.role in ['system', 'developer'] and not loop.first %}" + guard + "{%- endif %}"
+    loop = "{%- for message in messages %}"
+    assert loop in TEMPLATE
+    template = tmp_path / "template.jinja"
+    template.write_text(TEMPLATE.replace(loop, loop + first))
+    said = [("developer", "One."), ("developer", "Two."), ("user", "hi"), ("developer", "Three."), ("user", "ho")]
+    items = [{"role": role, "content": content} for role, content in said]
+    one = [{"role": "system", "content": "Zero.\n\nOne.\n\nTwo."}]
+    one += [{"role": "user", "content": content} for content in ("hi", "Three.", "ho")]
+    async with running(model={"path": "demo", "chat_template": str(template)}) as server:
+        _, found, _ = await server.post({"instructions": "Zero.", "input": items}, COUNT)
+        _, counted, _ = await server.post({"messages": one}, "/tokenize")
+        assert found["input_tokens"] == counted["count"]
+        template.write_text(TEMPLATE)
+    async with running(model={"path": "demo", "chat_template": str(template)}) as server:
+        _, apart, _ = await server.post({"instructions": "Zero.", "input": items}, COUNT)
+        _, each, _ = await server.post({"messages": [{"role": "system", "content": "Zero."}, *items]}, "/tokenize")
+        assert apart["input_tokens"] == each["count"]
+    template.write_text("{{ raise_exception('no') }}")
+    async with running(model={"path": "demo", "chat_template": str(template)}) as server:
+        status, answer, _ = await server.post({"instructions": "Zero.", "input": items}, COUNT)
+        assert (status, answer["error"]["param"]) == (400, "input")
 
 
 async def test_a_failure_ends_a_response_as_failed(tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self
 
 from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic_core import from_json, to_json
 
 from infer.contracts.params import MAX_LOGPROBS, SamplingParams, StructuredOutputs
 from infer.server import input_items
@@ -16,6 +18,7 @@ from infer.server.messages import Kept, Message, turns
 from infer.server.replies import ToolUse
 from infer.server.sampling import Metadata, check_schema_and_type, format_outputs
 from infer.server.tools import MAX_TOOLS
+from infer.text.templates import INSTRUCTIONS
 from infer_agents.response_tools import (
     AllowedTools,
     CloudTool,
@@ -240,6 +243,21 @@ class ResponsesRequest(Body):
         if not isinstance(self.input, str):
             return self.input
         return [InputMessage(role="user", content=self.input)] if self.input else []
+
+    def gathered(self) -> Self | None:
+        """The same with one system message at most, at the beginning: the instructions that begin the conversation are
+        one, and later ones are the user's. None if it is so already."""
+        messages: list[dict[str, Any]] = from_json(self.turns)
+        begin = list(itertools.takewhile(lambda message: message["role"] in INSTRUCTIONS, messages))
+        rest = [
+            message | {"role": "user"} if message["role"] in INSTRUCTIONS else message
+            for message in messages[len(begin) :]
+        ]
+        if len(begin) < 2 and rest == messages[len(begin) :]:
+            return None
+        system = {"role": "system", "content": "\n\n".join(message["content"] for message in begin)}
+        made = to_json([*([system] if begin else []), *rest], inf_nan_mode="constants")
+        return self.model_copy(update={"turns": made})
 
     @property
     def reasoning_effort(self) -> str | None:

@@ -222,7 +222,16 @@ class Responses:
                 self._seal.opened(sealed)
             except ValueError as error:
                 raise RequestError(f"{path} cannot be taken: {error}.", param=path) from None
-        return asked, await self._service.conversation.reply(asked, asked.sampling, asked.tool_use())
+        reply = self._service.conversation.reply
+        try:
+            return asked, await reply(asked, asked.sampling, asked.tool_use())
+        except RequestError as error:
+            if error.param != "messages" or (other := asked.gathered()) is None:
+                raise
+            try:  # agents send several instructions, and many templates know one
+                return asked, await reply(other, asked.sampling, asked.tool_use())
+            except RequestError:
+                raise error from None
 
     def _response(self, http: web.Request, asked: ResponsesRequest, params: SamplingParams) -> Json:
         choice = asked.tool_choice or "auto"
