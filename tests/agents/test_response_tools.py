@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from openai import AsyncOpenAI
 from openai.types.responses import Response
 from pydantic import TypeAdapter
-from tests.core.server.test_harmony import Puppet, Puppets, puppet
+from tests.core.server.test_harmony import puppet
 from tests.core.server.test_tool_formats import Stranger, odd
+from tests.puppet import Puppets, say
 from tests.serving import TEMPLATE, Body, Running, chatty, running, thinker
 
 from infer.server.endpoints.chat_completions import ChatRequest
@@ -76,8 +76,7 @@ async def told(server: Running, asked: Body, text: str) -> None:
     """Have the model answer ``asked`` with ``text``."""
     status, prompt, _ = await server.post(asked, COUNT)
     assert status == 200, prompt
-    _, answer, _ = await server.post({"prompt": text, "add_special_tokens": False}, "/tokenize")
-    Puppet.said[prompt["input_tokens"] - 1 :][: answer["count"]] = torch.tensor(answer["tokens"])
+    await say(server, prompt["input_tokens"], text)
 
 
 async def ask(server: Running, asked: Body) -> Any:

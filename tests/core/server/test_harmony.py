@@ -6,16 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
+from tests.puppet import Puppets, say
 from tests.serving import Running, retokened, running
-from torch import Tensor
 
-from infer import PLUGIN_API, hookimpl
-from infer.contracts.model import ModelRegistration, Pass
-from infer.layers import Decoder
 from infer.text.templates import ChatTemplate
 from infer.text.tool_formats.harmony import END, TOKENS
-from infer_models.llama import LlamaConfig, LlamaLayer
 
 TEMPLATE = """\
 <|start|>system<|message|>Channels: analysis, commentary, final.<|end|>
@@ -57,29 +52,6 @@ CALL = '<|start|>assistant<|channel|>commentary to=functions.look <|constrain|>j
 CHAT = "/v1/chat/completions"
 
 
-class Puppet(Decoder):
-    """A model that says at each position what it has been told to say there."""
-
-    said = torch.zeros(2048, dtype=torch.int64)
-
-    def forward(self, batch: Pass) -> Tensor:
-        hidden_ND = super().forward(batch)
-        positions_N = batch.positions_T if batch.rows_N is None else batch.positions_T[batch.rows_N]
-        return torch.nn.functional.pad(self.said[positions_N, None], (0, hidden_ND.shape[1] - 1)).to(hidden_ND.dtype)
-
-    def logits(self, hidden_ND: Tensor) -> Tensor:
-        return torch.nn.functional.one_hot(hidden_ND[:, 0].long(), self.vocab_size) * 99.0
-
-
-class Puppets:
-    INFER_PLUGIN_API = PLUGIN_API
-
-    @hookimpl
-    def infer_models(self) -> list[ModelRegistration]:
-        make = lambda config, context, settings: Puppet(config, context, LlamaConfig, LlamaLayer)  # noqa: E731
-        return [ModelRegistration("puppet", make, "says what it is told", architectures=("Puppet",))]
-
-
 def puppet(folder: Path) -> dict[str, Any]:
     """The section ``model``, with the tokens of gpt-oss, of which two end an answer."""
     ids = retokened(folder, *TOKENS, END, special=True)
@@ -93,9 +65,7 @@ async def told(server: Running, asked: dict[str, Any], text: str) -> None:
     """Have the model answer ``asked`` with ``text``."""
     form = {key: asked[key] for key in ("messages", "tools") if key in asked}
     _, prompt, _ = await server.post(form, "/tokenize")
-    _, answer, _ = await server.post({"prompt": text, "add_special_tokens": False}, "/tokenize")
-    ids = torch.tensor(answer["tokens"])
-    Puppet.said[prompt["count"] - 1 :][: len(ids)] = ids
+    await say(server, prompt["count"], text)
 
 
 SAID: list[tuple[str, list[Any], dict[str, Any]]] = [

@@ -373,6 +373,12 @@ def test_a_refusal_names_a_field_on_the_way_to_what_is_wrong(
         (ResponsesRequest, {"input": "x", "tools": [{"type": "fuction"}]}, "tools[0].type", "'namespace'"),
         (ResponsesRequest, {"input": "x", "tools": [TOOL, TOOL]}, "tools", "two tools named 'f'; rename one"),
         (ResponsesRequest, {"input": "x", "tools": [TOOL | {"name": "n__f"}, SPACE]}, "tools", "named 'n__f'"),
+        (
+            ResponsesRequest,
+            {"input": "x", "tools": [SPACE | {"name": f"n{i}", "tools": [TOOL] * 128} for i in range(9)]},
+            "tools",
+            "holds 1152 tools",
+        ),
         (ResponsesRequest, {"input": "x", "tool_choice": "required"}, "tool_choice", "tools has none"),
         (
             ResponsesRequest,

@@ -20,6 +20,7 @@ from infer.server.sampling import Metadata, check_schema_and_type, format_output
 from infer.server.tools import MAX_TOOLS
 from infer.text.templates import INSTRUCTIONS
 from infer_agents.response_tools import (
+    MAX_OFFERS,
     AllowedTools,
     CloudTool,
     CustomTool,
@@ -209,12 +210,17 @@ class ResponsesRequest(Body):
     @model_validator(mode="after")
     def _possible(self) -> Self:
         names: set[str] = set()
-        for offer in self.offers:
+        offers = self.offers
+        if len(offers) > MAX_OFFERS:
+            raise ValueError(
+                f"tools holds {len(offers)} tools with those of namespaces; at most {MAX_OFFERS} are allowed"
+            )
+        for offer in offers:
             if offer.name in names:
                 raise ValueError(f"tools would show the model two tools named {offer.name!r}; rename one of them")
             names.add(offer.name)
         for named in self._named:
-            if not any(named.means(offer) for offer in self.offers):
+            if not any(named.means(offer) for offer in offers):
                 raise ValueError(f"tool_choice names {named.name!r}, which is not among tools")
         if self._forced is not None and not self._forced:
             raise ValueError("tool_choice asks for a tool, but tools has none that the model can be shown")
@@ -301,7 +307,8 @@ class ResponsesRequest(Body):
         """The tools that ``tool_choice`` names, or all if it names none."""
         if self.tool_choice is None or isinstance(self.tool_choice, str):
             return self.offers
-        return [offer for offer in self.offers if any(named.means(offer) for named in self._named)]
+        chosen = self._named
+        return [offer for offer in self.offers if any(named.means(offer) for named in chosen)]
 
     @property
     def _offered(self) -> list[Offer]:

@@ -20,6 +20,10 @@ CLOUD = (
 """The kinds of tools that OpenAI's own servers run, or that only its own models know without being shown them."""
 
 
+MAX_OFFERS = 1024
+"""The most tools that a body may hold, those of namespaces counted each."""
+
+
 def cloud_kind(type: object) -> str | None:
     """Which kind of a cloud's tool this type is, such as ``web_search`` for ``web_search_preview``; None if it is
     none."""

@@ -1,0 +1,45 @@
+"""A model that says what it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from tests.serving import Running
+from torch import Tensor
+
+from infer import PLUGIN_API, hookimpl
+from infer.contracts.model import ModelRegistration, Pass
+from infer.layers import Decoder
+from infer_models.llama import LlamaConfig, LlamaLayer
+
+
+class Puppet(Decoder):
+    """A model that says at each position what it has been told to say there."""
+
+    said = torch.zeros(2048, dtype=torch.int64)
+
+    def forward(self, batch: Pass) -> Tensor:
+        hidden_ND = super().forward(batch)
+        positions_N = batch.positions_T if batch.rows_N is None else batch.positions_T[batch.rows_N]
+        return torch.nn.functional.pad(self.said[positions_N, None], (0, hidden_ND.shape[1] - 1)).to(hidden_ND.dtype)
+
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        return torch.nn.functional.one_hot(hidden_ND[:, 0].long(), self.vocab_size) * 99.0
+
+
+class Puppets:
+    INFER_PLUGIN_API = PLUGIN_API
+
+    @hookimpl
+    def infer_models(self) -> list[ModelRegistration]:
+        make = lambda config, context, settings: Puppet(config, context, LlamaConfig, LlamaLayer)  # noqa: E731
+        return [ModelRegistration("puppet", make, "says what it is told", architectures=("Puppet",))]
+
+
+async def say(server: Running, at: int, text: str) -> Sequence[int]:
+    """Have the model answer a prompt of ``at`` tokens with ``text``. Returns the text's tokens."""
+    _, answer, _ = await server.post({"prompt": text, "add_special_tokens": False}, "/tokenize")
+    ids: list[int] = answer["tokens"]
+    Puppet.said[at - 1 :][: len(ids)] = torch.tensor(ids)
+    return ids
