@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from openai import AsyncOpenAI
-from openai.types.responses import Response
 from pydantic import TypeAdapter
 from tests.core.server.test_harmony import puppet
 from tests.core.server.test_tool_formats import Stranger, odd
@@ -102,7 +101,7 @@ def built(events: Sequence[Any]) -> list[Any]:
     items: list[Any] = []
     for event in events:
         kind = event["type"].removeprefix("response.")
-        item = items[event["output_index"]] if "item_id" in event else None
+        item: Any = items[event["output_index"]] if "item_id" in event else None
         if item is not None:
             assert item["id"] == event["item_id"]
         match kind:
@@ -220,11 +219,11 @@ async def test_log_probabilities_are_those_of_the_text_alone(server: Running) ->
 
 
 async def test_openais_library_reads_it_and_sends_it_back(server: Running) -> None:
-    client = AsyncOpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0)
+    client: Any = AsyncOpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0)
     asked: Body = ASKED | {"model": "puppet", "include": ["reasoning.encrypted_content"]}
     asked["model"] = (await client.models.list()).data[0].id
     await told(server, asked, SAID)
-    whole: Response = await client.responses.create(**asked)
+    whole = await client.responses.create(**asked)
     async with client.responses.stream(**asked) as events:
         kinds = {event.type: event async for event in events}
         final = await events.get_final_response()
@@ -258,7 +257,7 @@ async def test_openais_library_reads_it_and_sends_it_back(server: Running) -> No
             assert found.input_tokens == counted["count"]
 
 
-def as_chat(response: Response, outputs: Sequence[Any]) -> list[Body]:
+def as_chat(response: Any, outputs: Sequence[Any]) -> list[Body]:
     """The messages of /v1/chat/completions that say the same."""
     thought, message, *calls = (item.to_dict() for item in response.output)
     said: Any = {
@@ -362,7 +361,8 @@ def test_a_choice_says_which_tools_are_shown_and_which_are_forced(
 ) -> None:
     use = parse(json.dumps(ASKED | {"tool_choice": choice}).encode(), ResponsesRequest).tool_use()
     assert [tool["function"]["name"] for tool in use.offered] == offered
-    assert (use.forced and [tool["function"]["name"] for tool in use.forced]) == forced
+    names = None if use.forced is None else [tool["function"]["name"] for tool in use.forced]
+    assert names == forced
     assert use.custom == {"patch", "mail__patch"}
 
 
@@ -513,6 +513,7 @@ async def test_a_failure_ends_a_response_as_failed(tmp_path: Path) -> None:
 async def test_an_input_may_be_empty(tmp_path: Path) -> None:
     probe: Body = {"max_output_tokens": 1, "store": False}
     async with running(model=chatty(tmp_path)) as server:
+        nothing: Any
         for nothing in ([], ""):
             answer = await ask(server, probe | {"input": nothing, "instructions": "Be brief."})
             system = {"messages": [{"role": "system", "content": "Be brief."}]}

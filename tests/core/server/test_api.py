@@ -179,8 +179,8 @@ async def test_other_endpoints_name_their_own_fields(chatty: dict[str, Any]) -> 
     long = "x " * 5000
     schema = {"format": {"type": "json_schema", "name": "s", "schema": {"type": "thing"}}}
     question = {"type": "predicate", "instructions": "It is."}
-    grammar = {"type": "custom", "name": "c"}
-    grammar |= {"format": {"type": "grammar", "syntax": "lark", "definition": "start: ("}}
+    form = {"type": "grammar", "syntax": "lark", "definition": "start: ("}
+    grammar = {"type": "custom", "name": "c", "format": form}
     bad: list[tuple[str, Body, str, str]] = [
         ("/v1/completions", {"prompt": long}, "prompt", "maximum context length"),
         ("/v1/completions", {"prompt": "x", "guided_grammar": "start: ("}, "guided_grammar", "compile"),

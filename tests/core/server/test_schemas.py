@@ -19,7 +19,6 @@ from infer.server.endpoints.decisions import DecisionsRequest, Questions, System
 from infer.server.endpoints.tokenization import DetokenizeRequest, TokenizeRequest
 from infer.server.http.body import Body
 from infer.server.http.parsing import parse
-from infer.server.input_items import conversation
 from infer.server.tools import FunctionTool
 from infer_agents.response_bodies import ResponsesRequest
 from infer_agents.seal import Seal
@@ -554,7 +553,7 @@ def test_items_are_messages() -> None:
     asked = parse(json.dumps(ASKED[5][1]).encode(), ResponsesRequest)
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}}
     custom = {"id": "d", "type": "function", "function": {"name": "g", "arguments": {"input": "free text"}}}
-    assert [message.plain() for message in conversation(asked.input)] == [
+    assert json.loads(asked.turns) == [
         {"role": "developer", "content": "be brief"},
         USER,
         {"role": "assistant", "content": "a", "reasoning_content": "t", "tool_calls": [call]},
