@@ -52,7 +52,7 @@ docs: install
 	$(BIN)/infer demo --model demo --budget 128 --html docs/demo/steps.html --log.level warning > /dev/null
 	$(BIN)/python -m sphinx -W --keep-going --quiet -j auto -d build/doctrees -c docs . build/site
 
-# worksteal: neighbours share what is made once for a module, and nobody is idle at the end.
+# worksteal: neighbors share what is made once for a module, and nobody is idle at the end.
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
 # The verdict of test and test-all depends on the code alone: tests/examples.py.

@@ -21,7 +21,7 @@ from pydantic_core import to_json
 from tests.console.browser import browsing
 
 from infer_bench.bench import machine
-from infer_console.telling import hello
+from infer_console.messages import hello
 from infer_console.timeline import add
 
 STEPS, CELLS, FRAMES = 10_000, 8192, 150

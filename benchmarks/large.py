@@ -48,12 +48,12 @@ WORDS = 1 << 22
 CONTEXT, NEW = 128, 24
 
 
-def write_quantised(folder: Path, config: Mapping[str, Any], group: int) -> Path:
-    """Write a checkpoint file by file. All projections are quantised, in groups of ``group``."""
+def write_quantized(folder: Path, config: Mapping[str, Any], group: int) -> Path:
+    """Write a checkpoint file by file. All projections are quantized, in groups of ``group``."""
     weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": group}
     scheme = {"targets": ["Linear"], "weights": weights}
-    quantised = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": scheme}}
-    write(folder, {**config, "quantization_config": {**quantised, "ignore": ["lm_head", "re:.*mlp.gate$"]}})
+    quantized = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": scheme}}
+    write(folder, {**config, "quantization_config": {**quantized, "ignore": ["lm_head", "re:.*mlp.gate$"]}})
     files: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, shape in expected(config).items():
         layer = re.search(r"\.layers\.(\d+)\.", name)
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=CONFIG["num_hidden_layers"])
     args = parser.parse_args(argv)
     if args.write:
-        write_quantised(args.folder, {**CONFIG, "num_hidden_layers": args.layers}, args.group)
+        write_quantized(args.folder, {**CONFIG, "num_hidden_layers": args.layers}, args.group)
         return 0
     steps, begun = Steps(), time.perf_counter()
     stored = sum(file.stat().st_size for file in args.folder.glob("*.safetensors")) / 1e9

@@ -50,7 +50,7 @@ class Cache:
         self._blocks: OrderedDict[int, None] = OrderedDict()
 
     def use(self, chain: Sequence[int]) -> int:
-        """How many leading blocks it has; it has them all afterwards."""
+        """How many leading blocks it has; it has them all afterward."""
         found = next((i for i, block in enumerate(chain) if block not in self._blocks), len(chain))
         for block in reversed(chain):
             self._blocks[block] = None

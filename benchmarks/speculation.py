@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.steps import Steps
 
 from infer import LLM, SamplingParams, hookimpl
-from infer.contracts.proposer import Ask
+from infer.contracts.proposer import DraftRequest
 from infer.contracts.registration import Registration
 from infer_bench.bench import machine
 from infer_speculation.ngram import NgramProposer, NgramSettings
@@ -46,15 +46,15 @@ class Scripted:
         """By prompt, a text and its edited version, as long as the prompt and the answer."""
         self.lookup = NgramProposer(NgramSettings())
 
-    def propose(self, asks: Sequence[Ask]) -> list[list[int]]:
-        return [self.drafts(ask) for ask in asks]
+    def propose(self, draft_requests: Sequence[DraftRequest]) -> list[list[int]]:
+        return [self.drafts(draft_request) for draft_request in draft_requests]
 
-    def drafts(self, ask: Ask) -> list[int]:
-        prompt, length = ask.request.prompt_token_ids, len(ask.token_ids)
-        known = self.answers[prompt][length - len(prompt) :][: ask.most]
+    def drafts(self, draft_request: DraftRequest) -> list[int]:
+        prompt, length = draft_request.request.prompt_token_ids, len(draft_request.token_ids)
+        known = self.answers[prompt][length - len(prompt) :][: draft_request.most]
         if self.case == "edit":
             text = self.edits[prompt]
-            (found,) = self.lookup.propose([replace_tokens(ask, text[:length])])
+            (found,) = self.lookup.propose([replace_tokens(draft_request, text[:length])])
             right = [a == b for a, b in zip(found, text[length:], strict=False)]
         else:
             chance = float(self.case.removeprefix("right-"))
@@ -65,8 +65,8 @@ class Scripted:
         self.lookup.end(request_id)
 
 
-def replace_tokens(ask: Ask, tokens: list[int]) -> Ask:
-    return Ask(replace(ask.request, prompt_token_ids=()), tokens, ask.most)
+def replace_tokens(draft_request: DraftRequest, tokens: list[int]) -> DraftRequest:
+    return DraftRequest(replace(draft_request.request, prompt_token_ids=()), tokens, draft_request.most)
 
 
 class Plugin(Steps):

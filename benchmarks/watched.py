@@ -33,7 +33,7 @@ from infer.contracts.records import StepRecord
 from infer.server.testing import serving
 from infer_bench.bench import machine
 from infer_console.live import Live
-from infer_console.telling import Kept, Maps, Telling, cells
+from infer_console.messages import Kept, Maps, Messages, cells
 
 PROMPT, NEW = 32, 1800
 SETTLE = 3 / 8
@@ -165,7 +165,7 @@ def own(streams: int, blocks: int = 65536) -> dict[str, float]:
         return (time.thread_time_ns() - began) / 1e3 / times
 
     ids = [f"cmpl-{n:024d}" for n in range(streams)]
-    states, telling, kept = bytes(range(4)) * (blocks // 4), Telling(), Kept(2000, 2 << 20)
+    states, messages, kept = bytes(range(4)) * (blocks // 4), Messages(), Kept(2000, 2 << 20)
     maps, fresh = Maps(), deque[object](maxlen=512)
     maps.after(step(0, *ids))
 
@@ -175,7 +175,7 @@ def own(streams: int, blocks: int = 65536) -> dict[str, float]:
     return {
         "engine_thread_a_step": timed(note, 5000),
         "engine_thread_a_map": timed(lambda record: cells(record.index, states), 50),
-        "event_loop_a_step": timed(lambda record: [*map(kept.keep, telling.tell(record))], 5000),
+        "event_loop_a_step": timed(lambda record: [*map(kept.keep, messages.of(record))], 5000),
     }
 
 

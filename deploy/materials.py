@@ -1,6 +1,6 @@
 """The bill of materials (CycloneDX 1.6) of a folder of distributions: what they are, and all that they depend on.
 
-Names, versions and licences are those of the environment that it is written in, whose versions constraints.txt fixes.
+Names, versions and licenses are those of the environment that it is written in, whose versions constraints.txt fixes.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _component(name: str, found: Distribution, files: list[Path]) -> dict[str, A
         component["description"] = summary
     if expression := _said(found, "License-Expression"):
         component["licenses"] = [{"expression": expression}]
-    elif names := _licence_names(found):
+    elif names := _license_names(found):
         component["licenses"] = [{"license": {"name": each}} for each in names]
     if files:
         component["components"] = [
@@ -110,8 +110,8 @@ def _component(name: str, found: Distribution, files: list[Path]) -> dict[str, A
     return component
 
 
-def _licence_names(found: Distribution) -> list[str]:
-    """What a distribution without an SPDX expression says of its licence: its classifiers, or its text's first line."""
+def _license_names(found: Distribution) -> list[str]:
+    """What a distribution without an SPDX expression says of its license: its classifiers, or its text's first line."""
     classifiers = found.metadata.get_all("Classifier") or []
     named = [line.split(" :: ")[-1] for line in classifiers if line.startswith("License :: ")]
     text = _said(found, "License").strip()

@@ -1,4 +1,4 @@
-"""Writes the tables of the documentation that the code knows: commands, metrics, routes, models, formats and memory.
+"""Writes the tables of the documentation that the code knows: rooms, commands, metrics, models, formats and memory.
 
     python docs/tables.py            writes them anew, in the pages
     python docs/tables.py --check    says which are not as they would be written
@@ -9,6 +9,7 @@ A table stands in its page between two comments, `<!-- table: NAME -->` and `<!-
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import inspect
 import json
@@ -27,6 +28,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.shapes import CONFIGS, write  # noqa: E402
+from tests.test_rooms import ABOVE, ONLY, PLUGINS, ROOMS, TEXT  # noqa: E402
 
 from infer.cache import BlockManager  # noqa: E402
 from infer.commands import COMMANDS  # noqa: E402
@@ -44,6 +46,8 @@ ELSEWHERE = {
     "transformers": "[a list of its own](../plugins/models_transformers/README.md)",
 }
 """Families whose architectures another page lists."""
+AROUND = r"^core/src/(infer/)?|/src(/infer_\w+)?|\.py$"
+"""What a room's path has besides the names by which it is known."""
 
 
 def rows(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
@@ -54,6 +58,34 @@ def rows(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
 @cache
 def plugins() -> Plugins:
     return Plugins.discover()
+
+
+def room_rules() -> str:
+    """What each room is for, by the beginning of its docstring, and what it never imports. Raises ValueError if a room
+    has no docstring."""
+
+    def code(name: str) -> str:
+        return f"`{name.removeprefix('infer.').replace('.', '/')}`"
+
+    body = []
+    for room in (*ROOMS, *sorted(ONLY.keys() - ROOMS)):
+        place = ROOT / room
+        file = place if place.is_file() else min(place.glob("**/__init__.py"), key=lambda each: len(each.parts))
+        docstring = " ".join((ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").split())
+        sentence = docstring.partition(". ")[0].removesuffix(".").replace("``", "`")
+        # What follows a colon or a parenthesis is left out, unless fewer than three words come before.
+        purpose = re.match(r"((?:\S+ ){2,}?\S+?|.+)(?:[:;] | \(|$)", sentence)
+        if purpose is None:
+            raise ValueError(f"{room} has no docstring that says what it is for")
+        names, groups = [*ROOMS.get(room, ())], []
+        for group, name in ((PLUGINS, "any plugin"), (TEXT, "*text*"), (ABOVE, "*above*")):
+            if {*group} <= {*names}:
+                names = [each for each in names if each not in group]
+                groups.append(name)
+        if room in ONLY:
+            groups.append(f"of infer all but {', '.join(map(code, ONLY[room]))}")
+        body.append([code(re.sub(AROUND, "", room)), purpose[1], ", ".join([*map(code, names), *groups])])
+    return rows(("room", "what it is for", "never imports"), body)
 
 
 def commands() -> str:
@@ -71,7 +103,7 @@ def commands() -> str:
         sampled = {f"--{name.replace('_', '-')}" for name in PLAIN_PARAMS}
         if not sampled <= {option for action in actions for option in action.option_strings}:
             sampled = set()
-        body = [[_shown(action), _said(action)] for action in actions if not sampled & {*action.option_strings}]
+        body = [[_shown(action), _help(action)] for action in actions if not sampled & {*action.option_strings}]
         if sampled:
             body.append(
                 [", ".join(f"`--{name.replace('_', '-')}`" for name in PLAIN_PARAMS), "[Sampling](api.md#sampling)."]
@@ -90,7 +122,7 @@ def _shown(action: argparse.Action) -> str:
     return f"`{name}{value}`"
 
 
-def _said(action: argparse.Action) -> str:
+def _help(action: argparse.Action) -> str:
     """Raises ValueError if the argument has no help."""
     if not action.help:
         raise ValueError(f"{action.option_strings or action.dest} has no help")
@@ -131,7 +163,7 @@ def formats() -> str:
             where = "`quantization_config`" if slot == "weights" else "the path"
             told = ", ".join(known.get(name) or f"`{name}`" for name in names)
             body.append([f"`{offer.name}`", offer.registration.description, f"{where}: {told}", offer.distribution])
-    return rows(("format", "what is read", "recognised by", "package"), sorted(body))
+    return rows(("format", "what is read", "recognized by", "package"), sorted(body))
 
 
 def slots() -> str:
@@ -234,6 +266,7 @@ def calls(owner: type, names: Sequence[str]) -> Callable[[], str]:
 
 
 TABLES: Mapping[str, Callable[[], str]] = {
+    "rooms": room_rules,
     "commands": commands,
     "metrics": metrics,
     "models": models,
@@ -243,7 +276,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "block_manager": calls(BlockManager, ("_open", "_place", "_close", "reach", "least_tokens")),
     "memory": memory,
     "peers_plain": peers("2026-11-21-zen5-2-cores-peers-Qwen3-0.6B"),
-    "peers_quantised": peers("2026-11-22-zen5-2-cores-peers-quantised-Llama-3.2-1B"),
+    "peers_quantized": peers("2026-11-22-zen5-2-cores-peers-quantized-Llama-3.2-1B"),
     "peers_experts": peers("2026-11-22-zen5-2-cores-peers-Granite-3.1-1B-A400M"),
     "peers_amx_dense": peers("2026-11-23-xeon-amx-2-cores-peers-Qwen3-0.6B"),
     "peers_amx": peers("2026-11-22-xeon-amx-2-cores-peers-Granite-3.1-1B-A400M"),

@@ -1,4 +1,4 @@
-"""Helpers for tests of attention: the kit's scenes, and what numpy makes of quantised K and V."""
+"""Helpers for tests of attention: the kit's scenes, and what numpy makes of quantized K and V."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from infer_testing.attention import Scene
 from infer_testing.attention import attention_spec as spec
 from infer_testing.numbers import random_tensor as random
 
-__all__ = ["Scene", "close", "quantised", "random", "spec"]
+__all__ = ["Scene", "close", "quantized", "random", "spec"]
 
 
 def close(actual: Tensor, expected: Tensor) -> None:
@@ -21,7 +21,7 @@ def close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected.to(actual.dtype))
 
 
-def quantised(x_TKE: Tensor) -> tuple[Any, Any]:
+def quantized(x_TKE: Tensor) -> tuple[Any, Any]:
     """Codes [T, K, E] and scales [T, K] of finite values, in numpy."""
     x = x_TKE.float().numpy()
     top = np.abs(x).max(-1)

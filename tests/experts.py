@@ -12,8 +12,8 @@ from tests.products import gated64
 from torch import Tensor
 
 from infer.contracts.kernels import Activation, Expert, KernelsProtocol, Routing
-from infer.kernels.quantise import quantise_weight
-from infer.weight import GroupedWeight, Weight, quantise_rows
+from infer.kernels.quantize import quantize_weight
+from infer.weight import GroupedWeight, Weight, quantize_rows
 
 FORMS = ("plain", "biases", "int8", "int4", "mixed")
 """Ways to store experts: the last has a plain expert among those with codes."""
@@ -28,7 +28,7 @@ def route64(logits_TX: Tensor, routing: Routing, bias_X: Tensor | None) -> tuple
         top = sorted(range(len(by)), key=lambda x: (-by[x], x))[: routing.top]
         share = scores[top]
         chosen.append(top)
-        shares.append(routing.scale * (share / share.sum() if routing.renormalise else share))
+        shares.append(routing.scale * (share / share.sum() if routing.renormalize else share))
     return chosen, torch.stack(shares)
 
 
@@ -64,7 +64,7 @@ class Mixture:
     def _stored(self, plain: Tensor, seed: int) -> Weight:
         if self.form in ("plain", "biases") or (self.form == "mixed" and seed == 7):
             return plain
-        weight = quantise_weight(plain, 8 if self.form == "int8" else 4)
+        weight = quantize_weight(plain, 8 if self.form == "int8" else 4)
         return weight if self.int8 else GroupedWeight(weight.codes, weight.scales_NG, weight.bits, dtype=self.dtype)
 
     def pack(self, kernels: KernelsProtocol) -> Any:
@@ -93,11 +93,11 @@ def product(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     values = x.double()
     if isinstance(weight, GroupedWeight):
         if weight.int8_activations:
-            q, scale = quantise_rows(x[None], weight.activation_group)
+            q, scale = quantize_rows(x[None], weight.activation_group)
             values = (q.double() * scale.double()).flatten()
         weight = GroupedWeight(
             weight.codes, weight.scales_NG, weight.bits, weight.minimum_NG, weight.table
-        ).dequantise()
+        ).dequantize()
     return weight.double() @ values + (0 if bias is None else bias.double())
 
 

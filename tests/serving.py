@@ -28,7 +28,9 @@ from infer.engine.loop import EngineLoop
 from infer.engine.schedulers import ContinuousScheduler
 from infer.plugins.discovery import Plugins
 from infer.server.app import make_app
+from infer.server.http.body import Body as WireBody
 from infer.server.http.sockets import bind, listen
+from infer.server.messages import Message
 from infer.server.testing import Serving
 from infer.settings import load_settings
 
@@ -138,6 +140,25 @@ def holding(steps: int) -> Iterator[None]:
             yield
         finally:
             go.set()
+
+
+@contextmanager
+def working() -> Iterator[list[object]]:
+    """What this process makes until the end of the block: bodies unpickled, messages shown to templates, and values
+    written to JSON."""
+    worked: list[object] = []
+
+    def noted(function: Any) -> Any:
+        def note(first: object, *more: Any, **how: Any) -> Any:
+            worked.append(first)
+            return function(first, *more, **how)
+
+        return note
+
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in ((Message, "plain"), (WireBody, "__setstate__"), (json, "dumps")):
+            patch.setattr(owner, name, noted(getattr(owner, name)))
+        yield worked
 
 
 async def until(reached: Callable[[], bool]) -> None:

@@ -18,15 +18,15 @@ from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 
 import infer_cache_paged
-from infer.checkpoint.quantise import Quantiser
-from infer.contracts.attention import KVDtype, QuantisedKV
+from infer.checkpoint.quantize import Quantizer
+from infer.contracts.attention import KVDtype, QuantizedKV
 from infer.contracts.cache import CacheContext, CachePoolProtocol
 from infer.contracts.kernels import KernelsProtocol
 from infer.contracts.model import ModelContext, ModelProtocol
 from infer.contracts.params import SamplingParams
-from infer.contracts.proposer import Ask, ProposerProtocol
+from infer.contracts.proposer import DraftRequest, ProposerProtocol
 from infer.contracts.records import RequestRecord, StepRecord
-from infer.contracts.request import Event, Request
+from infer.contracts.request import Event, Request, ThinkingTokens
 from infer.contracts.scheduler import Sequence
 from infer.contracts.sections import EngineSettings
 from infer.engine.engine import Abort, Engine
@@ -211,8 +211,8 @@ families = pytest.mark.parametrize(
     ],
 )
 """Every family. Where other parameters vary too, ``make test`` leaves out all but those that differ most."""
-QUANTISED = tuple(f"{family} {bits}" for family in FAMILIES for bits in ("int8", "int4"))
-"""The families with quantised weights, also for ``tiny_model``."""
+QUANTIZED = tuple(f"{family} {bits}" for family in FAMILIES for bits in ("int8", "int4"))
+"""The families with quantized weights, also for ``tiny_model``."""
 DTYPES = (torch.float32, torch.bfloat16)
 CPU = torch.device("cpu")
 
@@ -250,7 +250,7 @@ def build_model(
     context = ModelContext(kernels or KERNELS, dtype, CPU, max_seq_len)
     model = family.factory(config, context, family.settings())
     model.load(
-        Quantiser(quantization, [], "auto", model.vocab_size, context.kernels.quantise)(
+        Quantizer(quantization, [], "auto", model.vocab_size, context.kernels.quantize)(
             random_tensors(model.expected())
         )
     )
@@ -282,7 +282,7 @@ def paged_pool(
         settings = settings.model_copy(update={"num_blocks": (settings.num_blocks or 0) + spare})
     pool = PagedPool(context, settings)
     for cache in (*pool.storage.k, *pool.storage.v):
-        memory = cache.scales if isinstance(cache, QuantisedKV) else cache
+        memory = cache.scales if isinstance(cache, QuantizedKV) else cache
         memory[: pool.block_manager.pages.num_pages].fill_(torch.nan)
     return pool
 
@@ -339,13 +339,13 @@ class Knowing:
         self.draw = random.Random(seed)
         self.ended: list[str] = []
 
-    def propose(self, asks: Seq[Ask]) -> list[list[int]]:
-        return [self.drafts(ask) for ask in asks]
+    def propose(self, draft_requests: Seq[DraftRequest]) -> list[list[int]]:
+        return [self.drafts(draft_request) for draft_request in draft_requests]
 
-    def drafts(self, ask: Ask) -> list[int]:
-        begin = len(ask.token_ids) - len(ask.request.prompt_token_ids)
-        known = list(self.answers[ask.request.id][begin : begin + ask.most])
-        known += [self.draw.randrange(VOCAB) for _ in range(ask.most - len(known))]
+    def drafts(self, draft_request: DraftRequest) -> list[int]:
+        begin = len(draft_request.token_ids) - len(draft_request.request.prompt_token_ids)
+        known = list(self.answers[draft_request.request.id][begin : begin + draft_request.most])
+        known += [self.draw.randrange(VOCAB) for _ in range(draft_request.most - len(known))]
         return [token if self.draw.random() < self.right else (token + 1) % VOCAB for token in known]
 
     def end(self, request_id: str) -> None:
@@ -397,7 +397,15 @@ class Stepper:
     steps: list[StepRecord] = field(default_factory=list)
     finished: list[RequestRecord] = field(default_factory=list)
 
-    def submit(self, prompt: list[int], id: str, salt: str = "", priority: int = 0, **params: Any) -> Request:
+    def submit(
+        self,
+        prompt: list[int],
+        id: str,
+        salt: str = "",
+        priority: int = 0,
+        thinking: ThinkingTokens | None = None,
+        **params: Any,
+    ) -> Request:
         request = Request.make(
             prompt,
             SamplingParams(**params),
@@ -406,6 +414,7 @@ class Stepper:
             id=id,
             cache_salt=salt,
             priority=priority,
+            thinking=thinking,
         )
         self.engine.submit(request)
         return request

@@ -31,7 +31,8 @@ from tests.docs.test_run import SHOWN, free_port
 import infer_demo
 from infer import errors
 from infer.checkpoint.hub import BUNDLED
-from infer.plugins.slots import SLOTS
+from infer.plugins.discovery import Plugins
+from infer.plugins.extension_points import EXTENSION_POINTS
 from infer_kernels_cpu import native
 
 pytestmark = pytest.mark.long
@@ -114,14 +115,9 @@ def test_nobody_elses_package_of_our_name_is_installed(named: Path, tmp_path: Pa
         return {each["name"]: each["version"] for each in reported}
 
     assert taken("--find-links", str(named), "infer-engine")["infer-core"] == "0.1.999", "this index is asked"
-    assert taken("-r", str(named / "infer-engine.txt")) == dict.fromkeys(
-        [
-            *("infer-engine", "infer-core", "infer-cache-paged", "infer-cache-slotted", "infer-models"),
-            *("infer-formats", "infer-kernels-cpu", "infer-speculation", "infer-testing", "infer-console"),
-            *("infer-agents", "infer-bench", "infer-demo"),
-        ],
-        dist.version(),
-    )
+    names = {tomllib.loads((package / "pyproject.toml").read_text())["project"]["name"] for package in PACKAGES}
+    expected = dict.fromkeys(names - {*errors.INDEXED}, dist.version())
+    assert taken("-r", str(named / "infer-engine.txt")) == expected
     wheel(named, "infer-core", dist.version(), [], says="by somebody else")
     assert "DO NOT MATCH THE HASHES" in taken("-r", str(named / "infer-engine.txt"))["failed"]
 
@@ -151,11 +147,16 @@ def test_every_distribution_says_what_else_it_needs(named: Path) -> None:
 
 
 def test_advice_on_what_to_install_names_files_that_are_made(named: Path) -> None:
-    packages = {package for slot in SLOTS.values() for package in slot.packages.values()}
+    packages = {package for slot in EXTENSION_POINTS.values() for package in slot.packages.values()}
     for package in packages | {*BUNDLED.values()}:
         advice = errors.installing(package)
         assert re.sub(r" -r dist/\S+", "", advice) in ("pip install", "pip install && pip install")
         assert all((named.parent / file).exists() for file in re.findall(r"dist/\S+", advice))
+    plugins = Plugins.discover()
+    for slot, about in EXTENSION_POINTS.items():
+        for name, package in about.packages.items():
+            offers = [o for o in plugins.offers[slot] if name in (o.name, *about.named(o.registration))]
+            assert {offer.distribution for offer in offers} == {package}, f"{slot}: {name}"
     for file in ROOT.rglob("*.py"):
         if "src" in file.parts:
             assert not re.search(r"pip install[^\n]* infer-", file.read_text()), file

@@ -11,7 +11,7 @@ from tests.support import make_engine, paged_pool, random_prompt, tiny_model
 
 from infer.engine.batch import Batch, Draw
 
-ARCHITECTURE = Path(__file__).parents[1] / "docs/architecture.md"
+SCHEDULING = Path(__file__).parents[1] / "docs/design/scheduling.md"
 
 
 def shown(values: Any) -> str:
@@ -74,4 +74,4 @@ def test_the_worked_step() -> None:
                 f"    flat_T     {shown(ragged.flat_T)}",
             ]
     text = "\n".join(lines)
-    assert text in ARCHITECTURE.read_text(), text
+    assert text in SCHEDULING.read_text(), text

@@ -25,9 +25,9 @@ PREPARED = {
 import json, sys
 from safetensors.torch import save_file
 sys.path.insert(0, "tests")
-from test_bitsandbytes import CONFIG, plain, quantised
+from test_bitsandbytes import CONFIG, plain, quantized
 config = json.loads((tiny_checkpoint("LlamaForCausalLM", Path("made")) / "config.json").read_text())
-save_file(quantised(plain()), "made/model.safetensors")
+save_file(quantized(plain()), "made/model.safetensors")
 Path("made/config.json").write_text(json.dumps(config | CONFIG))
 tiny_checkpoint("LlamaForCausalLM", Path("plain"))
 """,

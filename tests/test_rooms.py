@@ -16,6 +16,7 @@ ABOVE = (
     *("infer.engine", "infer.server", "infer.commands", "infer.settings", "infer.assemble", "infer.llm"),
     "infer_testing",
 )
+SERVER = ("torch", "infer.layers", "infer.cache", "infer.kernels", "infer.commands", "infer_testing")
 DOORS = ("infer", "infer.assemble.assembly", "infer.llm", "infer.openmp", "infer.plugins.survey", "infer.engine.loop")
 """Where rooms meet: what is behind these is not counted as imported by whoever imports them."""
 ROOMS: dict[str, tuple[str, ...]] = {
@@ -33,28 +34,32 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "core/src/infer/engine/schedulers.py": ("torch", "numpy", *TEXT),
     "core/src/infer/engine/batch.py": ("infer.layers", "infer.cache", "infer.kernels"),
     "core/src/infer/engine/engine.py": ("infer.kernels", "infer.cache"),
-    "core/src/infer/server": (
-        "torch",
-        "infer.kernels",
-        "infer.layers",
-        "infer.cache",
-        "infer.commands",
-    ),
+    "core/src/infer/server": SERVER,
     "core/src/infer/server/http": ("infer.engine", "infer.assemble", "infer.settings"),
+    "core/src/infer/commands": ("infer.checkpoint", "infer.kernels", "infer.layers", "infer.cache"),
+    "core/src/infer/assemble": ("aiohttp", "infer.server", "infer.commands", "infer.layers"),
+    "core/src/infer/plugins": ("infer.layers", "infer.cache"),
+    "core/src/infer/settings.py": ("torch", "numpy", "infer.text", "infer.engine", "infer.server", "infer.assemble"),
+    "core/src/infer/llm.py": ("aiohttp", "infer.server", "infer.commands"),
+    "core/src/infer/weight.py": ("infer.contracts", "infer.cache", "infer.layers", "infer.kernels", *TEXT, *ABOVE),
+    "core/src/infer/device.py": ("infer.contracts", "infer.cache", "infer.layers", "infer.kernels", *TEXT, *ABOVE),
     "plugins/cache_slotted/src": ("infer.layers", "infer.kernels", "infer.checkpoint", *TEXT, *ABOVE),
     "plugins/cache_paged/src": ("infer.layers", "infer.kernels", "infer.checkpoint", *TEXT, *ABOVE),
     "plugins/cache_paged/src/infer_cache_paged/pages.py": ("torch", "numpy", "infer"),
     "plugins/kernels_triton/src": ("infer.layers", "infer.cache", "infer.checkpoint", *TEXT, *ABOVE),
     "plugins/kernels_cpu/src": ("infer.layers", "infer.cache", "infer.checkpoint", *TEXT, *ABOVE),
     "plugins/models/src": ("infer.cache", "infer.kernels", "infer.checkpoint", *TEXT, *ABOVE),
-    "plugins/console/src": ("torch", "infer.layers", "infer.cache", "infer.kernels", "infer.commands", "infer_testing"),
-    "plugins/ray/src": ("torch", "infer.layers", "infer.cache", "infer.kernels", "infer.commands", "infer_testing"),
+    "plugins/decisions/src": SERVER,
+    "plugins/console/src": SERVER,
+    "plugins/ray/src": SERVER,
     "plugins/ray/src/infer_ray/router.py": ("ray", "aiohttp", "infer", "pydantic"),
     "plugins/ray/src/infer_ray/prefixes.py": ("ray", "aiohttp", "infer"),
     "plugins/ray/src/infer_ray/resume.py": ("ray", "aiohttp", "infer"),
     "plugins/ray/src/infer_ray/ingress.py": ("ray",),
     "plugins/models_transformers/src": ("infer.cache", "infer.kernels", "infer.checkpoint", *TEXT, *ABOVE),
-    "plugins/agents/src": ("torch", "infer.layers", "infer.cache", "infer.kernels", "infer.commands", "infer_testing"),
+    "plugins/otel/src": ("torch", "numpy", "aiohttp", "infer.cache", "infer.layers", "infer.kernels", *TEXT, *ABOVE),
+    "plugins/demo/src": ("torch", "numpy", *TEXT, *ABOVE),
+    "plugins/agents/src": SERVER,
     "plugins/bench/src": ("torch", "infer.engine", "infer.server", "infer.cache", "infer.layers", "infer.kernels"),
     "plugins/testing/src": ("pytest", "hypothesis", "aiohttp", "infer.server", "infer.commands"),
     "plugins/speculation/src": (
@@ -119,6 +124,12 @@ def reached(module: str) -> dict[str, tuple[str, ...]]:
                     unseen.append(other)
     del ways[module]
     return ways
+
+
+def test_each_package_is_a_room() -> None:
+    inits = ROOT.glob("core/src/infer/*/__init__.py")
+    places = [*(file.parent for file in inits), *(file.parents[1] for file in ROOT.glob("plugins/*/src/*/__init__.py"))]
+    assert {place.relative_to(ROOT).as_posix() for place in places} <= ROOMS.keys()
 
 
 @pytest.mark.parametrize("room", ROOMS)

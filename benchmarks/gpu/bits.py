@@ -27,7 +27,7 @@ ROWS = (1, 2, 3) if DRY else (1, 2, 8, 16, 17, 32, 64, 65, 128, 256, 512, 2048)
 SIZES = sorted(set(Costs(SHAPES["Llama-3.2-1B"]).linear_shapes.values()))[: 1 if DRY else None]
 
 
-def cancelling(rows: int, columns: int, seed: int) -> Tensor:
+def canceling(rows: int, columns: int, seed: int) -> Tensor:
     """Values of many magnitudes, so that another order of summation gives other bits."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
     x = torch.randn(rows, columns, device=DEVICE, generator=generator)
@@ -84,7 +84,7 @@ def always(run: Run) -> Callable[[], Run]:
 
 def compare(n: int, k: int) -> Iterator[dict[str, Any]]:
     kernels = TritonKernels(DEVICE)
-    x, weight = cancelling(ROWS[-1], k, 1), cancelling(n, k, 2)
+    x, weight = canceling(ROWS[-1], k, 1), canceling(n, k, 2)
     packed = kernels.pack(weight)
     expected = kernels.linear(x, packed)
     for name, product in {"provider": lambda x, _: kernels.linear(x, packed), **ways()}.items():

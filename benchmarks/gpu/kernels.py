@@ -21,7 +21,7 @@ from infer_kernels_triton.provider import TritonKernels
 
 ROWS = (1, 20) if DRY else (1, 8, 32, 128, 256, 2048, 8192)
 FORMS = {"int4": (4, 32, False), "int4 with minima": (4, 32, True), "int8": (8, 64, False)}
-"""Quantised weights, as (bits, group, whether there are minima)."""
+"""Quantized weights, as (bits, group, whether there are minima)."""
 GROUPED_ROWS = (1, 20) if DRY else (1, 4, 16, 64, 512, 4096)
 DECODES = ((2, 32),) if DRY else ((1, 1024), (8, 1024), (32, 1024), (128, 1024), (256, 1024), (1, 8192), (8, 8192))
 """(number of sequences, positions of each)."""
@@ -79,7 +79,7 @@ def _linear(costs: Costs, kernels: TritonKernels, ceilings: Ceilings) -> Iterato
 
 
 def _grouped(costs: Costs, kernels: TritonKernels, ceilings: Ceilings) -> Iterator[dict[str, Any]]:
-    """Products with quantised weights, next to torch's own with plain ones."""
+    """Products with quantized weights, next to torch's own with plain ones."""
     shapes: dict[str, tuple[int, int]] = costs.linear_shapes
     for (name, (n, k)), (form, (bits, group, minimum)), rows in itertools.product(
         shapes.items(), FORMS.items(), GROUPED_ROWS

@@ -76,7 +76,7 @@ class Peer:
 
 
 @contextmanager
-def neighbours(count: int) -> Iterator[None]:
+def neighbors(count: int) -> Iterator[None]:
     """Run ``count`` busy processes meanwhile, each of which would take a whole core."""
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
@@ -121,7 +121,7 @@ def _seconds(run: Any, repeat: int) -> float:
 
 
 def bounds(costs: Costs, best: Mapping[str, float], cells: Sequence[Cell]) -> dict[str, float]:
-    """The least time, in seconds, that each figure could take on this machine: of quantised weights, with all
+    """The least time, in seconds, that each figure could take on this machine: of quantized weights, with all
     operations at the rate of int8."""
     found, rate = {}, best["flops" if costs.quantization == "none" else "int8 flops"]
     for batch, prompt, _ in cells:
@@ -178,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             order = [*engines.items()][:: -1 if turn % 2 else 1]  # whoever is first after a pause is slower
             for cell, busy in itertools.product(cells, args.busy or [0]):
                 beside = f" beside {busy}" if busy else ""
-                with neighbours(busy):
+                with neighbors(busy):
                     for peer, engine in order:
                         found[peer] |= {figure + beside: s for figure, s in engine.run(cell).items()}
             if turn:
@@ -212,8 +212,8 @@ def _report(
     reached: Sequence[Mapping[str, float]],
     runs: Mapping[str, Sequence[Mapping[str, float]]],
 ) -> dict[str, Any]:
-    quantised = {peer: (*PEERS[peer], "none")[1] for peer in engines if engine_of(peer) == "infer"}
-    least = {peer: bounds(Costs(CONFIGS[shape], how), _best(reached), cells) for peer, how in quantised.items()}
+    quantized = {peer: (*PEERS[peer], "none")[1] for peer in engines if engine_of(peer) == "infer"}
+    least = {peer: bounds(Costs(CONFIGS[shape], how), _best(reached), cells) for peer, how in quantized.items()}
     ready = {peer: engine.ready_s for peer, engine in engines.items()}
     described = {"machine": machine(), "shape": shape, "ready_s": ready, "ceilings": reached}
     return {**described, "bounds": least, "runs": runs}

@@ -27,7 +27,7 @@ PEERS: Mapping[str, tuple[str, ...]] = {
     "ik_llama.cpp Q4_K_M": ("ik_llamacpp.py", "Q4_K_M"),
     "transformers": ("transformers_.py",),
 }
-"""Each engine's driver, and how it quantises the weights, if it does."""
+"""Each engine's driver, and how it quantizes the weights, if it does."""
 USUAL = ("infer", "vllm", "llama.cpp", "transformers")
 ENVIRONMENTS = Path(".peers")
 LENT = {"ik_llama.cpp": "llama.cpp"}

@@ -13,7 +13,7 @@ from tests.serving import Body, Running, running, thinker
 from infer.contracts.text import ReasoningTags
 from infer.server.thoughts import Thoughts
 
-ASKED: Body = {
+REQUEST: Body = {
     "input": "a loop",
     "max_output_tokens": 24,
     "temperature": 0,
@@ -29,13 +29,13 @@ async def server(tmp_path: Path) -> AsyncIterator[Running]:
 
 
 async def ask(server: Running, **more: Any) -> Any:
-    status, answer, _ = await server.post(ASKED | more, "/v1/responses")
+    status, answer, _ = await server.post(REQUEST | more, "/v1/responses")
     assert status == 200, answer
     return answer
 
 
 async def stream(server: Running, **more: Any) -> list[Any]:
-    async with server.session.post(server.url + "/v1/responses", json=ASKED | more | {"stream": True}) as response:
+    async with server.session.post(server.url + "/v1/responses", json=REQUEST | more | {"stream": True}) as response:
         assert response.status == 200
         text = (await response.read()).decode()
     return [json.loads(block.partition("data: ")[2]) for block in text.split("\n\n") if block]
@@ -65,7 +65,7 @@ async def test_reasoning_is_an_item_of_its_own_and_its_tokens_are_counted(server
 async def test_chats_count_the_tokens_of_reasoning_as_well(server: Running) -> None:
     counted = (await ask(server))["usage"]["output_tokens_details"]
     asked = {"messages": [{"role": "user", "content": "a loop"}], "max_tokens": 24, "temperature": 0}
-    asked |= {"chat_template_kwargs": ASKED["chat_template_kwargs"]}
+    asked |= {"chat_template_kwargs": REQUEST["chat_template_kwargs"]}
     _, whole, _ = await server.post(asked, "/v1/chat/completions")
     assert whole["usage"]["completion_tokens_details"] == counted
     assert 0 < counted["reasoning_tokens"] < 24

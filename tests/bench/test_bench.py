@@ -16,7 +16,7 @@ from aiohttp.test_utils import TestServer
 from infer.plugins.discovery import Plugins
 from infer.settings import load_settings
 from infer_bench import bench
-from infer_bench.bench import WORKLOADS, Planned, Sample, median_run, percentiles, plan, play, served, summarise, table
+from infer_bench.bench import WORKLOADS, Planned, Sample, median_run, percentiles, plan, play, served, summarize, table
 
 
 def test_plans_are_drawn_from_the_seed_within_the_ranges() -> None:
@@ -86,7 +86,7 @@ def test_percentiles_are_numpys() -> None:
 def test_figures_of_two_requests() -> None:
     good = Sample(sent=1.0, chunks=[1.5, 1.6, 1.8], done=2.0, prompt_tokens=10, output_tokens=3)
     bad = Sample(sent=1.0, done=3.0, output_tokens=2, error="HTTP 503")
-    figures = summarise([good, bad], {})
+    figures = summarize([good, bad], {})
     assert figures["errors"] == ["HTTP 503"]
     assert figures["output_tok_s"] == pytest.approx(1.5)
     assert figures["ttft_ms"]["p50"] == pytest.approx(500)
@@ -105,7 +105,7 @@ def test_arithmetic_against_padded_arithmetic() -> None:
         "padded_tokens": 50,
         "prefix_cache_hits": 16,
     }
-    lines = table({"as set": summarise([], counters)}).splitlines()
+    lines = table({"as set": summarize([], counters)}).splitlines()
     found = {line.rsplit(maxsplit=1)[0].strip(): line.split()[-1] for line in lines[1:]}
     assert (found["computed/needed"], found["padded/needed"], found["passes"]) == ("1.000", "2.500", "3")
 

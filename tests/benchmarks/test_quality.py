@@ -19,7 +19,7 @@ def test_pieces_come_from_all_texts_in_turn() -> None:
 
 
 @pytest.mark.slow
-def test_quantised_keys_and_values_cost_less_than_a_thousandth() -> None:
+def test_quantized_keys_and_values_cost_less_than_a_thousandth() -> None:
     """Of the loss on text that the model has not seen, which is transformers' loss."""
     texts, length = held_out(), 1000
     tokens, (base, int8) = compare("demo", ["cache.kv_dtype=int8"], texts, 4 * length, length)

@@ -65,7 +65,7 @@ def test_size_by_memory(keys: dict[str, Any], pages: int, free: int, caplog: pyt
     assert f"{free / 2**30:.2f} GiB free" in caplog.text
 
 
-def test_as_many_more_pages_as_quantised_ones_are_smaller(free: int) -> None:
+def test_as_many_more_pages_as_quantized_ones_are_smaller(free: int) -> None:
     """Of 16 codes and a fp32 scale for each head, where 16 values of fp32 were."""
     layers, settings = [spec(), spec()], PagedSettings(memory_fraction=1.0)
     context = CacheContext(layers, 3, 40, torch.float32, CPU, ReferenceKernels(), kv_dtype="int8")

@@ -195,7 +195,12 @@ def responses(client: Any) -> None:
 
 
 def response_tools(client: Any) -> None:
-    look = {"type": "function", "name": "look", "strict": True, "parameters": {"type": "object", "required": ["at"]}}
+    look: Any = {
+        "type": "function",
+        "name": "look",
+        "strict": True,
+        "parameters": {"type": "object", "required": ["at"]},
+    }
     look["parameters"] |= {"properties": {"at": {"enum": ["Rome", "Oslo"]}}, "additionalProperties": False}
     form = {"type": "grammar", "syntax": "regex", "definition": "[a-z]{3} [0-9]"}
     patch = {"type": "custom", "name": "patch", "format": form}

@@ -44,8 +44,8 @@ def test_langchain(server: Serving) -> None:
     assert "".join(chunk.content for chunk in model().stream("a loop")) == whole.content
     made = model().bind_tools([get_weather], tool_choice="required", strict=True).invoke("the weather")
     assert made.tool_calls[0]["args"]["city"] in ("Rome", "Oslo")
-    steered = model(extra_body={"structured_outputs": {"choice": [CALL]}})
-    (call,) = steered.bind_tools([get_weather]).invoke("the weather").tool_calls
+    constrained = model(extra_body={"structured_outputs": {"choice": [CALL]}})
+    (call,) = constrained.bind_tools([get_weather]).invoke("the weather").tool_calls
     assert get_weather.invoke(call["args"]) == "Sunny in Rome."
     found = model().with_structured_output(Weather, method="json_schema").invoke("the weather")
     assert isinstance(found, Weather)

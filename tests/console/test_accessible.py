@@ -59,7 +59,7 @@ async def test_nothing_keeps_anybody_out(tmp_path: Path) -> None:
         await tab.press("Enter")
         await answered(tab)
         await tab.run("for (const fold of document.querySelectorAll('details')) fold.open = true")
-        await tab.run("document.querySelector('[name=colours]').click()")
+        await tab.run("document.querySelector('[name=colors]').click()")
         await tab.run("document.querySelector('.t').dispatchEvent(new MouseEvent('mouseover', {bubbles: true}))")
         found += await faults(tab, "a chat")
         await set_field(tab, "temperature", "9")

@@ -25,8 +25,8 @@ DONE = f"""document.querySelector('#stop').hidden && {ANSWER}?.querySelector('fo
 def test_text_is_readable_in_light_and_dark() -> None:
     """WCAG's contrast of 4.5 between text and what is behind it."""
 
-    def luminance(colour: str) -> float:
-        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    def luminance(color: str) -> float:
+        parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
         red, green, blue = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
         return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 

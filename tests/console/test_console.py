@@ -20,7 +20,7 @@ from yarl import URL
 import infer_console
 from infer.plugins.discovery import Plugins
 from infer_cache_paged import PagedBlockManager
-from infer_console import live, sessions, telling
+from infer_console import live, messages, sessions
 from infer_console.files import HEADERS, POLICY
 from infer_console.live import Live, Watcher
 
@@ -339,13 +339,13 @@ def test_who_does_not_read_loses_the_oldest_and_is_told() -> None:
 
 
 def test_a_large_cache_is_shown_in_fewer_cells() -> None:
-    states = bytes([0, 0, 0, 2] * telling.MAP_CELLS)
-    shown = telling.cells(7, states)
+    states = bytes([0, 0, 0, 2] * messages.MAP_CELLS)
+    shown = messages.cells(7, states)
     assert (shown["step"], shown["each"], shown["counts"], shown["cells"]) == (
         7,
         4,
-        [3 * telling.MAP_CELLS, 0, telling.MAP_CELLS, 0],
-        "2" * telling.MAP_CELLS,
+        [3 * messages.MAP_CELLS, 0, messages.MAP_CELLS, 0],
+        "2" * messages.MAP_CELLS,
     )
 
 

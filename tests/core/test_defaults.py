@@ -65,8 +65,6 @@ async def test_silent_requests_are_sampled_as_the_checkpoint_says(folder: Path, 
                 _, other, _ = await server.post(body | neutral, path)
                 _, part, _ = await server.post(body | {"temperature": 1.0, "top_p": None}, path)
                 assert len({json.dumps(said(each)) for each in (silent, other, part)}) == 3
-        body = {"state": "x", "questions": {"q": {"type": "yes_no", "instructions": "?"}}}
-        _, decided, _ = await server.post(body, "/v1/decisions")
     async with running(engine=ENGINE, model=model | {"generation_config": "none"}) as server:
         assert (await server.get("/v1/models"))[1]["data"][0]["default_sampling_params"] == {}
         for path, body in asked.items():
@@ -74,8 +72,6 @@ async def test_silent_requests_are_sampled_as_the_checkpoint_says(folder: Path, 
             assert said(silent) != shown[path]
             if path != "/v1/responses":
                 assert said(silent) == said((await server.post(body | neutral, path))[1])
-        body = {"state": "x", "questions": {"q": {"type": "yes_no", "instructions": "?"}}}
-        assert (await server.post(body, "/v1/decisions"))[1]["answers"] == decided["answers"]
 
 
 def test_no_params_are_the_checkpoints_and_explicit_ones_are_not_touched(folder: Path) -> None:
@@ -159,7 +155,7 @@ def test_a_sequence_may_be_as_long_as_the_checkpoint_allows_and_the_cache_holds(
         LLM(long, engine={"max_seq_len": 20_000}, kernels=KERNELS)
 
 
-def test_weights_count_at_their_quantised_size(
+def test_weights_count_at_their_quantized_size(
     long: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("infer.device.free_memory", lambda device: 2 * 6000 * KV_BYTES)

@@ -18,7 +18,7 @@ from tests.support import (
     DTYPES,
     FAMILIES,
     MAX_SEQ_LEN,
-    QUANTISED,
+    QUANTIZED,
     Always,
     Knowing,
     make_engine,
@@ -28,7 +28,7 @@ from tests.support import (
     tiny_model,
 )
 
-from infer.contracts.attention import KVDtype, QuantisedKV
+from infer.contracts.attention import KVDtype, QuantizedKV
 from infer.contracts.cache import CachePoolProtocol
 from infer.contracts.model import ModelProtocol, Pass
 from infer.contracts.request import Event
@@ -39,12 +39,12 @@ FIRST = ("llama", "qwen3", "gemma3")
 families = pytest.mark.parametrize(
     ("each_provider", "family"),
     [
-        *(pytest.param("native", f, marks=() if f in FIRST else pytest.mark.slow) for f in FAMILIES + QUANTISED),
-        *(pytest.param("reference", f, marks=pytest.mark.slow) for f in (*FIRST, "qwen3_moe", QUANTISED[0])),
+        *(pytest.param("native", f, marks=() if f in FIRST else pytest.mark.slow) for f in FAMILIES + QUANTIZED),
+        *(pytest.param("reference", f, marks=pytest.mark.slow) for f in (*FIRST, "qwen3_moe", QUANTIZED[0])),
     ],
     indirect=["each_provider"],
 )
-"""Every family, with plain and with quantised weights, by the native kernels, and one of each kind by the reference."""
+"""Every family, with plain and with quantized weights, by the native kernels, and one of each kind by the reference."""
 
 CHUNK = 16
 KV_DTYPES: tuple[KVDtype, ...] = ("auto", "int8")
@@ -152,7 +152,7 @@ def test_chunks_leave_the_same_keys_and_values(dtype: torch.dtype, kv_dtype: KVD
                 model.forward(Pass(torch.tensor(prompt[begin:end]), torch.arange(begin, end), view))
                 begin = end
         layers = pool.storage.k + pool.storage.v
-        parts = [part for x in layers for part in ((x.codes, x.scales) if isinstance(x, QuantisedKV) else (x,))]
+        parts = [part for x in layers for part in ((x.codes, x.scales) if isinstance(x, QuantizedKV) else (x,))]
         kept.append([part[slot, :150].clone() for part in parts])
     assert all(torch.equal(a, b) for a, b in zip(*kept, strict=True))
 
@@ -231,7 +231,7 @@ pools = st.just(None) | st.tuples(st.sampled_from([1, 7, 16, 128, 400]), st.inte
 
 @settings(max_examples=examples(120, 30))
 @given(
-    st.sampled_from(FAMILIES + QUANTISED),
+    st.sampled_from(FAMILIES + QUANTIZED),
     st.sampled_from(DTYPES),
     st.sampled_from(KV_DTYPES),
     mixes,
@@ -314,7 +314,7 @@ def test_preemption_does_not_change_the_answer(family: str, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("spare", [0, 180], ids=["preempted", "roomy"])
 @both
-def test_quantised_keys_and_values_are_shared_and_computed_again(dtype: torch.dtype, spare: int) -> None:
+def test_quantized_keys_and_values_are_shared_and_computed_again(dtype: torch.dtype, spare: int) -> None:
     """The answers differ from those with K/V in the model's dtype, but not with what else is served."""
     assert not same(alone("llama", dtype, 6, "int8"), alone("llama", dtype, 6))
     check_paged_pool("llama", dtype, "int8", True, spare, True)

@@ -12,12 +12,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.attention import Scene, close, quantised, random, spec
+from tests.attention import Scene, close, quantized, random, spec
 from tests.examples import examples, slowly
 from tests.products import gated64
 from torch import Tensor
 
-from infer.contracts.attention import KV, AttentionSpec, HeadNorms, KVDtype, QuantisedKV, Rotary
+from infer.contracts.attention import KV, AttentionSpec, HeadNorms, KVDtype, QuantizedKV, Rotary
 from infer.contracts.kernels import Activation
 from infer.kernels.reference import SEGMENT, TILE, ReferenceKernels, exact_rows, plan_tiles
 from infer_kernels_cpu import native
@@ -202,9 +202,9 @@ def test_rope_store_kv(unit_offset: bool | None, dtype: torch.dtype) -> None:
     assert torch.equal(k_cache.flatten(0, 1)[untouched], before.flatten(0, 1)[untouched])
 
 
-def empty_cache(*shape: int) -> QuantisedKV:
+def empty_cache(*shape: int) -> QuantizedKV:
     """Codes and scales that nothing stores by itself."""
-    return QuantisedKV(torch.full(shape, 55, dtype=torch.int8), torch.full(shape[:-1], 77.0))
+    return QuantizedKV(torch.full(shape, 55, dtype=torch.int8), torch.full(shape[:-1], 77.0))
 
 
 def heads_of_all_kinds(dtype: torch.dtype) -> Tensor:
@@ -228,7 +228,7 @@ def store(k: Tensor, v: Tensor, k_cache: KV, v_cache: KV, flat: Tensor, rotary: 
 
 
 @floats
-def test_store_kv_quantised(dtype: torch.dtype) -> None:
+def test_store_kv_quantized(dtype: torch.dtype) -> None:
     """Exactly as the contract says, by every provider."""
     k = heads_of_all_kinds(dtype)
     v, flat = k.flip(0), torch.randperm(20, generator=torch.Generator().manual_seed(0))[:14]
@@ -237,7 +237,7 @@ def test_store_kv_quantised(dtype: torch.dtype) -> None:
         caches = k_cache, v_cache = empty_cache(5, 4, 2, 34), empty_cache(5, 4, 2, 34)
         store(k, v, k_cache, v_cache, flat, rotary)
         for x, cache in zip((k, v), caches, strict=True):
-            codes, scales = quantised(x)
+            codes, scales = quantized(x)
             assert torch.equal(cache.codes.flatten(0, 1)[flat], torch.from_numpy(codes))
             assert torch.equal(cache.scales.flatten(0, 1)[flat], torch.from_numpy(scales))
             others = [i for i in range(20) if i not in flat]
@@ -248,7 +248,7 @@ def test_store_kv_quantised(dtype: torch.dtype) -> None:
 @floats
 @pytest.mark.parametrize("strange", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("at", [0, 16, 33])
-def test_a_value_that_is_not_finite_is_not_quantised_away(at: int, strange: float, dtype: torch.dtype) -> None:
+def test_a_value_that_is_not_finite_is_not_quantized_away(at: int, strange: float, dtype: torch.dtype) -> None:
     x = random(3, 2, 34, dtype=dtype)
     x[1, 0, at] = strange
     for rotary in (None, rotary_of(torch.zeros(1, 17, dtype=torch.float64))):
@@ -335,7 +335,7 @@ def test_attention_of_head_counts_and_sizes(heads: int, kv_heads: int, size: int
         ),
     ],
 )
-def test_attention_over_quantised_keys_and_values(where: AttentionSpec, block_size: int, dtype: torch.dtype) -> None:
+def test_attention_over_quantized_keys_and_values(where: AttentionSpec, block_size: int, dtype: torch.dtype) -> None:
     close_attention(Scene(where, MIXED, block_size, dtype, kernels=KERNELS, kv_dtype="int8"))
 
 

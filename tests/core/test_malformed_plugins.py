@@ -133,7 +133,7 @@ MORE_FIELDS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 DEFS = {
     "unmarked": "def {hook}(): return []",
-    "misspelt": "@hookimpl\ndef {hook}z(): return []",
+    "misspelled": "@hookimpl\ndef {hook}z(): return []",
     "argument": "@hookimpl\ndef {hook}(context): return []",
     "keyword": "@hookimpl\ndef {hook}(*, context): return []",
     "async": "@hookimpl\nasync def {hook}(): return []",

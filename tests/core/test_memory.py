@@ -1,4 +1,4 @@
-"""How much memory a process holds at most while it loads a quantised model and serves it."""
+"""How much memory a process holds at most while it loads a quantized model and serves it."""
 
 from __future__ import annotations
 

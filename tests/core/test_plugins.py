@@ -27,7 +27,7 @@ from infer.contracts.registration import Registration
 from infer.contracts.scheduler import Schedule, SchedulerRegistration
 from infer.contracts.sections import Settings
 from infer.engine.schedulers import ContinuousScheduler
-from infer.errors import say
+from infer.errors import one_line
 from infer.kernels.reference import ReferenceKernels
 from infer.plugins import inspection
 from infer.plugins.discovery import Plugins
@@ -302,7 +302,7 @@ def test_an_observer_may_leave_while_it_fails(caplog: pytest.LogCaptureFixture) 
             raise ValueError("bad observer")
 
     plugins = Plugins.discover()
-    leave = plugins.tell("A test's", Leaving())
+    leave = plugins.subscribe("A test's", Leaving())
     plugins.notify("infer_step_finished", StepRecord(0, 0.0, 0.0, (), 1, 0, 0, 0, 0, 0, 0, 0))
     assert caplog.messages == ["A test's failed in infer_step_finished and is left out"]
 
@@ -550,7 +550,7 @@ def test_the_place_of_a_fault_names_the_package(tmp_path: Path, monkeypatch: pyt
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ZeroDivisionError) as caught:
         importlib.import_module("somebodys")
-    assert say(caught.value) == "ZeroDivisionError: division by zero (somebodys/__init__.py:1)"
+    assert one_line(caught.value) == "ZeroDivisionError: division by zero (somebodys/__init__.py:1)"
 
 
 class Watch(BaseModel):

@@ -212,7 +212,7 @@ def test_secrets_of_plugins_are_in_no_message() -> None:
         ("cache.slotted.size", "the plugin 'slotted' has no settings; leave it out."),
     ],
 )
-def test_a_plugins_own_setting_may_be_misspelt(key: str, hint: str) -> None:
+def test_a_plugins_own_setting_may_be_misspelled(key: str, hint: str) -> None:
     variable = f"INFER_{key.replace('.', '__').upper()}"
     for argv, env in (((f"--{key}", "3"), {}), ((), {variable: "3"})):
         with pytest.raises(SettingsError) as found:

@@ -62,11 +62,11 @@ CASES = [(4, 8, "symmetric"), (4, 16, "minimum"), (4, 4, "table"), (8, 8, "symme
 
 
 @pytest.mark.parametrize(("bits", "group", "form"), CASES)
-def test_dequantised(bits: int, group: int, form: str) -> None:
+def test_dequantized(bits: int, group: int, form: str) -> None:
     weight = grouped(5, 32, bits, group, form)
-    torch.testing.assert_close(weight.dequantise().double(), meaning(weight), rtol=1e-6, atol=1e-7)
-    half = weight.to(torch.device("cpu"), torch.bfloat16).dequantise()
-    assert torch.equal(half, weight.dequantise().bfloat16())
+    torch.testing.assert_close(weight.dequantize().double(), meaning(weight), rtol=1e-6, atol=1e-7)
+    half = weight.to(torch.device("cpu"), torch.bfloat16).dequantize()
+    assert torch.equal(half, weight.dequantize().bfloat16())
 
 
 @pytest.mark.parametrize(("bits", "group", "form"), CASES)
@@ -135,7 +135,7 @@ def test_rows_of_partly_rotated_heads_are_put_in_order(stacked: bool) -> None:
         w = Weights(context())
         attention = Attention(w, "a", 0, 16, spec, parameters, qkv=names)
         given = {name: grouped(shape[0], shape[1], seed=i) for i, (name, shape) in enumerate(w.shapes().items())}
-        w.load((name, weight.dequantise() if plain else weight) for name, weight in given.items())
+        w.load((name, weight.dequantize() if plain else weight) for name, weight in given.items())
         found.append(attention._qkv(random(3, 16)))
         whole = torch.cat([meaning(given[f"a.{name}.weight"]) for name in names])
         rows = torch.cat((order, 8 + order, 16 + order, torch.arange(24, 32)))
@@ -172,7 +172,7 @@ def test_grouped_weights_that_do_not_fit() -> None:
 
 
 class Nibbles:
-    """A WeightFormatProtocol: of a quantised weight, the codes have its name, and ``.scale`` follows for the scales."""
+    """A WeightFormatProtocol: of a quantized weight, the codes have its name, and ``.scale`` follows for the scales."""
 
     def __init__(self, files: TensorFilesProtocol) -> None:
         self.files, self.all = files, set(files.names())
@@ -196,28 +196,28 @@ class Plugin:
         return [WeightFormatRegistration("nibbles", make, "four bits", methods=("nibbles",))]
 
 
-def test_a_plugin_reads_quantised_weights(tmp_path: Path) -> None:
+def test_a_plugin_reads_quantized_weights(tmp_path: Path) -> None:
     """Answers are those of the same weights, plain."""
     plain = write_checkpoint(tmp_path / "plain", "phi3")
-    quantised = tmp_path / "quantised"
-    shutil.copytree(plain, quantised)
+    quantized = tmp_path / "quantized"
+    shutil.copytree(plain, quantized)
     tensors, packed = load_file(plain / "model.safetensors"), {}
     for name, tensor in tensors.items():
         packed[name] = tensor
         if tensor.ndim == 2:
             weight = grouped(tensor.shape[0], tensor.shape[1], seed=len(packed))
             packed[name], packed[f"{name}.scale"] = weight.codes, weight.scales_NG
-            tensors[name] = weight.dequantise()
+            tensors[name] = weight.dequantize()
     save_file(tensors, plain / "model.safetensors")
-    save_file(packed, quantised / "model.safetensors")
-    file = quantised / "config.json"
+    save_file(packed, quantized / "model.safetensors")
+    file = quantized / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "nibbles"}}))
     found = []
-    for folder in (plain, quantised):
+    for folder in (plain, quantized):
         with LLM(str(folder), plugins=[Plugin()], kernels={"backend": "reference", "threads": 1}) as llm:
             params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
             found.append(llm.generate([[5, 6, 7, 8]], params)[0])
     assert found[0].token_ids == found[1].token_ids
     assert found[0].logprobs == found[1].logprobs
     with pytest.raises(PluginError, match="quant_method 'nibbles', which no installed plugin reads"):
-        LLM(str(quantised), kernels={"backend": "reference", "threads": 1})
+        LLM(str(quantized), kernels={"backend": "reference", "threads": 1})

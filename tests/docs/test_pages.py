@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 import runpy
 import shlex
 import tomllib
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -135,10 +137,44 @@ def test_nothing_is_lost_to_html(page: Page) -> None:
     assert [each for each in found if not re.fullmatch(r"<br>|<!--.*-->", each[1], re.DOTALL)] == []
 
 
-def test_the_rooms_fit_beside_the_navigation() -> None:
+DESIGN = [page for path, page in PAGES.items() if path == "docs/architecture.md" or path.startswith("docs/design/")]
+design = pytest.mark.parametrize("page", DESIGN, ids=[page.path for page in DESIGN])
+
+
+@design
+def test_diagrams_fit_beside_the_navigation(page: Page) -> None:
     """A window of 1280 pixels shows lines of 92 characters."""
-    rooms, imports, *_ = PAGES["docs/architecture.md"].blocks
-    assert max(len(line) for block in (rooms, imports) for line in block.text.splitlines()) <= 92
+    diagrams = [block.text for block in page.blocks if not block.language]
+    assert [line for text in diagrams for line in text.splitlines() if len(line) > 92] == []
+
+
+@design
+def test_what_links_name_is_in_their_files(page: Page) -> None:
+    """As in [`Engine.step`](../core/src/infer/engine/engine.py): the file has that class, with that method or field."""
+    wrong = []
+    for name, target in re.findall(r"\[`([\w.]+)`\]\((\S+\.py)\)", page.text):
+        place = (ROOT / page.path).parent / target
+        if target.endswith(name):
+            continue
+        owner, _, member = name.partition(".")
+        found: Iterable[ast.AST] = ast.parse(place.read_text(encoding="utf-8")).body
+        for part in (owner, member) if member else (owner,):
+            found = [inner for node in found if part in names(node) for inner in getattr(node, "body", [node])]
+        if not found:
+            wrong.append(f"{name} in {target}")
+    assert wrong == []
+
+
+def names(node: ast.AST) -> set[str]:
+    """What a statement defines."""
+    if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+        return {node.name}
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    return {target.id for target in targets if isinstance(target, ast.Name)}
+
+
+def test_the_architecture_is_read_in_one_go() -> None:
+    assert len(PAGES["docs/architecture.md"].text.split()) <= 1500
 
 
 def test_the_first_page_shows_what_it_is_about() -> None:

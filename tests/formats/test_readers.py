@@ -1,5 +1,5 @@
-"""Quantised checkpoints of each format: their weights bit by bit, and their answers against ``transformers`` with the
-same weights dequantised."""
+"""Quantized checkpoints of each format: their weights bit by bit, and their answers against ``transformers`` with the
+same weights dequantized."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def reader(folder: Path) -> WeightFormatProtocol:
     return format.factory(checkpoint.config, checkpoint.container.tensors(), format.settings())
 
 
-def check_weights(quantised: Path, plain: Path) -> dict[str, Any]:
-    """All weights are there, in the order of their file, and equal the dequantised ones bit for bit."""
-    read, expected, found = reader(quantised), load_file(plain / "model.safetensors"), {}
+def check_weights(quantized: Path, plain: Path) -> dict[str, Any]:
+    """All weights are there, in the order of their file, and equal the dequantized ones bit for bit."""
+    read, expected, found = reader(quantized), load_file(plain / "model.safetensors"), {}
     names = list(read.names())
     assert names == sorted(expected)
     for name in names:
         found[name] = weight = read.weight(name)
-        values = weight.dequantise() if isinstance(weight, GroupedWeight) else weight
+        values = weight.dequantize() if isinstance(weight, GroupedWeight) else weight
         assert torch.equal(values, expected[name]), name
         if isinstance(weight, GroupedWeight):
             assert all(tensor.is_contiguous() for tensor in (weight.codes, *weight.floats))
@@ -56,10 +56,10 @@ def logprobs(folder: Path, tokens: list[int]) -> Tensor:
     return logits[0].log_softmax(-1)
 
 
-def check_answers(quantised: Path, *references: Path, backend: str = "reference", **sections: Any) -> None:
+def check_answers(quantized: Path, *references: Path, backend: str = "reference", **sections: Any) -> None:
     """Log-probabilities within 1e-4, and greedy tokens."""
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=20, prompt_logprobs=20)
-    with LLM(str(quantised), kernels=REFERENCE | {"backend": backend}, **sections) as llm:
+    with LLM(str(quantized), kernels=REFERENCE | {"backend": backend}, **sections) as llm:
         (answer,) = llm.generate([PROMPT], params)
     tokens = PROMPT + answer.token_ids
     for reference in references:
@@ -102,10 +102,10 @@ COMPRESSED: dict[str, tuple[writers.Scheme, torch.dtype]] = {
 
 @pytest.mark.parametrize("case", COMPRESSED)
 def test_weights_that_compressed_tensors_writes(case: str, tmp_path: Path) -> None:
-    """In a checkpoint of each; its head is not quantised."""
+    """In a checkpoint of each; its head is not quantized."""
     chosen, dtype = COMPRESSED[case]
-    quantised, plain = writers.write(tmp_path, linear(compressed(chosen, dtype)), compressed_config(chosen))
-    found = check_weights(quantised, plain)
+    quantized, plain = writers.write(tmp_path, linear(compressed(chosen, dtype)), compressed_config(chosen))
+    found = check_weights(quantized, plain)
     query = found["model.layers.0.self_attn.q_proj.weight"]
     if case.startswith("fp8"):
         assert query.dtype == torch.float32
@@ -117,7 +117,7 @@ def test_weights_that_compressed_tensors_writes(case: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("case", ["int4-group-asymmetric", "w8a16", *slowly("int4-group", "fp8-block")])
 def test_answers_of_compressed_tensors(case: str, tmp_path: Path) -> None:
-    """``transformers`` reads the quantised checkpoint, too, unless it has packed zero points."""
+    """``transformers`` reads the quantized checkpoint, too, unless it has packed zero points."""
     chosen, dtype = COMPRESSED[case]
     made = writers.write(tmp_path, linear(compressed(chosen, dtype)), compressed_config(chosen), family="qwen3")
     check_answers(*made, *([] if "asymmetric" in case else made[:1]))
@@ -137,9 +137,9 @@ def test_groups_of_modules(tmp_path: Path) -> None:
 
     config = compressed_config(classes, patterns, whole, ignore=["lm_head", r"re:.*1\.self_attn\.o_proj$"])
     assert config["format"] == "mixed-precision"
-    quantised, plain = writers.write(tmp_path, pack, config)
-    check_weights(quantised, plain)
-    check_answers(quantised, plain)
+    quantized, plain = writers.write(tmp_path, pack, config)
+    check_weights(quantized, plain)
+    check_answers(quantized, plain)
 
 
 @pytest.mark.parametrize("case", ["w8a8", "w4a8"])
@@ -178,12 +178,12 @@ GPTQ: dict[str, tuple[Any, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("case", GPTQ)
 def test_weights_that_gptq_writes(case: str, tmp_path: Path) -> None:
-    """With a quantised head."""
+    """With a quantized head."""
     pack, config = GPTQ[case]
     everything = lambda module, weight: None if module.endswith("embed_tokens") else pack(module, weight)  # noqa: E731
     config = {"quant_method": "gptq", "lm_head": True} | config
-    quantised, plain = writers.write(tmp_path, everything, config, num_hidden_layers=1)
-    found = check_weights(quantised, plain)
+    quantized, plain = writers.write(tmp_path, everything, config, num_hidden_layers=1)
+    found = check_weights(quantized, plain)
     for name in ("lm_head.weight", "model.layers.0.self_attn.q_proj.weight"):
         grouped = isinstance(found[name], GroupedWeight)
         assert grouped == (case not in ("shuffled", "last-group-smaller"))
@@ -201,15 +201,15 @@ def test_biases_of_zeros(tmp_path: Path) -> None:
     pack, config = GPTQ["int4"]
 
     def biased(module: str, weight: Tensor) -> writers.Packed:
-        kinds, dequantised = pack(module, weight)
-        return kinds | {"bias": torch.zeros(len(weight), dtype=torch.float16)}, dequantised
+        kinds, dequantized = pack(module, weight)
+        return kinds | {"bias": torch.zeros(len(weight), dtype=torch.float16)}, dequantized
 
-    quantised, plain = writers.write(tmp_path, linear(biased), {"quant_method": "gptq"} | config, num_hidden_layers=1)
-    check_answers(quantised, plain)
+    quantized, plain = writers.write(tmp_path, linear(biased), {"quant_method": "gptq"} | config, num_hidden_layers=1)
+    check_answers(quantized, plain)
     name = "model.layers.0.self_attn.q_proj.bias"
-    edit_tensors(quantised, lambda tensors: tensors[name].__setitem__(3, 0.5))
+    edit_tensors(quantized, lambda tensors: tensors[name].__setitem__(3, 0.5))
     with pytest.raises(CheckpointError, match=f"holds the tensor '{name}', which this model does not have"):
-        LLM(str(quantised), kernels=REFERENCE)
+        LLM(str(quantized), kernels=REFERENCE)
 
 
 def test_modules_that_gptq_stores_in_other_ways(tmp_path: Path) -> None:
@@ -258,9 +258,9 @@ def test_plain_tensors_of_16_bits(method: str, dtype: torch.dtype, tmp_path: Pat
     """Beside scales of 16 bits of either type."""
     pack = awq(dtype=torch.float16) if method == "awq" else gptq(dtype=HALF)
     config = {"quant_method": method, "bits": 4, "group_size": 32} | ({} if method == "awq" else {"sym": True})
-    quantised, plain = writers.write(tmp_path, linear(pack), config, num_hidden_layers=1, dtype=dtype)
-    assert load_file(quantised / "model.safetensors")["model.norm.weight"].dtype == dtype
-    check_answers(quantised, plain, model={"dtype": "float32"})
+    quantized, plain = writers.write(tmp_path, linear(pack), config, num_hidden_layers=1, dtype=dtype)
+    assert load_file(quantized / "model.safetensors")["model.norm.weight"].dtype == dtype
+    check_answers(quantized, plain, model={"dtype": "float32"})
 
 
 MIXTURES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -307,15 +307,15 @@ def test_a_text_model_inside_another(tmp_path: Path) -> None:
     """config.json has the quantization_config in its text_config."""
     pack, config = FP8_CASES["block"]
     text = lambda module, weight: pack(module, weight) if "language_model.model.layers" in module else None  # noqa: E731
-    quantised, plain = writers.write(tmp_path, text, {}, family="gemma3_vision", num_hidden_layers=4)
-    file = quantised / "config.json"
+    quantized, plain = writers.write(tmp_path, text, {}, family="gemma3_vision", num_hidden_layers=4)
+    file = quantized / "config.json"
     whole = json.loads(file.read_text())
     whole["text_config"]["quantization_config"] = {"quant_method": "fp8"} | config
     del whole["quantization_config"]
     file.write_text(json.dumps(whole))
-    names = [name for name, weight in check_weights(quantised, plain).items() if "language_model.model.layers" in name]
+    names = [name for name, weight in check_weights(quantized, plain).items() if "language_model.model.layers" in name]
     assert names
-    check_answers(quantised, plain)
+    check_answers(quantized, plain)
 
 
 def test_answers_of_fp8(tmp_path: Path) -> None:

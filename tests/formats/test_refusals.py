@@ -1,4 +1,4 @@
-"""Quantised checkpoints that are damaged, hostile, or of a kind that is not read: one sentence says why."""
+"""Quantized checkpoints that are damaged, hostile, or of a kind that is not read: one sentence says why."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Files(dict[str, Tensor]):
 
 @functools.cache
 def stored(method: str) -> Files:
-    """Two quantised modules and a plain one."""
+    """Two quantized modules and a plain one."""
     files = Files({"norm.weight": torch.ones(32)})
     for i, module in enumerate((Q, V)):
         kinds, _ = PACK[method](module, torch.randn(16, 32, generator=torch.Generator().manual_seed(i)))
@@ -127,7 +127,7 @@ CONFIG_CASES: list[tuple[str, str, Any, str]] = [
     ("compressed-tensors", "config_groups", {}, f"no group has a target for '{Q}'"),
     ("compressed-tensors", f"{G}/targets", ["LlamaMLP"], "its name, a pattern or 'Linear'"),
     ("compressed-tensors", f"{G}/targets", "Linear", f"{AT}.targets is 'Linear'"),
-    ("compressed-tensors", "ignore", [Q], f"it names '{Q}', but the checkpoint has quantised weights of that"),
+    ("compressed-tensors", "ignore", [Q], f"it names '{Q}', but the checkpoint has quantized weights of that"),
     ("compressed-tensors", "ignore", ["re:.*q_proj"], f"it names '{Q}'"),
     ("compressed-tensors", f"{G}/weights", None, f"{AT}.weights is None"),
     ("compressed-tensors", f"{G}/weights/num_bits", 3, "num_bits is 3; compressed-tensors: infer reads pack-quantized"),
@@ -249,7 +249,7 @@ def test_unused_scales_are_named_in_the_log(caplog: pytest.LogCaptureFixture) ->
     assert f"{Q}.input_scale" in read("fp8", files=stored("fp8") | extra)  # nothing has said that it is not needed
     config = changed("fp8", "activation_scheme", "static")
     assert f"{Q}.input_scale" not in read("fp8", config, stored("fp8") | extra)
-    assert "fp8 weights are dequantised when they are read" in caplog.text
+    assert "fp8 weights are dequantized when they are read" in caplog.text
     assert "activations are not rounded" in caplog.text
     config = changed("compressed-tensors", "kv_cache_scheme", {"num_bits": 8, "type": "float"})
     extra = {"layers.0.attn.k_scale": torch.ones(1), "layers.0.attn.v_scale": torch.ones(1)}
@@ -337,18 +337,18 @@ def test_any_table_is_read_or_refused_in_one_sentence(method: str, changes: dict
 
 def test_users_get_one_sentence(tmp_path: Path) -> None:
     config = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
-    quantised, _ = writers.write(tmp_path, writers.linear(awq()), config, num_hidden_layers=1)
-    tensors = load_file(quantised / "model.safetensors")
+    quantized, _ = writers.write(tmp_path, writers.linear(awq()), config, num_hidden_layers=1)
+    tensors = load_file(quantized / "model.safetensors")
 
     name = "model.layers.0.self_attn.q_proj"
     without = {kind: tensor for kind, tensor in tensors.items() if kind != f"{name}.qzeros"}
     damaged = tensors | {f"{name}.scales": tensors[f"{name}.scales"] * torch.nan}
-    save_file(without, quantised / "model.safetensors")
-    done = infer("generate", "x", "--model.path", str(quantised), "--kernels.backend", "reference", cwd=tmp_path)
+    save_file(without, quantized / "model.safetensors")
+    done = infer("generate", "x", "--model.path", str(quantized), "--kernels.backend", "reference", cwd=tmp_path)
     says = f"infer: The checkpoint lacks '{name}.qzeros', which awq weights need."
     assert (done.returncode, done.stderr.splitlines()[-1]) == (2, says), done.stderr
-    save_file(damaged, quantised / "model.safetensors")
+    save_file(damaged, quantized / "model.safetensors")
     with pytest.raises(
         CheckpointError, match=f"The tensor '{name}.weight' holds values that are not finite as float32"
     ):
-        LLM(str(quantised), kernels={"backend": "reference", "threads": 1})
+        LLM(str(quantized), kernels={"backend": "reference", "threads": 1})

@@ -1,4 +1,4 @@
-"""Quantised checkpoints, and the same weights dequantised.
+"""Quantized checkpoints, and the same weights dequantized.
 
 compressed-tensors are written by that package. AWQ and GPTQ are packed here one code at a time, as their layouts are
 documented: https://github.com/casper-hansen/AutoAWQ and https://github.com/ModelCloud/GPTQModel.
@@ -27,7 +27,7 @@ Pack = Callable[[str, Tensor], Packed | None]
 
 
 def write(folder: Path, pack: Pack, quantization_config: Mapping[str, Any], **checkpoint: Any) -> tuple[Path, Path]:
-    """A quantised checkpoint, and a plain one with its weights dequantised. The file has the tensors in the order of
+    """A quantized checkpoint, and a plain one with its weights dequantized. The file has the tensors in the order of
     their names."""
     size: dict[str, Any] = {
         "family": "llama",
@@ -37,12 +37,12 @@ def write(folder: Path, pack: Pack, quantization_config: Mapping[str, Any], **ch
         "tied": False,
     }
     plain = write_checkpoint(folder / "plain", **size | checkpoint)
-    return quantise(plain, folder / "quantised", pack, quantization_config), plain
+    return quantize(plain, folder / "quantized", pack, quantization_config), plain
 
 
-def quantise(plain: Path, quantised: Path, pack: Pack, quantization_config: Mapping[str, Any]) -> Path:
-    """Write the checkpoint ``quantised``, and its weights dequantised in place of those of ``plain``."""
-    shutil.copytree(plain, quantised)
+def quantize(plain: Path, quantized: Path, pack: Pack, quantization_config: Mapping[str, Any]) -> Path:
+    """Write the checkpoint ``quantized``, and its weights dequantized in place of those of ``plain``."""
+    shutil.copytree(plain, quantized)
     tensors, stored = load_file(plain / "model.safetensors"), {}
     for name, tensor in tensors.items():
         module, _, kind = name.rpartition(".")
@@ -53,9 +53,9 @@ def quantise(plain: Path, quantised: Path, pack: Pack, quantization_config: Mapp
             kinds, tensors[name] = packed
             stored |= {f"{module}.{kind}": part.contiguous() for kind, part in kinds.items()}
     save_file(tensors, plain / "model.safetensors", {"format": "pt"})
-    save_file(stored, quantised / "model.safetensors", {"format": "pt"})
-    configure(quantised, quantization_config)
-    return quantised
+    save_file(stored, quantized / "model.safetensors", {"format": "pt"})
+    configure(quantized, quantization_config)
+    return quantized
 
 
 def configure(folder: Path, quantization_config: Any) -> None:
@@ -102,8 +102,8 @@ def compressed(scheme: QuantizationScheme, dtype: torch.dtype = torch.float32) -
         if args.symmetric:
             del state["weight_zero_point"]
         stored = compressor.compress(state, scheme)
-        dequantised = compressor.decompress(stored, scheme)["weight"]
-        return stored | {"weight_scale": scales.to(dtype)}, dequantised.float().contiguous()
+        dequantized = compressor.decompress(stored, scheme)["weight"]
+        return stored | {"weight_scale": scales.to(dtype)}, dequantized.float().contiguous()
 
     return pack
 
@@ -151,21 +151,21 @@ def gptq(
         per_word = 32 // bits
         qweight = [[0] * N for _ in range(-(-K // per_word))]
         qzeros = [[0] * -(-N // per_word) for _ in range(scales.shape[1])]
-        dequantised = torch.empty(N, K)
+        dequantized = torch.empty(N, K)
         for n in range(N):
             for k in range(K):
                 g = int(group_of[k])
                 scale, zero = scales[n, g].item(), int(zeros[n, g])
                 code = min(2**bits - 1, max(0, round(weight[n, k].item() / scale) + zero))
                 qweight[k // per_word][n] += code * 2 ** (bits * (k % per_word))
-                dequantised[n, k] = scale * (code - zero)
+                dequantized[n, k] = scale * (code - zero)
             for g in range(scales.shape[1]):
                 qzeros[g][n // per_word] += int(zeros[n, g]) * 2 ** (bits * (n % per_word))
         if v1:
             ones = sum(2 ** (bits * i) for i in range(per_word))
             qzeros = [[(word - ones) % 2**32 for word in row] for row in qzeros]
         kinds = {"qweight": words(qweight), "qzeros": words(qzeros), "scales": scales.t(), "g_idx": group_of}
-        return kinds, dequantised
+        return kinds, dequantized
 
     return pack
 
@@ -179,16 +179,16 @@ def awq(group_size: int = 32, dtype: torch.dtype = torch.float16) -> Callable[[s
         place = {0: 0, 2: 1, 4: 2, 6: 3, 1: 4, 3: 5, 5: 6, 7: 7}
         qweight = [[0] * (N // 8) for _ in range(K)]
         qzeros = [[0] * (N // 8) for _ in range(scales.shape[1])]
-        dequantised = torch.empty(N, K)
+        dequantized = torch.empty(N, K)
         for n in range(N):
             for k in range(K):
                 scale, zero = scales[n, k // size].item(), int(zeros[n, k // size])
                 code = min(15, max(0, round(weight[n, k].item() / scale) + zero))
                 qweight[k][n // 8] += code * 16 ** place[n % 8]
-                dequantised[n, k] = scale * (code - zero)
+                dequantized[n, k] = scale * (code - zero)
             for g in range(scales.shape[1]):
                 qzeros[g][n // 8] += int(zeros[n, g]) * 16 ** place[n % 8]
-        return {"qweight": words(qweight), "qzeros": words(qzeros), "scales": scales.t()}, dequantised
+        return {"qweight": words(qweight), "qzeros": words(qzeros), "scales": scales.t()}, dequantized
 
     return pack
 
@@ -209,13 +209,13 @@ def fp8(
         N, K = weight.shape
         rows, columns = block or (N, K)
         scales = torch.empty(-(-N // rows), -(-K // columns))
-        codes, dequantised = torch.empty(N, K, dtype=torch.float8_e4m3fn), torch.empty(N, K)
+        codes, dequantized = torch.empty(N, K, dtype=torch.float8_e4m3fn), torch.empty(N, K)
         for i in range(scales.shape[0]):
             for j in range(scales.shape[1]):
                 at = slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns)
                 scales[i, j] = (weight[at].abs().max() / 448).to(dtype).float()
                 codes[at] = (weight[at] / scales[i, j]).to(torch.float8_e4m3fn)
-                dequantised[at] = codes[at].float() * scales[i, j]
-        return {"weight": codes, kind: (scales if block else scales[0]).to(dtype)}, dequantised
+                dequantized[at] = codes[at].float() * scales[i, j]
+        return {"weight": codes, kind: (scales if block else scales[0]).to(dtype)}, dequantized
 
     return pack

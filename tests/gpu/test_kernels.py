@@ -44,7 +44,7 @@ def kernels() -> TritonKernels:
     return TritonKernels(DEVICE)
 
 
-def cancelling(rows: int, columns: int, seed: int) -> Tensor:
+def canceling(rows: int, columns: int, seed: int) -> Tensor:
     """Values over many magnitudes: another order of adding gives other bits."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
     x = torch.randn(rows, columns, device=DEVICE, generator=generator)
@@ -54,7 +54,7 @@ def cancelling(rows: int, columns: int, seed: int) -> Tensor:
 @pytest.mark.parametrize("size", sorted({nk for c in COSTS for nk in c.linear_shapes.values()}))
 def test_products(size: tuple[int, int], kernels: TritonKernels) -> None:
     n, k = size
-    x, weight = cancelling(ROWS[-1], k, 1), cancelling(n, k, 2)
+    x, weight = canceling(ROWS[-1], k, 1), canceling(n, k, 2)
     packed = kernels.pack(weight)
     whole = kernels.linear(x, packed)
     assert within_rounding(whole, x, weight)
@@ -128,8 +128,8 @@ def test_attention(spec: AttentionSpec, block_size: int, kernels: TritonKernels)
 def test_products_have_the_same_bits_every_time(bits: Any, rows: int, kernels: TritonKernels) -> None:
     """A race need not show in one comparison."""
     n, k = max(COSTS[0].linear_shapes.values())
-    x, weight = cancelling(rows, k, 1), cancelling(n, k, 2)
-    packed = kernels.pack(weight if bits == 16 else kernels.quantise(weight, bits))
+    x, weight = canceling(rows, k, 1), canceling(n, k, 2)
+    packed = kernels.pack(weight if bits == 16 else kernels.quantize(weight, bits))
     first = kernels.linear(x, packed)
     for _ in range(TIMES):
         assert torch.equal(kernels.linear(x, packed), first)
@@ -159,6 +159,6 @@ def test_draws(kernels: TritonKernels) -> None:
         return kernels.sample(logits.to(device), Draws(**tensors, greedy=False, ranked=True)).cpu()
 
     expected, found = draw(ReferenceKernels(), torch.device("cpu")), draw(kernels, DEVICE)
-    # The sums behind the thresholds are rounded differently: a token at the edge may fall to its neighbour.
+    # The sums behind the thresholds are rounded differently: a token at the edge may fall to its neighbor.
     assert (found == expected).float().mean() > 0.95
     assert torch.equal(found[temperature == 0], logits[temperature == 0].argmax(-1))

@@ -47,7 +47,7 @@ class Finished:
 
 
 def traffic(vocab_size: int) -> list[tuple[list[int], SamplingParams]]:
-    """Prompts of 1 to 1200 tokens, some with a common beginning; greedy, drawn and steered."""
+    """Prompts of 1 to 1200 tokens, some with a common beginning; greedy, drawn and with edited logits."""
     draw = random.Random(5)
     shared = [draw.randrange(vocab_size) for _ in range(600)]
     found = []

@@ -118,7 +118,7 @@ uint64_t int8_product(int bits) {
     int64_t rows = 9, N = 45, K = 96, group = 32, groups = K / group;
     Array x(0, rows * K), w(0, N * K), out(0, rows * N, false);
     std::vector<uint8_t> codes(N * K * bits / 8), scales(N * groups * 2);
-    call("quantise", 0, (const void*)w.at(0), N, K, group, bits, codes.data(), (void*)scales.data());
+    call("quantize", 0, (const void*)w.at(0), N, K, group, bits, codes.data(), (void*)scales.data());
     Grouped weight{nullptr, N, K, group, bits, 1, 0, 0, 1, 0, {}};
     std::vector<uint8_t> packed(ask("grouped_bytes", (const Grouped*)&weight) + 64);
     weight.packed = packed.data();

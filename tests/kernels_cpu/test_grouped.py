@@ -1,4 +1,4 @@
-"""Products with quantised weights: against float64, every row by itself, and the same bits at every instruction set
+"""Products with quantized weights: against float64, every row by itself, and the same bits at every instruction set
 level if activations are int8."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.products import TIED
 from torch import Tensor
 
 from infer.device import same_bits
-from infer.kernels.quantise import quantise_weight
+from infer.kernels.quantize import quantize_weight
 from infer.kernels.reference import ReferenceKernels
 from infer.weight import GroupedWeight
 from infer_kernels_cpu import native
@@ -43,7 +43,7 @@ def grouped(
 
 
 def rounded(x_TK: Tensor, group: int) -> Tensor:
-    """What the int8 activations mean, in float64, value by value as ``quantise_rows`` documents."""
+    """What the int8 activations mean, in float64, value by value as ``quantize_rows`` documents."""
     x = x_TK.float().view(len(x_TK), -1, group)
     top = x.abs().amax(-1, keepdim=True)
     q = torch.where(top > 0, x * (127 / top), 0).double().round()
@@ -92,7 +92,7 @@ def test_products(
         gated = kernels.gated_linear(x, kernels.pack_gated(weight, bias), "silu")
         both = close * size * (1 + up.abs().amax() + gate.abs().amax())
         assert (gated.double() - gate * gate.sigmoid() * up).abs().max() <= both
-        assert torch.equal(kernels.embedding(ids, packed), weight.dequantise()[ids])
+        assert torch.equal(kernels.embedding(ids, packed), weight.dequantize()[ids])
     if int8:
         assert all(torch.equal(result, found[0]) for result in found)
 
@@ -107,7 +107,7 @@ def test_the_reference_computes_the_same(dtype: torch.dtype) -> None:
         kernels.linear(x, kernels.pack(weight)), expected, rtol=1e-5 if dtype.itemsize == 4 else 1e-2, atol=1e-5
     )
     rows = torch.tensor([7, 0])
-    assert torch.equal(reference.embedding(rows, reference.pack(weight)), weight.dequantise()[rows])
+    assert torch.equal(reference.embedding(rows, reference.pack(weight)), weight.dequantize()[rows])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -115,7 +115,7 @@ def test_the_reference_computes_the_same(dtype: torch.dtype) -> None:
 def test_an_id_that_no_row_has_yields_nan(int8: bool | None, dtype: torch.dtype) -> None:
     """Whatever is in memory there: the weight is padded to whole panels."""
     grouped_NK = grouped(70, 2, 32, 8, "symmetric", torch.float32, dtype)
-    plain_NK = grouped_NK.dequantise()
+    plain_NK = grouped_NK.dequantize()
     weight = plain_NK if int8 is None else replace(grouped_NK, int8_activations=int8)
     ids = torch.tensor([0, 70, 69, 71, -1, 10**15, -(10**15)])
     for kernels in LEVELS.values():
@@ -132,9 +132,9 @@ def test_values_that_are_not_finite_stay_in_their_rows(int8: bool, bad: float) -
     for kernels in LEVELS.values():
         packed = kernels.pack(weight)
         before = kernels.linear(x, packed)
-        spoilt = x.clone()
-        spoilt[1, 40] = bad
-        found = kernels.linear(spoilt, packed)
+        spoiled = x.clone()
+        spoiled[1, 40] = bad
+        found = kernels.linear(spoiled, packed)
         assert not torch.isfinite(found[1]).any()
         assert torch.equal(found[[0, 2, 3]], before[[0, 2, 3]])
 
@@ -163,7 +163,7 @@ def test_extreme_activations(int8: bool) -> None:
 )
 @example(4, 400, 1024, torch.float32, 1.0, 0)
 @settings(max_examples=examples(40))
-def test_weights_are_quantised_to_the_same_bits(
+def test_weights_are_quantized_to_the_same_bits(
     bits: Any, n: int, k: int, dtype: torch.dtype, size: float, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -171,16 +171,16 @@ def test_weights_are_quantised_to_the_same_bits(
     x[torch.rand(n, k, generator=generator) < 0.2] *= 2.0**-8
     x[0, : k // 2], x[-1] = -0.0, x[-1].abs() * -1  # zeros with a sign, and a row without a positive value
     x = x.to(dtype).clamp(torch.finfo(dtype).min, torch.finfo(dtype).max)
-    expected = quantise_weight(x, bits)
+    expected = quantize_weight(x, bits)
     for kernels in LEVELS.values():
-        found = kernels.quantise(x, bits)
+        found = kernels.quantize(x, bits)
         assert str(found) == str(expected)
         assert (found.dtype, found.int8_activations) == (dtype, True)
         assert torch.equal(found.codes, expected.codes)
         assert same_bits(found.scales_NG, expected.scales_NG)
-        spoilt = x.clone()
-        spoilt[0, 1] = torch.inf
-        assert not torch.isfinite(kernels.quantise(spoilt, bits).scales_NG[0, 0])
+        spoiled = x.clone()
+        spoiled[0, 1] = torch.inf
+        assert not torch.isfinite(kernels.quantize(spoiled, bits).scales_NG[0, 0])
 
 
 def test_many_rows_on_two_threads() -> None:

@@ -100,7 +100,7 @@ def test_memory_of_a_pass_is_used_again_within_it_only(kernels: CpuKernels) -> N
 
 
 @torch.inference_mode()
-def test_keys_and_values_are_quantised_anew_by_a_replay(kernels: CpuKernels) -> None:
+def test_keys_and_values_are_quantized_anew_by_a_replay(kernels: CpuKernels) -> None:
     """Also by the kernel that does not rotate them, which is torch's."""
     scene = Scene(spec(), [(20, 1), (3, 1)], 16, kernels=kernels, kv_dtype="int8")
     scene.attend()

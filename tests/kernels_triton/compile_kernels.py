@@ -1,6 +1,6 @@
 """Compile what the provider launches for well-known models, for GPUs that need not be here.
 
-Launches are recorded on tensors without data, and specialised by Triton itself, so that what is compiled is what would
+Launches are recorded on tensors without data, and specialized by Triton itself, so that what is compiled is what would
 run. Prints a line per kernel, and what is wrong with it; exits with 1 if anything is.
 """
 
@@ -27,7 +27,7 @@ from triton.backends.nvidia import __file__ as nvidia
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from infer.contracts.attention import KV, AttentionSpec, HeadNorms, QuantisedKV, Ragged, Rotary
+from infer.contracts.attention import KV, AttentionSpec, HeadNorms, QuantizedKV, Ragged, Rotary
 from infer.contracts.kernels import Draws, Expert, Routing
 from infer.weight import GroupedWeight
 from infer_kernels_triton import provider
@@ -72,7 +72,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Form:
-    """A way to quantise a weight."""
+    """A way to quantize a weight."""
 
     bits: Literal[4, 8]
     group: int
@@ -101,7 +101,7 @@ FORMS = (
 
 @dataclass(frozen=True)
 class Launched:
-    """A kernel as Triton specialises it for what it is given."""
+    """A kernel as Triton specializes it for what it is given."""
 
     kernel: JITFunction[Any]
     source: ASTSource
@@ -169,7 +169,7 @@ def launches(arch: int, dtype: torch.dtype, models: tuple[str, ...], forms: bool
 
 
 def _grouped(arch: int, dtype: torch.dtype, models: tuple[str, ...], forms: bool) -> Iterator[tuple[Form, int, int]]:
-    """Quantised weights and their shapes; if all ``forms`` are asked for, or all models are compiled, of every form."""
+    """Quantized weights and their shapes; if all ``forms`` are asked for, or all models are compiled, of every form."""
     everything = forms or len(models) == len(MODELS)
     if everything:
         yield FORMS[0], 17000, 256
@@ -190,7 +190,7 @@ def _layer(kernels: provider.TritonKernels, shape: Shape, lens: tuple[int, ...],
     kernels.rms_norm(x, _empty(D, dtype=dtype), 1e-6, shape.unit_offset)
     qkv = kernels.linear(x, weight)
     q, k, v = (part.view(T, -1, E) for part in torch.split_with_sizes(qkv, [H * E, K * E, K * E], dim=-1))
-    codes = QuantisedKV(_empty(1000, 16, K, E, dtype=torch.int8), _empty(1000, 16, K, dtype=torch.float32))
+    codes = QuantizedKV(_empty(1000, 16, K, E, dtype=torch.int8), _empty(1000, 16, K, dtype=torch.float32))
     caches: list[KV] = [_empty(1000, 16, K, E, dtype=dtype)]
     if dtype != torch.float32:  # attention to codes in float32 is right, but keeps more than the registers hold
         caches.append(codes)
@@ -324,7 +324,7 @@ def main() -> int:
     parser.add_argument("--arch", action="append", type=int, choices=list(SHARED_MEMORY))
     parser.add_argument("--dtype", action="append", choices=list(DTYPES))
     parser.add_argument("--model", action="append", choices=list(MODELS))
-    parser.add_argument("--forms", action="store_true", help="all forms of quantised weights, also for few models")
+    parser.add_argument("--forms", action="store_true", help="all forms of quantized weights, also for few models")
     args = parser.parse_args()
     print(f"Triton {triton.__version__}")
     models = tuple(args.model or MODELS)

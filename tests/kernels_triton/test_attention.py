@@ -89,7 +89,7 @@ def test_blocks_and_soft_cap_and_sinks(block_size: int, dtype: torch.dtype, devi
         *(pytest.param(*case, marks=pytest.mark.slow) for case in ((spec(6, 2, 20), 500), (spec(4, 4, 128), 1))),
     ],
 )
-def test_quantised_keys_and_values(where: AttentionSpec, block_size: int, dtype: torch.dtype, device: str) -> None:
+def test_quantized_keys_and_values(where: AttentionSpec, block_size: int, dtype: torch.dtype, device: str) -> None:
     attend(MIXED, where, block_size, dtype, device, "int8")
 
 

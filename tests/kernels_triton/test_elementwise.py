@@ -10,9 +10,9 @@ from tests.attention import random
 from tests.examples import slowly
 from torch import Tensor
 
-from infer.contracts.attention import HeadNorms, QuantisedKV, Rotary
+from infer.contracts.attention import HeadNorms, QuantizedKV, Rotary
 from infer.contracts.kernels import Activation
-from infer.kernels.reference import ReferenceKernels, quantise
+from infer.kernels.reference import ReferenceKernels, quantize
 from infer_kernels_triton.provider import TritonKernels
 
 REFERENCE = ReferenceKernels()
@@ -101,7 +101,7 @@ def test_rope_store_kv(
 
 @dtypes
 @pytest.mark.parametrize(("T", "H", "K", "E"), [(5, 3, 1, 6), (9, 6, 2, 80), (3, 8, 8, 128)])
-def test_rope_store_kv_quantised(
+def test_rope_store_kv_quantized(
     kernels: TritonKernels, device: str, T: int, H: int, K: int, E: int, dtype: torch.dtype
 ) -> None:
     """Codes are the contract's, of K as the same kernel stores it in its own type; what is not finite stays so."""
@@ -113,14 +113,14 @@ def test_rope_store_kv_quantised(
     turned, plain_v = (torch.zeros(4, 7, K, E, dtype=dtype, device=device) for _ in range(2))
     out = kernels.rope_store_kv(q, k, v, rotary, turned, plain_v, flat)
     k_cache, v_cache = (
-        QuantisedKV(
+        QuantizedKV(
             torch.full((4, 7, K, E), 55, dtype=torch.int8, device=device), torch.full((4, 7, K), 77.0, device=device)
         )
         for _ in range(2)
     )
     assert torch.equal(kernels.rope_store_kv(q, k, v, rotary, k_cache, v_cache, flat), out)
     for stored, cache in ((turned, k_cache), (plain_v, v_cache)):
-        codes, scales = quantise(stored.flatten(0, 1)[flat])
+        codes, scales = quantize(stored.flatten(0, 1)[flat])
         assert torch.equal(cache.codes.flatten(0, 1)[flat], codes)
         torch.testing.assert_close(cache.scales.flatten(0, 1)[flat], scales, rtol=0, atol=0, equal_nan=True)
         assert scales.isnan().any()

@@ -26,7 +26,7 @@ PROMPTS["d"] = [*PROMPTS["a"][:40], 5]
 
 
 class PlainActivations(ReferenceKernels):
-    """The reference kernels, without rounding the activations that quantised weights are multiplied with."""
+    """The reference kernels, without rounding the activations that quantized weights are multiplied with."""
 
     def pack(self, weight_NK: Weight, bias_N: Tensor | None = None) -> Any:
         if isinstance(weight_NK, GroupedWeight):

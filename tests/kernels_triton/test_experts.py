@@ -15,11 +15,11 @@ MORE = (("softmax", True), ("sigmoid", False))
 
 
 @pytest.mark.parametrize(
-    ("score", "renormalise"),
+    ("score", "renormalize"),
     [("softmax", False), ("sigmoid", True), *(pytest.param(*c, marks=pytest.mark.slow) for c in MORE)],
 )
-def test_routes(score: str, renormalise: bool, device: str) -> None:
-    kernels, routing = TritonKernels(torch.device(device)), Routing(3, score, renormalise, 2.5)  # type: ignore[arg-type]
+def test_routes(score: str, renormalize: bool, device: str) -> None:
+    kernels, routing = TritonKernels(torch.device(device)), Routing(3, score, renormalize, 2.5)  # type: ignore[arg-type]
     logits = (random(6, 11) * 2).round(decimals=1)
     logits[3] = 1.5  # all are equal
     bias = random(11, seed=1) if score == "sigmoid" else None
@@ -28,10 +28,10 @@ def test_routes(score: str, renormalise: bool, device: str) -> None:
     assert found.tolist() == expected
     torch.testing.assert_close(shares.cpu(), weights.float(), rtol=1e-5, atol=1e-7)
     logits[4] = torch.nan
-    again, spoilt = kernels.route(logits.to(device), routing)
+    again, spoiled = kernels.route(logits.to(device), routing)
     assert ((again >= 0) & (again < 11)).all()
-    assert spoilt[4].isnan().all()
-    assert not spoilt[[0, 1, 2, 3, 5]].isnan().any()
+    assert spoiled[4].isnan().all()
+    assert not spoiled[[0, 1, 2, 3, 5]].isnan().any()
 
 
 @pytest.mark.parametrize(("form", "dtype"), [("biases", torch.bfloat16), ("int4", torch.float32)])

@@ -1,4 +1,4 @@
-"""Products with quantised weights have the bits of those with the weight dequantised, and rows depend on themselves."""
+"""Products with quantized weights have the bits of those with the weight dequantized, and rows depend on themselves."""
 
 from __future__ import annotations
 
@@ -64,19 +64,19 @@ def test_products_rows_and_values(case: tuple[Any, ...], device: str) -> None:
     place = torch.device(device)
     kernels, weight = TritonKernels(place), grouped(*case).to(place, dtype)
     b = random(n, dtype=dtype, seed=2).to(device) if n % 2 else None
-    packed, plain = kernels.pack(weight, b), kernels.pack(weight.dequantise(), b)
+    packed, plain = kernels.pack(weight, b), kernels.pack(weight.dequantize(), b)
     assert isinstance(packed, PackedGrouped)
     x = random(ROWS[-1], k, dtype=dtype).to(device)
     whole = kernels.linear(x, packed)
     check(whole, kernels.linear(x, plain))
     bound = {FP32: 1e-5, FP16: 2e-3, BF16: 1.6e-2}[dtype]
-    expected = x.double() @ weight.dequantise().double().T + (0 if b is None else b.double())
+    expected = x.double() @ weight.dequantize().double().T + (0 if b is None else b.double())
     torch.testing.assert_close(whole.double(), expected, rtol=bound, atol=bound * float(expected.abs().max()))
     for rows in ROWS:
         assert torch.equal(kernels.linear(x[:rows], packed), whole[:rows])
         assert torch.equal(kernels.linear(x[-rows:], packed), whole[-rows:])
     ids = torch.tensor([n - 1, 0, n // 2], device=place)
-    assert torch.equal(kernels.embedding(ids, packed), weight.dequantise()[ids])
+    assert torch.equal(kernels.embedding(ids, packed), weight.dequantize()[ids])
 
 
 @pytest.mark.parametrize("bias", [pytest.param(False, marks=pytest.mark.slow), True])
@@ -91,7 +91,7 @@ def test_segments(bias: bool, device: str) -> None:
         assert any(rows <= INTERPRETER.grouped.apart for rows in ROWS)
     whole = kernels.linear(x, packed)
     parts = [slice(i * 128, (i + packed.segment) * 128) for i in range(0, len(packed.words), packed.segment)]
-    values = weight.dequantise()
+    values = weight.dequantize()
     expected = torch.zeros(ROWS[-1], n, device=place)
     for part in parts:
         expected += kernels.linear(x[:, part], kernels.pack(values[:, part].contiguous()))
@@ -120,10 +120,10 @@ def test_activations_are_multiplied_as_they_are(int8: bool, device: str) -> None
     place, x = torch.device(device), random(3, 64, dtype=BF16).to(device)
     kernels, weight = TritonKernels(place), grouped(40, 64, 32, 4, "symmetric", BF16, BF16).to(place, BF16)
     found = kernels.linear(x, kernels.pack(replace(weight, int8_activations=int8)))
-    check(found, kernels.linear(x, kernels.pack(weight.dequantise())))
+    check(found, kernels.linear(x, kernels.pack(weight.dequantize())))
     odd = replace(grouped(40, 48, 24, 4, "symmetric", BF16, BF16).to(place, BF16), int8_activations=int8)
     x = x[:, :48]
-    assert torch.equal(kernels.linear(x, kernels.pack(odd)), kernels.linear(x, kernels.pack(odd.dequantise())))
+    assert torch.equal(kernels.linear(x, kernels.pack(odd)), kernels.linear(x, kernels.pack(odd.dequantize())))
 
 
 def test_a_gated_product_and_rows_of_a_wider_tensor(device: str) -> None:

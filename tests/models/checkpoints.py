@@ -42,7 +42,7 @@ Family = Literal[
 Rope = Literal["default", "linear", "llama3", "dynamic", "yarn", "longrope"]
 
 VOCAB, HEADS, LAYERS, MAX_POSITIONS, EOS = 320, 4, 4, 512, 0
-TEXT = """The kettle began it. Do not tell me what the neighbours said: the kettle began it, full five minutes
+TEXT = """The kettle began it. Do not tell me what the neighbors said: the kettle began it, full five minutes
 by the little clock in the corner before the cricket uttered a chirp. If it had not been so, and it was so,
 the clock would have finished striking, and the small mower at the top of it would have cut down half an acre
 of imaginary grass."""

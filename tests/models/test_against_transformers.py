@@ -20,7 +20,7 @@ from torch import Tensor
 
 from infer.assemble.assembly import Assembly
 from infer.checkpoint import Checkpoint, Folder, dummy_tensors
-from infer.checkpoint.quantise import Quantiser
+from infer.checkpoint.quantize import Quantizer
 from infer.contracts.cache import CacheContext
 from infer.contracts.model import ModelContext, ModelProtocol, Pass
 from infer.contracts.sections import ModelSettings, Settings
@@ -161,8 +161,8 @@ class Driver:
         if dummy:
             self.model.load(dummy_tensors(self.model.expected(), dtype))
         else:
-            unrounded = Quantiser(
-                None, [], "plain", self.model.vocab_size, support.KERNELS.quantise
+            unrounded = Quantizer(
+                None, [], "plain", self.model.vocab_size, support.KERNELS.quantize
             )  # as transformers computes
             self.model.load(unrounded(assembly.weights.read()))
         cache = CacheContext(
@@ -643,7 +643,7 @@ def transpose(tensors: dict[str, Tensor]) -> None:
     tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.down_proj.weight"].clone()
 
 
-def quantise(tensors: dict[str, Tensor]) -> None:
+def quantize(tensors: dict[str, Tensor]) -> None:
     tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
 
 
@@ -657,7 +657,7 @@ def spoil(tensors: dict[str, Tensor]) -> None:
         (drop, "The checkpoint lacks 'model.layers.1.mlp.up_proj.weight'."),
         (add, "The checkpoint holds the tensor 'model.vision_tower.weight', which this model does not have."),
         (transpose, "'model.layers.0.mlp.up_proj.weight' has shape [48, 72], but config.json asks for [72, 48]."),
-        (quantise, "'model.norm.weight' is of type int8; infer loads float32, float16 and bfloat16 weights"),
+        (quantize, "'model.norm.weight' is of type int8; infer loads float32, float16 and bfloat16 weights"),
         (spoil, "'model.embed_tokens.weight' holds values that are not finite as float32."),
     ],
 )

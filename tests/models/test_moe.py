@@ -70,7 +70,7 @@ ROUTES: dict[str, tuple[Route, str]] = {
 
 
 class Moe:
-    """Both families: Mixtral's router is normalised over the chosen, and so is this Qwen3-MoE's."""
+    """Both families: Mixtral's router is normalized over the chosen, and so is this Qwen3-MoE's."""
 
     def __init__(self, config: Mapping[str, Any], context: ModelContext, route: Route) -> None:
         w = self.weights = Weights(context)
@@ -200,7 +200,7 @@ def test_naive_experts_answer_as_transformers(
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_stacked_experts_are_quantised_as_if_they_were_apart(quantization: str, tmp_path: Path) -> None:
+def test_stacked_experts_are_quantized_as_if_they_were_apart(quantization: str, tmp_path: Path) -> None:
     """And their router is not."""
     folder, answers = write_checkpoint(tmp_path, "mixtral"), []
     params = SamplingParams(temperature=0, max_tokens=8, logprobs=2, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""In what form the family by transformers' modules holds weights: those that stay wide, and quantised ones."""
+"""In what form the family by transformers' modules holds weights: those that stay wide, and quantized ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.models_transformers.test_architectures import logits, made
 from torch import Tensor
 
 from infer.assemble.weights import Weights
-from infer.checkpoint.quantise import Quantiser
+from infer.checkpoint.quantize import Quantizer
 from infer.contracts.model import SparingModel
 from infer.contracts.sections import ModelSettings
 from infer.weight import GroupedWeight, Weight
@@ -88,8 +88,8 @@ PLAIN = re.compile(r"embed|wte|wpe|lm_head|mlp\.gate$|router")
         ),
     ],
 )
-def test_quantised_checkpoints(name: str, format: str, tmp_path: Path) -> None:
-    """They compute what transformers computes with the weights dequantised, from codes that the kernels keep."""
+def test_quantized_checkpoints(name: str, format: str, tmp_path: Path) -> None:
+    """They compute what transformers computes with the weights dequantized, from codes that the kernels keep."""
     pack, table = FORMATS[format]
     columns = re.compile(r"\.c_(attn|fc|proj)$" if name == "GPT2LMHeadModel" else "$^")
 
@@ -99,18 +99,18 @@ def test_quantised_checkpoints(name: str, format: str, tmp_path: Path) -> None:
             return None
         if not columns.search(module):
             return pack(module, weight)
-        kinds, dequantised = pack(module, weight.T) or pytest.fail("it is packed")
-        return kinds, dequantised.T.contiguous()
+        kinds, dequantized = pack(module, weight.T) or pytest.fail("it is packed")
+        return kinds, dequantized.T.contiguous()
 
     less: dict[str, Any] = {"num_hidden_layers": 1, "n_layer": 1} if "GPT" in name else {}
     plain = write(tmp_path / "plain", name, **less)
-    quantised = writers.quantise(plain, tmp_path / "quantised", packed, table)
-    assert (ours(quantised) - theirs(plain)).abs().max() < 1e-4
-    models = Models.of(quantised, kernels=KERNELS)
+    quantized = writers.quantize(plain, tmp_path / "quantized", packed, table)
+    assert (ours(quantized) - theirs(plain)).abs().max() < 1e-4
+    models = Models.of(quantized, kernels=KERNELS)
     assert models.offer.name == "transformers"
     chosen = models.plugins.choose("weights", models.settings, [models.checkpoint.quant_method])
     stored = Weights(models.settings, models.offer, chosen, models.checkpoint)
-    held = stored.sketch(models.context(torch.float32)).quantiser
+    held = stored.sketch(models.context(torch.float32)).quantizer
     bits, size = ("8", r"\d+") if format == "int8" else ("4", "8")
     assert all(re.fullmatch(rf"plain weights|{bits}-bit weights in groups of {size}", form) for form in held.nbytes)
     assert len(held.nbytes) > 1
@@ -119,26 +119,26 @@ def test_quantised_checkpoints(name: str, format: str, tmp_path: Path) -> None:
 def weights(model: TransformersModel, quantization: Any, tensors: dict[str, Tensor]) -> dict[str, Weight]:
     sparing: SparingModel = model
     plain, spared = ModelSettings().plain_layers, frozenset(sparing.spared)
-    quantiser = Quantiser(quantization, plain, "plain", VOCAB, KERNELS.quantise, spared=spared)
-    return dict(quantiser(model.unstack(tensors.items())))
+    quantizer = Quantizer(quantization, plain, "plain", VOCAB, KERNELS.quantize, spared=spared)
+    return dict(quantizer(model.unstack(tensors.items())))
 
 
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "Ernie4_5_MoeForCausalLM"])
 @pytest.mark.parametrize("quantization", ["int8", pytest.param("int4", marks=SLOW)])
-def test_weights_that_are_quantised_while_loading(name: str, quantization: str, tmp_path: Path) -> None:
+def test_weights_that_are_quantized_while_loading(name: str, quantization: str, tmp_path: Path) -> None:
     """A model computes with them what it computes with the values that the codes stand for."""
     tensors, found = load_file(write(tmp_path, name) / "model.safetensors"), []
     for plain in (False, True):
         model = made(name)
         held = weights(model, quantization, tensors)
         assert any(isinstance(weight, GroupedWeight) for weight in held.values())
-        values = {key: w.dequantise() if isinstance(w, GroupedWeight) else w for key, w in held.items()}
+        values = {key: w.dequantize() if isinstance(w, GroupedWeight) else w for key, w in held.items()}
         model.load((values if plain else held).items())
         found.append(logits(model))
     assert (found[0] - found[1]).abs().max() < 1e-4 * found[1].abs().max()
     model = made(name)
     model.load(tensors.items())
-    assert (logits(model) - found[1]).abs().max() > 1e-4 * found[1].abs().max(), "nothing was quantised"
+    assert (logits(model) - found[1]).abs().max() > 1e-4 * found[1].abs().max(), "nothing was quantized"
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from infer_ray.held import MOST_CHANGES, Held, from_baggage, to_baggage
+from infer_ray.held import MOST_CHANGES, HeldBlocks, from_baggage, to_baggage
 from infer_ray.prefixes import MOST_BLOCKS
 
 
@@ -18,7 +18,7 @@ def test_blocks_travel_as_baggage_beside_other_entries() -> None:
 
 
 def test_what_was_used_longest_ago_is_forgotten_first_and_the_end_of_a_prompt_before_its_beginning() -> None:
-    held = Held(100, "a")
+    held = HeldBlocks(100, "a")
     held.used((1, 2), 40)
     held.used((3, 4), 40)
     held.used((1, 2), 40)  # used again: nothing new
@@ -29,7 +29,7 @@ def test_what_was_used_longest_ago_is_forgotten_first_and_the_end_of_a_prompt_be
 
 
 def test_an_ingress_that_asks_again_and_again_knows_what_is_held() -> None:
-    held, rng = Held(1000, "a"), random.Random(1)
+    held, rng = HeldBlocks(1000, "a"), random.Random(1)
     known: set[int] = set()
     version = ""
     for _ in range(300):

@@ -277,8 +277,8 @@ class Hearing(Fleet):
         super().__init__()
         self.heard = asyncio.Event()
 
-    def tell(self, name: str, state: Mapping[str, Any]) -> None:
-        super().tell(name, state)
+    def report(self, name: str, state: Mapping[str, Any]) -> None:
+        super().report(name, state)
         self.heard.set()
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from infer_ray.resume import DivergedError, Told
+from infer_ray.resume import ClientStream, DivergedError
 
 FIRST, SECOND = "5e1f00d5", "0ddba115"
 
@@ -30,7 +30,7 @@ def heard(data: bytes) -> tuple[str, set[str], set[int]]:
 @pytest.mark.parametrize("told", [["ab"], ["ab", "cde"], ["abcdefg"], []])
 @pytest.mark.parametrize("again", [["abc", "defg", "hi"], ["a", "b", "c", "d", "e", "f", "g", "h", "i"], ["abcdefghi"]])
 def test_answers_that_are_divided_otherwise_are_cut_where_the_client_is(told: list[str], again: list[str]) -> None:
-    account = Told()
+    account = ClientStream()
     account.begin(FIRST)
     first = account.relay(events(FIRST, told))
     account.begin(SECOND)
@@ -41,7 +41,7 @@ def test_answers_that_are_divided_otherwise_are_cut_where_the_client_is(told: li
 
 
 def test_another_text_is_noticed_within_an_event() -> None:
-    account = Told()
+    account = ClientStream()
     account.begin(FIRST)
     account.relay(events(FIRST, ["abcd"]))
     account.begin(SECOND)
@@ -51,7 +51,7 @@ def test_another_text_is_noticed_within_an_event() -> None:
 
 def test_comments_pass_and_do_not_count() -> None:
     comment = b": the prompt is being computed\n\n"
-    account = Told()
+    account = ClientStream()
     account.begin(FIRST)
     assert account.relay(comment + events(FIRST, ["ab"])).startswith(comment)
     account.begin(SECOND)

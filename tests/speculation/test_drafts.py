@@ -10,7 +10,7 @@ from tests import support
 from tests.support import CPU, DTYPES, POOLS, VOCAB, letters, random_prompt, tiny_model
 
 from infer.contracts.params import SamplingParams
-from infer.contracts.proposer import Ask, ProposerContext, SecondModel
+from infer.contracts.proposer import DraftRequest, ProposerContext, SecondModel
 from infer.contracts.request import Request
 from infer.contracts.sections import EngineSettings
 from infer_speculation import draft, ngram
@@ -40,12 +40,12 @@ def test_ngrams_are_found_as_by_searching(shortest: int, longest: int) -> None:
         for id in ids:
             texts[id] += [draw.randrange(3 + int(id)) for _ in range(draw.randint(0, 5))]
         most = draw.randint(1, 9)
-        proposals = proposer.propose([Ask(requests[id], texts[id], most) for id in ids])
+        proposals = proposer.propose([DraftRequest(requests[id], texts[id], most) for id in ids])
         assert proposals == [looked_up(texts[id], most, shortest, longest) for id in ids]
         found += sum(map(bool, proposals))
     assert found > 50
     proposer.end("0")
-    assert proposer.propose([Ask(requests["0"], [1, 2], 3)]) == [[]]
+    assert proposer.propose([DraftRequest(requests["0"], [1, 2], 3)]) == [[]]
 
 
 def test_what_is_remembered_of_a_long_text_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,12 +56,12 @@ def test_what_is_remembered_of_a_long_text_is_bounded(monkeypatch: pytest.Monkey
     text = [*range(1000, 1300), 1, 2, 3, *range(2000, 2020), 1, 2]
     request = Request(tuple(text), id="a")
     for _ in range(5):
-        assert proposer.propose([Ask(request, text, 3)]) == [[]]
-    assert proposer.propose([Ask(request, text, 3)]) == [[3, 2000, 2001]]
+        assert proposer.propose([DraftRequest(request, text, 3)]) == [[]]
+    assert proposer.propose([DraftRequest(request, text, 3)]) == [[3, 2000, 2001]]
     (index,) = proposer._indices.values()
     assert sum(map(len, index._new + index._old)) <= 3 * 2 * 50
     text += [1000, 1001]
-    assert proposer.propose([Ask(request, text, 3)]) == [[]], "too long ago"
+    assert proposer.propose([DraftRequest(request, text, 3)]) == [[]], "too long ago"
 
 
 def proposing(backend: str) -> tuple[DraftProposer, Any]:
@@ -85,14 +85,14 @@ def test_a_second_model_proposes_what_it_would_draw_itself(backend: str, monkeyp
     texts = {"a": random_prompt(40), "b": random_prompt(7, seed=1)}
     params = SamplingParams(temperature=1.0, prompt_logprobs=1, logprobs=2)
     requests = {id: Request(tuple(text), params, id=id, seed=5) for id, text in texts.items()}
-    assert kept.propose([Ask(requests["a"], texts["a"], most)]) == [[]]
+    assert kept.propose([DraftRequest(requests["a"], texts["a"], most)]) == [[]]
     for step in range(8):
-        proposals = kept.propose([Ask(requests[id], texts[id], most) for id in texts])
+        proposals = kept.propose([DraftRequest(requests[id], texts[id], most) for id in texts])
         for (id, text), drafts in zip(texts.items(), proposals, strict=True):
             fresh, _ = proposing(backend)
             alone: list[list[int]] = [[]]
             while alone == [[]]:
-                alone = fresh.propose([Ask(requests[id], text, most)])
+                alone = fresh.propose([DraftRequest(requests[id], text, most)])
             assert drafts == alone[0] or (step < 2 and id == "a" and not drafts)
             text += [*drafts[: step % (most + 1)], *(draw.randrange(VOCAB) for _ in range(1 + step % 3))]
     kept.end("a")
@@ -100,7 +100,7 @@ def test_a_second_model_proposes_what_it_would_draw_itself(backend: str, monkeyp
     kept.end("c")
     assert pool.free_tokens() == room
     longest = Request(tuple(random_prompt(126)), params, id="d")
-    assert kept.propose([Ask(longest, longest.prompt_token_ids, most)]) == [[]], "it may have 128 positions"
+    assert kept.propose([DraftRequest(longest, longest.prompt_token_ids, most)]) == [[]], "it may have 128 positions"
 
 
 def test_a_second_model_may_meet_an_answer_late_whose_beginning_it_has_cached() -> None:
@@ -109,9 +109,9 @@ def test_a_second_model_may_meet_an_answer_late_whose_beginning_it_has_cached() 
     text, params = random_prompt(70), SamplingParams()
     for id, known in (("a", 70), ("b", 66), ("c", 60)):
         request = Request(tuple(text[:20]), params, id=id)
-        (drafts,) = kept.propose([Ask(request, text[:known], 3)])
+        (drafts,) = kept.propose([DraftRequest(request, text[:known], 3)])
         fresh, _ = proposing("paged")
-        assert [drafts] == fresh.propose([Ask(request, text[:known], 3)])
+        assert [drafts] == fresh.propose([DraftRequest(request, text[:known], 3)])
         kept.end(id)
 
 
@@ -121,15 +121,17 @@ def test_a_second_model_is_never_given_a_token_that_it_does_not_have(where: str)
     proposer, pool = proposing("paged")
     room, text, most = pool.free_tokens(), random_prompt(20), 3
     requests = {id: Request(tuple(text), id=id) for id in ("a", "b")}
-    (right,) = proposer.propose([Ask(requests["b"], text, most)])
+    (right,) = proposer.propose([DraftRequest(requests["b"], text, most)])
     proposer.end("b")
     if where == "answer":
-        proposer.propose([Ask(requests["a"], text, most)])
+        proposer.propose([DraftRequest(requests["a"], text, most)])
     for _ in range(2):
         foreign = [*text, VOCAB, 1] if where == "answer" else [VOCAB, *text]
-        assert proposer.propose([Ask(requests["a"], foreign, most), Ask(requests["b"], text, most)]) == [[], right]
+        assert proposer.propose(
+            [DraftRequest(requests["a"], foreign, most), DraftRequest(requests["b"], text, most)]
+        ) == [[], right]
     proposer.end("a")
-    assert proposer.propose([Ask(requests["a"], text, most)]) == [right], "another request may have this id"
+    assert proposer.propose([DraftRequest(requests["a"], text, most)]) == [right], "another request may have this id"
     proposer.end("a")
     proposer.end("b")
     assert pool.free_tokens() == room

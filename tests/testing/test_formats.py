@@ -37,8 +37,8 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Stored]:
     def made(kind: str) -> Stored:
         pack, config = WRITERS[kind]
         folder = tmp_path_factory.mktemp(kind)
-        quantised, plain = write(folder, pack, config, num_hidden_layers=1)
-        read = Folder(quantised)
+        quantized, plain = write(folder, pack, config, num_hidden_layers=1)
+        read = Folder(quantized)
         return read.config(), read.tensors(), load_file(plain / "model.safetensors")
 
     return made
@@ -91,7 +91,7 @@ def test_a_planted_bug_is_named(bug: Bug[type[Wrapped]], stored: Callable[[str],
     caught(bug, lambda **keys: check_weight_format(bug.make, config, files, plain=plain, **keys))
 
 
-@planted("groups take their neighbours' scales", "near_plain", r"weight\('.*'\) is off by \d+% in row \d+, columns")
+@planted("groups take their neighbors' scales", "near_plain", r"weight\('.*'\) is off by \d+% in row \d+, columns")
 class OtherGroup(Wrapped):
     def grouped(self, weight: GroupedWeight) -> Weight:
         return replace(weight, scales_NG=weight.scales_NG.roll(1, 0))

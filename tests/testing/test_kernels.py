@@ -132,7 +132,7 @@ class MindsCompany(ReferenceKernels):
         return out * (1 + 2**-7) if len(ragged.lens) > 9 else out
 
 
-@planted("K/V in int8 are rounded towards zero", "store_kv_int8", "codes of K that store_kv stored has other bits")
+@planted("K/V in int8 are rounded toward zero", "store_kv_int8", "codes of K that store_kv stored has other bits")
 class CutCodes(ReferenceKernels):
     def store_kv(self, k_TKE: Tensor, v_TKE: Tensor, k_cache: KV, v_cache: KV, flat_T: Tensor) -> None:
         super().store_kv(k_TKE, v_TKE, k_cache, v_cache, flat_T)
@@ -165,7 +165,7 @@ class StoresRaw(ReferenceKernels):
         return self.rope(q_THE, k_TKE, rotary)[0]
 
 
-@planted("K is normalised with q's weight", "rope", "k after rope")
+@planted("K is normalized with q's weight", "rope", "k after rope")
 class OneNorm(ReferenceKernels):
     def rope(self, q_THE: Tensor, k_TKE: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         if norms := rotary.norms:
@@ -253,7 +253,7 @@ class Regrouped(ReferenceKernels):
         return super().pack(weight_NK, bias_N)
 
 
-planted("groups take the scales of their neighbours", "linear_grouped", r"takes the scale of group \d for column")(
+planted("groups take the scales of their neighbors", "linear_grouped", r"takes the scale of group \d for column")(
     Regrouped
 )
 
@@ -266,10 +266,10 @@ class NoMinimum(ReferenceKernels):
         return super().pack(weight_NK, bias_N)
 
 
-@planted("scales of quantised weights are rounded down", "quantise", "scales of codes of . bits has other bits")
+@planted("scales of quantized weights are rounded down", "quantize", "scales of codes of . bits has other bits")
 class OtherScales(ReferenceKernels):
-    def quantise(self, weight_NK: Tensor, bits: Any) -> GroupedWeight:
-        made = super().quantise(weight_NK, bits)
+    def quantize(self, weight_NK: Tensor, bits: Any) -> GroupedWeight:
+        made = super().quantize(weight_NK, bits)
         return replace(made, scales_NG=made.scales_NG * 0.99)
 
 
@@ -301,7 +301,7 @@ class EarlyTopP(ReferenceKernels):
         )
 
 
-@planted("rows without a filter are cut by their neighbours'", "rows_of_sample", "sample gives a row other bits")
+@planted("rows without a filter are cut by their neighbors'", "rows_of_sample", "sample gives a row other bits")
 class SharedTopK(ReferenceKernels):
     def sample(self, logits_NV: Tensor, draws: Draws) -> Tensor:
         return super().sample(logits_NV, replace(draws, top_k_N=draws.top_k_N.amax().expand_as(draws.top_k_N)))
@@ -359,14 +359,14 @@ def test_kernels_with_a_recorder_that_repeats_pass() -> None:
 class Refusing(ReferenceKernels):
     def pack(self, weight_NK: Weight, bias_N: Tensor | None = None) -> Any:
         if isinstance(weight_NK, GroupedWeight):
-            raise SettingsError("These kernels know no quantised weights.")
+            raise SettingsError("These kernels know no quantized weights.")
         return super().pack(weight_NK, bias_N)
 
 
 def test_what_kernels_may_refuse_is_skipped_and_said() -> None:
     (outcome,) = SUITE.outcomes(Provider(Refusing()), only=["linear_grouped"])
     assert str(outcome) == (
-        "linear_grouped: skipped: grouped weights are refused: These kernels know no quantised weights."
+        "linear_grouped: skipped: grouped weights are refused: These kernels know no quantized weights."
     )
     (outcome,) = SUITE.outcomes(Provider(ReferenceKernels()), only=["store_kv_int8"])
     assert outcome.skipped

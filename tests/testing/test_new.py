@@ -15,7 +15,7 @@ import pytest
 
 from infer.commands.cli import main
 from infer.plugins.discovery import Plugins
-from infer.plugins.slots import SLOTS
+from infer.plugins.extension_points import EXTENSION_POINTS
 from infer_testing import ConformanceError, check, new
 
 OTHERS = {"tools": "tool_format", "route": "routes"}
@@ -55,7 +55,7 @@ def test_the_plugin_is_found_and_its_test_says_what_the_readme_announces(
 
 def test_every_slot_of_the_kit_and_more_can_be_written() -> None:
     assert {*check._SUBJECTS} <= {*new.KINDS, *(OTHERS.get(slot, slot) for slot in new.KINDS)}
-    assert {OTHERS.get(slot, slot) for slot in new.KINDS} <= {*SLOTS}
+    assert {OTHERS.get(slot, slot) for slot in new.KINDS} <= {*EXTENSION_POINTS}
 
 
 def test_what_is_written_finds_no_fault_with_ruff(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from infer.cache import ExtendView, KVStorage, Pool
 from infer.cache.block_manager import Ints, Slots
-from infer.contracts.attention import AttentionSpec, QuantisedKV, Ragged, Rotary
+from infer.contracts.attention import AttentionSpec, QuantizedKV, Ragged, Rotary
 from infer.contracts.cache import Allocation, CacheContext, CachePoolProtocol, KVCacheView
 from infer.kernels.reference import ReferenceKernels
 from infer_cache_paged import PagedBlockManager, PagedPool, PagedSettings
@@ -325,7 +325,7 @@ class DoubleInt8(KVStorage):
 
     @property
     def nbytes(self) -> int:
-        codes = [x.codes for x in (*self.k, *self.v) if isinstance(x, QuantisedKV)]
+        codes = [x.codes for x in (*self.k, *self.v) if isinstance(x, QuantizedKV)]
         return super().nbytes + sum(x.nbytes for x in codes)
 
 
@@ -435,7 +435,7 @@ def replace_store(kernels: Any) -> Any:
     return Unsigned()
 
 
-planted("int8 values lose their sign", "quantised", "what nobody has written")(Rounded)
+planted("int8 values lose their sign", "quantized", "what nobody has written")(Rounded)
 planted("shares is True, but nothing is", "sharing", "does not find any of 80 tokens")(
     pages(commit=lambda self, owner, token_ids, num_computed: False)
 )

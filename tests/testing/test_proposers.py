@@ -9,7 +9,7 @@ from tests.core.engine.test_schedulers import documented
 from tests.examples import seeded
 from tests.testing.planted import Bug, Bugs, caught
 
-from infer.contracts.proposer import Ask, ProposerContext, ProposerProtocol
+from infer.contracts.proposer import DraftRequest, ProposerContext, ProposerProtocol
 from infer_speculation.ngram import NgramProposer, NgramSettings
 from infer_testing import check_proposer
 from infer_testing.proposers import VOCAB
@@ -33,29 +33,31 @@ def test_a_planted_bug_is_named(bug: Bug[type[NgramProposer]]) -> None:
 
 @planted("one token more is proposed than may be", "proposals", r"tokens are proposed for r\d+ where \d may be")
 class OneMore(NgramProposer):
-    def propose(self, asks: Sequence[Ask]) -> list[list[int]]:
-        return super().propose([ask._replace(most=ask.most + 1) for ask in asks])
+    def propose(self, draft_requests: Sequence[DraftRequest]) -> list[list[int]]:
+        return super().propose(
+            [draft_request._replace(most=draft_request.most + 1) for draft_request in draft_requests]
+        )
 
 
-@planted("who has no idea is left out", "proposals", r"gives \d proposals for \d asks")
+@planted("who has no idea is left out", "proposals", r"gives \d proposals for \d draft requests")
 class LeavesOut(NgramProposer):
-    def propose(self, asks: Sequence[Ask]) -> list[list[int]]:
-        return [drafts for drafts in super().propose(asks) if drafts]
+    def propose(self, draft_requests: Sequence[DraftRequest]) -> list[list[int]]:
+        return [drafts for drafts in super().propose(draft_requests) if drafts]
 
 
 @planted("ids beyond the vocabulary are proposed", "proposals", r"token \d+ is proposed for r\d+; ids are 0 to 49")
 class Beyond(NgramProposer):
-    def propose(self, asks: Sequence[Ask]) -> list[list[int]]:
-        return [[token + VOCAB // 2 for token in drafts] for drafts in super().propose(asks)]
+    def propose(self, draft_requests: Sequence[DraftRequest]) -> list[list[int]]:
+        return [[token + VOCAB // 2 for token in drafts] for drafts in super().propose(draft_requests)]
 
 
 @planted("drafts are added to the engine's list", "proposals", "writes to the tokens of")
 class Adds(NgramProposer):
-    def propose(self, asks: Sequence[Ask]) -> list[list[int]]:
-        found = super().propose(asks)
-        for ask, drafts in zip(asks, found, strict=True):
-            assert isinstance(ask.token_ids, list)
-            ask.token_ids.extend(drafts)
+    def propose(self, draft_requests: Sequence[DraftRequest]) -> list[list[int]]:
+        found = super().propose(draft_requests)
+        for draft_request, drafts in zip(draft_requests, found, strict=True):
+            assert isinstance(draft_request.token_ids, list)
+            draft_request.token_ids.extend(drafts)
         return found
 
 

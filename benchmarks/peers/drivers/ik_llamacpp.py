@@ -1,6 +1,6 @@
 """Times ik_llama.cpp on a checkpoint, which it gets as llama.cpp does: CHECKPOINT CELLS TYPE, where CELLS is JSON,
 [[batch, prompt tokens, decode steps], ...]; then standard input has one of them per line. Runs in llama.cpp's
-environment, whose quantiser makes the file; what measures is ``ik_llamacpp.cpp``, compiled against the clone that is
+environment, whose quantizer makes the file; what measures is ``ik_llamacpp.cpp``, compiled against the clone that is
 beside that environment."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.peers.drivers.llamacpp import quantise, write_gguf
+from benchmarks.peers.drivers.llamacpp import quantize, write_gguf
 
 CLONE = Path(sys.prefix).parent / "ik_llama.cpp"
 
@@ -28,7 +28,7 @@ def main() -> None:
     command = ["c++", "-O2", "-std=c++17", str(source), *includes, *places, "-lllama", "-lggml", "-o", str(program)]
     subprocess.run(command, check=True)
     vocab = json.loads((folder / "config.json").read_text())["vocab_size"]
-    run = [str(program), str(quantise(file, kind)), str(vocab), str(os.cpu_count())]
+    run = [str(program), str(quantize(file, kind)), str(vocab), str(os.cpu_count())]
     with subprocess.Popen(run, stdin=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         for line in sys.stdin:

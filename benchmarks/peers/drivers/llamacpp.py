@@ -1,6 +1,6 @@
 """Times llama.cpp on a checkpoint, which it gets as a GGUF file without a vocabulary: CHECKPOINT CELLS [TYPE], where
 CELLS is JSON, [[batch, prompt tokens, decode steps], ...]; then standard input has one of them per line. With a TYPE
-(Q8_0, Q4_K_M, ...), its own quantiser makes the file first."""
+(Q8_0, Q4_K_M, ...), its own quantizer makes the file first."""
 
 from __future__ import annotations
 
@@ -112,13 +112,13 @@ def write_gguf(folder: Path, out: Path) -> None:
     writer.close()
 
 
-def quantise(file: Path, kind: str) -> Path:
+def quantize(file: Path, kind: str) -> Path:
     out = file.with_name(f"model-{kind}.gguf")
     if not out.exists():
         params = llama_cpp.llama_model_quantize_default_params()
         params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
         if llama_cpp.llama_model_quantize(str(file).encode(), str(out).encode(), params):
-            raise RuntimeError(f"llama.cpp cannot quantise {file} to {kind}")
+            raise RuntimeError(f"llama.cpp cannot quantize {file} to {kind}")
     return out
 
 
@@ -160,7 +160,7 @@ def main() -> None:
     if not file.exists():
         write_gguf(folder, file)
     if sys.argv[3:]:
-        file = quantise(file, sys.argv[3])
+        file = quantize(file, sys.argv[3])
     vocab = json.loads((folder / "config.json").read_text())["vocab_size"]
     began = time.perf_counter()
     llama_cpp.llama_backend_init()

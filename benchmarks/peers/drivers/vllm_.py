@@ -1,6 +1,6 @@
 """Times vLLM on a CPU: CHECKPOINT CELLS [FORMAT], where CELLS is JSON,
 [[batch, prompt tokens, decode steps], ...]; then standard input has one of them per line. With a FORMAT (AWQ, W8A8), a
-quantised copy of the checkpoint is made first."""
+quantized copy of the checkpoint is made first."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.peers.drivers.quantised import quantised
+from benchmarks.peers.drivers.quantized import quantized
 from vllm import LLM, SamplingParams
 
 
 def main() -> None:
     path, cells = sys.argv[1], json.loads(sys.argv[2])
     if sys.argv[3:]:
-        path = str(quantised(Path(path), sys.argv[3]))
+        path = str(quantized(Path(path), sys.argv[3]))
     began = time.perf_counter()
     llm = LLM(
         path,

@@ -84,10 +84,10 @@ def faults(error: ValidationError) -> list[Fault]:
     ]
 
 
-def _text(said: str) -> str:
+def _text(message: str) -> str:
     """pydantic's message in the words of JSON and TOML, which have arrays and no tuples."""
-    said = said.removeprefix("Value error, ")
-    return said.replace("Tuple should", "Array should").replace("valid tuple", "valid array")
+    message = message.removeprefix("Value error, ")
+    return message.replace("Tuple should", "Array should").replace("valid tuple", "valid array")
 
 
 def first_fault(error: ValidationError) -> Fault:
@@ -116,7 +116,7 @@ def installing(package: str) -> str:
     return f"pip install -r dist/{package}.needs.txt && {own}" if package in INDEXED else own
 
 
-def say(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """A foreign exception in one line: its type, its text, and the innermost file and line outside infer's core, and
     outside libraries if there is one."""
     try:

@@ -67,7 +67,7 @@ class Handle:
     def events(self) -> Iterator[Event]:
         """Yield events up to the last one, waiting for each. Raises EngineDeadError if the engine fails meanwhile."""
         while True:
-            event = self._llm.heed(self._events.get())
+            event = self._llm.checked(self._events.get())
             yield event
             if event.finish_reason is not None:
                 return
@@ -127,7 +127,7 @@ class LLM:
                     if not running:
                         raise
                 for event in mailbox.get():
-                    answers[event.request_id].add(self.heed(event))
+                    answers[event.request_id].add(self.checked(event))
                     if event.finish_reason is not None:
                         left, running = left - 1, running - 1
                         done()
@@ -180,9 +180,9 @@ class LLM:
         """``stream`` for asyncio."""
         async with aclosing(AsyncDoor(self.loop).stream(self.request(prompt, params))) as events:
             async for event in events:
-                yield self.heed(event)
+                yield self.checked(event)
 
-    def heed(self, event: Event) -> Event:
+    def checked(self, event: Event) -> Event:
         """Return the event. Raises EngineDeadError if it reports that the whole engine has failed."""
         if event.finish_reason == "error":
             self.loop.check()
@@ -197,7 +197,7 @@ class LLM:
         priority: int = 0,
         user: str = "",
     ) -> Request:
-        """Tokenise and check a request. Raises RequestError."""
+        """Tokenize and check a request. Raises RequestError."""
         fields: dict[str, Any] = {"id": id, "cache_salt": cache_salt, "priority": priority, "user": user}
         return self.served.request(prompt, params or self.served.defaulted(), **fields)
 

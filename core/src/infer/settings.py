@@ -30,8 +30,8 @@ from pydantic_settings import PydanticBaseSettingsSource
 
 from infer.contracts.registration import NoSettings, Registration
 from infer.contracts.sections import Settings
-from infer.errors import SettingsError, first_fault, installing, say
-from infer.plugins.slots import SLOTS
+from infer.errors import SettingsError, first_fault, installing, one_line
+from infer.plugins.extension_points import EXTENSION_POINTS
 
 SECRETS = (SecretStr, SecretBytes)
 DEFAULT_FILE = "settings.toml"
@@ -65,18 +65,18 @@ class Installed(Protocol):
     def culprits(self) -> str: ...
 
 
-class Said(PydanticBaseSettingsSource):
+class TracedSource(PydanticBaseSettingsSource):
     """One source of settings: values by dotted key, each with its origin as messages name it."""
 
-    def __init__(self, settings_cls: type[Settings], said: Iterable[tuple[str, Any, str]]) -> None:
+    def __init__(self, settings_cls: type[Settings], entries: Iterable[tuple[str, Any, str]]) -> None:
         super().__init__(settings_cls)
-        self.said = {key: (value, origin) for key, value, origin in said}
+        self.entries = {key: (value, origin) for key, value, origin in entries}
 
     def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
         return self().get(field_name), field_name, False
 
     def __call__(self) -> dict[str, Any]:
-        return _nest(self.said)
+        return _nest(self.entries)
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,8 @@ def schema(plugins: Installed) -> type[Settings]:
                 offer.registration.settings,
                 Field(default_factory=offer.registration.settings, description=offer.registration.description),
             )
-            for slot, about in SLOTS.items()
-            for offer in plugins.offers[slot]
+            for point, about in EXTENSION_POINTS.items()
+            for offer in plugins.offers[point]
             if about.section == name and offer.registration.settings.model_fields
         }
         section = cast(Any, create_model(base.__name__, __base__=base, **tables))
@@ -105,8 +105,8 @@ def schema(plugins: Installed) -> type[Settings]:
             whole = frozenset(offer.name for offer in plugins.offers["scheduler"] if not offer.chunks)
             section.whole_prompts = base.whole_prompts | whole
         sections[name] = (section, section())
-    for slot, about in SLOTS.items():
-        for offer in plugins.offers[slot]:
+    for point, about in EXTENSION_POINTS.items():
+        for offer in plugins.offers[point]:
             if about.section is None and (table := offer.registration.settings).model_fields:
                 sections[offer.name] = (table, table())
     return create_model("Settings", __base__=Settings, **sections)
@@ -119,9 +119,9 @@ def compose(settings: Settings, plugins: Installed) -> Settings:
     return _build(schema(plugins), settings.model_dump(exclude_unset=True), {}, plugins)
 
 
-def plugin_settings(settings: Settings, slot: str, name: str) -> BaseModel:
+def plugin_settings(settings: Settings, point: str, name: str) -> BaseModel:
     """The plugin's own table, validated; NoSettings if it has none."""
-    section = SLOTS[slot].section
+    section = EXTENSION_POINTS[point].section
     table = getattr(settings if section is None else getattr(settings, section), name, None)
     return table if isinstance(table, BaseModel) else NoSettings()
 
@@ -142,35 +142,35 @@ def load_settings(
     env = os.environ if env is None else env
     model = schema(plugins)
     model.sources = (
-        Said(model, ((key, _value(value), "argument") for key, value in _leaves(overrides or {}))),
-        Said(model, arguments(argv)),
-        Said(model, _variables(env, plugins.environment)),
-        Said(model, _file(file or env.get(ENV_FILE), "--settings" if file else ENV_FILE) if read_file else ()),
+        TracedSource(model, ((key, _value(value), "argument") for key, value in _leaves(overrides or {}))),
+        TracedSource(model, arguments(argv)),
+        TracedSource(model, _variables(env, plugins.environment)),
+        TracedSource(model, _file(file or env.get(ENV_FILE), "--settings" if file else ENV_FILE) if read_file else ()),
     )
-    said = _said(model)
+    entries = _merged(model)
     tables = _tables(key for key, _, _ in describe_schema(model))
-    for key, (value, origin) in said.items():
+    for key, (value, origin) in entries.items():
         if key in tables:
             raise SettingsError(
                 f"{key} = {value!r} (from {origin}): {key} is a table of settings, such as {tables[key]}."
             )
-    _nest(said)  # raises if one source has a table where another has a value
-    settings = _build(model, {}, {key: origin for key, (_, origin) in said.items()}, plugins)
+    _nest(entries)  # raises if one source has a table where another has a value
+    settings = _build(model, {}, {key: origin for key, (_, origin) in entries.items()}, plugins)
     return Loaded(settings, origins(settings))
 
 
 def origins(settings: Settings) -> dict[str, str]:
     """Where the value of each dotted key came from."""
-    found = {key: origin for key, (_, origin) in _said(type(settings)).items()}
+    found = {key: origin for key, (_, origin) in _merged(type(settings)).items()}
     mode = settings.engine.batching_mode
     defaults = {"engine.use_chunked_prefill": f"default for {mode}"} if mode in settings.engine.whole_prompts else {}
     return {key: _origin(key, found) or defaults.get(key, "default") for key, _ in describe(settings)}
 
 
-def _said(model: type[Settings]) -> dict[str, tuple[Any, str]]:
+def _merged(model: type[Settings]) -> dict[str, tuple[Any, str]]:
     """What the sources say together: values and their origins by dotted key."""
-    sources = (source for source in reversed(model.sources) if isinstance(source, Said))
-    return {key: value for source in sources for key, value in source.said.items()}
+    sources = (source for source in reversed(model.sources) if isinstance(source, TracedSource))
+    return {key: value for source in sources for key, value in source.entries.items()}
 
 
 def _build(model: type[Settings], values: dict[str, Any], origins: Mapping[str, str], plugins: Installed) -> Settings:
@@ -179,7 +179,7 @@ def _build(model: type[Settings], values: dict[str, Any], origins: Mapping[str, 
     except ValidationError as error:
         raise _explain(error, model, origins, plugins) from None
     except (Exception, SystemExit) as error:  # raised by a plugin's own validators
-        raise SettingsError(f"The settings cannot be checked: {say(error)}.") from error
+        raise SettingsError(f"The settings cannot be checked: {one_line(error)}.") from error
 
 
 def describe(settings: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -279,9 +279,9 @@ def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield f"{prefix}{name}", value
 
 
-def _nest(said: Mapping[str, tuple[Any, str]]) -> dict[str, Any]:
+def _nest(entries: Mapping[str, tuple[Any, str]]) -> dict[str, Any]:
     nested: dict[str, Any] = {}
-    for key, (value, origin) in said.items():
+    for key, (value, origin) in entries.items():
         *tables, name = key.split(".")
         at = nested
         for table in tables:
@@ -350,8 +350,8 @@ def _explain(
         value = "" if _secret(model, path) else f" = {fault.value!r}"
         return SettingsError(f"{key}{value}{origin}: {fault.text}.")
     known = [name for name, _, _ in describe_schema(model)]
-    for slot, about in SLOTS.items():
-        for offer in plugins.offers[slot]:
+    for point, about in EXTENSION_POINTS.items():
+        for offer in plugins.offers[point]:
             table = f"{about.section}.{offer.name}" if about.section else offer.name
             if key == table:
                 return SettingsError(f"{key}{origin}: the plugin {offer.name!r} has no settings; leave it out.")
@@ -360,9 +360,16 @@ def _explain(
                 close = meant(key.removeprefix(f"{table}."), own)
                 hint = f"did you mean {close}?" if close else f"it has {', '.join(own)}."
                 return SettingsError(f"{key}{origin} is not a setting of {offer.name}; {hint}")
-    packages = {name: at for slot in SLOTS.values() if slot.section == path[0] for name, at in slot.packages.items()}
+    packages = {
+        name: at
+        for point in EXTENSION_POINTS.values()
+        if point.section == path[0]
+        for name, at in point.packages.items()
+    }
     owner = path[1] if len(path) > 1 and path[1] in packages else path[0]
-    packages |= {name: at for slot in SLOTS.values() if slot.section is None for name, at in slot.packages.items()}
+    packages |= {
+        name: at for point in EXTENSION_POINTS.values() if point.section is None for name, at in point.packages.items()
+    }
     if package := packages.get(owner):
         return SettingsError(
             f"{key}{origin}: the plugin {owner!r} is not installed: {installing(package)}.{plugins.culprits()}"

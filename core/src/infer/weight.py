@@ -12,13 +12,13 @@ from torch import Tensor
 from infer.errors import CheckpointError
 
 LEAST = 2.0**-100
-"""A group of values of no greater magnitude than any below this is quantised to zeros: scales and their inverses stay
+"""A group of values of no greater magnitude than any below this is quantized to zeros: scales and their inverses stay
 normal floats."""
 
 
 @dataclass(frozen=True)
 class GroupedWeight:
-    """A quantised weight [N, K]: a code of ``bits`` per value, and a scale per group of K / G neighbours in a row.
+    """A quantized weight [N, K]: a code of ``bits`` per value, and a scale per group of K / G neighbors in a row.
 
     A value is ``scale * code + minimum`` if there are minima, ``scale * table[code]`` if there is a table, and
     ``scale * (code - 2 ** (bits - 1))`` otherwise; it is computed in fp32, then rounded to ``dtype``.
@@ -34,8 +34,8 @@ class GroupedWeight:
     table: Tensor | None = None
     """[16]: the value of each code, for codes of 4 bits."""
     int8_activations: bool = False
-    """Whether a product rounds the activations to int8, too, with a scale per row and ``activation_group`` neighbours:
-    ``quantise_rows``. A table then has integers from -128 to 127."""
+    """Whether a product rounds the activations to int8, too, with a scale per row and ``activation_group`` neighbors:
+    ``quantize_rows``. A table then has integers from -128 to 127."""
     dtype: torch.dtype = torch.float32
     """The dtype of the activations that the weight is multiplied with."""
 
@@ -61,12 +61,12 @@ class GroupedWeight:
 
     @property
     def group_size(self) -> int:
-        """How many neighbours in a row share a scale."""
+        """How many neighbors in a row share a scale."""
         return self.shape[1] // self.scales_NG.shape[1]
 
     @property
     def activation_group(self) -> int:
-        """How many neighbouring activations share a scale if they are int8: the weight's group, or the largest part of
+        """How many neighboring activations share a scale if they are int8: the weight's group, or the largest part of
         it with at most 128."""
         return max(size for size in range(1, 129) if self.group_size % size == 0)
 
@@ -119,7 +119,7 @@ class GroupedWeight:
             minimum_NG=torch.cat(minima) if minima else None,
         )
 
-    def dequantise(self) -> Tensor:
+    def dequantize(self) -> Tensor:
         """[N, K] in ``dtype``."""
         if self.codes.is_meta:
             return torch.empty(self.shape, dtype=self.dtype, device="meta")
@@ -141,7 +141,7 @@ class GroupedWeight:
         return f"{self.bits}-bit weights in groups of {self.group_size}"
 
 
-def quantise_rows(x_TK: Tensor, group: int) -> tuple[Tensor, Tensor]:
+def quantize_rows(x_TK: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """Round activations to integers q from -127 to 127 and scales s, so that x is about q * s: q fp32 [T, G, group], s
     fp32 [T, G, 1]. A group's scale is its greatest absolute value / 127; halves round to even. A value that is not
     finite makes its group's scale so."""

@@ -18,7 +18,7 @@ from infer_testing import check_weight_format, tiny_checkpoint
 CONFIG = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_threshold": 6.0}}
 
 
-def quantised(plain: dict[str, Tensor]) -> dict[str, Tensor]:
+def quantized(plain: dict[str, Tensor]) -> dict[str, Tensor]:
     """A checkpoint's tensors as bitsandbytes rounds them: all linear layers but the head."""
     made = dict(plain)
     for name, weight_NK in plain.items():
@@ -40,14 +40,14 @@ def plain() -> dict[str, Tensor]:
 
 
 def test_it_keeps_the_contract_and_reads_what_was_written() -> None:
-    tensors = quantised(plain())
+    tensors = quantized(plain())
     files: Any = SimpleNamespace(names=lambda: list(tensors), tensor=tensors.__getitem__)
     check_weight_format(lambda config, files: Int8(config, files), CONFIG, files, plain=plain())
 
 
 def test_answers_are_those_of_the_rounded_weights(tmp_path: Path) -> None:
     """A checkpoint whose weights are the rounded ones has the same arithmetic without this plugin."""
-    source, made = tiny_checkpoint("LlamaForCausalLM"), quantised(plain())
+    source, made = tiny_checkpoint("LlamaForCausalLM"), quantized(plain())
     rounded = {name: _value(name, made) for name in plain()}
     answers = []
     for folder, tensors, more in ((tmp_path / "int8", made, CONFIG), (tmp_path / "plain", rounded, {})):
@@ -80,7 +80,7 @@ Q = "model.layers.0.self_attn.q_proj"
     ],
 )
 def test_a_damaged_checkpoint_is_refused(change: dict[str, Tensor | None], says: str) -> None:
-    tensors = {name: tensor for name, tensor in (quantised(plain()) | change).items() if tensor is not None}
+    tensors = {name: tensor for name, tensor in (quantized(plain()) | change).items() if tensor is not None}
     format = read(tensors)
     with pytest.raises(CheckpointError, match=says):
         [format.weight(name) for name in format.names()]

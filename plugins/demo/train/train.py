@@ -69,7 +69,7 @@ class Document:
         return int(hashlib.sha256(self.name.encode()).hexdigest(), 16) % HELD_OUT_ONE_IN == 0
 
 
-def normalise(text: str) -> str:
+def normalize(text: str) -> str:
     """Drop tabs, trailing blanks, runs of empty lines, bylines and mail addresses."""
     text = EMAIL.sub("user@example.org", AUTHORS.sub("", text.expandtabs()))
     text = re.sub(r"[ \f\r]+$", "", text, flags=re.MULTILINE)
@@ -92,8 +92,8 @@ def read_documents(docs: Path | None) -> list[Document]:
     else:
         prose = list(below(docs, "*.txt"))
     code = list(below(Path(sysconfig.get_path("stdlib")), "*.py"))
-    documents = [Document(name, "code", normalise(text)) for name, text in code]
-    documents += [Document(name, "prose", normalise(text)) for name, text in prose]
+    documents = [Document(name, "code", normalize(text)) for name, text in code]
+    documents += [Document(name, "prose", normalize(text)) for name, text in prose]
     return [document for document in documents if len(document.text) > 200]
 
 

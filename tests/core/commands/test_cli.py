@@ -168,7 +168,7 @@ def test_what_plugins_lists(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["checkpoints"].keys() == {"demo"}
     assert main(["plugins", "--model.path", "demo"]) == 0
     said = capsys.readouterr().out
-    assert "not quantised: plain weights, " in said
+    assert "not quantized: plain weights, " in said
     assert re.search(r"^infer_models +infer-models-transformers ", said, re.M)
     assert re.search(r'^cache.backend +"auto" +default +cache: paged$', said, re.M)
 

@@ -26,8 +26,8 @@ class Bad(ContinuousScheduler):
     spoil: Callable[[Schedule], Any] = staticmethod(lambda plan: plan)
 
     def schedule(self) -> Schedule:
-        spoilt: Schedule = self.spoil(super().schedule())
-        return spoilt
+        spoiled: Schedule = self.spoil(super().schedule())
+        return spoiled
 
 
 def checked(spoil: Callable[[Schedule], Any], thorough: bool = True) -> CheckedScheduler:

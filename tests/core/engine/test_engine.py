@@ -420,7 +420,7 @@ def test_what_a_salted_request_computes_is_found_by_its_salt_only(scored: dict[s
     assert cached == {"first": 0, "open": 0, "other": 0, "same": 32}
 
 
-def test_passes_overlap_again_once_the_steered_have_ended() -> None:
+def test_passes_overlap_again_once_edits_of_logits_have_ended() -> None:
     """While one is inside that needs its last token on the host, no pass is planned with tokens that are not there."""
     stepper = make_engine(tiny_model("llama"), F32, lag=1)
     fed: list[int] = []

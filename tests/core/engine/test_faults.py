@@ -1,7 +1,8 @@
 """Faults in every call that the engine makes, one after another: each ends the requests that it concerns, and no client
 is left waiting.
 
-The model works on integers only, as in ``test_traffic``; texts, stop strings and steering are the engine's own.
+The model works on integers only, as in ``test_traffic``; texts, stop strings and logits processors are the engine's
+own.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from infer.text.grammar import Masks
 from infer_cache_paged import PagedPool, PagedSettings
 
 NUM = 8
-ONE = ("text", "steering")
+ONE = ("text", "processor")
 """Faults that end one request."""
 A_PASS = ("launch", "decode_view", "batched_chunked_prefill_view")
 """Faults that end the requests of a pass."""
@@ -70,13 +71,14 @@ class Faults:
         return self.call(name, lambda: method(*args, **keys))
 
 
-class SteeredRunner(Runner):
-    """Asks the requests' steering, as the real one does, and has no token for one whose steering has failed."""
+class ProcessorRunner(Runner):
+    """Asks the requests' logits processors, as the real one does, and has no token for one whose processor has
+    failed."""
 
     def launch(self, batch: Batch) -> Launched:
         launched = super().launch(batch)
-        steered = [each for readout in batch.readouts if isinstance(readout, Draw) for each in readout.steered]
-        for row, edit in compute_edits(steered, Masks()):
+        processed = [each for readout in batch.readouts if isinstance(readout, Draw) for each in readout.processed]
+        for row, edit in compute_edits(processed, Masks()):
             if edit is None:
                 launched.tokens[row] = None
         return launched
@@ -110,14 +112,14 @@ class World:
 
         class Watched(LogitsProcessor):
             def __init__(self, *args: Any) -> None:
-                faults.call("steering", lambda: super(Watched, self).__init__(*args))
-                faults.watch(self, "_see_all", "_edit", name="steering")
+                faults.call("processor", lambda: super(Watched, self).__init__(*args))
+                faults.watch(self, "_see_all", "_edit", name="processor")
 
         monkeypatch.setattr(answer_module, "TextStream", Text)
         monkeypatch.setattr(answer_module, "LogitsProcessor", Watched)
 
         def make(publish: Mailbox) -> Engine:
-            scheduler, runner = ContinuousScheduler(self.pool, chosen), SteeredRunner(self.pool)
+            scheduler, runner = ContinuousScheduler(self.pool, chosen), ProcessorRunner(self.pool)
             faults.watch(self.pool, "allocate", "grow", "commit", "free", "free_tokens", *A_PASS[1:])
             faults.watch(scheduler, "add", "schedule", "finish")
             launch, has_work = runner.launch, scheduler.has_work

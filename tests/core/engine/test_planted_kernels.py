@@ -80,7 +80,7 @@ class Extends(CpuKernels):
 
 
 class Masked(CpuKernels):
-    """Draws from rows of which one has forbidden tokens, and then of its neighbours or of all."""
+    """Draws from rows of which one has forbidden tokens, and then of its neighbors or of all."""
 
     def __init__(self, own: bool) -> None:
         super().__init__()

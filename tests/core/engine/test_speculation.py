@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 from tests.core.engine.test_faults import Panic
-from tests.core.engine.test_steering import CASES
+from tests.core.engine.test_processors import CASES
 from tests.examples import seeds
 from tests.support import (
-    QUANTISED,
+    QUANTIZED,
     VOCAB,
     Always,
     Knowing,
@@ -33,8 +33,8 @@ from tokenizers import Tokenizer, decoders, models
 from infer.contracts.attention import KVDtype
 from infer.contracts.model import ModelProtocol, Pass
 from infer.contracts.params import SamplingParams, StructuredOutputs
-from infer.contracts.proposer import Ask
-from infer.contracts.request import Event, Request
+from infer.contracts.proposer import DraftRequest
+from infer.contracts.request import Event, Request, ThinkingTokens
 from infer.engine.answer import NOT_FINITE
 from infer.engine.payoff import Plan
 from infer.engine.processors import LogitsProcessor
@@ -44,7 +44,7 @@ F32, BF16 = torch.float32, torch.bfloat16
 EOS = 95
 FAMILIES = ("llama", "qwen3", "gemma3", "mistral")
 WEIGHTS = (*((family, dtype) for family in FAMILIES for dtype in (F32, BF16)), *((f"{f} int8", BF16) for f in FAMILIES))
-assert {f"{family} int8" for family in FAMILIES} <= set(QUANTISED)
+assert {f"{family} int8" for family in FAMILIES} <= set(QUANTIZED)
 REGEX = "([a-m]{2,5}!){1,9}"
 
 
@@ -82,6 +82,11 @@ def some_request(draw: random.Random, id: str) -> Request:
         params["stop"] = [chr(33 + draw.randrange(94)) for _ in range(6)] + ["AB"]
     if draw.random() < 0.2:
         params["prompt_logprobs"] = 1
+    thinking = (
+        ThinkingTokens((5,), draw.choice([(7,), (7, 8, 7)]), draw.random() < 0.7) if draw.random() < 0.2 else None
+    )
+    if thinking is not None:
+        params["thinking_token_budget"] = draw.choice([0, 1, 5, 12])
     prompt = random_prompt(260)[: draw.choice([1, 15, 40, 100])] + random_prompt(3, seed=draw.randrange(4))
     return Request.make(
         prompt,
@@ -93,6 +98,7 @@ def some_request(draw: random.Random, id: str) -> Request:
         group=draw.choice(["", "g"]),
         grammar=grammar() if formed else None,
         grammar_after=draw.choice([(), (), (7,)]) if formed else (),
+        thinking=thinking,
     )
 
 
@@ -242,7 +248,7 @@ def test_an_answer_ends_inside_an_accepted_run(kind: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["frequency", "repetition", "all", "grammar", "late grammar"])
-def test_drafts_are_steered_as_if_they_were_right(case: str) -> None:
+def test_drafts_are_processed_as_if_they_were_right(case: str) -> None:
     """Whether they are or not, the rows behind them, and those of later steps, are edited as without drafts."""
     formed = "grammar" in case
     params = {"structured_outputs": StructuredOutputs(regex=REGEX)} if formed else CASES[case]
@@ -335,10 +341,10 @@ class Faulty:
         self.how = how
         self.calls = 0
 
-    def propose(self, asks: Sequence[Ask]) -> Any:
+    def propose(self, draft_requests: Sequence[DraftRequest]) -> Any:
         self.calls += 1
         if self.calls < 3:
-            return [[1]] * len(asks)
+            return [[1]] * len(draft_requests)
         if self.how == "raises":
             raise ValueError("no idea")
         if self.how == "exits":
@@ -374,8 +380,8 @@ def test_a_proposer_that_fails_is_not_asked_again(how: str, caplog: pytest.LogCa
 
 def test_drafts_that_the_model_does_not_know_are_left_out() -> None:
     class Strange(Faulty):
-        def propose(self, asks: Sequence[Ask]) -> Any:
-            return [[1, VOCAB, 2] if len(ask.token_ids) % 2 else [-1] for ask in asks]
+        def propose(self, draft_requests: Sequence[DraftRequest]) -> Any:
+            return [[1, VOCAB, 2] if len(draft_request.token_ids) % 2 else [-1] for draft_request in draft_requests]
 
         def end(self, request_id: str) -> None: ...
 
@@ -465,8 +471,8 @@ def test_the_tokens_a_grammar_waits_for_come_in_order_and_begin_anew_with_the_fi
         grammar=grammar(),
         grammar_after=(7, 8, 9),
     )
-    steering = LogitsProcessor(request, ())
-    assert steering.see(PROMPT) is None
+    processor = LogitsProcessor(request, ())
+    assert processor.see(PROMPT) is None
     for token in (8, 7, 5, 9, 8, 7, 5, 9, 8, 5):
-        assert steering.see([token]) is None
-    assert steering.see([9]) is not None
+        assert processor.see([token]) is None
+    assert processor.see([9]) is not None

@@ -23,7 +23,7 @@ from tests.support import Always
 from infer.contracts.attention import AttentionSpec
 from infer.contracts.cache import CacheContext
 from infer.contracts.params import SamplingParams
-from infer.contracts.proposer import Ask
+from infer.contracts.proposer import DraftRequest
 from infer.contracts.records import RequestRecord, StepRecord
 from infer.contracts.request import Event, Request
 from infer.contracts.scheduler import PENDING
@@ -123,15 +123,15 @@ class Guesser:
     def __init__(self, right: float) -> None:
         self.right, self.draw = right, random.Random(1)
 
-    def propose(self, asks: Seq[Ask]) -> list[list[int]]:
+    def propose(self, draft_requests: Seq[DraftRequest]) -> list[list[int]]:
         proposals = []
-        for ask in asks:
-            tokens = list(ask.token_ids)
+        for draft_request in draft_requests:
+            tokens = list(draft_request.token_ids)
             assert PENDING not in tokens
-            for _ in range(ask.most):
+            for _ in range(draft_request.most):
                 token = answer(tokens)
                 tokens.append(token if self.draw.random() < self.right else (token + 1) % 3)
-            proposals.append(tokens[len(ask.token_ids) :])
+            proposals.append(tokens[len(draft_request.token_ids) :])
         return proposals
 
     def end(self, request_id: str) -> None: ...

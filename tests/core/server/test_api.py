@@ -1,4 +1,4 @@
-"""Chat, tokenization, decisions, API keys and metrics: everything that is not about completions alone."""
+"""Chat, tokenization, API keys and metrics: everything that is not about completions alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from tests.serving import HANG_S, TEMPLATE, Body, running, until
 from infer.contracts.request import Request
 from infer.errors import RequestError
 from infer.server.rendering import Renderer
-from infer.server.service import Service
 from infer.text.templates import ChatTemplate
 
 ENGINE = {"max_batch_size": 4, "max_seq_len": 512}
@@ -178,7 +177,6 @@ async def test_other_endpoints_name_their_own_fields(chatty: dict[str, Any]) -> 
     """Whatever the engine and the template call what is wrong."""
     long = "x " * 5000
     schema = {"format": {"type": "json_schema", "name": "s", "schema": {"type": "thing"}}}
-    question = {"type": "predicate", "instructions": "It is."}
     form = {"type": "grammar", "syntax": "lark", "definition": "start: ("}
     grammar = {"type": "custom", "name": "c", "format": form}
     bad: list[tuple[str, Body, str, str]] = [
@@ -187,9 +185,6 @@ async def test_other_endpoints_name_their_own_fields(chatty: dict[str, Any]) -> 
         ("/v1/responses", {"input": long}, "input", "maximum context length"),
         ("/v1/responses", {"input": "x", "text": schema}, "text.format", "compile"),
         ("/v1/responses", {"input": "x", "tools": [grammar], "tool_choice": "required"}, "tools", "compile"),
-        ("/v1/decisions", {"input": long, "questions": [question]}, "input", "maximum context length"),
-        ("/v1/systemone", {"state": long, "questions": {"u": QUESTIONS["urgent"]}}, "state", "maximum context length"),
-        ("/v1/systemone", {"input": "x", "questions": []}, "state", "missing"),
         ("/tokenize", {"messages": []}, "messages", "at least 1"),
     ]
     async with running(**chatty) as server:
@@ -210,9 +205,6 @@ async def test_without_a_template_there_is_no_chat(tmp_path: Path) -> None:
             status, answer, _ = await server.post(body, path)
             assert (status, answer["error"]["param"]) == (400, next(iter(body)))
             assert "model.chat_template" in answer["error"]["message"]
-        body = {"state": "I need help.", "questions": {"urgent": QUESTIONS["urgent"]}}
-        status, answer, _ = await server.post(body, "/v1/decisions")
-        assert status == 200, ("which does without", answer)
 
 
 async def test_a_template_that_runs_away_is_stopped() -> None:
@@ -541,175 +533,6 @@ async def test_n_answers_of_one_prompt_are_those_of_its_seeds(chatty: dict[str, 
         assert several["usage"]["prompt_tokens"] == one["usage"]["prompt_tokens"]
 
 
-STATE = "The integration keeps failing, I was charged twice and I need help as soon as possible. " * 8
-QUESTIONS = {
-    "urgent": {"type": "noul", "instructions": "Is it urgent?", "criteria": {"true": "now", "false": "later"}},
-    "refund": {"type": "yes_no", "instructions": "Is a refund asked for?"},
-    "team": {
-        "type": "choice",
-        "instructions": "Which team?",
-        "criteria": {"billing": "money", "support": None, "other": None},
-    },
-    "anger": {"type": "score", "instructions": "How angry?", "criteria": ["calm", "annoyed", "angry"]},
-}
-
-
-async def test_decisions_repeat_bit_for_bit_and_share_the_state(chatty: dict[str, Any]) -> None:
-    async with running(**chatty) as server:
-        body = {"state": STATE, "questions": QUESTIONS}
-        status, first, _ = await server.post(body, "/v1/decisions")
-        assert status == 200, first
-        answers = first["answers"]
-        assert list(answers) == list(QUESTIONS)
-        assert 0 <= answers["urgent"]["noul"] <= 1
-        assert answers["refund"]["type"] == "yes_no"
-        team = answers["team"]
-        assert team["choice"] == max(team["probabilities"], key=team["probabilities"].get)
-        assert sum(team["probabilities"].values()) == pytest.approx(1)
-        assert 0 <= team["confidence"] <= 1
-        anger = answers["anger"]
-        assert anger["score"] == pytest.approx(sum(int(i) * p for i, p in anger["probabilities"].items()))
-        assert anger["legend"] == {"0": "calm", "1": "annoyed", "2": "angry"}
-        assert list(anger["probabilities"]) == list(anger["legend"])
-        async with server.session.get(server.url + "/metrics") as response:
-            families = list(text_string_to_metric_families(await response.text()))
-        found = {sample.name: sample.value for family in families for sample in family.samples}
-        state_tokens = (await server.post({"prompt": STATE}, "/tokenize"))[1]["count"]
-        assert found["infer_prefix_cache_hits_total"] >= 3 * (state_tokens - 32)
-        busy = asyncio.gather(*(server.post({"prompt": "def ", "max_tokens": 40, "seed": i}) for i in range(3)))
-        _, again, _ = await server.post(body, "/v1/systemone")
-        assert again["answers"] == answers
-        await busy
-        one = {"state": {"text": STATE}, "questions": {"urgent": QUESTIONS["urgent"]}}
-        assert (await server.post(one, "/v1/decisions"))[0] == 200
-        for bad, param in (
-            ({"state": "x", "questions": {}}, "questions"),
-            ({"state": "x", "questions": {"a": {"type": "maybe", "instructions": "?"}}}, "questions.a.type"),
-            ({"questions": QUESTIONS}, "input"),
-        ):
-            status, answer, _ = await server.post(bad, "/v1/decisions")
-            assert (status, answer["error"]["param"]) == (400, param), answer
-
-
-async def test_decisions_as_openai_asks_them(chatty: dict[str, Any]) -> None:
-    """The same figures as System One's: two ways to say one thing."""
-    async with running(**chatty) as server:
-        asked = [
-            {"type": "choice", "name": "team", "instructions": "Which team?"}
-            | {"choices": [{"value": "billing", "description": "money"}, {"value": "support"}, {"value": "other"}]},
-            {"type": "score", "instructions": [{"type": "input_text", "text": "How angry?"}]}
-            | {"levels": [{"label": "calm"}, {"label": "annoyed"}, {"label": "angry"}]},
-            {"type": "predicate", "name": "refund", "instructions": "A refund is asked for."},
-            {"type": "choice", "instructions": "Is it?", "choices": [{"value": True}, {"value": "true"}]},
-        ]
-        status, found, _ = await server.post({"input": STATE, "questions": asked}, "/v1/decisions")
-        assert status == 200, found
-        _, same, _ = await server.post({"state": STATE, "questions": QUESTIONS}, "/v1/systemone")
-        team, anger, refund, truth = found["answers"]
-        other = same["answers"]["team"]
-        assert (team["choice"], team["confidence"], team["name"]) == (other["choice"], other["confidence"], "team")
-        assert {each["value"]: each["probability"] for each in team["probabilities"]} == other["probabilities"]
-        other = same["answers"]["anger"]
-        assert (anger["score"], anger["confidence"], anger["name"]) == (other["score"], other["confidence"], None)
-        assert [(str(each["value"]), each["label"]) for each in anger["probabilities"]] == list(other["legend"].items())
-        assert [each["probability"] for each in anger["probabilities"]] == list(other["probabilities"].values())
-        assert 0 < refund["probability"] < 1
-        assert refund["name"] == "refund"
-        assert [each["value"] for each in truth["probabilities"]] == [True, "true"]
-        usage = found["usage"]
-        assert usage["input_tokens"] == usage["total_tokens"] > 0
-        assert usage["input_tokens_details"]["cached_tokens"] > 0
-
-
-async def test_decisions_judge_a_conversation(chatty: dict[str, Any]) -> None:
-    """What it says arrives in the prompt: as the text that it makes does."""
-    items = [
-        {"role": "system", "content": "Help."},
-        {
-            "role": "user",
-            "content": [{"type": "input_text", "text": "It "}, {"type": "input_json", "data": {"a": None}}],
-        },
-        {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"},
-        {"type": "function_call_output", "call_id": "c", "output": "ok"},
-        {
-            "role": "assistant",
-            "content": [{"type": "output_text", "text": "Done."}, {"type": "refusal", "refusal": "!"}],
-        },
-    ]
-    said = 'system: Help.\nuser: It {"a": null}\nassistant calls look: {}\ntool: ok\nassistant: Done.!'
-    questions = [{"type": "predicate", "instructions": "It is done."}]
-    async with running(**chatty) as server:
-        _, one, _ = await server.post({"input": items, "questions": questions}, "/v1/decisions")
-        _, other, _ = await server.post({"input": said, "questions": questions}, "/v1/decisions")
-    assert one["answers"] == other["answers"]
-    assert one["usage"]["input_tokens"] == other["usage"]["input_tokens"]
-
-
-async def test_many_questions_leave_places_for_others(chatty: dict[str, Any]) -> None:
-    questions = [{"type": "predicate", "name": f"{i}", "instructions": f"Is it {i}?"} for i in range(30)]
-    most = 0
-
-    async def watch() -> None:
-        nonlocal most
-        while True:
-            most = max(most, server.engine_loop.num_open)
-            await asyncio.sleep(0)
-
-    async with running(**chatty) as server:
-        watching = asyncio.create_task(watch())
-        status, found, _ = await server.post({"input": "x", "questions": questions}, "/v1/decisions")
-        watching.cancel()
-    assert status == 200, found
-    assert [answer["name"] for answer in found["answers"]] == [f"{i}" for i in range(30)]
-    assert 1 <= most <= ENGINE["max_batch_size"]
-
-
-async def test_many_questions_are_counted_first_and_made_as_they_run(
-    chatty: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each question's request has all of the state's tokens."""
-    made = most = 0
-    requests, whole = Service.requests, Service.whole
-
-    async def make(self: Service, *given: Any, **how: Any) -> Any:
-        nonlocal made, most
-        made += 1
-        most = max(most, made)
-        return await requests(self, *given, **how)
-
-    async def run(self: Service, *given: Any, **how: Any) -> Any:
-        nonlocal made
-        made = 0
-        return await whole(self, *given, **how)
-
-    monkeypatch.setattr(Service, "requests", make)
-    monkeypatch.setattr(Service, "whole", run)
-    questions = [{"type": "predicate", "instructions": "Is it?"} for _ in range(40)]
-    async with running(**chatty, server={"max_choices": 39, "access_log": False}) as server:
-        status, found, _ = await server.post({"input": "x", "questions": questions}, "/v1/decisions")
-        assert (status, found["error"]["param"], made) == (400, "questions", 0)
-        assert found["error"]["message"] == "This asks for 40 answers at once; server.max_choices allows 39."
-        status, found, _ = await server.post({"input": "x", "questions": questions[1:]}, "/v1/decisions")
-        assert (status, len(found["answers"]), most) == (200, 39, ENGINE["max_batch_size"])
-
-
-async def test_more_choices_than_letters(chatty: dict[str, Any]) -> None:
-    chatty["engine"] = ENGINE | {"max_seq_len": 2048}
-    questions = [
-        {"type": "choice", "instructions": "?", "choices": [{"value": str(i)} for i in range(count)]}
-        for count in (26, 60, 255)
-    ]
-    async with running(**chatty) as server:
-        status, found, _ = await server.post({"input": "x", "questions": questions[:2]}, "/v1/decisions")
-        assert status == 200, found
-        for answer, count in zip(found["answers"], (26, 60), strict=True):
-            assert sum(each["probability"] for each in answer["probabilities"]) == pytest.approx(1)
-            assert len({each["probability"] for each in answer["probabilities"]}) > count / 2, "each has its own token"
-        status, found, _ = await server.post({"input": "x", "questions": questions[2:]}, "/v1/decisions")
-        assert (status, found["error"]["param"]) == (400, "questions")
-        assert "255 choices" in found["error"]["message"]
-
-
 async def test_tokens_there_and_back(chatty: dict[str, Any]) -> None:
     async with running(**chatty) as server:
         _, tokens, _ = await server.post(
@@ -803,7 +626,7 @@ async def test_the_document_knows_every_route(chatty: dict[str, Any]) -> None:
     async with running(**chatty) as server:
         _, made = await server.get("/openapi.json")
         assert made["openapi"].startswith("3.1")
-        assert {"/v1/chat/completions", "/v1/models/{model}", "/metrics", "/v1/systemone"} <= set(made["paths"])
+        assert {"/v1/chat/completions", "/v1/models/{model}", "/metrics", "/v1/score"} <= set(made["paths"])
         text = json.dumps(made)
         for name in {part.split('"')[0] for part in text.split('"#/components/schemas/')[1:]}:
             assert name in made["components"]["schemas"], name
@@ -915,15 +738,12 @@ async def test_who_asks_and_what_belongs_together_reach_the_engine(
 
         monkeypatch.setattr(server.engine_loop, "submit_all", watched)
         talk: Body = {"messages": MESSAGES, "max_tokens": 1}
-        question = {"type": "predicate", "instructions": "It is."}
         for path, asked, users in (
             ("/v1/completions", {"prompt": "a", "max_tokens": 1}, [""]),
             ("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 1, "n": 2, "user": "u"}, ["u"] * 4),
             ("/v1/chat/completions", talk | {"user": "u", "safety_identifier": "s"}, ["s"]),
             ("/v1/responses", {"input": "x", "max_output_tokens": 1, "safety_identifier": "s"}, ["s"]),
             ("/v1/responses", {"input": "x", "max_output_tokens": 1, "user": "u"}, ["u"]),
-            ("/v1/decisions", {"input": "x", "questions": [question], "safety_identifier": "s"}, ["s"]),
-            ("/v1/systemone", {"state": "x", "questions": {"q": QUESTIONS["urgent"]}, "user": "u"}, ["u"]),
         ):
             seen.clear()
             assert (await server.post(asked, path))[0] == 200, asked

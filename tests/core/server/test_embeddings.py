@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, beside transformers' hidden states, pooled and normalised as sentence-transformers do."""
+"""POST /v1/embeddings, beside transformers' hidden states, pooled and normalized as sentence-transformers do."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PATH = "/v1/embeddings"
 
 
 def by_transformers(texts: list[str], pooling: str = "last") -> np.ndarray[Any, Any]:
-    """[texts, D], normalised, fp32."""
+    """[texts, D], normalized, fp32."""
     tokenizer: Any = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
     model = transformers.AutoModel.from_pretrained(CHECKPOINT, dtype=torch.float32).eval()
     rows = []

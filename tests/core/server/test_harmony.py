@@ -46,7 +46,7 @@ type {{ tool.function.name }} = (_: {
 {%- if add_generation_prompt %}<|start|>assistant{% endif %}
 """
 LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {"at": {}}}}}
-ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 60}
+REQUEST: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 60}
 ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|start|>assistant<|channel|>final<|message|>"
 CALL = '<|start|>assistant<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"at": 1}<|call|>'
 CHAT = "/v1/chat/completions"
@@ -80,7 +80,7 @@ async def test_channels_become_the_parts_of_an_answer(tmp_path: Path) -> None:
     """Whole and streamed, without settings, and what ends the answer is no part of it."""
     async with running([Puppets()], model=puppet(tmp_path)) as server:
         for text, tools, said in SAID:
-            body = ASKED | ({"tools": tools} if tools else {})
+            body = REQUEST | ({"tools": tools} if tools else {})
             await told(server, body, text)
             _, whole, _ = await server.post(body, CHAT)
             *events, _ = await server.stream(body, CHAT)
@@ -104,8 +104,8 @@ async def test_a_format_applies_in_the_final_channel_only(tmp_path: Path) -> Non
     async with running([Puppets()], model=puppet(tmp_path)) as server:
         for constrained in ("", " <|constrain|>json"):
             thought = f"{ANALYSIS}hm, final<|end|>{FINAL.replace('<|message|>', constrained + '<|message|>')}"
-            await told(server, ASKED, f"{thought}something else<|return|>")
-            _, answer, _ = await server.post(ASKED | {"response_format": form}, CHAT)
+            await told(server, REQUEST, f"{thought}something else<|return|>")
+            _, answer, _ = await server.post(REQUEST | {"response_format": form}, CHAT)
             _, response, _ = await server.post({"input": "hi", "max_output_tokens": 60}, "/v1/responses")
             _, counted, _ = await server.post({"prompt": thought, "add_special_tokens": False}, "/tokenize")
             message = answer["choices"][0]["message"]

@@ -23,10 +23,10 @@ from prometheus_client import generate_latest
 from pydantic import ValidationError
 from tests import serving
 from tests.examples import slowly
-from tests.serving import HANG_S, Body, running
+from tests.serving import HANG_S, Body, running, working
 
 from infer.server import compiling, events, messages, service, tokens
-from infer.server.endpoints import completions, decisions, metrics
+from infer.server.endpoints import completions, metrics
 from infer.server.http import bodies, parsing, sockets, streams
 from infer.server.http.body import Body as WireBody
 from infer.server.http.body import Many
@@ -76,10 +76,6 @@ BODIES: list[tuple[str, bytes, str]] = [
 ]
 
 
-QUESTIONS: Body = {"questions": [{"type": "predicate", "instructions": "It is."}]}
-STATE: Body = {"state": {"a": ["\u00e9", 1]}, "questions": {"q": {"type": "yes_no", "instructions": "Is it?"}}}
-
-
 @pytest.fixture
 def chatty(tmp_path: Path) -> Body:
     return {"engine": ENGINE, "model": serving.chatty(tmp_path)}
@@ -108,9 +104,9 @@ async def test_no_body_holds_up_the_loop(chatty: Body, monkeypatch: pytest.Monke
     parsed: list[int] = []
     parse = parsing.parse
 
-    def counted(body: bytes, model: Any) -> Any:
+    def counted(body: bytes, model: Any, *how: Any) -> Any:
         parsed.append(len(body))
-        return parse(body, model)
+        return parse(body, model, *how)
 
     monkeypatch.setattr(parsing, "parse", counted)
     began = time.thread_time()
@@ -188,38 +184,6 @@ async def test_no_answer_holds_up_the_loop(
         assert headers["X-Request-Id"] in pieces["id"]
         assert total > 2000
         assert longest <= streams.FEW * 22, "more than a step's tokens at once"
-
-
-async def test_many_decisions_are_written_in_turns(chatty: Body, monkeypatch: pytest.MonkeyPatch) -> None:
-    written = longest = 0
-    answered = decisions._answer
-
-    def counted(*given: Any) -> Any:
-        nonlocal written
-        written += 1
-        return answered(*given)
-
-    async def tick() -> None:
-        nonlocal written, longest
-        while True:
-            longest, written = max(longest, written), 0
-            await asyncio.sleep(0)
-
-    monkeypatch.setattr(decisions, "_answer", counted)
-    async with running(**chatty) as server:
-        questions = {
-            f"q{i}": {"type": "choice", "instructions": "?", "criteria": {"a": None, "\u00e9": "b"}} for i in range(64)
-        }
-        once = await server.post({"state": "a", "questions": questions}, "/v1/systemone")
-        assert list(once[1]["answers"]) == list(questions)
-        assert list(once[1]["answers"]["q0"]["probabilities"]) == ["a", "\u00e9"]
-        monkeypatch.setattr(streams, "TURN_S", -1.0)
-        written = 0
-        ticks = asyncio.create_task(tick())
-        again = await server.post({"state": "a", "questions": questions}, "/v1/systemone")
-        ticks.cancel()
-    assert again[1]["answers"] == once[1]["answers"]
-    assert longest <= streams.FEW
 
 
 async def test_tokens_are_written_few_at_a_time_beside_the_loop(chatty: Body, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,10 +332,7 @@ async def test_a_large_body_asks_for_what_a_small_one_does(chatty: Body) -> None
             ("/v1/chat/completions", talk | {"max_tokens": 8, "seed": 1}, "choices"),
             ("/v1/responses", items | {"max_output_tokens": 16, "seed": 1}, "usage"),
             ("/tokenize", talk, "tokens"),
-            ("/v1/decisions", items | QUESTIONS, "answers"),
-            ("/v1/systemone", STATE, "answers"),
         ):
-            body = {k: v for k, v in body.items() if path != "/v1/decisions" or k != "instructions"}
             _, small, _ = await server.post(body, path)
             status, large, _ = await server.post(json.dumps(body) + " " * bodies.INLINE_BYTES, path)
             assert (status, large[key]) == (200, small[key]), path
@@ -385,37 +346,23 @@ MANY: list[tuple[str, Body]] = [
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}] * 8000}),
     ("/v1/responses", {"input": [{"role": "user", "content": "a"}] * 8000}),
     ("/tokenize", {"messages": [{"role": "user", "content": "a"}] * 8000}),
-    ("/v1/decisions", {"input": [{"role": "user", "content": "a"}] * 8000} | QUESTIONS),
-    ("/v1/systemone", STATE | {"state": [{"a": i} for i in range(8000)]}),
 ]
 
 
 @pytest.mark.parametrize(("path", "body"), [*MANY[:2], *slowly(*MANY[2:])], ids=[path for path, _ in MANY])
 async def test_what_a_long_conversation_says_is_worked_out_where_it_is_parsed(
-    path: str, body: Body, chatty: Body, monkeypatch: pytest.MonkeyPatch
+    path: str, body: Body, chatty: Body
 ) -> None:
     """Neither its items nor what the template makes of each of them are this process's work."""
-    worked: list[object] = []
-
-    def noted(function: Any) -> Any:
-        def note(first: object, *more: Any, **how: Any) -> Any:
-            worked.append(first)
-            return function(first, *more, **how)
-
-        return note
-
     sent = json.dumps(body)
-    monkeypatch.setattr(messages.Message, "plain", noted(messages.Message.plain))
-    monkeypatch.setattr(WireBody, "__setstate__", noted(WireBody.__setstate__))
     async with running(**chatty) as server:
-        monkeypatch.setattr(json, "dumps", noted(json.dumps))
-        status, answer, _ = await server.post(sent, path)
+        with working() as worked:
+            status, answer, _ = await server.post(sent, path)
         if path == "/tokenize":
             assert (status, answer["count"] > 8000) == (200, True)
         else:
             assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
     assert len(worked) < 1000
-    assert body.get("state", "none") not in worked
 
 
 def test_the_first_fault_ends_the_check() -> None:

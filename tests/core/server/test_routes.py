@@ -63,25 +63,25 @@ class Greeter:
         self.finished += 1
 
     async def ask(self, http):
-        asked = await self.service.read(http, Ask)
-        if asked.prompt == "boom":
+        body = await self.service.read(http, Ask)
+        if body.prompt == "boom":
             raise KeyError("lost")
-        if asked.prompt == "nothing":
+        if body.prompt == "nothing":
             return None
-        if asked.prompt == "no":
+        if body.prompt == "no":
             raise RequestError("prompt is no.", param="prompt")
         params = SamplingParams(max_tokens=4, ignore_eos=True)
-        requests = await self.service.requests(http, [asked.prompt[:100]], params, asked)
+        requests = await self.service.requests(http, [body.prompt[:100]], params, body)
         (answer,), _ = await self.service.whole(http, requests)
         text = f"{self.settings.greeting} {answer.finish_reason}"
         return await self.service.answer(
-            http, {"text": text, "length": len(asked.prompt), "finished": self.finished}
+            http, {"text": text, "length": len(body.prompt), "finished": self.finished}
         )
 
     async def stream(self, http):
-        asked = await self.service.read(http, Ask)
+        body = await self.service.read(http, Ask)
         params = SamplingParams(max_tokens=4, ignore_eos=True)
-        requests = await self.service.requests(http, [asked.prompt], params, asked)
+        requests = await self.service.requests(http, [body.prompt], params, body)
 
         async def frames(events, usage):
             async for _, event in events:
@@ -283,5 +283,5 @@ async def test_a_servers_observers_leave_with_it() -> None:
 def test_routes_are_listed() -> None:
     offers = Plugins.discover().offers["routes"]
     names = {offer.name for offer in offers if offer.distribution == "infer-core"}
-    own = {"chat", "completions", "embeddings", "rerank", "decisions", "tokenization", "about", "metrics"}
+    own = {"chat", "completions", "embeddings", "rerank", "tokenization", "about", "metrics"}
     assert names == own

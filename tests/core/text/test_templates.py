@@ -108,7 +108,7 @@ def test_chats_with_tools_have_a_template_of_their_own(tmp_path: Path) -> None:
     template = ChatTemplate(ROLE, {}, tool_source=HERMES)
     assert template.render(MESSAGES) == ChatTemplate(ROLE, {}).render(MESSAGES)
     assert template.render(MESSAGES, tools=TOOLS) == ChatTemplate(HERMES, {}).render(MESSAGES, tools=TOOLS)
-    assert template.manners.call == ChatTemplate(HERMES, {}).manners.call is not None
+    assert template.style.call == ChatTemplate(HERMES, {}).style.call is not None
     assert ChatTemplate(**template.state).state == template.state
 
 
@@ -192,7 +192,7 @@ KNOWS_TOOLS = "{% if tools %}{{ tools | tojson }}\n{% endif %}{% for m in messag
 AFTER = "<|end|>{% endfor %}" + PROMPT
 CALLS = "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
 EACH = "{% for c in m.tool_calls or [] %}{{ c.function.name }}("
-MANNERS = {
+STYLES = {
     "either": (KNOWS_TOOLS + "{{ m.content or '' }}" + CALLS + AFTER, False, None, "<tool_call>"),
     "none with calls": (
         KNOWS_TOOLS + "{% if m.content is none %}" + CALLS + "{% else %}{{ m.content }}{% endif %}" + AFTER,
@@ -219,11 +219,11 @@ MANNERS = {
 }
 
 
-@pytest.mark.parametrize("name", MANNERS)
+@pytest.mark.parametrize("name", STYLES)
 def test_a_template_is_given_calls_as_it_takes_them(name: str) -> None:
-    source, text_arguments, no_content, written = MANNERS[name]
+    source, text_arguments, no_content, written = STYLES[name]
     template = ChatTemplate(source, {})
-    found = template.manners
+    found = template.style
     assert (found.text_arguments, found.no_content) == (text_arguments, no_content)
     assert (found.call is None) == (written is None)
     if found.call is not None and written is not None:
@@ -301,4 +301,4 @@ def test_arguments_that_are_no_object_are_refused_only_where_the_template_needs_
 def test_a_call_is_told_from_how_a_turn_begins(opened: str) -> None:
     """Where the prompt opens a reasoning that the history does not show, both may begin alike."""
     source = KNOWS_TOOLS + "{{ m.content or '' }}" + CALLS + AFTER.replace("<|assistant|>", "<|assistant|>" + opened)
-    assert str(ChatTemplate(source, {}).manners.call).startswith('<tool_call>{"name"')
+    assert str(ChatTemplate(source, {}).style.call).startswith('<tool_call>{"name"')

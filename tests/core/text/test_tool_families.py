@@ -14,7 +14,7 @@ from infer.contracts.registration import NoSettings
 from infer.contracts.text import ReasoningTags, Tools
 from infer.plugins.builtin import infer_reasoning_formats, infer_tool_formats
 from infer.text.templates import PROBE_ARGUMENTS, PROBE_TOOL, ChatTemplate
-from infer.text.tool_formats import recognise
+from infer.text.tool_formats import recognize
 from infer.text.tools import make_parser
 
 REASONING: dict[str, ReasoningTags] = {each.name: each.factory(NoSettings()) for each in infer_reasoning_formats()}
@@ -344,9 +344,9 @@ def read(parts: Iterable[str], format: str, tags: ReasoningTags | None = None, *
 @each_family
 def test_a_format_is_found_by_what_the_template_writes(name: str) -> None:
     shape = ChatTemplate(FAMILIES[name].template, {})
-    assert shape.manners.call is not None
+    assert shape.style.call is not None
     known = {PROBE_TOOL["function"]["name"]: PROBE_TOOL["function"]["parameters"]}
-    found = recognise(FORMATS.values(), shape.manners.call, known, ("look_up", PROBE_ARGUMENTS))
+    found = recognize(FORMATS.values(), shape.style.call, known, ("look_up", PROBE_ARGUMENTS))
     assert found is not None
     assert found.name == FAMILIES[name].format
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from infer.contracts.registration import NoSettings
 from infer.contracts.text import ReasoningTags
 from infer.plugins.builtin import infer_tool_formats
-from infer.text.tool_formats import ToolFormat, harmony, recognise
+from infer.text.tool_formats import ToolFormat, harmony, recognize
 from infer.text.tool_formats.reader import Script
 from infer.text.tools import Calls, calls_schema, make_parser, opens_reasoning
 
@@ -372,7 +372,7 @@ def test_what_is_forced_and_cut_off_is_content_until_its_arguments_begin() -> No
         assert found["content"] == (text[:end] if end <= begins[0] else unread)
 
 
-def test_a_format_is_recognised_by_what_it_says() -> None:
+def test_a_format_is_recognized_by_what_it_says() -> None:
     arguments = {"city": 'Ro"me', "n": 3}
     body = json.dumps(arguments)
     call = json.dumps({"name": "weather", "arguments": arguments})
@@ -391,7 +391,7 @@ def test_a_format_is_recognised_by_what_it_says() -> None:
         ('[weather(city="Ro"me", n=3)]', None),
         (f"weather\n{body}", None),
     ):
-        found = recognise(FORMATS.values(), text, TOOLS, ("weather", arguments))
+        found = recognize(FORMATS.values(), text, TOOLS, ("weather", arguments))
         assert (found and found.name) == format, text
 
 

@@ -39,10 +39,10 @@ ARCHITECTURES = {
 GRANITES = (gguf.MODEL_ARCH.GRANITE, gguf.MODEL_ARCH.GRANITE_MOE)
 LLAMAS = (gguf.MODEL_ARCH.LLAMA, *GRANITES, gguf.MODEL_ARCH.SMOLLM3)
 TYPE: Any = gguf.GGMLQuantizationType
-Quantise = Callable[[Tensor, str], np.ndarray]
+Quantize = Callable[[Tensor, str], np.ndarray]
 
 
-def quantised(values: Tensor, type: str) -> np.ndarray:
+def quantized(values: Tensor, type: str) -> np.ndarray:
     """The bytes of a tensor in a type, [..., bytes of a row]."""
     made: np.ndarray = gguf.quants.quantize(values.float().numpy(), TYPE[type])
     return made
@@ -53,7 +53,7 @@ def write_gguf(
     file: Path,
     type: str = "F32",
     *,
-    quantise: Quantise = quantised,
+    quantize: Quantize = quantized,
     edit: Callable[[gguf.GGUFWriter, dict[str, Any]], None] = lambda writer, config: None,
     tokenizer: Callable[[gguf.GGUFWriter, Path], None] | None = None,
     part: int = 0,
@@ -82,7 +82,7 @@ def write_gguf(
         assert own is not None, name
         own += ".weight" if name.endswith("sinks") else ""
         kind = type if given.ndim > 1 and not name.endswith(".bias") else "F32"
-        raw = quantise(stored, kind)
+        raw = quantize(stored, kind)
         back = torch.from_numpy(np.array(gguf.quants.dequantize(raw, TYPE[kind])))
         if turned:
             back = back.reshape(-1, size // 2, 2, *back.shape[1:]).transpose(1, 2).reshape(back.shape)

@@ -46,12 +46,12 @@ def test_values_are_those_of_the_gguf_package(name: str) -> None:
     assert gguf.GGMLQuantizationType[name] == NUMBERS[name]
     assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]] == (kind.values, kind.nbytes)
     assert expected.shape == tuple(weight.shape)
-    assert np.array_equal(weight.dequantise().numpy(), expected)
+    assert np.array_equal(weight.dequantize().numpy(), expected)
     order = torch.randperm(ROWS)
-    assert np.array_equal(weight.rows(order).dequantise().numpy(), expected[order])
+    assert np.array_equal(weight.rows(order).dequantize().numpy(), expected[order])
 
 
-def test_only_matrices_are_quantised() -> None:
+def test_only_matrices_are_quantized() -> None:
     info = TensorInfo(TYPES[8], (32,), 0)
-    with pytest.raises(CheckpointError, match=r"'w' has shape \[32\] and type Q8_0; only matrices are quantised"):
+    with pytest.raises(CheckpointError, match=r"'w' has shape \[32\] and type Q8_0; only matrices are quantized"):
         weight_of("w", info, torch.zeros(34, dtype=torch.uint8))

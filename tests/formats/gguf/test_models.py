@@ -1,5 +1,5 @@
-"""Models read from GGUF files are those of the hub's files: bit for bit where nothing is quantised, and otherwise those
-of the dequantised weights in ``transformers``."""
+"""Models read from GGUF files are those of the hub's files: bit for bit where nothing is quantized, and otherwise those
+of the dequantized weights in ``transformers``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests.examples import slowly
-from tests.formats.gguf.files import gemma_pattern, quantised, write_gguf
+from tests.formats.gguf.files import gemma_pattern, quantized, write_gguf
 from tests.formats.gguf.test_blocks import NUMBERS, random_blocks
 from tests.models.checkpoints import Family, write_checkpoint
 from tests.models.test_against_transformers import NEW, PROMPT, TOLERANCE, Driver, expected_logits, prompt
@@ -101,7 +101,7 @@ def test_plain_weights_are_those_of_the_folder(case: str, type: str, tmp_path: P
 
 
 WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
-QUANTISED: dict[str, tuple[Family, dict[str, Any]]] = {
+QUANTIZED: dict[str, tuple[Family, dict[str, Any]]] = {
     **{type: ("llama", {"kv_heads": 2}) for type in ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")},
     "Q4_1": ("qwen3_moe", {"moe_intermediate_size": 64, "norm_topk_prob": True}),
     "Q4_K": ("llama", {"tied": False}),
@@ -113,20 +113,20 @@ QUANTISED: dict[str, tuple[Family, dict[str, Any]]] = {
 
 
 def random_type(values: Tensor, type: str) -> Any:
-    """Blocks of random bits, whose values are about as large as those of the checkpoint. The package quantises a few
+    """Blocks of random bits, whose values are about as large as those of the checkpoint. The package quantizes a few
     types only."""
     if type == "F32":
-        return quantised(values, type)
+        return quantized(values, type)
     kind = TYPES[NUMBERS[type]]
     return random_blocks(type, values.shape[0], values.shape[1] // kind.values, 0.02 / kind.values)
 
 
-@pytest.mark.parametrize("type", QUANTISED)
-def test_quantised_weights_are_those_that_the_package_dequantises(type: str, tmp_path: Path) -> None:
-    family, fields = QUANTISED[type]
+@pytest.mark.parametrize("type", QUANTIZED)
+def test_quantized_weights_are_those_that_the_package_dequantizes(type: str, tmp_path: Path) -> None:
+    family, fields = QUANTIZED[type]
     folder = write_checkpoint(tmp_path / "hub", family, **WIDE | fields)
     file = tmp_path / "model.gguf"
-    held = write_gguf(folder, file, type, quantise=quantised if type[0] == "Q" and type[-1] in "01" else random_type)
+    held = write_gguf(folder, file, type, quantize=quantized if type[0] == "Q" and type[-1] in "01" else random_type)
     if fields.get("tied", True):
         held.pop("lm_head.weight", None)
     save_file({name: tensor.contiguous() for name, tensor in held.items()}, folder / "model.safetensors")
@@ -135,7 +135,7 @@ def test_quantised_weights_are_those_that_the_package_dequantises(type: str, tmp
     for name, tensor in held.items():
         weight = weights.weight(name)
         assert isinstance(weight, GroupedWeight) == (tensor.ndim == 2)
-        assert torch.equal(weight.dequantise() if isinstance(weight, GroupedWeight) else weight, tensor)
+        assert torch.equal(weight.dequantize() if isinstance(weight, GroupedWeight) else weight, tensor)
     logits = [Driver(path, torch.float32).prefill(prompt(), [PROMPT]) for path in (folder, file)]
     assert (logits[0] - logits[1]).abs().max() < TOLERANCE
     against_transformers(file, folder)

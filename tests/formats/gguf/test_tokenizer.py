@@ -218,7 +218,7 @@ def sentence_piece(tokens: list[str], kinds: list[int], merges: Any, *, prefixed
 
 
 def by_scores(text: str, scores: dict[str, float]) -> list[str]:
-    """What SentencePiece does: of all neighbours that make a piece, join those of the best one, the leftmost first."""
+    """What SentencePiece does: of all neighbors that make a piece, join those of the best one, the leftmost first."""
     parts = list(text)
     while True:
         ways = [(-scores[a + b], at) for at, (a, b) in enumerate(itertools.pairwise(parts)) if a + b in scores]

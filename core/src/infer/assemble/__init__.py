@@ -1,0 +1,1 @@
+"""From settings to a running engine: every part is chosen and made here."""

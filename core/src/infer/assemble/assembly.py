@@ -34,8 +34,8 @@ from infer.engine.runner import Runner
 from infer.engine.speculation import Speculation
 from infer.errors import InferError, SettingsError
 from infer.plugins.discovery import Offer, Plugins
+from infer.plugins.extension_points import EXTENSION_POINTS
 from infer.plugins.inspection import Named
-from infer.plugins.slots import SLOTS
 from infer.settings import compose
 from infer.text.encoding import Encoder
 from infer.text.grammar import Grammars
@@ -106,21 +106,21 @@ class Assembly:
 
     # Choices, which need no weights
 
-    def there(self, slot: str) -> Sequence[str]:
-        """What decides among a slot's offers: the device, or what the checkpoint says."""
-        if slot == "kernels":
+    def there(self, point: str) -> Sequence[str]:
+        """What decides among an extension point's offers: the device, or what the checkpoint says."""
+        if point == "kernels":
             return [self.device.type]
-        if slot == "container":
+        if point == "container":
             return [ending(self.checkpoint.path)]
-        if slot == "model":
+        if point == "model":
             return self.checkpoint.architectures or ["not stated"]
-        return [self.checkpoint.quant_method] if slot == "weights" else []
+        return [self.checkpoint.quant_method] if point == "weights" else []
 
-    def chosen(self, slot: str) -> Offer:
-        """The offer that settings, device and checkpoint choose for a slot."""
-        if slot not in self._chosen:
-            self._chosen[slot] = self.plugins.choose(slot, self.settings, self.there(slot))
-        return self._chosen[slot]
+    def chosen(self, point: str) -> Offer:
+        """The offer that settings, device and checkpoint choose for an extension point."""
+        if point not in self._chosen:
+            self._chosen[point] = self.plugins.choose(point, self.settings, self.there(point))
+        return self._chosen[point]
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
@@ -191,7 +191,7 @@ class Assembly:
         asked = self.settings.cache.kv_dtype
         for offer in offers:
             if asked not in ("auto", *offer.kv_dtypes):
-                setting = f"{offer.slot}.backend"
+                setting = f"{offer.point}.backend"
                 raise SettingsError(
                     f'cache.kv_dtype is "{asked}", which {setting} {offer.name!r} of {offer.distribution} does not '
                     f'know: it has K and V in the model\'s dtype; use "auto", or another {setting}.'
@@ -429,8 +429,8 @@ def open_checkpoint(
     if path is None:
         raise SettingsError("model.path is not set: give a folder, file, hub id or bundled name, e.g. --model demo.")
     plugins.check_bundled(path)
-    slot = SLOTS["container"]
-    suffixes = [suffix for offer in plugins.offers["container"] for suffix in slot.named(offer.registration)]
+    point = EXTENSION_POINTS["container"]
+    suffixes = [suffix for offer in plugins.offers["container"] for suffix in point.named(offer.registration)]
     revision = settings.model.revision
     place = locate(path, bundled=plugins.checkpoints, suffixes=suffixes, revision=revision, outlines=outlines)
     return Checkpoint(plugins.choose("container", settings, [ending(place)]).build(settings, place))

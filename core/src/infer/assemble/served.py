@@ -38,7 +38,7 @@ class Served:
     sampling: Mapping[str, Any]
     """Default sampling parameters: the checkpoint's, or none if ``model.generation_config`` says so."""
     quantization: str | None
-    """How the weights are quantised: as ``model.quantization`` or the checkpoint says; None if they are not."""
+    """How the weights are quantized: as ``model.quantization`` or the checkpoint says; None if they are not."""
     hidden_size: int | None
     """Of the hidden states, of which embeddings are made; None if config.json does not say."""
     pooling: str
@@ -70,7 +70,7 @@ class Served:
         grammar: Grammar | None = None,
         **fields: Any,
     ) -> Request:
-        """Make a checked Request: tokenise the prompt, with the tokenizer's leading special tokens if ``special``, and
+        """Make a checked Request: tokenize the prompt, with the tokenizer's leading special tokens if ``special``, and
         compile its structured outputs unless ``grammar`` is given. ``fields`` are passed to ``Request.make``. A long
         text or a new grammar takes a while. Raises RequestError."""
         ids = self.encode(prompt, special=special) if isinstance(prompt, str) else prompt

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from infer.checkpoint.quantise import Quantiser
+from infer.checkpoint.quantize import Quantizer
 from infer.contracts.model import ModelProtocol
 
 
@@ -20,7 +20,7 @@ class Sketch:
     """A model whose tensors have no values, and what it would take with them."""
 
     model: ModelProtocol
-    quantiser: Quantiser
+    quantizer: Quantizer
     """It has counted the weights as the checkpoint has them."""
     nbytes: int
     """Of the weights as the kernels hold them, and of the model's other tensors, such as tables of rotations."""

@@ -100,10 +100,10 @@ def read_tokenizer(path: str | None, checkpoint: Checkpoint, vocab_size: int, ma
                 f"{checkpoint.path} says that token {id} ends an answer (eos_token_id), but the {whose} has no such "
                 "token: it belongs to another model."
             )
-    return _telling(tokenizer, marks)
+    return _with_visible_marks(tokenizer, marks)
 
 
-def _telling(tokenizer: Tokenizer, marks: Set[str]) -> Tokenizer:
+def _with_visible_marks(tokenizer: Tokenizer, marks: Set[str]) -> Tokenizer:
     """The tokenizer with the marks of tool calls and reasoning as ordinary tokens. Decoding leaves out special tokens,
     but the parsers need these marks, and Mistral's [TOOL_CALLS] and Llama's <|python_tag|>, for example, are
     special."""

@@ -1,5 +1,5 @@
 """How a checkpoint's weights get into a model: a container holds the tensors, a format makes weights of them, they are
-quantised if the settings say so, and the family's model takes them."""
+quantized if the settings say so, and the family's model takes them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 
 from infer.assemble.sizes import Meter, Sketch
 from infer.checkpoint import Checkpoint, Outlines, dummy_tensors
-from infer.checkpoint.quantise import Quantise, Quantiser
+from infer.checkpoint.quantize import Quantize, Quantizer
 from infer.contracts.model import ModelContext, ModelProtocol, SparingModel, UnstackingModel
 from infer.contracts.sections import Settings
 from infer.contracts.weights import WeightFormatProtocol
 from infer.device import blocks_given_back
 from infer.errors import PluginError
-from infer.kernels.quantise import unfilled
+from infer.kernels.quantize import unfilled
 from infer.plugins.discovery import Offer
 from infer.plugins.inspection import Named
 from infer.progress import track
@@ -39,9 +39,9 @@ class Weights:
     def load(self, context: ModelContext) -> ModelProtocol:
         """The model with its weights. Raises InferError."""
         with blocks_given_back():
-            model, quantiser = self._fill(context)
-        method = self.settings.model.quantization or self.checkpoint.quant_method or "not quantised"
-        log.info("weights, %s: %s", method, quantiser)
+            model, quantizer = self._fill(context)
+        method = self.settings.model.quantization or self.checkpoint.quant_method or "not quantized"
+        log.info("weights, %s: %s", method, quantizer)
         return model
 
     def sketch(self, context: ModelContext) -> Sketch:
@@ -50,16 +50,16 @@ class Weights:
         bare = replace(context, device=torch.device("meta"))
         try:
             with Meter() as meter:
-                model, quantiser = self._fill(bare)
-            return Sketch(model, quantiser, meter.live, meter.peak)
+                model, quantizer = self._fill(bare)
+            return Sketch(model, quantizer, meter.live, meter.peak)
         except PluginError as error:  # a family, or kernels, that cannot do without values
             model = self._model(context)
-            quantiser = self._quantiser(model, unfilled, context.dtype)
+            quantizer = self._quantizer(model, unfilled, context.dtype)
             with self.checkpoint.placed(), Named(f"{self.format.whose} cannot be read"):
-                for _ in quantiser(self._for_model(model, bare)):
+                for _ in quantizer(self._for_model(model, bare)):
                     pass
-            total = sum(quantiser.nbytes.values())
-            return Sketch(model, quantiser, total, total, str(error))
+            total = sum(quantizer.nbytes.values())
+            return Sketch(model, quantizer, total, total, str(error))
 
     def read(self, *, bare: bool = False) -> Iterator[tuple[str, Weight]]:
         """The checkpoint's weights, each read when the iterator reaches it; without values if ``bare``."""
@@ -78,21 +78,21 @@ class Weights:
         self.checkpoint.check_ids(model.vocab_size)
         return model
 
-    def _fill(self, context: ModelContext) -> tuple[ModelProtocol, Quantiser]:
+    def _fill(self, context: ModelContext) -> tuple[ModelProtocol, Quantizer]:
         """The model with its weights, and what has counted these. On torch's meta device the weights have no values,
         but everything else about them is checked as on another device."""
         model, bare = self._model(context), context.device.type == "meta"
-        quantiser = self._quantiser(model, unfilled if bare else context.kernels.quantise, context.dtype)
+        quantizer = self._quantizer(model, unfilled if bare else context.kernels.quantize, context.dtype)
         with self.checkpoint.placed(), Named(f"{self.family.whose} cannot be loaded"):
-            weights = quantiser(self._for_model(model, context))
+            weights = quantizer(self._for_model(model, context))
             model.load(weights if bare else track(weights, "weights", len(model.expected())))
-        return model, quantiser
+        return model, quantizer
 
-    def _quantiser(self, model: ModelProtocol, quantise: Quantise, dtype: torch.dtype) -> Quantiser:
+    def _quantizer(self, model: ModelProtocol, quantize: Quantize, dtype: torch.dtype) -> Quantizer:
         asked = self.settings.model
         spared = frozenset(model.spared if isinstance(model, SparingModel) else ())
-        return Quantiser(
-            asked.quantization, asked.plain_layers, asked.activations, model.vocab_size, quantise, dtype, spared
+        return Quantizer(
+            asked.quantization, asked.plain_layers, asked.activations, model.vocab_size, quantize, dtype, spared
         )
 
     def _for_model(self, model: ModelProtocol, context: ModelContext) -> Iterable[tuple[str, Weight]]:
@@ -114,13 +114,13 @@ class Stored:
     """How a checkpoint stores its weights."""
 
     method: str | None
-    """The hub's name for how they are quantised; None if they are not."""
+    """The hub's name for how they are quantized; None if they are not."""
     forms: Sequence[str]
     nbytes: int
     """Of its files."""
 
     def __str__(self) -> str:
-        return f"{self.method or 'not quantised'}: {', '.join(self.forms)}, {self.nbytes / 2**20:.1f} MiB"
+        return f"{self.method or 'not quantized'}: {', '.join(self.forms)}, {self.nbytes / 2**20:.1f} MiB"
 
 
 def stored(settings: Settings, format: Offer, checkpoint: Checkpoint) -> Stored:

@@ -36,14 +36,14 @@ class BlockManagerProtocol(Protocol[Table_co]):
         """How many positions of the slot are booked as written. Raises ValueError if the slot is not allocated."""
 
     def extend(self, slots: Sequence[int] | Slots, starts: Sequence[int] | Ints, lens: Sequence[int] | Ints) -> int:
-        """Book positions [start, start + length) of each slot as written, and return the greatest length afterwards.
+        """Book positions [start, start + length) of each slot as written, and return the greatest length afterward.
 
         Raises ValueError, with nothing booked, if a slot occurs twice, a start is not the slot's length, or a slot has
         too little room.
         """
 
     def advance(self, slots_B: Slots) -> tuple[Ints, int]:
-        """``extend`` each slot by its next position. Returns these positions and the greatest length afterwards."""
+        """``extend`` each slot by its next position. Returns these positions and the greatest length afterward."""
 
     def table(self, slots: Sequence[int] | Slots, num_tokens: int) -> Table_co:
         """Where the first ``num_tokens`` positions of the slots are stored."""

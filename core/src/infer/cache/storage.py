@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from infer.cache.block_manager import Ints
-from infer.contracts.attention import KV, AttentionSpec, QuantisedKV, Ragged, Rotary
+from infer.contracts.attention import KV, AttentionSpec, QuantizedKV, Ragged, Rotary
 from infer.contracts.cache import CacheContext, KVCacheView
 from infer.contracts.kernels import KernelsProtocol
 from infer.device import FixedTensor, caller, upload, zeros
@@ -182,4 +182,4 @@ def _zeros(shape: tuple[int, ...], context: CacheContext) -> KV:
     if context.kv_dtype == "auto":
         return zeros(shape, context.dtype, context.device)
     codes, scales = zeros(shape, torch.int8, context.device), zeros(shape[:-1], torch.float32, context.device)
-    return QuantisedKV(codes, scales)
+    return QuantizedKV(codes, scales)

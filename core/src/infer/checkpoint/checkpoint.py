@@ -75,7 +75,7 @@ class Checkpoint:
 
     @property
     def quant_method(self) -> str:
-        """How the weights are quantised, by the hub's name of the method; empty if they are not quantised."""
+        """How the weights are quantized, by the hub's name of the method; empty if they are not quantized."""
         value = self._field("quantization_config")
         if value is None:
             return ""

@@ -13,9 +13,9 @@ from typing import NoReturn
 
 from infer.commands import COMMANDS
 from infer.contracts.command import CommandContext, CommandRegistration
-from infer.errors import InferError, PluginError, SettingsError, say
+from infer.errors import InferError, PluginError, SettingsError, one_line
 from infer.plugins.discovery import Offer, Plugins, advice
-from infer.plugins.slots import SLOTS
+from infer.plugins.extension_points import EXTENSION_POINTS
 from infer.settings import arguments, describe_schema, load_settings, meant, schema, split_arguments
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ def _run(settings_argv: Sequence[str], rest: Sequence[str]) -> int:
         if offer.registration in COMMANDS:
             raise
         log.debug("%s failed", offer.whose, exc_info=error)
-        raise PluginError(f"{offer.whose} failed: {say(error)}; --log.level debug shows more.") from error
+        raise PluginError(f"{offer.whose} failed: {one_line(error)}; --log.level debug shows more.") from error
     if type(code) is not int:
         raise PluginError(f"{offer.whose} returned a {type(code).__name__}, not an exit code.")
     return code
@@ -106,7 +106,7 @@ class _Arguments(argparse.ArgumentParser):
 def _further() -> str:
     """The commands of our own packages. Which of them are installed is not known before all plugins are loaded."""
     packages: dict[str, list[str]] = {}
-    for name, package in SLOTS["command"].packages.items():
+    for name, package in EXTENSION_POINTS["command"].packages.items():
         packages.setdefault(package, []).append(name)
     return "; ".join(f"{package}: {', '.join(names)}" for package, names in packages.items())
 

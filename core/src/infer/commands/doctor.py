@@ -41,7 +41,7 @@ class Report:
     notes: list[str] = field(default_factory=list)
     """What else to know, a sentence each."""
 
-    def say(self, part: str, text: str, **data: Any) -> None:
+    def add(self, part: str, text: str, **data: Any) -> None:
         self.rows[part] = text
         self.data[part] = data
 
@@ -107,26 +107,26 @@ class Doctor:
         path, checkpoint, device = self.settings.model.path, self.assembly.checkpoint, self.assembly.device
         if checkpoint.path.is_relative_to(outlines):
             size = checkpoint.nbytes
-            self.report.say("model", f"{path}: not downloaded, {mib(size)}", path=path, place=None, download_bytes=size)
+            self.report.add("model", f"{path}: not downloaded, {mib(size)}", path=path, place=None, download_bytes=size)
             note = "Only the checkpoint's small files and the names and shapes of its tensors have been fetched."
             if checkpoint.quant_method:
-                note += " The values of quantised weights may change their size a little."
+                note += " The values of quantized weights may change their size a little."
             self.report.notes.append(note)
         else:
-            self.report.say("model", f"{path}: {checkpoint.path}", path=path, place=str(checkpoint.path))
-        self.report.say("device", str(device), name=str(device), why=self._why("model.device"))
+            self.report.add("model", f"{path}: {checkpoint.path}", path=path, place=str(checkpoint.path))
+        self.report.add("device", str(device), name=str(device), why=self._why("model.device"))
 
-    def _choice(self, slot: str, part: str) -> None:
-        """The offer that is chosen for a slot, and why."""
-        from infer.plugins.slots import SLOTS
+    def _choice(self, point: str, part: str) -> None:
+        """The offer that is chosen for an extension point, and why."""
+        from infer.plugins.extension_points import EXTENSION_POINTS
 
-        about, offer = SLOTS[slot], self.assembly.chosen(slot)
+        about, offer = EXTENSION_POINTS[point], self.assembly.chosen(point)
         why = self._why(about.setting) if about.setting else about.when
-        if about.asked(self.settings) == "auto":
-            why = "; ".join(filter(None, (why, self.plugins.rank(offer, self.assembly.there(slot)))))
-        told = f"{offer.name} of {offer.distribution} {offer.version}: {offer.registration.description} ({why})"
+        if about.chosen(self.settings) == "auto":
+            why = "; ".join(filter(None, (why, self.plugins.rank(offer, self.assembly.there(point)))))
+        summary = f"{offer.name} of {offer.distribution} {offer.version}: {offer.registration.description} ({why})"
         data = {"name": offer.name, "distribution": offer.distribution, "version": offer.version, "why": why}
-        self.report.say(part, told, **data, priority=offer.registration.priority)
+        self.report.add(part, summary, **data, priority=offer.registration.priority)
 
     def _why(self, key: str) -> str:
         section, name = key.split(".")
@@ -141,7 +141,7 @@ class Doctor:
         self.report.data["kernels"]["about"] = backend.about or None
         if self.assembly.device.type == "cpu":
             threads = self.settings.kernels.threads or torch.get_num_threads()
-            self.report.say("threads", f"{threads} ({self._why('kernels.threads')})", count=threads)
+            self.report.add("threads", f"{threads} ({self._why('kernels.threads')})", count=threads)
 
     def _dtype(self) -> None:
         dtype, stored = self.assembly.dtype, self.assembly.checkpoint.dtype
@@ -149,7 +149,7 @@ class Doctor:
         why = self._why("model.dtype")
         if self.settings.model.dtype == "auto":
             why += "; the checkpoint's" if name == own else f"; the checkpoint's {own} is slow on this device"
-        self.report.say("dtype", f"{name} ({why})", name=name, checkpoint=own, why=why)
+        self.report.add("dtype", f"{name} ({why})", name=name, checkpoint=own, why=why)
 
     def _sizes(self) -> None:
         """How much memory weights and cache take, of how much. Raises InferError if a weight is not as it has to be."""
@@ -160,7 +160,7 @@ class Doctor:
         sketch = self.assembly.weights.sketch(context)
         self._weights(sketch)
         sizes = self._quantizations(context, sketch.nbytes)
-        self.report.say(
+        self.report.add(
             "memory",
             f"{mib(free)} free, {mib(max(0, free - sketch.nbytes))} of it once the weights are loaded",
             free_bytes=free,
@@ -178,12 +178,12 @@ class Doctor:
             self.report.notes.append(f"The weights' size is that before they are packed: {sketch.approximate}")
         checkpoint = self.assembly.checkpoint
         method = self.settings.model.quantization or checkpoint.quant_method or None
-        self.report.say(
+        self.report.add(
             "weights",
-            f"{method or 'not quantised'}: {sketch.quantiser}; {mib(sketch.nbytes)} packed, at most "
+            f"{method or 'not quantized'}: {sketch.quantizer}; {mib(sketch.nbytes)} packed, at most "
             f"{mib(sketch.peak)} while they are loaded",
             method=method,
-            forms=dict(sketch.quantiser.nbytes),
+            forms=dict(sketch.quantizer.nbytes),
             file_bytes=checkpoint.nbytes,
             bytes=sketch.nbytes,
             peak_bytes=sketch.peak,
@@ -195,7 +195,7 @@ class Doctor:
         asked, why = self.settings.model.quantization, self._why("model.quantization")
         sizes: dict[str, int] = {}
         if method := self.assembly.checkpoint.quant_method:
-            told = f"the checkpoint is quantised ({method}), and only plain weights are ({why})"
+            summary = f"the checkpoint is quantized ({method}), and only plain weights are ({why})"
         else:
             for name in QUANTIZATIONS:
                 if name != asked:
@@ -203,8 +203,8 @@ class Doctor:
                     other = self.settings.model_copy(update={"model": model})
                     weights = replace(self.assembly.weights, settings=other)
                     sizes[str(name).lower()] = weights.sketch(context).nbytes
-            told = ", ".join(f"{name} would take {mib(size)}" for name, size in sizes.items()) + f" ({why})"
-        self.report.say("quantization", told, asked=asked, bytes={str(asked).lower(): nbytes} | sizes)
+            summary = ", ".join(f"{name} would take {mib(size)}" for name, size in sizes.items()) + f" ({why})"
+        self.report.add("quantization", summary, asked=asked, bytes={str(asked).lower(): nbytes} | sizes)
         return sizes
 
     def _cache(self, sketch: Sketch, free: int) -> None:
@@ -217,8 +217,8 @@ class Doctor:
             length, why = positions, f"{positions} positions, since the cache has no more"
         holds = max(0, free - sketch.nbytes) // each
         batch = self.settings.engine.max_batch_size
-        report.say("sequences", f"{batch} at a time, each of at most {why}", max_seq_len=length, max_batch_size=batch)
-        report.say(
+        report.add("sequences", f"{batch} at a time, each of at most {why}", max_seq_len=length, max_batch_size=batch)
+        report.add(
             "cache",
             f"{self.assembly.in_words(pool)}; free memory would hold {holds} positions",
             positions=positions,
@@ -235,8 +235,8 @@ class Doctor:
 
     def _texts(self, vocab_size: int) -> None:
         tokenizer, template, _ = self.assembly.texts(vocab_size)
-        told = f"{tokenizer.get_vocab_size()} tokens, {'a' if template else 'no'} chat template"
-        self.report.say("texts", told, tokens=tokenizer.get_vocab_size(), chat_template=template is not None)
+        summary = f"{tokenizer.get_vocab_size()} tokens, {'a' if template else 'no'} chat template"
+        self.report.add("texts", summary, tokens=tokenizer.get_vocab_size(), chat_template=template is not None)
         if template is None:
             self.report.notes.append("Without a chat template, chats are refused; set model.chat_template to a file.")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from infer.commands.arguments import table
 from infer.contracts.command import CommandContext, CommandRegistration
-from infer.plugins.slots import SLOTS
+from infer.plugins.extension_points import EXTENSION_POINTS
 from infer.plugins.survey import Survey
 
 PARTS = ("slot", "name", "distribution", "version", "chosen", "why", "description")
@@ -53,7 +53,7 @@ def _decides(row: Mapping[str, Any]) -> tuple[str, str]:
     if selects is None:
         return row["source"], row["decides"]
     parts = " or ".join(selects["parts"]) or "none"
-    when = f", {SLOTS[selects['slot']].when}" if selects["chosen"] == "when met" else ""
+    when = f", {EXTENSION_POINTS[selects['slot']].when}" if selects["chosen"] == "when met" else ""
     return row["source"], f"{selects['slot']}: {parts}{when}"
 
 

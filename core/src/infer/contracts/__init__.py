@@ -1,4 +1,4 @@
-"""What plugins, the engine and its clients agree on: types and rules, but no backend's behaviour.
+"""What plugins, the engine and its clients agree on: types and rules, but no backend's behavior.
 
 There is one file for each kind of reader, with all that somebody who writes such a plugin needs: protocols, contexts,
 factories and registrations.

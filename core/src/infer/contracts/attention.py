@@ -54,7 +54,7 @@ class Ragged:
 
 
 @dataclass(frozen=True)
-class QuantisedKV:
+class QuantizedKV:
     """K, or V, of one layer as codes of 8 bits, with a scale for each token's head: a value is code * scale.
 
     A token's codes and scales depend on that token alone. If m is the greatest magnitude of a head's values, the scale
@@ -78,10 +78,10 @@ class QuantisedKV:
         return self.codes.nbytes + self.scales.nbytes
 
 
-KV: TypeAlias = "Tensor | QuantisedKV"
-"""K or V of one layer in the cache, [blocks, block_size, K, E]: in the model's dtype, or quantised."""
+KV: TypeAlias = "Tensor | QuantizedKV"
+"""K or V of one layer in the cache, [blocks, block_size, K, E]: in the model's dtype, or quantized."""
 KVDtype = Literal["auto", "int8"]
-"""How a cache stores K and V: in the model's dtype, or as ``QuantisedKV``."""
+"""How a cache stores K and V: in the model's dtype, or as ``QuantizedKV``."""
 
 
 class HeadNorms(NamedTuple):

@@ -34,7 +34,7 @@ class KVCacheView(Protocol):
     def attend(self, layer: int, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, rotary: Rotary | None = None) -> Tensor:
         """Write the new tokens' K/V, then return causal attention over all positions up to each token's own, [T, H, E].
 
-        If ``rotary`` is given, q and K are normalised and rotated first.
+        If ``rotary`` is given, q and K are normalized and rotated first.
         """
 
 

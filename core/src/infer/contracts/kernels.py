@@ -25,12 +25,12 @@ class Routing:
 
     The ``top`` experts of the highest scores are chosen, the highest first; of equal scores, the one of the expert with
     the lower index counts as higher. To choose first and take the softmax of the chosen is the same as ``softmax`` with
-    ``renormalise``."""
+    ``renormalize``."""
 
     top: int
     score: Literal["softmax", "sigmoid"] = "softmax"
     """Of the logits, in fp32. A selection bias is added to sigmoids, only to choose by the sums."""
-    renormalise: bool = True
+    renormalize: bool = True
     """Whether shares are the scores divided by the sum of those that are chosen, or the scores themselves."""
     scale: float = 1.0
     """What shares are multiplied by in the end."""
@@ -99,9 +99,9 @@ class KernelsProtocol(Protocol):
         """What records decode passes; None if these kernels cannot be recorded. With a recorder, the kernels read
         whatever differs between passes of one shape from tensors on their device, and never wait for the device."""
 
-    def quantise(self, weight_NK: Tensor, bits: Literal[4, 8]) -> GroupedWeight:
+    def quantize(self, weight_NK: Tensor, bits: Literal[4, 8]) -> GroupedWeight:
         """A plain weight in codes, as ``model.quantization`` asks while a checkpoint is loaded. The result has the bits
-        of ``infer/kernels/quantise.py`` whatever the kernels are, and it is where ``weight_NK`` is."""
+        of ``infer/kernels/quantize.py`` whatever the kernels are, and it is where ``weight_NK`` is."""
 
     def pack(self, weight_NK: Weight, bias_N: Tensor | None = None) -> Any:
         """Convert a weight, plain or grouped (``infer/weight.py``), to the layout that ``linear`` and ``embedding``
@@ -147,7 +147,7 @@ class KernelsProtocol(Protocol):
         """(rms_norm(x + residual), x + residual)."""
 
     def rope(self, q_THE: Tensor, k_TKE: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
-        """q and K, normalised if ``rotary`` has norms, and rotated."""
+        """q and K, normalized if ``rotary`` has norms, and rotated."""
 
     def rope_store_kv(
         self,
@@ -168,7 +168,7 @@ class KernelsProtocol(Protocol):
         clamped to at most 7, and the right half is clamped to -7 .. 7."""
 
     def store_kv(self, k_TKE: Tensor, v_TKE: Tensor, k_cache: KV, v_cache: KV, flat_T: Tensor) -> None:
-        """Write each token's K and V at its flat index into the caches [blocks, block_size, K, E]. Caches are quantised
+        """Write each token's K and V at its flat index into the caches [blocks, block_size, K, E]. Caches are quantized
         only if the kernels' registration says in ``kv_dtypes`` that they can be."""
 
     def extend_attention(self, q_THE: Tensor, k_cache: KV, v_cache: KV, ragged: Ragged, spec: AttentionSpec) -> Tensor:
@@ -198,6 +198,6 @@ class KernelsRegistration(Registration[KernelsFactory]):
     """Device types (``cpu``, ``cuda``) it can run on; empty for all."""
     kv_dtypes: tuple[str, ...] = ()
     """The values of ``cache.kv_dtype`` other than ``auto`` with which it stores and attends: with ``int8``, caches are
-    ``QuantisedKV``."""
+    ``QuantizedKV``."""
     about: str = ""
     """Which variant of it runs on this machine, and why: a line for ``infer plugins``, ``infer doctor`` and the log."""

@@ -64,12 +64,12 @@ class UnstackingModel(Protocol):
 
     def unstack(self, tensors: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
         """The weights that ``load`` takes, each by its own name, as views of the checkpoint's tensors. Weights are
-        quantised after that. Raises CheckpointError if a stack has another shape than expected."""
+        quantized after that. Raises CheckpointError if a stack has another shape than expected."""
 
 
 @runtime_checkable
 class SparingModel(Protocol):
-    """A model that has matrices which are not to be quantised."""
+    """A model that has matrices which are not to be quantized."""
 
     @property
     def spared(self) -> Collection[str]:

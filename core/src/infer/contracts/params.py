@@ -87,6 +87,12 @@ class SamplingParams(BaseModel):
     structured_outputs: StructuredOutputs | None = Field(
         default=None, description="The format that the answer must have."
     )
+    thinking_token_budget: int | None = Field(
+        default=None,
+        ge=0,
+        lt=2**31,
+        description="The most tokens of reasoning, between its tags; then it is closed.",
+    )
     logprobs: int | None = Field(
         default=None,
         ge=0,
@@ -132,8 +138,8 @@ class SamplingParams(BaseModel):
         return self
 
     @property
-    def steered(self) -> bool:
-        """Whether logits are edited before each draw (penalties, biases, minimum length, a grammar)."""
+    def edits_logits(self) -> bool:
+        """Whether logits are edited before each draw (penalties, biases, minimum length, a grammar, a budget)."""
         return bool(
             self.min_tokens
             or self.presence_penalty
@@ -141,4 +147,5 @@ class SamplingParams(BaseModel):
             or self.repetition_penalty != 1
             or self.logit_bias
             or self.structured_outputs
+            or self.thinking_token_budget is not None
         )

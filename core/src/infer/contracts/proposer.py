@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from infer.contracts.request import Request
 
 
-class Ask(NamedTuple):
+class DraftRequest(NamedTuple):
     """What a proposer is asked for one sequence."""
 
     request: Request
@@ -37,9 +37,9 @@ class ProposerProtocol(Protocol):
     It runs in the engine's thread, between two passes. If it raises, the log says so, and the engine goes on without
     speculation."""
 
-    def propose(self, asks: Sequence[Ask]) -> Sequence[Sequence[int]]:
-        """For each ask, up to ``most`` token ids that may come next, the likelier the better, or none. Not every
-        sequence is asked about in every step."""
+    def propose(self, draft_requests: Sequence[DraftRequest]) -> Sequence[Sequence[int]]:
+        """For each draft request, up to ``most`` token ids that may come next, the likelier the better, or none. Not
+        every sequence is asked about in every step."""
 
     def end(self, request_id: str) -> None:
         """The request has ended, whether it was asked about or not: forget it."""

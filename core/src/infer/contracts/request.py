@@ -19,6 +19,15 @@ Pooling = Literal["last", "mean"]
 """Which of a prompt's final hidden states make an embedding: the last token's, or all of them."""
 
 
+class ThinkingTokens(NamedTuple):
+    """The tokens between which a model reasons at the beginning of its answer."""
+
+    opening: tuple[int, ...]
+    closing: tuple[int, ...]
+    opened: bool
+    """Whether the prompt ends with the opening ones."""
+
+
 def new_request_id() -> str:
     return f"req-{secrets.token_hex(12)}"
 
@@ -55,6 +64,8 @@ class Request:
     grammar_after: tuple[int, ...] = ()
     """The grammar applies only after these tokens (the end of reasoning), in this order. Other tokens may come between
     them, but the first begins the search anew. Empty: it applies from the first token on."""
+    thinking: ThinkingTokens | None = None
+    """What ``params.thinking_token_budget`` is about; None if the answer holds no reasoning."""
     pooling: Pooling | None = None
     """If set, nothing is generated: the answer is the prompt's embedding."""
     trace: Mapping[str, str] = field(default_factory=dict)
@@ -76,6 +87,7 @@ class Request:
         group: str = "",
         grammar: Grammar | None = None,
         grammar_after: tuple[int, ...] = (),
+        thinking: ThinkingTokens | None = None,
         pooling: Pooling | None = None,
         trace: Mapping[str, str] | None = None,
     ) -> Request:
@@ -95,6 +107,11 @@ class Request:
                 f"min_tokens asks for at least {params.min_tokens} more. Lower min_tokens or shorten the prompt.",
                 param="min_tokens",
                 code="context_length_exceeded",
+            )
+        if params.thinking_token_budget is not None and thinking is None:
+            raise RequestError(
+                "thinking_token_budget is for conversations with a model that reasons; leave it out.",
+                param="thinking_token_budget",
             )
         for name, ids in (
             ("prompt", prompt_token_ids),
@@ -119,6 +136,7 @@ class Request:
             group,
             grammar,
             grammar_after,
+            thinking,
             pooling,
             trace or {},
         )
@@ -154,4 +172,4 @@ class Event(NamedTuple):
     param: str | None = None
     """The request parameter that caused the error, if one did."""
     embedding: bytes | None = None
-    """In the last event of a request with ``pooling``: the pooled hidden state, not normalised, as fp32 values."""
+    """In the last event of a request with ``pooling``: the pooled hidden state, not normalized, as fp32 values."""

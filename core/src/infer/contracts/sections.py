@@ -77,7 +77,7 @@ class ModelSettings(Section):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the model runs.")
     quantization: Literal["int8", "int4"] | None = Field(
         None,
-        description="int8 or int4: quantise a plain checkpoint's weights while they are loaded; with int4, the "
+        description="int8 or int4: quantize a plain checkpoint's weights while they are loaded; with int4, the "
         "embedding and the output head get int8.",
     )
     plain_layers: list[str] = Field(
@@ -87,7 +87,7 @@ class ModelSettings(Section):
     )
     activations: Literal["auto", "int8", "plain"] = Field(
         "auto",
-        description="What quantised weights are multiplied with: activations rounded to int8 (faster), or as they are; "
+        description="What quantized weights are multiplied with: activations rounded to int8 (faster), or as they are; "
         "auto: int8 for model.quantization, else what the checkpoint says.",
     )
     load_format: Literal["auto", "dummy"] = Field(

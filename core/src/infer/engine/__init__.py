@@ -1,0 +1,1 @@
+"""From requests to events: scheduling, passes of the model, and answers."""

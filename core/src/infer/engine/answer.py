@@ -71,7 +71,7 @@ class Answer:
         try:
             if texts is not None and request.pooling is None:
                 self._text = TextStream(texts, request.prompt_token_ids, params.stop)
-            if params.steered:
+            if params.edits_logits:
                 self.processor = LogitsProcessor(request, self._stops)
         except BaseException as error:  # a panic in Rust code is not an Exception
             self._fail(error)

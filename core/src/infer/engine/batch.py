@@ -35,7 +35,7 @@ class Draw(NamedTuple):
     """Each token's index in its sequence."""
     requests: list[Request]
     """Each token's request, with its sampling parameters and seed."""
-    steered: list[ProcessedRow]
+    processed: list[ProcessedRow]
     """The rows among N whose logits are edited. A sequence's rows follow each other."""
 
 
@@ -152,14 +152,14 @@ def pack(works: Seq[Work], processors: Mapping[Sequence, LogitsProcessor] | None
         rows_N = np.concatenate([ints(rows), ends_B[of] - 1 - back_N])
         ends_B = ends_B - 1
     if drawn:
-        steered: list[ProcessedRow] = []
+        processed: list[ProcessedRow] = []
         if processors:
             before, i = -1, 0
             for n, b in enumerate(of):
                 before, i = b, i + 1 if b == before else 0
                 if how := processors.get(sequences[b]):
                     seen = drafts[b][i - 1 : i] if i else sequences[b].tokens[how.num_seen :]
-                    steered.append(ProcessedRow(n, how, seen, draft=i > 0))
+                    processed.append(ProcessedRow(n, how, seen, draft=i > 0))
         readouts.append(
             Draw(
                 of=of,
@@ -168,7 +168,7 @@ def pack(works: Seq[Work], processors: Mapping[Sequence, LogitsProcessor] | None
                 slots_M=slots_B if decode_only else slots_B[of] if last_M is None else slots_B[of][last_M],
                 positions_N=starts_B + 1 if decode_only else (starts_B + lens_B)[of] - back_N,
                 requests=[sequence.request for sequence in drawn],
-                steered=steered,
+                processed=processed,
             )
         )
     fed_rows = np.flatnonzero(token_ids_T == PENDING) if PENDING in token_ids else NONE

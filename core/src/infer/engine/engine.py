@@ -24,7 +24,7 @@ from infer.engine.processors import LogitsProcessor
 from infer.engine.reporting import Notify, Reporter
 from infer.engine.runner import Drawn, Launched, Runner
 from infer.engine.speculation import Speculation
-from infer.errors import say
+from infer.errors import one_line
 from infer.text.detokenizer import TokenTexts
 
 log = logging.getLogger(__name__)
@@ -183,7 +183,7 @@ class Engine:
             launched = self._runner.launch(batch)
         except (Exception, SystemExit) as error:
             log.error("a pass with %d requests failed", len(works), exc_info=error)
-            text = f"The step failed: {say(error)}"
+            text = f"The step failed: {one_line(error)}"
             return [self._end(answer, "error", text) for answer in answers]
         self._in_flight.append(_Flight(launched, batch.readouts, answers, works))
         if batch.decode_only:

@@ -569,7 +569,7 @@ def _random_like(x: Tensor, rows: int) -> Tensor:
 
 
 def _groups_within(lens: Sequence[int], most: int) -> list[list[int]]:
-    """Split sequences, by index, into groups of neighbours with at most ``most`` tokens, so that no pass takes more
+    """Split sequences, by index, into groups of neighbors with at most ``most`` tokens, so that no pass takes more
     memory than one of that length."""
     groups: list[list[int]] = [[]]
     for i, n in enumerate(lens):

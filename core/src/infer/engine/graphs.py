@@ -98,7 +98,7 @@ class DecodeGraphs:
         self._pool = pool
         self._record = record
         self._given_up = False
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
         if not record.cheap:
             for rows in reversed(self.sizes):  # the largest first, so that the others reuse its memory
                 self._capture(rows)
@@ -119,7 +119,7 @@ class DecodeGraphs:
             why = read_on_host(view) or replay
             self.recordings[rows] = None if isinstance(why, str) else Recording(why, view, known)
             if isinstance(why, str):
-                self._say(why)
+                self._warn_once(why)
             return hidden_TD
         outcome: Tensor | str
         if name := recording.moved(view):
@@ -186,11 +186,11 @@ class DecodeGraphs:
         """Stop recording and replaying; run every pass from now on."""
         self._given_up = True
         self.recordings.clear()
-        self._say(why)
+        self._warn_once(why)
 
-    def _say(self, why: str) -> None:
-        if why not in self._said:
-            self._said.add(why)
+    def _warn_once(self, why: str) -> None:
+        if why not in self._warned:
+            self._warned.add(why)
             log.warning("decode passes of %s are run, not replayed: %s", type(self._model).__name__, why)
 
 

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 
 from infer.contracts.request import Event, Request
 from infer.engine.engine import Abort, Engine
-from infer.errors import EngineDeadError, InferError, QueueFullError, say
+from infer.errors import EngineDeadError, InferError, QueueFullError, one_line
 
 log = logging.getLogger(__name__)
 
@@ -152,7 +152,7 @@ class EngineLoop:
             engine.fail_all("abort", None)
         except BaseException as error:
             log.exception("the engine has stopped")
-            what = str(error).rstrip(".") if isinstance(error, InferError) else say(error)
+            what = str(error).rstrip(".") if isinstance(error, InferError) else one_line(error)
             with self._lock:
                 self._fault = f"The engine has stopped: {what}. Start the process again."
                 ids = list(self._open)

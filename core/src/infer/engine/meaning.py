@@ -1,7 +1,7 @@
 """The start-up check of meaning: kernels compute what torch computes on the same device, mostly in float64.
 
 It finds kernels that are wrong in the same way whatever the batch, which comparing them with themselves cannot: those
-that a compiler has spoilt, say. Each kernel that the model has called is compared once.
+that a compiler has spoiled, say. Each kernel that the model has called is compared once.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from infer.contracts.request import Request
+from infer.contracts.request import Request, ThinkingTokens
 from infer.device import upload
 from infer.text.grammar import Bits, Masks, Matcher
 
@@ -36,6 +36,8 @@ class Edit(NamedTuple):
     penalty_M: Floats
     allowed: Bits | None
     """Like ``Matcher.allowed``; None if every token is allowed."""
+    forced: int | None = None
+    """The only token that is allowed, whatever else the edit says."""
 
 
 class ProcessedRow(NamedTuple):
@@ -62,6 +64,38 @@ def compute_edits(rows: Sequence[ProcessedRow], masks: Masks) -> list[tuple[int,
     return [(row, state.edit(matcher)) for (row, *_), state, matcher in zip(rows, states, matchers, strict=True)]
 
 
+class ThinkingBudget:
+    """Closes a model's reasoning after ``most`` tokens. Reasoning is what comes between the opening and the closing
+    tokens at the beginning of an answer; what one token writes before them, such as a line break, does not matter."""
+
+    def __init__(self, tokens: ThinkingTokens, most: int) -> None:
+        self._tokens = tokens
+        self._left = most
+        self._lead = 0 if tokens.opened else len(tokens.opening) + 1
+        """How many further tokens the opening ones may be among; none once they have come."""
+        self._within = tokens.opened
+        self._matched = 0
+        """How many tokens of the tag that may come next have come."""
+
+    def see(self, token: int) -> None:
+        """Take in the answer's next token."""
+        if not self._within and not self._lead:
+            return
+        tag = self._tokens.closing if self._within else self._tokens.opening
+        self._matched = self._matched + 1 if token == tag[self._matched] else int(token == tag[0])
+        if self._matched == len(tag):
+            self._within, self._lead, self._matched = not self._within, 0, 0
+        elif self._within:
+            self._left -= not self._matched
+        else:
+            self._lead -= 1
+
+    @property
+    def forced(self) -> int | None:
+        """The token that has to come next; None if any may."""
+        return self._tokens.closing[self._matched] if self._within and self._left <= 0 else None
+
+
 class LogitsProcessor:
     """Edits one request's logits. Presence and frequency penalties are OpenAI's and concern the answer's tokens; the
     repetition penalty is CTRL's (Keskar et al., 2019) and concerns those of prompt and answer."""
@@ -74,6 +108,11 @@ class LogitsProcessor:
         self._gate = request.grammar_after
         self._passed = 0
         """How many of the tokens after which the grammar applies have come."""
+        budget = params.thinking_token_budget
+        self._thinking: ThinkingBudget | None = None
+        """What closes the reasoning; None if nothing needs to."""
+        if request.thinking is not None and budget is not None:
+            self._thinking = ThinkingBudget(request.thinking, budget)
         self._fault: str | None = None
         self.num_seen = 0
         """How many tokens of prompt and answer it has seen."""
@@ -98,6 +137,7 @@ class LogitsProcessor:
         for name in ("_ids", "_bias", "_repetition", "_count"):
             setattr(other, name, getattr(self, name).copy())
         other._matcher = None if self._matcher is None else self._matcher.fork()
+        other._thinking = copy.copy(self._thinking)
         return other
 
     def accepts(self, tokens: Sequence[int], drafts: Sequence[int]) -> int:
@@ -122,7 +162,7 @@ class LogitsProcessor:
             try:
                 return run(given)
             except BaseException as error:  # a panic of Rust's is no Exception
-                log.exception("the steering of a request failed")
+                log.exception("the logits processor of a request failed")
                 self._fault = f"The request failed: {type(error).__name__}: {error}"
         return None
 
@@ -149,6 +189,7 @@ class LogitsProcessor:
             self._repetition[:m],
             penalty.astype(np.float32),
             None if matcher is None else matcher.allowed,
+            None if self._thinking is None else self._thinking.forced,
         )
 
     @property
@@ -170,6 +211,8 @@ class LogitsProcessor:
 
     def _see(self, token: int) -> None:
         """Take in a token of the answer, but for the repetition penalty."""
+        if self._thinking is not None:
+            self._thinking.see(token)
         if self._params.presence_penalty or self._params.frequency_penalty:
             row = self._place(token)
             self._count[row] += 1
@@ -214,6 +257,10 @@ def apply_edits(logits_NV: Tensor, edits: Sequence[tuple[int, Edit | None]], kee
         caps_RV = _caps(device, edited_NV.dtype).index_select(0, bytes_RB.flatten()).view(len(formed), -1)
         for (row, _), cap_V in zip(formed, caps_RV[:, : logits_NV.shape[1]], strict=True):
             torch.minimum(edited_NV[row], cap_V, out=edited_NV[row])
+    for row, edit in edits:
+        if edit is not None and edit.forced is not None:
+            edited_NV[row] = -torch.inf
+            edited_NV[row, edit.forced] = 0.0
     return edited_NV
 
 

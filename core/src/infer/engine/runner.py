@@ -94,8 +94,8 @@ class Runner:
         draws = self._drawing(draw.requests, draw.positions_N)
         scored = self._drawing.scored
         edited_NV = logits_NV
-        if draw.steered:
-            edited_NV = apply_edits(logits_NV, compute_edits(draw.steered, self._masks), scored)
+        if draw.processed:
+            edited_NV = apply_edits(logits_NV, compute_edits(draw.processed, self._masks), scored)
         token_N = self._kernels.sample(edited_NV, draws)
         known_N = token_N.clamp(0, logits_NV.shape[1] - 1)  # any other number would be read as an index
         self._last_tokens.put(draw.slots_M, known_N if draw.last_M is None else known_N[draw.last_M])

@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Protocol
 
 from infer.contracts.cache import CachePoolProtocol
-from infer.contracts.proposer import Ask, ProposerProtocol
+from infer.contracts.proposer import DraftRequest, ProposerProtocol
 from infer.contracts.scheduler import PENDING, Sequence, Work
 from infer.engine.payoff import Plan
 from infer.engine.processors import LogitsProcessor
@@ -120,9 +120,11 @@ class Speculation:
     ) -> dict[Sequence, Drafts]:
         """The drafts to verify for which there is room, ``left`` tokens in all. The guesses are kept."""
         began = time.perf_counter()
-        asks = {**plan.counts, **dict.fromkeys(plan.guessing, 1)}
-        proposals = self._propose([Ask(sequence.request, sequence.tokens, count) for sequence, count in asks.items()])
-        proposed = dict(zip(asks, proposals, strict=False))
+        draft_requests = {**plan.counts, **dict.fromkeys(plan.guessing, 1)}
+        proposals = self._propose(
+            [DraftRequest(sequence.request, sequence.tokens, count) for sequence, count in draft_requests.items()]
+        )
+        proposed = dict(zip(draft_requests, proposals, strict=False))
         found: dict[Sequence, Drafts] = {}
         counts: dict[Sequence, int] = {}
         for sequence, drafts in proposed.items():
@@ -143,24 +145,28 @@ class Speculation:
         self._payoff.proposed(plan, counts, time.perf_counter() - began)
         return found
 
-    def _propose(self, asks: Seq[Ask]) -> list[Drafts]:
+    def _propose(self, draft_requests: Seq[DraftRequest]) -> list[Drafts]:
         assert self._proposer is not None
         try:
-            return self._checked(asks, self._proposer.propose(asks))
+            return self._checked(draft_requests, self._proposer.propose(draft_requests))
         except (Exception, SystemExit):
             log.exception("%s failed; the engine goes on without speculation", self._whose)
             self._proposer = None
             return []
 
-    def _checked(self, asks: Seq[Ask], proposals: Seq[Seq[int]]) -> list[Drafts]:
+    def _checked(self, draft_requests: Seq[DraftRequest], proposals: Seq[Seq[int]]) -> list[Drafts]:
         """The proposals, cut at the first token that the model does not have. Raises PluginError."""
-        if len(proposals) != len(asks):
-            raise PluginError(f"{self._whose} was asked for {len(asks)} sequences and proposed for {len(proposals)}.")
+        if len(proposals) != len(draft_requests):
+            raise PluginError(
+                f"{self._whose} was asked for {len(draft_requests)} sequences and proposed for {len(proposals)}."
+            )
         checked = []
-        for ask, proposal in zip(asks, proposals, strict=True):
-            drafts = tuple(map(int, islice(proposal, ask.most + 1)))
-            if len(drafts) > ask.most:
-                raise PluginError(f"{self._whose} proposed more than the {ask.most} tokens that were asked for.")
+        for draft_request, proposal in zip(draft_requests, proposals, strict=True):
+            drafts = tuple(map(int, islice(proposal, draft_request.most + 1)))
+            if len(drafts) > draft_request.most:
+                raise PluginError(
+                    f"{self._whose} proposed more than the {draft_request.most} tokens that were asked for."
+                )
             known = (i for i, token in enumerate(drafts) if not 0 <= token < self._vocab_size)
             checked.append(drafts[: next(known, len(drafts))])
         return checked

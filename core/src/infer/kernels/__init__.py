@@ -1,0 +1,1 @@
+"""What every kernel computes, in torch."""

@@ -20,10 +20,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from infer.contracts.attention import KV, AttentionSpec, QuantisedKV, Ragged, Rotary
+from infer.contracts.attention import KV, AttentionSpec, QuantizedKV, Ragged, Rotary
 from infer.contracts.kernels import Activation, Draws, Expert, KernelsProtocol, RecorderProtocol, Routing
-from infer.kernels.quantise import quantise_weight
-from infer.weight import LEAST, GroupedWeight, Weight, quantise_rows
+from infer.kernels.quantize import quantize_weight
+from infer.weight import LEAST, GroupedWeight, Weight, quantize_rows
 
 SEGMENT = 128
 """Keys per reduction step of attention."""
@@ -84,17 +84,17 @@ class ReferenceKernels(KernelsProtocol):
     def recorder(self) -> RecorderProtocol | None:
         return None
 
-    def quantise(self, weight_NK: Tensor, bits: Literal[4, 8]) -> GroupedWeight:
-        return quantise_weight(weight_NK, bits)
+    def quantize(self, weight_NK: Tensor, bits: Literal[4, 8]) -> GroupedWeight:
+        return quantize_weight(weight_NK, bits)
 
     def pack(self, weight_NK: Weight, bias_N: Tensor | None = None) -> Any:
-        """A grouped weight is dequantised: from then on it takes as much memory as a plain one."""
+        """A grouped weight is dequantized: from then on it takes as much memory as a plain one."""
         dtype, int8_group = weight_NK.dtype, None
         if isinstance(weight_NK, GroupedWeight):
             if weight_NK.int8_activations:
                 int8_group = weight_NK.activation_group
                 weight_NK = replace(weight_NK, dtype=torch.float32)
-            weight_NK = weight_NK.dequantise()
+            weight_NK = weight_NK.dequantize()
         else:
             weight_NK = weight_NK.clone()
         rows: tuple[int, int | None] = (1, None)
@@ -106,7 +106,7 @@ class ReferenceKernels(KernelsProtocol):
 
     def linear(self, x_TK: Tensor, packed: Any) -> Tensor:
         if packed.int8_group is not None:
-            q_TGk, scale_TG1 = quantise_rows(x_TK, packed.int8_group)
+            q_TGk, scale_TG1 = quantize_rows(x_TK, packed.int8_group)
             x_TK = (q_TGk * scale_TG1).flatten(1)
         parts = [x_TK] if packed.max_rows is None else torch.split(x_TK, packed.max_rows)
         products = [
@@ -130,7 +130,7 @@ class ReferenceKernels(KernelsProtocol):
         if not sigmoid:
             scores_TX = torch.exp(logits_TX - logits_TX.amax(-1, keepdim=True))
         shares_TJ = scores_TX.gather(1, experts_TJ)
-        if routing.renormalise:
+        if routing.renormalize:
             shares_TJ = shares_TJ / (shares_TJ.sum(-1, keepdim=True) + (SMALLEST_SUM if sigmoid else 0))
         elif not sigmoid:
             shares_TJ = shares_TJ / scores_TX.sum(-1, keepdim=True)
@@ -194,8 +194,8 @@ class ReferenceKernels(KernelsProtocol):
 
     def store_kv(self, k_TKE: Tensor, v_TKE: Tensor, k_cache: KV, v_cache: KV, flat_T: Tensor) -> None:
         for x_TKE, cache in ((k_TKE, k_cache), (v_TKE, v_cache)):
-            if isinstance(cache, QuantisedKV):
-                codes_TKE, scales_TK = quantise(x_TKE)
+            if isinstance(cache, QuantizedKV):
+                codes_TKE, scales_TK = quantize(x_TKE)
                 cache.codes.flatten(0, 1).index_copy_(0, flat_T, codes_TKE)
                 cache.scales.flatten(0, 1).index_copy_(0, flat_T, scales_TK)
             else:
@@ -310,8 +310,8 @@ def _attend_tiles(
     out_THE[row_gn.flatten()] = out.reshape(g * n, H, E).to(out_THE.dtype)
 
 
-def quantise(x_TKE: Tensor) -> tuple[Tensor, Tensor]:
-    """The codes [T, K, E] and scales [T, K] of K or V, as ``QuantisedKV`` has them."""
+def quantize(x_TKE: Tensor) -> tuple[Tensor, Tensor]:
+    """The codes [T, K, E] and scales [T, K] of K or V, as ``QuantizedKV`` has them."""
     x_TKE = x_TKE.float()
     top_TK = x_TKE.abs().amax(-1)
     scales_TK = (top_TK / 127).masked_fill(top_TK < LEAST, 0) + (top_TK - top_TK)  # + NaN unless all are finite
@@ -321,7 +321,7 @@ def quantise(x_TKE: Tensor) -> tuple[Tensor, Tensor]:
 
 def _read(cache: KV, flat: Tensor) -> Tensor:
     """K or V of the given flat indices, in fp32."""
-    if isinstance(cache, QuantisedKV):
+    if isinstance(cache, QuantizedKV):
         return cache.codes.flatten(0, 1)[flat].float() * cache.scales.flatten(0, 1)[flat][..., None]
     return cache.flatten(0, 1)[flat].float()
 

@@ -51,8 +51,8 @@ class Attention:
     letters of "qkvo". ``qkv`` are the checkpoint's names of q, k and v within ``name``, or the single name of the
     tensor that holds all three, stacked by rows; ``out`` is that of the output projection. q and K have RMS norms if
     ``qk_norm_eps`` is given: with ``qk_norm_whole``, one norm spans all heads of q, and another those of K; otherwise
-    each head is normalised by itself, and all of them by one weight. With ``interleaved``, a head's
-    neighbours are rotated against each other; otherwise its halves. If the spec has sinks, the
+    each head is normalized by itself, and all of them by one weight. With ``interleaved``, a head's
+    neighbors are rotated against each other; otherwise its halves. If the spec has sinks, the
     checkpoint's tensor ``sinks`` fills them.
 
     Raises CheckpointError if the numbers of heads do not fit each other or the head size is odd.

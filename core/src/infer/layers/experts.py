@@ -161,7 +161,7 @@ def _stacked(parts: Sequence[Weight], order_N: Tensor | None) -> Weight:
         if len(grouped) == len(parts) and all(map(grouped[0].stacks_with, grouped)):
             whole = GroupedWeight.stack(grouped)
         else:
-            whole = torch.cat([part if isinstance(part, Tensor) else part.dequantise() for part in parts])
+            whole = torch.cat([part if isinstance(part, Tensor) else part.dequantize() for part in parts])
     if order_N is None:
         return whole
     return whole[order_N.to(whole.device)] if isinstance(whole, Tensor) else whole.rows(order_N.to(whole.codes.device))

@@ -70,12 +70,12 @@ class Linear:
                     assert plain is not None
                     piece = plain if len(spans) == 1 else plain[row : row + size]
                 pieces.append(piece)
-            quantised = [piece for piece in pieces if isinstance(piece, GroupedWeight)]
-            if not quantised and plain is not None:
+            quantized = [piece for piece in pieces if isinstance(piece, GroupedWeight)]
+            if not quantized and plain is not None:
                 pieces = [plain]
-            elif len(quantised) == len(pieces) > 1 and all(map(quantised[0].stacks_with, quantised)):
-                pieces = [GroupedWeight.stack(quantised)]
-            del quantised
+            elif len(quantized) == len(pieces) > 1 and all(map(quantized[0].stacks_with, quantized)):
+                pieces = [GroupedWeight.stack(quantized)]
+            del quantized
             pack = kernels.pack if activation is None or len(pieces) > 1 else kernels.pack_gated
             begin = 0
             while pieces:

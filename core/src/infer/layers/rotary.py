@@ -285,7 +285,7 @@ class RotaryEmbedding:
 
 def rotary_order(rotated: int, head_size: int, interleaved: bool = False) -> Tensor | None:
     """The order of a head's values in which each half of the head begins with half of the rotated part; None if they
-    are in that order. The rotated part's halves are rotated against each other or, if ``interleaved``, its neighbours.
+    are in that order. The rotated part's halves are rotated against each other or, if ``interleaved``, its neighbors.
 
     An attention score is a sum over the values of a head, so reordering q and K alike does not change it.
     """

@@ -170,7 +170,6 @@ def infer_routes() -> list[Registration[RoutesFactory]]:
         Registration("completions", _endpoints("completions"), "POST /v1/completions"),
         Registration("embeddings", _endpoints("embeddings"), "POST /v1/embeddings"),
         Registration("rerank", _endpoints("rerank"), "POST /v1/rerank and /v1/score"),
-        Registration("decisions", _endpoints("decisions"), "POST /v1/decisions and /v1/systemone"),
         Registration("tokenization", _endpoints("tokenization"), "POST /tokenize and /detokenize, GET /tokenizer_info"),
         Registration("about", _endpoints("about"), "GET /v1/models, /health and /ready"),
         Registration("metrics", _endpoints("metrics"), "GET /metrics, for Prometheus"),

@@ -20,10 +20,10 @@ from infer.contracts.cache import CacheContext, CacheRegistration
 from infer.contracts.registration import Registration, hookimpl
 from infer.contracts.scheduler import SchedulerRegistration
 from infer.contracts.sections import Settings
-from infer.errors import InferError, PluginError, SettingsError, in_short, installing, say
+from infer.errors import InferError, PluginError, SettingsError, in_short, installing, one_line
 from infer.plugins import inspection
+from infer.plugins.extension_points import EXTENSION_POINTS
 from infer.plugins.inspection import RECORDS
-from infer.plugins.slots import SLOTS
 from infer.settings import plugin_settings
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ GROUP = "infer"
 class Offer:
     """A registration and the distribution that it comes from."""
 
-    slot: str
+    point: str
     registration: Registration[Any]
     distribution: str
     version: str
@@ -49,7 +49,7 @@ class Offer:
     @property
     def whose(self) -> str:
         """The plugin as an error message names it."""
-        return f"The {self.slot} plugin {self.name!r} of {self.distribution}"
+        return f"The {self.point} plugin {self.name!r} of {self.distribution}"
 
     @property
     def chunks(self) -> bool:
@@ -73,12 +73,12 @@ class Offer:
 
     def own(self, settings: Settings) -> BaseModel:
         """The plugin's own table in the settings."""
-        return plugin_settings(settings, self.slot, self.name)
+        return plugin_settings(settings, self.point, self.name)
 
     def build(self, settings: Settings, *given: Any) -> Any:
-        """What the factory makes of ``given`` and of the plugin's own table, checked against the slot's contract.
-        Raises PluginError."""
-        contract = SLOTS[self.slot].contract
+        """What the factory makes of ``given`` and of the plugin's own table, checked against the contract of its
+        extension point. Raises PluginError."""
+        contract = EXTENSION_POINTS[self.point].contract
         assert contract is not None
         return self.make(contract, *given, self.own(settings))
 
@@ -98,10 +98,10 @@ class Broken:
 
 @dataclass
 class Plugins:
-    """All installed plugins, by slot. A broken plugin is reported and does not affect the others."""
+    """All installed plugins, by extension point. A broken plugin is reported and does not affect the others."""
 
     manager: pluggy.PluginManager
-    offers: dict[str, list[Offer]] = field(default_factory=lambda: {slot: [] for slot in SLOTS})
+    offers: dict[str, list[Offer]] = field(default_factory=lambda: {point: [] for point in EXTENSION_POINTS})
     broken: list[Broken] = field(default_factory=list)
     environment: frozenset[str] = frozenset()
     """The INFER_* variables that plugins read themselves."""
@@ -121,7 +121,7 @@ class Plugins:
         plugins, loaded = cls(manager), list[object]()
         # pluggy's own loader silently skips the second of two distributions with one entry-point name.
         for entry in entry_points(group=GROUP) if installed is None else installed:
-            distribution, version = _whence(entry)
+            distribution, version = _origin(entry)
             try:
                 with inspection.blame("its import failed"):
                     plugin = entry.load()
@@ -156,9 +156,9 @@ class Plugins:
                     returned = function()
                 if hook == "infer_checkpoints":
                     found |= inspection.checkpoints(returned)
-                for slot in (slot for slot, about in SLOTS.items() if about.hook == hook):
+                for point in (point for point, about in EXTENSION_POINTS.items() if about.hook == hook):
                     offers += [
-                        Offer(slot, r, distribution, version) for r in inspection.registrations(slot, hook, returned)
+                        Offer(point, r, distribution, version) for r in inspection.registrations(point, hook, returned)
                     ]
             label = f"{distribution} {version}"
             while self.manager.has_plugin(label):  # one distribution may bring several entry points
@@ -169,9 +169,9 @@ class Plugins:
         except (PluginError, KeyboardInterrupt):
             raise
         except BaseException as error:  # any access to a foreign object may raise
-            raise PluginError(f"it cannot be inspected: {say(error)}.") from error
+            raise PluginError(f"it cannot be inspected: {one_line(error)}.") from error
         for offer in offers:
-            self.offers[offer.slot].append(offer)
+            self.offers[offer.point].append(offer)
         self._checkpoints += [(name, path, distribution) for name, path in found.items()]
 
     def _register(self, label: str, functions: Mapping[str, Callable[..., object]], whose: str) -> ModuleType:
@@ -184,14 +184,14 @@ class Plugins:
             raise
         return module
 
-    def get(self, slot: str, name: str, setting: str) -> Offer:
+    def get(self, point: str, name: str, setting: str) -> Offer:
         """The only offer of that name. Raises PluginError: an explicit choice never falls back to another."""
-        found = [offer for offer in self.offers[slot] if offer.name == name]
+        found = [offer for offer in self.offers[point] if offer.name == name]
         if not found:
-            names = sorted({offer.name for offer in self.offers[slot]})
+            names = sorted({offer.name for offer in self.offers[point]})
             raise PluginError(
                 f"{setting} is {name!r}, but no such plugin is installed; {_installed(names)}"
-                f"{advice(slot, name, names)}{self.culprits()}"
+                f"{advice(point, name, names)}{self.culprits()}"
             )
         offer = self._only(found, setting)
         if offer.registration.unavailable:
@@ -201,21 +201,21 @@ class Plugins:
 
     def check_names(self, settings: Settings) -> None:
         """Raises PluginError if the settings name what is not installed or cannot be used here. Some choices are made
-        only after the weights have been loaded, which is late to find a misspelt name."""
-        for slot, about in SLOTS.items():
-            if about.setting is not None and (name := about.asked(settings)) not in ("auto", "none"):
-                self.get(slot, name, about.setting)
+        only after the weights have been loaded, which is late to find a misspelled name."""
+        for point, about in EXTENSION_POINTS.items():
+            if about.setting is not None and (name := about.chosen(settings)) not in ("auto", "none"):
+                self.get(point, name, about.setting)
 
-    def choose(self, slot: str, settings: Settings, there: Sequence[str] = ()) -> Offer:
-        """The offer that the settings name for a slot. For "auto", or if the slot has no setting, the offer of highest
-        priority among those that suit ``there``: the device's type, the checkpoint's architectures or its quantization
-        method. The log says which offer was chosen and why. Raises PluginError or SettingsError.
+    def choose(self, point: str, settings: Settings, there: Sequence[str] = ()) -> Offer:
+        """The offer that the settings name for an extension point. For "auto", or if it has no setting, the offer
+        of highest priority among those that suit ``there``: the device's type, the checkpoint's architectures or its
+        quantization method. The log says which offer was chosen and why. Raises PluginError or SettingsError.
         """
-        about = SLOTS[slot]
-        name = about.asked(settings)
+        about = EXTENSION_POINTS[point]
+        name = about.chosen(settings)
         if about.setting is None or name == "auto":
-            return self._auto(slot, there)
-        offer = self.get(slot, name, about.setting)
+            return self._auto(point, there)
+        offer = self.get(point, name, about.setting)
         if about.fits == "devices" and not about.suits(offer.registration, there):
             runs = " and ".join(about.named(offer.registration))
             raise SettingsError(
@@ -224,10 +224,10 @@ class Plugins:
             )
         return offer
 
-    def _auto(self, slot: str, there: Sequence[str]) -> Offer:
-        about = SLOTS[slot]
+    def _auto(self, point: str, there: Sequence[str]) -> Offer:
+        about = EXTENSION_POINTS[point]
         what = about.setting or about.when.removeprefix("by ")
-        able = [offer for offer in self.offers[slot] if about.suits(offer.registration, there)]
+        able = [offer for offer in self.offers[point] if about.suits(offer.registration, there)]
         for offer in able:
             if offer.registration.unavailable:
                 log.warning(
@@ -235,44 +235,44 @@ class Plugins:
                     *(what, offer.name, offer.distribution, offer.registration.unavailable),
                 )
         able = [offer for offer in able if not offer.registration.unavailable]
-        said = {"setting": about.setting, "there": in_short(" or ".join(there), MAX_SHOWN) or "not stated"}
+        shown = {"setting": about.setting, "there": in_short(" or ".join(there), MAX_SHOWN) or "not stated"}
         if not able:
-            named = {one for offer in self.offers[slot] for one in about.named(offer.registration) if one}
+            named = {one for offer in self.offers[point] for one in about.named(offer.registration) if one}
             known = "".join(f", {one}" for one in sorted(named))
             install = installing(min(about.packages.values(), default=""))
             advice = "".join(f"{installing(p)} brings one; " for p in {*map(about.packages.get, there)} if p)
             text = about.missing.format(
-                known=known, installed=_installed(sorted(named)), install=install, advice=advice, **said
+                known=known, installed=_installed(sorted(named)), install=install, advice=advice, **shown
             )
             raise PluginError(f"{text}{self.culprits()}")
         best = max(offer.registration.priority for offer in able)
         top = [offer for offer in able if offer.registration.priority == best]
         if len({offer.name for offer in top}) > 1:
             names = " and ".join(f"{o.name!r} ({o.distribution})" for o in top)
-            raise PluginError(about.tie.format(names=names, **said))
+            raise PluginError(about.tie.format(names=names, **shown))
         chosen = self._only(top, what)
         log.info("%s: auto chose %s of %s, %s", what, chosen.name, chosen.distribution, self.rank(chosen, there))
         return chosen
 
     def rank(self, chosen: Offer, there: Sequence[str] = ()) -> str:
         """What ``auto`` preferred an offer to."""
-        suits = SLOTS[chosen.slot].suits
-        able = (offer.registration for offer in self.offers[chosen.slot])
+        suits = EXTENSION_POINTS[chosen.point].suits
+        able = (offer.registration for offer in self.offers[chosen.point])
         others = sorted({r.name for r in able if suits(r, there) and not r.unavailable} - {chosen.name})
         return f"over {', '.join(others)} (priority {chosen.registration.priority})" if others else "the only one"
 
-    def candidates(self, slot: str, settings: Settings) -> list[Offer]:
+    def candidates(self, point: str, settings: Settings) -> list[Offer]:
         """The offers among which the checkpoint decides: the one that the settings name, none for "none", and for
         "auto" all that can be used, the highest priority first. If two have the same name, auto leaves out both and
         logs it. Raises PluginError."""
-        setting, name = SLOTS[slot].setting, SLOTS[slot].asked(settings)
+        setting, name = EXTENSION_POINTS[point].setting, EXTENSION_POINTS[point].chosen(settings)
         assert setting is not None
         if name != "auto":
-            return [] if name == "none" else [self.get(slot, name, setting)]
+            return [] if name == "none" else [self.get(point, name, setting)]
         found = []
-        for offer in sorted(self.offers[slot], key=lambda offer: (-offer.registration.priority, offer.name)):
+        for offer in sorted(self.offers[point], key=lambda offer: (-offer.registration.priority, offer.name)):
             try:
-                found.append(self.get(slot, offer.name, setting))
+                found.append(self.get(point, offer.name, setting))
             except PluginError as error:
                 log.warning("%s: auto passes over %s of %s: %s", setting, offer.name, offer.distribution, error)
         return found
@@ -296,15 +296,15 @@ class Plugins:
             try:
                 self.get("observer", offer.name, f"observers.{offer.name}")
                 observer = offer.build(settings)
-                untell = self.tell(offer.whose, observer)
+                unsubscribe = self.subscribe(offer.whose, observer)
             except InferError as error:
                 log.warning("the observer %s of %s is left out: %s", offer.name, offer.distribution, error)
                 continue
             made.callback(_close, offer, observer)
-            made.callback(untell)
+            made.callback(unsubscribe)
         return made.close
 
-    def tell(self, whose: str, observer: object) -> Callable[[], None]:
+    def subscribe(self, whose: str, observer: object) -> Callable[[], None]:
         """Notify an object from now on, until the returned function is called. Raises PluginError."""
         module = self._register(f"{whose} {id(observer)}", _records(whose, observer), whose)
         return lambda: self.manager.unregister(module)
@@ -335,7 +335,7 @@ class Plugins:
         return "".join(f" The plugin of {b.distribution} is broken: {b.reason}" for b in self.broken)
 
 
-def _whence(entry: EntryPoint) -> tuple[str, str]:
+def _origin(entry: EntryPoint) -> tuple[str, str]:
     """The entry point's (distribution, version), as far as its metadata can be read."""
     try:
         return (str(entry.dist.name), str(entry.dist.version)) if entry.dist else ("unknown", "")
@@ -347,10 +347,10 @@ def _records(whose: str, observer: object) -> dict[str, Callable[..., object]]:
     """The hooks that an observer has methods for, each a function that calls the method. Raises PluginError."""
 
     def forward(call: Callable[..., object]) -> Callable[..., object]:
-        def told(record: object) -> object:
+        def notified(record: object) -> object:
             return call(record)
 
-        return hookimpl(told)
+        return hookimpl(notified)
 
     found = {}
     for hook in RECORDS:
@@ -373,16 +373,16 @@ def _close(offer: Offer, observer: object) -> None:
         if callable(close := getattr(observer, "close", None)):
             close()
     except (Exception, SystemExit) as error:
-        log.warning("%s failed when it was closed: %s", offer.whose, say(error))
+        log.warning("%s failed when it was closed: %s", offer.whose, one_line(error))
 
 
 def _installed(names: Sequence[str]) -> str:
     return f"installed: {', '.join(names)}." if names else "none is installed."
 
 
-def advice(slot: str, name: str, installed: Sequence[str]) -> str:
+def advice(point: str, name: str, installed: Sequence[str]) -> str:
     """What to do about a name that no plugin has, as a sentence after a space; empty if nobody knows."""
-    packages = SLOTS[slot].packages
+    packages = EXTENSION_POINTS[point].packages
     if package := packages.get(name):
         return f" Install it: {installing(package)}."
     close = difflib.get_close_matches(name, {*packages, *installed}, n=1)

@@ -26,8 +26,8 @@ from infer.contracts import hooks as hookspecs
 from infer.contracts.registration import PLUGIN_API, Registration
 from infer.contracts.sections import Section, Settings
 from infer.contracts.text import PartProtocol, Piece
-from infer.errors import InferError, PluginError, say
-from infer.plugins.slots import SLOTS
+from infer.errors import InferError, PluginError, one_line
+from infer.plugins.extension_points import EXTENSION_POINTS
 from infer.settings import ENV_FILE, ENV_PREFIX, describe
 
 RECORDS = ("infer_step_finished", "infer_request_finished")
@@ -49,7 +49,7 @@ def blame(what: str) -> Iterator[None]:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        raise PluginError(f"{what}: {say(error)}.") from error
+        raise PluginError(f"{what}: {one_line(error)}.") from error
 
 
 def check_api(plugin: object) -> None:
@@ -98,7 +98,7 @@ def hooks(plugin: object) -> list[Hook]:
             marks = getattr(function, "infer_impl", None)
         except Exception as error:
             if ours:
-                raise PluginError(f"its {attribute} cannot be read: {say(error)}.") from error
+                raise PluginError(f"its {attribute} cannot be read: {one_line(error)}.") from error
             continue
         if isinstance(function, ModuleType) or function is SPECS.get(attribute):
             continue  # a module may be called infer_models, and ``from hooks import *`` brings in the hookspecs
@@ -158,14 +158,14 @@ def check_function(attribute: str, hook: str, function: Callable[..., Any], mark
         raise PluginError(f"its {attribute} {takes}, but is called as {hook}({', '.join(wanted)}).")
 
 
-def registrations(slot: str, hook: str, returned: object) -> list[Registration[Any]]:
-    """The registrations that a hook returned, each checked to be a valid one for its slot. Raises PluginError."""
-    kind = SLOTS[slot].registration
+def registrations(point: str, hook: str, returned: object) -> list[Registration[Any]]:
+    """The registrations that a hook returned, each checked to be valid for its extension point. Raises PluginError."""
+    kind = EXTENSION_POINTS[point].registration
     if not isinstance(returned, (list, tuple)):
         raise PluginError(f"its {hook}() returned {_show(returned)}, not a list of {kind.__name__}s.")
     with blame(f"what its {hook}() returned cannot be read"):
         items = list(returned)
-    found = [_registration(slot, f"its {hook}()", kind, item) for item in items]
+    found = [_registration(point, f"its {hook}()", kind, item) for item in items]
     names = [registration.name for registration in found]
     for name in names:
         if names.count(name) > 1:
@@ -173,9 +173,9 @@ def registrations(slot: str, hook: str, returned: object) -> list[Registration[A
     return found
 
 
-def _registration(slot: str, at: str, kind: type[Registration[Any]], value: object) -> Registration[Any]:
-    """The checked registration, copied to core's own class so that the plugin cannot change it afterwards."""
-    if not isinstance(value, Registration) or (SLOTS[slot].bound and not isinstance(value, kind)):
+def _registration(point: str, at: str, kind: type[Registration[Any]], value: object) -> Registration[Any]:
+    """The checked registration, copied to core's own class so that the plugin cannot change it afterward."""
+    if not isinstance(value, Registration) or (EXTENSION_POINTS[point].bound and not isinstance(value, kind)):
         raise PluginError(f"{at} lists {_show(value)}, not a {kind.__name__}.")
     with blame(f"a registration of {at} cannot be read"):
         given = {f.name: getattr(value, f.name) for f in fields(kind) if hasattr(value, f.name)}
@@ -209,7 +209,7 @@ def _registration(slot: str, at: str, kind: type[Registration[Any]], value: obje
     if "add_arguments" in given:
         _try_arguments(given["add_arguments"], at)
     given["settings"] = _settings(given["settings"], at)
-    if given["settings"].model_fields and _taken(SLOTS[slot].section, name):
+    if given["settings"].model_fields and _taken(EXTENSION_POINTS[point].section, name):
         raise PluginError(f"{at} settings cannot be a table of that name, which is infer's own; rename it.")
     return kind(**given)
 
@@ -289,7 +289,7 @@ class Named:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if not isinstance(error, (Exception, SystemExit)) or isinstance(error, InferError) or short_of_memory(error):
             return
-        raise PluginError(f"{self._what}: {say(error)}.") from error
+        raise PluginError(f"{self._what}: {one_line(error)}.") from error
 
 
 def make(whose: str, contract: type, factory: Callable[..., Any], *given: Any) -> Any:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from infer.contracts.sections import Settings
 from infer.errors import InferError
+from infer.plugins.extension_points import EXTENSION_POINTS
 from infer.plugins.inspection import SPECS
-from infer.plugins.slots import SLOTS
 from infer.settings import describe, describe_schema, schema
 
 if TYPE_CHECKING:
@@ -25,13 +25,13 @@ class Survey:
         self._plugins, self._settings, self._sources = plugins, settings, sources
         self.failed: list[InferError] = []
         self._there: dict[str, Sequence[str]] = {}
-        """What decides among a slot's offers on this machine, as far as it is known."""
+        """What decides among an extension point's offers on this machine, as far as it is known."""
         self._stored: Stored | None = None
         try:
             self._look()
         except InferError as error:
             self.failed.append(error)
-        self._chosen = {slot: self._choices(slot) for slot in SLOTS}
+        self._chosen = {point: self._choices(point) for point in EXTENSION_POINTS}
 
     def _look(self) -> None:
         """Find out about the device and, if it is on this machine, about the checkpoint."""
@@ -43,61 +43,61 @@ class Survey:
         path = self._settings.model.path
         if path is None or not (path in self._plugins.checkpoints or Path(path).expanduser().exists()):
             return
-        for slot in ("container", "model", "weights"):
-            self._there[slot] = assembly.there(slot)
+        for point in ("container", "model", "weights"):
+            self._there[point] = assembly.there(point)
         self._stored = stored(self._settings, assembly.chosen("weights"), assembly.checkpoint)
 
-    def _choices(self, slot: str) -> list[Offer]:
-        """The offers that are chosen. For a slot whose choice is made later, and for one of which all are used, those
-        that can be."""
-        about, asked = SLOTS[slot], SLOTS[slot].asked(self._settings)
-        if asked == "none":
+    def _choices(self, point: str) -> list[Offer]:
+        """The offers that are chosen. For an extension point whose choice is made later, and for one of which
+        all are used, those that can be."""
+        about, chosen = EXTENSION_POINTS[point], EXTENSION_POINTS[point].chosen(self._settings)
+        if chosen == "none":
             return []
-        if self._all_of(slot):
-            return [offer for offer in self._plugins.offers[slot] if not offer.registration.unavailable]
-        if slot not in self._there and (about.fits == "devices" or (about.fits and asked == "auto")):
+        if self._all_of(point):
+            return [offer for offer in self._plugins.offers[point] if not offer.registration.unavailable]
+        if point not in self._there and (about.fits == "devices" or (about.fits and chosen == "auto")):
             return []
         try:
-            return [self._plugins.choose(slot, self._settings, self._there.get(slot, ()))]
+            return [self._plugins.choose(point, self._settings, self._there.get(point, ()))]
         except InferError as error:
             self.failed.append(error)
             return []
 
-    def _all_of(self, slot: str) -> str:
-        """What the table says of a slot's offers if none is chosen over the others; empty if one is."""
-        about = SLOTS[slot]
-        if about.when and about.asked(self._settings) == "auto":
-            return "" if slot in self._there else "when met"
+    def _all_of(self, point: str) -> str:
+        """What the table says of an extension point's offers if none is chosen over the others; empty if one is."""
+        about = EXTENSION_POINTS[point]
+        if about.when and about.chosen(self._settings) == "auto":
+            return "" if point in self._there else "when met"
         return "yes" if about.setting is None and not about.when else ""
 
     def _why(self, offer: Offer) -> str:
         """Why an offer is chosen."""
-        about, there = SLOTS[offer.slot], self._there.get(offer.slot, ())
-        auto, all_of_them = about.asked(self._settings) == "auto", self._all_of(offer.slot)
-        said = ""
+        about, there = EXTENSION_POINTS[offer.point], self._there.get(offer.point, ())
+        auto, all_of_them = about.chosen(self._settings) == "auto", self._all_of(offer.point)
+        why = ""
         if about.when and auto:
-            said = f"{about.when}: {' or '.join(there) or 'none'}" if there else about.when
+            why = f"{about.when}: {' or '.join(there) or 'none'}" if there else about.when
         elif about.setting is not None:
-            value = about.asked(self._settings)
-            said = f"{about.setting} = {value} (from {self._sources[about.setting]})"
-        return said if all_of_them or not auto else f"{said}; {self._plugins.rank(offer, there)}"
+            value = about.chosen(self._settings)
+            why = f"{about.setting} = {value} (from {self._sources[about.setting]})"
+        return why if all_of_them or not auto else f"{why}; {self._plugins.rank(offer, there)}"
 
     def parts(self) -> list[dict[str, Any]]:
-        """A row for each offer of each slot, for the configured checkpoint if it is on this machine, and for each
-        broken plugin."""
+        """A row for each offer of each extension point, for the configured checkpoint if it is on this
+        machine, and for each broken plugin."""
         rows: list[dict[str, Any]] = []
         row: dict[str, Any]
-        for slot, offers in self._plugins.offers.items():
+        for point, offers in self._plugins.offers.items():
             for offer in offers:
                 registration = offer.registration
-                taken = offer in self._chosen[slot]
+                taken = offer in self._chosen[point]
                 known = (f"knows K/V in {name}" for name in offer.kv_dtypes)
                 described = filter(None, (registration.description, *known, offer.about))
-                row = {"slot": slot, "name": offer.name, "distribution": offer.distribution, "version": offer.version}
-                row |= {"chosen": (self._all_of(slot) or "yes") if taken else "no"}
+                row = {"slot": point, "name": offer.name, "distribution": offer.distribution, "version": offer.version}
+                row |= {"chosen": (self._all_of(point) or "yes") if taken else "no"}
                 row |= {"why": self._why(offer) if taken else registration.unavailable or ""}
                 row |= {"description": "; ".join(described), "priority": registration.priority}
-                rows.append(row | {"suits": list(SLOTS[slot].named(registration))})
+                rows.append(row | {"suits": list(EXTENSION_POINTS[point].named(registration))})
         if self._stored is not None:
             settings, sources = self._settings, self._sources
             row = dict.fromkeys(("distribution", "version"), "-") | {"slot": "checkpoint", "chosen": "yes"}
@@ -123,7 +123,7 @@ class Survey:
 
     def settings(self) -> list[dict[str, Any]]:
         """A row for each setting: its value, where this came from, and what it selects if it names a part."""
-        selecting = {about.setting: slot for slot, about in SLOTS.items() if about.setting is not None}
+        selecting = {about.setting: point for point, about in EXTENSION_POINTS.items() if about.setting is not None}
         texts = {key: text for key, text, _ in describe_schema(schema(self._plugins))}
         return [
             {
@@ -136,6 +136,6 @@ class Survey:
             for key, value in describe(self._settings)
         ]
 
-    def _selects(self, slot: str) -> dict[str, Any]:
-        all_of_them = self._all_of(slot)
-        return {"slot": slot, "parts": [offer.name for offer in self._chosen[slot]], "chosen": all_of_them or "yes"}
+    def _selects(self, point: str) -> dict[str, Any]:
+        all_of_them = self._all_of(point)
+        return {"slot": point, "parts": [offer.name for offer in self._chosen[point]], "chosen": all_of_them or "yes"}

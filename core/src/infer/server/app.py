@@ -77,13 +77,13 @@ async def serve(
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 
-    def signalled(number: int) -> None:
+    def signaled(number: int) -> None:
         if stop.is_set():
             _leave(number)
         stop.set()
 
     for number in SIGNALS:
-        loop.add_signal_handler(number, signalled, number)
+        loop.add_signal_handler(number, signaled, number)
     app = make_app(engine_loop, served, plugins, settings)
     # What is loaded by now stays, and each collection that looks through it again would hold up a step.
     gc.collect()

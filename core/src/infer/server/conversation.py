@@ -10,14 +10,16 @@ from tokenizers import Tokenizer
 
 from infer.assemble.served import Served
 from infer.contracts.params import SamplingParams
+from infer.contracts.request import ThinkingTokens
 from infer.contracts.sections import ModelSettings
+from infer.contracts.text import ReasoningTags
 from infer.errors import RequestError
 from infer.server.http.body import Body
 from infer.server.http.parsing import checked
 from infer.server.rendering import Renderer
 from infer.server.replies import Reply, ToolUse
 from infer.text.templates import PROBE_ARGUMENTS, PROBE_TOOL
-from infer.text.tool_formats import ToolFormat, recognise
+from infer.text.tool_formats import ToolFormat, recognize
 from infer.text.tools import opens_reasoning
 
 log = logging.getLogger(__name__)
@@ -28,7 +30,7 @@ RESERVED = ("self", "loop", "caller", "varargs", "kwargs")
 """Names that have a meaning of their own in Jinja templates."""
 
 
-class Chat(Protocol):
+class ConversationBody(Protocol):
     """What a prompt is made of."""
 
     @property
@@ -63,13 +65,13 @@ class Conversation:
             return
         why = "it shows no tools, or no calls"
         try:
-            written = (await self._process.manners()).call
+            written = (await self._process.style()).call
         except RequestError as error:
             written, why = None, str(error)
         if written is not None:
             function = PROBE_TOOL["function"]
             known = {function["name"]: function["parameters"]}
-            self.tool_format = recognise(formats, written, known, (function["name"], PROBE_ARGUMENTS))
+            self.tool_format = recognize(formats, written, known, (function["name"], PROBE_ARGUMENTS))
             why = f"a call, which it writes as {written[:200]!r}, cannot be read back"
         if self.tool_format is None:
             log.warning(
@@ -90,21 +92,21 @@ class Conversation:
         RequestError."""
         return await self._process(messages, **form)
 
-    async def prompt(self, asked: Chat, tools: Sequence[dict[str, Any]]) -> str:
+    async def prompt(self, body: ConversationBody, tools: Sequence[dict[str, Any]]) -> str:
         """The prompt that the chat template makes from a request's messages. Raises RequestError."""
-        variables = asked.chat_template_kwargs or {}
-        effort: str | None = getattr(asked, "reasoning_effort", None)
+        variables = body.chat_template_kwargs or {}
+        effort: str | None = getattr(body, "reasoning_effort", None)
         if effort is not None:
-            known = (await self._process.manners()).variables
+            known = (await self._process.style()).variables
             thinks = effort != "none"
-            told = {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
-            if not known and not getattr(asked, "effort_is_a_hint", False):
+            effort_variables = {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
+            if not known and not getattr(body, "effort_is_a_hint", False):
                 raise RequestError(
                     f"reasoning_effort = {effort!r} has no effect: this model's chat template knows none of "
-                    f"{', '.join(told)}; leave it out.",
+                    f"{', '.join(effort_variables)}; leave it out.",
                     param="reasoning_effort",
                 )
-            variables = {name: told[name] for name in known} | variables
+            variables = {name: effort_variables[name] for name in known} | variables
         for name in variables:
             if name in OWN_FIELDS:
                 raise RequestError(
@@ -116,14 +118,16 @@ class Conversation:
                     param="chat_template_kwargs",
                 )
         return await self.render(
-            asked.turns,
+            body.turns,
             tools=list(tools) or None,
-            add_generation_prompt=asked.add_generation_prompt and not asked.continue_final_message,
-            continue_final_message=asked.continue_final_message,
+            add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
+            continue_final_message=body.continue_final_message,
             **variables,
         )
 
-    async def reply(self, asked: Chat, sampling: Callable[..., SamplingParams], tools: ToolUse = NO_TOOLS) -> Reply:
+    async def reply(
+        self, body: ConversationBody, sampling: Callable[..., SamplingParams], tools: ToolUse = NO_TOOLS
+    ) -> Reply:
         """The reply that a body asks for. ``sampling`` makes its sampling parameters, and takes the
         ``structured_outputs`` that a forced call needs. Raises RequestError."""
         if tools.offered and tools.forced is None and self.tool_format is None:
@@ -132,16 +136,30 @@ class Conversation:
                 "or force a call with tool_choice.",
                 param="tools",
             )
-        prompt = await self.prompt(asked, tools.offered)
+        prompt = await self.prompt(body, tools.offered)
         outputs = tools.outputs()
         overrides = {} if outputs is None else {"structured_outputs": outputs}
-        params = self._served.defaulted(checked(lambda: sampling(**overrides), type(cast(Body, asked))))
+        params = self._served.defaulted(checked(lambda: sampling(**overrides), type(cast(Body, body))))
         tags = self._served.reasoning
         thinking = tags is not None and opens_reasoning(prompt, tags)
         end = _fixed(self._served.tokenizer, tags.closing) if tags and thinking else ()
         if params.structured_outputs is not None and not end:
-            tags = None  # the format applies from the first token on
-        return Reply(prompt, params, tools, self.tool_format, tags, thinking, end)
+            # The format applies from the first token on, so that there is no reasoning.
+            tags, params = None, params.model_copy(update={"thinking_token_budget": None})
+        tokens = None if tags is None else self._thinking_tokens(tags, thinking)
+        if params.thinking_token_budget is not None and tokens is None:
+            why = "this model does not reason"
+            if tags is not None:
+                why = f"this model reasons between {tags.opening} and {tags.closing}, which are no tokens of its own"
+            raise RequestError(
+                f"thinking_token_budget has no effect: {why}; leave it out.", param="thinking_token_budget"
+            )
+        return Reply(prompt, params, tools, self.tool_format, tags, thinking, end, tokens)
+
+    def _thinking_tokens(self, tags: ReasoningTags, opened: bool) -> ThinkingTokens | None:
+        """The tokens around the reasoning; None if they are not always the same."""
+        opening, closing = (_fixed(self._served.tokenizer, tag) for tag in (tags.opening, tags.closing))
+        return ThinkingTokens(opening, closing, opened) if (opening or opened) and closing and not tags.reader else None
 
     @property
     def _process(self) -> Renderer:

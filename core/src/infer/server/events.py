@@ -19,7 +19,7 @@ Frames = Callable[[Events, Callable[[], Json]], AsyncGenerator[Json]]
 """Makes what is sent from the events and a function that returns the usage so far."""
 
 
-class Asked(Protocol):
+class RequestFields(Protocol):
     """The fields of a body that every request to the engine takes over."""
 
     @property

@@ -1,4 +1,4 @@
-"""The input items of /v1/responses and /v1/decisions, and the conversation that they stand for."""
+"""Input items, as /v1/responses takes them, and the conversation that they stand for."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from aiohttp import web
 from infer.contracts.params import SamplingParams
 from infer.contracts.request import Event, Request
 from infer.errors import RequestError
-from infer.server.events import LONG_CHARS, Asked, Json
+from infer.server.events import LONG_CHARS, Json, RequestFields
 from infer.server.http.access import CALLER
 from infer.server.http.body import Many, TokenIds
 
@@ -44,7 +44,7 @@ async def make(
     inputs: Sequence[Input],
     prompt: Callable[[Input], Awaitable[str | Sequence[int]]],
     params: SamplingParams,
-    asked: Asked,
+    fields: RequestFields,
     field: str,
     **how: Any,
 ) -> tuple[list[Request], Json]:
@@ -61,7 +61,7 @@ async def make(
             prompts.append(await prompt(left.popleft()))
             length += len(prompts[-1])
         how["prefix"] = f"{field}-{begin}"
-        made += await service.requests(http, prompts, params, asked, **how)
+        made += await service.requests(http, prompts, params, fields, **how)
         tokens += sum(len(request.prompt_token_ids) for request in made[begin:])
         if tokens > MAX_TOKENS:
             raise RequestError(f"The inputs have more than {MAX_TOKENS} tokens in all.", param=field)

@@ -176,14 +176,3 @@ def turns(messages: Iterable[Message]) -> bytes:
                 param="messages",
             )
     return to_json(plain_messages, inf_nan_mode="constants")
-
-
-def transcript(messages: Iterable[Message]) -> str:
-    """A conversation as one text, for questions about it."""
-    lines = []
-    for message in messages:
-        if text := message.text():
-            lines.append(f"{message.role}: {text}")
-        calls = [call.called() for call in message.tool_calls or ()]
-        lines += [f"{message.role} calls {call.name}: {call.arguments}" for call in calls]
-    return "\n".join(lines)

@@ -12,7 +12,7 @@ from pydantic_core import from_json, to_json
 from infer.errors import RequestError, capital
 from infer.server.http.children import environment
 from infer.text import templates
-from infer.text.templates import MAX_CHARS, ChatTemplate, Manners
+from infer.text.templates import MAX_CHARS, ChatTemplate, TemplateStyle
 
 TIMEOUT_S = 5.0
 TRIES = 2
@@ -33,9 +33,9 @@ class Renderer:
         """``ChatTemplate.prompt``, with messages as JSON. Raises RequestError."""
         return str(await self._call(b'["prompt",%b,%b]\n' % (messages, _json(form))))
 
-    async def manners(self) -> Manners:
-        """``ChatTemplate.manners``. Raises RequestError."""
-        return Manners(**await self._call(b'["manners"]\n'))
+    async def style(self) -> TemplateStyle:
+        """``ChatTemplate.style``. Raises RequestError."""
+        return TemplateStyle(**await self._call(b'["style"]\n'))
 
     async def close(self) -> None:
         async with self._lock:

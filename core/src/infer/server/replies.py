@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from infer.contracts.params import SamplingParams, StructuredOutputs
+from infer.contracts.request import ThinkingTokens
 from infer.contracts.text import PartProtocol, ReasoningTags
 from infer.server.thoughts import Thoughts
 from infer.server.tokens import Tokens
@@ -53,6 +54,8 @@ class Reply:
     """Whether the prompt opens the reasoning."""
     grammar_after: tuple[int, ...]
     """The tokens after which the reply's format applies, if the prompt opens the reasoning and they are known."""
+    thinking_tokens: ThinkingTokens | None = None
+    """The tokens around the reasoning, if they are known."""
 
     def parser(self) -> PartProtocol:
         """A parser of one answer's text."""

@@ -88,19 +88,19 @@ class SamplingBody(SamplingParams, Body):
         """The answer's format, in whichever of the possible fields the client gave it. Raises ValueError if there are
         several."""
         guided = {kind: getattr(self, name) for name, kind in GUIDED.items()}
-        said = [
+        formats = [
             self.structured_outputs,
             self.response_format.outputs() if self.response_format else None,
             *(StructuredOutputs.model_validate({kind: value}) for kind, value in guided.items() if value is not None),
         ]
-        given = [outputs for outputs in said if outputs is not None]
+        given = [outputs for outputs in formats if outputs is not None]
         if len(given) > 1:
             raise ValueError("give one of structured_outputs, response_format and guided_*, not several")
         return given[0] if given else None
 
-    def said(self, param: str) -> str:
+    def client_name(self, param: str) -> str:
         ways = [name for name in (param, "response_format", *GUIDED) if getattr(self, name, None) is not None]
-        return ways[0] if param == "structured_outputs" and len(ways) == 1 else super().said(param)
+        return ways[0] if param == "structured_outputs" and len(ways) == 1 else super().client_name(param)
 
     def sampling(self, **overrides: Any) -> SamplingParams:
         """The sampling parameters, with ``overrides``. Their ``model_fields_set`` has only what was set explicitly."""

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from infer.assemble.served import Served
 from infer.contracts.params import SamplingParams
-from infer.contracts.request import Event, Pooling, Request, TokenLogprobs
+from infer.contracts.request import Event, Pooling, Request, ThinkingTokens, TokenLogprobs
 from infer.contracts.sections import Settings
 from infer.engine.loop import AsyncDoor, EngineLoop
 from infer.errors import InferError, RequestError
@@ -22,11 +22,11 @@ from infer.llm import Completion
 from infer.plugins.discovery import Plugins
 from infer.server.compiling import Compiler
 from infer.server.conversation import Conversation
-from infer.server.events import LONG_CHARS, Asked, Events, Frames, Json, TokenCount, raise_if_failed
+from infer.server.events import LONG_CHARS, Events, Frames, Json, RequestFields, TokenCount, raise_if_failed
 from infer.server.http.access import CALLER
 from infer.server.http.bodies import MAX_BODIES, BodyBudget, Reader, arrived, inflated
 from infer.server.http.body import Body
-from infer.server.http.errors import ASKED, REQUEST_ID, NotFoundError, error_of
+from infer.server.http.errors import BODY, REQUEST_ID, NotFoundError, error_of
 from infer.server.http.keys import Keys
 from infer.server.http.streams import Array, Writer, write
 from infer.server.http.wire import WireFormat, wire_format
@@ -65,7 +65,7 @@ class Service:
         self.writer = Writer()
         self._door = AsyncDoor(engine_loop)
         self._long = ThreadPoolExecutor(1, "infer-long-texts")
-        self._untell: set[Callable[[], None]] = set()
+        self._unsubscribe: set[Callable[[], None]] = set()
         self._reader = Reader(settings.server.unknown_fields)
         self._settings = settings.server
         self._budget = BodyBudget(MAX_BODIES * self._settings.max_body_bytes)
@@ -78,8 +78,8 @@ class Service:
     async def close(self) -> None:
         """End the child processes and unregister the observers."""
         self._long.shutdown(wait=False, cancel_futures=True)
-        while self._untell:
-            self._untell.pop()()
+        while self._unsubscribe:
+            self._unsubscribe.pop()()
         await self._reader.close()
         await self._compile.close()
         await self.conversation.close()
@@ -88,13 +88,13 @@ class Service:
         """Register an endpoint's object as an observer: it has ``infer_step_finished(record)``,
         ``infer_request_finished(record)`` or both. It is called until the server ends, or the returned function is
         called."""
-        untell = self.plugins.tell(f"The observer {type(observer).__name__}", observer)
-        self._untell.add(untell)
+        unsubscribe = self.plugins.subscribe(f"The observer {type(observer).__name__}", observer)
+        self._unsubscribe.add(unsubscribe)
 
         def stop() -> None:
-            if untell in self._untell:
-                self._untell.remove(untell)
-                untell()
+            if unsubscribe in self._unsubscribe:
+                self._unsubscribe.remove(unsubscribe)
+                unsubscribe()
 
         return stop
 
@@ -113,17 +113,17 @@ class Service:
                 # In a thread and up to a limit, because a few bytes may inflate to a thousand times as many.
                 body = await asyncio.to_thread(inflated, body, encoding, most)
                 grow(len(body))
-            asked = await self._reader(body, model)
-        http[ASKED] = cast(Body, asked)
-        name: str | None = getattr(asked, "model", None)
+            parsed = await self._reader(body, model)
+        http[BODY] = cast(Body, parsed)
+        name: str | None = getattr(parsed, "model", None)
         if name is not None and not self.is_model(name):
             raise NotFoundError(
                 f"The model {name!r} is not served here; this server has {self.served.name!r}.",
                 param="model",
                 code="model_not_found",
             )
-        http[CALLER].user = getattr(asked, "safety_identifier", None) or getattr(asked, "user", None)
-        return asked
+        http[CALLER].user = getattr(parsed, "safety_identifier", None) or getattr(parsed, "user", None)
+        return parsed
 
     def is_model(self, name: str) -> bool:
         """Whether clients may ask for the model by this name."""
@@ -142,12 +142,13 @@ class Service:
         http: web.Request,
         prompts: Sequence[str | Sequence[int]],
         params: SamplingParams,
-        asked: Asked,
+        fields: RequestFields,
         *,
         n: int = 1,
         prefix: str = "cmpl",
         special: bool = True,
         grammar_after: tuple[int, ...] = (),
+        thinking: ThinkingTokens | None = None,
         pooling: Pooling | None = None,
     ) -> list[Request]:
         """Make ``n`` requests for each prompt, in order. Raises RequestError."""
@@ -168,12 +169,13 @@ class Service:
                         each,
                         special=special,
                         id=f"{prefix}-{http[REQUEST_ID]}" + (f"-{len(made)}" if len(prompts) * n > 1 else ""),
-                        cache_salt=asked.cache_salt,
-                        priority=asked.priority,
+                        cache_salt=fields.cache_salt,
+                        priority=fields.priority,
                         user=http[CALLER].user or "",
                         group=f"{http[REQUEST_ID]}-{p}" if n > 1 else "",
                         grammar=grammar,
                         grammar_after=grammar_after,
+                        thinking=thinking,
                         pooling=pooling,
                         trace=trace,
                     )
@@ -182,11 +184,20 @@ class Service:
 
         return await self.tokenize(prompts, make, n)
 
-    async def replies(self, http: web.Request, reply: Reply, asked: Asked, *, n: int = 1, prefix: str) -> list[Request]:
+    async def replies(
+        self, http: web.Request, reply: Reply, fields: RequestFields, *, n: int = 1, prefix: str
+    ) -> list[Request]:
         """``requests`` for ``n`` replies to a conversation. Raises RequestError."""
-        after = reply.grammar_after
         return await self.requests(
-            http, [reply.prompt], reply.params, asked, n=n, prefix=prefix, special=False, grammar_after=after
+            http,
+            [reply.prompt],
+            reply.params,
+            fields,
+            n=n,
+            prefix=prefix,
+            special=False,
+            grammar_after=reply.grammar_after,
+            thinking=reply.thinking_tokens,
         )
 
     async def tokenize(self, prompts: Sequence[str | Sequence[int]], make: Callable[[], R], n: int = 1) -> R:

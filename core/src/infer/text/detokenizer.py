@@ -92,9 +92,9 @@ class TokenTexts:
         own = sum((self._token(token_id) or "").count(INCOMPLETE) for token_id in token_ids)
         return self.decode(token_ids).count(INCOMPLETE) == own
 
-    def follow(self, prompt_token_ids: Sequence[int]) -> Detokenizer | CompanyDetokenizer:
+    def follow(self, prompt_token_ids: Sequence[int]) -> Detokenizer | ContextDetokenizer:
         """A detokenizer for the tokens that follow a prompt."""
-        return (Detokenizer if self.end_to_end else CompanyDetokenizer)(self, prompt_token_ids)
+        return (Detokenizer if self.end_to_end else ContextDetokenizer)(self, prompt_token_ids)
 
 
 def _steps(tokenizer: Tokenizer) -> list[dict[str, Any]]:
@@ -202,7 +202,7 @@ class Detokenizer:
         return text
 
 
-class CompanyDetokenizer:
+class ContextDetokenizer:
     """A detokenizer for decoders that decode a token differently depending on the tokens around it.
 
     It keeps two offsets into the tokens: those before ``_read`` have been shown, and decoding starts at ``_prefix``, a
@@ -214,7 +214,7 @@ class CompanyDetokenizer:
     def __init__(self, texts: TokenTexts, prompt_token_ids: Sequence[int]) -> None:
         self._decode = texts.decode
         self._skipped = texts.skipped
-        # One invalid byte makes some decoders replace its neighbours, too, so decoding has to start where a character
+        # One invalid byte makes some decoders replace its neighbors, too, so decoding has to start where a character
         # begins. A prompt may also end inside a character; the whole character is then new text.
         last = [i for i in prompt_token_ids[-RECENT:] if i not in texts.skipped]
         parts = [last[-n:] for n in range(CONTEXT, CONTEXT + MOST_BYTES)]

@@ -77,7 +77,7 @@ def _longest(tokenizer: Tokenizer) -> int:
 
 
 def _steps(part: Any) -> list[dict[str, Any]]:
-    """The steps of a normalizer or a pre-tokenizer, as the tokenizers library serialises them."""
+    """The steps of a normalizer or a pre-tokenizer, as the tokenizers library serializes them."""
     if part is None:
         return []
     state: dict[str, Any] = json.loads(part.__getstate__())

@@ -1,8 +1,8 @@
 """Chat templates: the checkpoint's Jinja template makes a prompt of messages, as in transformers.
 
 Messages come in OpenAI's format, with call arguments as objects, but templates differ in what they support. To lose
-nothing, a template is probed once with a made-up conversation (``Manners``), and it is an error if it leaves out any of
-a conversation's instructions.
+nothing, a template is probed once with a made-up conversation (``TemplateStyle``), and it is an error if it leaves out
+any of a conversation's instructions.
 
 A template is code that came with the weights. It runs in Jinja's sandbox, which keeps it from files and attributes but
 cannot keep it from running for ever. A caller that needs a bound runs this file as a process (``python templates.py``)
@@ -56,7 +56,7 @@ LISTED = '"List of tools: '
 Message = Mapping[str, Any]
 
 
-class Manners(NamedTuple):
+class TemplateStyle(NamedTuple):
     """What a template expects, and how it writes calls, as probing it has shown."""
 
     developer: bool = False
@@ -125,11 +125,11 @@ class ChatTemplate:
         return text
 
     def prompt(self, messages: Sequence[Message], /, *, continue_final_message: bool = False, **form: Any) -> str:
-        """Render messages in OpenAI's format, adapted to the template's manners. With ``continue_final_message`` the
+        """Render messages in OpenAI's format, adapted to the template's style. With ``continue_final_message`` the
         prompt ends where the last message's text ends. Raises ValueError as ``render`` does, and if the template leaves
         out an instruction."""
         adapted = [self._adapted(message) for message in messages]
-        if self.manners.named_ids:
+        if self.style.named_ids:
             adapted = _with_named_ids(adapted)
         if continue_final_message:
             last = adapted[-1]
@@ -137,7 +137,7 @@ class ChatTemplate:
                 raise ValueError("continue_final_message cannot go on with a message that has tool_calls")
             # Many templates strip trailing whitespace from a message; with a mark after it, it is kept.
             adapted[-1] = last | {"content": (last.get("content") or "") + MARK}
-        if form.get("tools") and self.manners.whole_tools:
+        if form.get("tools") and self.style.whole_tools:
             form["tools"] = [_whole(tool) for tool in form["tools"]]
         try:
             text = self.render(adapted, **form)
@@ -153,7 +153,7 @@ class ChatTemplate:
         return text[:end]
 
     @functools.cached_property
-    def manners(self) -> Manners:
+    def style(self) -> TemplateStyle:
         """What probing the template has shown. Raises ValueError if the template is not valid."""
         found = self._probed()
         if found.no_content is None and not self._goes_on(found) and self._goes_on(found._replace(no_content="")):
@@ -163,7 +163,7 @@ class ChatTemplate:
         names = {name.name for each in sources for name in _environment().parse(each).find_all(nodes.Name)}
         return found._replace(whole_tools=whole, variables=[name for name in REASONING if name in names])
 
-    def _probed(self) -> Manners:
+    def _probed(self) -> TemplateStyle:
         _ = self._template, self._tool_template
         developer = "developer" in self.source and self._shows([{"role": "developer", "content": MARK}, _USER])
         for id, no_content, text_arguments in itertools.product(PROBE_IDS, (None, ""), (False, True)):
@@ -177,15 +177,15 @@ class ChatTemplate:
                 thought = {"role": "assistant", "content": no_content, "tool_calls": [call], "thinking": MARK}
                 thinking = "thinking" in self.source and self._shows([_USER, thought])
                 named = id != PROBE_IDS[0]
-                return Manners(
+                return TemplateStyle(
                     developer, text_arguments, no_content, thinking, named, call=turn if tools_shown else None
                 )
         if LISTED in self.source:
             call = {"function": {"name": "look_up", "arguments": PROBE_ARGUMENTS}}
             shown = self._turn({"role": "assistant", "content": _in_python([call])})
             if shown is not None and shown[0]:
-                return Manners(developer, calls_in_content=True, call=shown[1])
-        return Manners(developer)
+                return TemplateStyle(developer, calls_in_content=True, call=shown[1])
+        return TemplateStyle(developer)
 
     @functools.cached_property
     def _template(self) -> Template:
@@ -204,16 +204,16 @@ class ChatTemplate:
     def _adapted(self, message: Message) -> dict[str, Any]:
         """``message`` in the form that this template takes."""
         adapted = dict(message)
-        if adapted["role"] == "developer" and not self.manners.developer:
+        if adapted["role"] == "developer" and not self.style.developer:
             adapted["role"] = "system"
         calls = adapted.get("tool_calls")
-        if calls and self.manners.calls_in_content:
+        if calls and self.style.calls_in_content:
             adapted["content"] = (adapted.get("content") or "") + _in_python(calls)
         if adapted.get("content") is None:
-            adapted["content"] = self.manners.no_content if calls else ""
-        if calls and not adapted["content"] and self.manners.thinking and adapted.get("reasoning_content"):
+            adapted["content"] = self.style.no_content if calls else ""
+        if calls and not adapted["content"] and self.style.thinking and adapted.get("reasoning_content"):
             adapted["thinking"] = adapted["reasoning_content"]
-        if calls and self.manners.text_arguments:
+        if calls and self.style.text_arguments:
             adapted["tool_calls"] = [call | {"function": _with_text(call["function"])} for call in calls]
         return adapted
 
@@ -270,14 +270,14 @@ class ChatTemplate:
             return False
         return True
 
-    def _goes_on(self, manners: Manners) -> bool:
-        """Whether a message of calls in this manner may stand before others: many templates read the last one's content
+    def _goes_on(self, style: TemplateStyle) -> bool:
+        """Whether a message of calls in this style may stand before others: many templates read the last one's content
         in another way."""
-        id = PROBE_IDS[manners.named_ids]
-        call = _probe(id, manners.text_arguments)
-        asked = {"role": "assistant", "content": manners.no_content, "tool_calls": [call]}
+        id = PROBE_IDS[style.named_ids]
+        call = _probe(id, style.text_arguments)
+        message = {"role": "assistant", "content": style.no_content, "tool_calls": [call]}
         result = {"role": "tool", "tool_call_id": id, "name": "look_up", "content": "x"}
-        return self._renders([_USER, asked, result], PROBE_TOOL)
+        return self._renders([_USER, message, result], PROBE_TOOL)
 
     def _shows(self, messages: Sequence[Message]) -> bool:
         try:
@@ -296,15 +296,15 @@ class ChatTemplate:
             prompt = self.render([user], **form | {"add_generation_prompt": True})
         except ValueError:
             return None
-        # Take what follows the question in each text. ``asked`` is how the assistant's turn begins, ``after`` is how it
-        # ends, and the rest of ``turn`` is the message itself.
+        # Take what follows the question in each text. ``opening`` is how the assistant's turn begins, ``after`` is how
+        # it ends, and the rest of ``turn`` is the message itself.
         before, _, after = plain.rpartition(f"{MARK}user")[2].partition(f"{MARK}said")
-        asked = prompt.rpartition(f"{MARK}user")[2]
+        opening = prompt.rpartition(f"{MARK}user")[2]
         turn = text.rpartition(f"{MARK}user")[2]
-        common = _common(turn, asked)
+        common = _common(turn, opening)
         if common.rfind("<") > common.rfind(">"):  # the common part ends inside a tag: that tag belongs to the message
             common = common[: common.rfind("<")]
-        turn = turn[max(len(head) for head in (before, asked, common) if turn.startswith(head)) :]
+        turn = turn[max(len(head) for head in (before, opening, common) if turn.startswith(head)) :]
         turn = turn.removesuffix(_end(turn, after)).rpartition("</think>")[2]
         return f"{MARK}tool" in text, turn
 
@@ -418,8 +418,8 @@ def main() -> None:
         method, *arguments = json.loads(line)
         answer: dict[str, Any]
         try:
-            if method == "manners":
-                answer = {"value": template.manners._asdict()}
+            if method == "style":
+                answer = {"value": template.style._asdict()}
             else:
                 messages, form = arguments
                 answer = {"value": template.prompt(messages, **form)}

@@ -207,9 +207,9 @@ class Calls:
                 return self._call(piece.text)
 
     def _call(self, text: str, *, name: str = "", **more: str) -> dict[str, Any]:
-        said = {"name": name} if name else {}
-        said["input" if self._kind == "custom" else "arguments"] = text
-        return {"tool_calls": [{"index": self.count - 1, **more, self._kind: said}]}
+        value = {"name": name} if name else {}
+        value["input" if self._kind == "custom" else "arguments"] = text
+        return {"tool_calls": [{"index": self.count - 1, **more, self._kind: value}]}
 
 
 def make_parser(
@@ -270,8 +270,8 @@ def _input(arguments: str) -> str:
         found = from_json(arguments, allow_partial="trailing-strings")
     except ValueError:
         return arguments
-    said = found.get("input", "") if isinstance(found, dict) else None
-    return said if isinstance(said, str) else arguments
+    value = found.get("input", "") if isinstance(found, dict) else None
+    return value if isinstance(value, str) else arguments
 
 
 def call_id() -> str:

@@ -1,4 +1,4 @@
-"""Checkpoints that bitsandbytes has quantised to int8 (LLM.int8; Dettmers et al., 2022), as transformers saves them.
+"""Checkpoints that bitsandbytes has quantized to int8 (LLM.int8; Dettmers et al., 2022), as transformers saves them.
 
 A module has its codes in ``NAME.weight``, int8 [N, K], and each row's greatest magnitude in ``NAME.SCB``, fp32 [N]: a
 value is code * SCB / 127. ``NAME.weight_format`` says how the codes are laid out; 0 is by rows. A tensor without an SCB

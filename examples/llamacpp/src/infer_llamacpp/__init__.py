@@ -63,9 +63,9 @@ class LlamaCpp:
 
     async def apply(self, http: web.Request) -> web.StreamResponse:
         """The prompt of a chat's messages. Other fields of a chat's body are taken, too, as llama.cpp takes them."""
-        asked = await self._service.read(http, ChatRequest)
-        tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or ()]
-        prompt = await self._service.conversation.prompt(asked, tools)
+        body = await self._service.read(http, ChatRequest)
+        tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+        prompt = await self._service.conversation.prompt(body, tools)
         return await self._service.answer(http, {"prompt": prompt})
 
 

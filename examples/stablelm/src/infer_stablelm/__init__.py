@@ -54,7 +54,7 @@ class StableLmConfig(DecoderConfig):
     use_qkv_bias: bool = False
     use_parallel_residual: bool = False
     qk_layernorm: Literal[False] = False
-    """StableLM 2 12B normalises each head of q and K by weights of its own, which this example does not do."""
+    """StableLM 2 12B normalizes each head of q and K by weights of its own, which this example does not do."""
 
     def norm(self, weights: Weights, name: str) -> Norm:
         return LayerNorm(weights, name, self.hidden_size, self.layer_norm_eps)

@@ -5,24 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pydantic import BaseModel, Field, SecretStr
-
 from infer import hookimpl
 from infer.contracts.registration import Registration
 from infer.contracts.server import Route, RoutesFactory
+from infer_agents.settings import AgentsSettings
 
 if TYPE_CHECKING:
     from infer.server.service import Service
 
 INFER_PLUGIN_API = 2
-
-
-class AgentsSettings(BaseModel, extra="forbid"):
-    key: SecretStr | None = Field(
-        None,
-        description="what seals reasoning that clients send back; the same for all servers that continue each other's "
-        "conversations; none for a key of this machine's own",
-    )
 
 
 def _routes(service: Service, settings: AgentsSettings, /) -> Sequence[Route]:

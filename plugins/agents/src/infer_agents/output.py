@@ -73,14 +73,14 @@ class Output:
         if self._tokens is not None:
             entries = zip(news.logprobs, thought, strict=True)
             self._unsent += [self._tokens.ranked(entry) for entry, hidden in entries if not hidden]
-        yield from self._tell(self._parser.push(news.text))
+        yield from self._emit(self._parser.push(news.text))
 
     def end(self, reason: FinishReason | None, usage: Json) -> Iterator[Json]:
-        yield from self._tell(self._parser.flush())
+        yield from self._emit(self._parser.flush())
         whole = reason == "stop"
         status = "completed" if whole else "incomplete"
         if self._unsent or (self._item is None and not self._done):
-            yield from self._tell([Piece("content", "")])
+            yield from self._emit([Piece("content", "")])
         yield from self._close(status)
         self._response = self._response | {
             "status": status,
@@ -120,7 +120,7 @@ class Output:
     def _calling(self) -> bool:
         return self._item is not None and self._item["type"] in CALLS
 
-    def _tell(self, pieces: Iterable[Piece]) -> Iterator[Json]:
+    def _emit(self, pieces: Iterable[Piece]) -> Iterator[Json]:
         for kind, text in pieces:
             if kind == "call":
                 yield from self._close("completed")

@@ -337,18 +337,18 @@ class ResponsesRequest(Body):
             None if grammar is None else grammar.outputs(),
         )
 
-    def said(self, param: str) -> str:
-        return "tools" if param == "structured_outputs" and self._forced is not None else super().said(param)
+    def client_name(self, param: str) -> str:
+        return "tools" if param == "structured_outputs" and self._forced is not None else super().client_name(param)
 
     def sampling(self, **overrides: Any) -> SamplingParams:
         """The sampling parameters, with ``overrides``. Of temperature, top_p and top_k, their ``model_fields_set`` has
         what was set explicitly."""
         names = ("temperature", "top_p", "top_k", "stop")
-        said = {name: getattr(self, name) for name in names if name in self.model_fields_set}
+        given = {name: getattr(self, name) for name in names if name in self.model_fields_set}
         own = {
             "max_tokens": self.max_output_tokens,
             "seed": self.seed,
             "logprobs": (self.top_logprobs or 0) if self.wants_logprobs else None,
             "structured_outputs": self.text.format.outputs(),
         }
-        return SamplingParams(**own | said | overrides)
+        return SamplingParams(**own | given | overrides)

@@ -180,25 +180,25 @@ class Responses:
         self._logged: set[str] = set()
 
     async def handle(self, http: web.Request) -> web.StreamResponse:
-        asked, reply = await self._asked(http)
-        requests = await self._service.replies(http, reply, asked, prefix="resp")
+        body, reply = await self._reply(http)
+        requests = await self._service.replies(http, reply, body, prefix="resp")
         output = Output(
-            self._response(http, asked, reply.params),
+            self._response(http, body, reply.params),
             reply.parser(),
-            {offer.name: offer for offer in asked.offers},
+            {offer.name: offer for offer in body.offers},
             reply.thoughts(self._service.tokens),
-            self._service.tokens if asked.wants_logprobs else None,
-            encrypt=self._seal.seal if asked.wants_encrypted else None,
-            summary=asked.wants_summary,
+            self._service.tokens if body.wants_logprobs else None,
+            encrypt=self._seal.seal if body.wants_encrypted else None,
+            summary=body.wants_summary,
         )
         frames = functools.partial(_frames, http, output)
-        if asked.stream:
+        if body.stream:
             return await self._service.stream(http, requests, frames)
         ended = await self._service.last(http, requests, frames)
         return await self._service.answer(http, ended["response"])
 
     async def count(self, http: web.Request) -> web.StreamResponse:
-        _, reply = await self._asked(http)
+        _, reply = await self._reply(http)
         served = self._service.served
         most = max(served.max_seq_len, MAX_TOKENS)
         try:
@@ -211,30 +211,30 @@ class Responses:
             ) from None
         return await self._service.answer(http, {"object": "response.input_tokens", "input_tokens": count})
 
-    async def _asked(self, http: web.Request) -> tuple[ResponsesRequest, Reply]:
+    async def _reply(self, http: web.Request) -> tuple[ResponsesRequest, Reply]:
         """The body, and the reply that it asks for. Raises RequestError."""
-        asked = await self._service.read(http, ResponsesRequest)
-        for kind in sorted(asked.cloud_kinds - self._logged):
+        body = await self._service.read(http, ResponsesRequest)
+        for kind in sorted(body.cloud_kinds - self._logged):
             self._logged.add(kind)
             log.info("the model is not shown tools of the type %s, because only a cloud has them", kind)
-        for path, sealed in asked.sealed:
+        for path, sealed in body.sealed:
             try:
                 self._seal.opened(sealed)
             except ValueError as error:
                 raise RequestError(f"{path} cannot be taken: {error}.", param=path) from None
         reply = self._service.conversation.reply
         try:
-            return asked, await reply(asked, asked.sampling, asked.tool_use())
+            return body, await reply(body, body.sampling, body.tool_use())
         except RequestError as error:
-            if error.param != "messages" or (other := asked.gathered()) is None:
+            if error.param != "messages" or (other := body.gathered()) is None:
                 raise
             try:  # agents send several instructions, and many templates know one
-                return asked, await reply(other, asked.sampling, asked.tool_use())
+                return body, await reply(other, body.sampling, body.tool_use())
             except RequestError:
                 raise error from None
 
-    def _response(self, http: web.Request, asked: ResponsesRequest, params: SamplingParams) -> Json:
-        choice = asked.tool_choice or "auto"
+    def _response(self, http: web.Request, body: ResponsesRequest, params: SamplingParams) -> Json:
+        choice = body.tool_choice or "auto"
         return {
             "id": f"resp_{http[REQUEST_ID]}",
             "object": "response",
@@ -243,26 +243,26 @@ class Responses:
             "background": False,
             "error": None,
             "incomplete_details": None,
-            "instructions": asked.instructions,
-            "max_output_tokens": asked.max_output_tokens,
-            "metadata": asked.metadata or {},
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
             "model": self._service.served.name,
             "output": [],
-            "parallel_tool_calls": asked.parallel_tool_calls is not False,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
-            "reasoning": {"effort": asked.reasoning.effort, "summary": asked.reasoning.summary},
+            "reasoning": {"effort": body.reasoning.effort, "summary": body.reasoning.summary},
             "store": False,
             "temperature": params.temperature,
-            "text": {"format": asked.text.format.model_dump(by_alias=True, exclude_none=True)},
+            "text": {"format": body.text.format.model_dump(by_alias=True, exclude_none=True)},
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(exclude_none=True),
             "tools": [
-                tool.model_dump(exclude_none=True) for tool in asked.tools or () if not isinstance(tool, CloudTool)
+                tool.model_dump(exclude_none=True) for tool in body.tools or () if not isinstance(tool, CloudTool)
             ],
-            "top_logprobs": asked.top_logprobs or 0,
+            "top_logprobs": body.top_logprobs or 0,
             "top_p": params.top_p,
             "truncation": "disabled",
             "usage": None,
-            "user": asked.user,
+            "user": body.user,
         }
 
 

@@ -10,7 +10,7 @@ from infer_agents.seal import make_seal
 
 if TYPE_CHECKING:
     from infer.server.service import Service
-    from infer_agents import AgentsSettings
+    from infer_agents.settings import AgentsSettings
 
 
 def routes(service: Service, settings: AgentsSettings) -> list[Route]:

@@ -126,7 +126,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
     return {"p50": p50, "p95": p95, "p99": p99, "max": max(values)}
 
 
-def summarise(samples: Sequence[Sample], counters: Mapping[str, float]) -> dict[str, Any]:
+def summarize(samples: Sequence[Sample], counters: Mapping[str, float]) -> dict[str, Any]:
     """The figures of a run: latencies in milliseconds, throughput in tokens per second."""
     good = [s for s in samples if s.error is None]
     wall = max((s.done for s in samples), default=0.0) - min((s.sent for s in samples), default=0.0)
@@ -293,12 +293,12 @@ def measure(url: str, name: str, args: argparse.Namespace, rate: float | None) -
             f"use --scale {args.scale * limit / longest:.2f} or less."
         )
     if rate is None and workload.arrivals in ("uniform", "poisson"):
-        capacity = summarise(*asyncio.run(play(url, entry["id"], others, "at once", 1.0, warm_up)))["requests_s"]
+        capacity = summarize(*asyncio.run(play(url, entry["id"], others, "at once", 1.0, warm_up)))["requests_s"]
         if not capacity:
             raise InferError("The calibration failed: no request was answered; give a --rate.")
         rate = AUTO_LOAD * capacity
     rate = rate or 1.0
-    return summarise(*asyncio.run(play(url, entry["id"], planned, workload.arrivals, rate, warm_up))), rate
+    return summarize(*asyncio.run(play(url, entry["id"], planned, workload.arrivals, rate, warm_up))), rate
 
 
 def median_run(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:

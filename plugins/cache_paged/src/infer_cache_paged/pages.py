@@ -40,7 +40,7 @@ class Group:
     tail: int = ENDLESS
     """How many blocks before the beginning of a block the position there reads."""
     span: int = ENDLESS
-    """The most blocks that a sequence needs at a time, to compute a chunk and take positions back afterwards."""
+    """The most blocks that a sequence needs at a time, to compute a chunk and take positions back afterward."""
 
     @classmethod
     def make(cls, pages: int, window: int | None, block_size: int, max_chunk: int | None) -> Group:

@@ -2,7 +2,7 @@
 
 Nobody is told of a step while nobody watches. With watchers, the engine's thread puts each record into a bounded queue,
 and now and then a map of the cache; a task of the event loop makes JSON of them, once for all watchers. The data of an
-event is a list of the objects that ``telling`` describes.
+event is a list of the objects that ``messages`` describes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from infer.errors import QueueFullError, RequestError
 from infer.server.events import Json
 from infer.server.http.streams import hang_up
 from infer.server.service import Service
-from infer_console.telling import Kept, Maps, Telling, hello
+from infer_console.messages import Kept, Maps, Messages, hello
 
 MOST_WATCHERS = 8
 PERIOD_S = 0.025
@@ -80,7 +80,7 @@ class Live:
         self._map: Json | None = None
         self._fault: str | None = None
         """As far as watchers have been told."""
-        self._telling = Telling()
+        self._messages = Messages()
         self._ring = Kept(RING_RECORDS, RING_BYTES)
         self._stop: Callable[[], None] = lambda: None
         self._pumping: asyncio.Task[None] | None = None
@@ -113,7 +113,7 @@ class Live:
                     break  # the session has ended meanwhile
                 batches, lost = watcher.take()
                 if lost:
-                    batches.insert(0, _event([to_json(self._telling.lost(lost))]))
+                    batches.insert(0, _event([to_json(self._messages.lost(lost))]))
                 await self._write(http, response, batches or [b": nothing new\n\n"])
         finally:
             self._leave(watcher)
@@ -144,7 +144,7 @@ class Live:
             self._clear()
 
     def _clear(self) -> None:
-        for kept in (self._fresh, self._telling, self._ring):
+        for kept in (self._fresh, self._messages, self._ring):
             kept.clear()
         self._map = None
 
@@ -156,12 +156,12 @@ class Live:
                 for watcher in self._watchers:
                     watcher.some.set()  # so that it sees that this is the end
             if not self._fresh and not self._service.engine_loop.num_open:
-                self._send([*map(self._ring.keep, self._telling.ended())])
+                self._send([*map(self._ring.keep, self._messages.ended())])
             while self._fresh:
                 made = [*self._made(AT_ONCE)]
-                if (told := self._map) is not None:
+                if (message := self._map) is not None:
                     self._map = None
-                    made.append(to_json(told))
+                    made.append(to_json(message))
                 if self._fault != self._maps.fault:
                     self._fault = self._maps.fault
                     made.append(to_json(self._hello()))
@@ -177,13 +177,13 @@ class Live:
     def _made(self, most: int) -> Iterator[bytes]:
         """JSON of up to so many records, which the ring keeps."""
         for _ in range(min(most, len(self._fresh))):
-            yield from map(self._ring.keep, self._telling.tell(self._fresh.popleft()))
+            yield from map(self._ring.keep, self._messages.of(self._fresh.popleft()))
 
     def _hello(self) -> Json:
         engine = self._service.served.engine
         return hello(
             server=self._server,
-            requests=self._telling.numbers,
+            requests=self._messages.numbers,
             budget=engine.max_tokens_per_step,
             batch=engine.max_batch_size,
             cache=self._service.served.cache_tokens,

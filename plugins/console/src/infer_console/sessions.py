@@ -47,10 +47,10 @@ class Sessions:
     async def login(self, http: web.Request) -> web.Response:
         """Exchange a key for a new session; one that the request has already ends."""
         check(http)
-        asked = await self._service.read(http, Login, LOGIN_BYTES)
+        body = await self._service.read(http, Login, LOGIN_BYTES)
         if not self._service.keys:
             raise RequestError("This server has no API keys, so there is nothing to log in to.")
-        if not self._service.keys.known(asked.key.get_secret_value()):
+        if not self._service.keys.known(body.key.get_secret_value()):
             raise UnauthorizedError("This is not one of the server's API keys.")
         self._ends.pop(self._shown(http), None)
         while len(self._ends) >= MOST:

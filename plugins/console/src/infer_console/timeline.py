@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field
 from pydantic_core import to_json
 
 from infer.contracts.records import RequestRecord, StepRecord
-from infer_console.telling import Kept, Maps, Telling, hello
+from infer_console.messages import Kept, Maps, Messages, hello
 
 RECORDS, NBYTES = 20_000, 32 << 20
 """The newest of a run's records up to these are kept, and of a file's runs those that fit into so many bytes."""
@@ -49,37 +49,37 @@ class Timeline:
 
     def __init__(self, file: Path, settings: TimelineSettings) -> None:
         self._file, self._settings = file, settings
-        self._telling, self._maps = Telling(), Maps()
+        self._messages, self._maps = Messages(), Maps()
         self._kept = Kept(RECORDS, NBYTES)
-        self._told = self._positions = 0
+        self._made = self._positions = 0
 
     def infer_step_finished(self, record: StepRecord) -> None:
         self._positions = max(self._positions, record.free_tokens)
-        for told in self._telling.tell(record):
-            self._keep(told)
+        for message in self._messages.of(record):
+            self._keep(message)
         if (made := self._maps.after(record)) is not None:
             self._keep(made)
 
     def infer_request_finished(self, record: RequestRecord) -> None:
         self._positions = max(self._positions, record.free_tokens)
-        for told in self._telling.tell(record):
-            self._keep(told)
+        for message in self._messages.of(record):
+            self._keep(message)
 
-    def _keep(self, told: dict[str, object]) -> None:
-        self._kept.keep(told)
-        self._told += 1
+    def _keep(self, message: dict[str, object]) -> None:
+        self._kept.keep(message)
+        self._made += 1
 
     def close(self) -> None:
-        for told in self._telling.ended():
-            self._keep(told)
+        for message in self._messages.ended():
+            self._keep(message)
         add(self._file, self._settings.title, [*self._records()])
 
     def _records(self) -> Iterator[bytes]:
         about = {"server": self._settings.title, "budget": self._settings.budget, "fault": self._maps.fault}
         # When the last request has left, all positions are free.
         yield to_json(hello(cache=self._positions, **about))
-        if lost := self._told - len(self._kept.all):
-            yield to_json(self._telling.lost(lost))
+        if lost := self._made - len(self._kept.all):
+            yield to_json(self._messages.lost(lost))
         yield from self._kept.all
 
 

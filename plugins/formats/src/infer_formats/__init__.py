@@ -1,4 +1,4 @@
-"""The ways in which published checkpoints store quantised weights."""
+"""The ways in which published checkpoints store quantized weights."""
 
 from __future__ import annotations
 

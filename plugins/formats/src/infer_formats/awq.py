@@ -12,7 +12,7 @@ from torch import Tensor
 from infer.contracts.weights import TensorFilesProtocol
 from infer.weight import Weight
 from infer_formats.config import CALIBRATION, GroupSize, Table
-from infer_formats.files import FLOATS, QuantisedFiles, in_words
+from infer_formats.files import FLOATS, QuantizedFiles, in_words
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of its eight columns each half byte of a word belongs to, from the least significant on."""
@@ -29,11 +29,11 @@ class AwqTable(Table):
         "gemm", validation_alias=AliasChoices("version", "format", "checkpoint_format")
     )
     modules_to_not_convert: list[str] | None = None
-    """These modules have plain weights, by which they are recognised."""
+    """These modules have plain weights, by which they are recognized."""
     HARMLESS = CALIBRATION | {"checkpoint_format", "pack_dtype", "sym"}
 
 
-class Awq(QuantisedFiles):
+class Awq(QuantizedFiles):
     method = "awq"
     codes = ("qweight",)
     beside = ("qzeros", "scales")

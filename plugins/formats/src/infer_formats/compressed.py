@@ -14,8 +14,8 @@ from torch import Tensor
 from infer.contracts.weights import TensorFilesProtocol
 from infer.weight import Weight
 from infer_formats.config import GroupSize, Patterns, Size, Table, bad
-from infer_formats.files import FLOATS, Bits, QuantisedFiles, in_words, words
-from infer_formats.floats import E4M3, PLAIN, dequantised
+from infer_formats.files import FLOATS, Bits, QuantizedFiles, in_words, words
+from infer_formats.floats import E4M3, PLAIN, dequantized
 
 METHOD = "compressed-tensors"
 PACKED = "pack-quantized"
@@ -95,7 +95,7 @@ class Scheme:
     int8_activations: bool
 
 
-class CompressedTensors(QuantisedFiles):
+class CompressedTensors(QuantizedFiles):
     method = METHOD
     codes = ("weight_packed", "weight")
     beside = ("weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
@@ -111,7 +111,7 @@ class CompressedTensors(QuantisedFiles):
         self._ignored = Names(patterns, "ignore", table.ignore or [])
         if table.kv_cache_scheme is not None:
             self.unused |= {"k_scale", "k_zero_point", "v_scale", "v_zero_point", "q_scale", "output_scale"}
-            self.say(logging.WARNING, "kv_cache_scheme is not used: the cache holds K/V in the model's dtype")
+            self.log_once(logging.WARNING, "kv_cache_scheme is not used: the cache holds K/V in the model's dtype")
 
     def _scheme(self, key: str, group: Group, format: str | None, patterns: Patterns) -> Scheme:
         """Raises CheckpointError if infer cannot read the group's weights."""
@@ -121,7 +121,7 @@ class CompressedTensors(QuantisedFiles):
         if format is None or format not in TYPES:
             raise bad(METHOD, where, f"infer reads {', '.join(TYPES)}", format)
         if weights is None:
-            raise bad(METHOD, f"{key}.weights", "infer reads groups of quantised weights", None)
+            raise bad(METHOD, f"{key}.weights", "infer reads groups of quantized weights", None)
         size, block = weights.group_size, weights.block_structure
         strategy = weights.strategy or ("tensor" if size is None else "channel" if size == -1 else "group")
         asked: list[tuple[str, object, Sequence[object]]] = [
@@ -153,17 +153,17 @@ class CompressedTensors(QuantisedFiles):
     def _int8_activations(self, key: str, weights: Args, args: Args | None) -> bool:
         """Whether products of a group's weights round the activations to int8. Raises CheckpointError."""
         if weights.type == "float":
-            self.say(logging.INFO, PLAIN)
+            self.log_once(logging.INFO, PLAIN)
         if args is not None and args.type == weights.type == "int":
             if args.num_bits != 8 or args.dynamic is not True:
                 name = "dynamic" if args.num_bits == 8 else "num_bits"
                 what = "infer rounds activations to 8 bits, and with scales of its own instead of stored ones"
                 raise bad(METHOD, f"{key}.{name}", what, getattr(args, name))
             if not args.symmetric:
-                self.say(logging.WARNING, f"{key}.symmetric is false, but activations are rounded symmetrically")
+                self.log_once(logging.WARNING, f"{key}.symmetric is false, but activations are rounded symmetrically")
             return True
         if args is not None:
-            self.say(logging.INFO, f"{key} is not used: activations are not rounded")
+            self.log_once(logging.INFO, f"{key} is not used: activations are not rounded")
             self.unused |= set() if args.dynamic else {"input_scale", "input_zero_point"}
         return False
 
@@ -183,7 +183,7 @@ class CompressedTensors(QuantisedFiles):
         shapes = [grid, *([grid[:1]] if grid[1] == 1 else []), *([()] if grid == (1, 1) else [])]
         scales = self.tensor(module, "weight_scale", FLOATS, *shapes).reshape(grid)
         if scheme.type == "float":
-            return dequantised(codes, scales, (rows, columns))
+            return dequantized(codes, scales, (rows, columns))
         zeros = groups_K = None
         if not scheme.symmetric:
             zeros = self._zeros(module, scheme, bits, grid, shapes).expand(N, -1)
@@ -214,9 +214,9 @@ class CompressedTensors(QuantisedFiles):
 
     def _scheme_of(self, module: str) -> Scheme:
         """The scheme that names the module, else one that has a pattern for it, else one for the class Linear, which is
-        what quantised modules are. Raises CheckpointError."""
+        what quantized modules are. Raises CheckpointError."""
         if module in self._ignored.whole or self._ignored.match(module):
-            raise bad(METHOD, "ignore", f"it names {module!r}, but the checkpoint has quantised weights of that")
+            raise bad(METHOD, "ignore", f"it names {module!r}, but the checkpoint has quantized weights of that")
         for suits in (
             lambda scheme: module in scheme.targets.whole,
             lambda scheme: scheme.targets.match(module),

@@ -38,7 +38,7 @@ def _group_size(size: int) -> int:
 
 Size = Annotated[int, Field(ge=1, le=1 << 20)]
 GroupSize = Annotated[int, Field(ge=-1, le=1 << 20), AfterValidator(_group_size)]
-"""How many neighbours share a scale; -1: all of a row."""
+"""How many neighbors share a scale; -1: all of a row."""
 
 
 class Table(BaseModel):

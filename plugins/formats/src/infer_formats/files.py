@@ -1,4 +1,4 @@
-"""What the readers share: the tensors of quantised modules, checked, and the weights made from them."""
+"""What the readers share: the tensors of quantized modules, checked, and the weights made from them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 Bits = Literal[4, 8]
 
 
-class QuantisedFiles:
-    """A WeightFormatProtocol base. A quantised module NAME has one tensor of codes and others beside it, called
+class QuantizedFiles:
+    """A WeightFormatProtocol base. A quantized module NAME has one tensor of codes and others beside it, called
     NAME.KIND; all other tensors are plain weights."""
 
     method: ClassVar[str]
@@ -33,12 +33,12 @@ class QuantisedFiles:
     def __init__(self, files: TensorFilesProtocol) -> None:
         self._files = files
         self._all = frozenset(files.names())
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
         self.unused: frozenset[str] = frozenset()
         """Kinds of tensors that say how to round activations or K/V, which infer does not do."""
 
     def read(self, module: str) -> Weight:
-        """The weight of a quantised module. Raises CheckpointError."""
+        """The weight of a quantized module. Raises CheckpointError."""
         raise NotImplementedError
 
     def names(self) -> Iterator[str]:
@@ -86,10 +86,10 @@ class QuantisedFiles:
             )
         return tensor
 
-    def say(self, level: int, text: str) -> None:
+    def log_once(self, level: int, text: str) -> None:
         """Log a sentence once."""
-        if text not in self._said:
-            self._said.add(text)
+        if text not in self._logged:
+            self._logged.add(text)
             log.log(level, "%s: %s", self.method, text)
 
     def grouped(
@@ -107,8 +107,8 @@ class QuantisedFiles:
         """The weight ``scale * (code - zero)``, where zero is ``2 ** (bits - 1)`` if there are none.
 
         ``codes`` are those of GroupedWeight, but rows may end with codes that do not count. ``groups_K`` says which
-        group each column is in, if columns of a group need not be neighbours. If they are not, or not all groups have
-        the same size, the weight is dequantised.
+        group each column is in, if columns of a group need not be neighbors. If they are not, or not all groups have
+        the same size, the weight is dequantized.
         """
         (_, G), groups = scales_NG.shape, torch.arange(K) // group_size
         if groups_K is not None and not 0 <= int(groups_K.min()) <= int(groups_K.max()) < G:
@@ -120,9 +120,9 @@ class QuantisedFiles:
             minimum_NG = None if zeros_NG is None else -(zeros_NG.float() * scales_NG.float()).contiguous()
             codes = codes[:, : K * bits // 8].contiguous()
             return GroupedWeight(codes, scales_NG, bits, minimum_NG, int8_activations=int8_activations)
-        self.say(
+        self.log_once(
             logging.WARNING,
-            "weights whose groups are not neighbours of equal number are dequantised when they are read: they take as "
+            "weights whose groups are not neighbors of equal number are dequantized when they are read: they take as "
             "much memory as plain ones, and activations are not rounded",
         )
         groups = groups if groups_K is None else groups_K.long()

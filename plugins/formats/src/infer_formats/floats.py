@@ -7,13 +7,13 @@ from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn
 PLAIN = (
-    "fp8 weights are dequantised when they are read: they take as much memory as plain ones, and activations are not "
+    "fp8 weights are dequantized when they are read: they take as much memory as plain ones, and activations are not "
     "rounded"
 )
 _VALUES = torch.arange(256, dtype=torch.uint8).view(E4M3).float().numpy()
 
 
-def dequantised(codes_NK: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
+def dequantized(codes_NK: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
     """fp32 [N, K]: each value times the scale of its block, ``scales`` [N / block, K / block]. The last blocks of rows
     and columns may be smaller."""
     (N, K), (rows, columns) = codes_NK.shape, block

@@ -13,8 +13,8 @@ from infer.contracts.weights import TensorFilesProtocol
 from infer.errors import CheckpointError
 from infer.weight import Weight
 from infer_formats.config import Size, Table
-from infer_formats.files import FLOATS, QuantisedFiles
-from infer_formats.floats import E4M3, PLAIN, dequantised
+from infer_formats.files import FLOATS, QuantizedFiles
+from infer_formats.floats import E4M3, PLAIN, dequantized
 
 
 class Fp8Table(Table):
@@ -23,12 +23,12 @@ class Fp8Table(Table):
     fmt: Literal["e4m3", "float8_e4m3fn"] = "e4m3"
     weight_block_size: Annotated[list[Size], Field(min_length=2, max_length=2)] | None = None
     modules_to_not_convert: list[str] | None = None
-    """These modules, and ``ignored_layers``, have plain weights, by which they are recognised."""
+    """These modules, and ``ignored_layers``, have plain weights, by which they are recognized."""
     ignored_layers: list[str] | None = None
     HARMLESS = frozenset({"dequantize", "is_checkpoint_fp8_serialized", "modules_to_convert", "scale_fmt"})
 
 
-class Fp8(QuantisedFiles):
+class Fp8(QuantizedFiles):
     method = "fp8"
     codes = ("weight",)
     beside = ("weight_scale_inv", "weight_scale")
@@ -39,7 +39,7 @@ class Fp8(QuantisedFiles):
         self._block = table.weight_block_size
         if table.activation_scheme == "static":
             self.unused = frozenset({"input_scale", "activation_scale"})
-        self.say(logging.INFO, PLAIN)
+        self.log_once(logging.INFO, PLAIN)
 
     def read(self, module: str) -> Weight:
         kinds = [kind for kind in self.beside if self.has(module, kind)]
@@ -50,7 +50,7 @@ class Fp8(QuantisedFiles):
         N, K = codes_NK.shape
         if self._block is None:
             scale = self.tensor(module, kinds[0], floats, (), (1,), (1, 1))
-            return dequantised(codes_NK, scale.reshape(1, 1), (N, K))
+            return dequantized(codes_NK, scale.reshape(1, 1), (N, K))
         rows, columns = self._block
         scales = self.tensor(module, kinds[0], floats, (-(-N // rows), -(-K // columns)))
-        return dequantised(codes_NK, scales, (rows, columns))
+        return dequantized(codes_NK, scales, (rows, columns))

@@ -11,11 +11,11 @@ from pydantic import AliasChoices, Field
 from infer.contracts.weights import TensorFilesProtocol
 from infer.weight import Weight
 from infer_formats.config import CALIBRATION, GroupSize, Patterns, Table, bad
-from infer_formats.files import FLOATS, Bits, QuantisedFiles, in_words, words
+from infer_formats.files import FLOATS, Bits, QuantizedFiles, in_words, words
 
 ONE_EACH: Mapping[Bits, int] = {4: 0x11111111, 8: 0x01010101}
 """What the format ``gptq`` takes from a word of zero points: one from each. A zero point of 0 borrows from its
-neighbour, so it is the word that one has to be added to."""
+neighbor, so it is the word that one has to be added to."""
 
 
 class Changes(Table):
@@ -38,12 +38,12 @@ class GptqTable(Table):
     pack_dtype: Literal["int32"] = "int32"
     is_marlin_format: Literal[False] = False
     dynamic: dict[str, Changes] | None = None
-    """What differs in the modules that a pattern matches. With ``-:`` before it, they are not quantised, which can be
+    """What differs in the modules that a pattern matches. With ``-:`` before it, they are not quantized, which can be
     seen from their tensors."""
     HARMLESS = CALIBRATION
 
 
-class Gptq(QuantisedFiles):
+class Gptq(QuantizedFiles):
     method = "gptq"
     codes = ("qweight",)
     beside = ("qzeros", "scales", "g_idx")

@@ -25,7 +25,7 @@ _EXPERT = re.compile(r"(.+)\.(\d+)\.(\w+)\.weight")
 class Mxfp4Table(Table):
     quant_method: str
     modules_to_not_convert: list[str] | None = None
-    """These modules have plain weights, by which they are recognised."""
+    """These modules have plain weights, by which they are recognized."""
 
 
 @dataclass(frozen=True)

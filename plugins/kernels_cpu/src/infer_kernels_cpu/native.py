@@ -65,7 +65,7 @@ FUNCTIONS: dict[str, list[type]] = {
     "pack": [_KIND, _POINTER, _SIZE, _SIZE, c_int, _POINTER],
     "rows": [_KIND, _POINTER, _SIZE, _SIZE, _POINTER, _SIZE, _POINTER],
     "linear": [_KIND, _POINTER, _SIZE, _SIZE, _POINTER, _SIZE, _SIZE, _POINTER, c_int, _POINTER],
-    "quantise": [_KIND, _POINTER, _SIZE, _SIZE, _SIZE, c_int, _POINTER, _POINTER],
+    "quantize": [_KIND, _POINTER, _SIZE, _SIZE, _SIZE, c_int, _POINTER, _POINTER],
     "pack_grouped": [_KIND, _POINTER, _POINTER, _POINTER, _POINTER, _SIZE],
     "grouped_rows": [_KIND, _POINTER, _POINTER, _SIZE, _POINTER],
     "grouped_linear": [_KIND, _POINTER, _POINTER, _SIZE, _SIZE, _POINTER, c_int, _POINTER],

@@ -11,10 +11,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from infer.contracts.attention import KV, AttentionSpec, QuantisedKV, Ragged, Rotary
+from infer.contracts.attention import KV, AttentionSpec, QuantizedKV, Ragged, Rotary
 from infer.contracts.kernels import Activation, Draws, Expert, RecorderProtocol, Routing
 from infer.device import pages
-from infer.kernels.quantise import unfilled
+from infer.kernels.quantize import unfilled
 from infer.kernels.reference import PackedExperts, ReferenceKernels
 from infer.weight import GroupedWeight, Weight
 from infer_kernels_cpu import native
@@ -101,15 +101,15 @@ class CpuKernels(ReferenceKernels):
     def recorder(self) -> RecorderProtocol | None:
         return Recorder(self.native, self.results_in)
 
-    def quantise(self, weight_NK: Tensor, bits: Literal[4, 8]) -> GroupedWeight:
+    def quantize(self, weight_NK: Tensor, bits: Literal[4, 8]) -> GroupedWeight:
         if (dtype := weight_NK.dtype) not in KINDS:
             rows = max(1, CHUNK // weight_NK.shape[1])
-            parts = [self.quantise(weight_NK[n : n + rows].float(), bits) for n in range(0, len(weight_NK), rows)]
+            parts = [self.quantize(weight_NK[n : n + rows].float(), bits) for n in range(0, len(weight_NK), rows)]
             return replace(GroupedWeight.stack(parts), dtype=dtype)
         weight_NK, made = weight_NK.contiguous(), unfilled(weight_NK, bits)
         codes, scales = made.codes.data_ptr(), made.scales_NG.data_ptr()
         shape = (*weight_NK.shape, made.group_size)
-        self.native.infer_quantise(KINDS[dtype], weight_NK.data_ptr(), *shape, bits, codes, scales)
+        self.native.infer_quantize(KINDS[dtype], weight_NK.data_ptr(), *shape, bits, codes, scales)
         return made
 
     def pack(self, weight_NK: Weight, bias_N: Tensor | None = None) -> Packed:
@@ -195,7 +195,7 @@ class CpuKernels(ReferenceKernels):
             X,
             J,
             routing.score == "sigmoid",
-            routing.renormalise,
+            routing.renormalize,
             routing.scale,
             None if bias_X is None else bias_X.data_ptr(),
             experts_TJ.data_ptr(),
@@ -419,6 +419,6 @@ def _biases(weights: Sequence[Packed]) -> Any:
 
 def _pointers(cache: KV) -> tuple[int, int | None]:
     """The addresses of K's or V's values, or of its codes and scales."""
-    if isinstance(cache, QuantisedKV):
+    if isinstance(cache, QuantizedKV):
         return cache.codes.data_ptr(), cache.scales.data_ptr()
     return cache.data_ptr(), None

@@ -2,7 +2,7 @@
 
 Before CUDA 13.3, ptxas may reuse the registers of an operand while Hopper's asynchronous matrix unit still reads them
 (release notes of CUDA 13.3; pull request 11781 of Triton). Attention keeps its weights in such registers, and products
-with quantised weights the decoded values.
+with quantized weights the decoded values.
 """
 
 from __future__ import annotations

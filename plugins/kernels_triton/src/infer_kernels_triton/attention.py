@@ -90,7 +90,7 @@ def _keys(i, own_segment, stride, TILES: tl.constexpr, BLOCK_N: tl.constexpr):
     return ((own_segment + i // TILES * stride) * TILES + i % TILES) * BLOCK_N + tl.arange(0, BLOCK_N)
 
 
-# Do not specialise on values that differ from pass to pass, or on pointers whose alignment depends on a slice's start.
+# Do not specialize on values that differ from pass to pass, or on pointers whose alignment depends on a slice's start.
 @triton.jit(
     do_not_specialize=["num_sequences", "max_segments", "stride_qt", "stride_table"],
     do_not_specialize_on_alignment=["starts_ptr", "offsets_ptr", "table_ptr"],

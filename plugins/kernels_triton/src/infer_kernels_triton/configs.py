@@ -40,7 +40,7 @@ class LinearConfig:
 
 @dataclass(frozen=True)
 class GroupedTiles:
-    """Tiles of x @ w.T for up to ``rows`` rows and a quantised weight."""
+    """Tiles of x @ w.T for up to ``rows`` rows and a quantized weight."""
 
     rows: int
     block_m: int
@@ -51,7 +51,7 @@ class GroupedTiles:
 
 @dataclass(frozen=True)
 class GroupedConfig:
-    """Tiles of products with quantised weights, and how these are cut along K into segments."""
+    """Tiles of products with quantized weights, and how these are cut along K into segments."""
 
     programs: int
     """A weight is cut into segments if it has fewer tiles of the first size. Determines the order of the sum."""

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from infer.contracts.attention import KV, QuantisedKV, Rotary
+from infer.contracts.attention import KV, QuantizedKV, Rotary
 from infer.contracts.kernels import Activation
 
 
@@ -68,7 +68,7 @@ TO_INTEGER = tl.constexpr(1.5 * 2**23)
 
 @triton.jit
 def _scales(x):
-    """The scale of each row of a head's values, as ``QuantisedKV`` has it."""
+    """The scale of each row of a head's values, as ``QuantizedKV`` has it."""
     top = tl.max(tl.abs(x), 1)
     strange = tl.sum(x - x, 1)  # NaN if any value is not finite, else 0
     return tl.where(top < LEAST, 0.0, tl.div_rn(top, 127.0)) + strange
@@ -98,7 +98,7 @@ def _rotate(
     NORM: tl.constexpr,
     UNIT_OFFSET: tl.constexpr,
 ):
-    """Normalise each head of one token, if NORM, rotate its two halves against each other, and quantise it if there are
+    """Normalize each head of one token, if NORM, rotate its two halves against each other, and quantize it if there are
     scales."""
     HALF: tl.constexpr = E // 2
     head_h = tl.arange(0, HEADS_PAD)[:, None]
@@ -157,7 +157,7 @@ def rope_store_kernel(
     UNIT_OFFSET: tl.constexpr,
 ):
     """One program handles one token: it writes the rotated q to ``out``, and the rotated K and the V to the caches,
-    quantised if there are scales."""
+    quantized if there are scales."""
     HALF: tl.constexpr = E // 2
     token = tl.program_id(0).to(tl.int64)
     size_e = tl.arange(0, E_PAD // 2)
@@ -247,7 +247,7 @@ def rms_norm(
 
 def parts(cache: KV) -> tuple[Tensor, Tensor | None]:
     """K's or V's values, or its codes and scales."""
-    return (cache.codes, cache.scales) if isinstance(cache, QuantisedKV) else (cache, None)
+    return (cache.codes, cache.scales) if isinstance(cache, QuantizedKV) else (cache, None)
 
 
 def rope_store_kv(

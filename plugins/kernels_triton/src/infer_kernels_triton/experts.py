@@ -56,7 +56,7 @@ def route_kernel(
     J_PAD: tl.constexpr,
     X_PAD: tl.constexpr,
     SIGMOID: tl.constexpr,
-    RENORMALISE: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
     LOWEST: tl.constexpr,
 ):
     """One program chooses one token's experts. ``least`` is added to the sum of the chosen scores."""
@@ -81,7 +81,7 @@ def route_kernel(
         chosen = tl.where(size_j == j, best, chosen)
         share = tl.where(size_j == j, own, share)
         total += own
-    if RENORMALISE:
+    if RENORMALIZE:
         share = share / (total + least)
     elif not SIGMOID:
         share = share / tl.sum(tl.where(real, score, 0.0), 0)
@@ -202,7 +202,7 @@ def route(logits_TX: Tensor, routing: Routing, bias_X: Tensor | None, least: flo
             J_PAD=triton.next_power_of_2(J),
             X_PAD=triton.next_power_of_2(X),
             SIGMOID=sigmoid,
-            RENORMALISE=routing.renormalise,
+            RENORMALIZE=routing.renormalize,
             LOWEST=LOWEST,
             enable_fp_fusion=True,
         )
@@ -212,7 +212,7 @@ def route(logits_TX: Tensor, routing: Routing, bias_X: Tensor | None, least: flo
 def pack(
     experts: Iterable[Expert], count: int, configs: Callable[[torch.dtype], tuple[LinearConfig, ...]]
 ) -> PackedExperts:
-    """The experts in tensors of all of them; grouped weights are dequantised. Compiles every kernel of their products
+    """The experts in tensors of all of them; grouped weights are dequantized. Compiles every kernel of their products
     that ``gated_experts`` may launch."""
     stacks: list[Tensor | None] = []
     for index, expert in enumerate(experts):
@@ -268,13 +268,13 @@ def gated_experts(
 def _plain(weight: Weight) -> Tensor:
     if isinstance(weight, GroupedWeight):
         _warn(str(weight))
-        return replace(weight, int8_activations=False).dequantise()
+        return replace(weight, int8_activations=False).dequantize()
     return weight
 
 
 @functools.cache
 def _warn(weights: str) -> None:
-    log.warning("%s of experts are dequantised: these kernels hold experts as plain weights.", weights)
+    log.warning("%s of experts are dequantized: these kernels hold experts as plain weights.", weights)
 
 
 def _launch(

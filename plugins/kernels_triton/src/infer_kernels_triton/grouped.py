@@ -1,11 +1,11 @@
-"""x @ w.T with a quantised weight that stays in codes: tiles of it are decoded in registers, next to the matrix unit.
+"""x @ w.T with a quantized weight that stays in codes: tiles of it are decoded in registers, next to the matrix unit.
 
-A weight's values are those of ``GroupedWeight.dequantise``, bit for bit, and rows are as exact as with a plain weight:
+A weight's values are those of ``GroupedWeight.dequantize``, bit for bit, and rows are as exact as with a plain weight:
 products are added one after the other in the order of K, whatever the number of rows. A weight with so few rows that
 they would leave multiprocessors idle is cut along K into segments. How many depends on its shape alone; each segment is
 summed by itself, and the sums are added in order, by one program (many rows) or by a second kernel (few rows).
 
-K is cut into blocks of four planes, ``plane`` neighbours each. Four codes with the same place in each plane share a
+K is cut into blocks of four planes, ``plane`` neighbors each. Four codes with the same place in each plane share a
 word, of 16 or 32 bits: so a tile of words has the layout of the tile of values that is made from it, for each plane.
 
 The weight is the left operand and the rows of x are the columns of the right one: decoded values go from registers to
@@ -38,7 +38,7 @@ REDUCED = 256
 
 @dataclass(frozen=True)
 class PackedGrouped:
-    """A quantised weight [N, K] as the kernels read it, and its bias."""
+    """A quantized weight [N, K] as the kernels read it, and its bias."""
 
     words: Tensor
     """[blocks, N, plane]: in word [b, n, j], code i (from the lowest bits on) is that of (4 b + i) plane + j in row n.
@@ -80,7 +80,7 @@ class PackedGrouped:
 
 
 def plane_of(weight: GroupedWeight) -> int | None:
-    """How many neighbours make a plane, all of one group; None if groups are no multiple of 16, or the weight's words
+    """How many neighbors make a plane, all of one group; None if groups are no multiple of 16, or the weight's words
     cannot be counted in 31 bits."""
     if weight.shape.numel() >= 1 << 33:
         return None

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infer.contracts.attention import KV, AttentionSpec, QuantisedKV, Ragged, Rotary
+from infer.contracts.attention import KV, AttentionSpec, QuantizedKV, Ragged, Rotary
 from infer.contracts.kernels import Activation, Draws, Expert, RecorderProtocol, Routing
 from infer.device import CudaRecorder
 from infer.kernels.reference import SMALLEST_SUM, ReferenceKernels
@@ -30,7 +30,7 @@ class TritonKernels(ReferenceKernels):
     """Kernels for NVIDIA GPUs, and for CPU tensors in Triton's interpreter.
 
     ``exact`` chooses matrix products of our own instead of the vendor's, whose rows depend on how many there are.
-    Products with quantised weights are always our own, and take activations as they are: groups of up to 64 values are
+    Products with quantized weights are always our own, and take activations as they are: groups of up to 64 values are
     too short for a matrix unit's int8 products to gain more than the sums of every group cost.
     """
 
@@ -55,8 +55,8 @@ class TritonKernels(ReferenceKernels):
                 if not codes.words.is_meta:
                     grouped.warm_up(codes, tiles)
                 return codes
-            if self._first("dequantise", str(weight_NK)):
-                log.warning("%s are dequantised: these kernels hold groups of a multiple of 16.", weight_NK)
+            if self._first("dequantize", str(weight_NK)):
+                log.warning("%s are dequantized: these kernels hold groups of a multiple of 16.", weight_NK)
             weight_NK = replace(weight_NK, int8_activations=False)
         packed = super().pack(weight_NK, bias_N)
         if self._exact and not packed.weight_NK.is_meta:
@@ -113,7 +113,7 @@ class TritonKernels(ReferenceKernels):
     def extend_attention(self, q_THE: Tensor, k_cache: KV, v_cache: KV, ragged: Ragged, spec: AttentionSpec) -> Tensor:
         tiles = next(c for c in self._config(q_THE.dtype).attention if c.head_size >= spec.head_size)
         first = self._first(
-            "attention", q_THE.dtype, isinstance(k_cache, QuantisedKV), k_cache.shape[1], spec, spec.sinks_H is None
+            "attention", q_THE.dtype, isinstance(k_cache, QuantizedKV), k_cache.shape[1], spec, spec.sinks_H is None
         )
         return attention.extend_attention(q_THE, k_cache, v_cache, ragged, spec, tiles, self._programs, first)
 

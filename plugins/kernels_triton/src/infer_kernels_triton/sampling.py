@@ -182,7 +182,7 @@ def sample(logits_NV: Tensor, draws: Draws, first: bool) -> Tensor:
         )
 
     if first:
-        for dtype in {logits_NV.dtype, torch.float32}:  # steered logits are float32
+        for dtype in {logits_NV.dtype, torch.float32}:  # edited logits are float32
             for greedy, ranked in ((True, False), (False, False), (False, True)):
                 launch(functools.partial(sample_kernel.warmup, grid=(1,)), dtype, greedy, ranked)
     launch(sample_kernel[(N,)], logits_NV, draws.greedy, draws.ranked and not draws.greedy)

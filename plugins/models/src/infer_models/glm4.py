@@ -1,4 +1,4 @@
-"""GLM-4 of 2025: Llama with stacked gates, half of each head rotated, neighbour against neighbour, and norms of the
+"""GLM-4 of 2025: Llama with stacked gates, half of each head rotated, neighbor against neighbor, and norms of the
 results of attention and MLP, too."""
 
 from __future__ import annotations

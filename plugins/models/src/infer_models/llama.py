@@ -31,7 +31,7 @@ class LlamaConfig(DecoderConfig):
 
     @property
     def has_qk_norm(self) -> bool:
-        """Whether q and K are normalised."""
+        """Whether q and K are normalized."""
         return self.qk_norm
 
     @property

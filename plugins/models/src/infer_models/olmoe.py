@@ -25,5 +25,5 @@ class OlmoeConfig(LlamaConfig):
 
 class OlmoeLayer(LlamaLayer):
     def feed_forward(self, w: Weights, name: str, index: int, c: OlmoeConfig) -> Experts:
-        routing = Routing(c.num_experts_per_tok, renormalise=c.norm_topk_prob)
+        routing = Routing(c.num_experts_per_tok, renormalize=c.norm_topk_prob)
         return Experts(w, f"{name}.mlp", c.hidden_size, c.intermediate_size, c.num_experts, routing, c.hidden_act)

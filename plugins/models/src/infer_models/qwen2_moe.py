@@ -55,7 +55,7 @@ class Qwen2MoeLayer(LlamaLayer):
             c.hidden_size,
             c.moe_intermediate_size,
             c.num_experts,
-            Routing(c.num_experts_per_tok, renormalise=c.norm_topk_prob),
+            Routing(c.num_experts_per_tok, renormalize=c.norm_topk_prob),
             c.hidden_act,
             shared=GatedMLP(w, f"{name}.mlp.shared_expert", c.hidden_size, shared_width, c.hidden_act),
             shared_gate="shared_expert_gate",

@@ -35,5 +35,5 @@ class Qwen3MoeLayer(LlamaLayer):
     def feed_forward(self, w: Weights, name: str, index: int, c: Qwen3MoeConfig) -> Callable[[Tensor], Tensor]:
         if not c.sparse(index):
             return super().feed_forward(w, name, index, c)
-        routing = Routing(c.num_experts_per_tok, renormalise=c.norm_topk_prob)
+        routing = Routing(c.num_experts_per_tok, renormalize=c.norm_topk_prob)
         return Experts(w, f"{name}.mlp", c.hidden_size, c.moe_intermediate_size, c.num_experts, routing, c.hidden_act)

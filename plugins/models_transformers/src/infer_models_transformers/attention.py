@@ -47,7 +47,7 @@ class UnfitError(Exception):
 
 
 @dataclass
-class Asked:
+class AttentionCall:
     """What an attention module asks for."""
 
     module: nn.Module
@@ -104,13 +104,13 @@ def _versions(*tensors: Tensor) -> tuple[int, ...]:
 class Trial:
     """Stands at every module while the forward pass is tried, and notes what those that attend ask for."""
 
-    def __init__(self, module: nn.Module, asked: list[Asked], rotations: Rotations, positions: int) -> None:
-        self._module, self._asked, self._rotations = module, asked, rotations
+    def __init__(self, module: nn.Module, calls: list[AttentionCall], rotations: Rotations, positions: int) -> None:
+        self._module, self._calls, self._rotations = module, calls, rotations
         self._positions = positions
         """Of the longest sequence."""
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, **given: Any) -> Tensor:
-        if any(each.module is self._module for each in self._asked):
+        if any(each.module is self._module for each in self._calls):
             raise UnfitError("is computed twice in a pass by one module")
         scale, soft_cap = given.pop("scaling", None), given.pop("softcap", None)
         window, sinks = given.pop("sliding_window", None), given.pop("s_aux", None)
@@ -132,7 +132,7 @@ class Trial:
         if window is not None and window < 1:
             raise UnfitError(f"has a sliding window of {window} positions")
         rotates = self._rotations.take(query, key) is not None
-        asked = Asked(
+        call = AttentionCall(
             self._module,
             query.shape[1],
             key.shape[1],
@@ -144,18 +144,18 @@ class Trial:
             sinks,
             rotates,
         )
-        self._asked.append(asked)
+        self._calls.append(call)
         return value.new_empty((1, query.shape[2], query.shape[1], value.shape[3]))
 
 
 class Point:
     """Where one attention module meets the cache."""
 
-    def __init__(self, layer: int, asked: Asked, rotations: Rotations, dtype: torch.dtype, team: Team) -> None:
+    def __init__(self, layer: int, call: AttentionCall, rotations: Rotations, dtype: torch.dtype, team: Team) -> None:
         self.cache: KVCacheView | None = None
         self._dtype, self._team = dtype, team
         self._layer, self._rotations = layer, rotations
-        self._size, self._value_size = max(asked.key_size, asked.value_size), asked.value_size
+        self._size, self._value_size = max(call.key_size, call.value_size), call.value_size
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, **_: Any) -> Tensor:
         rotary = self._rotations.take(query, key)

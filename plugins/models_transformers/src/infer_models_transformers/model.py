@@ -23,7 +23,7 @@ from transformers.utils.generic import ModelOutput
 from infer.contracts.attention import AttentionSpec, Rotary
 from infer.contracts.cache import KVCacheView
 from infer.contracts.model import ModelContext, Pass
-from infer.errors import CheckpointError, say
+from infer.errors import CheckpointError, one_line
 from infer.layers import Embedding, GatedMLP, Linear, RMSNorm, Weights
 from infer.weight import GroupedWeight, Weight
 from infer_models_transformers.attention import (
@@ -31,7 +31,7 @@ from infer_models_transformers.attention import (
     POINT,
     RUN,
     TRY,
-    Asked,
+    AttentionCall,
     Point,
     Rotations,
     Trial,
@@ -312,7 +312,7 @@ class TransformersModel:
 
     def _expect_plain(self, name: str, module: nn.Module, kind: str, own: str, value: Tensor) -> None:
         def take(weight: Weight) -> None:
-            plain = weight.dequantise() if isinstance(weight, GroupedWeight) else weight.clone()
+            plain = weight.dequantize() if isinstance(weight, GroupedWeight) else weight.clone()
             held = nn.Parameter(plain, requires_grad=False) if kind == "_parameters" else plain
             getattr(module, kind)[own] = held
 
@@ -332,10 +332,10 @@ class TransformersModel:
     def _tried(self) -> list[AttentionSpec]:
         """What each layer's attention asks for, from passes on the meta device."""
         rotations = Rotations()
-        asked = self._trial(rotations)
-        if not asked:
+        calls = self._trial(rotations)
+        if not calls:
             raise self._refusal("it has no attention that reaches transformers' attention interface")
-        rotated = [rotate(each.module, rotations) for each in asked]
+        rotated = [rotate(each.module, rotations) for each in calls]
         fits = all(rotated)
         if fits:
             try:
@@ -344,11 +344,11 @@ class TransformersModel:
                 again = []
             fits = bool(again) and all(each.rotates for each in again)
         if not fits:
-            for each, made in zip(asked, rotated, strict=True):
+            for each, made in zip(calls, rotated, strict=True):
                 if made:
                     del each.module.forward
         specs = []
-        for layer, each in enumerate(asked):
+        for layer, each in enumerate(calls):
             sinks_H = None
             if each.sinks is not None:
                 sinks_H = self._sinks(each.sinks, each.num_heads)
@@ -374,17 +374,17 @@ class TransformersModel:
         self._owners[id(sinks)] = name, None
         return sinks_H
 
-    def _trial(self, rotations: Rotations) -> list[Asked]:
-        asked: list[Asked] = []
+    def _trial(self, rotations: Rotations) -> list[AttentionCall]:
+        calls: list[AttentionCall] = []
         modules = [m for m in self._base.modules() if type(m).__module__.startswith("transformers")]
         for module in modules:
-            setattr(module, POINT, Trial(module, asked, rotations, self._context.max_seq_len))
+            setattr(module, POINT, Trial(module, calls, rotations, self._context.max_seq_len))
         try:
             self._forward_on_meta(torch.ones((1, TRIED), dtype=torch.int64, device="meta"))
         finally:
             for module in modules:
                 delattr(module, POINT)
-        return asked
+        return calls
 
     def _forward_on_meta(self, mask: Tensor | None) -> Tensor:
         ids, positions = (torch.empty((1, TRIED), dtype=torch.int64, device="meta") for _ in range(2))
@@ -454,7 +454,7 @@ class TransformersModel:
                     continue
                 name = renamed
             if isinstance(weight, GroupedWeight) and name in self._turned:
-                # Whoever quantises such a module makes a linear one of it, whose rows are its outputs.
+                # Whoever quantizes such a module makes a linear one of it, whose rows are its outputs.
                 name = f"{name.removesuffix('weight')}{TRANSPOSED}.weight"
             yield name, weight
 
@@ -475,7 +475,7 @@ class TransformersModel:
         except Exception as error:  # transformers' modules may raise anything for what they do not expect
             if isinstance(error, NotImplementedError) or "meta tensor" in str(error):
                 raise self._refusal("its forward pass lets values of tensors decide what it computes") from error
-            raise self._refusal(f"its module {what}: {say(error)}") from error
+            raise self._refusal(f"its module {what}: {one_line(error)}") from error
 
 
 @dataclass

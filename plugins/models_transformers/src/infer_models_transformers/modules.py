@@ -245,7 +245,7 @@ def stacked(parts: Sequence[Weight]) -> Weight:
     grouped = [part for part in parts if isinstance(part, GroupedWeight)]
     if len(grouped) == len(parts) and all(map(grouped[0].stacks_with, grouped)):
         return GroupedWeight.stack(grouped)
-    return torch.cat([part if isinstance(part, Tensor) else part.dequantise() for part in parts])
+    return torch.cat([part if isinstance(part, Tensor) else part.dequantize() for part in parts])
 
 
 def experts_activation(module: Any) -> Activation | None:

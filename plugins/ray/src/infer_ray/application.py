@@ -143,11 +143,11 @@ class Engine:
 
     async def _report(self) -> None:
         while self._process.code is None:
-            await self._say()
+            await self._send_state()
             await asyncio.sleep(REPORT_S)
-        await self._say()
+        await self._send_state()
 
-    async def _say(self) -> None:
+    async def _send_state(self) -> None:
         try:
             if self._process.code is None:
                 await self._directory.call("report", self._name, self._url, self._draining)
@@ -173,10 +173,10 @@ class Engine:
         if self._draining:
             return
         self._draining = True
-        await self._say()  # before the process refuses: so that no request has to be sent twice
+        await self._send_state()  # before the process refuses: so that no request has to be sent twice
         await asyncio.to_thread(self._process.end, self._drain_s + KILL_S)
         self._reporting.cancel()
-        await self._say()
+        await self._send_state()
 
 
 class Front:
@@ -188,11 +188,11 @@ class Front:
         self._drain_s = plan["drain_s"]
         self._process = Process("ingress", {"settings": plan["ingress"], "router": plan["router"], "key": plan["key"]})
         self._directory = _Directory(plan["name"])
-        self._telling = asyncio.create_task(self._tell())  # before it serves, so that it knows engines by then
+        self._sending = asyncio.create_task(self._send_replicas())  # before it serves, so that it knows engines by then
         self._url = await asyncio.to_thread(self._process.ready)
         self._ending = False
 
-    async def _tell(self) -> None:
+    async def _send_replicas(self) -> None:
         version = 0
         while self._process.code is None:
             try:
@@ -225,7 +225,7 @@ class Front:
         if not self._ending:
             self._ending = True
             await asyncio.to_thread(self._process.end, self._drain_s + KILL_S)
-            self._telling.cancel()
+            self._sending.cancel()
 
 
 def wanted(context: Any) -> tuple[int, dict[str, Any]]:

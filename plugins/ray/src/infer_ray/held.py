@@ -1,8 +1,8 @@
 """What a replica's cache holds, in the terms of ingresses: the blocks of prompts, not of tokens.
 
 A replica knows from each request's baggage by which blocks an ingress knows its prompt, and from its record how many
-tokens that were. A cache keeps what was used last, leaves first, as far as it has room. ``Held`` keeps the same account
-of blocks and tokens, and so knows what has been evicted without asking the cache, which knows no texts."""
+tokens that were. A cache keeps what was used last, leaves first, as far as it has room. ``HeldBlocks`` keeps the same
+account of blocks and tokens, and so knows what has been evicted without asking the cache, which knows no texts."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def from_baggage(baggage: str) -> tuple[int, ...]:
     return ()
 
 
-class Held:
+class HeldBlocks:
     """``capacity`` is how many tokens the cache has room for. ``server`` tells this account from others."""
 
     def __init__(self, capacity: int, server: str) -> None:

@@ -32,7 +32,7 @@ from infer.server.http.streams import hang_up, write
 from infer.server.http.wire import OPENAI, NamedEvents
 from infer_ray.held import with_blocks
 from infer_ray.outline import Outgoing, Outline, outlined
-from infer_ray.resume import DivergedError, Told, complaint
+from infer_ray.resume import ClientStream, DivergedError, complaint
 from infer_ray.router import Router
 
 log = logging.getLogger(__name__)
@@ -142,7 +142,7 @@ class Fleet:
         if name in self.router:
             self.router.take(name, False)
 
-    def tell(self, name: str, state: Mapping[str, Any]) -> None:
+    def report(self, name: str, state: Mapping[str, Any]) -> None:
         """What a replica says of itself."""
         if name not in self.router:
             return
@@ -291,23 +291,23 @@ class Ingress:
     async def _handle(self, http: web.Request) -> web.StreamResponse:
         if not http.rel_url.raw_path.startswith("/"):
             raise web.HTTPNotFound
-        asked = Outgoing(seeded=True)
+        outgoing = Outgoing(seeded=True)
         self.open += 1
         try:
             with self._budget.body() as grow:
                 if http.can_read_body:
                     body = await arrived(http, self._server.max_body_bytes, grow, self._server.body_timeout_s)
-                    asked = Outgoing(body)
+                    outgoing = Outgoing(body)
                     if http.method == "POST" and "Content-Encoding" not in http.headers:
-                        asked = await outlined(body, self._reader, samples=http.path in SAMPLING)
-                http[CALLER].user = asked.user
+                        outgoing = await outlined(body, self._reader, samples=http.path in SAMPLING)
+                http[CALLER].user = outgoing.user
                 headers = CIMultiDict((name, v) for name, v in http.headers.items() if name.lower() not in KEPT_BACK)
                 headers.update(self.fleet.headers)
                 # The blocks, so that the replica can tell every ingress what it holds.
-                if baggage := with_blocks(",".join(headers.popall("baggage", ())), asked.chain):
+                if baggage := with_blocks(",".join(headers.popall("baggage", ())), outgoing.chain):
                     headers["baggage"] = baggage
                 self.counts.requests += 1
-                return await _Exchange(self, http, asked, headers).run()
+                return await _Exchange(self, http, outgoing, headers).run()
         finally:
             self.open -= 1
 
@@ -355,7 +355,7 @@ class Ingress:
                     if response.status == 200:
                         state = json.loads(await response.read())
                         self._versions[name] = state["version"]
-                        self.fleet.tell(name, state)
+                        self.fleet.report(name, state)
                     else:
                         self.fleet.suspect(name)
             except (aiohttp.ClientError, TimeoutError):
@@ -366,14 +366,14 @@ class Ingress:
 class _Exchange:
     """One client's request, and the replicas that are asked for its answer."""
 
-    def __init__(self, ingress: Ingress, http: web.Request, asked: Outgoing, headers: CIMultiDict[str]) -> None:
+    def __init__(self, ingress: Ingress, http: web.Request, outgoing: Outgoing, headers: CIMultiDict[str]) -> None:
         self._ingress = ingress
         self._http = http
-        self._asked = asked
+        self._outgoing = outgoing
         self._headers = headers
         self._response: web.StreamResponse | None = None
         """What the client gets, once its headers are sent."""
-        self._told = Told()
+        self._client_stream = ClientStream()
         self._lost = 0
         """How many replicas were lost since there was anything new to tell the client."""
         self._stall_s = ingress._server.stall_timeout_s
@@ -384,7 +384,7 @@ class _Exchange:
         refused: _Refused | None = None
         deadline = 0.0
         while True:
-            choice = fleet.router.choose(self._asked.chain, without) if len(without) < MOST_REFUSED else None
+            choice = fleet.router.choose(self._outgoing.chain, without) if len(without) < MOST_REFUSED else None
             if choice is None:
                 if refused is not None and self._response is None:
                     return web.Response(status=refused.status, headers=refused.headers, body=refused.body)
@@ -398,16 +398,16 @@ class _Exchange:
                 without.clear()
                 continue
             name, deadline = choice.replica, 0.0
-            ingress.counts.asked_blocks += len(self._asked.chain)
+            ingress.counts.asked_blocks += len(self._outgoing.chain)
             ingress.counts.known_blocks += choice.known
-            begun = fleet.router.begin(name, self._asked.chain)
+            begun = fleet.router.begin(name, self._outgoing.chain)
             try:
                 done = await self._ask(name)
             except (LostError, aiohttp.ClientError) as error:
                 log.warning("replica %s was lost while it answered %s: %r", name, self._http.path, error)
                 fleet.suspect(name)
                 if self._response is not None and not self._response.prepared:  # the replica had sent its headers alone
-                    self._response, self._told = None, Told()
+                    self._response, self._client_stream = None, ClientStream()
                 # Who ends in good order, or was not there, was not ended by this request.
                 self._lost += not isinstance(error, NOT_REACHED)
                 if self._lost >= MOST_LOST:
@@ -417,7 +417,7 @@ class _Exchange:
                     return await self._fail(message)
                 if self._response is None:
                     ingress.counts.retried += 1
-                elif self._asked.seeded and self._streamed and self._told.known:
+                elif self._outgoing.seeded and self._streamed and self._client_stream.known:
                     ingress.counts.resumed += 1
                 else:
                     return await self._fail(
@@ -465,7 +465,7 @@ class _Exchange:
         async with (
             self._ingress.asking(name),
             self._ingress._session.request(
-                http.method, url, headers=self._headers, data=self._asked.body, allow_redirects=False
+                http.method, url, headers=self._headers, data=self._outgoing.body, allow_redirects=False
             ) as upstream,
         ):
             headers = CIMultiDict((k, v) for k, v in upstream.headers.items() if k.lower() not in NOT_PASSED)
@@ -502,7 +502,7 @@ class _Exchange:
     async def _stream(self, upstream: aiohttp.ClientResponse, headers: CIMultiDict[str], id: str) -> web.StreamResponse:
         if (response := self._response) is None:
             response = self._response = web.StreamResponse(status=200, headers=headers)
-        told = self._told
+        told = self._client_stream
         told.begin(id)
         rest = bytearray()
         async for chunk in upstream.content.iter_any():

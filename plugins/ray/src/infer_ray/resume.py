@@ -43,29 +43,29 @@ def complaint(data: bytes) -> str | None:
 
 
 class _Account:
-    """How much of each text and list has been said, with a checksum, and what is said once."""
+    """How much of each text and list has been sent, with a checksum, and what is sent once."""
 
     def __init__(self) -> None:
-        self.said: dict[Key, tuple[int, int]] = {}
+        self.lengths: dict[Key, tuple[int, int]] = {}
         self.once: set[Key] = set()
 
     def add(self, key: Key, kind: Kind, piece: Any) -> None:
         if kind == "once":
             self.once.add(key)
         else:
-            length, sum = self.said.get(key, (0, 0))
-            self.said[key] = (length + len(piece), _sum(piece, sum))
+            length, sum = self.lengths.get(key, (0, 0))
+            self.lengths[key] = (length + len(piece), _sum(piece, sum))
 
     def covers(self, other: _Account, index: object = None) -> bool:
         """Whether it has all that the other has said; with ``index``, all texts of that choice."""
         return (index is not None or other.once <= self.once) and all(
-            self.said.get(key, (0, 0))[0] >= length
-            for key, (length, _) in other.said.items()
+            self.lengths.get(key, (0, 0))[0] >= length
+            for key, (length, _) in other.lengths.items()
             if index is None or key[0] == index
         )
 
 
-class Told:
+class ClientStream:
     """The account of one client's stream. ``relay`` takes whole events as a replica sends them, and returns those to
     send on."""
 
@@ -151,8 +151,8 @@ class Told:
                 if name == "finish_reason" and not self._seen.covers(self._account, key[0]):
                     raise DivergedError
                 continue
-            told, sum = self._account.said.get(key, (0, 0))
-            at, sum_here = self._seen.said.get(key, (0, 0))
+            told, sum = self._account.lengths.get(key, (0, 0))
+            at, sum_here = self._seen.lengths.get(key, (0, 0))
             known = max(0, min(len(piece), told - at))
             if at < told <= at + len(piece) and _sum(piece[:known], sum_here) != sum:
                 raise DivergedError

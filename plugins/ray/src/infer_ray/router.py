@@ -47,7 +47,7 @@ class Replica:
         return self.own + self.others
 
 
-class Known:
+class KnownBlocks:
     """Which replicas hold which blocks. At most ``most`` blocks are remembered, by two generations: a block that is
     used enters the young one, which becomes the old one when it is half of all, and the old one is dropped then, a few
     entries at a time. So it takes no list of what was used when, and what was used among the last ``most`` / 2 blocks
@@ -140,7 +140,7 @@ class Router:
     def __init__(self, *, balance: float = 1.25, slack: int = 4, most_blocks: int = 1 << 20) -> None:
         self._balance = balance
         self._slack = slack
-        self._known = Known(most_blocks)
+        self._known = KnownBlocks(most_blocks)
         self._loads = Loads()
         self._replicas: dict[str, Replica] = {}
         self._ring: list[tuple[int, str]] = []

@@ -10,7 +10,7 @@ from aiohttp import web
 from infer.contracts.records import RequestRecord
 from infer.contracts.server import Route
 from infer.server.service import Service
-from infer_ray.held import Held, from_baggage
+from infer_ray.held import HeldBlocks, from_baggage
 
 MOST_ENDED = 4096
 """How many ended requests may wait to be accounted for; older ones are not."""
@@ -21,7 +21,7 @@ class State:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._held = Held(service.served.cache_tokens, secrets.token_hex(6))
+        self._held = HeldBlocks(service.served.cache_tokens, secrets.token_hex(6))
         self._ended: deque[RequestRecord] = deque(maxlen=MOST_ENDED)
         """Written by the engine's thread."""
         self._observed = False

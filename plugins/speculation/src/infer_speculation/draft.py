@@ -9,7 +9,7 @@ from dataclasses import replace
 from pydantic import BaseModel, Field
 
 from infer.contracts.cache import TruncatingPool
-from infer.contracts.proposer import Ask, ProposerContext
+from infer.contracts.proposer import DraftRequest, ProposerContext
 from infer.contracts.scheduler import Sequence, Work
 from infer.engine.batch import pack
 from infer.engine.graphs import DecodeGraphs
@@ -58,11 +58,15 @@ class DraftProposer:
         self._foreign: set[str] = set()
         """Requests, by id, with a token for which the second model has no embedding. They get no drafts."""
 
-    def propose(self, asks: Seq[Ask]) -> list[list[int]]:
+    def propose(self, draft_requests: Seq[DraftRequest]) -> list[list[int]]:
         left = CHUNK
-        most = {sequence: ask.most for ask in asks if (sequence := self._continued(ask)) is not None}
+        most = {
+            sequence: draft_request.most
+            for draft_request in draft_requests
+            if (sequence := self._continued(draft_request)) is not None
+        }
         works: list[Work] = []
-        found: dict[str, list[int]] = {ask.request.id: [] for ask in asks}
+        found: dict[str, list[int]] = {draft_request.request.id: [] for draft_request in draft_requests}
         rests = {sequence: len(sequence.tokens) - sequence.num_computed for sequence in most}
         for sequence in sorted(rests, key=rests.__getitem__):  # so that nobody waits for a long prompt
             if left > 0:
@@ -79,7 +83,7 @@ class DraftProposer:
                 if len(drafts) < most[sequence]:
                     works.append(sequence.extend(1)._replace(decode=True))
             drawing = self._run(works)
-        return [found[ask.request.id] for ask in asks]
+        return [found[draft_request.request.id] for draft_request in draft_requests]
 
     def end(self, request_id: str) -> None:
         self._foreign.discard(request_id)
@@ -88,12 +92,16 @@ class DraftProposer:
             self._pool.commit(sequence.slot, sequence.tokens, min(sequence.num_computed, known))
             self._pool.free(sequence.slot)
 
-    def _continued(self, ask: Ask) -> Sequence | None:
+    def _continued(self, draft_request: DraftRequest) -> Sequence | None:
         """The sequence with the tokens that are known now, and room for the drafts; None if there is no room, or if the
         second model does not have one of the tokens."""
-        id, tokens, known = ask.request.id, ask.token_ids, self._known.get(ask.request.id, 0)
+        id, tokens, known = (
+            draft_request.request.id,
+            draft_request.token_ids,
+            self._known.get(draft_request.request.id, 0),
+        )
         sequence = self._open.get(id)
-        longest = len(tokens) + ask.most - 1
+        longest = len(tokens) + draft_request.most - 1
         if longest > self._longest or id in self._foreign:
             return None
         if max(tokens[known:], default=0) >= self._vocab_size:
@@ -101,11 +109,13 @@ class DraftProposer:
             self._foreign.add(id)
             return None
         if sequence is None:
-            place = self._pool.allocate(tokens, salt=ask.request.cache_salt)
+            place = self._pool.allocate(tokens, salt=draft_request.request.cache_salt)
             if place is None:
                 return None
             plain = {"logprobs": None, "logprob_token_ids": None, "prompt_logprobs": None}
-            sequence = Sequence(replace(ask.request, params=ask.request.params.model_copy(update=plain)), 0, longest)
+            sequence = Sequence(
+                replace(draft_request.request, params=draft_request.request.params.model_copy(update=plain)), 0, longest
+            )
             sequence.slot, sequence.num_computed = place.slot, place.num_cached
             sequence.tokens[:] = tokens  # of which more than the prompt may be cached
             self._open[id] = sequence

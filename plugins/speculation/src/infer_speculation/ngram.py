@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from pydantic import BaseModel, Field, PositiveInt, model_validator
 
-from infer.contracts.proposer import Ask
+from infer.contracts.proposer import DraftRequest
 
 BITS = 20
 """How many bits of a token id go into an n-gram's key. Two n-grams that share a key only make a bad draft."""
@@ -76,20 +76,20 @@ class NgramProposer:
         self._settings = settings
         self._indices: dict[str, Index] = {}
 
-    def propose(self, asks: Sequence[Ask]) -> list[list[int]]:
-        return [self._propose(ask) for ask in asks]
+    def propose(self, draft_requests: Sequence[DraftRequest]) -> list[list[int]]:
+        return [self._propose(draft_request) for draft_request in draft_requests]
 
-    def _propose(self, ask: Ask) -> list[int]:
-        index = self._indices.get(ask.request.id)
+    def _propose(self, draft_request: DraftRequest) -> list[int]:
+        index = self._indices.get(draft_request.request.id)
         if index is None:
-            index = self._indices[ask.request.id] = Index(self._settings.shortest, self._settings.longest)
-        tokens = ask.token_ids
+            index = self._indices[draft_request.request.id] = Index(self._settings.shortest, self._settings.longest)
+        tokens = draft_request.token_ids
         index.take(tokens[: index.num_tokens + AT_ONCE] if len(tokens) - index.num_tokens > AT_ONCE else tokens)
         at = index.find() if index.num_tokens == len(tokens) else None
         if at is None:
             return []
-        drafts = list(tokens[at : at + ask.most])
-        while len(drafts) < ask.most:  # the text repeats itself: what was proposed goes on the same way
+        drafts = list(tokens[at : at + draft_request.most])
+        while len(drafts) < draft_request.most:  # the text repeats itself: what was proposed goes on the same way
             drafts.append(drafts[len(drafts) - (len(tokens) - at)])
         return drafts
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from infer.cache import ExtendView, KVStorage
-from infer.contracts.attention import AttentionSpec, KVDtype, QuantisedKV
+from infer.contracts.attention import AttentionSpec, KVDtype, QuantizedKV
 from infer.contracts.cache import CacheContext
 from infer.contracts.kernels import KernelsProtocol
-from infer.kernels.reference import ReferenceKernels, quantise
+from infer.kernels.reference import ReferenceKernels, quantize
 from infer_testing.numbers import differing, random_tensor
 from infer_testing.suite import Violation
 
@@ -69,7 +69,7 @@ class Scene:
     def forget(self) -> None:
         """Make everything that is stored NaN."""
         for cache in (self.storage.k[0], self.storage.v[0]):
-            (cache.scales if isinstance(cache, QuantisedKV) else cache).fill_(torch.nan)
+            (cache.scales if isinstance(cache, QuantizedKV) else cache).fill_(torch.nan)
 
     def view(self) -> ExtendView:
         starts, lens = zip(*self.extends, strict=True)
@@ -97,7 +97,7 @@ class Scene:
         """What K or V is once it has been stored."""
         if self.kv_dtype == "auto":
             return x_TKE
-        codes, scales = quantise(x_TKE)
+        codes, scales = quantize(x_TKE)
         return codes.double() * scales[..., None].double()
 
     def queries(self) -> Iterator[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""`infer check`: tries what the contract of a plugin's slot promises on one installed part."""
+"""`infer check`: tries what the contract of a plugin's extension point promises on one installed part."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infer.contracts.command import CommandContext, CommandRegistration
-from infer.errors import InferError, say
+from infer.errors import InferError, one_line
 
 if TYPE_CHECKING:
     from infer.plugins.discovery import Offer
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         metavar="WHAT",
         help="what a model's logits are compared with: transformers, none, or auto, which is transformers where it is "
-        "installed; and the plain checkpoint that weights were quantised from",
+        "installed; and the plain checkpoint that weights were quantized from",
     )
     parser.add_argument("--only", action="append", default=[], metavar="CHECK", help="only this check; may be repeated")
     parser.add_argument("--seed", type=int, default=0, help="of the cases that are drawn (default: 0)")
@@ -129,7 +129,7 @@ def _call(file: str | None) -> dict[str, Any]:
     try:
         given = json.loads(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise InferError(f"--call {file} cannot be read: {say(error)}.") from None
+        raise InferError(f"--call {file} cannot be read: {one_line(error)}.") from None
     kinds = {"text": str, "name": str, "arguments": dict, "schema": dict, "two": str}
     call: dict[str, Any] = {"schema": {"type": "object"}, "two": ""} | (given if isinstance(given, dict) else {})
     if set(call) != set(kinds) or not call["text"] or not all(isinstance(call[key], kinds[key]) for key in kinds):

@@ -18,7 +18,7 @@ from infer_testing.suite import Skipped, Suite, Violation
 
 MakeFormat = Callable[[Mapping[str, Any], TensorFilesProtocol], WeightFormatProtocol]
 NEAR = 0.25
-"""How far a quantised weight may be from the plain one: the error of RUN neighbours in a row, as a part of their
+"""How far a quantized weight may be from the plain one: the error of RUN neighbors in a row, as a part of their
 magnitude. With 4 bits it is about 0.1; with the scales of other values it is above 1."""
 RUN = 32
 
@@ -31,7 +31,7 @@ class Formats:
     config: Mapping[str, Any]
     files: TensorFilesProtocol
     plain: Mapping[str, Tensor] | None = None
-    """The weights that the checkpoint was quantised from, by name."""
+    """The weights that the checkpoint was quantized from, by name."""
 
     def read(self, files: TensorFilesProtocol | None = None) -> WeightFormatProtocol:
         return self.make(self.config, files or self.files)
@@ -71,7 +71,7 @@ def check_weight_format(
     case: int | None = None,
 ) -> None:
     """Try everything that ``WeightFormatProtocol`` promises on a checkpoint: its config.json and its tensors. ``plain``
-    has the weights that it was quantised from; without it, nobody can say whether the values are right. ``only`` names
+    has the weights that it was quantized from; without it, nobody can say whether the values are right. ``only`` names
     checks, ``case`` one case of each. Raises ConformanceError."""
     SUITE.enforce(Formats(make, config, files, plain), only=only, seed=seed, case=case)
 
@@ -79,7 +79,7 @@ def check_weight_format(
 def values(weight: Weight) -> Tensor:
     """In fp32."""
     if isinstance(weight, GroupedWeight):
-        return replace(weight, dtype=torch.float32).dequantise()
+        return replace(weight, dtype=torch.float32).dequantize()
     return weight.float()
 
 
@@ -103,7 +103,7 @@ def weights(f: Formats, draw: random.Random) -> None:
             raise Violation(f"reading the weights writes to the stored tensor {name!r}")
 
 
-@check("Each weight is the one that it was quantised from, but for the rounding to its codes")
+@check("Each weight is the one that it was quantized from, but for the rounding to its codes")
 def near_plain(f: Formats, draw: random.Random) -> None:
     if f.plain is None:
         raise Skipped("there are no plain weights to compare with")

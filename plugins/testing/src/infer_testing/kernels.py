@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from infer.cache import KVStorage
-from infer.contracts.attention import HeadNorms, KVDtype, QuantisedKV, Rotary
+from infer.contracts.attention import HeadNorms, KVDtype, QuantizedKV, Rotary
 from infer.contracts.cache import CacheContext
 from infer.contracts.kernels import Activation, Draws, Expert, KernelsProtocol, Routing
 from infer.device import FixedTensor, same_bits
 from infer.errors import SettingsError
-from infer.kernels.quantise import quantise_weight
+from infer.kernels.quantize import quantize_weight
 from infer.kernels.reference import ReferenceKernels
 from infer.weight import GroupedWeight, Weight, form_of
 from infer_testing.attention import Scene, attention_spec
@@ -138,7 +138,7 @@ def head_norms(p: Provider, size: int, dtype: torch.dtype, draw: random.Random) 
     return HeadNorms(q_weight, k_weight, 1e-3, draw.random() < 0.5)
 
 
-@check("rope normalises q and K by their own weights if there are norms, and rotates the halves of each head", 12)
+@check("rope normalizes q and K by their own weights if there are norms, and rotates the halves of each head", 12)
 def rope(p: Provider, draw: random.Random) -> None:
     (rows, heads, kv_heads, size), dtype = draw.choice([(1, 1, 1, 2), (5, 3, 1, 6), (9, 8, 2, 128)]), p.dtype(draw)
     q, k = (p.tensor(rows, n, size, dtype=dtype, draw=draw) for n in (heads, kv_heads))
@@ -184,7 +184,7 @@ def untouched(what: str, cache: Tensor, before: Tensor, flat: Tensor) -> None:
         raise Violation(f"{what} changes the cache at flat index {index}, which is not one of {flat.tolist()}")
 
 
-@check("With int8, K and V are stored as QuantisedKV says, bit for bit", 6)
+@check("With int8, K and V are stored as QuantizedKV says, bit for bit", 6)
 def store_kv_int8(p: Provider, draw: random.Random) -> None:
     if "int8" not in p.kv_dtypes:
         raise Skipped("the registration's kv_dtypes do not name int8")
@@ -196,9 +196,9 @@ def store_kv_int8(p: Provider, draw: random.Random) -> None:
     k[4, 1, 0] = 127
     v, flat = k.flip(0), torch.tensor(draw.sample(range(20), 14), device=p.device)
 
-    def empty(device: torch.device) -> QuantisedKV:
+    def empty(device: torch.device) -> QuantizedKV:
         codes = torch.full((5, 4, 2, 34), 55, dtype=torch.int8, device=device)
-        return QuantisedKV(codes, torch.full((5, 4, 2), 77.0, device=device))
+        return QuantizedKV(codes, torch.full((5, 4, 2), 77.0, device=device))
 
     found, exact = (empty(p.device), empty(p.device)), (empty(torch.device("cpu")), empty(torch.device("cpu")))
     EXACT.store_kv(k.cpu(), v.cpu(), *exact, flat.cpu())
@@ -266,11 +266,11 @@ def embedding(p: Provider, draw: random.Random) -> None:
     equal_bits("embedding", p.kernels.embedding(ids, p.kernels.pack(weight)), weight[ids])
 
 
-@check("quantise gives the bits of infer/kernels/quantise.py", 6)
-def quantise(p: Provider, draw: random.Random) -> None:
+@check("quantize gives the bits of infer/kernels/quantize.py", 6)
+def quantize(p: Provider, draw: random.Random) -> None:
     (n, k), dtype, bits = draw.choice([(7, 64), (33, 96), (1, 32), (300, 256)]), p.dtype(draw), draw.choice([4, 8])
     weight = p.tensor(n, k, dtype=dtype, draw=draw)
-    found, exact = p.kernels.quantise(weight, bits), quantise_weight(weight.cpu(), bits)  # type: ignore[arg-type]
+    found, exact = p.kernels.quantize(weight, bits), quantize_weight(weight.cpu(), bits)  # type: ignore[arg-type]
     equal_bits(f"codes of {bits} bits", found.codes.cpu(), exact.codes)
     equal_bits(f"scales of codes of {bits} bits", found.scales_NG.cpu(), exact.scales_NG)
 
@@ -298,7 +298,7 @@ def linear_grouped(p: Provider, draw: random.Random) -> None:
         packed = p.kernels.pack(weight)
     except SettingsError as refusal:
         raise Skipped(f"grouped weights are refused: {refusal}") from None
-    values_NK = replace(weight, dtype=torch.float32).to(torch.device("cpu"), torch.float32).dequantise()
+    values_NK = replace(weight, dtype=torch.float32).to(torch.device("cpu"), torch.float32).dequantize()
     columns = p.kernels.linear(torch.eye(k, dtype=dtype, device=p.device), packed).cpu().double().T
     if differing(columns, values_NK, torch.bfloat16).any():
         raise Violation(f"{what} {_wrong_group(columns, values_NK, weight)}")

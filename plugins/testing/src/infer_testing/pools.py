@@ -219,9 +219,9 @@ class Machine:
 
     def commit(self) -> None:
         if self.lives:
-            self.say(self.draw.choice(self.lives))
+            self.commit_computed(self.draw.choice(self.lives))
 
-    def say(self, life: Life) -> None:
+    def commit_computed(self, life: Life) -> None:
         """Commit all that is computed."""
         known = min(life.length, len(life.tokens))
         self.pool.commit(life.slot, life.tokens, known)
@@ -235,7 +235,7 @@ class Machine:
         if not ready or self.truncate is None:
             return
         life = self.draw.choice(ready)
-        self.say(life)
+        self.commit_computed(life)
         if self.grow(life, 1 + drafts):
             before = len(life.tokens)
             life.tokens += [self.draw.randrange(3) for _ in range(1 + drafts)]
@@ -256,7 +256,7 @@ class Machine:
         if self.lives and self.draw.random() < 0.6:
             life = self.draw.choice(self.lives)
             if self.draw.random() < 0.5:
-                self.say(life)
+                self.commit_computed(life)
             self.end(life)
 
     def end(self, life: Life) -> None:
@@ -351,7 +351,7 @@ def windows(pools: Pools, draw: random.Random) -> None:
 
 
 @check("The same with K and V in int8", 4)
-def quantised(pools: Pools, draw: random.Random) -> None:
+def quantized(pools: Pools, draw: random.Random) -> None:
     if "int8" not in pools.kv_dtypes:
         raise Skipped("the registration's kv_dtypes do not name int8")
     Machine(pools, draw, kv_dtype="int8").run(40)
@@ -504,7 +504,7 @@ def sharing(pools: Pools, draw: random.Random) -> None:
         life = Life("s", tokens.copy(), 0, place.slot, place.num_cached, place.num_cached)
         machine.lives.append(life)
         machine.extend([life], LONGEST)
-        machine.say(life)
+        machine.commit_computed(life)
         if leaves:
             machine.end(life)
     again = machine.pool.allocate([*tokens, 1, 2])

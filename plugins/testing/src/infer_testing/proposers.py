@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer, models
 
 from infer.contracts.params import SamplingParams
-from infer.contracts.proposer import Ask, ProposerContext, ProposerProtocol, SecondModel
+from infer.contracts.proposer import DraftRequest, ProposerContext, ProposerProtocol, SecondModel
 from infer.contracts.request import Request
 from infer.contracts.sections import EngineSettings
 from infer.errors import InferError
@@ -61,26 +61,32 @@ def text_of(draw: random.Random) -> list[int]:
     return [draw.randrange(VOCAB) if draw.random() < 0.1 else stem[i % len(stem)] for i in range(draw.randint(1, 60))]
 
 
-def checked(asks: Sequence[Ask], found: Any) -> list[list[int]]:
+def checked(draft_requests: Sequence[DraftRequest], found: Any) -> list[list[int]]:
     """The proposals. Raises Violation if they are not what was asked for."""
     try:
         proposals = [[*proposal] for proposal in found]
     except TypeError:
-        raise Violation(f"propose gives {found!r}, not a list of token ids per ask") from None
-    if len(proposals) != len(asks):
-        raise Violation(f"propose gives {len(proposals)} proposals for {len(asks)} asks")
-    for ask, proposal in zip(asks, proposals, strict=True):
-        if len(proposal) > ask.most:
-            raise Violation(f"{len(proposal)} tokens are proposed for {ask.request.id} where {ask.most} may be")
+        raise Violation(f"propose gives {found!r}, not a list of token ids per draft request") from None
+    if len(proposals) != len(draft_requests):
+        raise Violation(f"propose gives {len(proposals)} proposals for {len(draft_requests)} draft requests")
+    for draft_request, proposal in zip(draft_requests, proposals, strict=True):
+        if len(proposal) > draft_request.most:
+            raise Violation(
+                f"{len(proposal)} tokens are proposed for {draft_request.request.id} where {draft_request.most} may be"
+            )
         for token in proposal:
             if isinstance(token, bool) or not isinstance(token, int):
-                raise Violation(f"{token!r} is proposed for {ask.request.id}: a {type(token).__name__}, not a token id")
+                raise Violation(
+                    f"{token!r} is proposed for {draft_request.request.id}: a {type(token).__name__}, not a token id"
+                )
             if not 0 <= token < VOCAB:
-                raise Violation(f"token {token} is proposed for {ask.request.id}; ids are 0 to {VOCAB - 1}")
+                raise Violation(f"token {token} is proposed for {draft_request.request.id}; ids are 0 to {VOCAB - 1}")
     return proposals
 
 
-@check("propose gives one list per ask, of at most so many ids of the vocabulary, and leaves the texts alone", 60)
+@check(
+    "propose gives one list per draft request, of at most so many ids of the vocabulary, and leaves the texts alone", 60
+)
 def proposals(p: Proposers, draw: random.Random) -> None:
     proposer = p.proposer()
     texts: dict[str, tuple[Request, list[int]]] = {}
@@ -88,18 +94,20 @@ def proposals(p: Proposers, draw: random.Random) -> None:
         if len(texts) < 5 and draw.random() < 0.3:
             text = text_of(draw)
             texts[f"r{step}"] = requested(text, f"r{step}"), text
-        asks = [
-            Ask(request, text, draw.choice([1, 2, 8]))
+        draft_requests = [
+            DraftRequest(request, text, draw.choice([1, 2, 8]))
             for request, text in texts.values()
             if draw.random() < 0.7 and len(text) < LONGEST - 10
         ]
-        before = [[*ask.token_ids] for ask in asks]
-        found = checked(asks, proposer.propose(asks))
-        for ask, old in zip(asks, before, strict=True):
-            if list(ask.token_ids) != old:
-                raise Violation(f"propose writes to the tokens of {ask.request.id}, which are the engine's own")
-        for ask, proposal in zip(asks, found, strict=True):
-            _, text = texts[ask.request.id]
+        before = [[*draft_request.token_ids] for draft_request in draft_requests]
+        found = checked(draft_requests, proposer.propose(draft_requests))
+        for draft_request, old in zip(draft_requests, before, strict=True):
+            if list(draft_request.token_ids) != old:
+                raise Violation(
+                    f"propose writes to the tokens of {draft_request.request.id}, which are the engine's own"
+                )
+        for draft_request, proposal in zip(draft_requests, found, strict=True):
+            _, text = texts[draft_request.request.id]
             text += [*proposal[: draw.randint(0, len(proposal))], draw.randrange(VOCAB)]
         if texts and draw.random() < 0.2:
             proposer.end(texts.pop(draw.choice([*texts]))[0].id)
@@ -112,12 +120,12 @@ def ends(p: Proposers, draw: random.Random) -> None:
     old, new = [1, 2, 3, 4] * 8, text_of(draw)
     for text, each in ((old, proposer), (new, proposer)):
         request = requested(text, "r")
-        ask = Ask(request, list(text), 8)
-        last = checked([ask], each.propose([ask]))[0]
+        draft_request = DraftRequest(request, list(text), 8)
+        last = checked([draft_request], each.propose([draft_request]))[0]
         each.end("r")
     request = requested(new, "r")
-    ask = Ask(request, list(new), 8)
-    expected = checked([ask], fresh.propose([ask]))[0]
+    draft_request = DraftRequest(request, list(new), 8)
+    expected = checked([draft_request], fresh.propose([draft_request]))[0]
     if last != expected:
         raise Violation(
             f"for an id that was another request's before, {last} is proposed; a new proposer proposes {expected}: "
@@ -128,7 +136,7 @@ def ends(p: Proposers, draw: random.Random) -> None:
     held = (id, request, *lists)
     before = [sys.getrefcount(x) for x in held]
     for i in range(len(lists)):
-        checked([Ask(request, lists[i], 8)], proposer.propose([Ask(request, lists[i], 8)]))
+        checked([DraftRequest(request, lists[i], 8)], proposer.propose([DraftRequest(request, lists[i], 8)]))
     proposer.end(id)
     gc.collect()
     after = [sys.getrefcount(x) for x in held]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from infer.errors import InferError, say
+from infer.errors import InferError, one_line
 
 Subject = TypeVar("Subject")
 Run = Callable[[Subject, random.Random], None]
@@ -133,7 +133,7 @@ class Suite(Generic[Subject]):
         except Violation as violation:
             text = str(violation)
         except Exception as error:  # whatever a stranger's code raises
-            text = f"raised {say(error)}"
+            text = f"raised {one_line(error)}"
         else:
             # A check counts as skipped if none of its cases applies.
             return Outcome(check.name, check.contract, seed, tried, skipped=None if tried else skipped)

@@ -39,7 +39,7 @@ class ToolFormats:
     """An answer that is two of these calls and nothing else, where that is not ``text`` twice."""
 
     def read(self, parts: Iterable[str], others: bool = False) -> list[Piece]:
-        """The pieces of an answer that arrives in parts, and may call the function, or only ``others``. Neighbouring
+        """The pieces of an answer that arrives in parts, and may call the function, or only ``others``. Neighboring
         pieces of one kind are joined."""
         part = self.make({"some_other_function" if others else self.name: self.schema})
         found: list[Piece] = []
@@ -77,7 +77,7 @@ def check_tool_format(
     SUITE.enforce(subject, only=only, seed=seed, case=case)
 
 
-def said(pieces: Iterable[Piece], kind: str) -> str:
+def joined(pieces: Iterable[Piece], kind: str) -> str:
     return "".join(piece.text for piece in pieces if piece.kind == kind)
 
 
@@ -88,12 +88,12 @@ def reads(f: ToolFormats, draw: random.Random) -> None:
     if calls != [f.name]:
         raise Violation(f"{f.text!r} is read as calls of {calls}, not as one of {f.name!r}")
     try:
-        given = json.loads(said(found, "arguments"))
+        given = json.loads(joined(found, "arguments"))
     except ValueError:
-        raise Violation(f"the arguments are {said(found, 'arguments')!r}, which is not JSON") from None
+        raise Violation(f"the arguments are {joined(found, 'arguments')!r}, which is not JSON") from None
     if given != f.arguments:
         raise Violation(f"the arguments are {given}, not {dict(f.arguments)}")
-    if rest := said(found, "content").strip():
+    if rest := joined(found, "content").strip():
         raise Violation(f"{rest!r} of the call is content")
 
 
@@ -105,9 +105,9 @@ def both(f: ToolFormats, draw: random.Random) -> None:
     if calls != [f.name] * 2:
         raise Violation(f"{text!r} is read as calls of {calls}, not as two of {f.name!r}")
     given = [piece.text for piece in found if piece.kind == "arguments"]
-    if given != [said(f.read([f.text]), "arguments")] * 2:
+    if given != [joined(f.read([f.text]), "arguments")] * 2:
         raise Violation(f"the arguments of {text!r} are {given}")
-    if rest := said(found, "content").strip():
+    if rest := joined(found, "content").strip():
         raise Violation(f"{rest!r} of the calls is content")
 
 
@@ -115,7 +115,7 @@ def both(f: ToolFormats, draw: random.Random) -> None:
 def prose(f: ToolFormats, draw: random.Random) -> None:
     found = f.read([BEFORE + f.text])
     first = next((i for i, piece in enumerate(found) if piece.kind == "call"), len(found))
-    if said(found[:first], "content").strip() != BEFORE.strip() or first == len(found):
+    if joined(found[:first], "content").strip() != BEFORE.strip() or first == len(found):
         raise Violation(f"{BEFORE!r} and the call are read as {found}")
 
 
@@ -133,7 +133,7 @@ def cuts(f: ToolFormats, draw: random.Random) -> None:
 @check("What looks like a call of a function that the answer may not call is content")
 def others(f: ToolFormats, draw: random.Random) -> None:
     found = f.read([f.text], others=True)
-    if any(piece.kind in ("call", "arguments") for piece in found) or not said(found, "content").strip():
+    if any(piece.kind in ("call", "arguments") for piece in found) or not joined(found, "content").strip():
         raise Violation(f"where {f.name!r} is no tool, {f.text!r} is read as {found}")
 
 
@@ -144,7 +144,7 @@ def cut_off(f: ToolFormats, draw: random.Random) -> None:
     calls = [piece.text for piece in found if piece.kind == "call"]
     if calls not in ([], [f.name]):
         raise Violation(f"{f.text[:end]!r} is read as calls of {calls}")
-    told, given = said(found, "arguments"), said(whole, "arguments")
+    told, given = joined(found, "arguments"), joined(whole, "arguments")
     if not given.startswith(told) and not told.startswith(given):  # which the beginning of a closing mark may follow
         raise Violation(f"the arguments of {f.text[:end]!r} are {told!r}")
 
@@ -163,7 +163,7 @@ def early(f: ToolFormats, draw: random.Random) -> None:
 @check("A character that may begin a call, and begins none, is content")
 def lone(f: ToolFormats, draw: random.Random) -> None:
     for text in (f"{BEFORE}{f.text[0]} and so on", BEFORE + f.text[0]):
-        if (content := said(f.read([text]), "content")) != text:
+        if (content := joined(f.read([text]), "content")) != text:
             raise Violation(f"{text!r} is read as the content {content!r}")
 
 

@@ -143,10 +143,12 @@ class ChatRequest(SamplingBody):
             {tool.name for tool in self.tools or () if isinstance(tool, CustomTool)},
         )
 
-    def said(self, param: str) -> str:
+    def client_name(self, param: str) -> str:
         if param == "structured_outputs" and self._forced:
             return "tools"
-        return "max_completion_tokens" if param == "max_tokens" and self.max_tokens is None else super().said(param)
+        return (
+            "max_completion_tokens" if param == "max_tokens" and self.max_tokens is None else super().client_name(param)
+        )
 
     def sampling(self, **overrides: Any) -> SamplingParams:
         tokens = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
@@ -274,17 +276,17 @@ class Chat:
         self._service = service
 
     async def handle(self, http: web.Request) -> web.StreamResponse:
-        asked = await self._service.read(http, ChatRequest)
-        reply = await self._service.conversation.reply(asked, asked.sampling, asked.tool_use())
-        requests = await self._service.replies(http, reply, asked, n=asked.n, prefix="chatcmpl")
+        body = await self._service.read(http, ChatRequest)
+        reply = await self._service.conversation.reply(body, body.sampling, body.tool_use())
+        requests = await self._service.replies(http, reply, body, n=body.n, prefix="chatcmpl")
         counted = [reply.thoughts(self._service.tokens) for _ in requests]
         thoughts = [each for each in counted if each is not None]
         id = f"chatcmpl-{http[REQUEST_ID]}"
-        told = {} if asked.metadata is None else {"metadata": asked.metadata}
-        if asked.stream:
+        metadata = {} if body.metadata is None else {"metadata": body.metadata}
+        if body.stream:
             frame = self._service.frame(id, "chat.completion.chunk")
             response = await self._service.stream(
-                http, requests, functools.partial(self._frames, frame, asked, reply, requests, thoughts)
+                http, requests, functools.partial(self._frames, frame, body, reply, requests, thoughts)
             )
             http[CALLER].usage = _detailed(http[CALLER].usage or {}, thoughts)
             return response
@@ -292,11 +294,11 @@ class Chat:
         for thought, answer in zip(thoughts, answers, strict=False):
             await self._service.writer.each(thought.push, answer.token_ids, len(answer.token_ids))
         http[CALLER].usage = usage = _detailed(usage, thoughts)
-        choices = [await self._choice(i, asked, reply, answer) for i, answer in enumerate(answers)]
-        frame = self._service.frame(id, "chat.completion") | told
+        choices = [await self._choice(i, body, reply, answer) for i, answer in enumerate(answers)]
+        frame = self._service.frame(id, "chat.completion") | metadata
         return await self._service.answer(http, frame | {"choices": choices, "usage": usage})
 
-    async def _choice(self, index: int, asked: ChatRequest, reply: Reply, answer: Completion) -> Json:
+    async def _choice(self, index: int, body: ChatRequest, reply: Reply, answer: Completion) -> Json:
         message: Json = {"role": "assistant", "content": None, "refusal": None}
         calls: list[Json] = []
         parser, numbering = reply.parser(), Calls(reply.tools.custom)
@@ -319,32 +321,32 @@ class Chat:
         choice = {
             "index": index,
             "message": message,
-            "logprobs": await self.logprobs(answer.logprobs or ()) if asked.logprobs else None,
+            "logprobs": await self.logprobs(answer.logprobs or ()) if body.logprobs else None,
             "finish_reason": _reason(answer.finish_reason, calls),
             "stop_reason": answer.stop_reason,
         }
-        if asked.prompt_logprobs is not None:
+        if body.prompt_logprobs is not None:
             choice["prompt_logprobs"] = await self._service.prompt_logprobs(answer)
         return choice
 
     async def _frames(
         self,
         frame: Json,
-        asked: ChatRequest,
+        body: ChatRequest,
         reply: Reply,
         requests: Sequence[Request],
         thoughts: Sequence[Thoughts],
         events: Events,
         usage: Callable[[], Json],
     ) -> AsyncGenerator[Json]:
-        options = asked.stream_options or StreamOptions()
+        options = body.stream_options or StreamOptions()
         if options.include_usage:
             frame = frame | {"usage": None}
         parsers = [reply.parser() for _ in requests]
         numberings = [Calls(reply.tools.custom) for _ in requests]
         for i in range(len(requests)):
-            told = {"metadata": asked.metadata} if asked.metadata is not None and i == 0 else {}
-            yield frame | told | {"choices": [_delta(i, {"role": "assistant", "content": ""})]}
+            metadata = {"metadata": body.metadata} if body.metadata is not None and i == 0 else {}
+            yield frame | metadata | {"choices": [_delta(i, {"role": "assistant", "content": ""})]}
         async for i, event in events:
             for token in event.token_ids if thoughts else ():
                 thoughts[i].push(token)

@@ -23,7 +23,7 @@ from infer.server.many import one_or_many
 from infer.server.sampling import SamplingBody, StreamOptions
 from infer.server.shapes import Finish, PromptLogprobs, Usage
 from infer.server.tokens import number
-from infer.text.detokenizer import CompanyDetokenizer, Detokenizer, TokenTexts
+from infer.text.detokenizer import ContextDetokenizer, Detokenizer, TokenTexts
 
 if TYPE_CHECKING:
     from infer.llm import Completion
@@ -103,99 +103,99 @@ class Completions:
         self._service = service
 
     async def handle(self, http: web.Request) -> web.StreamResponse:
-        asked = await self._service.read(http, CompletionRequest)
-        overrides: Json = {"max_tokens": 1} if asked.max_tokens == 0 else {}
-        if asked.echo and asked.logprobs is not None:
-            overrides["prompt_logprobs"] = asked.logprobs
-        params = self._service.served.defaulted(checked(lambda: asked.sampling(**overrides), CompletionRequest))
+        body = await self._service.read(http, CompletionRequest)
+        overrides: Json = {"max_tokens": 1} if body.max_tokens == 0 else {}
+        if body.echo and body.logprobs is not None:
+            overrides["prompt_logprobs"] = body.logprobs
+        params = self._service.served.defaulted(checked(lambda: body.sampling(**overrides), CompletionRequest))
         requests = await self._service.requests(
-            http, asked.prompts, params, asked, n=asked.n, special=asked.add_special_tokens
+            http, body.prompts, params, body, n=body.n, special=body.add_special_tokens
         )
         frame = self._service.frame(requests[0].id.removesuffix("-0"), "text_completion")
-        if asked.stream:
-            frames = functools.partial(self._frames, frame, asked, requests)
+        if body.stream:
+            frames = functools.partial(self._frames, frame, body, requests)
             response = await self._service.stream(http, requests, frames)
-            http[CALLER].usage = _asked_for(http[CALLER].usage or {}, asked)
+            http[CALLER].usage = _requested_usage(http[CALLER].usage or {}, body)
             return response
         answers, usage = await self._service.whole(http, requests)
-        http[CALLER].usage = _asked_for(usage, asked)
-        choices, writings = [], self._writings(asked, requests)
+        http[CALLER].usage = _requested_usage(usage, body)
+        choices, writings = [], self._writings(body, requests)
         for writing, answer in zip(writings, answers, strict=True):
-            if asked.max_tokens == 0:
+            if body.max_tokens == 0:
                 answer.text, answer.token_ids, answer.logprobs = "", [], None
                 answer.finish_reason, answer.stop_reason = "length", None
-            choices.append(await self._choice(asked, writing, answer))
-        return await self._service.answer(http, frame | {"choices": choices, "usage": _asked_for(usage, asked)})
+            choices.append(await self._choice(body, writing, answer))
+        return await self._service.answer(http, frame | {"choices": choices, "usage": _requested_usage(usage, body)})
 
     async def _frames(
         self,
         frame: Json,
-        asked: CompletionRequest,
+        body: CompletionRequest,
         requests: Sequence[Request],
         events: Events,
         usage: Callable[[], Json],
     ) -> AsyncGenerator[Json]:
-        options = asked.stream_options or StreamOptions()
+        options = body.stream_options or StreamOptions()
         if options.include_usage:
             frame = frame | {"usage": None}
-        writings = self._writings(asked, requests)
+        writings = self._writings(body, requests)
         async for i, event in events:
-            if asked.max_tokens == 0:
+            if body.max_tokens == 0:
                 nothing = Event(event.request_id, prompt_logprobs=event.prompt_logprobs)
                 event = nothing._replace(finish_reason="length" if event.finish_reason else None)
             if not (event.text or event.logprobs or event.finish_reason or event.prompt_logprobs):
                 continue
-            choice = await self._choice(asked, writings[i], event)
-            so_far = {"usage": _asked_for(usage(), asked)} if options.continuous_usage_stats else {}
+            choice = await self._choice(body, writings[i], event)
+            so_far = {"usage": _requested_usage(usage(), body)} if options.continuous_usage_stats else {}
             yield frame | {"choices": [choice]} | so_far
         if options.include_usage:
-            yield frame | {"choices": [], "usage": _asked_for(usage(), asked)}
+            yield frame | {"choices": [], "usage": _requested_usage(usage(), body)}
 
-    def _writings(self, asked: CompletionRequest, requests: Sequence[Request]) -> list[_Writing]:
-        prompts = [_Echo(prompt) if asked.echo else None for prompt in asked.prompts]
+    def _writings(self, body: CompletionRequest, requests: Sequence[Request]) -> list[_Writing]:
+        prompts = [_Echo(prompt) if body.echo else None for prompt in body.prompts]
         follow = self._service.texts.follow
         return [
-            _Writing(i, each, follow(each.prompt_token_ids) if scored(asked) else None, prompts[i // asked.n])
+            _Writing(i, each, follow(each.prompt_token_ids) if scored(body) else None, prompts[i // body.n])
             for i, each in enumerate(requests)
         ]
 
-    async def _choice(self, asked: CompletionRequest, writing: _Writing, said: Completion | Event) -> Json:
-        """What ``said`` adds to an answer, which may be all of it. The first of it begins with the prompt's echo."""
+    async def _choice(self, body: CompletionRequest, writing: _Writing, part: Completion | Event) -> Json:
+        """What ``part`` adds to an answer, which may be all of it. The first of it begins with the prompt's echo."""
         choice: Json = {
             "index": writing.index,
-            "text": said.text,
+            "text": part.text,
             "logprobs": None,
-            "finish_reason": said.finish_reason,
-            "stop_reason": said.stop_reason,
+            "finish_reason": part.finish_reason,
+            "stop_reason": part.stop_reason,
         }
-        tokens, entries = said.token_ids, list[TokenLogprobs | None](said.logprobs or ())
+        tokens, entries = part.token_ids, list[TokenLogprobs | None](part.logprobs or ())
         begins: list[int] = []
         if writing.detokenizer is not None:
             push = functools.partial(begin, writing.detokenizer)
             begins = await self._service.writer.each(push, tokens, len(tokens))
         if (echo := writing.echo) is not None:
             if echo.text is None:  # once per prompt: its answers share the echo
-                echo.text, echo.begins = await self._echoed(writing.request, asked, echo.prompt)
+                echo.text, echo.begins = await self._echoed(writing.request, body, echo.prompt)
             begins = [len(echo.text) + place for place in begins]
             if not writing.begun:
-                choice["text"] = echo.text + said.text
-                if writing.detokenizer is not None and said.prompt_logprobs is not None:
-                    entries = [*said.prompt_logprobs, *entries]
+                choice["text"] = echo.text + part.text
+                if writing.detokenizer is not None and part.prompt_logprobs is not None:
+                    entries = [*part.prompt_logprobs, *entries]
                     tokens, begins = [*writing.request.prompt_token_ids, *tokens], echo.begins + begins
         writing.begun = True
         if entries:
             choice["logprobs"] = await self._logprobs(tokens, entries, begins)
-        if asked.prompt_logprobs is not None and said.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = await self._service.prompt_logprobs(said)
+        if body.prompt_logprobs is not None and part.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = await self._service.prompt_logprobs(part)
         return choice
 
     async def _echoed(
-        self, request: Request, asked: CompletionRequest, prompt: str | Sequence[int]
+        self, request: Request, body: CompletionRequest, prompt: str | Sequence[int]
     ) -> tuple[str, list[int]]:
         """The prompt's text, and the index in it at which each token begins. The text of a prompt of token ids includes
         special tokens. A prompt that is a text is returned as it is; special tokens that the tokenizer adds to it begin
         where the token after them begins."""
-        if isinstance(prompt, str) and not scored(asked):
+        if isinstance(prompt, str) and not scored(body):
             return prompt, []
         tokenizer, ids = self._service.served.tokenizer, request.prompt_token_ids
         detokenizer = TokenTexts(tokenizer, skip_special_tokens=False).follow(())
@@ -206,13 +206,13 @@ class Completions:
         pushed = await self._service.writer.each(push, ids, len(ids))
         pieces, begins = [piece for piece, _ in pushed], [begins for _, begins in pushed]
         if not isinstance(prompt, str):
-            return "".join(pieces) + (detokenizer.flush() if asked.max_tokens == 0 else ""), begins
-        added = tokenizer.encode("", add_special_tokens=asked.add_special_tokens).ids
+            return "".join(pieces) + (detokenizer.flush() if body.max_tokens == 0 else ""), begins
+        added = tokenizer.encode("", add_special_tokens=body.add_special_tokens).ids
         first = next((i for i, (one, other) in enumerate(zip(ids, added, strict=False)) if one != other), len(added))
         shift = "".join(pieces).find(prompt, begins[first] if first < len(ids) else 0)
-        if shift < 0:  # the tokenizer has normalised the text, so that only it knows each token's place in the original
+        if shift < 0:  # the tokenizer has normalized the text, so that only it knows each token's place in the original
             (encoding,) = await asyncio.to_thread(
-                tokenizer.encode_batch, [prompt], add_special_tokens=asked.add_special_tokens
+                tokenizer.encode_batch, [prompt], add_special_tokens=body.add_special_tokens
             )
             begins, shift = [begin for begin, _ in encoding.offsets], 0
         return prompt, [min(max(place - shift, 0), len(prompt)) for place in begins]
@@ -240,12 +240,12 @@ class Completions:
         return {name: Array([row[i] for row in written]) for i, name in enumerate(names)}
 
 
-def scored(asked: CompletionRequest) -> bool:
+def scored(body: CompletionRequest) -> bool:
     """Whether the request asks for log-probabilities of its answer's tokens."""
-    return asked.logprobs is not None or asked.logprob_token_ids is not None
+    return body.logprobs is not None or body.logprob_token_ids is not None
 
 
-def begin(detokenizer: Detokenizer | CompanyDetokenizer, token_id: int) -> int:
+def begin(detokenizer: Detokenizer | ContextDetokenizer, token_id: int) -> int:
     """Push the next token, and return the index, in characters, at which its text begins."""
     detokenizer.push(token_id)
     return detokenizer.begins
@@ -266,12 +266,12 @@ class _Writing:
 
     index: int
     request: Request
-    detokenizer: Detokenizer | CompanyDetokenizer | None
+    detokenizer: Detokenizer | ContextDetokenizer | None
     """Finds where its tokens begin, if their log-probabilities are asked for."""
     echo: _Echo | None
     begun: bool = False
 
 
-def _asked_for(usage: Json, asked: CompletionRequest) -> Json:
+def _requested_usage(usage: Json, body: CompletionRequest) -> Json:
     """The usage without the token that the engine makes at least, where none was asked for."""
-    return usage | {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]} if asked.max_tokens == 0 else usage
+    return usage | {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]} if body.max_tokens == 0 else usage

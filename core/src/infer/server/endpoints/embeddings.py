@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: the final hidden states of texts, pooled and normalised."""
+"""POST /v1/embeddings: the final hidden states of texts, pooled and normalized."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class EmbeddingRequest(Body):
     )
     model: str | None = Field(None, description="The served model's name, or nothing.")
     encoding_format: Literal["float", "base64"] = Field("float", description="Numbers, or fp32 values in base64.")
-    dimensions: int | None = Field(None, ge=1, description="Keep so many leading values, and normalise again.")
+    dimensions: int | None = Field(None, ge=1, description="Keep so many leading values, and normalize again.")
     add_special_tokens: bool = Field(True, description="Add the tokenizer's special tokens, such as EOS, to a text.")
     priority: int = Field(0, ge=-(2**31), lt=2**31, description="Requests with lower numbers are served earlier.")
     cache_salt: str | None = Field(
@@ -81,24 +81,24 @@ class Embedder:
 
     async def handle(self, http: web.Request) -> web.StreamResponse:
         service = self._service
-        asked = await service.read(http, EmbeddingRequest)
-        pooling, inputs = service.served.pooling, asked.prompts
+        body = await service.read(http, EmbeddingRequest)
+        pooling, inputs = service.served.pooling, body.prompts
         if pooling not in ("last", "mean"):
             raise RequestError(
                 f"This checkpoint makes embeddings by {pooling!r}; only 'last' and 'mean' are supported."
             )
         many.check_count(len(inputs), "input")
         size = service.served.hidden_size
-        if asked.dimensions is not None and (size is None or asked.dimensions > size):
+        if body.dimensions is not None and (size is None or body.dimensions > size):
             have = "an unknown number" if size is None else size
             raise RequestError(
-                f"dimensions is {asked.dimensions}, but this model's embeddings have {have}.", param="dimensions"
+                f"dimensions is {body.dimensions}, but this model's embeddings have {have}.", param="dimensions"
             )
-        params, special = SamplingParams(max_tokens=1, temperature=0), asked.add_special_tokens
+        params, special = SamplingParams(max_tokens=1, temperature=0), body.add_special_tokens
         how = {"special": special, "pooling": cast(Pooling, pooling)}
-        requests, usage = await many.make(service, http, inputs, _itself, params, asked, "input", **how)
+        requests, usage = await many.make(service, http, inputs, _itself, params, body, "input", **how)
         rows = await self._run(requests)
-        made = functools.partial(written, asked.dimensions, asked.encoding_format == "base64")
+        made = functools.partial(written, body.dimensions, body.encoding_format == "base64")
         data = Array(await service.writer.each(lambda row: made(*row), rows, len(rows)))
         frame: Json = {"object": "list", "data": data, "model": service.served.name, "usage": usage}
         return await service.answer(http, frame)
@@ -121,7 +121,7 @@ async def _itself(prompt: str | TokenIds) -> str | TokenIds:
 def written(dimensions: int | None, packed: bool, index: int, pooled: bytes) -> bytes:
     """An embedding as JSON."""
     values = array("f", pooled)
-    vector = normalised(values[:dimensions])
+    vector = normalized(values[:dimensions])
     if packed:
         text = f'"{base64.b64encode(vector.tobytes()).decode()}"'
     else:
@@ -129,7 +129,7 @@ def written(dimensions: int | None, packed: bool, index: int, pooled: bytes) -> 
     return f'{{"object": "embedding", "index": {index}, "embedding": {text}}}'.encode()
 
 
-def normalised(values: array[float]) -> array[float]:
+def normalized(values: array[float]) -> array[float]:
     """Of length 1. The sum of squares is rounded once, so that it does not depend on the order of its terms."""
     length = max(math.sqrt(math.fsum([x * x for x in values])), 1e-12)
     return array("f", [x / length for x in values])

@@ -24,11 +24,11 @@ from infer.contracts.params import SamplingParams
 from infer.contracts.server import Route
 from infer.errors import RequestError
 from infer.server import many
-from infer.server.endpoints.decisions import TAIL_CHARS, label_ids
 from infer.server.events import Json, TokenCount, raise_if_failed
 from infer.server.http.body import Body, Many
 from infer.server.http.errors import REQUEST_ID
 from infer.server.http.streams import Array
+from infer.server.labels import TAIL_CHARS, label_ids
 from infer.server.shapes import EmbeddingUsage
 
 if TYPE_CHECKING:
@@ -141,15 +141,15 @@ class Rerank:
         self._label_ids = functools.lru_cache(16)(functools.partial(label_ids, service.served.tokenizer))
 
     async def rerank(self, http: web.Request) -> web.StreamResponse:
-        asked = await self._service.read(http, RerankRequest)
-        documents = asked.texts
+        body = await self._service.read(http, RerankRequest)
+        documents = body.texts
         many.check_count(len(documents), "documents")
-        pairs = [(asked.query, document) for document in documents]
-        scores, usage = await self._scores(http, asked, pairs, asked.instruction, "documents")
-        ranked = sorted(range(len(scores)), key=lambda i: -scores[i])[: asked.top_n or None]
+        pairs = [(body.query, document) for document in documents]
+        scores, usage = await self._scores(http, body, pairs, body.instruction, "documents")
+        ranked = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n or None]
 
         def written(i: int) -> bytes:
-            shown = {"document": {"text": documents[i]}} if asked.return_documents else {}
+            shown = {"document": {"text": documents[i]}} if body.return_documents else {}
             return json.dumps({"index": i, **shown, "relevance_score": scores[i]}, ensure_ascii=False).encode()
 
         results = Array(await self._service.writer.each(written, ranked, len(ranked)))
@@ -157,8 +157,8 @@ class Rerank:
         return await self._service.answer(http, frame | {"results": results, "usage": usage})
 
     async def score(self, http: web.Request) -> web.StreamResponse:
-        asked = await self._service.read(http, ScoreRequest)
-        first, second = asked.first, asked.second
+        body = await self._service.read(http, ScoreRequest)
+        first, second = body.first, body.second
         many.check_count(max(len(first), len(second)), "text_2")
         if len(first) not in (1, len(second)):
             raise RequestError(
@@ -166,7 +166,7 @@ class Rerank:
                 param="text_1",
             )
         pairs = list(zip(first * (len(second) // len(first)), second, strict=True))
-        scores, usage = await self._scores(http, asked, pairs, asked.instruction, "text_2")
+        scores, usage = await self._scores(http, body, pairs, body.instruction, "text_2")
         data = Array([b'{"index": %d, "object": "score", "score": %.17g}' % each for each in enumerate(scores)])
         frame = self._service.frame(f"score-{http[REQUEST_ID]}", "list")
         return await self._service.answer(http, frame | {"data": data, "usage": usage})
@@ -174,7 +174,7 @@ class Rerank:
     async def _scores(
         self,
         http: web.Request,
-        asked: RerankRequest | ScoreRequest,
+        body: RerankRequest | ScoreRequest,
         pairs: Sequence[tuple[str, str]],
         instruction: str | None,
         field: str,
@@ -188,7 +188,7 @@ class Rerank:
         ids = await asyncio.to_thread(self._label_ids, first[-TAIL_CHARS:], LABELS)
         params = SamplingParams(max_tokens=1, temperature=0, logprob_token_ids=ids)
         special = self._service.served.template is None
-        requests, usage = await many.make(self._service, http, pairs, prompt, params, asked, field, special=special)
+        requests, usage = await many.make(self._service, http, pairs, prompt, params, body, field, special=special)
         count, scores = TokenCount(requests), [0.0] * len(requests)
         async with aclosing(many.run(self._service, requests)) as events:
             async for event in events:

@@ -95,17 +95,17 @@ class Tokenization:
         self._service = service
 
     async def tokenize(self, http: web.Request) -> web.StreamResponse:
-        asked = await self._service.read(http, TokenizeRequest)
-        text, special = asked.prompt, asked.add_special_tokens
+        body = await self._service.read(http, TokenizeRequest)
+        text, special = body.prompt, body.add_special_tokens
         if text is None:
-            tools = [tool.shown() for tool in asked.tools or ()]
-            text, special = await self._service.conversation.prompt(asked, tools), bool(special)
+            tools = [tool.shown() for tool in body.tools or ()]
+            text, special = await self._service.conversation.prompt(body, tools), bool(special)
         served = self._service.served
         most = max(served.max_seq_len, MAX_TOKENS)
 
         def tokens() -> Json:
             ids = served.encoder(text, special=special is not False, most=most)
-            strings = [served.tokenizer.id_to_token(id) for id in ids] if asked.return_token_strs else None
+            strings = [served.tokenizer.id_to_token(id) for id in ids] if body.return_token_strs else None
             return {
                 "count": len(ids),
                 "max_model_len": served.max_seq_len,
@@ -122,20 +122,20 @@ class Tokenization:
         return await self._service.answer(http, answer)
 
     async def detokenize(self, http: web.Request) -> web.Response:
-        asked = await self._service.read(http, DetokenizeRequest)
+        body = await self._service.read(http, DetokenizeRequest)
         served = self._service.served
-        if bad := next((id for id in asked.tokens if id >= served.vocab_size), None):
+        if bad := next((id for id in body.tokens if id >= served.vocab_size), None):
             raise RequestError(
                 f"tokens holds token id {bad}, but this model's ids are 0 to {served.vocab_size - 1}.", param="tokens"
             )
         most = max(served.max_seq_len, MAX_TOKENS)
-        if len(asked.tokens) > most:
+        if len(body.tokens) > most:
             raise RequestError(
-                f"tokens holds {len(asked.tokens)} ids; /detokenize takes {most} at most. Send them in parts.",
+                f"tokens holds {len(body.tokens)} ids; /detokenize takes {most} at most. Send them in parts.",
                 param="tokens",
             )
         # ``decode`` would hold the GIL for as long as it takes.
-        (text,) = await asyncio.to_thread(served.tokenizer.decode_batch, [asked.tokens], skip_special_tokens=False)
+        (text,) = await asyncio.to_thread(served.tokenizer.decode_batch, [body.tokens], skip_special_tokens=False)
         return web.json_response({"prompt": text})
 
     async def info(self, http: web.Request) -> web.Response:

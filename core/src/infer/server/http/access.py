@@ -108,8 +108,8 @@ def preflight(origins: Sequence[str]) -> Middleware:
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        asked = request.headers.get("Access-Control-Request-Method")
-        if request.method != "OPTIONS" or asked is None or not _allowed(request, origins):
+        method = request.headers.get("Access-Control-Request-Method")
+        if request.method != "OPTIONS" or method is None or not _allowed(request, origins):
             return await handler(request)
         headers = {
             "Access-Control-Allow-Methods": "GET, POST",

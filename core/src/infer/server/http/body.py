@@ -38,7 +38,7 @@ class Body(BaseModel):
         """The model to validate ``data`` with, for a route that takes several."""
         return cls
 
-    def said(self, param: str) -> str:
+    def client_name(self, param: str) -> str:
         """The name of the field in which the client gave what the engine or the template calls ``param``."""
         return self.NAMES.get(re.split(r"[.\[]", param)[0], param)
 

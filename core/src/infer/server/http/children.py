@@ -64,7 +64,7 @@ class Child:
         self._lock = asyncio.Lock()
 
     async def ask(self, message: bytes) -> bytes:
-        """The answer to a message. Raises ChildError. Cancelling the caller ends the process. If something outside may
+        """The answer to a message. Raises ChildError. Canceling the caller ends the process. If something outside may
         have ended it, the message is sent once more."""
         async with self._lock:
             try:

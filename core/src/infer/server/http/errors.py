@@ -35,7 +35,7 @@ FULL = (
 REQUEST_ID = web.RequestKey("request_id", str)
 WHOSE = web.RequestKey("whose", str)
 """The plugin whose endpoint this is, as an error message names it; none for core's own."""
-ASKED = web.RequestKey("asked", Body)
+BODY = web.RequestKey("body", Body)
 """The body, once it is parsed: it knows its own names for the parameters that an error is about."""
 
 
@@ -78,11 +78,11 @@ def error_of(request: web.Request, error: Exception, kind: str | None = None) ->
         )
     if isinstance(error, RequestError):
         param, code = error.param, error.code
-        if param is not None and (asked := request.get(ASKED)) is not None:
-            said = asked.said(param)
+        if param is not None and (body := request.get(BODY)) is not None:
+            name = body.client_name(param)
             if "_" in param:  # a name without an underscore may also be an ordinary word of the sentence
-                message = re.sub(rf"\b{re.escape(param)}\b", said, message)
-            param = said
+                message = re.sub(rf"\b{re.escape(param)}\b", name, message)
+            param = name
     if kind is None:
         kind = "invalid_request_error" if isinstance(error, RequestError) else "server_error"
     return error_body(message, kind, param=param, code=code)

@@ -52,10 +52,10 @@ def parse(body: bytes, model: type[T], unknown: Unknown = "refuse") -> T:
     if b"null" in body:
         data = _given(data, (model,))
         body = to_json(data, inf_nan_mode="constants")
-    asked = checked(lambda: model.model_validate_json(body, strict=True, extra=EXTRA[unknown]), model, data)
-    for name in asked.DERIVED:
-        getattr(asked, name)
-    return asked
+    parsed = checked(lambda: model.model_validate_json(body, strict=True, extra=EXTRA[unknown]), model, data)
+    for name in parsed.DERIVED:
+        getattr(parsed, name)
+    return parsed
 
 
 def _check_size(data: object) -> None:
@@ -91,7 +91,7 @@ def checked(make: Callable[[], R], model: type[BaseModel], data: object = None) 
     except ValidationError as error:
         raise _explain(error, model, data) from None
     except ValueError as error:
-        raise _said(str(error), model) from None
+        raise _attributed(str(error), model) from None
 
 
 def _arms(annotation: Any) -> Arms:
@@ -234,7 +234,7 @@ def _explain(error: ValidationError, model: type[BaseModel], data: object) -> Re
     if path[:1] == ("prompt",):
         return RequestError("prompt must be a text or a list of token ids, or a list of these.", param="prompt")
     if field is None:
-        return _said(what, model)
+        return _attributed(what, model)
     return RequestError(f"{field} = {value}{_duty(what)}.", param=field)
 
 
@@ -247,7 +247,7 @@ def _duty(what: str) -> str:
     return f" must {duty.replace('a valid dictionary', 'an object')}"
 
 
-def _said(what: str, model: type[BaseModel]) -> RequestError:
+def _attributed(what: str, model: type[BaseModel]) -> RequestError:
     """An error about several fields, attributed to the first field that its sentence names."""
     words = re.findall(r"\w+", what)
     named = next((word for word in words if word in model.model_fields), None)

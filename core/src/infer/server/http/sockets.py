@@ -80,7 +80,7 @@ async def listen(
             bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(stall_timeout_s * 1000)))
     runner = web.AppRunner(
         app,
-        handler_cancellation=True,  # if a client disconnects, its handler is cancelled, and so its request
+        handler_cancellation=True,  # if a client disconnects, its handler is canceled, and so its request
         shutdown_timeout=1.0,
     )
     await runner.setup()

@@ -21,16 +21,16 @@ class ToolFormat(NamedTuple):
     reader: Callable[[Tools], PartProtocol]
 
 
-def recognise(formats: Iterable[ToolFormat], text: str, tools: Tools, call: tuple[str, object]) -> ToolFormat | None:
+def recognize(formats: Iterable[ToolFormat], text: str, tools: Tools, call: tuple[str, object]) -> ToolFormat | None:
     """The first format that reads ``text`` as the one call (name, arguments) and nothing else; None if there is none. A
     plugin's format that fails is passed over, and the log says why."""
     for format in formats:
-        said = {"call": "", "arguments": "", "content": "", "reasoning": ""}
+        texts = {"call": "", "arguments": "", "content": "", "reasoning": ""}
         try:
             part = format.reader(tools)
             for piece in [*part.push(text), *part.flush()]:
-                said[piece.kind] += piece.text
-            if said["call"] == call[0] and json.loads(said["arguments"]) == call[1] and not said["content"].strip():
+                texts[piece.kind] += piece.text
+            if texts["call"] == call[0] and json.loads(texts["arguments"]) == call[1] and not texts["content"].strip():
                 return format
         except ValueError:
             continue

@@ -30,7 +30,7 @@ _MARKS = Marks(*_BEGINNINGS, END, RETURN, CALL)
 def harmony(reader: Reader, tools: Tools) -> Steps[None]:
     """Marks are dropped wherever they stand, and so are headers. A text without a header is content."""
     kind: PieceKind = "content"
-    told: set[PieceKind] = set()
+    reported: set[PieceKind] = set()
     mark = yield from comes(reader, *_BEGINNINGS, " to=", "to=")
     while True:
         if mark in (END, RETURN, CALL):
@@ -48,9 +48,9 @@ def harmony(reader: Reader, tools: Tools) -> Steps[None]:
                     kind = "arguments"
                 elif header[0].startswith(_BEGINNINGS[:2]) or name:
                     kind = "reasoning" if channel == "analysis" else "content"
-                    if kind in told:
+                    if kind in reported:
                         yield Piece(kind, "\n")
-                    told.add(kind)
+                    reported.add(kind)
         mark = yield from prose(reader, _MARKS, kind)
         if mark is None:
             return

@@ -310,16 +310,16 @@ def _joined(text: str, schema: Any, tag: re.Pattern[str]) -> Any:
     at = 0
     for found in tag.finditer(text):
         key, above, parts = opened[-1]
-        said, at = text[at : found.start()], found.end()
+        before, at = text[at : found.start()], found.end()
         if not found["end"]:
-            if said.strip() or len(opened) > MOST_NESTED:
+            if before.strip() or len(opened) > MOST_NESTED:
                 return text
             opened.append((found["key"], _part(above, found["key"]), []))
-        elif found["key"] != key or (parts and said.strip()):
+        elif found["key"] != key or (parts and before.strip()):
             return text
         else:
             opened.pop()
-            opened[-1][2].append((key, _whole(parts) if parts else _guessed(said, above)))
+            opened[-1][2].append((key, _whole(parts) if parts else _guessed(before, above)))
     parts = opened[0][2]
     if not at:
         return _guessed(text, schema)

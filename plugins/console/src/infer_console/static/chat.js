@@ -41,7 +41,7 @@ export function setUp(served) {
   }
   form.oninput = () => {
     writeSettings(Object.fromEntries([...form.elements].map((f) => [f.name, f.type === "checkbox" ? f.checked : f.value])));
-    by("log").classList.toggle("colours", form.elements.colours.checked);
+    by("log").classList.toggle("colors", form.elements.colors.checked);
     check();
   };
   form.onsubmit = (event) => event.preventDefault();

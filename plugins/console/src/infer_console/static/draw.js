@@ -3,15 +3,15 @@
 
 import { MOST_ROWS } from "./steps.js";
 
-let colours = {};
+let colors = {};
 
-export function readColours() {
+export function readColors() {
   const style = getComputedStyle(document.documentElement);
   for (const name of ["decode", "prefill", "drafts", "free", "owned", "shared", "cached", "text", "line", "bad"]) {
     const css = style.getPropertyValue(`--${name}`).trim();
     const rgb = parseInt(css.slice(1), 16);
     // Pixels are little-endian: alpha, blue, green, red.
-    colours[name] = { css, pixel: ((255 << 24) | ((rgb & 255) << 16) | (rgb & 0xff00) | (rgb >> 16)) >>> 0 };
+    colors[name] = { css, pixel: ((255 << 24) | ((rgb & 255) << 16) | (rgb & 0xff00) | (rgb >> 16)) >>> 0 };
   }
 }
 
@@ -46,12 +46,12 @@ export function lanes(canvas, steps, shown, zoom, chosen) {
   const columns = Math.max(1, shown.length);
   const image = new ImageData(columns, rows);
   const pixels = new Uint32Array(image.data.buffer);
-  const { pixel } = colours.decode;
+  const { pixel } = colors.decode;
   shown.forEach((step, x) => {
     for (const row of step.rows) if (row < rows) pixels[row * columns + x] = pixel;
     step.works.forEach((work, n) => {
-      const colour = work[3] ? colours.prefill : work[6] ? colours.drafts : colours.decode;
-      if (step.workRows[n] < rows) pixels[step.workRows[n] * columns + x] = colour.pixel;
+      const color = work[3] ? colors.prefill : work[6] ? colors.drafts : colors.decode;
+      if (step.workRows[n] < rows) pixels[step.workRows[n] * columns + x] = color.pixel;
     });
   });
   enlarge(ctx, image, columns * zoom, rows * height);
@@ -62,12 +62,12 @@ export function lanes(canvas, steps, shown, zoom, chosen) {
 function mark(ctx, canvas, shown, zoom, chosen) {
   const x = shown.indexOf(chosen);
   if (x < 0) return;
-  ctx.strokeStyle = colours.text.css;
+  ctx.strokeStyle = colors.text.css;
   ctx.strokeRect(x * zoom - 0.5, 0.5, Math.max(2, zoom + 1), canvas.clientHeight - 1);
 }
 
 function label(ctx, text, y) {
-  ctx.fillStyle = colours.text.css;
+  ctx.fillStyle = colors.text.css;
   ctx.font = "11px system-ui";
   ctx.fillText(text, 4, y);
 }
@@ -78,12 +78,12 @@ export function tokens(canvas, shown, zoom, budget, chosen) {
   const { clientWidth: width, clientHeight: height } = canvas;
   const unit = (height - 4) / most;
   const bar = Math.max(1, zoom - 0.5);
-  ctx.fillStyle = colours.prefill.css;
+  ctx.fillStyle = colors.prefill.css;
   shown.forEach((step, x) => ctx.fillRect(x * zoom, height - step.tokens * unit, bar, (step.tokens - step.decodes.length) * unit));
-  ctx.fillStyle = colours.decode.css;
+  ctx.fillStyle = colors.decode.css;
   shown.forEach((step, x) => ctx.fillRect(x * zoom, height - step.decodes.length * unit, bar, step.decodes.length * unit));
   if (budget) {
-    ctx.fillStyle = colours.bad.css;
+    ctx.fillStyle = colors.bad.css;
     ctx.fillRect(0, height - budget * unit, width, 1);
   }
   label(ctx, `${most}${most === budget ? " (budget)" : ""}`, 11);
@@ -96,7 +96,7 @@ export function times(canvas, shown, zoom, chosen) {
   const first = Math.max(1, ...shown.map((step) => step.ttft ?? 0));
   const { clientHeight: height } = canvas;
   const y = (value, most) => height - 2 - (value / most) * (height - 16);
-  ctx.strokeStyle = colours.decode.css;
+  ctx.strokeStyle = colors.decode.css;
   ctx.beginPath();
   shown.forEach((step, x) => {
     if (step.gap === null) return;
@@ -104,7 +104,7 @@ export function times(canvas, shown, zoom, chosen) {
     ctx.lineTo(x * zoom + zoom / 2, y(step.gap, gap));
   });
   ctx.stroke();
-  ctx.fillStyle = colours.prefill.css;
+  ctx.fillStyle = colors.prefill.css;
   shown.forEach((step, x) => {
     if (step.ttft !== null) ctx.fillRect(x * zoom - 1, y(step.ttft, first) - 2, 4, 4);
   });
@@ -122,7 +122,7 @@ export function blocks(canvas, map, states) {
   const side = Math.min(size, height / rows);
   const image = new ImageData(columns, rows);
   const pixels = new Uint32Array(image.data.buffer);
-  const shades = states.map((state) => colours[state].pixel);
+  const shades = states.map((state) => colors[state].pixel);
   for (let i = 0; i < map.cells.length; i++) pixels[i] = shades[map.cells.charCodeAt(i) - 48];
   enlarge(ctx, image, columns * size, rows * side);
   if (side <= 3) return;

@@ -177,7 +177,7 @@ by("lanes").onclick = (event) => {
 };
 addEventListener("resize", redraw);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
-  draw.readColours();
+  draw.readColors();
   redraw();
 });
-draw.readColours();
+draw.readColors();

@@ -1,7 +1,7 @@
-"""The blocks of GGUF's quantised types as grouped weights. Values are exactly what the types define.
+"""The blocks of GGUF's quantized types as grouped weights. Values are exactly what the types define.
 
 Shapes: N rows, n blocks. Within a block, the lower halves of its bytes are the codes of its first half and the upper
-halves those of its second; a grouped weight has neighbours in one byte.
+halves those of its second; a grouped weight has neighbors in one byte.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def weight_of(name: str, info: TensorInfo, raw: Tensor) -> Weight:
         return raw
     if len(info.shape) != 2:
         raise CheckpointError(
-            f"The tensor {name!r} has shape {list(info.shape)} and type {kind}; only matrices are quantised."
+            f"The tensor {name!r} has shape {list(info.shape)} and type {kind}; only matrices are quantized."
         )
     codes, scales_NG, *minima = _without_values(info) if raw.is_meta else _unpacked(info, raw)
     table = torch.tensor(TABLES[kind], dtype=torch.float32) if kind in TABLES else None
@@ -72,7 +72,7 @@ def _without_values(info: TensorInfo) -> list[Tensor]:
 
 
 def _paired(q: Array) -> Array:
-    """Bytes [..., b] that hold the codes 0 .. b-1 below and b .. 2b-1 above -> [..., b] with neighbours in one byte."""
+    """Bytes [..., b] that hold the codes 0 .. b-1 below and b .. 2b-1 above -> [..., b] with neighbors in one byte."""
     pairs = np.ascontiguousarray(q).view(np.uint16)
     low, high = pairs & 0x0F0F, (pairs >> 4) & 0x0F0F
     return np.concatenate((low | low >> 4, high | high >> 4), axis=-1).astype(np.uint8)

@@ -39,7 +39,7 @@ DTYPES = {"F32": "float32", "F16": "float16"}
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that say how far to stretch each wavelength, which is a matter of config.json."""
 TURNED = ("llama", "granite", "granitemoe", "smollm3")
-"""Architectures whose q and k rotate neighbours instead of halves."""
+"""Architectures whose q and k rotate neighbors instead of halves."""
 WINDOWLESS = ("qwen2", "qwen3", "qwen3moe", "olmo2", "olmoe", "granite", "granitemoe", "smollm3")
 """Architectures that are read without sliding windows only."""
 GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
@@ -130,7 +130,7 @@ def expert_name(arch: str, name: str) -> Callable[[int], str] | None:
 
 def row_order(rows: int, head_size: int) -> Tensor:
     """The order that brings the rows of a Llama's q or k back into that of the hub. GGUF has the two values that are
-    rotated against each other as neighbours; the hub has them half a head apart."""
+    rotated against each other as neighbors; the hub has them half a head apart."""
     if rows % head_size or head_size % 2:
         return torch.arange(rows)  # the model says what is wrong with the shape
     return torch.arange(rows).view(-1, head_size // 2, 2).transpose(1, 2).flatten()

@@ -96,7 +96,7 @@ class BlocksProtocol(TensorFilesProtocol, Protocol):
 
 
 class Tensors:
-    """A BlocksProtocol: tensors by their names in the file, memory-mapped one by one. Those of quantised types are
+    """A BlocksProtocol: tensors by their names in the file, memory-mapped one by one. Those of quantized types are
     their bytes, [..., bytes of a row]."""
 
     def __init__(self, files: Mapping[str, Path], infos: Mapping[str, TensorInfo], architecture: str) -> None:
@@ -156,7 +156,7 @@ class GGUFFormat:
         grouped = [part for part in parts if isinstance(part, GroupedWeight)]
         if len(grouped) == len(parts) and all(map(grouped[0].stacks_with, grouped)):
             return GroupedWeight.stack(grouped).rows(order_N)
-        return torch.cat([part.dequantise() if isinstance(part, GroupedWeight) else part for part in parts])[order_N]
+        return torch.cat([part.dequantize() if isinstance(part, GroupedWeight) else part for part in parts])[order_N]
 
     def _part(self, own: str, expert: int | None) -> Weight:
         info, raw, architecture = self._files.infos[own], self._files.tensor(own), self._files.architecture

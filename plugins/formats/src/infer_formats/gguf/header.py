@@ -47,7 +47,7 @@ U32, U64 = SCALARS[4], SCALARS[10]
 
 
 class BlockType(NamedTuple):
-    """A type of tensor: so many neighbouring values of a row in so many bytes."""
+    """A type of tensor: so many neighboring values of a row in so many bytes."""
 
     name: str
     values: int

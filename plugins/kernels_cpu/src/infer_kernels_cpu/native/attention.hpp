@@ -96,12 +96,12 @@ struct Places {
 // K and V are stored as S: as T, or as codes of 8 bits, whose scales enter into the scores and the weights.
 template <class T, class S>
 struct Attention {
-    static constexpr bool QUANTISED = !std::is_same_v<S, T>;
+    static constexpr bool QUANTIZED = !std::is_same_v<S, T>;
 
     const T* q;
     const S* k;
     const S* v;
-    const float* k_scales;  // [positions][K], if they are quantised
+    const float* k_scales;  // [positions][K], if they are quantized
     const float* v_scales;
     T* out;
     const int32_t* starts;
@@ -239,8 +239,8 @@ struct Attention {
         auto* scores = scratch<float, struct Scores>(tile_rows() * KEYS);
         auto* weights = scratch<Factor<T>, struct Weights>(tile_rows() * KEYS);
         float units = scale * LOG2E, *factors = scratch<float, struct Factors>(KEYS);
-        if constexpr (QUANTISED) gather_scales(places, k_scales + head, units, factors);
-        auto factor = [=](int64_t n) { return QUANTISED ? load(factors + n) : splat(units); };
+        if constexpr (QUANTIZED) gather_scales(places, k_scales + head, units, factors);
+        auto factor = [=](int64_t n) { return QUANTIZED ? load(factors + n) : splat(units); };
         Ahead values{v + head * E, places, E}, keys{k + then * E, next, E};
         pack_keys(places, k + head * E, packed, values);
         // Among these keys, the index of the last one that each row sees, and how many the row's band sees.
@@ -260,7 +260,7 @@ struct Attention {
                 one_by_one([=](int64_t m, int j, vf sum) { store(to + m * KEYS + j * LANES, sum * factor(n + j * LANES)); }),
                 values);
         }
-        if constexpr (QUANTISED) gather_scales(places, v_scales + head, 1, factors);
+        if constexpr (QUANTIZED) gather_scales(places, v_scales + head, 1, factors);
         softmax(last, seen, rows, scores, factors, weights, part(f, begin));
         values.until(KEYS);
         pack_values(places, v + head * E, packed, keys);
@@ -277,7 +277,7 @@ struct Attention {
     }
 
     // Turns scores, as logarithms to base 2, into weights of the values as they are stored, whose scales are
-    // ``factors`` if they are quantised, and scales the rows' earlier sums to their new maxima.
+    // ``factors`` if they are quantized, and scales the rows' earlier sums to their new maxima.
     // last[row] is the last key that a row sees, seen[row] how many scores have been computed for it. Going through
     // all rows three times is faster than going row by row, where every maximum and every sum would have to be awaited.
     void softmax(const int64_t* last, const int64_t* seen, int64_t rows, float* scores, const float* factors,
@@ -301,7 +301,7 @@ struct Attention {
             for (int64_t n = 0; n < count; n += LANES) {
                 vf w = exp2(load(scores + r * KEYS + n) - top);
                 total += w;
-                if constexpr (QUANTISED) w *= load(factors + n);
+                if constexpr (QUANTIZED) w *= load(factors + n);
                 store(weights + r * KEYS + n, CONVERTS<T> ? rounded<T>(w) : w);
             }
             f.total[r] = f.total[r] * decay[r] + sum(total);

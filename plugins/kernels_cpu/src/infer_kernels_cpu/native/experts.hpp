@@ -19,7 +19,7 @@ struct Mixture {
 
 struct Routing {
     int64_t top;
-    bool sigmoid, renormalise;
+    bool sigmoid, renormalize;
     float scale;
 };
 
@@ -50,12 +50,12 @@ void route(const T* logits, int64_t rows, int64_t X, Routing routing, const floa
             }
             if (routing.sigmoid)
                 sum += 1e-20f;
-            else if (!routing.renormalise) {
+            else if (!routing.renormalize) {
                 sum = 0;
                 for (int64_t x = 0; x < X; x++) sum += std::exp(by[x] - top);
             }
             for (int64_t j = 0; j < routing.top; j++) {
-                if (routing.renormalise || !routing.sigmoid) share[j] /= sum;
+                if (routing.renormalize || !routing.sigmoid) share[j] /= sum;
                 share[j] *= routing.scale;
             }
         }

@@ -101,7 +101,7 @@ void pack_grouped(const Grouped& to, const uint8_t* codes, const void* scales, c
     });
 }
 
-// Rows ``ids`` of the weight, dequantised; NaN for an id that is none of its rows. The scale is applied and rounded before the minimum is added.
+// Rows ``ids`` of the weight, dequantized; NaN for an id that is none of its rows. The scale is applied and rounded before the minimum is added.
 template <class A, class T>
 void unpack_grouped(const Grouped& w, const int64_t* ids, int64_t count, T* out) {
     parallel(count, [&](int64_t i) {
@@ -179,7 +179,7 @@ inline void store_int8(int8_t* to, vi x, int lanes) {
 
 // Rounds a row of groups to int8. A scale is the greatest absolute value / 127; not finite if a value is not.
 template <class T>
-void quantise_row(const Grouped& w, const T* x, int8_t* q, float* scales, int32_t* starts, float* sums) {
+void quantize_row(const Grouped& w, const T* x, int8_t* q, float* scales, int32_t* starts, float* sums) {
     for (int64_t g = 0; g < w.groups(); g++, x += w.group, q += w.padded()) {
         vi top = {};
         over_vectors(w.group, [&](int64_t k, int lanes) {
@@ -208,7 +208,7 @@ Activations<int8_t> activations(const Grouped& w, const T* x, int64_t stride, in
     float* scales = scratch<float, struct RowScales>(2 * rows * G);
     int32_t* starts = scratch<int32_t, struct Starts>(rows * G);
     auto row = [=, &w](int64_t m) {
-        quantise_row(w, x + m * stride, q + m * wide, scales + m * G, starts + m * G, scales + (rows + m) * G);
+        quantize_row(w, x + m * stride, q + m * wide, scales + m * G, starts + m * G, scales + (rows + m) * G);
     };
     if (rows * w.K < 1 << 14)
         for (int64_t m = 0; m < rows; m++) row(m);

@@ -17,7 +17,7 @@
 #include "experts.hpp"
 #include "grouped.hpp"
 #include "matmul.hpp"
-#include "quantise.hpp"
+#include "quantize.hpp"
 #include "rows.hpp"
 #include "sampling.hpp"
 
@@ -113,10 +113,10 @@ EXPORT void infer_linear(int kind, const void* x, int64_t stride, int64_t rows, 
     END
 }
 
-EXPORT void infer_quantise(int kind, const void* weight, int64_t N, int64_t K, int64_t group, int bits, uint8_t* codes,
+EXPORT void infer_quantize(int kind, const void* weight, int64_t N, int64_t K, int64_t group, int bits, uint8_t* codes,
                            void* scales) {
     TYPED(kind)
-        auto run = bits == 4 ? quantise_weight<4, T> : quantise_weight<8, T>;
+        auto run = bits == 4 ? quantize_weight<4, T> : quantize_weight<8, T>;
         run(static_cast<const T*>(weight), N, K, group, codes, static_cast<bf16*>(scales));
     END
 }
@@ -146,10 +146,10 @@ EXPORT void infer_grouped_linear(int kind, const Grouped* w, const void* x, int6
     END
 }
 
-EXPORT void infer_route(int kind, const void* logits, int64_t rows, int64_t X, int64_t top, int sigmoid, int renormalise,
+EXPORT void infer_route(int kind, const void* logits, int64_t rows, int64_t X, int64_t top, int sigmoid, int renormalize,
                         float scale, const float* bias, int32_t* experts, float* shares) {
     TYPED(kind)
-        route(static_cast<const T*>(logits), rows, X, Routing{top, sigmoid != 0, renormalise != 0, scale}, bias, experts,
+        route(static_cast<const T*>(logits), rows, X, Routing{top, sigmoid != 0, renormalize != 0, scale}, bias, experts,
               shares);
     END
 }

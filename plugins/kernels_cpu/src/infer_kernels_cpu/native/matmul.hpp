@@ -214,7 +214,7 @@ inline void emit(const vf (&sums)[VECTORS], int64_t p, int64_t N, const T* bias,
 // Calls run(panel, first row, rows, the panel that the thread multiplies next or -1) for every panel and block of rows.
 template <class Run>
 void over_panels(int64_t rows, int64_t panels, Run run) {
-    // A task is a few neighbouring panels with all rows. If there are few panels, the rows are divided, too.
+    // A task is a few neighboring panels with all rows. If there are few panels, the rows are divided, too.
     int64_t blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK, wanted = TASKS * threads();
     int64_t each = std::max<int64_t>(1, panels / wanted), groups = (panels + each - 1) / each;
     int64_t cuts = std::min(blocks, (wanted + groups - 1) / groups);

@@ -129,7 +129,7 @@ void parallel(int64_t n, F run) {
         work();
 }
 
-// Uninitialised thread-local memory, which grows to the largest size requested.
+// Uninitialized thread-local memory, which grows to the largest size requested.
 template <class T, class Tag>
 T* scratch(int64_t count) {
     struct Free {

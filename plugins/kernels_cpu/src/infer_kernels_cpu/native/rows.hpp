@@ -32,7 +32,7 @@ inline void norm_row(const T* from, const T* weight, float eps, bool unit_offset
 }
 
 // RMS norms of x [rows][heads][width], which may be strided; ``out`` is contiguous. With a residual, x + residual is
-// stored in ``total`` and normalised.
+// stored in ``total`` and normalized.
 template <class T>
 void rms_norm(const T* x, int64_t stride_row, int64_t stride_head, int64_t rows, int64_t heads, int64_t width,
               const T* weight, float eps, bool unit_offset, const T* residual, T* out, T* total) {
@@ -62,9 +62,9 @@ inline void rotate(const T* from, const float* cos, const float* sin, int64_t ha
     });
 }
 
-// Quantises a head's values to codes, and returns their scale; both as Python's QuantisedKV describes them.
+// Quantizes a head's values to codes, and returns their scale; both as Python's QuantizedKV describes them.
 template <class T>
-inline float quantise(const T* from, int64_t width, int8_t* to) {
+inline float quantize(const T* from, int64_t width, int8_t* to) {
     vf top{}, strange{};
     over_vectors(width, [&](int64_t e, int n) {
         vf v = take(from + e, n);
@@ -90,7 +90,7 @@ struct Stored {
 template <class T>
 inline void keep(const T* from, int64_t width, Stored cache, int64_t place) {
     if (cache.scales)
-        cache.scales[place] = quantise(from, width, static_cast<int8_t*>(cache.memory) + place * width);
+        cache.scales[place] = quantize(from, width, static_cast<int8_t*>(cache.memory) + place * width);
     else
         std::memcpy(static_cast<T*>(cache.memory) + place * width, from, width * sizeof(T));
 }
@@ -103,7 +103,7 @@ struct HeadNorms {
     bool unit_offset;
 };
 
-// Normalises and rotates q and k; writes q to ``out`` [T][H][E], and k and v to rows ``places`` of the caches, quantised
+// Normalizes and rotates q and k; writes q to ``out`` [T][H][E], and k and v to rows ``places`` of the caches, quantized
 // if the caches are.
 template <class T>
 void rope_store_kv(const T* q, int64_t stride_q, int64_t stride_qh, const T* k, int64_t stride_k, int64_t stride_kh,

@@ -15,7 +15,7 @@ struct Draw {
     double uniform;
 };
 
-// Tokens of a row in vocabulary order, with their unnormalised probabilities; the row's likeliest token has mass 1.
+// Tokens of a row in vocabulary order, with their unnormalized probabilities; the row's likeliest token has mass 1.
 // Sums over the tokens above a threshold are taken in one fixed order.
 struct Candidates {
     float* mass;

@@ -31,7 +31,7 @@ constexpr int VECTORS = 2;
 #endif
 constexpr int ROWS = 6;                   // rows of a register tile
 constexpr int PANEL = VECTORS * LANES;    // columns of a register tile
-constexpr float LEAST = 0x1p-100f;         // values of no greater magnitude than any below this are quantised to zeros
+constexpr float LEAST = 0x1p-100f;         // values of no greater magnitude than any below this are quantized to zeros
 
 typedef float vf __attribute__((vector_size(4 * LANES)));
 typedef int32_t vi __attribute__((vector_size(4 * LANES)));

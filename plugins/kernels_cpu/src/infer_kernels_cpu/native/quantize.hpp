@@ -1,4 +1,4 @@
-// Quantises plain weights while a checkpoint is loaded, to the bits of Python's infer/kernels/quantise.py.
+// Quantizes plain weights while a checkpoint is loaded, to the bits of Python's infer/kernels/quantize.py.
 #pragma once
 
 #include "grouped.hpp"
@@ -75,9 +75,9 @@ inline bf16 fitted(const Group<4>& group) {
     return stored(group, fit[std::max_element(gain, gain + COUNT) - gain]);
 }
 
-// The weight [N][K] in groups of ``size`` neighbours: codes [N][K * BITS / 8] and scales [N][K / size].
+// The weight [N][K] in groups of ``size`` neighbors: codes [N][K * BITS / 8] and scales [N][K / size].
 template <int BITS, class T>
-void quantise_weight(const T* weight, int64_t N, int64_t K, int64_t size, uint8_t* codes, bf16* scales) {
+void quantize_weight(const T* weight, int64_t N, int64_t K, int64_t size, uint8_t* codes, bf16* scales) {
     using G = Group<BITS>;
     over_rows(N * (K / size), size, [&](int64_t first, int64_t end) {
         for (int64_t g = first; g < end; g++) {

@@ -1,5 +1,5 @@
-"""The slots that plugins can fill. Discovery, choice, the settings' tables and the advice in errors all follow from one
-table."""
+"""The extension points that plugins can fill. Discovery, choice, the settings' tables and the advice in errors
+all follow from one table."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ANY = "*"
 
 
 @dataclass(frozen=True)
-class Slot:
+class ExtensionPoint:
     """One kind of part that plugins offer."""
 
     hook: str
@@ -55,7 +55,7 @@ class Slot:
     packages: Mapping[str, str] = field(default_factory=dict)
     """Offers of our own distributions, or what these suit, and the package of each, for the advice in errors."""
 
-    def asked(self, settings: BaseModel) -> str:
+    def chosen(self, settings: BaseModel) -> str:
         """What the settings ask for; "auto" if there is no setting, and "none" if they ask for nothing."""
         if self.setting is None:
             return "auto"
@@ -79,8 +79,8 @@ class Slot:
         return self.fits not in (None, "devices")
 
 
-SLOTS: Mapping[str, Slot] = {
-    "cache": Slot(
+EXTENSION_POINTS: Mapping[str, ExtensionPoint] = {
+    "cache": ExtensionPoint(
         "infer_cache_pools",
         "cache",
         CacheRegistration,
@@ -88,7 +88,7 @@ SLOTS: Mapping[str, Slot] = {
         "cache.backend",
         packages={"paged": "infer-cache-paged", "slotted": "infer-cache-slotted"},
     ),
-    "model": Slot(
+    "model": ExtensionPoint(
         "infer_models",
         "model",
         ModelRegistration,
@@ -106,7 +106,7 @@ SLOTS: Mapping[str, Slot] = {
         )
         | {"transformers": "infer-models-transformers"},
     ),
-    "container": Slot(
+    "container": ExtensionPoint(
         "infer_containers",
         "model",
         ContainerRegistration,
@@ -118,7 +118,7 @@ SLOTS: Mapping[str, Slot] = {
         tie="{names} both read {there}; uninstall one of them.",
         packages={"gguf": "infer-formats"},
     ),
-    "weights": Slot(
+    "weights": ExtensionPoint(
         "infer_weight_formats",
         "model",
         WeightFormatRegistration,
@@ -130,15 +130,17 @@ SLOTS: Mapping[str, Slot] = {
         tie="{names} both read weights of quant_method {there!r}; uninstall one of them.",
         packages=dict.fromkeys(("awq", "compressed-tensors", "fp8", "gptq", "mxfp4"), "infer-formats"),
     ),
-    "scheduler": Slot("infer_schedulers", "engine", SchedulerRegistration, SchedulerProtocol, "engine.batching_mode"),
-    "proposer": Slot(
+    "scheduler": ExtensionPoint(
+        "infer_schedulers", "engine", SchedulerRegistration, SchedulerProtocol, "engine.batching_mode"
+    ),
+    "proposer": ExtensionPoint(
         "infer_proposers",
         "engine",
         contract=ProposerProtocol,
         setting="engine.speculation",
         packages=dict.fromkeys(("draft", "ngram"), "infer-speculation"),
     ),
-    "kernels": Slot(
+    "kernels": ExtensionPoint(
         "infer_kernels",
         "kernels",
         KernelsRegistration,
@@ -147,7 +149,7 @@ SLOTS: Mapping[str, Slot] = {
         fits="devices",
         packages={"cpu": "infer-kernels-cpu", "triton": "infer-kernels-triton"},
     ),
-    "tool_format": Slot(
+    "tool_format": ExtensionPoint(
         "infer_tool_formats",
         "model",
         ToolFormatRegistration,
@@ -155,15 +157,19 @@ SLOTS: Mapping[str, Slot] = {
         "model.tool_format",
         when="by what the chat template writes",
     ),
-    "reasoning": Slot("infer_reasoning_formats", "model", setting="model.reasoning", when="by the chat template"),
-    "observer": Slot(
+    "reasoning": ExtensionPoint(
+        "infer_reasoning_formats", "model", setting="model.reasoning", when="by the chat template"
+    ),
+    "observer": ExtensionPoint(
         "infer_observers",
         "observers",
         contract=ObserverProtocol,
         packages={"otel": "infer-otel", "timeline": "infer-console"},
     ),
-    "routes": Slot("infer_routes", "server", packages={"console": "infer-console"}),
-    "command": Slot(
+    "routes": ExtensionPoint(
+        "infer_routes", "server", packages={"console": "infer-console", "decisions": "infer-decisions"}
+    ),
+    "command": ExtensionPoint(
         "infer_commands",
         None,
         CommandRegistration,

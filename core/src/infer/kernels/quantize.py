@@ -1,5 +1,5 @@
-"""The torch meaning of quantising a weight. Every provider's ``quantise`` yields these bits, so that answers do not
-depend on what has quantised a checkpoint.
+"""The torch meaning of quantizing a weight. Every provider's ``quantize`` yields these bits, so that answers do not
+depend on what has quantized a checkpoint.
 
 Shapes: M groups of k values.
 """
@@ -15,16 +15,16 @@ from torch import Tensor
 from infer.weight import LEAST, GroupedWeight
 
 GROUP = {4: 32, 8: 64}
-"""How many neighbours share a scale, by the bits of their codes, or the largest part of it that divides a row. With 8
+"""How many neighbors share a scale, by the bits of their codes, or the largest part of it that divides a row. With 8
 bits, groups of 32 are hardly more accurate, and a product with them takes a fifth longer."""
 CHUNK = 1 << 17
-"""How many values are quantised at a time, so that they stay in a CPU's caches."""
+"""How many values are quantized at a time, so that they stay in a CPU's caches."""
 STEPS = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.76, 0.7)
 """Scales that are tried for codes of 4 bits, as parts of the one that represents a group's greatest value exactly."""
 
 
-def quantise_weight(weight_NK: Tensor, bits: Literal[4, 8]) -> GroupedWeight:
-    """The weight in groups of ``GROUP`` neighbours, with bfloat16 scales. A value that is not finite makes its group's
+def quantize_weight(weight_NK: Tensor, bits: Literal[4, 8]) -> GroupedWeight:
+    """The weight in groups of ``GROUP`` neighbors, with bfloat16 scales. A value that is not finite makes its group's
     scale so, and a group of values below ``LEAST`` becomes zeros.
 
     Codes of 8 bits are rounded to nearest. For codes of 4 bits, the values are first rounded to bfloat16, which makes
@@ -46,7 +46,7 @@ def quantise_weight(weight_NK: Tensor, bits: Literal[4, 8]) -> GroupedWeight:
 
 
 def unfilled(weight_NK: Tensor, bits: Literal[4, 8]) -> GroupedWeight:
-    """What ``quantise_weight`` returns, with arbitrary codes and scales."""
+    """What ``quantize_weight`` returns, with arbitrary codes and scales."""
     (N, K), device = weight_NK.shape, weight_NK.device
     scales_NG = torch.empty(N, K // math.gcd(K, GROUP[bits]), dtype=torch.bfloat16, device=device)
     codes = torch.empty(N, K * bits // 8, dtype=torch.uint8, device=device)

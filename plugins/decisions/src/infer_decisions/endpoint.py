@@ -11,7 +11,7 @@ import asyncio
 import functools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import product, repeat
 from string import ascii_lowercase, ascii_uppercase
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 from aiohttp import web
 from pydantic import AfterValidator, Field
 from pydantic_core import to_json
-from tokenizers import Tokenizer
 from typing_extensions import TypedDict
 
 from infer.contracts.params import SamplingParams
@@ -32,7 +31,8 @@ from infer.server.http.body import Body, Many, Text
 from infer.server.http.errors import REQUEST_ID
 from infer.server.http.streams import Array
 from infer.server.input_items import Input, conversation
-from infer.server.messages import JsonPart, TextPart, shown, transcript
+from infer.server.labels import TAIL_CHARS, label_ids
+from infer.server.messages import JsonPart, Message, TextPart, shown
 from infer.server.shapes import CachedTokens, ReasoningTokens
 
 if TYPE_CHECKING:
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 SYSTEM = (
     "Judge the state you are given. Answer the question with the label of the answer that fits best, and nothing else."
 )
-TAIL_CHARS = 32
 LETTERS = [*ascii_uppercase, *ascii_lowercase, *map("".join, product(ascii_uppercase, repeat=2))]
 MAX_QUESTIONS = 400
 MAX_OPTIONS = 255
@@ -178,7 +177,7 @@ class DecisionsRequest(Questions):
 
     @functools.cached_property
     def subject(self) -> str:
-        return self.input if isinstance(self.input, str) else transcript(conversation(self.input))
+        return self.input if isinstance(self.input, str) else _transcript(conversation(self.input))
 
 
 class YesNo(TypedDict):
@@ -267,7 +266,7 @@ class Decision(TypedDict):
     usage: DecisionUsage
 
 
-def routes(service: Service, settings: object) -> list[Route]:
+def routes(service: Service) -> list[Route]:
     own = Decisions(service)
     return [
         Route(
@@ -307,14 +306,14 @@ class Decisions:
 
     async def handle(self, http: web.Request, model: type[Questions] = Questions) -> web.StreamResponse:
         """Answer a request. ``model`` is the kind of body that the route takes; ``Questions`` stands for all kinds."""
-        asked = await self._service.read(http, model)
-        match asked:
+        body = await self._service.read(http, model)
+        match body:
             case SystemOneRequest():
-                questions: list[Question] = list(asked.questions.values())
+                questions: list[Question] = list(body.questions.values())
             case DecisionsRequest():
-                questions = list(asked.questions)
+                questions = list(body.questions)
             case _:
-                raise AssertionError(type(asked))
+                raise AssertionError(type(body))
         service = self._service
         service.check_choices(len(questions), "questions")
         puts = [await asyncio.to_thread(self._put, question) for question in questions]
@@ -326,11 +325,11 @@ class Decisions:
         for group in (puts[:1], *(puts[at : at + size] for at in range(1, len(puts), size))):
             requests = []
             for put in group:
-                prompt, special = await self._prompt(asked.subject, put)
+                prompt, special = await self._prompt(body.subject, put)
                 ids = await asyncio.to_thread(self._label_ids, prompt[-TAIL_CHARS:], put.labels)
                 params = SamplingParams(max_tokens=1, temperature=0, logprob_token_ids=ids)
                 prefix = f"decision-{len(labels)}"
-                requests += await service.requests(http, [prompt], params, asked, prefix=prefix, special=special)
+                requests += await service.requests(http, [prompt], params, body, prefix=prefix, special=special)
                 labels.append(ids)
             found, used = await service.whole(http, requests, patient=bool(answers))
             answers += found
@@ -338,7 +337,7 @@ class Decisions:
             cached += used["prompt_tokens_details"]["cached_tokens"]
         usage: Json = {"input_tokens": tokens, "output_tokens": 0, "total_tokens": tokens}
         http[CALLER].usage = usage
-        names = [_quoted(name) + b": " for name in asked.questions] if isinstance(asked, SystemOneRequest) else []
+        names = [_quoted(name) + b": " for name in body.questions] if isinstance(body, SystemOneRequest) else []
 
         def decide(question: Question, ids: Sequence[int], answer: Completion, name: bytes) -> bytes:
             assert answer.logprobs is not None
@@ -347,7 +346,7 @@ class Decisions:
         rows = zip(questions, labels, answers, names or repeat(b""), strict=False)
         decided = await self._service.writer.each(lambda row: decide(*row), rows, len(questions))
         frame: Json = {"id": f"decision-{http[REQUEST_ID]}", "object": "decision", "model": self._service.served.name}
-        if isinstance(asked, SystemOneRequest):
+        if isinstance(body, SystemOneRequest):
             return await self._service.answer(http, frame | {"answers": Array(decided, (b"{", b"}")), "usage": usage})
         more = {
             "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
@@ -379,11 +378,11 @@ class Decisions:
                 labels = tuple(map(str, range(len(meanings))))
                 return Posed(f"Question: {shown(question.instructions)}", labels, meanings)
 
-    async def _prompt(self, state: str, asked: Posed) -> tuple[str, bool]:
+    async def _prompt(self, state: str, posed: Posed) -> tuple[str, bool]:
         """The prompt, and whether the tokenizer has to add special tokens to it."""
-        text = f"State:\n{state}\n\n{asked.text}\nAnswers:\n" + "".join(
+        text = f"State:\n{state}\n\n{posed.text}\nAnswers:\n" + "".join(
             f"{label}: {meaning}\n" if meaning else f"{label}\n"
-            for label, meaning in zip(asked.labels, asked.meanings, strict=True)
+            for label, meaning in zip(posed.labels, posed.meanings, strict=True)
         )
         if self._service.served.template is None:
             return f"{SYSTEM}\n\n{text}Label:\n", True
@@ -408,21 +407,19 @@ class Decisions:
         )
 
 
-def label_ids(tokenizer: Tokenizer, tail: str, labels: tuple[str, ...]) -> tuple[int, ...]:
-    """The first token of each label when it follows a text. Raises RequestError if two labels share one."""
-    before = tokenizer.encode(tail, add_special_tokens=False).ids
-    ids = []
-    for label in labels:
-        after = tokenizer.encode(tail + label, add_special_tokens=False).ids
-        goes_on = after[: len(before)] == before and len(after) > len(before)
-        ids.append(after[len(before)] if goes_on else tokenizer.encode(label, add_special_tokens=False).ids[0])
-    if len(set(ids)) < len(ids):
-        raise RequestError(f"This model's tokenizer begins several of the labels {', '.join(labels)} with one token.")
-    return tuple(ids)
-
-
 def _quoted(value: object) -> bytes:
     return json.dumps(value, ensure_ascii=False).encode()
+
+
+def _transcript(messages: Iterable[Message]) -> str:
+    """A conversation as one text, for questions about it."""
+    lines = []
+    for message in messages:
+        if text := message.text():
+            lines.append(f"{message.role}: {text}")
+        calls = [call.called() for call in message.tool_calls or ()]
+        lines += [f"{message.role} calls {call.name}: {call.arguments}" for call in calls]
+    return "\n".join(lines)
 
 
 def _word(value: str | bool) -> str:

@@ -1,4 +1,4 @@
-"""Quantising a plain checkpoint's weights while they are loaded."""
+"""Quantizing a plain checkpoint's weights while they are loaded."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch import Tensor
 from infer.errors import SettingsError
 from infer.weight import GroupedWeight, Weight, form_of
 
-Quantise = Callable[[Tensor, Literal[4, 8]], GroupedWeight]
+Quantize = Callable[[Tensor, Literal[4, 8]], GroupedWeight]
 
 
 @dataclass
-class Quantiser:
+class Quantizer:
     """Turns plain weights into grouped ones as ``model.quantization``, ``model.plain_layers`` and ``model.activations``
     say."""
 
@@ -28,7 +28,7 @@ class Quantiser:
     activations: Literal["auto", "int8", "plain"]
     vocab_size: int
     """A weight with so many rows embeds tokens or yields logits: it gets 8 bits."""
-    quantise: Quantise
+    quantize: Quantize
     """The kernels' way to do it."""
     dtype: torch.dtype | None = None
     """The model's, in which it holds plain weights; None: the one they are stored in."""
@@ -55,12 +55,12 @@ class Quantiser:
             if self.quantization is not None:
                 if isinstance(weight, GroupedWeight):
                     raise SettingsError(
-                        f"model.quantization quantises plain weights, but the checkpoint's {name!r} has {weight}; "
+                        f"model.quantization quantizes plain weights, but the checkpoint's {name!r} has {weight}; "
                         "leave it out."
                     )
                 bits = self.bits(name, weight.shape)
                 if bits is not None and weight.dtype.is_floating_point:
-                    weight = self.quantise(weight, bits)
+                    weight = self.quantize(weight, bits)
             if isinstance(weight, GroupedWeight) and self.activations != "auto":
                 weight = replace(weight, int8_activations=self.activations == "int8")
             held = weight.nbytes
@@ -71,4 +71,4 @@ class Quantiser:
 
     def __str__(self) -> str:
         parts = ", ".join(f"{size / 2**20:.1f} MiB of {form}" for form, size in self.nbytes.most_common())
-        return f"{parts} (unquantised: {self.before / 2**20:.1f} MiB)" if self.quantization else parts
+        return f"{parts} (unquantized: {self.before / 2**20:.1f} MiB)" if self.quantization else parts

@@ -1,4 +1,4 @@
-"""Quantising while loading: the error against float64, what is left out, and the bytes that are reported."""
+"""Quantizing while loading: the error against float64, what is left out, and the bytes that are reported."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tests.models.checkpoints import write_checkpoint
 from torch import Tensor
 
 from infer import LLM, SamplingParams
-from infer.checkpoint.quantise import Quantiser
+from infer.checkpoint.quantize import Quantizer
 from infer.errors import SettingsError
-from infer.kernels.quantise import quantise_weight
-from infer.weight import GroupedWeight, Weight, quantise_rows
+from infer.kernels.quantize import quantize_weight
+from infer.weight import GroupedWeight, Weight, quantize_rows
 
 
 @given(
@@ -34,7 +34,7 @@ from infer.weight import GroupedWeight, Weight, quantise_rows
 def test_no_value_is_further_from_its_code_than_half_a_step(bits: Any, n: int, k: int, size: float, seed: int) -> None:
     x = torch.randn(n, k, generator=torch.Generator().manual_seed(seed)) * size
     x = x.bfloat16().float() if bits == 4 else x
-    weight = quantise_weight(x, bits)
+    weight = quantize_weight(x, bits)
     found, group = meaning(weight), weight.group_size
     step = weight.scales_NG.double().abs().repeat_interleave(group, 1)
     error = (found - x.double()).abs()
@@ -49,7 +49,7 @@ def test_no_value_is_further_from_its_code_than_half_a_step(bits: Any, n: int, k
 def test_a_weight_may_lie_in_memory_in_any_order(bits: Any) -> None:
     """gpt-oss has its experts' weights transposed."""
     x = torch.randn(96, 40, generator=torch.Generator().manual_seed(1)).T
-    found, expected = quantise_weight(x, bits), quantise_weight(x.contiguous(), bits)
+    found, expected = quantize_weight(x, bits), quantize_weight(x.contiguous(), bits)
     assert torch.equal(found.codes, expected.codes)
     assert torch.equal(found.scales_NG, expected.scales_NG)
 
@@ -57,7 +57,7 @@ def test_a_weight_may_lie_in_memory_in_any_order(bits: Any) -> None:
 def test_the_scale_is_one_that_leaves_little_error() -> None:
     """Nearly as little on average as the best of 800 scales, and less than the one that keeps the greatest value."""
     x = torch.randn(64, 32, generator=torch.Generator().manual_seed(1)).double()
-    error = (meaning(quantise_weight(x, 4)) - x).square().sum(1)
+    error = (meaning(quantize_weight(x, 4)) - x).square().sum(1)
     simple = x.gather(1, x.abs().argmax(1, keepdim=True)) / -8
 
     def left(scale_N1: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ def test_groups_of_nothing_but_zeros_stay_so() -> None:
     x = torch.zeros(2, 64)
     x[1, 40] = 3
     for bits in (4, 8):
-        found = meaning(quantise_weight(x, bits))
+        found = meaning(quantize_weight(x, bits))
         assert (found[x == 0] == 0).all()
         assert found[1, 40].item() == pytest.approx(3, rel=0.01)
 
@@ -83,7 +83,7 @@ def test_values_that_are_not_finite_show_in_the_scales() -> None:
         x = torch.ones(1, 64)
         x[0, 3] = value
         for bits in (4, 8):
-            assert not torch.isfinite(quantise_weight(x, bits).scales_NG).all()
+            assert not torch.isfinite(quantize_weight(x, bits).scales_NG).all()
 
 
 @pytest.mark.parametrize("group", [8, 32])
@@ -91,13 +91,13 @@ def test_rounded_activations(group: int) -> None:
     x = torch.randn(3, 64, dtype=torch.float64) * torch.tensor([1e-3, 1, 1e20])[:, None]
     x[1, :group] = 0
     x[2, 0] = 1e-44
-    q, scale = quantise_rows(x.float(), group)
+    q, scale = quantize_rows(x.float(), group)
     assert (q == q.round()).all()
     assert q.abs().max() <= 127
     step = x.view(3, -1, group).abs().amax(-1, keepdim=True) / 127
     assert ((q.double() * scale.double()) - x.view(3, -1, group)).abs().le(step * 0.50001 + 1e-40).all()
     x[0, 0] = torch.nan
-    q, scale = quantise_rows(x.float(), group)
+    q, scale = quantize_rows(x.float(), group)
     assert torch.isnan(scale[0, 0]).all()
     assert torch.isfinite(scale[0, 1:]).all()
 
@@ -112,36 +112,36 @@ def weights() -> list[tuple[str, Weight]]:
     ]
 
 
-def test_which_weights_are_quantised() -> None:
+def test_which_weights_are_quantized() -> None:
     plain = ["*.mlp.gate.weight"]
-    quantiser = Quantiser("int4", plain, "auto", 40, quantise_weight)
-    found = dict(quantiser(weights()))
+    quantizer = Quantizer("int4", plain, "auto", 40, quantize_weight)
+    found = dict(quantizer(weights()))
     kinds = {name: weight.bits if isinstance(weight, GroupedWeight) else None for name, weight in found.items()}
     assert kinds == {
         "embed.weight": 8, "norm.weight": None, "layers.0.mlp.gate.weight": None, "layers.0.up.weight": 4,
         "layers.0.odd.weight": 8,
     }  # fmt: skip
-    assert quantiser.before == 4 * (40 * 32 + 32 + 4 * 32 + 64 * 32 + 2 * 33)
-    assert quantiser.nbytes == {
+    assert quantizer.before == 4 * (40 * 32 + 32 + 4 * 32 + 64 * 32 + 2 * 33)
+    assert quantizer.nbytes == {
         "8-bit weights in groups of 32": 40 * (32 + 2),
         "plain weights": 4 * (32 + 4 * 32),
         "4-bit weights in groups of 32": 64 * (16 + 2),
         "8-bit weights in groups of 1": 2 * (33 + 2 * 33),
     }
-    assert {type(w) for w in dict(Quantiser(None, plain, "auto", 40, quantise_weight)(weights())).values()} == {Tensor}
-    narrow = Quantiser(None, plain, "auto", 40, quantise_weight, torch.bfloat16)
+    assert {type(w) for w in dict(Quantizer(None, plain, "auto", 40, quantize_weight)(weights())).values()} == {Tensor}
+    narrow = Quantizer(None, plain, "auto", 40, quantize_weight, torch.bfloat16)
     assert sum(1 for _ in narrow(weights())) == 5
     assert narrow.nbytes["plain weights"] * 2 == narrow.before, "a model holds fp32 norms in its own dtype"
-    wide = dict(Quantiser("int8", [], "plain", 40, quantise_weight)(weights()))
-    quantised = [weight for weight in wide.values() if isinstance(weight, GroupedWeight)]
-    assert len(quantised) == 4
-    assert not any(weight.int8_activations for weight in quantised)
+    wide = dict(Quantizer("int8", [], "plain", 40, quantize_weight)(weights()))
+    quantized = [weight for weight in wide.values() if isinstance(weight, GroupedWeight)]
+    assert len(quantized) == 4
+    assert not any(weight.int8_activations for weight in quantized)
 
 
-def test_what_is_quantised_is_not_quantised_again() -> None:
-    quantiser = Quantiser("int8", [], "auto", 40, quantise_weight)
+def test_what_is_quantized_is_not_quantized_again() -> None:
+    quantizer = Quantizer("int8", [], "auto", 40, quantize_weight)
     with pytest.raises(SettingsError, match=r"checkpoint's 'a' has 4-bit weights in groups of 32; leave it out"):
-        list(quantiser([("a", quantise_weight(torch.randn(4, 32), 4))]))
+        list(quantizer([("a", quantize_weight(torch.randn(4, 32), 4))]))
 
 
 @pytest.mark.parametrize("kernels", ["cpu", *slowly("reference")])
@@ -156,7 +156,7 @@ def test_served(kernels: str, quantization: str, tmp_path: Path, caplog: pytest.
         for parameter in made.parameters():
             if parameter.dim() == 2:
                 bits: Any = 8 if quantization == "int8" or len(parameter) == made.vocab_size else 4
-                parameter.copy_(meaning(quantise_weight(parameter.detach(), bits)))
+                parameter.copy_(meaning(quantize_weight(parameter.detach(), bits)))
         expected = made(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1).gather(1, torch.tensor(prompt)[1:, None])
     for activations, close in ("plain", 1e-4), ("auto", 0.15):
         caplog.clear()
@@ -170,7 +170,7 @@ def test_served(kernels: str, quantization: str, tmp_path: Path, caplog: pytest.
         said = [r.getMessage() for r in caplog.records if r.getMessage().startswith(f"weights, {quantization}: ")]
         assert len(said) == 1
         assert "MiB of 8-bit weights in groups of " in said[0]
-        assert "(unquantised: " in said[0]
+        assert "(unquantized: " in said[0]
         assert answer.prompt_logprobs is not None
         found = torch.tensor([entry.logprob for entry in answer.prompt_logprobs if entry is not None])
         torch.testing.assert_close(found, expected[:, 0], atol=close, rtol=0)

@@ -1,4 +1,4 @@
-"""What the engine's view is told: the records that observers get, as objects of JSON. No text of a request is in a
+"""The messages to the engine's view: the records that observers get, as objects of JSON. No text of a request is in a
 record, so there is none here.
 
 Each has a ``kind``:
@@ -26,7 +26,7 @@ from pydantic_core import to_json
 
 from infer.contracts.cache import BlockState
 from infer.contracts.records import RequestRecord, StepRecord
-from infer.errors import say
+from infer.errors import one_line
 
 MAP_S = 0.25
 """The least time between two maps of the cache while requests run."""
@@ -39,7 +39,7 @@ Json = dict[str, Any]
 log = logging.getLogger(__name__)
 
 
-class Telling:
+class Messages:
     """Makes JSON of the records of one engine, in the order in which they come."""
 
     def __init__(self) -> None:
@@ -53,8 +53,8 @@ class Telling:
         """Forget what has been told. Numbers go on."""
         self.numbers, self._last, self._ends = {}, None, []
 
-    def tell(self, record: StepRecord | RequestRecord) -> Iterator[Json]:
-        """What to tell after a record. Observers are told of an end before the step in which it was, so it has to wait
+    def of(self, record: StepRecord | RequestRecord) -> Iterator[Json]:
+        """The messages after a record. Observers are told of an end before the step in which it was, so it has to wait
         for that."""
         if isinstance(record, RequestRecord):
             self._ends.append(record)
@@ -148,7 +148,7 @@ class Maps:
         try:
             made = cells(record.index, record.blocks())
         except (Exception, SystemExit) as error:
-            self.fault = f"the pool cannot make one: {say(error)}"
+            self.fault = f"the pool cannot make one: {one_line(error)}"
             log.exception("the cache pool made no map of itself and is not asked for another one")
             return None
         now = time.perf_counter()
@@ -164,9 +164,9 @@ class Kept:
         self.all: deque[bytes] = deque()
         self.nbytes = 0
 
-    def keep(self, told: Json) -> bytes:
+    def keep(self, message: Json) -> bytes:
         """The object's JSON."""
-        made = to_json(told)
+        made = to_json(message)
         self.all.append(made)
         self.nbytes += len(made)
         while len(self.all) > self._most[0] or self.nbytes > self._most[1]:

@@ -16,8 +16,8 @@ from infer import LLM, Event, SamplingParams
 from infer.contracts.kernels import Draws
 from infer.contracts.model import Pass
 from infer.contracts.params import StructuredOutputs
-from infer.contracts.request import Request
-from infer.engine.processors import LogitsProcessor
+from infer.contracts.request import Request, ThinkingTokens
+from infer.engine.processors import LogitsProcessor, ThinkingBudget
 from infer.engine.sampler import uniform, words
 from infer.kernels.reference import ReferenceKernels
 from infer.text.grammar import Matcher
@@ -103,15 +103,57 @@ def test_a_prompt_is_seen_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     biased = SamplingParams(logit_bias=dict.fromkeys(range(VOCAB), 1.0))
     LogitsProcessor(Request.make(prompt, biased, vocab_size=VOCAB, max_seq_len=len(prompt) + 10), [])
     assert not placed, "biases are placed one by one"
-    steering = LogitsProcessor(request, [])
-    steering.see(prompt[:5000])
-    steering.see([*prompt[5000:], prompt[0], prompt[0]])
-    assert steering.fault is None
+    processor = LogitsProcessor(request, [])
+    processor.see(prompt[:5000])
+    processor.see([*prompt[5000:], prompt[0], prompt[0]])
+    assert processor.fault is None
     assert len(placed) <= 2 * 9 + 2
-    edit = steering.edit(None)
+    edit = processor.edit(None)
     assert edit is not None
     assert sorted(edit.ids_M.tolist()) == sorted(set(prompt))
     assert set(edit.repetition_M.tolist()) == {1.5}
+
+
+OPENED, FREE = ThinkingTokens((), (7, 8), True), ThinkingTokens((5,), (7, 8), False)
+BUDGETS: list[tuple[ThinkingTokens, list[int], int, list[int | None]]] = [
+    (OPENED, [1, 2, 3], 5, [None, None, None, None]),
+    (OPENED, [7, 8], 0, [7, 8, None]),
+    (OPENED, [1, 2, 7, 8, 1, 2], 2, [None, None, 7, 8, None, None, None]),
+    (OPENED, [1, 7, 8, 1, 2, 3], 2, [None, None, None, None, None, None, None]),  # it ended by itself
+    (OPENED, [7, 2, 7, 8], 1, [None, None, 7, 8, None]),  # a 7 alone ends nothing
+    (OPENED, [7, 7, 8, 1], 1, [None, None, None, None, None]),
+    (FREE, [5, 1, 7, 8, 1], 1, [None, None, 7, 8, None, None]),
+    (FREE, [9, 5, 1, 7, 8, 1], 1, [None, None, None, 7, 8, None, None]),
+    (FREE, [9, 9, 5, 1, 1, 1], 1, [None] * 7),  # an opening tag further on is text
+    (FREE, [1, 2, 3], 0, [None] * 4),
+    (FREE, [5, 7, 8, 5, 1], 0, [None, 7, 8, None, None, None]),  # there is one reasoning
+]
+
+
+@pytest.mark.parametrize(("tags", "answer", "most", "expected"), BUDGETS)
+def test_reasoning_is_closed_where_its_budget_ends(
+    tags: ThinkingTokens, answer: list[int], most: int, expected: list[int | None]
+) -> None:
+    budget, forced = ThinkingBudget(tags, most), []
+    for token in answer:
+        forced.append(budget.forced)
+        budget.see(token)
+    assert [*forced, budget.forced] == expected
+
+
+@pytest.mark.parametrize("most", [0, 1, 5])
+def test_an_answer_goes_on_behind_its_budget_as_if_the_prompt_held_what_was_thought(most: int) -> None:
+    """Draws depend on the seed and the position alone."""
+    engine = make_engine(tiny_model("llama"), torch.float32)
+    how: dict[str, Any] = {"temperature": 1.2, "seed": 5, "ignore_eos": True}
+    engine.submit(PROMPT, "free", max_tokens=NEW, **how)
+    engine.submit(PROMPT, "closed", max_tokens=NEW, thinking_token_budget=most, thinking=OPENED, **how)
+    engine.run()
+    thought = [*engine.tokens("free")[:most], 7, 8]
+    assert not {7, 8} & set(thought[:most])
+    engine.submit([*PROMPT, *thought], "prompted", max_tokens=NEW - len(thought), **how)
+    engine.run()
+    assert engine.tokens("closed") == [*thought, *engine.tokens("prompted")]
 
 
 def test_drawn_tokens_are_drawn_from_what_the_formulas_leave() -> None:
@@ -136,7 +178,7 @@ def test_drawn_tokens_are_drawn_from_what_the_formulas_leave() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("backend", ["slotted", "paged"])
-def test_steered_requests_and_others_do_not_disturb_each_other(dtype: torch.dtype, backend: str) -> None:
+def test_requests_with_edited_logits_and_others_do_not_disturb_each_other(dtype: torch.dtype, backend: str) -> None:
     model = tiny_model("qwen3", dtype)
     plans: list[dict[str, Any]] = [
         {"temperature": 0.9, "seed": 1, "logprobs": 3},
@@ -162,15 +204,15 @@ def test_steered_requests_and_others_do_not_disturb_each_other(dtype: torch.dtyp
 
 @pytest.mark.parametrize("kind", [ValueError, Panic])
 @pytest.mark.parametrize("lag", [0, 1])
-def test_steering_that_fails_ends_its_request_alone(
+def test_a_processor_that_fails_ends_its_request_alone(
     lag: int, kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     see = LogitsProcessor._see_all
 
-    def fails(steering: LogitsProcessor, tokens: Sequence[int]) -> Matcher | None:
-        if steering._params.seed == 0 and steering.num_seen + len(tokens) == len(PROMPT) + 3:
+    def fails(processor: LogitsProcessor, tokens: Sequence[int]) -> Matcher | None:
+        if processor._params.seed == 0 and processor.num_seen + len(tokens) == len(PROMPT) + 3:
             raise kind("out of its depth")
-        return see(steering, tokens)
+        return see(processor, tokens)
 
     def run() -> Any:
         engine = make_engine(tiny_model("llama"), torch.float32, lag=lag)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.console.records import ended, step
 
-from infer_console.telling import Kept, Maps, Telling
+from infer_console.messages import Kept, Maps, Messages
 
 
 def kinds(told: Any) -> list[Any]:
@@ -18,27 +18,27 @@ def kinds(told: Any) -> list[Any]:
 
 
 def test_an_end_is_told_after_the_step_in_which_it_was() -> None:
-    telling = Telling()
-    assert kinds(telling.tell(step(0, "a", "b"))) == [("step", 0)]
-    assert kinds(telling.tell(ended("a"))) == []
-    assert kinds(telling.tell(ended("b"))) == []
-    told = [*telling.tell(step(1, "a", "b", "c"))]
+    messages = Messages()
+    assert kinds(messages.of(step(0, "a", "b"))) == [("step", 0)]
+    assert kinds(messages.of(ended("a"))) == []
+    assert kinds(messages.of(ended("b"))) == []
+    told = [*messages.of(step(1, "a", "b", "c"))]
     assert kinds(told) == [("step", 1), ("end", "a"), ("end", "b")]
     assert [each["number"] for each in told[1:]] == [0, 1], "by the numbers that the steps have"
     assert [each["nth"] for each in told[1:]] == [0, 1]
-    assert kinds(telling.tell(ended("c"))) == []
-    (last,) = telling.ended()
+    assert kinds(messages.of(ended("c"))) == []
+    (last,) = messages.ended()
     assert (last["id"], last["nth"]) == ("c", 2)
-    assert telling.numbers == {}
-    telling.clear()
-    [*telling.tell(step(9, "a"))]
-    assert telling.numbers == {"a": 3}, "a number is never used again"
+    assert messages.numbers == {}
+    messages.clear()
+    [*messages.of(step(9, "a"))]
+    assert messages.numbers == {"a": 3}, "a number is never used again"
 
 
 def test_missing_records_are_counted_and_who_may_have_ended_in_them_is_forgotten() -> None:
-    telling = Telling()
-    [*telling.tell(step(0, "a", "b"))]
-    lost, told = telling.tell(step(5, "b", "c"))
+    messages = Messages()
+    [*messages.of(step(0, "a", "b"))]
+    lost, told = messages.of(step(5, "b", "c"))
     assert (lost["records"], lost["requests"]) == (4, {"b": 1})
     assert (told["decodes"], told["new"]) == ([1, 2], {2: "c"})
 

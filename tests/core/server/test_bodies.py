@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.bodies import USER, WRONG, check_nulls, check_refusal, places, refusal
 from tests.examples import examples
 
 from infer.errors import RequestError
 from infer.server.endpoints.chat_completions import ChatRequest
 from infer.server.endpoints.completions import CompletionRequest
-from infer.server.endpoints.decisions import DecisionsRequest, Questions, SystemOneRequest
 from infer.server.endpoints.tokenization import DetokenizeRequest, TokenizeRequest
 from infer.server.http.body import Body
 from infer.server.http.parsing import parse
@@ -23,7 +21,6 @@ from infer.server.tools import FunctionTool
 from infer_agents.response_bodies import ResponsesRequest
 from infer_agents.seal import Seal
 
-USER = {"role": "user", "content": "x"}
 TOOL = {"type": "function", "name": "f"}
 SPACE = {"type": "namespace", "name": "n", "description": "a few", "tools": [TOOL]}
 SEALED = Seal(b"key").seal("hm")
@@ -59,7 +56,7 @@ SAMPLING = {
     "logit_bias": {"3": 1.5},
     "user": "u",
 }
-ASKED: list[tuple[type[Body], dict[str, Any]]] = [
+BODIES: list[tuple[type[Body], dict[str, Any]]] = [
     (
         ChatRequest,
         SAMPLING
@@ -135,35 +132,6 @@ ASKED: list[tuple[type[Body], dict[str, Any]]] = [
             "stream_options": {"include_obfuscation": False},
         },
     ),
-    (
-        SystemOneRequest,
-        {
-            "state": {"a": [None]},
-            "questions": {
-                "u": {"type": "noul", "instructions": "?", "criteria": {"true": "y", "false": "n"}},
-                "t": {"type": "choice", "instructions": "?", "criteria": {"a": "b", "c": None}},
-                "s": {"type": "score", "instructions": "?", "criteria": ["a", "b"]},
-            },
-        },
-    ),
-    (
-        DecisionsRequest,
-        {
-            "input": [USER, {"role": "user", "content": [{"type": "input_json", "data": {"a": None}}]}],
-            "questions": [
-                {"type": "predicate", "name": "p", "instructions": [{"type": "input_text", "text": "true?"}]},
-                {
-                    "type": "choice",
-                    "instructions": "?",
-                    "choices": [{"value": True}, {"value": "true", "description": "d"}],
-                },
-                {"type": "score", "instructions": "?", "levels": [{"label": "a", "description": "b"}, {"label": "c"}]},
-            ],
-            "prompt_cache_key": "k",
-            "prompt_cache_options": {"mode": "implicit", "ttl": "30m"},
-            "safety_identifier": "u",
-        },
-    ),
     (TokenizeRequest, {"messages": [USER], "add_special_tokens": True}),
     (
         ResponsesRequest,
@@ -224,76 +192,12 @@ ASKED: list[tuple[type[Body], dict[str, Any]]] = [
     ),
     (DetokenizeRequest, {"tokens": [1, 2]}),
 ]
-FREE = {
-    "schema",
-    "parameters",
-    "chat_template_kwargs",
-    "json",
-    "parsed",
-    "parsed_arguments",
-    "state",
-    "data",
-    "logprobs",
-}
-FREE |= {"annotations", "cache_control", "client_metadata", "context_management", "action"}
-"""What below holds is the client's own."""
-MAPS = FREE | {"metadata", "logit_bias", "criteria", "questions"}
-"""And these have keys, not fields."""
+PLACES = [(i, path) for i, (_, body) in enumerate(BODIES) for path in places(body)]
 
 
-def places(value: Any, path: tuple[int | str, ...] = ()) -> list[tuple[int | str, ...]]:
-    """Of every value in a body that a schema says something about."""
-    found = [path] if path else []
-    if isinstance(value, dict) and (not path or path[-1] not in FREE):
-        found += [place for key, each in value.items() for place in places(each, (*path, key))]
-    if isinstance(value, list):
-        found += [place for i, each in enumerate(value) for place in places(each, (*path, i))]
-    return found
-
-
-PLACES = [(i, path) for i, (_, body) in enumerate(ASKED) for path in places(body)]
-
-
-def at(body: Any, path: Sequence[int | str]) -> Any:
-    for step in path:
-        body = body[str(step) if isinstance(body, dict) else step]
-    return body
-
-
-def put(body: Any, path: tuple[int | str, ...], value: Any) -> Any:
-    if not path:
-        return value
-    if isinstance(body, list):
-        return [put(each, path[1:], value) if i == path[0] else each for i, each in enumerate(body)]
-    return body | {path[0]: put(body.get(path[0]), path[1:], value)}
-
-
-def shown(path: Sequence[int | str]) -> str:
-    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).removeprefix(".")
-
-
-def refusal(model: type[Body], body: Any) -> RequestError | None:
-    try:
-        parse(json.dumps(body).encode(), model)
-    except RequestError as error:
-        return error
-    return None
-
-
-@pytest.mark.parametrize(("model", "body"), ASKED)
+@pytest.mark.parametrize(("model", "body"), BODIES)
 def test_all_of_it_is_taken(model: type[Body], body: dict[str, Any]) -> None:
     assert refusal(model, body) is None
-
-
-WRONG: Any = st.one_of(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4),
-    st.sampled_from([2**70, "str", {"str": 1}, {"NamedTool": {}}, {"type": "message"}, {"type": 3}, [[]], [None]]),
-    st.recursive(
-        st.none() | st.booleans() | st.text(max_size=2),
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
-        max_leaves=6,
-    ),
-)
 
 
 @settings(max_examples=examples(400))
@@ -301,32 +205,9 @@ WRONG: Any = st.one_of(
 def test_a_refusal_names_a_field_on_the_way_to_what_is_wrong(
     place: tuple[int, tuple[int | str, ...]], value: Any, sibling: bool
 ) -> None:
-    """One value at a time is another, or gets an unknown neighbour. Where that is refused, the field named is there, or
-    missing from where it is said to be, and it is what was changed, something in it, beside it or around it."""
     index, path = place
-    model, body = ASKED[index]
-    holder = at(body, path[:-1])
-    if sibling:
-        if isinstance(holder, list) or (path[-2:-1] and path[-2] in MAPS):
-            return
-        path = (*path[:-1], "Unknown")
-    sent = put(body, path, value)
-    error = refusal(model, sent)
-    if error is None:
-        return
-    assert error.param, str(error)
-    assert len(str(error)) < 600
-    if sibling and "is not known" in str(error):
-        assert error.param == shown(path)
-    named: list[int | str] = [int(step) if step.isdigit() else step for step in re.findall(r"[^.\[\]]+", error.param)]
-    around = list(path[:-1])
-    if "missing" in str(error):
-        assert at(sent, named[:-1]).get(named[-1]) is None
-    elif len(named) > 1:
-        at(sent, named)
-    else:
-        assert named[0] in {**sent, **model.model_fields}
-    assert len(named) == 1 or shown(named[: len(around)]) == shown(around[: len(named)])
+    model, body = BODIES[index]
+    check_refusal(model, body, path, value, sibling)
 
 
 @pytest.mark.parametrize(
@@ -444,25 +325,6 @@ def test_a_refusal_names_a_field_on_the_way_to_what_is_wrong(
             "input",
             "call_id 'c' has no call",
         ),
-        (
-            Questions,
-            {"state": "", "questions": {"a": {"type": "choice", "instructions": 5}}},
-            "questions.a.instructions",
-            "string",
-        ),
-        (
-            Questions,
-            {"state": "", "questions": {"choice": {"type": "choice", "choice": 1, "criteria": {"a": "", "b": ""}}}},
-            "questions.choice.instructions",
-            "missing",
-        ),
-        (Questions, {"input": "", "questions": [{"type": "noul"}]}, "questions[0].type", "'predicate'"),
-        (
-            Questions,
-            {"input": "", "questions": [{"type": "choice", "instructions": "", "choices": [{"value": "a"}] * 2}]},
-            "questions[0].choices",
-            "'a' twice",
-        ),
     ],
 )
 def test_a_refusal_names_the_field(model: type[Body], body: dict[str, Any], param: str, message: str) -> None:
@@ -472,45 +334,22 @@ def test_a_refusal_names_the_field(model: type[Body], body: dict[str, Any], para
     assert message in str(error)
 
 
-@pytest.mark.parametrize("index", range(len(ASKED)))
+@pytest.mark.parametrize("index", range(len(BODIES)))
 def test_a_null_counts_as_not_given_wherever_a_field_may_be_left_out(index: int) -> None:
     """Of each optional field at each depth: the request is the one without it."""
-    model, body = ASKED[index]
-
-    def without(value: Any, path: tuple[int | str, ...]) -> Any:
-        if len(path) == 1:
-            return {key: each for key, each in value.items() if key != path[0]}
-        return put(value, path[:1], without(value[path[0]], path[1:]))
-
-    tried = 0
-    for path in places(body):
-        if isinstance(path[-1], int) or (path[-2:-1] and path[-2] in MAPS) or any(step in FREE for step in path[:-1]):
-            continue
-        try:
-            expected = parse(json.dumps(without(body, path)).encode(), model)
-        except RequestError:
-            continue
-        if path == ("max_tokens",):  # which means another thing
-            continue
-        found = parse(json.dumps(put(body, path, None)).encode(), model)
-        assert found == expected, path
-        assert found.model_fields_set == expected.model_fields_set, path
-        tried += 1
+    model, body = BODIES[index]
+    tried = check_nulls(model, body)
     assert tried or model is DetokenizeRequest, "or nothing was tried"
 
 
 def test_nulls_say_something_in_schemas_and_of_max_tokens() -> None:
-    chat = parse(json.dumps(ASKED[0][1]).encode(), ChatRequest)
+    chat = parse(json.dumps(BODIES[0][1]).encode(), ChatRequest)
     assert chat.tools is not None
     assert isinstance(chat.tools[0], FunctionTool)
     assert chat.tools[0].function.parameters == SCHEMA
     assert chat.chat_template_kwargs == {"a": None}
     assert parse(b'{"prompt": "x"}', CompletionRequest).max_tokens == 16
     assert parse(b'{"prompt": "x", "max_tokens": null, "temperature": null}', CompletionRequest).max_tokens is None
-    one = parse(json.dumps(ASKED[6][1]).encode(), Questions)
-    assert isinstance(one, SystemOneRequest)
-    assert one.state == {"a": [None]}
-    assert one.questions["t"].criteria == {"a": "b", "c": None}
 
 
 @pytest.mark.parametrize(
@@ -550,7 +389,7 @@ def test_arguments_that_are_no_json_stay_as_they_are() -> None:
 
 
 def test_items_are_messages() -> None:
-    asked = parse(json.dumps(ASKED[5][1]).encode(), ResponsesRequest)
+    asked = parse(json.dumps(BODIES[5][1]).encode(), ResponsesRequest)
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}}
     custom = {"id": "d", "type": "function", "function": {"name": "g", "arguments": {"input": "free text"}}}
     assert json.loads(asked.turns) == [

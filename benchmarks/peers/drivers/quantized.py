@@ -1,5 +1,5 @@
 """A plain checkpoint's layers in the formats that vLLM's CPU build multiplies: AWQ (int4 in groups of 128) and W8A8
-(compressed-tensors: int8 per channel, activations quantised per token). Its values are rounded to the nearest code;
+(compressed-tensors: int8 per channel, activations quantized per token). Its values are rounded to the nearest code;
 speed does not depend on how well they are chosen."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 GROUP = 128
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Which of eight neighbouring outputs each nibble of an AWQ word holds, from the lowest."""
+"""Which of eight neighboring outputs each nibble of an AWQ word holds, from the lowest."""
 
 
 def awq(name: str, weight_NK: torch.Tensor) -> Mapping[str, torch.Tensor]:
@@ -63,11 +63,11 @@ W8A8 = {
         }
     },
 }
-Quantise = Callable[[str, torch.Tensor], Mapping[str, torch.Tensor]]
-FORMATS: Mapping[str, tuple[Mapping[str, Any], Quantise]] = {"AWQ": (AWQ, awq), "W8A8": (W8A8, w8a8)}
+Quantize = Callable[[str, torch.Tensor], Mapping[str, torch.Tensor]]
+FORMATS: Mapping[str, tuple[Mapping[str, Any], Quantize]] = {"AWQ": (AWQ, awq), "W8A8": (W8A8, w8a8)}
 
 
-def quantised(folder: Path, kind: str) -> Path:
+def quantized(folder: Path, kind: str) -> Path:
     """The folder of the checkpoint in that format, which is written if it is not there."""
     out = folder.with_name(f"{folder.name}-{kind}")
     if not (out / "config.json").exists():
