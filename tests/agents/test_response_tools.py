@@ -408,17 +408,18 @@ async def test_reasoning_that_was_altered_is_refused(server: Running) -> None:
 FORMS = [
     (GRAMMAR, r"\+\+\+ [a-z]{2,5}\n"),
     ({"type": "grammar", "syntax": "regex", "definition": r"[A-Z]{3}-[0-9]{1,4}"}, r"[A-Z]{3}-[0-9]{1,4}"),
+    ({"type": "grammar", "syntax": "regex", "definition": r"\n [A-Z]{3}"}, r"\n [A-Z]{3}"),
 ]
 
 
-@pytest.mark.parametrize(("form", "expected"), FORMS, ids=["lark", "regex"])
+@pytest.mark.parametrize(("form", "expected"), FORMS, ids=["lark", "regex", "blank"])
 @pytest.mark.parametrize("thinking", [False, True])
 async def test_the_input_of_a_forced_tool_follows_its_grammar(
     tmp_path: Path, form: Body, expected: str, thinking: bool
 ) -> None:
     """Drawn by a model that would write something else, after its reasoning, if it reasons."""
     tools = [LOOK, SPACE | {"tools": [PATCH | {"format": form}]}]
-    asked = {"input": "a loop", "tools": tools, "max_output_tokens": 200, "seed": 7}
+    asked = {"input": "a loop", "tools": tools, "max_output_tokens": 200, "seed": 8}
     asked |= {
         "tool_choice": {"type": "custom", "name": "patch"},
         "reasoning": {"effort": "high" if thinking else "none"},

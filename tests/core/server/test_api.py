@@ -568,6 +568,8 @@ async def test_responses_refuse_what_needs_a_store(chatty: dict[str, Any]) -> No
         said = {"input": "x", "max_output_tokens": 1, "parallel_tool_calls": False, "tool_choice": "none"}
         _, answer, _ = await server.post(said, "/v1/responses")
         assert (answer["parallel_tool_calls"], answer["tool_choice"]) == (False, "none")
+        _, answer, _ = await server.post(said | {"store": True}, "/v1/responses")
+        assert answer["store"] is False
 
 
 @pytest.mark.parametrize("names", ["infer", "vllm"])

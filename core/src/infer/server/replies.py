@@ -61,7 +61,7 @@ class Reply:
         """A parser of one answer's text."""
         if self.tools.forced is not None and self.tools.input_format is not None:
             (tool,) = self.tools.forced
-            part = make_parser({}, None, tags=self.tags, thinking=self.thinking)
+            part = make_parser({}, None, tags=self.tags, thinking=self.thinking, exact=True)
             return Whole(part, tool["function"]["name"])
         known = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in self.tools.offered}
         return make_parser(

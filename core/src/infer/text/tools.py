@@ -86,14 +86,16 @@ class Answer(Filter):
             yield piece
 
 
-def reasoned(reader: Reader, part: PartProtocol, tags: ReasoningTags, within: bool) -> Steps[None]:
+def reasoned(reader: Reader, part: PartProtocol, tags: ReasoningTags, within: bool, exact: bool = False) -> Steps[None]:
     """Read reasoning between tags at the beginning of an answer, then pass the rest to ``part``. Tags further on are
-    ordinary text. Whitespace around the reasoning is dropped. ``within`` means that the prompt has opened the tags."""
+    ordinary text. Whitespace around the reasoning is dropped; ``exact`` keeps what follows it. ``within`` means that
+    the prompt has opened the tags."""
     blank = "" if within else (yield from spaces(reader))
     while within or (yield from comes(reader, tags.opening)):
         reader.take(0 if within else len(tags.opening))
         yield from _thought(reader, Marks(tags.closing))
-        yield from spaces(reader)
+        if not exact:
+            yield from spaces(reader)
         within, blank = False, ""
     yield from part.push(blank)
     while True:
@@ -221,11 +223,12 @@ def make_parser(
     tags: ReasoningTags | None = None,
     thinking: bool = False,
     custom: Collection[str] = (),
+    exact: bool = False,
 ) -> PartProtocol:
     """The parser of one answer. The answer may call ``tools``, more than once if ``parallel``. ``forced`` means that
     a schema (``calls_schema``) restricts it to calls; one that is cut off before its arguments is content. The model
     reasons between ``tags``, if given; ``thinking`` means that the prompt has opened them. ``custom`` are those of
-    the tools that take a text."""
+    the tools that take a text. ``exact`` keeps the whitespace that follows the reasoning."""
     whole = tags.reader if tags else None
     part = Plain() if whole is None else whole(tools)
     if tools and (forced or tool_format is not None):
@@ -238,7 +241,7 @@ def make_parser(
         part = Inputs(part, custom) if custom else part
     if tags is None or whole is not None:
         return part
-    return Script(functools.partial(reasoned, part=part, tags=tags, within=thinking))
+    return Script(functools.partial(reasoned, part=part, tags=tags, within=thinking, exact=exact))
 
 
 def opens_reasoning(prompt: str, tags: ReasoningTags) -> bool:
