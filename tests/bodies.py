@@ -25,7 +25,7 @@ FREE = {
     "data",
     "logprobs",
 }
-FREE |= {"annotations", "cache_control", "input_schema", "context_management"}
+FREE |= {"annotations", "cache_control", "client_metadata", "context_management", "action", "input_schema"}
 """What below holds is the client's own."""
 MAPS = FREE | {"metadata", "logit_bias", "criteria", "questions"}
 """And these have keys, not fields."""

@@ -76,6 +76,20 @@ const checks = {
     assert.equal(text, whole.output_text);
     assert.ok(text.length > 0);
   },
+  async responseTools() {
+    const parameters = { ...tools[0].function.parameters };
+    const look = { type: "function", name: "look", strict: true, parameters };
+    const space = { type: "namespace", name: "mail", description: "Letters.", tools: [look] };
+    const asked = { model: "demo", input: "a loop", tools: [space], tool_choice: "required", max_output_tokens: 60, seed: 1 };
+    asked.parallel_tool_calls = false;
+    const [call] = (await client.responses.create(asked)).output;
+    assert.deepEqual([call.type, call.namespace, call.name], ["function_call", "mail", "look"]);
+    const [streamed] = (await client.responses.stream(asked).finalResponse()).output;
+    assert.equal(streamed.arguments, call.arguments);
+    const output = { type: "function_call_output", call_id: call.call_id, output: "Sunny." };
+    const again = await client.responses.create({ model: "demo", input: [...messages, call, output], max_output_tokens: 1 });
+    assert.ok(again.usage.input_tokens > 0);
+  },
   async errors() {
     const bad = client.chat.completions.create({ model: "demo", messages, temperature: -1 });
     await assert.rejects(bad, (error) => error instanceof OpenAI.BadRequestError && error.param === "temperature");

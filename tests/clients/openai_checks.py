@@ -5,6 +5,7 @@ reasons. Works with openai 2 and 3."""
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from typing import Any, Literal
@@ -193,6 +194,39 @@ def responses(client: Any) -> None:
     assert client.responses.create(**asked | {"input": conversation}).output_text
 
 
+def response_tools(client: Any) -> None:
+    look: Any = {
+        "type": "function",
+        "name": "look",
+        "strict": True,
+        "parameters": {"type": "object", "required": ["at"]},
+    }
+    look["parameters"] |= {"properties": {"at": {"enum": ["Rome", "Oslo"]}}, "additionalProperties": False}
+    form = {"type": "grammar", "syntax": "regex", "definition": "[a-z]{3} [0-9]"}
+    patch = {"type": "custom", "name": "patch", "format": form}
+    space = {"type": "namespace", "name": "mail", "description": "Letters.", "tools": [look]}
+    asked: Any = {"model": "demo", "input": "a loop", "tools": [look, patch, space], "max_output_tokens": 60}
+    asked |= {"temperature": 0}
+    custom = client.responses.create(**asked, tool_choice={"type": "custom", "name": "patch"})
+    (call,) = custom.output
+    assert (call.type, call.name) == ("custom_tool_call", "patch") and re.fullmatch("[a-z]{3} [0-9]", call.input)
+    asked |= {"parallel_tool_calls": False, "tool_choice": "required", "tools": [space]}
+    whole = client.responses.create(**asked)
+    (call,) = whole.output
+    assert (call.type, call.namespace, call.name) == ("function_call", "mail", "look")
+    assert json.loads(call.arguments)["at"] in ("Rome", "Oslo")
+    with client.responses.stream(**asked) as stream:
+        written = [event.snapshot for event in stream if event.type == "response.function_call_arguments.delta"]
+        final = stream.get_final_response()
+    assert written[-1] == final.output[0].arguments == call.arguments
+    outputs: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "Sunny."}]
+    outputs += [{"type": "custom_tool_call_output", "call_id": custom.output[0].call_id, "output": "Done."}]
+    history = [USER, *custom.output, *whole.output, *outputs]
+    counted = client.responses.input_tokens.count(model="demo", input=history, tools=asked["tools"]).input_tokens
+    again = client.responses.create(model="demo", input=history, tools=asked["tools"], max_output_tokens=1)
+    assert again.usage.input_tokens == counted > whole.usage.input_tokens
+
+
 def errors(client: Any) -> None:
     def fails(kind: type[openai.APIStatusError], **asked: Any) -> openai.APIStatusError:
         try:
@@ -364,7 +398,8 @@ def decisions(client: Any) -> None:
 
 def main() -> None:
     client, thinker = (openai.OpenAI(base_url=f"{url}/v1", api_key="sesame", max_retries=0) for url in (URL, THINKER))
-    for check in (models, completions, embeddings, chat, tools, reasoning, structured, responses, decisions, errors):
+    checks = (models, completions, embeddings, chat, tools, reasoning, structured, responses, response_tools)
+    for check in (*checks, decisions, errors):
         check(client)
         print(f"{check.__name__}: ok", flush=True)
     for check in (chat_there_and_back, responses_there_and_back):

@@ -30,7 +30,7 @@ def test_openai_for_python(version: int, server: Serving, reasoner: Serving) -> 
     asked = "import openai; print(openai.__version__)"
     assert run(sys.executable, "-c", asked, PYTHONPATH=beside).startswith(f"{version}.")
     told = run(sys.executable, str(HERE / "openai_checks.py"), server.url, reasoner.url, PYTHONPATH=beside)
-    assert told.count(": ok") == 12
+    assert told.count(": ok") == 13
 
 
 @pytest.mark.slow
@@ -38,4 +38,4 @@ def test_openai_for_python(version: int, server: Serving, reasoner: Serving) -> 
 def test_openai_for_node(server: Serving, reasoner: Serving) -> None:
     module = BESIDE / "node" / "node_modules" / "openai" / "index.mjs"
     told = run("node", str(HERE / "openai_checks.mjs"), server.url, str(module), reasoner.url)
-    assert told.count(": ok") == 9
+    assert told.count(": ok") == 10

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 TESTS = (
     "tests/clients/test_frameworks.py",
     "tests/clients/test_openai.py",
-    *(f"tests/core/server/test_{name}.py" for name in ("access", "api", "embeddings", "rerank", "responses", "routes")),
+    *(f"tests/core/server/test_{name}.py" for name in ("access", "api", "embeddings", "rerank", "routes")),
     *(f"tests/core/server/test_{name}.py" for name in ("server", "streams")),
 )
 

@@ -177,12 +177,14 @@ async def test_other_endpoints_name_their_own_fields(chatty: dict[str, Any]) -> 
     """Whatever the engine and the template call what is wrong."""
     long = "x " * 5000
     schema = {"format": {"type": "json_schema", "name": "s", "schema": {"type": "thing"}}}
+    form = {"type": "grammar", "syntax": "lark", "definition": "start: ("}
+    grammar = {"type": "custom", "name": "c", "format": form}
     bad: list[tuple[str, Body, str, str]] = [
         ("/v1/completions", {"prompt": long}, "prompt", "maximum context length"),
         ("/v1/completions", {"prompt": "x", "guided_grammar": "start: ("}, "guided_grammar", "compile"),
         ("/v1/responses", {"input": long}, "input", "maximum context length"),
         ("/v1/responses", {"input": "x", "text": schema}, "text.format", "compile"),
-        ("/v1/responses", {"input": []}, "input", "at least 1"),
+        ("/v1/responses", {"input": "x", "tools": [grammar], "tool_choice": "required"}, "tools", "compile"),
         ("/tokenize", {"messages": []}, "messages", "at least 1"),
     ]
     async with running(**chatty) as server:
@@ -553,10 +555,8 @@ async def test_tokens_there_and_back(chatty: dict[str, Any]) -> None:
 async def test_responses_refuse_what_needs_a_store(chatty: dict[str, Any]) -> None:
     async with running(**chatty) as server:
         refused: list[Body] = [
-            {"store": True},
             {"previous_response_id": "resp_1"},
             {"background": True},
-            {"tools": [{}]},
             {"stream_options.include_usage": True},
         ]
         for more in refused:
@@ -568,6 +568,8 @@ async def test_responses_refuse_what_needs_a_store(chatty: dict[str, Any]) -> No
         said = {"input": "x", "max_output_tokens": 1, "parallel_tool_calls": False, "tool_choice": "none"}
         _, answer, _ = await server.post(said, "/v1/responses")
         assert (answer["parallel_tool_calls"], answer["tool_choice"]) == (False, "none")
+        _, answer, _ = await server.post(said | {"store": True}, "/v1/responses")
+        assert answer["store"] is False
 
 
 @pytest.mark.parametrize("names", ["infer", "vllm"])

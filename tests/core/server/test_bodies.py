@@ -17,11 +17,14 @@ from infer.server.endpoints.completions import CompletionRequest
 from infer.server.endpoints.tokenization import DetokenizeRequest, TokenizeRequest
 from infer.server.http.body import Body
 from infer.server.http.parsing import parse
-from infer.server.input_items import conversation
 from infer.server.tools import FunctionTool
 from infer_agents.message_bodies import MessagesRequest
-from infer_agents.responses import ResponsesRequest
+from infer_agents.response_bodies import ResponsesRequest
+from infer_agents.seal import Seal
 
+TOOL = {"type": "function", "name": "f"}
+SPACE = {"type": "namespace", "name": "n", "description": "a few", "tools": [TOOL]}
+SEALED = Seal(b"key").seal("hm")
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [None, 1], "default": None}}}
 CALL = {
     "id": "c",
@@ -179,6 +182,63 @@ BODIES: list[tuple[type[Body], dict[str, Any]]] = [
         },
     ),
     (TokenizeRequest, {"messages": [USER], "add_special_tokens": True}),
+    (
+        ResponsesRequest,
+        {
+            "input": [
+                {"role": "developer", "content": [{"type": "input_text", "text": "be brief"}], "id": "m"},
+                {"type": "reasoning", "summary": [], "encrypted_content": SEALED},
+                {"type": "function_call", "call_id": "c", "name": "f", "namespace": "n", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "c", "output": "o", "name": "f", "namespace": "n"},
+                {"type": "web_search_call", "id": "ws", "status": "completed", "action": {"type": "search"}},
+                {"type": "local_shell_call", "call_id": "s", "action": {"type": "exec"}},
+                {"type": "local_shell_call_output", "call_id": "s", "output": "p"},
+                {"type": "additional_tools", "role": "developer", "tools": []},
+                {"type": "tool_search_output", "tools": []},
+                {"role": "assistant", "content": [{"type": "output_text", "text": "a"}]},
+            ],
+            "instructions": "go on",
+            "tools": [
+                TOOL | {"parameters": SCHEMA, "strict": False, "description": "d", "defer_loading": True},
+                {"type": "custom", "name": "g", "description": "d", "format": {"type": "text"}},
+                {"type": "custom", "name": "h", "format": {"type": "grammar", "syntax": "regex", "definition": "a+"}},
+                SPACE,
+                {"type": "web_search_preview", "search_context_size": "low"},
+                {"type": "image_generation", "output_format": "png"},
+                {"type": "local_shell"},
+            ],
+            "tool_choice": {
+                "type": "allowed_tools",
+                "mode": "required",
+                "tools": [
+                    {"type": "function", "name": "f", "namespace": "n"},
+                    {"type": "custom", "name": "h"},
+                    {"type": "web_search_preview"},
+                ],
+            },
+            "reasoning": {"effort": "high", "summary": "auto", "generate_summary": "concise"},
+            "include": ["reasoning.encrypted_content", "web_search_call.action.sources"],
+            "text": {"verbosity": "low"},
+            "store": True,
+            "parallel_tool_calls": True,
+            "max_tool_calls": 4,
+            "prompt_cache_key": "k",
+            "prompt_cache_retention": "24h",
+            "client_metadata": {"a": {"b": 1}},
+            "service_tier": "priority",
+            "context_management": [{"type": "compaction", "compact_threshold": 9}],
+            "truncation": "disabled",
+            "stream": True,
+        },
+    ),
+    (
+        ResponsesRequest,
+        {
+            "input": [],
+            "tools": [{"type": "custom", "name": "g"}],
+            "tool_choice": {"type": "custom", "name": "g"},
+        },
+    ),
     (DetokenizeRequest, {"tokens": [1, 2]}),
 ]
 PLACES = [(i, path) for i, (_, body) in enumerate(BODIES) for path in places(body)]
@@ -238,10 +298,76 @@ def test_a_refusal_names_a_field_on_the_way_to_what_is_wrong(
             "text.format",
             "schema goes with the type json_schema, and the type is text",
         ),
-        (ResponsesRequest, {"input": "x", "tools": [{"type": "function"}]}, "tools", "is not supported; leave it out"),
-        (ResponsesRequest, {"input": "x", "text": {"verbosity": "low"}}, "text.verbosity", "leave it out"),
+        (ResponsesRequest, {"input": "x", "tools": [{"type": "function"}]}, "tools[0].name", "missing"),
+        (ResponsesRequest, {"input": "x", "tools": [{"type": "fuction"}]}, "tools[0].type", "'namespace'"),
+        (ResponsesRequest, {"input": "x", "tools": [TOOL, TOOL]}, "tools", "two tools named 'f'; rename one"),
+        (ResponsesRequest, {"input": "x", "tools": [TOOL | {"name": "n__f"}, SPACE]}, "tools", "named 'n__f'"),
+        (
+            ResponsesRequest,
+            {"input": "x", "tools": [SPACE | {"name": f"n{i}", "tools": [TOOL] * 128} for i in range(9)]},
+            "tools",
+            "holds 1152 tools",
+        ),
+        (ResponsesRequest, {"input": "x", "tool_choice": "required"}, "tool_choice", "tools has none"),
+        (
+            ResponsesRequest,
+            {"input": "x", "tools": [{"type": "web_search"}], "tool_choice": "required"},
+            "tool_choice",
+            "tools has none that the model can be shown",
+        ),
+        (
+            ResponsesRequest,
+            {"input": "x", "tools": [TOOL], "tool_choice": {"type": "custom", "name": "f"}},
+            "tool_choice",
+            "names 'f', which is not among tools",
+        ),
+        (
+            ResponsesRequest,
+            {"input": "x", "tools": [SPACE], "tool_choice": {"type": "function", "name": "f", "namespace": "m"}},
+            "tool_choice",
+            "names 'f', which is not among tools",
+        ),
+        (
+            ResponsesRequest,
+            {"input": "x", "tool_choice": {"type": "web_search"}},
+            "tool_choice.type",
+            "'allowed_tools'",
+        ),
+        (
+            ResponsesRequest,
+            {
+                "input": "x",
+                "tools": [TOOL, {"type": "web_search"}],
+                "tool_choice": {"type": "allowed_tools", "mode": "required", "tools": [{"type": "web_search"}]},
+            },
+            "tool_choice",
+            "asks for a tool",
+        ),
+        (
+            ResponsesRequest,
+            {"input": "x", "tools": [TOOL], "tool_choice": "required", "text": {"format": {"type": "json_object"}}},
+            "tool_choice",
+            "cannot be combined with another text.format",
+        ),
+        (ResponsesRequest, {"input": "x", "text": {"verbosity": "loud"}}, "text.verbosity", "'medium'"),
+        (
+            ResponsesRequest,
+            {"input": "x", "previous_response_id": "r"},
+            "previous_response_id",
+            "nothing is stored here",
+        ),
+        (ResponsesRequest, {"input": "x", "conversation": {"id": "c"}}, "conversation", "nothing is stored here"),
+        (ResponsesRequest, {"input": "x", "background": True}, "background", "false is"),
+        (ResponsesRequest, {"input": "x", "truncation": "auto"}, "truncation", "'disabled' is"),
+        (ResponsesRequest, {"input": "x", "include": ["reasoning"]}, "include[0]", "'reasoning.encrypted_content'"),
+        (
+            ResponsesRequest,
+            {"input": [{"type": "reasoning", "encrypted_content": "?"}]},
+            "input[0].encrypted_content",
+            "not a sealed text",
+        ),
         (ResponsesRequest, {"input": [{"role": "usr", "content": ""}]}, "input[0].role", "'developer'"),
-        (ResponsesRequest, {"input": [{"type": "image_generation_call"}]}, "input[0].type", "'reasoning'"),
+        (ResponsesRequest, {"input": [{"type": "compaction"}]}, "input[0].type", "'reasoning'"),
         (
             ResponsesRequest,
             {"input": [{"type": "function_call_output", "call_id": "c", "output": ""}]},
@@ -328,7 +454,7 @@ def test_items_are_messages() -> None:
     asked = parse(json.dumps(BODIES[5][1]).encode(), ResponsesRequest)
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}}
     custom = {"id": "d", "type": "function", "function": {"name": "g", "arguments": {"input": "free text"}}}
-    assert [message.plain() for message in conversation(asked.input)] == [
+    assert json.loads(asked.turns) == [
         {"role": "developer", "content": "be brief"},
         USER,
         {"role": "assistant", "content": "a", "reasoning_content": "t", "tool_calls": [call]},

@@ -9,7 +9,7 @@ from typing import Any, Protocol, cast
 from tokenizers import Tokenizer
 
 from infer.assemble.served import Served
-from infer.contracts.params import SamplingParams, StructuredOutputs
+from infer.contracts.params import SamplingParams
 from infer.contracts.request import ThinkingTokens
 from infer.contracts.sections import ModelSettings
 from infer.contracts.text import ReasoningTags
@@ -100,7 +100,7 @@ class Conversation:
             known = (await self._process.style()).variables
             thinks = effort != "none"
             effort_variables = {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
-            if not known:
+            if not known and not getattr(body, "effort_is_a_hint", False):
                 raise RequestError(
                     f"reasoning_effort = {effort!r} has no effect: this model's chat template knows none of "
                     f"{', '.join(effort_variables)}; leave it out.",
@@ -137,8 +137,8 @@ class Conversation:
                 param="tools",
             )
         prompt = await self.prompt(body, tools.offered)
-        schema = tools.schema()
-        overrides = {} if schema is None else {"structured_outputs": StructuredOutputs(json_schema=schema)}
+        outputs = tools.outputs()
+        overrides = {} if outputs is None else {"structured_outputs": outputs}
         params = self._served.defaulted(checked(lambda: sampling(**overrides), type(cast(Body, body))))
         tags = self._served.reasoning
         thinking = tags is not None and opens_reasoning(prompt, tags)

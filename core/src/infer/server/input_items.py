@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, Discriminator, Field, Tag
 
 from infer.server.http.body import Body, Many, Text, typed
 from infer.server.messages import Arguments, Content, CustomCall, CustomToolCall, FunctionCall, Kept, Message, ToolCall
+from infer.server.tools import namespaced
 
 
 class _Item(Body):
@@ -35,28 +37,39 @@ class ReasoningItem(_Item):
     content: Many[ReasoningText] | None = None
     encrypted_content: None = None
 
+    def text(self) -> str:
+        return "".join(part.text for part in self.content or self.summary)
 
-class CallItem(_Item):
-    type: Literal["function_call"]
+
+class _CallItem(_Item):
     call_id: Text
     name: Text
+    namespace: str | None = None
+    caller: Kept = None
+
+    @property
+    def shown_name(self) -> str:
+        return self.name if self.namespace is None else namespaced(self.namespace, self.name)
+
+
+class CallItem(_CallItem):
+    type: Literal["function_call"]
     arguments: Arguments
     parsed_arguments: Kept = None
-    namespace: str | None = None
 
 
-class CustomCallItem(_Item):
+class CustomCallItem(_CallItem):
     type: Literal["custom_tool_call"]
-    call_id: Text
-    name: Text
     input: str
-    namespace: str | None = None
 
 
 class CallOutputItem(_Item):
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: Text
     output: Content
+    name: Kept = Field(None, description="Ignored: call_id says which call this is the output of.")
+    namespace: Kept = Field(None, description="Ignored, as name.")
+    caller: Kept = None
 
 
 InputItem = Annotated[
@@ -70,7 +83,10 @@ InputItem = Annotated[
 ]
 
 
-def _all_called(items: str | tuple[InputItem, ...]) -> str | tuple[InputItem, ...]:
+Items = TypeVar("Items", bound=str | Sequence[Body])
+
+
+def all_called(items: Items) -> Items:
     """Raise ValueError if a tool's output has no call before it."""
     called: set[str] = set()
     for item in items if not isinstance(items, str) else ():
@@ -81,10 +97,12 @@ def _all_called(items: str | tuple[InputItem, ...]) -> str | tuple[InputItem, ..
     return items
 
 
-Input = Annotated[str | Annotated[Many[InputItem], Field(min_length=1)], AfterValidator(_all_called)]
+Input = Annotated[str | Annotated[Many[InputItem], Field(min_length=1)], AfterValidator(all_called)]
 
 
-def conversation(items: Input) -> tuple[Message, ...]:
+def conversation(
+    items: str | Sequence[InputMessage | ReasoningItem | CallItem | CustomCallItem | CallOutputItem],
+) -> tuple[Message, ...]:
     """The messages that input items stand for. Reasoning and calls become parts of the assistant's message that they
     belong to."""
     if isinstance(items, str):
@@ -107,14 +125,15 @@ def conversation(items: Input) -> tuple[Message, ...]:
             case InputMessage():
                 answer["content"] = item.content
             case ReasoningItem():
-                text = "".join(part.text for part in item.content or item.summary)
-                answer["reasoning_content"] = answer.get("reasoning_content", "") + text
+                answer["reasoning_content"] = answer.get("reasoning_content", "") + item.text()
             case _:
                 call: ToolCall | CustomToolCall
                 if isinstance(item, CallItem):
-                    call = ToolCall(id=item.call_id, function=FunctionCall(name=item.name, arguments=item.arguments))
+                    call = ToolCall(
+                        id=item.call_id, function=FunctionCall(name=item.shown_name, arguments=item.arguments)
+                    )
                 else:
-                    custom = CustomCall(name=item.name, input=item.input)
+                    custom = CustomCall(name=item.shown_name, input=item.input)
                     call = CustomToolCall(id=item.call_id, type="custom", custom=custom)
                 answer["tool_calls"] = (*answer.get("tool_calls", ()), call)
     return tuple(Message(**({} if "tool_calls" in message else {"content": ""}) | message) for message in messages)

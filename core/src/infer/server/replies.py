@@ -6,13 +6,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from infer.contracts.params import SamplingParams
+from infer.contracts.params import SamplingParams, StructuredOutputs
 from infer.contracts.request import ThinkingTokens
 from infer.contracts.text import PartProtocol, ReasoningTags
 from infer.server.thoughts import Thoughts
 from infer.server.tokens import Tokens
 from infer.text.tool_formats import ToolFormat
-from infer.text.tools import calls_schema, make_parser
+from infer.text.tools import Whole, calls_schema, make_parser
 
 Function = dict[str, Any]
 """A tool as chat templates take it: ``{"type": "function", "function": {...}}``."""
@@ -30,10 +30,14 @@ class ToolUse:
     """Whether the reply may hold more than one call."""
     custom: Collection[str] = ()
     """The names of those that take a text."""
+    input_format: StructuredOutputs | None = None
+    """What the text follows that the one ``forced`` tool takes, if any text will not do. The reply is that text."""
 
-    def schema(self) -> dict[str, Any] | None:
-        """The JSON schema of a reply that must call a tool."""
-        return None if self.forced is None else calls_schema(self.forced, None if self.parallel else 1)
+    def outputs(self) -> StructuredOutputs | None:
+        """The format of a reply that must call a tool."""
+        if self.forced is None or self.input_format is not None:
+            return self.input_format
+        return StructuredOutputs(json_schema=calls_schema(self.forced, None if self.parallel else 1))
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,10 @@ class Reply:
 
     def parser(self) -> PartProtocol:
         """A parser of one answer's text."""
+        if self.tools.forced is not None and self.tools.input_format is not None:
+            (tool,) = self.tools.forced
+            part = make_parser({}, None, tags=self.tags, thinking=self.thinking, exact=True)
+            return Whole(part, tool["function"]["name"])
         known = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in self.tools.offered}
         return make_parser(
             known,

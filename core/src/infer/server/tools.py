@@ -10,6 +10,18 @@ from infer.server.http.body import Body, Many, Text
 
 MAX_TOOLS = 128
 ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
+TEXT_PARAMETERS: dict[str, Any] = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+"""The parameters of the function that the model is shown in place of a tool that takes a text."""
+
+
+def namespaced(namespace: str, name: str) -> str:
+    """The name under which the model is shown a tool of a namespace."""
+    return f"{namespace}__{name}"
 
 
 class Function(Body):
@@ -54,9 +66,7 @@ class CustomTool(Body):
 
     def shown(self) -> dict[str, Any]:
         """The tool as chat templates take it."""
-        parameters: dict[str, Any] = {"type": "object", "properties": {"input": {"type": "string"}}}
-        parameters |= {"required": ["input"], "additionalProperties": False}
-        function = self.custom.model_dump(exclude_none=True, exclude={"format"}) | {"parameters": parameters}
+        function = self.custom.model_dump(exclude_none=True, exclude={"format"}) | {"parameters": TEXT_PARAMETERS}
         return {"type": "function", "function": function}
 
 

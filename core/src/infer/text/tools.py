@@ -86,14 +86,16 @@ class Answer(Filter):
             yield piece
 
 
-def reasoned(reader: Reader, part: PartProtocol, tags: ReasoningTags, within: bool) -> Steps[None]:
+def reasoned(reader: Reader, part: PartProtocol, tags: ReasoningTags, within: bool, exact: bool = False) -> Steps[None]:
     """Read reasoning between tags at the beginning of an answer, then pass the rest to ``part``. Tags further on are
-    ordinary text. Whitespace around the reasoning is dropped. ``within`` means that the prompt has opened the tags."""
+    ordinary text. Whitespace around the reasoning is dropped; ``exact`` keeps what follows it. ``within`` means that
+    the prompt has opened the tags."""
     blank = "" if within else (yield from spaces(reader))
     while within or (yield from comes(reader, tags.opening)):
         reader.take(0 if within else len(tags.opening))
         yield from _thought(reader, Marks(tags.closing))
-        yield from spaces(reader)
+        if not exact:
+            yield from spaces(reader)
         within, blank = False, ""
     yield from part.push(blank)
     while True:
@@ -163,6 +165,27 @@ class Inputs(Filter):
             self._held = None
 
 
+class Whole(Filter):
+    """Filters pieces: all content is the text that a call of the custom tool ``name`` takes."""
+
+    def __init__(self, part: PartProtocol, name: str) -> None:
+        super().__init__(part)
+        self._name = name
+        self._begun = False
+
+    def _pass_on(self, piece: Piece) -> Iterator[Piece]:
+        if piece.kind != "content":
+            yield piece
+            return
+        if not self._begun:
+            self._begun = True
+            yield Piece("call", self._name)
+        yield Piece("arguments", piece.text)
+
+    def _rest(self) -> Iterator[Piece]:
+        yield from ()
+
+
 class Calls:
     """Turns pieces into deltas of an answer, with ids and indices of its ``tool_calls``. Calls of ``custom`` tools have
     a form of their own."""
@@ -181,7 +204,7 @@ class Calls:
             case "call":
                 self.count += 1
                 self._kind = "custom" if piece.text in self._custom else "function"
-                return self._call("", id=_id(), type=self._kind, name=piece.text)
+                return self._call("", id=call_id(), type=self._kind, name=piece.text)
             case "arguments":
                 return self._call(piece.text)
 
@@ -200,11 +223,12 @@ def make_parser(
     tags: ReasoningTags | None = None,
     thinking: bool = False,
     custom: Collection[str] = (),
+    exact: bool = False,
 ) -> PartProtocol:
     """The parser of one answer. The answer may call ``tools``, more than once if ``parallel``. ``forced`` means that
     a schema (``calls_schema``) restricts it to calls; one that is cut off before its arguments is content. The model
     reasons between ``tags``, if given; ``thinking`` means that the prompt has opened them. ``custom`` are those of
-    the tools that take a text."""
+    the tools that take a text. ``exact`` keeps the whitespace that follows the reasoning."""
     whole = tags.reader if tags else None
     part = Plain() if whole is None else whole(tools)
     if tools and (forced or tool_format is not None):
@@ -217,7 +241,7 @@ def make_parser(
         part = Inputs(part, custom) if custom else part
     if tags is None or whole is not None:
         return part
-    return Script(functools.partial(reasoned, part=part, tags=tags, within=thinking))
+    return Script(functools.partial(reasoned, part=part, tags=tags, within=thinking, exact=exact))
 
 
 def opens_reasoning(prompt: str, tags: ReasoningTags) -> bool:
@@ -253,5 +277,6 @@ def _input(arguments: str) -> str:
     return value if isinstance(value, str) else arguments
 
 
-def _id() -> str:
+def call_id() -> str:
+    """A new call's id."""
     return "".join(secrets.choice(ID_CHARACTERS) for _ in range(ID_LENGTH))

@@ -1,126 +1,39 @@
-"""POST /v1/responses: reasoning and text, whole or streamed as typed events. Nothing is stored."""
+"""POST /v1/responses: reasoning, text and calls, whole or streamed as typed events. Nothing is stored."""
 
 from __future__ import annotations
 
 import functools
+import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from collections.abc import AsyncGenerator, Callable
+from typing import TYPE_CHECKING, Any, Literal, NotRequired
 
 from aiohttp import web
-from pydantic import Field, model_validator
 from typing_extensions import TypedDict
 
-from infer.contracts.params import MAX_LOGPROBS, SamplingParams, StructuredOutputs
-from infer.contracts.request import Event, FinishReason
+from infer.contracts.params import SamplingParams
+from infer.contracts.request import FinishReason
 from infer.contracts.server import Route
-from infer.contracts.text import PartProtocol, Piece
+from infer.errors import RequestError
 from infer.server.events import Events, Json
-from infer.server.http.body import Body, Many
-from infer.server.http.errors import REQUEST_ID
-from infer.server.http.streams import Array
+from infer.server.http.errors import REQUEST_ID, error_of
 from infer.server.http.wire import NamedEvents
-from infer.server.input_items import Input, conversation
-from infer.server.messages import Message, turns
-from infer.server.sampling import Metadata, check_schema_and_type, format_outputs
+from infer.server.replies import Reply
 from infer.server.shapes import CachedTokens, ChosenLogprob, ReasoningTokens
-from infer.server.thoughts import Thoughts
-from infer.server.tokens import Tokens
+from infer.text.encoding import TooLongError
+from infer_agents.output import Output
+from infer_agents.response_bodies import ResponsesRequest
+from infer_agents.response_tools import CloudTool
 
 if TYPE_CHECKING:
     from infer.server.service import Service
     from infer_agents.seal import Seal
 
+log = logging.getLogger(__name__)
 
-class TextFormat(Body):
-    type: Literal["text", "json_object", "json_schema"] = "text"
-    name: str | None = Field(None, min_length=1, max_length=64)
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
-    description: str | None = None
-    strict: bool | None = None
-
-    @model_validator(mode="after")
-    def _complete(self) -> Self:
-        check_schema_and_type(self.type, "schema", self.schema_)
-        return self
-
-    def outputs(self) -> StructuredOutputs | None:
-        return format_outputs(self.type, self.schema_)
-
-
-class TextOptions(Body):
-    format: TextFormat = TextFormat()
-    verbosity: None = None
-
-
-class NoObfuscation(Body):
-    include_obfuscation: Literal[False] = False
-
-
-class ResponsesRequest(Body):
-    """The body of POST /v1/responses. Nothing is stored: ``input`` has to contain the whole conversation."""
-
-    NAMES: ClassVar[Mapping[str, str]] = {
-        "prompt": "input",
-        "messages": "input",
-        "max_tokens": "max_output_tokens",
-        "structured_outputs": "text.format",
-    }
-    DERIVED: ClassVar[Mapping[str, str]] = {"turns": "input"}
-    add_generation_prompt: ClassVar = True
-    continue_final_message: ClassVar = False
-
-    model: str | None = Field(None, description="The served model's name, or nothing.")
-    input: Input
-    instructions: str | None = None
-    max_output_tokens: int | None = Field(None, ge=1)
-    temperature: float = Field(1.0, ge=0, le=100, allow_inf_nan=False)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=-1, lt=2**31, description="Keep the k likeliest tokens; 0 or -1 keeps all.")
-    stop: str | Many[str] = Field((), description="Texts that end the answer, which does not include them.")
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    text: TextOptions = TextOptions()
-    stream: bool = False
-    stream_options: NoObfuscation | None = None
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    priority: int = Field(0, ge=-(2**31), lt=2**31)
-    cache_salt: str | None = Field(None, min_length=1, max_length=256)
-    user: str | None = Field(None, max_length=512)
-    safety_identifier: str | None = Field(None, max_length=512)
-    store: Literal[False] | None = None
-    background: Literal[False] | None = None
-    include: Many[Literal["message.output_text.logprobs"]] | None = None
-    metadata: Metadata | None = Field(None, description="Returned with the response.")
-    parallel_tool_calls: bool | None = None
-    tools: tuple[()] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
-    truncation: Literal["disabled"] | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    chat_template_kwargs: dict[str, Any] | None = Field(
-        None, description="Variables for the chat template, such as enable_thinking."
-    )
-
-    @functools.cached_property
-    def turns(self) -> bytes:
-        begin = () if self.instructions is None else (Message(role="system", content=self.instructions),)
-        return turns((*begin, *conversation(self.input)))
-
-    @property
-    def wants_logprobs(self) -> bool:
-        return bool(self.top_logprobs or self.include)
-
-    def sampling(self) -> SamplingParams:
-        """The sampling parameters. Of temperature, top_p and top_k, their ``model_fields_set`` has what was set
-        explicitly."""
-        names = ("temperature", "top_p", "top_k", "stop")
-        given = {name: getattr(self, name) for name in names if name in self.model_fields_set}
-        return SamplingParams(
-            max_tokens=self.max_output_tokens,
-            seed=self.seed,
-            logprobs=(self.top_logprobs or 0) if self.wants_logprobs else None,
-            structured_outputs=self.text.format.outputs(),
-            **given,
-        )
+MAX_TOKENS = 1 << 20
+"""The most tokens of an input that are counted, unless the model takes more."""
+Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class OutputText(TypedDict):
@@ -134,7 +47,7 @@ class OutputMessage(TypedDict):
     id: str
     type: Literal["message"]
     role: Literal["assistant"]
-    status: Literal["in_progress", "completed", "incomplete"]
+    status: Status
     content: list[OutputText]
 
 
@@ -143,12 +56,38 @@ class ReasoningText(TypedDict):
     text: str
 
 
+class SummaryText(TypedDict):
+    type: Literal["summary_text"]
+    text: str
+
+
 class OutputReasoning(TypedDict):
     id: str
     type: Literal["reasoning"]
-    summary: list[Any]
-    status: Literal["in_progress", "completed", "incomplete"]
+    summary: list[SummaryText]
+    status: Status
     content: list[ReasoningText]
+    encrypted_content: NotRequired[str]
+
+
+class OutputCall(TypedDict):
+    id: str
+    type: Literal["function_call"]
+    status: Status
+    call_id: str
+    namespace: NotRequired[str]
+    name: str
+    arguments: str
+
+
+class OutputCustomCall(TypedDict):
+    id: str
+    type: Literal["custom_tool_call"]
+    status: Status
+    call_id: str
+    namespace: NotRequired[str]
+    name: str
+    input: str
 
 
 class ResponseUsage(TypedDict):
@@ -163,25 +102,31 @@ class IncompleteDetails(TypedDict):
     reason: Literal["max_output_tokens"]
 
 
+class ResponseError(TypedDict):
+    code: str
+    message: str
+
+
 class Response(TypedDict):
     id: str
     object: Literal["response"]
     created_at: int
-    status: Literal["in_progress", "completed", "incomplete"]
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
     background: bool
-    error: None
+    error: ResponseError | None
     incomplete_details: IncompleteDetails | None
     instructions: str | None
     max_output_tokens: int | None
     metadata: dict[str, str]
     model: str
-    output: list[OutputReasoning | OutputMessage]
+    output: list[OutputReasoning | OutputMessage | OutputCall | OutputCustomCall]
     parallel_tool_calls: bool
     previous_response_id: None
+    reasoning: dict[str, Any]
     store: bool
     temperature: float
     text: dict[str, Any]
-    tool_choice: str
+    tool_choice: Any
     tools: list[Any]
     top_logprobs: int
     top_p: float
@@ -197,41 +142,99 @@ class ResponseEvent(TypedDict):
     sequence_number: int
 
 
+class InputTokens(TypedDict):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
 def routes(service: Service, seal: Seal) -> list[Route]:
+    own = Responses(service, seal)
     return [
         Route(
             "POST",
             "/v1/responses",
-            Responses(service).handle,
-            "OpenAI's responses: reasoning and text, and nothing is stored.",
+            own.handle,
+            "OpenAI's responses: reasoning, text and calls of tools, and nothing is stored.",
             Response,
             ResponsesRequest,
             ResponseEvent,
             wire_format=NamedEvents(),
-        )
+        ),
+        Route(
+            "POST",
+            "/v1/responses/input_tokens",
+            own.count,
+            "How many tokens the input of a response takes.",
+            InputTokens,
+            ResponsesRequest,
+        ),
     ]
 
 
 class Responses:
-    """The handler of POST /v1/responses."""
+    """The handlers of POST /v1/responses and /v1/responses/input_tokens."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, seal: Seal) -> None:
         self._service = service
+        self._seal = seal
+        self._logged: set[str] = set()
 
     async def handle(self, http: web.Request) -> web.StreamResponse:
-        body = await self._service.read(http, ResponsesRequest)
-        reply = await self._service.conversation.reply(body, body.sampling)
+        body, reply = await self._reply(http)
         requests = await self._service.replies(http, reply, body, prefix="resp")
-        tokens = self._service.tokens if body.wants_logprobs else None
-        thoughts = reply.thoughts(self._service.tokens)
-        output = _Output(self._response(http, body, reply.params), reply.parser(), thoughts, tokens)
-        frames = functools.partial(_frames, output)
+        output = Output(
+            self._response(http, body, reply.params),
+            reply.parser(),
+            {offer.name: offer for offer in body.offers},
+            reply.thoughts(self._service.tokens),
+            self._service.tokens if body.wants_logprobs else None,
+            encrypt=self._seal.seal if body.wants_encrypted else None,
+            summary=body.wants_summary,
+        )
+        frames = functools.partial(_frames, http, output)
         if body.stream:
             return await self._service.stream(http, requests, frames)
         ended = await self._service.last(http, requests, frames)
         return await self._service.answer(http, ended["response"])
 
+    async def count(self, http: web.Request) -> web.StreamResponse:
+        _, reply = await self._reply(http)
+        served = self._service.served
+        most = max(served.max_seq_len, MAX_TOKENS)
+        try:
+            count = await self._service.tokenize(
+                [reply.prompt], lambda: len(served.encoder(reply.prompt, special=False, most=most))
+            )
+        except TooLongError as error:
+            raise RequestError(
+                f"The input has {error.count} tokens; at most {most} are counted.", param="input"
+            ) from None
+        return await self._service.answer(http, {"object": "response.input_tokens", "input_tokens": count})
+
+    async def _reply(self, http: web.Request) -> tuple[ResponsesRequest, Reply]:
+        """The body, and the reply that it asks for. Raises RequestError."""
+        body = await self._service.read(http, ResponsesRequest)
+        for kind in sorted(body.cloud_kinds - self._logged):
+            self._logged.add(kind)
+            log.info("the model is not shown tools of the type %s, because only a cloud has them", kind)
+        for path, sealed in body.sealed:
+            try:
+                self._seal.opened(sealed)
+            except ValueError as error:
+                raise RequestError(f"{path} cannot be taken: {error}.", param=path) from None
+        reply = self._service.conversation.reply
+        try:
+            return body, await reply(body, body.sampling, body.tool_use())
+        except RequestError as error:
+            if error.param != "messages" or (other := body.gathered()) is None:
+                raise
+            try:  # agents send several instructions, and many templates know one
+                return body, await reply(other, body.sampling, body.tool_use())
+            except RequestError:
+                raise error from None
+
     def _response(self, http: web.Request, body: ResponsesRequest, params: SamplingParams) -> Json:
+        choice = body.tool_choice or "auto"
         return {
             "id": f"resp_{http[REQUEST_ID]}",
             "object": "response",
@@ -247,11 +250,14 @@ class Responses:
             "output": [],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
+            "reasoning": {"effort": body.reasoning.effort, "summary": body.reasoning.summary},
             "store": False,
             "temperature": params.temperature,
             "text": {"format": body.text.format.model_dump(by_alias=True, exclude_none=True)},
-            "tool_choice": body.tool_choice or "auto",
-            "tools": [],
+            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(exclude_none=True),
+            "tools": [
+                tool.model_dump(exclude_none=True) for tool in body.tools or () if not isinstance(tool, CloudTool)
+            ],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": params.top_p,
             "truncation": "disabled",
@@ -260,121 +266,17 @@ class Responses:
         }
 
 
-async def _frames(output: _Output, events: Events, usage: Callable[[], Json]) -> AsyncGenerator[Json]:
+async def _frames(http: web.Request, output: Output, events: Events, usage: Callable[[], Json]) -> AsyncGenerator[Json]:
     for frame in output.begin():
         yield frame
     reason: FinishReason | None = None
-    async for _, news in events:
-        reason = news.finish_reason
-        for frame in output.push(news):
+    try:
+        async for _, news in events:
+            reason = news.finish_reason
+            for frame in output.push(news):
+                yield frame
+        for frame in output.end(reason, usage()):
             yield frame
-    for frame in output.end(reason, usage()):
-        yield frame
-
-
-class _Output:
-    """Builds an answer's output items as it arrives, and makes the stream's events. ``tokens`` encodes
-    log-probabilities, if these are wanted."""
-
-    def __init__(self, response: Json, parser: PartProtocol, thoughts: Thoughts | None, tokens: Tokens | None) -> None:
-        self._response = response
-        self._parser = parser
-        self._thoughts = thoughts
-        self._tokens = tokens
-        self._number = 0
-        self._done: list[Json] = []
-        self._item: Json | None = None
-        self._text = ""
-        self._logprobs: list[bytes] = []
-        self._unsent: list[bytes] = []
-        """The log-probabilities of tokens that no delta has carried yet."""
-
-    def begin(self) -> Iterator[Json]:
-        yield self._event("created", response=self._response)
-        yield self._event("in_progress", response=self._response)
-
-    def push(self, news: Event) -> Iterator[Json]:
-        thought = [self._thoughts is not None and self._thoughts.push(id) for id in news.token_ids]
-        if self._tokens is not None:
-            entries = zip(news.logprobs, thought, strict=True)
-            self._unsent += [self._tokens.ranked(entry) for entry, hidden in entries if not hidden]
-        yield from self._emit(self._parser.push(news.text))
-
-    def end(self, reason: FinishReason | None, usage: Json) -> Iterator[Json]:
-        yield from self._emit(self._parser.flush())
-        whole = reason == "stop"
-        status = "completed" if whole else "incomplete"
-        if self._unsent or (self._item is None and not self._done):
-            yield from self._emit([Piece("content", "")])
-        yield from self._close(status)
-        self._response = self._response | {
-            "status": status,
-            "incomplete_details": None if whole else {"reason": "max_output_tokens"},
-            "output": self._done,
-            "usage": {
-                "input_tokens": usage["prompt_tokens"],
-                "input_tokens_details": usage["prompt_tokens_details"],
-                "output_tokens": usage["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": self._thoughts.count if self._thoughts else 0},
-                "total_tokens": usage["total_tokens"],
-            },
-        }
-        yield self._event(status, response=self._response)
-
-    def _event(self, type: str, **fields: Any) -> Json:
-        self._number += 1
-        return {"type": f"response.{type}", "sequence_number": self._number - 1, **fields}
-
-    @property
-    def _place(self) -> Json:
-        assert self._item is not None
-        return {"item_id": self._item["id"], "output_index": len(self._done), "content_index": 0}
-
-    def _emit(self, pieces: Sequence[Piece] | Iterator[Piece]) -> Iterator[Json]:
-        for kind, text in pieces:
-            type = "reasoning" if kind == "reasoning" else "message"
-            if self._item is not None and self._item["type"] != type:
-                yield from self._close("completed")
-            if self._item is None:
-                yield from self._open(type)
-            self._text += text
-            if type == "reasoning":
-                yield self._event("reasoning_text.delta", **self._place, delta=text)
-                continue
-            entries, self._unsent = self._unsent, []
-            self._logprobs += entries
-            if text or entries:
-                yield self._event("output_text.delta", **self._place, delta=text, logprobs=Array(entries))
-
-    def _open(self, type: str) -> Iterator[Json]:
-        short = "rs" if type == "reasoning" else "msg"
-        index = f"_{len(self._done)}" if any(item["type"] == type for item in self._done) else ""
-        self._item = {
-            "id": str(self._response["id"]).replace("resp", short, 1) + index,
-            "type": type,
-            **({"summary": []} if type == "reasoning" else {"role": "assistant"}),
-            "status": "in_progress",
-            "content": [],
-        }
-        self._text, self._logprobs = "", []
-        yield self._event("output_item.added", output_index=len(self._done), item=self._item)
-        yield self._event("content_part.added", **self._place, part=self._part())
-
-    def _close(self, status: str) -> Iterator[Json]:
-        if self._item is None:
-            return
-        if self._item["type"] == "reasoning":
-            yield self._event("reasoning_text.done", **self._place, text=self._text)
-        else:
-            yield self._event("output_text.done", **self._place, text=self._text, logprobs=Array(self._logprobs))
-        yield self._event("content_part.done", **self._place, part=self._part())
-        item = self._item | {"status": status, "content": [self._part()]}
-        yield self._event("output_item.done", output_index=len(self._done), item=item)
-        self._done.append(item)
-        self._item = None
-
-    def _part(self) -> Json:
-        assert self._item is not None
-        if self._item["type"] == "reasoning":
-            return {"type": "reasoning_text", "text": self._text}
-        return {"type": "output_text", "text": self._text, "annotations": [], "logprobs": Array(self._logprobs)}
+    except Exception as error:
+        yield output.failed(error_of(http, error))
+        raise

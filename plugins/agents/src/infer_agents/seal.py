@@ -13,6 +13,7 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 KEY_BYTES = 32
+MAC_BYTES = hashlib.sha256().digest_size
 
 
 class Seal:
@@ -35,17 +36,21 @@ class Seal:
 
     def opened(self, sealed: str) -> str:
         """The text of ``seal``. Raises ValueError if it has been altered, or sealed with another key."""
-        try:
-            data = base64.b64decode(sealed, validate=True)
-            text = data[hashlib.sha256().digest_size :].decode(errors="surrogatepass")
-        except ValueError:
-            raise ValueError("it is not a sealed text of this server") from None
+        text = unverified(sealed)
         if not hmac.compare_digest(self.seal(text).encode(), sealed.encode(errors="surrogatepass")):
             raise ValueError("it has been altered, or another server's key sealed it; see server.agents.key")
         return text
 
     def _mac(self, text: str) -> bytes:
         return hmac.digest(self._key, text.encode(errors="surrogatepass"), hashlib.sha256)
+
+
+def unverified(sealed: str) -> str:
+    """What claims to be the text of ``Seal.seal``, whoever has sealed it. Raises ValueError if it is none at all."""
+    try:
+        return base64.b64decode(sealed, validate=True)[MAC_BYTES:].decode(errors="surrogatepass")
+    except ValueError:
+        raise ValueError("it is not a sealed text of this server") from None
 
 
 def state_folder() -> Path:

@@ -52,7 +52,7 @@ class NamedEvents(WireFormat):
     DONE = b""
 
     def failure(self, error: ErrorBody) -> dict[str, Any]:
-        return {"type": "error", "sequence_number": 0, **error}
+        return {**error, "type": "error", "sequence_number": 0}
 
     def head(self, frame: Mapping[str, Any]) -> bytes:
         return f"event: {frame['type']}\n".encode()

@@ -1,0 +1,354 @@
+"""The body of POST /v1/responses: the conversation, and how it is answered."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self
+
+from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic_core import from_json, to_json
+
+from infer.contracts.params import MAX_LOGPROBS, SamplingParams, StructuredOutputs
+from infer.server import input_items
+from infer.server.http.body import Body, Many, typed
+from infer.server.input_items import CallItem, CallOutputItem, CustomCallItem, InputMessage, all_called, conversation
+from infer.server.messages import Kept, Message, turns
+from infer.server.replies import ToolUse
+from infer.server.sampling import Metadata, check_schema_and_type, format_outputs
+from infer.server.tools import MAX_TOOLS
+from infer.text.templates import INSTRUCTIONS
+from infer_agents.response_tools import (
+    MAX_OFFERS,
+    AllowedTools,
+    CloudTool,
+    CustomTool,
+    NamedTool,
+    Offer,
+    Tool,
+    ToolChoice,
+    cloud_kind,
+    offers,
+    shown,
+)
+from infer_agents.seal import unverified
+
+LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
+DROPPED = (
+    *("additional_tools", "program", "program_output"),
+    *("mcp_list_tools", "mcp_approval_request", "mcp_approval_response"),
+)
+"""Types of items that mean nothing here, besides calls of a cloud's tools and their outputs."""
+
+
+def _item_type(value: Any) -> Any:
+    type = typed(value)
+    if cloud_kind(type) and str(type).endswith(("_call", "_output")):
+        return "web_search_call"
+    return "web_search_call" if isinstance(type, str) and type in DROPPED else type
+
+
+class DroppedItem(Body):
+    """What a cloud's tools did. It is accepted with any fields, and the chat template does not see it."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: str
+
+
+class ReasoningItem(input_items.ReasoningItem):
+    """A model's reasoning before the message or the calls that follow."""
+
+    encrypted_content: str | None = Field(  # type: ignore[assignment]
+        None, description="What an answer had here. It takes precedence over content and summary."
+    )
+
+    @field_validator("encrypted_content")
+    @classmethod
+    def _sealed(cls, value: str | None) -> str | None:
+        if value is not None:
+            unverified(value)
+        return value
+
+    def text(self) -> str:
+        return super().text() if self.encrypted_content is None else unverified(self.encrypted_content)
+
+
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[CustomCallItem, Tag("custom_tool_call")]
+    | Annotated[CallOutputItem, Tag("function_call_output")]
+    | Annotated[CallOutputItem, Tag("custom_tool_call_output")]
+    | Annotated[DroppedItem, Tag("web_search_call")],
+    Discriminator(_item_type),
+]
+
+
+class TextFormat(Body):
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = Field(None, min_length=1, max_length=64)
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        check_schema_and_type(self.type, "schema", self.schema_)
+        return self
+
+    def outputs(self) -> StructuredOutputs | None:
+        return format_outputs(self.type, self.schema_)
+
+
+class TextOptions(Body):
+    format: TextFormat = TextFormat()
+    verbosity: Literal["low", "medium", "high"] | None = Field(
+        None, description="Ignored: chat templates know no such variable."
+    )
+
+
+class Reasoning(Body):
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
+        None,
+        description="For chat templates that know reasoning_effort, or enable_thinking (all but none); otherwise "
+        "ignored.",
+    )
+    summary: Literal["auto", "concise", "detailed"] | None = Field(
+        None,
+        description="The summary of the reasoning is the reasoning itself, since no other model is there to make one.",
+    )
+    generate_summary: Literal["auto", "concise", "detailed"] | None = Field(None, description="As summary.")
+
+
+class NoObfuscation(Body):
+    include_obfuscation: Literal[False] = False
+
+
+class ResponsesRequest(Body):
+    """The body of POST /v1/responses. Nothing is stored: ``input`` has to contain the whole conversation."""
+
+    NAMES: ClassVar[Mapping[str, str]] = {
+        "prompt": "input",
+        "messages": "input",
+        "max_tokens": "max_output_tokens",
+        "structured_outputs": "text.format",
+        "reasoning_effort": "reasoning.effort",
+    }
+    DERIVED: ClassVar[Mapping[str, str]] = {"turns": "input", "sealed": "input"}
+    add_generation_prompt: ClassVar = True
+    continue_final_message: ClassVar = False
+    effort_is_a_hint: ClassVar = True
+    """Agents always send an effort, whatever the model."""
+
+    model: str | None = Field(None, description="The served model's name, or nothing.")
+    input: Annotated[str | Many[InputItem], AfterValidator(all_called)]
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    temperature: float = Field(1.0, ge=0, le=100, allow_inf_nan=False)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1, lt=2**31, description="Keep the k likeliest tokens; 0 or -1 keeps all.")
+    stop: str | Many[str] = Field((), description="Texts that end the answer, which does not include them.")
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    text: TextOptions = TextOptions()
+    reasoning: Reasoning = Reasoning()
+    tools: Many[Tool] | None = Field(
+        None,
+        max_length=MAX_TOOLS,
+        description="The model is not shown those that only a cloud has, such as web_search.",
+    )
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = Field(None, description="false: at most one call.")
+    max_tool_calls: int | None = Field(None, description="Ignored: it counts calls of tools that a cloud runs.")
+    stream: bool = False
+    stream_options: NoObfuscation | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    priority: int = Field(0, ge=-(2**31), lt=2**31)
+    cache_salt: str | None = Field(None, min_length=1, max_length=256)
+    user: str | None = Field(None, max_length=512)
+    safety_identifier: str | None = Field(None, max_length=512)
+    store: bool | None = Field(None, description="Ignored: nothing is stored.")
+    background: Literal[False] | None = None
+    previous_response_id: str | None = Field(None, description="Refused: nothing is stored.")
+    conversation: Any = Field(None, description="Refused, as previous_response_id.")
+    include: (
+        Many[
+            Literal[
+                "message.output_text.logprobs",
+                "reasoning.encrypted_content",
+                "file_search_call.results",
+                "web_search_call.results",
+                "web_search_call.action.sources",
+                "message.input_image.image_url",
+                "computer_call_output.output.image_url",
+                "code_interpreter_call.outputs",
+            ]
+        ]
+        | None
+    ) = Field(None, description="What belongs to tools that only a cloud has is ignored.")
+    metadata: Metadata | None = Field(None, description="Returned with the response.")
+    client_metadata: Kept = Field(None, description="Ignored.")
+    truncation: Literal["disabled"] | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = Field(
+        None, description="Ignored: there is one tier."
+    )
+    prompt_cache_key: str | None = Field(None, description="Ignored: equal prefixes are shared anyway.")
+    prompt_cache_retention: Kept = Field(None, description="Ignored, as prompt_cache_key.")
+    prompt_cache_options: Kept = Field(None, description="Ignored, as prompt_cache_key.")
+    context_management: Kept = Field(None, description="Ignored: what does not fit is refused.")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Variables for the chat template, such as enable_thinking."
+    )
+
+    @field_validator("previous_response_id", "conversation")
+    @classmethod
+    def _nothing_is_stored(cls, value: object) -> NoReturn:
+        raise ValueError("nothing is stored here; leave it out and send the whole conversation as input")
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        names: set[str] = set()
+        offers = self.offers
+        if len(offers) > MAX_OFFERS:
+            raise ValueError(
+                f"tools holds {len(offers)} tools with those of namespaces; at most {MAX_OFFERS} are allowed"
+            )
+        for offer in offers:
+            if offer.name in names:
+                raise ValueError(f"tools would show the model two tools named {offer.name!r}; rename one of them")
+            names.add(offer.name)
+        for named in self._named:
+            if not any(named.means(offer) for offer in offers):
+                raise ValueError(f"tool_choice names {named.name!r}, which is not among tools")
+        if self._forced is not None and not self._forced:
+            raise ValueError("tool_choice asks for a tool, but tools has none that the model can be shown")
+        if self._forced is not None and self.text.format.outputs() is not None:
+            raise ValueError(
+                "a forced tool_choice cannot be combined with another text.format for the answer; leave one out"
+            )
+        return self
+
+    @functools.cached_property
+    def turns(self) -> bytes:
+        begin = () if self.instructions is None else (Message(role="system", content=self.instructions),)
+        return turns((*begin, *conversation([item for item in self._items if not isinstance(item, DroppedItem)])))
+
+    @functools.cached_property
+    def sealed(self) -> tuple[tuple[str, str], ...]:
+        """All ``encrypted_content``, with the paths of these fields."""
+        return tuple(
+            (f"input[{i}].encrypted_content", item.encrypted_content)
+            for i, item in enumerate(self._items)
+            if isinstance(item, ReasoningItem) and item.encrypted_content is not None
+        )
+
+    @property
+    def _items(self) -> Sequence[Any]:
+        if not isinstance(self.input, str):
+            return self.input
+        return [InputMessage(role="user", content=self.input)] if self.input else []
+
+    def gathered(self) -> Self | None:
+        """The same with one system message at most, at the beginning: the instructions that begin the conversation are
+        one, and later ones are the user's. None if it is so already."""
+        messages: list[dict[str, Any]] = from_json(self.turns)
+        begin = list(itertools.takewhile(lambda message: message["role"] in INSTRUCTIONS, messages))
+        rest = [
+            message | {"role": "user"} if message["role"] in INSTRUCTIONS else message
+            for message in messages[len(begin) :]
+        ]
+        if len(begin) < 2 and rest == messages[len(begin) :]:
+            return None
+        system = {"role": "system", "content": "\n\n".join(message["content"] for message in begin)}
+        made = to_json([*([system] if begin else []), *rest], inf_nan_mode="constants")
+        return self.model_copy(update={"turns": made})
+
+    @property
+    def reasoning_effort(self) -> str | None:
+        return self.reasoning.effort
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return bool(self.top_logprobs) or LOGPROBS in (self.include or ())
+
+    @property
+    def wants_encrypted(self) -> bool:
+        return ENCRYPTED in (self.include or ())
+
+    @property
+    def wants_summary(self) -> bool:
+        return bool(self.reasoning.summary or self.reasoning.generate_summary)
+
+    @property
+    def offers(self) -> list[Offer]:
+        """The tools that the model can be shown."""
+        return list(offers(self.tools or ()))
+
+    @property
+    def cloud_kinds(self) -> set[str]:
+        """Which kinds of tools are asked for that only a cloud has."""
+        kinds = (cloud_kind(tool.type) for tool in self.tools or () if isinstance(tool, CloudTool))
+        return {kind for kind in kinds if kind is not None}
+
+    @property
+    def _named(self) -> tuple[NamedTool, ...]:
+        """What ``tool_choice`` names, if it names anything."""
+        match self.tool_choice:
+            case NamedTool():
+                return (self.tool_choice,)
+            case AllowedTools():
+                return self.tool_choice.named
+        return ()
+
+    @property
+    def _chosen(self) -> list[Offer]:
+        """The tools that ``tool_choice`` names, or all if it names none."""
+        if self.tool_choice is None or isinstance(self.tool_choice, str):
+            return self.offers
+        chosen = self._named
+        return [offer for offer in self.offers if any(named.means(offer) for named in chosen)]
+
+    @property
+    def _offered(self) -> list[Offer]:
+        """The tools that the model is shown."""
+        if self.tool_choice == "none":
+            return []
+        return self._chosen if isinstance(self.tool_choice, AllowedTools) else self.offers
+
+    @property
+    def _forced(self) -> list[Offer] | None:
+        """The tools of which the answer has to call one; None if it need not."""
+        match self.tool_choice:
+            case None | "none" | "auto" | AllowedTools(mode="auto"):
+                return None
+        return self._chosen
+
+    def tool_use(self) -> ToolUse:
+        forced = self._forced
+        only = forced[0].tool if forced is not None and len(forced) == 1 else None
+        grammar = only.grammar if isinstance(only, CustomTool) else None
+        return ToolUse(
+            shown(self._offered),
+            None if forced is None else shown(forced),
+            self.parallel_tool_calls is not False and not isinstance(self.tool_choice, NamedTool),
+            {offer.name for offer in self.offers if offer.custom},
+            None if grammar is None else grammar.outputs(),
+        )
+
+    def client_name(self, param: str) -> str:
+        return "tools" if param == "structured_outputs" and self._forced is not None else super().client_name(param)
+
+    def sampling(self, **overrides: Any) -> SamplingParams:
+        """The sampling parameters, with ``overrides``. Of temperature, top_p and top_k, their ``model_fields_set`` has
+        what was set explicitly."""
+        names = ("temperature", "top_p", "top_k", "stop")
+        given = {name: getattr(self, name) for name in names if name in self.model_fields_set}
+        own = {
+            "max_tokens": self.max_output_tokens,
+            "seed": self.seed,
+            "logprobs": (self.top_logprobs or 0) if self.wants_logprobs else None,
+            "structured_outputs": self.text.format.outputs(),
+        }
+        return SamplingParams(**own | given | overrides)
