@@ -36,6 +36,7 @@ OTHERWISE = {
         "test_an_echo_without_an_answer_is_billed_as_none",
         "test_an_echo_that_is_streamed_is_billed_as_if_whole",
         "test_every_chunk_says_what_it_has_to",
+        "test_the_end_user_is_in_the_access_log",
     ),
     "counts of one engine, or a prompt that is too short to be routed": (
         "test_figures_move_as_they_should",
@@ -44,6 +45,7 @@ OTHERWISE = {
         "test_what_is_refused",
         "test_two_run_four_wait_two_are_refused",
         "test_headers_come_when_requests_are_taken_and_comments_until_there_is_a_token",
+        "test_the_next_turn_finds_the_first_in_the_cache",
     ),
     "looks into the engine or changes the server's code": (
         "test_answers_that_wait_for_their_prompt_keep_nobody_out",
@@ -52,11 +54,14 @@ OTHERWISE = {
         "test_few_documents_are_inside_at_a_time",
         "test_a_servers_observers_leave_with_it",
         "test_a_client_that_does_not_read_is_dropped",
+        "test_a_stream_pings_while_its_prompt_is_computed",
+        "test_who_asks_reaches_the_engine",
     ),
     "an ingress says in its own words that no replica is there": (
         "test_a_draining_server_finishes_what_it_has_and_takes_no_more",
         "test_what_does_not_finish_within_the_drain_is_told_so",
     ),
+    "an ingress writes its own errors as OpenAI does": ("test_errors_are_the_clients_exceptions",),
     "an ingress knows no route that is open": (
         "test_an_open_route_opens_no_other_and_all_of_its_pattern",
         "test_what_goes_for_cores_endpoints_goes_for_a_plugins",
