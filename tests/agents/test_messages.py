@@ -25,12 +25,12 @@ from infer.contracts.text import ReasoningTags
 from infer.errors import RequestError
 from infer.server import service
 from infer.server.http.parsing import parse
+from infer.server.http.wire import Anthropic
 from infer.server.replies import Reply, ToolUse
 from infer.text.tool_formats import ToolFormat, objects
 from infer.text.tool_formats.reader import scripted
 from infer_agents import messages
 from infer_agents.message_bodies import MessagesRequest, conversation, short_id
-from infer_agents.messages import Anthropic
 from infer_agents.seal import Seal
 
 PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"

@@ -303,6 +303,32 @@ async def test_equal_beginnings_go_to_one_replica_unless_their_salts_differ(engi
         assert f.ingress.fleet.router.choose(chain) == choice
 
 
+async def test_an_ingress_speaks_as_anthropic_does_where_that_is_spoken(tmp_path: Path) -> None:
+    """Its own errors have the shape and the headers, and a lost stream ends with an error that has a name: clients skip
+    events without one. What has been sent is not sent again, whether there is a seed or not."""
+    path = "/v1/messages"
+    body: Json = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 60}
+    with serving(model=chatty(tmp_path)) as one, serving(model=chatty(tmp_path)) as other:
+        for more in ({}, {"seed": 7}):
+            async with front([one, other]) as f:
+                f.relays[0].after = 2500
+                f.ingress.fleet.router.report("r1", 5)
+                async with f.session.post(f.url + path, json=body | more | {"stream": True}) as response:
+                    *told, last, end = (await response.text()).split("\n\n")
+                assert (f.ingress.counts.resumed, f.ingress.counts.lost, end) == (0, 1, "")
+                assert told[0].startswith("event: message_start\n")
+                assert sum(each.startswith("event: message_start") for each in told) == 1
+                name, _, data = last.partition("\ndata: ")
+                assert (name, json.loads(data)["error"]["type"]) == ("event: error", "api_error")
+        async with front([one, other], api_keys=["k"]) as f:
+            status, answer, headers = await f.post(body, path)
+            assert (status, answer["type"], answer["error"]["type"]) == (401, "error", "authentication_error")
+            assert headers["Request-Id"] == headers["X-Request-Id"]
+            status, answer, _ = await f.post(body, "/v1/chat/completions")
+            assert (status, answer["error"]["type"]) == (401, "authentication_error")
+            assert "type" not in answer
+
+
 async def test_a_request_without_a_seed_gets_one_so_that_it_can_go_on(engines: list[Serving]) -> None:
     async with front(engines) as f:
         f.relays[0].after = 6000

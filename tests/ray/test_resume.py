@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 
-from infer_ray.resume import ClientStream, DivergedError
+from infer.server.http.errors import error_body
+from infer.server.http.wire import OPENAI, ErrorBody, NamedEvents
+from infer_ray.resume import ClientStream, DivergedError, complaint
 
 FIRST, SECOND = "5e1f00d5", "0ddba115"
 
@@ -58,3 +61,16 @@ def test_comments_pass_and_do_not_count() -> None:
     rest = account.relay(comment + events(SECOND, ["abc"], end=True))
     assert rest.startswith(comment)
     assert heard(rest.removeprefix(comment))[0] == "c"
+
+
+@pytest.mark.parametrize("failure", [OPENAI.failure, NamedEvents().failure])
+def test_a_failure_is_noticed_however_it_is_written(failure: Callable[[ErrorBody], dict[str, Any]]) -> None:
+    frame = failure(error_body("Ends.", "server_error"))
+    before = b'data: {"type": "response.created", "response": {"error": null}}\n\n'
+    assert complaint(before) is None
+    assert complaint(before + b"event: error\ndata: " + json.dumps(frame).encode() + b"\n\n") == "Ends."
+
+
+def test_a_response_that_fails_is_noticed_before_its_error() -> None:
+    frame = {"type": "response.failed", "sequence_number": 4, "response": {"error": {"code": "x", "message": "Ends."}}}
+    assert complaint(b"event: response.failed\ndata: " + json.dumps(frame).encode() + b"\n\n") == "Ends."

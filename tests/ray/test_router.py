@@ -220,6 +220,16 @@ def test_a_longer_prompt_begins_with_a_shorter_ones_bytes(
     assert prompt_bytes(longer).startswith(prompt_bytes(shorter))
 
 
+def test_instructions_count_but_for_the_line_that_changes_with_every_request() -> None:
+    def of(*texts: str) -> bytes:
+        system = [{"type": "text", "text": text} for text in texts]
+        return prompt_bytes({"system": system, "messages": [{"role": "user", "content": "x"}]})
+
+    assert of("be brief") != of("be kind")
+    assert of("x-anthropic-billing-header: a", "be brief") == of("x-anthropic-billing-header: b", "be brief")
+    assert of("x-anthropic-billing-header: a", "be brief") == of("be brief")
+
+
 def test_bodies_without_a_prompt_have_no_bytes() -> None:
     bodies: tuple[dict[str, object], ...] = ({}, {"prompt": []}, {"prompt": 3}, {"messages": "x"}, {"input": []})
     for body in bodies:

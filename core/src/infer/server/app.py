@@ -33,7 +33,7 @@ from infer.server.http.access import (
 )
 from infer.server.http.errors import errors, expected
 from infer.server.http.sockets import bind, listen
-from infer.server.http.wire import WIRE_FORMATS, WireFormat
+from infer.server.http.wire import OPENAI, WIRE_FORMATS, WireFormat
 from infer.server.openapi import PAGES, pages
 from infer.server.routing import gather
 from infer.server.service import Service
@@ -145,7 +145,8 @@ def make_app(engine_loop: EngineLoop, served: Served, plugins: Plugins, settings
                 wire_formats[added] = route.wire_format
     for path, page in zip(PAGES, pages(routes, served.name), strict=True):
         app.router.add_get(path, page, expect_handler=expected)
-    app[SERVICE], app[INSIDE], app[WIRE_FORMATS] = service, inside, wire_formats
+    app[SERVICE], app[INSIDE] = service, inside
+    app[WIRE_FORMATS] = lambda http: wire_formats.get(http.match_info.route, OPENAI)
     app.on_startup.append(lambda app: service.conversation.prepare())
     app.on_cleanup.append(lambda app: service.close())
     return app

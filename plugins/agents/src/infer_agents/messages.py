@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NotRequired
+from typing import TYPE_CHECKING, Any, Literal, NotRequired
 
 from aiohttp import web
 from pydantic_core import from_json, to_json
@@ -18,7 +18,7 @@ from infer.errors import RequestError
 from infer.server.events import Events, Json
 from infer.server.http.errors import REQUEST_ID
 from infer.server.http.parsing import checked
-from infer.server.http.wire import ErrorBody, NamedEvents
+from infer.server.http.wire import Anthropic
 from infer.server.replies import Reply
 from infer.server.thoughts import Thoughts
 from infer.text.encoding import TooLongError
@@ -31,43 +31,6 @@ if TYPE_CHECKING:
 
 MAX_COUNTED = 1 << 18
 """The most tokens that are counted, unless the model takes more."""
-ERROR_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    408: "timeout_error",
-    413: "request_too_large",
-    503: "overloaded_error",
-}
-"""Anthropic's, by status. Other statuses below 500 are ``invalid_request_error``, and 500 is ``api_error``."""
-
-
-class MessageErrorBody(TypedDict):
-    type: str
-    message: str
-
-
-class MessageError(TypedDict):
-    type: Literal["error"]
-    error: MessageErrorBody
-
-
-class Anthropic(NamedEvents):
-    """Anthropic's way to write errors and streams."""
-
-    ERROR: ClassVar[Any] = MessageError
-    ID_HEADERS: ClassVar[tuple[str, ...]] = ("X-Request-Id", "Request-Id")
-    IDLE = b'event: ping\ndata: {"type": "ping"}\n\n'
-
-    def error(self, error: ErrorBody, status: int) -> dict[str, Any]:
-        kind = ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-        message, param = error["message"], error["param"]
-        if param is not None and param not in message:  # which the message alone can tell
-            message = f"{param}: {message}"
-        return {"type": "error", "error": {"type": kind, "message": message}}
-
-    def failure(self, error: ErrorBody) -> dict[str, Any]:
-        return self.error(error, 400 if error["type"] == "invalid_request_error" else 500)
 
 
 class ThinkingAnswer(TypedDict):

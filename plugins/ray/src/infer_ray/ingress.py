@@ -29,7 +29,7 @@ from infer.server.http.errors import REQUEST_ID, error_body, errors, expected
 from infer.server.http.keys import Keys
 from infer.server.http.sockets import listen
 from infer.server.http.streams import hang_up, write
-from infer.server.http.wire import OPENAI, NamedEvents
+from infer.server.http.wire import OPENAI, WIRE_FORMATS, Anthropic, NamedEvents, wire_format
 from infer_ray.held import with_blocks
 from infer_ray.outline import Outgoing, Outline, outlined
 from infer_ray.resume import ClientStream, DivergedError, complaint
@@ -38,7 +38,12 @@ from infer_ray.router import Router
 log = logging.getLogger(__name__)
 
 SAMPLING = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
-"""The endpoints whose answers are drawn, and may be streamed."""
+"""The endpoints whose answers are drawn, and may be streamed and gone on with elsewhere."""
+FORMATS = {
+    "/v1/responses": NamedEvents(),
+    **dict.fromkeys(("/v1/messages", "/v1/messages/count_tokens"), Anthropic()),
+}
+"""How errors and streams are written, by path, if not as OpenAI's chats are."""
 STATE = "/ray/state"
 """The route of a replica that tells what it is doing."""
 HIDDEN = ("/console", "/ray")
@@ -214,6 +219,7 @@ class Ingress:
             ],
             client_max_size=server.max_body_bytes,
         )
+        app[WIRE_FORMATS] = lambda http: FORMATS.get(http.path, OPENAI)
         if server.cors_origins:
             app.on_response_prepare.append(allow_origin(server.cors_origins))
         app.on_response_prepare.append(self._end_connection)
@@ -549,7 +555,7 @@ class _Exchange:
         assert response is not None
         if not self._streamed:
             hang_up(self._http)  # what has a length cannot end in any other way
-        written = NamedEvents() if self._http.path == "/v1/responses" else OPENAI
+        written = wire_format(self._http)
         body = written.failure(error_body(message, "server_error"))
         data = written.head(body) + b"data: " + json.dumps(body).encode() + b"\n\n" + written.DONE
         await self._write(response, data)

@@ -19,8 +19,9 @@ STEP = 256
 EVEN = 16
 """How many lengths are ``STEP`` apart."""
 MOST_BYTES = 4 << 20
-FIELDS = ("tools", "functions", "chat_template_kwargs", "instructions")
+FIELDS = ("tools", "functions", "chat_template_kwargs", "instructions", "system")
 """What chat templates write before the messages, or what changes how they write these."""
+BILLING = "x-anthropic-billing-header:"
 
 
 def _lengths() -> Iterator[int]:
@@ -68,7 +69,14 @@ def prompt_bytes(data: Mapping[str, Any]) -> bytes:
 
 
 def _before(data: Mapping[str, Any]) -> bytes:
-    return b"".join([_json([name, data[name]]) for name in FIELDS if data.get(name)])
+    return b"".join([_json([name, _lasting(data[name])]) for name in FIELDS if data.get(name)])
+
+
+def _lasting(value: object) -> object:
+    """The value without the block that Claude Code changes in every request, and that replicas leave out, too."""
+    if not isinstance(value, list):
+        return value
+    return [each for each in value if not (isinstance(each, dict) and str(each.get("text", "")).startswith(BILLING))]
 
 
 def _messages(messages: list[Any]) -> bytes:

@@ -20,8 +20,10 @@ KEPT_BYTES = 1 << 14
 """So many bytes are kept as they were sent. Only those before them are parsed, unless the stream is lost."""
 PARSED_BYTES = 1 << 20
 """The most bytes of events that are parsed at a time, which takes some ten milliseconds."""
-ERROR = re.compile(rb'(?:^|\n)data: (\{"(?:error"|type": ?"error").*)')
+ERROR = re.compile(rb'(?:^|\n)data: (\{"(?:error"|type": ?"(?:error|response\.failed)").*)')
 CREATED = re.compile(rb'"created(?:_at)?": ?(\d+)')
+FOREIGN = (b"event: ping\n", b"event: message_start\n")
+"""How Anthropic's streams begin."""
 Json = dict[str, Any]
 Kind = Literal["text", "list", "once"]
 Key = tuple[object, ...]
@@ -38,8 +40,9 @@ def complaint(data: bytes) -> str | None:
     found = ERROR.search(data)
     if found is None:
         return None
-    said = from_json(found[1])
-    return str((said.get("error") or said).get("message"))
+    frame = from_json(found[1])
+    error = frame.get("error") or frame.get("response", {}).get("error") or frame
+    return str(error.get("message"))
 
 
 class _Account:
@@ -80,7 +83,7 @@ class ClientStream:
         """What the present stream has said, while that is not more than the client knows."""
         self._events = 0
         self.known = True
-        """Whether there is an account: a stream with longer events than are parsed here has none."""
+        """Whether there is an account: none of streams with longer events than are parsed here, nor of Anthropic's."""
 
     def begin(self, request_id: str) -> None:
         """A stream begins: the first one, or one after a lost one."""
@@ -94,6 +97,7 @@ class ClientStream:
     def relay(self, data: bytes) -> bytes:
         """Raises DivergedError."""
         if not self._other:
+            self.known = self.known and not data.startswith(FOREIGN)
             self._kept.append(data)
             self._size += len(data)
             if self._size > KEPT_BYTES:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Literal
 
 from aiohttp import web
 from typing_extensions import TypedDict
@@ -52,17 +52,57 @@ class NamedEvents(WireFormat):
     DONE = b""
 
     def failure(self, error: ErrorBody) -> dict[str, Any]:
-        return {**error, "type": "error", "sequence_number": 0}
+        rest = {name: value for name, value in error.items() if name != "type"}
+        return {"type": "error", "sequence_number": 0} | rest
 
     def head(self, frame: Mapping[str, Any]) -> bytes:
         return f"event: {frame['type']}\n".encode()
 
 
-WIRE_FORMATS = web.AppKey("wire_formats", dict[web.AbstractRoute, WireFormat])
-"""Of the routes that have one of their own."""
+ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+}
+"""Anthropic's types of errors, by status. Others below 500 are ``invalid_request_error``, and 500 is ``api_error``."""
+
+
+class MessageErrorBody(TypedDict):
+    type: str
+    message: str
+
+
+class MessageError(TypedDict):
+    type: Literal["error"]
+    error: MessageErrorBody
+
+
+class Anthropic(NamedEvents):
+    """As Anthropic's messages have it."""
+
+    ERROR: ClassVar[Any] = MessageError
+    ID_HEADERS: ClassVar[tuple[str, ...]] = ("X-Request-Id", "Request-Id")
+    IDLE = b'event: ping\ndata: {"type": "ping"}\n\n'
+
+    def error(self, error: ErrorBody, status: int) -> dict[str, Any]:
+        kind = ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+        message, param = error["message"], error["param"]
+        if param is not None and param not in message:  # which the message alone can tell
+            message = f"{param}: {message}"
+        return {"type": "error", "error": {"type": kind, "message": message}}
+
+    def failure(self, error: ErrorBody) -> dict[str, Any]:
+        return self.error(error, 400 if error["type"] == "invalid_request_error" else 500)
+
+
 OPENAI = WireFormat()
+WIRE_FORMATS: web.AppKey[Callable[[web.Request], WireFormat]] = web.AppKey("wire_formats")
+"""How each request's errors and streams are written; without it, as ``OPENAI`` does."""
 
 
 def wire_format(request: web.Request) -> WireFormat:
-    """How the request's route writes errors and streams."""
-    return request.config_dict.get(WIRE_FORMATS, {}).get(request.match_info.route, OPENAI)
+    """How the errors and streams of this request are written."""
+    return request.config_dict.get(WIRE_FORMATS, lambda _: OPENAI)(request)
