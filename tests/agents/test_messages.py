@@ -291,7 +291,7 @@ async def test_reasoning_comes_back_unaltered_or_not_at_all(server: Running) -> 
     assert await counted(server, messages=after(empty, redacted, text)) == without
     for altered in ({"thinking": "hm!"}, {"signature": thought["signature"][:-2] + "A="}, {"thinking": ""}):
         said = await refused(server, messages=after(thought | altered, text))
-        assert said.startswith("messages[1].content[0].signature cannot be accepted: it ")
+        assert said.startswith("messages[1].content[0]: Invalid `signature` in `thinking` block: it ")
         assert said.endswith("Send the block as it came, with an empty signature, or not at all.")
 
 

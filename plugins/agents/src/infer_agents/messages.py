@@ -204,8 +204,9 @@ class Messages:
 
 def _altered(thought: Thought, why: str) -> RequestError:
     return RequestError(
-        f"{thought.param}.signature cannot be accepted: {why}. Send the block as it came, with an empty signature, or "
-        "not at all.",
+        # Clients look for Anthropic's words, and leave the block out then.
+        f"{thought.param}: Invalid `signature` in `thinking` block: {why}. Send the block as it came, with an empty "
+        "signature, or not at all.",
         param=f"{thought.param}.signature",
     )
 
