@@ -20,6 +20,7 @@ import pytest
 from tests.serving import serving
 
 from infer.server.testing import Serving
+from infer_agents.launch import AGENTS, Server
 
 INFER = Path(sys.executable).with_name("infer")
 KEY = "sesame"
@@ -57,7 +58,7 @@ def test_claude_is_told_by_its_environment(server: Serving, tmp_path: Path) -> N
     assert environment["ANTHROPIC_BASE_URL"] == server.url
     assert environment["ANTHROPIC_AUTH_TOKEN"] == KEY
     assert environment["ANTHROPIC_MODEL"] == environment["ANTHROPIC_DEFAULT_HAIKU_MODEL"] == "demo"
-    assert environment["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "512"
+    assert environment["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == environment["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] == "512"
 
 
 def test_claude_uses_no_other_server(server: Serving, tmp_path: Path) -> None:
@@ -87,7 +88,7 @@ def test_opencode_and_qwen_are_told_of_chats(server: Serving, tmp_path: Path) ->
     config = json.loads(environment["OPENCODE_CONFIG_CONTENT"])
     provider, _, model = config["model"].partition("/")
     assert config["provider"][provider]["options"] == {"baseURL": f"{server.url}/v1", "apiKey": KEY}
-    assert config["provider"][provider]["models"][model]["limit"]["context"] == 512
+    assert config["provider"][provider]["models"][model]["limit"] == {"context": 512, "output": 128}
     arguments, environment = started(tmp_path, "qwen", "--url", server.url)
     assert arguments == ["--auth-type", "openai"]
     assert [environment[f"OPENAI_{name}"] for name in ("BASE_URL", "API_KEY", "MODEL")] == [
@@ -95,6 +96,12 @@ def test_opencode_and_qwen_are_told_of_chats(server: Serving, tmp_path: Path) ->
         KEY,
         "demo",
     ]
+
+
+def test_opencode_leaves_most_of_a_long_context_to_the_prompt() -> None:
+    told = AGENTS["opencode"](Server("http://127.0.0.1:8000", "demo", 262_144, None)).environment
+    model = json.loads(told["OPENCODE_CONFIG_CONTENT"])["provider"]["infer"]["models"]["demo"]
+    assert model["limit"] == {"context": 262_144, "output": 32_000}
 
 
 def test_what_is_printed_starts_the_same_in_a_shell(server: Serving, tmp_path: Path) -> None:

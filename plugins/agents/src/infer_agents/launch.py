@@ -18,6 +18,8 @@ from infer.contracts.command import CommandContext, CommandRegistration
 from infer.errors import InferError
 
 WAIT_S = 10.0
+OPENCODE_MOST = 32_000
+"""The most tokens of an answer that opencode asks for."""
 NO_KEY = "none"
 """What agents get as a key that want one, for a server that wants none."""
 
@@ -51,6 +53,7 @@ def _claude(server: Server) -> Start:
             "ANTHROPIC_AUTH_TOKEN": server.key or NO_KEY,
             **{f"ANTHROPIC_{name}": server.model for name in names},
             "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(server.context),
+            "CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(server.context),
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         },
         ("ANTHROPIC_API_KEY", "CLAUDE_CODE_USE_BEDROCK", "CLAUDE_CODE_USE_VERTEX"),
@@ -73,7 +76,8 @@ def _codex(server: Server) -> Start:
 
 
 def _opencode(server: Server) -> Start:
-    model = {"limit": {"context": server.context, "output": server.context}}
+    # opencode keeps as much of the context free as an answer may take.
+    model = {"limit": {"context": server.context, "output": min(server.context // 4, OPENCODE_MOST)}}
     options = {"baseURL": f"{server.url}/v1", "apiKey": server.key or NO_KEY}
     provider = {"npm": "@ai-sdk/openai-compatible", "options": options, "models": {server.model: model}}
     config = {"model": f"infer/{server.model}", "provider": {"infer": provider}}
