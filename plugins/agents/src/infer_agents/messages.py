@@ -16,6 +16,7 @@ from infer.contracts.server import Route
 from infer.contracts.text import Piece
 from infer.errors import RequestError
 from infer.server.events import Events, Json
+from infer.server.http.access import SHUTTING_DOWN
 from infer.server.http.errors import REQUEST_ID
 from infer.server.http.parsing import checked
 from infer.server.http.wire import ErrorBody, NamedEvents
@@ -67,6 +68,8 @@ class Anthropic(NamedEvents):
         return {"type": "error", "error": {"type": kind, "message": message}}
 
     def failure(self, error: ErrorBody) -> dict[str, Any]:
+        if error["message"] == SHUTTING_DOWN:
+            return self.error(error, 503)  # clients send the request again
         return self.error(error, 400 if error["type"] == "invalid_request_error" else 500)
 
 
@@ -149,7 +152,7 @@ def routes(service: Service, seal: Seal, *, billing_header: bool) -> list[Route]
 
 @dataclass(frozen=True)
 class _Chat:
-    """What a prompt is made of: ``infer.server.conversation.Chat``."""
+    """What a prompt is made of: ``infer.server.conversation.ConversationBody``."""
 
     turns: bytes
     continue_final_message: bool
