@@ -440,6 +440,24 @@ async def test_a_template_is_told_of_thinking_and_effort_if_it_knows_them(tmp_pa
         assert await counted(server, thinking={"type": "enabled"}, output_config={"effort": "high"}) == plain
 
 
+async def test_an_effort_that_the_template_refuses_has_no_effect(tmp_path: Path) -> None:
+    """Unless it is given as the template's own variable."""
+    section = puppet(tmp_path)
+    path = tmp_path / "refuses.jinja"
+    refuses = "{% if reasoning_effort == 'max' %}{{ raise_exception('no max') }}{% endif %}"
+    never = "{% if messages[0].content == 'never' %}{{ raise_exception('never') }}{% endif %}"
+    path.write_text(refuses + never + Path(section["chat_template"]).read_text())
+    async with puppets(tmp_path, model=section | {"chat_template": str(path)}) as server:
+        plain = await counted(server)
+        assert await counted(server, output_config={"effort": "max"}) == plain
+        assert await counted(server, output_config={"effort": "high"}) > plain
+        own = {"chat_template_kwargs": {"reasoning_effort": "max"}}
+        for more in (own, own | {"output_config": {"effort": "max"}}):
+            assert "no max" in await refused(server, **more)
+        turns = [{"role": "user", "content": "never"}]
+        assert "ever" in await refused(server, messages=turns, output_config={"effort": "high"})
+
+
 async def test_a_budget_closes_the_reasoning(server: Running) -> None:
     await told(server, f"one two three four five</think>Hello{END}", **THINKS)
     free = await ask(server, **THINKS)
