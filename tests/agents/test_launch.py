@@ -8,8 +8,11 @@ import re
 import shlex
 import subprocess
 import sys
+import threading
 import tomllib
 from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ import pytest
 from tests.serving import serving
 
 from infer.server.testing import Serving
+from infer_agents.launch import AGENTS, Server
 
 INFER = Path(sys.executable).with_name("infer")
 KEY = "sesame"
@@ -32,17 +36,17 @@ def server() -> Iterator[Serving]:
         yield made
 
 
-def launch(*words: str, path: Path | None = None, key: str = KEY) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"INFER_SERVER__API_KEYS": key}
+def launch(*words: str, path: Path | None = None, key: str = KEY, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"INFER_SERVER__API_KEYS": key} | variables
     if path is not None:
         environment["PATH"] = f"{path}:{environment['PATH']}"
     return subprocess.run([INFER, "launch", *words], env=environment, capture_output=True, text=True, check=False)
 
 
-def started(tmp_path: Path, agent: str, *words: str) -> tuple[list[str], dict[str, str]]:
+def started(tmp_path: Path, agent: str, *words: str, **variables: str) -> tuple[list[str], dict[str, str]]:
     (tmp_path / agent).write_text(AGENT)
     (tmp_path / agent).chmod(0o755)
-    done = launch(agent, *words, path=tmp_path)
+    done = launch(agent, *words, path=tmp_path, **variables)
     assert done.returncode == 0, done.stderr
     arguments, environment = json.loads(done.stdout)
     return arguments, environment
@@ -54,7 +58,19 @@ def test_claude_is_told_by_its_environment(server: Serving, tmp_path: Path) -> N
     assert environment["ANTHROPIC_BASE_URL"] == server.url
     assert environment["ANTHROPIC_AUTH_TOKEN"] == KEY
     assert environment["ANTHROPIC_MODEL"] == environment["ANTHROPIC_DEFAULT_HAIKU_MODEL"] == "demo"
-    assert environment["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "512"
+    assert environment["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == environment["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] == "512"
+
+
+def test_claude_uses_no_other_server(server: Serving, tmp_path: Path) -> None:
+    others = dict.fromkeys(("ANTHROPIC_API_KEY", "CLAUDE_CODE_USE_BEDROCK", "CLAUDE_CODE_USE_VERTEX"), "1")
+    _, environment = started(tmp_path, "claude", "--url", server.url, **others)
+    assert not others.keys() & environment.keys()
+    printed = launch("claude", "--url", server.url, "--print", path=tmp_path).stdout
+    shell = os.environ | others | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(printed, shell=True, env=shell, capture_output=True, text=True, check=True)
+    again = json.loads(done.stdout)[1]
+    assert not others.keys() & again.keys()
+    assert again["ANTHROPIC_AUTH_TOKEN"] == KEY
 
 
 def test_codex_is_told_by_its_command_line(server: Serving, tmp_path: Path) -> None:
@@ -72,7 +88,7 @@ def test_opencode_and_qwen_are_told_of_chats(server: Serving, tmp_path: Path) ->
     config = json.loads(environment["OPENCODE_CONFIG_CONTENT"])
     provider, _, model = config["model"].partition("/")
     assert config["provider"][provider]["options"] == {"baseURL": f"{server.url}/v1", "apiKey": KEY}
-    assert config["provider"][provider]["models"][model]["limit"]["context"] == 512
+    assert config["provider"][provider]["models"][model]["limit"] == {"context": 512, "output": 128}
     arguments, environment = started(tmp_path, "qwen", "--url", server.url)
     assert arguments == ["--auth-type", "openai"]
     assert [environment[f"OPENAI_{name}"] for name in ("BASE_URL", "API_KEY", "MODEL")] == [
@@ -80,6 +96,12 @@ def test_opencode_and_qwen_are_told_of_chats(server: Serving, tmp_path: Path) ->
         KEY,
         "demo",
     ]
+
+
+def test_opencode_leaves_most_of_a_long_context_to_the_prompt() -> None:
+    told = AGENTS["opencode"](Server("http://127.0.0.1:8000", "demo", 262_144, None)).environment
+    model = json.loads(told["OPENCODE_CONFIG_CONTENT"])["provider"]["infer"]["models"]["demo"]
+    assert model["limit"] == {"context": 262_144, "output": 32_000}
 
 
 def test_what_is_printed_starts_the_same_in_a_shell(server: Serving, tmp_path: Path) -> None:
@@ -99,6 +121,10 @@ def test_what_is_printed_starts_the_same_in_a_shell(server: Serving, tmp_path: P
         (["nobody"], "invalid choice: 'nobody'"),
         (["codex", "--url", "http://127.0.0.1:9"], "No server answers at http://127.0.0.1:9 .*infer serve"),
         (["codex", "--url", "localhost"], "--url 'localhost' is no address such as"),
+        (["codex", "--url", "http://127.0.0.1:80x"], "--url 'http://127.0.0.1:80x' is no address such as"),
+        (["codex", "--url", "http://[::1"], r"--url 'http://\[::1' is no address such as"),
+        (["codex", "--url", "http://a b"], "--url 'http://a b' is no address such as"),
+        (["codex", "--url", "http://"], "--url 'http:/*' is no address such as"),
         (["codex", "--url", "{url}", "--name", "other"], "--name 'other' is not served at .*; there is demo"),
         (["codex", "--url", "{url}"], "codex is not installed, or not on PATH; --print"),
     ],
@@ -115,3 +141,44 @@ def test_a_wrong_key_is_said(server: Serving) -> None:
     done = launch("codex", "--url", server.url, key="other")
     assert "answers 401 to /v1/models; set server.api_keys" in done.stderr
     assert done.returncode == 2
+
+
+@contextmanager
+def answering(status: int, location: str = "") -> Iterator[tuple[str, list[str]]]:
+    """The address of a server that answers every GET so, and the paths and keys that it gets."""
+    got: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            got.append(f"{self.path} {self.headers['Authorization']}")
+            self.send_response(status)
+            if location:
+                self.send_header("Location", location)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as made:
+        thread = threading.Thread(target=made.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{made.server_port}", got
+        finally:
+            made.shutdown()
+            thread.join()
+
+
+def test_a_redirect_does_not_get_the_key() -> None:
+    with answering(404) as (other, got), answering(302, f"{other}/v1/models") as (url, _):
+        done = launch("codex", "--url", url)
+    assert got == []
+    assert f"redirects /v1/models to {other}/v1/models" in " ".join(done.stderr.split())
+    assert done.returncode == 2
+
+
+def test_a_loopback_address_is_asked_without_a_proxy(server: Serving) -> None:
+    with answering(404) as (proxy, got):
+        done = launch("codex", "--url", server.url, "--print", http_proxy=proxy, no_proxy="")
+    assert got == []
+    assert done.returncode == 0, done.stderr

@@ -19,18 +19,20 @@ from tests.examples import examples
 from tests.puppet import Puppet, Puppets, say
 from tests.serving import TEMPLATE, Body, Running, holding, retokened, running, until
 
-from infer.contracts.params import SamplingParams
+from infer.contracts.params import MAX_STOP_CHARS, MAX_STOPS, SamplingParams
 from infer.contracts.request import Event
 from infer.contracts.text import ReasoningTags
 from infer.errors import RequestError
 from infer.server import service
+from infer.server.http.errors import error_body
 from infer.server.http.parsing import parse
-from infer.server.http.wire import Anthropic
+from infer.server.http.wire import SHUTTING_DOWN, Anthropic
 from infer.server.replies import Reply, ToolUse
 from infer.text.tool_formats import ToolFormat, objects
 from infer.text.tool_formats.reader import scripted
 from infer_agents import messages
 from infer_agents.message_bodies import MessagesRequest, conversation, short_id
+from infer_agents.response_tools import MAX_OFFERS
 from infer_agents.seal import Seal
 
 PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
@@ -391,6 +393,8 @@ def test_errors_have_anthropics_types() -> None:
         assert found == {"type": "error", "error": {"type": kind, "message": "No."}}
     for said, kind in (("invalid_request_error", "invalid_request_error"), ("server_error", "api_error")):
         assert Anthropic().failure(error | {"type": said})["error"]["type"] == kind  # type: ignore[arg-type]
+    ending = error_body(SHUTTING_DOWN, "server_error")
+    assert Anthropic().failure(ending)["error"] == {"type": "overloaded_error", "message": SHUTTING_DOWN}
 
 
 async def test_a_stream_pings_while_its_prompt_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -433,6 +437,24 @@ async def test_a_template_is_told_of_thinking_and_effort_if_it_knows_them(tmp_pa
     async with puppets(tmp_path, model=section) as server:
         plain = await counted(server)
         assert await counted(server, thinking={"type": "enabled"}, output_config={"effort": "high"}) == plain
+
+
+async def test_an_effort_that_the_template_refuses_has_no_effect(tmp_path: Path) -> None:
+    """Unless it is given as the template's own variable."""
+    section = puppet(tmp_path)
+    path = tmp_path / "refuses.jinja"
+    refuses = "{% if reasoning_effort == 'max' %}{{ raise_exception('no max') }}{% endif %}"
+    never = "{% if messages[0].content == 'never' %}{{ raise_exception('never') }}{% endif %}"
+    path.write_text(refuses + never + Path(section["chat_template"]).read_text())
+    async with puppets(tmp_path, model=section | {"chat_template": str(path)}) as server:
+        plain = await counted(server)
+        assert await counted(server, output_config={"effort": "max"}) == plain
+        assert await counted(server, output_config={"effort": "high"}) > plain
+        own = {"chat_template_kwargs": {"reasoning_effort": "max"}}
+        for more in (own, own | {"output_config": {"effort": "max"}}):
+            assert "no max" in await refused(server, **more)
+        turns = [{"role": "user", "content": "never"}]
+        assert "ever" in await refused(server, messages=turns, output_config={"effort": "high"})
 
 
 async def test_a_budget_closes_the_reasoning(server: Running) -> None:
@@ -489,6 +511,25 @@ async def test_tools_of_other_servers_are_not_shown(server: Running) -> None:
     assert await counted(server, tools=[*typed, custom]) == await counted(server, tools=[LOOK])
     assert await counted(server, tools=[LOOK]) > await counted(server) + 20
     assert await counted(server, tools=[LOOK], tool_choice={"type": "none"}) == await counted(server)
+
+
+async def test_tools_are_not_too_many_and_their_names_differ(server: Running) -> None:
+    many = [LOOK | {"name": f"look{i}"} for i in range(MAX_OFFERS + 1)]
+    assert MessagesRequest.model_validate(ASKED | {"tools": many[:-1]}).tool_use().offered
+    said = await refused(server, tools=many)
+    assert "tools" in said
+    assert str(MAX_OFFERS) in said
+    said = await refused(server, tools=[LOOK, LOOK | {"description": "Again."}])
+    assert "two tools named 'look'; rename one of them" in said
+    hidden = {"type": "bash_20250124", "name": "look"}
+    assert await counted(server, tools=[LOOK, hidden, hidden]) == await counted(server, tools=[LOOK])
+
+
+async def test_stop_sequences_are_refused_in_the_clients_words(server: Running) -> None:
+    for stops in ([""], ["x" * (MAX_STOP_CHARS + 1)], ["x"] * (MAX_STOPS + 1)):
+        said = await refused(server, stop_sequences=stops)
+        assert "stop_sequences" in said
+        assert "stop =" not in said
 
 
 async def test_an_answer_has_the_format_that_is_asked_for(server: Running) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import os
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -61,3 +62,13 @@ def test_a_key_that_cannot_be_kept_lasts_as_long_as_the_process(
         assert seal.signed("hm", seal.signature("hm"))
         assert "after a restart" in caplog.text
         caplog.clear()
+
+
+def test_without_a_home_the_key_lasts_as_long_as_the_process(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as if the user had no entry and HOME were not set
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    seal = make_seal(None)
+    assert seal.signed("hm", seal.signature("hm"))
+    assert "~/.local/state/infer/agents.key cannot be kept (Could not determine home directory.)" in caplog.text

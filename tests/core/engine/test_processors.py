@@ -115,6 +115,7 @@ def test_a_prompt_is_seen_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 OPENED, FREE = ThinkingTokens((), (7, 8), True), ThinkingTokens((5,), (7, 8), False)
+AGAIN = ThinkingTokens((5, 6), (7, 8), True)
 BUDGETS: list[tuple[ThinkingTokens, list[int], int, list[int | None]]] = [
     (OPENED, [1, 2, 3], 5, [None, None, None, None]),
     (OPENED, [7, 8], 0, [7, 8, None]),
@@ -126,7 +127,11 @@ BUDGETS: list[tuple[ThinkingTokens, list[int], int, list[int | None]]] = [
     (FREE, [9, 5, 1, 7, 8, 1], 1, [None, None, None, 7, 8, None, None]),
     (FREE, [9, 9, 5, 1, 1, 1], 1, [None] * 7),  # an opening tag further on is text
     (FREE, [1, 2, 3], 0, [None] * 4),
-    (FREE, [5, 7, 8, 5, 1], 0, [None, 7, 8, None, None, None]),  # there is one reasoning
+    (FREE, [5, 7, 8, 5, 7, 8, 1], 0, [None, 7, 8, None, 7, 8, None, None]),  # what is opened again is closed at once
+    (FREE, [5, 1, 7, 8, 9, 5, 1, 7, 8], 2, [None, None, None, None, None, None, None, 7, 8, None]),
+    (FREE, [5, 7, 8, 9, 9, 5, 1], 0, [None, 7, 8, None, None, None, None, None]),  # that tag is text
+    (AGAIN, [1, 7, 8, 9, 5, 6, 7, 8, 5, 6], 1, [None, 7, 8, None, None, None, 7, 8, None, None, 7]),
+    (AGAIN, [7, 8, 9, 9, 5, 6, 1], 0, [7, 8, None, None, None, None, None, None]),
 ]
 
 
@@ -261,23 +266,39 @@ def test_a_request_of_higher_priority_goes_first() -> None:
     assert [record.request_id for record in engine.finished] == ["soon", "first", "next", "late"]
 
 
+def _run(llm: LLM, request: Request) -> tuple[list[int], str]:
+    """The answer's tokens, and why it ended."""
+    mailbox: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
+    llm.loop.submit(request, mailbox.put)
+    tokens: list[int] = []
+    while True:
+        for event in mailbox.get():
+            tokens += event.token_ids
+            if event.finish_reason is not None:
+                return tokens, event.finish_reason
+
+
 def test_a_grammar_may_wait_for_the_end_of_reasoning() -> None:
     """The answer is free up to a token, and formed behind it."""
     with LLM("demo", kernels={"threads": 1}, engine={"max_seq_len": 512}) as llm:
         end = llm.served.tokenizer.encode("\n").ids[-1]
         params = SamplingParams(max_tokens=400, seed=1, structured_outputs=StructuredOutputs(regex="[0-9]{3}x"))
-        request = llm.served.request("x = ", params, grammar_after=(end,))
-        mailbox: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
-        llm.loop.submit(request, mailbox.put)
-        tokens: list[int] = []
-        reason = None
-        while reason is None:
-            for event in mailbox.get():
-                tokens += event.token_ids
-                reason = event.finish_reason
+        tokens, reason = _run(llm, llm.served.request("x = ", params, grammar_after=(end,)))
         decode = llm.served.tokenizer.decode
         cut = tokens.index(end)
         assert re.fullmatch("[0-9]{3}x", decode(tokens[cut + 1 :]))
         assert cut > 0
         assert not re.match("[0-9]{3}x", decode(tokens[:cut]))
+        assert reason == "stop"
+
+
+def test_no_reasoning_is_opened_in_what_a_grammar_describes() -> None:
+    with LLM("demo", kernels={"threads": 1}, engine={"max_seq_len": 512}) as llm:
+        encode = llm.served.tokenizer.encode
+        tags = ThinkingTokens(tuple(encode("7").ids[-1:]), tuple(encode("\n").ids[-1:]), True)
+        outputs = StructuredOutputs(regex="7{3}x")
+        params = SamplingParams(max_tokens=400, seed=1, thinking_token_budget=2, structured_outputs=outputs)
+        request = llm.served.request("x = ", params, grammar_after=tags.closing, thinking=tags)
+        tokens, reason = _run(llm, request)
+        assert llm.served.tokenizer.decode(tokens[tokens.index(tags.closing[0]) + 1 :]) == "777x"
         assert reason == "stop"

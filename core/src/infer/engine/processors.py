@@ -66,13 +66,14 @@ def compute_edits(rows: Sequence[ProcessedRow], masks: Masks) -> list[tuple[int,
 
 class ThinkingBudget:
     """Closes a model's reasoning after ``most`` tokens. Reasoning is what comes between the opening and the closing
-    tokens at the beginning of an answer; what one token writes before them, such as a line break, does not matter."""
+    tokens at the beginning of an answer; what one token writes before them, such as a line break, does not matter.
+    Right behind the closing tokens, opening ones begin reasoning again, with what is left of the budget."""
 
     def __init__(self, tokens: ThinkingTokens, most: int) -> None:
         self._tokens = tokens
         self._left = most
-        self._lead = 0 if tokens.opened else len(tokens.opening) + 1
-        """How many further tokens the opening ones may be among; none once they have come."""
+        self._lead = 0 if tokens.opened else self._reach
+        """How many further tokens the opening ones may be among; none within the reasoning."""
         self._within = tokens.opened
         self._matched = 0
         """How many tokens of the tag that may come next have come."""
@@ -84,11 +85,16 @@ class ThinkingBudget:
         tag = self._tokens.closing if self._within else self._tokens.opening
         self._matched = self._matched + 1 if token == tag[self._matched] else int(token == tag[0])
         if self._matched == len(tag):
-            self._within, self._lead, self._matched = not self._within, 0, 0
+            self._within, self._matched = not self._within, 0
+            self._lead = 0 if self._within else self._reach
         elif self._within:
             self._left -= not self._matched
         else:
             self._lead -= 1
+
+    @property
+    def _reach(self) -> int:
+        return len(self._tokens.opening) + 1 if self._tokens.opening else 0
 
     @property
     def forced(self) -> int | None:
@@ -221,6 +227,8 @@ class LogitsProcessor:
                 self._matcher.accept(token)
             elif token == self._gate[self._passed]:
                 self._passed += 1
+                if not self._waits:
+                    self._thinking = None  # a tag from now on is part of what the grammar describes
             elif token == self._gate[0]:
                 self._passed = 1
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from infer.contracts.request import Event, Request
 from infer.errors import EngineDeadError, InferError, RequestError
-from infer.server.http.access import SHUTTING_DOWN
+from infer.server.http.wire import SHUTTING_DOWN
 
 LONG_CHARS = 1 << 17
 """If their texts are longer than this, they are tokenized one after the other: a text of megabytes without a break may

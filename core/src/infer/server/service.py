@@ -43,7 +43,7 @@ INLINE_CHARS = 4096
 """If a request's prompts are longer than this in all, they are tokenized in a thread, so that other streams can
 continue."""
 SILENCE_S = 15.0
-"""A stream that has nothing to send before its first event sends a comment after so many seconds."""
+"""A stream that has nothing to send before its first event sends its wire format's ``IDLE`` after so many seconds."""
 T = TypeVar("T", bound=Body)
 R = TypeVar("R")
 

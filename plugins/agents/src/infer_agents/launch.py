@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
 import os
 import shlex
 import shutil
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -16,6 +18,8 @@ from infer.contracts.command import CommandContext, CommandRegistration
 from infer.errors import InferError
 
 WAIT_S = 10.0
+OPENCODE_MOST = 32_000
+"""The most tokens of an answer that opencode asks for."""
 NO_KEY = "none"
 """What agents get as a key that want one, for a server that wants none."""
 
@@ -36,6 +40,8 @@ class Start(NamedTuple):
 
     arguments: list[str]
     environment: dict[str, str]
+    unset: tuple[str, ...] = ()
+    """Variables that would have the agent use another server."""
 
 
 def _claude(server: Server) -> Start:
@@ -47,8 +53,10 @@ def _claude(server: Server) -> Start:
             "ANTHROPIC_AUTH_TOKEN": server.key or NO_KEY,
             **{f"ANTHROPIC_{name}": server.model for name in names},
             "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(server.context),
+            "CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(server.context),
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         },
+        ("ANTHROPIC_API_KEY", "CLAUDE_CODE_USE_BEDROCK", "CLAUDE_CODE_USE_VERTEX"),
     )
 
 
@@ -68,7 +76,8 @@ def _codex(server: Server) -> Start:
 
 
 def _opencode(server: Server) -> Start:
-    model = {"limit": {"context": server.context, "output": server.context}}
+    # opencode keeps as much of the context free as an answer may take.
+    model = {"limit": {"context": server.context, "output": min(server.context // 4, OPENCODE_MOST)}}
     options = {"baseURL": f"{server.url}/v1", "apiKey": server.key or NO_KEY}
     provider = {"npm": "@ai-sdk/openai-compatible", "options": options, "models": {server.model: model}}
     config = {"model": f"infer/{server.model}", "provider": {"infer": provider}}
@@ -106,20 +115,53 @@ def _run(args: argparse.Namespace, context: CommandContext) -> int:
     if not args.print:
         if shutil.which(args.agent) is None:
             raise InferError(f"{args.agent} is not installed, or not on PATH; --print shows what would be started.")
-        os.execvpe(args.agent, words, os.environ | start.environment)
-    print(shlex.join(["env", *(f"{name}={value}" for name, value in start.environment.items()), *words]))
+        kept = {name: value for name, value in os.environ.items() if name not in start.unset}
+        os.execvpe(args.agent, words, kept | start.environment)
+    unset = (word for name in start.unset for word in ("-u", name))
+    print(shlex.join(["env", *unset, *(f"{name}={value}" for name, value in start.environment.items()), *words]))
     return 0
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Has a redirect fail with its status, since whoever it leads to would get the key."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+def _answer(url: str, key: str | None) -> bytes:
+    """What GET ``url`` answers. Raises OSError, ValueError for an invalid address, and HTTPException for an answer
+    that is not HTTP."""
+    from infer.server.http.access import loopback  # imported here, so that other commands need not wait for it
+
+    host = urllib.parse.urlsplit(url).hostname
+    if not host:
+        raise ValueError("it names no host")
+    handlers: list[urllib.request.BaseHandler] = [_NoRedirects()]
+    if loopback(host):
+        handlers.append(urllib.request.ProxyHandler({}))  # a proxy's own loopback addresses are another machine's
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
+    try:
+        with urllib.request.build_opener(*handlers).open(request, timeout=WAIT_S) as response:
+            answer: bytes = response.read()
+            return answer
+    except http.client.InvalidURL as error:
+        raise ValueError(error) from None
 
 
 def _found(url: str, name: str | None, key: str | None) -> Server:
     """The server and its model. Raises InferError."""
+    invalid = InferError(f"--url {url!r} is no address such as http://127.0.0.1:8000.")
     if not url.startswith(("http://", "https://")):
-        raise InferError(f"--url {url!r} is no address such as http://127.0.0.1:8000.")
-    request = urllib.request.Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"} if key else {})
+        raise invalid
     try:
-        with urllib.request.urlopen(request, timeout=WAIT_S) as response:
-            models: dict[str, Any] = {model["id"]: model for model in json.load(response)["data"]}
+        answer = _answer(f"{url}/v1/models", key)
     except urllib.error.HTTPError as error:
+        if location := error.headers["Location"]:
+            raise InferError(
+                f"The server at {url} redirects /v1/models to {location}, and redirects are not followed, so that no "
+                "other host gets the key; give the address of the server itself as --url."
+            ) from None
         hint = "; set server.api_keys to one of its keys" if error.code == 401 else ""
         raise InferError(f"The server at {url} answers {error.code} to /v1/models{hint}.") from None
     except OSError as error:
@@ -127,6 +169,12 @@ def _found(url: str, name: str | None, key: str | None) -> Server:
             f"No server answers at {url} ({getattr(error, 'reason', error)}): start one with infer serve, or give its "
             "--url."
         ) from None
+    except ValueError:
+        raise invalid from None
+    except http.client.HTTPException as error:
+        raise InferError(f"What answers at {url} is no server of infer: {error!r}.") from None
+    try:
+        models: dict[str, Any] = {model["id"]: model for model in json.loads(answer)["data"]}
     except (ValueError, KeyError, TypeError):
         raise InferError(f"What answers at {url} is no server of infer: its /v1/models lists no models.") from None
     if not models or (name is not None and name not in models):

@@ -12,12 +12,13 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import to_json
 
-from infer.contracts.params import SamplingParams, StructuredOutputs
+from infer.contracts.params import MAX_STOP_CHARS, MAX_STOPS, SamplingParams, StructuredOutputs
 from infer.server.http.body import Body, Many, Text
 from infer.server.messages import Kept
 from infer.server.replies import ToolUse
 from infer.server.tools import ToolName
 from infer.text.tools import ID_LENGTH
+from infer_agents.response_tools import MAX_OFFERS
 
 ID_PREFIX = "toolu_"
 BILLING_HEADER = "x-anthropic-billing-header:"
@@ -253,13 +254,15 @@ class MessagesRequest(Body):
     messages: Many[Turn] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1, description="The most tokens to generate; more than fit: all that fit.")
     system: str | Many[TextBlock] | None = None
-    tools: Many[Tool] | None = None
+    tools: Many[Tool] | None = Field(None, max_length=MAX_OFFERS)
     tool_choice: ToolChoice | None = None
     stream: bool = False
     temperature: float = Field(1.0, ge=0, le=100, allow_inf_nan=False)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1, lt=2**31, description="Keep the k likeliest tokens; 0 or -1 keeps all.")
-    stop_sequences: Many[str] = Field((), description="Texts that end the answer, which does not include them.")
+    stop_sequences: Many[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]] = Field(
+        (), max_length=MAX_STOPS, description="Texts that end the answer, which does not include them."
+    )
     metadata: UserMetadata | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -282,6 +285,11 @@ class MessagesRequest(Body):
     @model_validator(mode="after")
     def _possible(self) -> Self:
         check_called(self.messages)
+        names: set[str] = set()
+        for tool in self._offered:
+            if tool.name in names:
+                raise ValueError(f"tools would show the model two tools named {tool.name!r}; rename one of them")
+            names.add(tool.name)
         choice = self.tool_choice
         if choice is not None and choice.type in ("any", "tool") and not self._possible_tools:
             if choice.name is not None:
@@ -336,12 +344,13 @@ class MessagesRequest(Body):
         fields = {"max_tokens": self.max_tokens, "stop": self.stop_sequences, "seed": self.seed}
         return SamplingParams(**fields | given | {"structured_outputs": outputs} | overrides)
 
-    def variables(self) -> dict[str, Any]:
-        """The chat template's variables. What it is told of reasoning has an effect only if it knows the word."""
+    def variables(self, *, effort: bool = True) -> dict[str, Any]:
+        """The chat template's variables, with or without the client's ``effort``. What it is told of reasoning has an
+        effect only if it knows the word."""
         variables: dict[str, Any] = {}
         if self.thinking is not None:
             variables |= dict.fromkeys(("enable_thinking", "thinking"), self.thinking.type != "disabled")
-        if self.output_config is not None and self.output_config.effort is not None:
+        if effort and self.output_config is not None and self.output_config.effort is not None:
             variables["reasoning_effort"] = self.output_config.effort
         return variables | (self.chat_template_kwargs or {})
 

@@ -112,7 +112,7 @@ def routes(service: Service, seal: Seal, *, billing_header: bool) -> list[Route]
 
 @dataclass(frozen=True)
 class _Chat:
-    """What a prompt is made of: ``infer.server.conversation.Chat``."""
+    """What a prompt is made of: ``infer.server.conversation.ConversationBody``."""
 
     turns: bytes
     continue_final_message: bool
@@ -168,7 +168,14 @@ class Messages:
         history = b"".join(each if isinstance(each, bytes) else to_json(self._own(each)) for each in pieces)
         chat = _Chat(b"[%b%b]" % (system, history), continues, body.variables())
         sampling = lambda **overrides: checked(lambda: body.sampling(**overrides), MessagesRequest)  # noqa: E731
-        reply = await self._service.conversation.reply(chat, sampling, body.tool_use())
+        try:
+            reply = await self._service.conversation.reply(chat, sampling, body.tool_use())
+        except RequestError as error:
+            without = replace(chat, chat_template_kwargs=body.variables(effort=False))
+            if error.param != "messages" or without == chat:
+                raise
+            # The effort is a hint, which agents always send, and templates may refuse values that they do not know.
+            reply = await self._service.conversation.reply(without, sampling, body.tool_use())
         budget = None if body.thinking is None else body.thinking.budget()
         if budget is None or reply.thinking_tokens is None:
             return reply

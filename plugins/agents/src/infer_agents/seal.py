@@ -54,7 +54,8 @@ def unverified(sealed: str) -> str:
 
 
 def state_folder() -> Path:
-    """Where infer keeps what outlives a process, as XDG's base directories have it."""
+    """Where infer keeps what outlives a process, as XDG's base directories have it. Raises RuntimeError if the user has
+    no home."""
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "infer"
 
 
@@ -63,10 +64,12 @@ def make_seal(key: str | None, folder: Path | None = None) -> Seal:
     alone, so that conversations go on after a restart."""
     if key is not None:
         return Seal(hashlib.sha256(key.encode()).digest())
-    path = (folder or state_folder()) / "agents.key"
+    path = "~/.local/state/infer/agents.key"
     try:
-        return Seal(_kept(path))
-    except OSError as error:
+        found = (folder or state_folder()) / "agents.key"
+        path = str(found)
+        return Seal(_kept(found))
+    except (OSError, RuntimeError) as error:  # a RuntimeError, if there is no home
         log.warning("after a restart, reasoning that clients send back is refused: %s cannot be kept (%s)", path, error)
         return Seal(secrets.token_bytes(KEY_BYTES))
 

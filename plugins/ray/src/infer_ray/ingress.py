@@ -23,13 +23,13 @@ from yarl import URL
 
 from infer.contracts.sections import ServerSettings
 from infer.errors import EngineDeadError
-from infer.server.http.access import CALLER, SHUTTING_DOWN, access_log, allow_origin, authorize, guard, preflight
+from infer.server.http.access import CALLER, access_log, allow_origin, authorize, guard, preflight
 from infer.server.http.bodies import BodyBudget, Reader, arrived
 from infer.server.http.errors import REQUEST_ID, error_body, errors, expected
 from infer.server.http.keys import Keys
 from infer.server.http.sockets import listen
 from infer.server.http.streams import hang_up, write
-from infer.server.http.wire import OPENAI, WIRE_FORMATS, Anthropic, NamedEvents, wire_format
+from infer.server.http.wire import OPENAI, SHUTTING_DOWN, WIRE_FORMATS, Anthropic, NamedEvents, wire_format
 from infer_ray.held import with_blocks
 from infer_ray.outline import Outgoing, Outline, outlined
 from infer_ray.resume import ClientStream, DivergedError, complaint

@@ -26,9 +26,9 @@ from aiohttp.typedefs import Handler, Middleware
 from infer.errors import EngineDeadError
 from infer.server.http.errors import REQUEST_ID, ForbiddenError, MediaTypeError, UnauthorizedError
 from infer.server.http.keys import Keys
+from infer.server.http.wire import SHUTTING_DOWN
 
 log = logging.getLogger("infer.access")
-SHUTTING_DOWN = "The server is shutting down; send the request again."
 MOST_LINES = 10_000
 """How many lines of the log may wait for whoever reads it."""
 LAST_S = 1.0

@@ -8,6 +8,8 @@ from typing import Any, ClassVar, Literal
 from aiohttp import web
 from typing_extensions import TypedDict
 
+SHUTTING_DOWN = "The server is shutting down; send the request again."
+
 
 class ErrorBody(TypedDict):
     message: str
@@ -95,6 +97,8 @@ class Anthropic(NamedEvents):
         return {"type": "error", "error": {"type": kind, "message": message}}
 
     def failure(self, error: ErrorBody) -> dict[str, Any]:
+        if error["message"] == SHUTTING_DOWN:
+            return self.error(error, 503)  # clients send the request again
         return self.error(error, 400 if error["type"] == "invalid_request_error" else 500)
 
 
