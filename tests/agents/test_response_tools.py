@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import re
@@ -18,6 +19,7 @@ from tests.puppet import Puppets, say
 from tests.serving import TEMPLATE, Body, Running, chatty, running, thinker
 
 from infer.server.endpoints.chat_completions import ChatRequest
+from infer.server.http.bodies import INLINE_BYTES
 from infer.server.http.parsing import parse
 from infer_agents import responses
 from infer_agents.response_bodies import ResponsesRequest
@@ -403,6 +405,15 @@ async def test_reasoning_that_was_altered_is_refused(server: Running) -> None:
             status, answer, _ = await server.post(body, path)
             assert (status, answer["error"]["param"]) == (400, "input[1].encrypted_content")
             assert "input[1].encrypted_content" in answer["error"]["message"]
+
+
+async def test_sealed_bytes_that_are_no_text_are_refused_by_name(server: Running) -> None:
+    sealed = base64.b64encode(bytes(32) + "\ud800".encode(errors="surrogatepass")).decode()
+    for text in ("hi", "hi " * (INLINE_BYTES // 3 + 1)):
+        items = [{"role": "user", "content": text}, {"type": "reasoning", "summary": [], "encrypted_content": sealed}]
+        for path in (COUNT, PATH):
+            status, answer, _ = await server.post({"input": items}, path)
+            assert (status, answer["error"]["param"]) == (400, "input[1].encrypted_content"), answer
 
 
 FORMS = [
