@@ -5,9 +5,13 @@ from __future__ import annotations
 import base64
 import json
 import logging
+import pickle
 import re
+import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -23,6 +27,7 @@ from infer.server.http.bodies import INLINE_BYTES
 from infer.server.http.parsing import parse
 from infer_agents import responses
 from infer_agents.response_bodies import ResponsesRequest
+from infer_agents.response_tools import Offer
 
 PATH, COUNT = "/v1/responses", "/v1/responses/input_tokens"
 LOOK = {
@@ -366,6 +371,47 @@ def test_a_choice_says_which_tools_are_shown_and_which_are_forced(
     names = None if use.forced is None else [tool["function"]["name"] for tool in use.forced]
     assert names == forced
     assert use.custom == {"patch", "mail__patch"}
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_choosing_among_many_tools_takes_work_in_proportion_to_them(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In calls of functions. Each tool is made ready for the choice once in a request."""
+    made = Counter[str]()
+    init = Offer.__init__
+
+    def counted(self: Offer, name: str, *args: Any) -> None:
+        made[name] += 1
+        init(self, name, *args)
+
+    monkeypatch.setattr(Offer, "__init__", counted)
+
+    def work(size: int) -> int:
+        spaces = [SPACE | {"name": f"s{i}", "tools": [LOOK | {"name": f"f{j}"} for j in range(size)]} for i in range(8)]
+        named = [{"type": "function", "namespace": "s7", "name": f"f{j}"} for j in range(size)]
+        choice = {"type": "allowed_tools", "mode": mode, "tools": named}
+        body = json.dumps({"input": "hi", "tools": spaces, "tool_choice": choice}).encode()
+        made.clear()
+        calls = 0
+
+        def profile(frame: FrameType, event: str, arg: object) -> None:
+            nonlocal calls
+            calls += event == "call"
+
+        before = sys.getprofile()
+        sys.setprofile(profile)
+        try:
+            asked = pickle.loads(pickle.dumps(parse(body, ResponsesRequest)))
+            use = asked.tool_use()
+        finally:
+            sys.setprofile(before)
+        assert [tool["function"]["name"] for tool in use.offered] == [f"s7__f{j}" for j in range(size)]
+        assert use.forced == (use.offered if mode == "required" else None)
+        assert asked.client_name("structured_outputs") == ("tools" if mode == "required" else "text.format")
+        assert made == Counter(offer.name for offer in asked.offers), "each is made once"
+        return calls
+
+    work(1)
+    assert work(128) < 3 * work(64)
 
 
 async def test_the_model_is_not_shown_what_only_a_cloud_has(server: Running, caplog: pytest.LogCaptureFixture) -> None:

@@ -219,12 +219,13 @@ class ResponsesRequest(Body):
             if offer.name in names:
                 raise ValueError(f"tools would show the model two tools named {offer.name!r}; rename one of them")
             names.add(offer.name)
+        keys = {key for offer in offers for key in offer.keys}
         for named in self._named:
-            if not any(named.means(offer) for offer in offers):
+            if named.key not in keys:
                 raise ValueError(f"tool_choice names {named.name!r}, which is not among tools")
-        if self._forced is not None and not self._forced:
+        if self._forces and not self._chosen:
             raise ValueError("tool_choice asks for a tool, but tools has none that the model can be shown")
-        if self._forced is not None and self.text.format.outputs() is not None:
+        if self._forces and self.text.format.outputs() is not None:
             raise ValueError(
                 "a forced tool_choice cannot be combined with another text.format for the answer; leave one out"
             )
@@ -281,7 +282,7 @@ class ResponsesRequest(Body):
     def wants_summary(self) -> bool:
         return bool(self.reasoning.summary or self.reasoning.generate_summary)
 
-    @property
+    @functools.cached_property
     def offers(self) -> list[Offer]:
         """The tools that the model can be shown."""
         return list(offers(self.tools or ()))
@@ -302,13 +303,13 @@ class ResponsesRequest(Body):
                 return self.tool_choice.named
         return ()
 
-    @property
+    @functools.cached_property
     def _chosen(self) -> list[Offer]:
         """The tools that ``tool_choice`` names, or all if it names none."""
         if self.tool_choice is None or isinstance(self.tool_choice, str):
             return self.offers
-        chosen = self._named
-        return [offer for offer in self.offers if any(named.means(offer) for named in chosen)]
+        keys = {named.key for named in self._named}
+        return [offer for offer in self.offers if not keys.isdisjoint(offer.keys)]
 
     @property
     def _offered(self) -> list[Offer]:
@@ -318,27 +319,30 @@ class ResponsesRequest(Body):
         return self._chosen if isinstance(self.tool_choice, AllowedTools) else self.offers
 
     @property
-    def _forced(self) -> list[Offer] | None:
-        """The tools of which the answer has to call one; None if it need not."""
+    def _forces(self) -> bool:
+        """Whether the answer has to call one of the chosen tools."""
         match self.tool_choice:
             case None | "none" | "auto" | AllowedTools(mode="auto"):
-                return None
-        return self._chosen
+                return False
+        return True
 
     def tool_use(self) -> ToolUse:
-        forced = self._forced
-        only = forced[0].tool if forced is not None and len(forced) == 1 else None
+        offered = shown(self._offered)
+        forced = None
+        if self._forces:
+            forced = offered if self._offered is self._chosen else shown(self._chosen)
+        only = self._chosen[0].tool if self._forces and len(self._chosen) == 1 else None
         grammar = only.grammar if isinstance(only, CustomTool) else None
         return ToolUse(
-            shown(self._offered),
-            None if forced is None else shown(forced),
+            offered,
+            forced,
             self.parallel_tool_calls is not False and not isinstance(self.tool_choice, NamedTool),
             {offer.name for offer in self.offers if offer.custom},
             None if grammar is None else grammar.outputs(),
         )
 
     def client_name(self, param: str) -> str:
-        return "tools" if param == "structured_outputs" and self._forced is not None else super().client_name(param)
+        return "tools" if param == "structured_outputs" and self._forces else super().client_name(param)
 
     def sampling(self, **overrides: Any) -> SamplingParams:
         """The sampling parameters, with ``overrides``. Of temperature, top_p and top_k, their ``model_fields_set`` has

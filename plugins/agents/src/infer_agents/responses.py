@@ -222,14 +222,14 @@ class Responses:
                 self._seal.opened(sealed)
             except ValueError as error:
                 raise RequestError(f"{path} cannot be taken: {error}.", param=path) from None
-        reply = self._service.conversation.reply
+        reply, use = self._service.conversation.reply, body.tool_use()
         try:
-            return body, await reply(body, body.sampling, body.tool_use())
+            return body, await reply(body, body.sampling, use)
         except RequestError as error:
             if error.param != "messages" or (other := body.gathered()) is None:
                 raise
             try:  # agents send several instructions, and many templates know one
-                return body, await reply(other, body.sampling, body.tool_use())
+                return body, await reply(other, body.sampling, use)
             except RequestError:
                 raise error from None
 
