@@ -22,6 +22,7 @@ from tests.core.server.test_tool_formats import Stranger, odd
 from tests.puppet import Puppets, say
 from tests.serving import TEMPLATE, Body, Running, chatty, running, thinker
 
+from infer.errors import RequestError
 from infer.server.endpoints.chat_completions import ChatRequest
 from infer.server.http.bodies import INLINE_BYTES
 from infer.server.http.parsing import parse
@@ -333,6 +334,26 @@ def test_a_conversation_is_what_the_same_chat_is() -> None:
     chat = parse(json.dumps({"messages": messages, "tools": CHAT_TOOLS}).encode(), ChatRequest)
     assert asked.turns == chat.turns
     assert asked.tool_use() == chat.tool_use()
+
+
+@pytest.mark.parametrize("type", ["local_shell_call", "shell_call", "apply_patch_call", "mcp_call"])
+@pytest.mark.parametrize("output", ["function_call_output", "custom_tool_call_output"])
+def test_outputs_of_calls_that_the_template_does_not_see_are_not_shown_either(type: str, output: str) -> None:
+    user: Body = {"role": "user", "content": "hi"}
+    call: Body = {"type": "function_call", "name": "look", "arguments": "{}"}
+    dropped: Body = {"type": type, "call_id": "s", "action": {}}
+    seen: Body = {"type": output, "call_id": "s", "output": "seen"}
+    shown = (call | {"call_id": "c"}, seen | {"call_id": "c"})
+
+    def asked(*items: Body) -> ResponsesRequest:
+        return parse(json.dumps({"input": items}).encode(), ResponsesRequest)
+
+    assert asked(user, dropped, seen, *shown).turns == asked(user, *shown).turns
+    own = (call | {"call_id": "s"}, seen)
+    assert asked(user, dropped, *own).turns == asked(user, *own).turns, "a call that is shown has its output"
+    with pytest.raises(RequestError, match=r"^input\[1\]: the output for call_id 'x' has no call before it") as caught:
+        asked(user, seen | {"call_id": "x"}, dropped | {"call_id": ["x"]})
+    assert caught.value.param == "input"
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,13 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self
 
-from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 from pydantic_core import from_json, to_json
 
 from infer.contracts.params import MAX_LOGPROBS, SamplingParams, StructuredOutputs
 from infer.server import input_items
 from infer.server.http.body import Body, Many, typed
-from infer.server.input_items import CallItem, CallOutputItem, CustomCallItem, InputMessage, all_called, conversation
+from infer.server.input_items import CallItem, CallOutputItem, CustomCallItem, InputMessage, check_called, conversation
 from infer.server.messages import Kept, Message, turns
 from infer.server.replies import ToolUse
 from infer.server.sampling import Metadata, check_schema_and_type, format_outputs
@@ -50,11 +50,13 @@ def _item_type(value: Any) -> Any:
 
 
 class DroppedItem(Body):
-    """What a cloud's tools did. It is accepted with any fields, and the chat template does not see it."""
+    """What a cloud's tools did. It is accepted with any fields, and the chat template does not see it, nor outputs
+    with its ``call_id``."""
 
     model_config = ConfigDict(extra="ignore")
 
     type: str
+    call_id: Kept = None
 
 
 class ReasoningItem(input_items.ReasoningItem):
@@ -144,7 +146,7 @@ class ResponsesRequest(Body):
     """Agents always send an effort, whatever the model."""
 
     model: str | None = Field(None, description="The served model's name, or nothing.")
-    input: Annotated[str | Many[InputItem], AfterValidator(all_called)]
+    input: str | Many[InputItem]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     temperature: float = Field(1.0, ge=0, le=100, allow_inf_nan=False)
@@ -209,6 +211,7 @@ class ResponsesRequest(Body):
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
+        check_called(self.input, self._dropped_calls)
         names: set[str] = set()
         offers = self.offers
         if len(offers) > MAX_OFFERS:
@@ -234,7 +237,13 @@ class ResponsesRequest(Body):
     @functools.cached_property
     def turns(self) -> bytes:
         begin = () if self.instructions is None else (Message(role="system", content=self.instructions),)
-        return turns((*begin, *conversation([item for item in self._items if not isinstance(item, DroppedItem)])))
+        dropped = self._dropped_calls
+        items = [
+            item
+            for item in self._items
+            if not isinstance(item, DroppedItem) and not (isinstance(item, CallOutputItem) and item.call_id in dropped)
+        ]
+        return turns((*begin, *conversation(items)))
 
     @functools.cached_property
     def sealed(self) -> tuple[tuple[str, str], ...]:
@@ -250,6 +259,12 @@ class ResponsesRequest(Body):
         if not isinstance(self.input, str):
             return self.input
         return [InputMessage(role="user", content=self.input)] if self.input else []
+
+    @property
+    def _dropped_calls(self) -> set[str]:
+        """The ids of calls that the chat template does not see."""
+        dropped = {item.call_id for item in self._items if isinstance(item, DroppedItem) and type(item.call_id) is str}
+        return dropped - {item.call_id for item in self._items if isinstance(item, (CallItem, CustomCallItem))}
 
     def gathered(self) -> Self | None:
         """The same with one system message at most, at the beginning: the instructions that begin the conversation are
