@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import logging
 import pickle
@@ -23,6 +24,7 @@ from tests.puppet import Puppets, say
 from tests.serving import TEMPLATE, Body, Running, chatty, running, thinker
 
 from infer.errors import RequestError
+from infer.server.conversation import Conversation
 from infer.server.endpoints.chat_completions import ChatRequest
 from infer.server.http.bodies import INLINE_BYTES
 from infer.server.http.parsing import parse
@@ -546,6 +548,48 @@ async def test_an_effort_is_a_hint(tmp_path: Path) -> None:
         for effort in ("none", "high"):
             status, found, _ = await server.post(asked | {"reasoning": {"effort": effort}}, COUNT)
             assert (status, found) == (200, none)
+
+
+async def test_an_effort_that_the_template_refuses_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it reasons at all is not. Nothing is rendered twice that would be the same."""
+    rendered: list[Body] = []
+    render = Conversation.render
+
+    async def counted(self: Conversation, messages: bytes, /, **form: Any) -> str:
+        rendered.append(form)
+        return await render(self, messages, **form)
+
+    monkeypatch.setattr(Conversation, "render", counted)
+    known = "{% if reasoning_effort is defined and reasoning_effort not in ('none', 'high') %}"
+    refusal = "{{ raise_exception('reasoning_effort must be none or high') }}{% endif %}"
+    (tmp_path / "template.jinja").write_text(known + refusal + "{{ reasoning_effort }}" + TEMPLATE)
+    chat: Body = {"messages": [{"role": "user", "content": "hi"}]}
+    items: Body = {"input": "hi"}
+    async with running(model={"path": "demo", "chat_template": str(tmp_path / "template.jinja")}) as server:
+
+        async def count(path: str, body: Body, **variables: Any) -> int | None:
+            rendered.clear()
+            _, found, _ = await server.post(body | {"chat_template_kwargs": variables}, path)
+            assert all(each != other for each, other in itertools.combinations(rendered, 2))
+            number: int | None = found.get("input_tokens", found.get("count"))
+            return number
+
+        plain, thinking = [await count("/tokenize", chat, enable_thinking=on) for on in (False, True)]
+        high = await count("/tokenize", chat, enable_thinking=True, reasoning_effort="high")
+        assert len({plain, thinking, high, None}) == 4
+        assert await count("/tokenize", chat, reasoning_effort="medium") is None
+        for effort, expected in (("low", thinking), ("high", high)):
+            asked = items | {"reasoning": {"effort": effort}}
+            assert await count(COUNT, asked) == expected
+            assert await count(COUNT, asked, reasoning_effort="medium") is None, "which is no hint"
+        for effort, kind, expected in (
+            ("low", "adaptive", thinking),
+            ("low", "disabled", plain),
+            ("high", "adaptive", high),
+        ):
+            asked = chat | {"thinking": {"type": kind}, "output_config": {"effort": effort}}
+            assert await count("/v1/messages/count_tokens", asked) == expected
+            assert await count("/v1/messages/count_tokens", asked, reasoning_effort="medium") is None
 
 
 @pytest.mark.parametrize("strict", [True, False])

@@ -149,11 +149,12 @@ def routes(service: Service, seal: Seal, *, billing_header: bool) -> list[Route]
 
 @dataclass(frozen=True)
 class _Chat:
-    """What a prompt is made of: ``infer.server.conversation.Chat``."""
+    """What a prompt is made of: ``infer.server.conversation.ConversationBody``."""
 
     turns: bytes
     continue_final_message: bool
-    chat_template_kwargs: dict[str, Any]
+    chat_template_kwargs: dict[str, Any] | None
+    hints: dict[str, Any]
     add_generation_prompt: bool = True
 
 
@@ -203,7 +204,7 @@ class Messages:
         instructions = body.instructions(billing_header=self._billing_header)
         system = to_json({"role": "system", "content": instructions}) + b"," if instructions else b""
         history = b"".join(each if isinstance(each, bytes) else to_json(self._own(each)) for each in pieces)
-        chat = _Chat(b"[%b%b]" % (system, history), continues, body.variables())
+        chat = _Chat(b"[%b%b]" % (system, history), continues, body.chat_template_kwargs, body.hints)
         sampling = lambda **overrides: checked(lambda: body.sampling(**overrides), MessagesRequest)  # noqa: E731
         reply = await self._service.conversation.reply(chat, sampling, body.tool_use())
         budget = None if body.thinking is None else body.thinking.budget()

@@ -18,7 +18,7 @@ from infer.server.messages import Kept, Message, turns
 from infer.server.replies import ToolUse
 from infer.server.sampling import Metadata, check_schema_and_type, format_outputs
 from infer.server.tools import MAX_TOOLS
-from infer.text.templates import INSTRUCTIONS
+from infer.text.templates import INSTRUCTIONS, effort_variables
 from infer_agents.response_tools import (
     MAX_OFFERS,
     AllowedTools,
@@ -137,13 +137,10 @@ class ResponsesRequest(Body):
         "messages": "input",
         "max_tokens": "max_output_tokens",
         "structured_outputs": "text.format",
-        "reasoning_effort": "reasoning.effort",
     }
     DERIVED: ClassVar[Mapping[str, str]] = {"turns": "input", "sealed": "input"}
     add_generation_prompt: ClassVar = True
     continue_final_message: ClassVar = False
-    effort_is_a_hint: ClassVar = True
-    """Agents always send an effort, whatever the model."""
 
     model: str | None = Field(None, description="The served model's name, or nothing.")
     input: str | Many[InputItem]
@@ -282,8 +279,9 @@ class ResponsesRequest(Body):
         return self.model_copy(update={"turns": made})
 
     @property
-    def reasoning_effort(self) -> str | None:
-        return self.reasoning.effort
+    def hints(self) -> dict[str, Any]:
+        """The effort, which agents always send, whatever the model."""
+        return {} if self.reasoning.effort is None else effort_variables(self.reasoning.effort)
 
     @property
     def wants_logprobs(self) -> bool:
