@@ -29,6 +29,7 @@ from infer.server.endpoints.chat_completions import ChatRequest
 from infer.server.http.bodies import INLINE_BYTES
 from infer.server.http.parsing import parse
 from infer_agents import responses
+from infer_agents.messages import MAX_COUNTED
 from infer_agents.response_bodies import ResponsesRequest
 from infer_agents.response_tools import Offer
 
@@ -657,3 +658,9 @@ async def test_the_count_is_what_the_response_takes(server: Running) -> None:
         assert (await ask(server, asked))["usage"]["input_tokens"] == counted["input_tokens"]
     _, long, _ = await server.post({"input": "hi " * 5000}, COUNT)
     assert long["input_tokens"] > 2048, "more than fit can be counted"
+
+
+async def test_no_more_than_so_many_tokens_are_counted(server: Running) -> None:
+    status, answer, _ = await server.post({"input": "hi " * (MAX_COUNTED // 2)}, COUNT)
+    assert (status, answer["error"]["param"]) == (400, "input")
+    assert f"at most {MAX_COUNTED} are counted" in answer["error"]["message"]
