@@ -561,7 +561,7 @@ async def test_an_effort_that_the_template_refuses_is_left_out(tmp_path: Path, m
         return await render(self, messages, **form)
 
     monkeypatch.setattr(Conversation, "render", counted)
-    known = "{% if reasoning_effort is defined and reasoning_effort not in ('none', 'high') %}"
+    known = "{% if other or reasoning_effort is defined and reasoning_effort not in ('none', 'high') %}"
     refusal = "{{ raise_exception('reasoning_effort must be none or high') }}{% endif %}"
     (tmp_path / "template.jinja").write_text(known + refusal + "{{ reasoning_effort }}" + TEMPLATE)
     chat: Body = {"messages": [{"role": "user", "content": "hi"}]}
@@ -578,7 +578,8 @@ async def test_an_effort_that_the_template_refuses_is_left_out(tmp_path: Path, m
         plain, thinking = [await count("/tokenize", chat, enable_thinking=on) for on in (False, True)]
         high = await count("/tokenize", chat, enable_thinking=True, reasoning_effort="high")
         assert len({plain, thinking, high, None}) == 4
-        assert await count("/tokenize", chat, reasoning_effort="medium") is None
+        for refused in ({"reasoning_effort": "medium"}, {"other": 1}):
+            assert await count("/tokenize", chat, **refused) is None
         for effort, expected in (("low", thinking), ("high", high)):
             asked = items | {"reasoning": {"effort": effort}}
             assert await count(COUNT, asked) == expected
