@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import base64
+import itertools
 import json
 import logging
+import pickle
 import re
+import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -17,10 +23,15 @@ from tests.core.server.test_tool_formats import Stranger, odd
 from tests.puppet import Puppets, say
 from tests.serving import TEMPLATE, Body, Running, chatty, running, thinker
 
+from infer.errors import RequestError
+from infer.server.conversation import Conversation
 from infer.server.endpoints.chat_completions import ChatRequest
+from infer.server.http.bodies import INLINE_BYTES
 from infer.server.http.parsing import parse
 from infer_agents import responses
+from infer_agents.messages import MAX_COUNTED
 from infer_agents.response_bodies import ResponsesRequest
+from infer_agents.response_tools import Offer
 
 PATH, COUNT = "/v1/responses", "/v1/responses/input_tokens"
 LOOK = {
@@ -328,6 +339,26 @@ def test_a_conversation_is_what_the_same_chat_is() -> None:
     assert asked.tool_use() == chat.tool_use()
 
 
+@pytest.mark.parametrize("type", ["local_shell_call", "shell_call", "apply_patch_call", "mcp_call"])
+@pytest.mark.parametrize("output", ["function_call_output", "custom_tool_call_output"])
+def test_outputs_of_calls_that_the_template_does_not_see_are_not_shown_either(type: str, output: str) -> None:
+    user: Body = {"role": "user", "content": "hi"}
+    call: Body = {"type": "function_call", "name": "look", "arguments": "{}"}
+    dropped: Body = {"type": type, "call_id": "s", "action": {}}
+    seen: Body = {"type": output, "call_id": "s", "output": "seen"}
+    shown = (call | {"call_id": "c"}, seen | {"call_id": "c"})
+
+    def asked(*items: Body) -> ResponsesRequest:
+        return parse(json.dumps({"input": items}).encode(), ResponsesRequest)
+
+    assert asked(user, dropped, seen, *shown).turns == asked(user, *shown).turns
+    own = (call | {"call_id": "s"}, seen)
+    assert asked(user, dropped, *own).turns == asked(user, *own).turns, "a call that is shown has its output"
+    with pytest.raises(RequestError, match=r"^input\[1\]: the output for call_id 'x' has no call before it") as caught:
+        asked(user, seen | {"call_id": "x"}, dropped | {"call_id": ["x"]})
+    assert caught.value.param == "input"
+
+
 @pytest.mark.parametrize(
     ("choice", "offered", "forced"),
     [
@@ -364,6 +395,47 @@ def test_a_choice_says_which_tools_are_shown_and_which_are_forced(
     names = None if use.forced is None else [tool["function"]["name"] for tool in use.forced]
     assert names == forced
     assert use.custom == {"patch", "mail__patch"}
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_choosing_among_many_tools_takes_work_in_proportion_to_them(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In calls of functions. Each tool is made ready for the choice once in a request."""
+    made = Counter[str]()
+    init = Offer.__init__
+
+    def counted(self: Offer, name: str, *args: Any) -> None:
+        made[name] += 1
+        init(self, name, *args)
+
+    monkeypatch.setattr(Offer, "__init__", counted)
+
+    def work(size: int) -> int:
+        spaces = [SPACE | {"name": f"s{i}", "tools": [LOOK | {"name": f"f{j}"} for j in range(size)]} for i in range(8)]
+        named = [{"type": "function", "namespace": "s7", "name": f"f{j}"} for j in range(size)]
+        choice = {"type": "allowed_tools", "mode": mode, "tools": named}
+        body = json.dumps({"input": "hi", "tools": spaces, "tool_choice": choice}).encode()
+        made.clear()
+        calls = 0
+
+        def profile(frame: FrameType, event: str, arg: object) -> None:
+            nonlocal calls
+            calls += event == "call"
+
+        before = sys.getprofile()
+        sys.setprofile(profile)
+        try:
+            asked = pickle.loads(pickle.dumps(parse(body, ResponsesRequest)))
+            use = asked.tool_use()
+        finally:
+            sys.setprofile(before)
+        assert [tool["function"]["name"] for tool in use.offered] == [f"s7__f{j}" for j in range(size)]
+        assert use.forced == (use.offered if mode == "required" else None)
+        assert asked.client_name("structured_outputs") == ("tools" if mode == "required" else "text.format")
+        assert made == Counter(offer.name for offer in asked.offers), "each is made once"
+        return calls
+
+    work(1)
+    assert work(128) < 3 * work(64)
 
 
 async def test_the_model_is_not_shown_what_only_a_cloud_has(server: Running, caplog: pytest.LogCaptureFixture) -> None:
@@ -403,6 +475,15 @@ async def test_reasoning_that_was_altered_is_refused(server: Running) -> None:
             status, answer, _ = await server.post(body, path)
             assert (status, answer["error"]["param"]) == (400, "input[1].encrypted_content")
             assert "input[1].encrypted_content" in answer["error"]["message"]
+
+
+async def test_sealed_bytes_that_are_no_text_are_refused_by_name(server: Running) -> None:
+    sealed = base64.b64encode(bytes(32) + "\ud800".encode(errors="surrogatepass")).decode()
+    for text in ("hi", "hi " * (INLINE_BYTES // 3 + 1)):
+        items = [{"role": "user", "content": text}, {"type": "reasoning", "summary": [], "encrypted_content": sealed}]
+        for path in (COUNT, PATH):
+            status, answer, _ = await server.post({"input": items}, path)
+            assert (status, answer["error"]["param"]) == (400, "input[1].encrypted_content"), answer
 
 
 FORMS = [
@@ -470,6 +551,49 @@ async def test_an_effort_is_a_hint(tmp_path: Path) -> None:
             assert (status, found) == (200, none)
 
 
+async def test_an_effort_that_the_template_refuses_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it reasons at all is not. Nothing is rendered twice that would be the same."""
+    rendered: list[Body] = []
+    render = Conversation.render
+
+    async def counted(self: Conversation, messages: bytes, /, **form: Any) -> str:
+        rendered.append(form)
+        return await render(self, messages, **form)
+
+    monkeypatch.setattr(Conversation, "render", counted)
+    known = "{% if other or reasoning_effort is defined and reasoning_effort not in ('none', 'high') %}"
+    refusal = "{{ raise_exception('reasoning_effort must be none or high') }}{% endif %}"
+    (tmp_path / "template.jinja").write_text(known + refusal + "{{ reasoning_effort }}" + TEMPLATE)
+    chat: Body = {"messages": [{"role": "user", "content": "hi"}]}
+    items: Body = {"input": "hi"}
+    async with running(model={"path": "demo", "chat_template": str(tmp_path / "template.jinja")}) as server:
+
+        async def count(path: str, body: Body, **variables: Any) -> int | None:
+            rendered.clear()
+            _, found, _ = await server.post(body | {"chat_template_kwargs": variables}, path)
+            assert all(each != other for each, other in itertools.combinations(rendered, 2))
+            number: int | None = found.get("input_tokens", found.get("count"))
+            return number
+
+        plain, thinking = [await count("/tokenize", chat, enable_thinking=on) for on in (False, True)]
+        high = await count("/tokenize", chat, enable_thinking=True, reasoning_effort="high")
+        assert len({plain, thinking, high, None}) == 4
+        for refused in ({"reasoning_effort": "medium"}, {"other": 1}):
+            assert await count("/tokenize", chat, **refused) is None
+        for effort, expected in (("low", thinking), ("high", high)):
+            asked = items | {"reasoning": {"effort": effort}}
+            assert await count(COUNT, asked) == expected
+            assert await count(COUNT, asked, reasoning_effort="medium") is None, "which is no hint"
+        for effort, kind, expected in (
+            ("low", "adaptive", thinking),
+            ("low", "disabled", plain),
+            ("high", "adaptive", high),
+        ):
+            asked = chat | {"thinking": {"type": kind}, "output_config": {"effort": effort}}
+            assert await count("/v1/messages/count_tokens", asked) == expected
+            assert await count("/v1/messages/count_tokens", asked, reasoning_effort="medium") is None
+
+
 @pytest.mark.parametrize("strict", [True, False])
 async def test_a_template_that_knows_one_system_message_gets_one(tmp_path: Path, strict: bool) -> None:
     """Whether it refuses others or drops them."""
@@ -535,3 +659,9 @@ async def test_the_count_is_what_the_response_takes(server: Running) -> None:
         assert (await ask(server, asked))["usage"]["input_tokens"] == counted["input_tokens"]
     _, long, _ = await server.post({"input": "hi " * 5000}, COUNT)
     assert long["input_tokens"] > 2048, "more than fit can be counted"
+
+
+async def test_no_more_than_so_many_tokens_are_counted(server: Running) -> None:
+    status, answer, _ = await server.post({"input": "hi " * (MAX_COUNTED // 2)}, COUNT)
+    assert (status, answer["error"]["param"]) == (400, "input")
+    assert f"at most {MAX_COUNTED} are counted" in answer["error"]["message"]

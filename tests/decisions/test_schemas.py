@@ -46,6 +46,7 @@ ASKED: list[tuple[type[Body], dict[str, Any]]] = [
         },
     ),
 ]
+QUESTIONS = {"questions": [{"type": "predicate", "instructions": "?"}]}
 PLACES = [(i, path) for i, (_, body) in enumerate(ASKED) for path in places(body)]
 
 
@@ -82,6 +83,11 @@ def test_a_refusal_names_a_field_on_the_way_to_what_is_wrong(
             {"input": "", "questions": [{"type": "choice", "instructions": "", "choices": [{"value": "a"}] * 2}]},
             "questions[0].choices",
             "'a' twice",
+        ),
+        (
+            {"input": [USER, {"type": "function_call_output", "call_id": "c", "output": ""}], **QUESTIONS},
+            "input",
+            "input[1]: the output for call_id 'c' has no call",
         ),
     ],
 )

@@ -372,7 +372,7 @@ def test_a_refusal_names_a_field_on_the_way_to_what_is_wrong(
             ResponsesRequest,
             {"input": [{"type": "function_call_output", "call_id": "c", "output": ""}]},
             "input",
-            "call_id 'c' has no call",
+            "input[0]: the output for call_id 'c' has no call",
         ),
         (MessagesRequest, {"messages": [USER | {"role": "robot"}]}, "messages[0].role", "'user'"),
         (MessagesRequest, {"messages": [{"content": "x"}]}, "messages[0].role", "missing"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import importlib
 import json
 import os
 import resource
@@ -25,6 +26,7 @@ from tests import serving
 from tests.examples import slowly
 from tests.serving import HANG_S, Body, running, working
 
+from infer.errors import RequestError
 from infer.server import compiling, events, messages, service, tokens
 from infer.server.endpoints import completions, metrics
 from infer.server.http import bodies, parsing, sockets, streams
@@ -418,6 +420,45 @@ async def test_what_runs_a_stranger_s_code_has_no_secrets_and_a_session_of_its_o
             assert os.getsid(child.pid) == child.pid
             # It takes seconds, and hundreds of megabytes, and checking a body needs none of it.
             assert not [file.path for file in child.memory_maps() if "libtorch" in file.path]
+
+
+FRAGILE = """
+import functools
+from typing import ClassVar
+from infer.server.http.body import Body
+
+class Fragile(Body):
+    DERIVED: ClassVar = {"loud": "text"}
+    text: str
+
+    @functools.cached_property
+    def loud(self):
+        if self.text == "bad":
+            raise ValueError("nobody can say that aloud")
+        return {"hm": "HM"}[self.text]
+"""
+
+
+async def test_what_fails_in_reading_a_body_ends_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "fragile.py").write_text(FRAGILE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    model = importlib.import_module("fragile").Fragile
+    reader = bodies.Reader()
+    reader.expect(model)
+    large = " " * bodies.INLINE_BYTES
+    try:
+        for more in ("", large):
+            with pytest.raises(RequestError, match=r"text cannot be taken: nobody can say that aloud\.") as caught:
+                await reader(f'{{"text": "bad"}}{more}'.encode(), model)
+            assert caught.value.param == "text"
+        process = reader._child._process
+        with pytest.raises(RuntimeError, match="KeyError: 'lost'"):
+            await reader(f'{{"text": "lost"}}{large}'.encode(), model)
+        assert (await reader(f'{{"text": "hm"}}{large}'.encode(), model)).loud == "HM"
+        assert reader._child._process is process is not None
+    finally:
+        await reader.close()
 
 
 @pytest.mark.usefixtures("workers")

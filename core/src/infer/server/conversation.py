@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 from tokenizers import Tokenizer
@@ -18,7 +19,7 @@ from infer.server.http.body import Body
 from infer.server.http.parsing import checked
 from infer.server.rendering import Renderer
 from infer.server.replies import Reply, ToolUse
-from infer.text.templates import PROBE_ARGUMENTS, PROBE_TOOL
+from infer.text.templates import PROBE_ARGUMENTS, PROBE_TOOL, REASONING, effort_variables
 from infer.text.tool_formats import ToolFormat, recognize
 from infer.text.tools import opens_reasoning
 
@@ -31,7 +32,8 @@ RESERVED = ("self", "loop", "caller", "varargs", "kwargs")
 
 
 class ConversationBody(Protocol):
-    """What a prompt is made of."""
+    """What a prompt is made of. It may have ``reasoning_effort``, which the template must know; or ``hints``, variables
+    that it need not know, and of which a ``reasoning_effort`` that it refuses is left out."""
 
     @property
     def turns(self) -> bytes:
@@ -98,15 +100,14 @@ class Conversation:
         effort: str | None = getattr(body, "reasoning_effort", None)
         if effort is not None:
             known = (await self._process.style()).variables
-            thinks = effort != "none"
-            effort_variables = {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
-            if not known and not getattr(body, "effort_is_a_hint", False):
+            if not known:
                 raise RequestError(
                     f"reasoning_effort = {effort!r} has no effect: this model's chat template knows none of "
-                    f"{', '.join(effort_variables)}; leave it out.",
+                    f"{', '.join(REASONING)}; leave it out.",
                     param="reasoning_effort",
                 )
-            variables = {name: effort_variables[name] for name in known} | variables
+            told = effort_variables(effort)
+            variables = {name: told[name] for name in known} | variables
         for name in variables:
             if name in OWN_FIELDS:
                 raise RequestError(
@@ -117,13 +118,22 @@ class Conversation:
                     f"chat_template_kwargs holds {name!r}, which templates cannot be given.",
                     param="chat_template_kwargs",
                 )
-        return await self.render(
+        render = functools.partial(
+            self.render,
             body.turns,
             tools=list(tools) or None,
             add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
             continue_final_message=body.continue_final_message,
-            **variables,
         )
+        hints: Mapping[str, Any] = getattr(body, "hints", {})
+        try:
+            return await render(**{**hints, **variables})
+        except RequestError:
+            if "reasoning_effort" not in hints or "reasoning_effort" in variables:
+                raise
+        # Many templates know only a few efforts, and refuse others.
+        fewer = {name: hints[name] for name in hints if name != "reasoning_effort"}
+        return await render(**{**fewer, **variables})
 
     async def reply(
         self, body: ConversationBody, sampling: Callable[..., SamplingParams], tools: ToolUse = NO_TOOLS

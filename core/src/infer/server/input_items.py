@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Collection, Sequence
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag
 
 from infer.server.http.body import Body, Many, Text, typed
 from infer.server.messages import Arguments, Content, CustomCall, CustomToolCall, FunctionCall, Kept, Message, ToolCall
@@ -83,21 +83,17 @@ InputItem = Annotated[
 ]
 
 
-Items = TypeVar("Items", bound=str | Sequence[Body])
-
-
-def all_called(items: Items) -> Items:
-    """Raise ValueError if a tool's output has no call before it."""
-    called: set[str] = set()
-    for item in items if not isinstance(items, str) else ():
+def check_called(items: str | Sequence[Body], others: Collection[str] = ()) -> None:
+    """Raise ValueError if a tool's output has no call before it. ``others`` has the ids of calls of other kinds."""
+    called = set(others)
+    for i, item in enumerate(items if not isinstance(items, str) else ()):
         if isinstance(item, (CallItem, CustomCallItem)):
             called.add(item.call_id)
         elif isinstance(item, CallOutputItem) and item.call_id not in called:
-            raise ValueError(f"the output for call_id {item.call_id!r} has no call before it")
-    return items
+            raise ValueError(f"input[{i}]: the output for call_id {item.call_id[:80]!r} has no call before it")
 
 
-Input = Annotated[str | Annotated[Many[InputItem], Field(min_length=1)], AfterValidator(all_called)]
+Input = str | Annotated[Many[InputItem], Field(min_length=1)]
 
 
 def conversation(

@@ -79,6 +79,12 @@ class TemplateStyle(NamedTuple):
     """How it writes a call of ``PROBE_TOOL`` with ``PROBE_ARGUMENTS``; None if it shows no tools or no calls."""
 
 
+def effort_variables(effort: str) -> dict[str, Any]:
+    """An effort by all of ``REASONING``; ``none`` is no reasoning."""
+    thinks = effort != "none"
+    return {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
+
+
 class ChatTemplate:
     """A chat template. ``tokens`` are the special tokens by role (``bos_token``, ``eos_token``), as templates name
     them; ``tool_source`` is a template for chats with tools, if they have one of their own.

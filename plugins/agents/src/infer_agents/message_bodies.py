@@ -344,15 +344,15 @@ class MessagesRequest(Body):
         fields = {"max_tokens": self.max_tokens, "stop": self.stop_sequences, "seed": self.seed}
         return SamplingParams(**fields | given | {"structured_outputs": outputs} | overrides)
 
-    def variables(self, *, effort: bool = True) -> dict[str, Any]:
-        """The chat template's variables, with or without the client's ``effort``. What it is told of reasoning has an
-        effect only if it knows the word."""
-        variables: dict[str, Any] = {}
+    @property
+    def hints(self) -> dict[str, Any]:
+        """What the chat template is told of reasoning. It has an effect only if the template knows the word."""
+        hints: dict[str, Any] = {}
         if self.thinking is not None:
-            variables |= dict.fromkeys(("enable_thinking", "thinking"), self.thinking.type != "disabled")
-        if effort and self.output_config is not None and self.output_config.effort is not None:
-            variables["reasoning_effort"] = self.output_config.effort
-        return variables | (self.chat_template_kwargs or {})
+            hints |= dict.fromkeys(("enable_thinking", "thinking"), self.thinking.type != "disabled")
+        if self.output_config is not None and self.output_config.effort is not None:
+            hints["reasoning_effort"] = self.output_config.effort
+        return hints
 
     def client_name(self, param: str) -> str:
         if param == "structured_outputs":

@@ -116,7 +116,8 @@ class _Chat:
 
     turns: bytes
     continue_final_message: bool
-    chat_template_kwargs: dict[str, Any]
+    chat_template_kwargs: dict[str, Any] | None
+    hints: dict[str, Any]
     add_generation_prompt: bool = True
 
 
@@ -166,16 +167,9 @@ class Messages:
         instructions = body.instructions(billing_header=self._billing_header)
         system = to_json({"role": "system", "content": instructions}) + b"," if instructions else b""
         history = b"".join(each if isinstance(each, bytes) else to_json(self._own(each)) for each in pieces)
-        chat = _Chat(b"[%b%b]" % (system, history), continues, body.variables())
+        chat = _Chat(b"[%b%b]" % (system, history), continues, body.chat_template_kwargs, body.hints)
         sampling = lambda **overrides: checked(lambda: body.sampling(**overrides), MessagesRequest)  # noqa: E731
-        try:
-            reply = await self._service.conversation.reply(chat, sampling, body.tool_use())
-        except RequestError as error:
-            without = replace(chat, chat_template_kwargs=body.variables(effort=False))
-            if error.param != "messages" or without == chat:
-                raise
-            # The effort is a hint, which agents always send, and templates may refuse values that they do not know.
-            reply = await self._service.conversation.reply(without, sampling, body.tool_use())
+        reply = await self._service.conversation.reply(chat, sampling, body.tool_use())
         budget = None if body.thinking is None else body.thinking.budget()
         if budget is None or reply.thinking_tokens is None:
             return reply

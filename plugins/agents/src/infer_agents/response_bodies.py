@@ -7,18 +7,18 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self
 
-from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 from pydantic_core import from_json, to_json
 
 from infer.contracts.params import MAX_LOGPROBS, SamplingParams, StructuredOutputs
 from infer.server import input_items
 from infer.server.http.body import Body, Many, typed
-from infer.server.input_items import CallItem, CallOutputItem, CustomCallItem, InputMessage, all_called, conversation
+from infer.server.input_items import CallItem, CallOutputItem, CustomCallItem, InputMessage, check_called, conversation
 from infer.server.messages import Kept, Message, turns
 from infer.server.replies import ToolUse
 from infer.server.sampling import Metadata, check_schema_and_type, format_outputs
 from infer.server.tools import MAX_TOOLS
-from infer.text.templates import INSTRUCTIONS
+from infer.text.templates import INSTRUCTIONS, effort_variables
 from infer_agents.response_tools import (
     MAX_OFFERS,
     AllowedTools,
@@ -50,11 +50,13 @@ def _item_type(value: Any) -> Any:
 
 
 class DroppedItem(Body):
-    """What a cloud's tools did. It is accepted with any fields, and the chat template does not see it."""
+    """What a cloud's tools did. It is accepted with any fields, and the chat template does not see it, nor outputs
+    with its ``call_id``."""
 
     model_config = ConfigDict(extra="ignore")
 
     type: str
+    call_id: Kept = None
 
 
 class ReasoningItem(input_items.ReasoningItem):
@@ -135,16 +137,13 @@ class ResponsesRequest(Body):
         "messages": "input",
         "max_tokens": "max_output_tokens",
         "structured_outputs": "text.format",
-        "reasoning_effort": "reasoning.effort",
     }
     DERIVED: ClassVar[Mapping[str, str]] = {"turns": "input", "sealed": "input"}
     add_generation_prompt: ClassVar = True
     continue_final_message: ClassVar = False
-    effort_is_a_hint: ClassVar = True
-    """Agents always send an effort, whatever the model."""
 
     model: str | None = Field(None, description="The served model's name, or nothing.")
-    input: Annotated[str | Many[InputItem], AfterValidator(all_called)]
+    input: str | Many[InputItem]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     temperature: float = Field(1.0, ge=0, le=100, allow_inf_nan=False)
@@ -209,6 +208,7 @@ class ResponsesRequest(Body):
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
+        check_called(self.input, self._dropped_calls)
         names: set[str] = set()
         offers = self.offers
         if len(offers) > MAX_OFFERS:
@@ -219,12 +219,13 @@ class ResponsesRequest(Body):
             if offer.name in names:
                 raise ValueError(f"tools would show the model two tools named {offer.name!r}; rename one of them")
             names.add(offer.name)
+        keys = {key for offer in offers for key in offer.keys}
         for named in self._named:
-            if not any(named.means(offer) for offer in offers):
+            if named.key not in keys:
                 raise ValueError(f"tool_choice names {named.name!r}, which is not among tools")
-        if self._forced is not None and not self._forced:
+        if self._forces and not self._chosen:
             raise ValueError("tool_choice asks for a tool, but tools has none that the model can be shown")
-        if self._forced is not None and self.text.format.outputs() is not None:
+        if self._forces and self.text.format.outputs() is not None:
             raise ValueError(
                 "a forced tool_choice cannot be combined with another text.format for the answer; leave one out"
             )
@@ -233,7 +234,13 @@ class ResponsesRequest(Body):
     @functools.cached_property
     def turns(self) -> bytes:
         begin = () if self.instructions is None else (Message(role="system", content=self.instructions),)
-        return turns((*begin, *conversation([item for item in self._items if not isinstance(item, DroppedItem)])))
+        dropped = self._dropped_calls
+        items = [
+            item
+            for item in self._items
+            if not isinstance(item, DroppedItem) and not (isinstance(item, CallOutputItem) and item.call_id in dropped)
+        ]
+        return turns((*begin, *conversation(items)))
 
     @functools.cached_property
     def sealed(self) -> tuple[tuple[str, str], ...]:
@@ -249,6 +256,12 @@ class ResponsesRequest(Body):
         if not isinstance(self.input, str):
             return self.input
         return [InputMessage(role="user", content=self.input)] if self.input else []
+
+    @property
+    def _dropped_calls(self) -> set[str]:
+        """The ids of calls that the chat template does not see."""
+        dropped = {item.call_id for item in self._items if isinstance(item, DroppedItem) and type(item.call_id) is str}
+        return dropped - {item.call_id for item in self._items if isinstance(item, (CallItem, CustomCallItem))}
 
     def gathered(self) -> Self | None:
         """The same with one system message at most, at the beginning: the instructions that begin the conversation are
@@ -266,8 +279,9 @@ class ResponsesRequest(Body):
         return self.model_copy(update={"turns": made})
 
     @property
-    def reasoning_effort(self) -> str | None:
-        return self.reasoning.effort
+    def hints(self) -> dict[str, Any]:
+        """The effort, which agents always send, whatever the model."""
+        return {} if self.reasoning.effort is None else effort_variables(self.reasoning.effort)
 
     @property
     def wants_logprobs(self) -> bool:
@@ -281,7 +295,7 @@ class ResponsesRequest(Body):
     def wants_summary(self) -> bool:
         return bool(self.reasoning.summary or self.reasoning.generate_summary)
 
-    @property
+    @functools.cached_property
     def offers(self) -> list[Offer]:
         """The tools that the model can be shown."""
         return list(offers(self.tools or ()))
@@ -302,13 +316,13 @@ class ResponsesRequest(Body):
                 return self.tool_choice.named
         return ()
 
-    @property
+    @functools.cached_property
     def _chosen(self) -> list[Offer]:
         """The tools that ``tool_choice`` names, or all if it names none."""
         if self.tool_choice is None or isinstance(self.tool_choice, str):
             return self.offers
-        chosen = self._named
-        return [offer for offer in self.offers if any(named.means(offer) for named in chosen)]
+        keys = {named.key for named in self._named}
+        return [offer for offer in self.offers if not keys.isdisjoint(offer.keys)]
 
     @property
     def _offered(self) -> list[Offer]:
@@ -318,27 +332,30 @@ class ResponsesRequest(Body):
         return self._chosen if isinstance(self.tool_choice, AllowedTools) else self.offers
 
     @property
-    def _forced(self) -> list[Offer] | None:
-        """The tools of which the answer has to call one; None if it need not."""
+    def _forces(self) -> bool:
+        """Whether the answer has to call one of the chosen tools."""
         match self.tool_choice:
             case None | "none" | "auto" | AllowedTools(mode="auto"):
-                return None
-        return self._chosen
+                return False
+        return True
 
     def tool_use(self) -> ToolUse:
-        forced = self._forced
-        only = forced[0].tool if forced is not None and len(forced) == 1 else None
+        offered = shown(self._offered)
+        forced = None
+        if self._forces:
+            forced = offered if self._offered is self._chosen else shown(self._chosen)
+        only = self._chosen[0].tool if self._forces and len(self._chosen) == 1 else None
         grammar = only.grammar if isinstance(only, CustomTool) else None
         return ToolUse(
-            shown(self._offered),
-            None if forced is None else shown(forced),
+            offered,
+            forced,
             self.parallel_tool_calls is not False and not isinstance(self.tool_choice, NamedTool),
             {offer.name for offer in self.offers if offer.custom},
             None if grammar is None else grammar.outputs(),
         )
 
     def client_name(self, param: str) -> str:
-        return "tools" if param == "structured_outputs" and self._forced is not None else super().client_name(param)
+        return "tools" if param == "structured_outputs" and self._forces else super().client_name(param)
 
     def sampling(self, **overrides: Any) -> SamplingParams:
         """The sampling parameters, with ``overrides``. Of temperature, top_p and top_k, their ``model_fields_set`` has

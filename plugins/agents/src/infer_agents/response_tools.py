@@ -118,6 +118,10 @@ Tool = Annotated[
 ]
 
 
+Key = tuple[str, str | None, str]
+"""The type, namespace and name by which a choice names a tool."""
+
+
 @dataclass(frozen=True)
 class Offer:
     """A tool, and the name under which the model is shown it."""
@@ -129,6 +133,13 @@ class Offer:
     @property
     def custom(self) -> bool:
         return isinstance(self.tool, CustomTool)
+
+    @property
+    def keys(self) -> tuple[Key, ...]:
+        """All by which a choice may name it."""
+        type, name = self.tool.type, self.tool.name
+        alone = ((type, None, name), (type, None, self.name))
+        return alone if self.namespace is None else (*alone, (type, self.namespace.name, name))
 
 
 def offers(tools: Iterable[FunctionTool | CustomTool | Namespace | CloudTool]) -> Iterator[Offer]:
@@ -161,12 +172,9 @@ class NamedTool(Body):
     name: Text
     namespace: str | None = None
 
-    def means(self, offer: Offer) -> bool:
-        if self.type != offer.tool.type:
-            return False
-        if self.namespace is None:
-            return self.name in (offer.tool.name, offer.name)
-        return (self.namespace, self.name) == (offer.namespace and offer.namespace.name, offer.tool.name)
+    @property
+    def key(self) -> Key:
+        return self.type, self.namespace, self.name
 
 
 class AllowedTools(Body):

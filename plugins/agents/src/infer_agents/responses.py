@@ -21,6 +21,7 @@ from infer.server.http.wire import NamedEvents
 from infer.server.replies import Reply
 from infer.server.shapes import CachedTokens, ChosenLogprob, ReasoningTokens
 from infer.text.encoding import TooLongError
+from infer_agents.messages import MAX_COUNTED
 from infer_agents.output import Output
 from infer_agents.response_bodies import ResponsesRequest
 from infer_agents.response_tools import CloudTool
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_TOKENS = 1 << 20
-"""The most tokens of an input that are counted, unless the model takes more."""
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -200,7 +199,7 @@ class Responses:
     async def count(self, http: web.Request) -> web.StreamResponse:
         _, reply = await self._reply(http)
         served = self._service.served
-        most = max(served.max_seq_len, MAX_TOKENS)
+        most = max(served.max_seq_len, MAX_COUNTED)
         try:
             count = await self._service.tokenize(
                 [reply.prompt], lambda: len(served.encoder(reply.prompt, special=False, most=most))
@@ -222,14 +221,14 @@ class Responses:
                 self._seal.opened(sealed)
             except ValueError as error:
                 raise RequestError(f"{path} cannot be taken: {error}.", param=path) from None
-        reply = self._service.conversation.reply
+        reply, use = self._service.conversation.reply, body.tool_use()
         try:
-            return body, await reply(body, body.sampling, body.tool_use())
+            return body, await reply(body, body.sampling, use)
         except RequestError as error:
             if error.param != "messages" or (other := body.gathered()) is None:
                 raise
             try:  # agents send several instructions, and many templates know one
-                return body, await reply(other, body.sampling, body.tool_use())
+                return body, await reply(other, body.sampling, use)
             except RequestError:
                 raise error from None
 

@@ -46,9 +46,10 @@ class Seal:
 
 
 def unverified(sealed: str) -> str:
-    """What claims to be the text of ``Seal.seal``, whoever has sealed it. Raises ValueError if it is none at all."""
+    """What claims to be the text of ``Seal.seal``, whoever has sealed it. Raises ValueError if it is none at all, or
+    not UTF-8: no text of a model has lone surrogates, and JSON cannot hold them."""
     try:
-        return base64.b64decode(sealed, validate=True)[MAC_BYTES:].decode(errors="surrogatepass")
+        return base64.b64decode(sealed, validate=True)[MAC_BYTES:].decode()
     except ValueError:
         raise ValueError("it is not a sealed text of this server") from None
 

@@ -14,10 +14,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product, repeat
 from string import ascii_lowercase, ascii_uppercase
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from aiohttp import web
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import to_json
 from typing_extensions import TypedDict
 
@@ -30,7 +30,7 @@ from infer.server.http.access import CALLER
 from infer.server.http.body import Body, Many, Text
 from infer.server.http.errors import REQUEST_ID
 from infer.server.http.streams import Array
-from infer.server.input_items import Input, conversation
+from infer.server.input_items import Input, check_called, conversation
 from infer.server.labels import TAIL_CHARS, label_ids
 from infer.server.messages import JsonPart, Message, TextPart, shown
 from infer.server.shapes import CachedTokens, ReasoningTokens
@@ -174,6 +174,11 @@ class DecisionsRequest(Questions):
     )
     prompt_cache_options: CacheOptions | None = None
     user: str | None = Field(None, alias="safety_identifier", max_length=512, description="The end user's id.")
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        check_called(self.input)
+        return self
 
     @functools.cached_property
     def subject(self) -> str:

@@ -127,7 +127,9 @@ class Reader:
             raise RequestError(f"The body cannot be checked: {error}. Send a smaller or simpler one.") from None
         # Unpickling is safe, because our own process made the answer. In a thread, since it may hold thousands of
         # models.
-        result: T | tuple[str, str | None, str | None] = await asyncio.to_thread(pickle.loads, answer)
+        result: T | tuple[str, str | None, str | None] | str = await asyncio.to_thread(pickle.loads, answer)
+        if isinstance(result, str):
+            raise RuntimeError(f"a body could not be parsed:\n{result}")
         if isinstance(result, tuple):
             message, param, code = result
             raise RequestError(message, param=param, code=code)
@@ -143,7 +145,8 @@ class Reader:
 
 def worker(first: bytes) -> Callable[[bytes], bytes]:
     """The work of the child process: from what becomes of unknown fields, a model's module and name, and a body, make
-    the pickled model, or the pickled (message, param, code) of a RequestError. ``first`` names the modules."""
+    the pickled model, the pickled (message, param, code) of a RequestError, or the pickled traceback of another error,
+    after which the next body can still be read. ``first`` names the modules."""
     for module in first.decode().split():
         try:
             importlib.import_module(module)
@@ -158,5 +161,9 @@ def worker(first: bytes) -> Callable[[bytes], bytes]:
             return pickle.dumps(parsing.parse(body, model, cast(Unknown, unknown)), pickle.HIGHEST_PROTOCOL)
         except RequestError as error:
             return pickle.dumps((str(error), error.param, error.code))
+        except MemoryError:  # which ends the process
+            raise
+        except Exception:
+            return pickle.dumps(traceback.format_exc())
 
     return answer

@@ -53,8 +53,11 @@ def parse(body: bytes, model: type[T], unknown: Unknown = "refuse") -> T:
         data = _given(data, (model,))
         body = to_json(data, inf_nan_mode="constants")
     parsed = checked(lambda: model.model_validate_json(body, strict=True, extra=EXTRA[unknown]), model, data)
-    for name in parsed.DERIVED:
-        getattr(parsed, name)
+    for name, field in parsed.DERIVED.items():
+        try:
+            getattr(parsed, name)
+        except ValueError as error:
+            raise RequestError(f"{field} cannot be taken: {error}.", param=field) from None
     return parsed
 
 
