@@ -208,7 +208,7 @@ def _altered(thought: Thought, why: str) -> RequestError:
         # Clients look for Anthropic's words, and leave the block out then.
         f"{thought.param}: Invalid `signature` in `thinking` block: {why}. Send the block as it came, with an empty "
         "signature, or not at all.",
-        param=f"{thought.param}.signature",
+        param=thought.param,
     )
 
 
