@@ -329,7 +329,7 @@ async def test_long_bodies_are_read_as_short_ones(tmp_path: Path) -> None:
             assert await counted(server, messages=[*said[:-1], long], **form) == short
         content[0]["thinking"] += "!"
         found = await refused(server, messages=[*said[:-1], long])
-        assert found.startswith("messages[1].content[0].signature")
+        assert found.startswith("messages[1].content[0]: Invalid `signature`")
         found = await refused(server, messages=[{"role": "user", "content": "x " * 20_000}])
         assert re.fullmatch(r"prompt is too long: 200\d\d tokens > 2047 maximum", found)
 
