@@ -152,7 +152,7 @@ class Conversation:
         params = self._served.defaulted(checked(lambda: sampling(**overrides), type(cast(Body, body))))
         tags = self._served.reasoning
         thinking = tags is not None and opens_reasoning(prompt, tags)
-        end = _fixed(self._served.tokenizer, tags.closing) if tags and thinking else ()
+        end = self._tag_tokens[1] if thinking else ()
         if params.structured_outputs is not None and not end:
             # The format applies from the first token on, so that there is no reasoning.
             tags, params = None, params.model_copy(update={"thinking_token_budget": None})
@@ -168,8 +168,14 @@ class Conversation:
 
     def _thinking_tokens(self, tags: ReasoningTags, opened: bool) -> ThinkingTokens | None:
         """The tokens around the reasoning; None if they are not always the same."""
-        opening, closing = (_fixed(self._served.tokenizer, tag) for tag in (tags.opening, tags.closing))
+        opening, closing = self._tag_tokens
         return ThinkingTokens(opening, closing, opened) if (opening or opened) and closing and not tags.reader else None
+
+    @functools.cached_property
+    def _tag_tokens(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The tokens of the tags before and behind the reasoning; none of a tag that is written in several ways."""
+        tags, tokenizer = self._served.reasoning, self._served.tokenizer
+        return ((), ()) if tags is None else (_fixed(tokenizer, tags.opening), _fixed(tokenizer, tags.closing))
 
     @property
     def _process(self) -> Renderer:

@@ -72,15 +72,15 @@ class CallOutputItem(_Item):
     caller: Kept = None
 
 
-InputItem = Annotated[
+CommonItem = (
     Annotated[InputMessage, Tag("message")]
-    | Annotated[ReasoningItem, Tag("reasoning")]
     | Annotated[CallItem, Tag("function_call")]
     | Annotated[CustomCallItem, Tag("custom_tool_call")]
     | Annotated[CallOutputItem, Tag("function_call_output")]
-    | Annotated[CallOutputItem, Tag("custom_tool_call_output")],
-    Discriminator(typed),
-]
+    | Annotated[CallOutputItem, Tag("custom_tool_call_output")]
+)
+"""What every endpoint with input items takes, to be discriminated by ``typed``."""
+InputItem = Annotated[CommonItem | Annotated[ReasoningItem, Tag("reasoning")], Discriminator(typed)]
 
 
 def check_called(items: str | Sequence[Body], others: Collection[str] = ()) -> None:

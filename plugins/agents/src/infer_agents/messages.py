@@ -22,7 +22,7 @@ from infer.server.http.wire import Anthropic
 from infer.server.replies import Reply
 from infer.server.thoughts import Thoughts
 from infer.text.encoding import TooLongError
-from infer.text.tools import Calls
+from infer.text.tools import call_id
 from infer_agents.message_bodies import ID_PREFIX, MessagesRequest, Thought
 
 if TYPE_CHECKING:
@@ -225,7 +225,6 @@ class _Output:
     def __init__(self, message: Json, reply: Reply, thoughts: Thoughts | None, seal: Seal, *, omitted: bool) -> None:
         self.message = message
         self._parser = reply.parser()
-        self._calls = Calls()
         self._thoughts = thoughts
         self._seal = seal
         self._omitted = omitted
@@ -251,7 +250,8 @@ class _Output:
 
     def _end(self, news: Event, usage: Json) -> Iterator[Json]:
         stop = news.stop_reason if isinstance(news.stop_reason, str) else None
-        reason = "tool_use" if self._calls.count else "end_turn"
+        called = any(block["type"] == "tool_use" for block in self.message["content"])
+        reason = "tool_use" if called else "end_turn"
         if news.finish_reason == "length":
             reason = "max_tokens"
         elif stop is not None:
@@ -275,8 +275,7 @@ class _Output:
         kind, text = piece
         match kind:
             case "call":
-                id = self._calls.delta(piece)["tool_calls"][0]["id"]
-                yield from self._open({"type": "tool_use", "id": ID_PREFIX + id, "name": text, "input": {}})
+                yield from self._open({"type": "tool_use", "id": ID_PREFIX + call_id(), "name": text, "input": {}})
             case "arguments":
                 yield from self._more(text, {"type": "input_json_delta", "partial_json": text})
             case "reasoning" if text:

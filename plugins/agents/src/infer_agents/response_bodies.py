@@ -78,12 +78,8 @@ class ReasoningItem(input_items.ReasoningItem):
 
 
 InputItem = Annotated[
-    Annotated[InputMessage, Tag("message")]
+    input_items.CommonItem
     | Annotated[ReasoningItem, Tag("reasoning")]
-    | Annotated[CallItem, Tag("function_call")]
-    | Annotated[CustomCallItem, Tag("custom_tool_call")]
-    | Annotated[CallOutputItem, Tag("function_call_output")]
-    | Annotated[CallOutputItem, Tag("custom_tool_call_output")]
     | Annotated[DroppedItem, Tag("web_search_call")],
     Discriminator(_item_type),
 ]
