@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from infer.contracts.attention import AttentionSpec, KVDtype, Rotary
 from infer.contracts.kernels import KernelsProtocol
 from infer.contracts.registration import Registration
+from infer.contracts.states import State, StateSpec
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +40,17 @@ class KVCacheView(Protocol):
         """
 
 
+class StatefulView(KVCacheView, Protocol):
+    """A view of a pool that keeps states, too."""
+
+    def state(self, layer: int) -> State:
+        """The states of a recurrent layer, by its index in ``StatefulModel.states``. A pass hands each layer's to the
+        kernels once, and they save the states after it."""
+
+    def rehearsal(self) -> AbstractContextManager[None]:
+        """While it is open, passes of this view leave all states as they are, so that one can be run again."""
+
+
 @dataclass(frozen=True)
 class Allocation:
     """A slot that the cache has given to one sequence."""
@@ -56,7 +69,7 @@ class CachePoolProtocol(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the K/V of all positions."""
+        """Bytes of the K/V of all positions, and of all states."""
 
     def allocate(self, token_ids: Sequence[int], *, reuse: bool = True, salt: str = "") -> Allocation | None:
         """Allocate a slot with room for all of ``token_ids``; None if there is no room now.
@@ -148,6 +161,8 @@ class CacheContext:
     yet_to_take: int = 0
     """Bytes of the memory that is free now which others will take before the pool is used, such as weights that have
     not been loaded yet."""
+    states: Sequence[StateSpec] = ()
+    """What recurrent layers keep; only if the pool's registration says in ``states`` that it can keep them."""
 
 
 class CacheFactory(Protocol):
@@ -163,6 +178,8 @@ class CacheRegistration(Registration[CacheFactory]):
     longest: Callable[[CacheContext, Any, int], int] | None = None
     """(context, the pool's settings, bytes that the weights have still to take) -> how many positions of one sequence
     fit into memory. Without it, sequences have at most 4096 positions unless ``engine.max_seq_len`` is set."""
+    states: bool = False
+    """Whether it keeps the states of recurrent layers, and its views are ``StatefulView``s."""
     kv_dtypes: tuple[str, ...] = ()
     """The values of ``cache.kv_dtype`` other than ``auto`` that it stores K and V by, such as ``int8``; a pool whose
     storage is ``infer.cache.KVStorage`` knows them all."""

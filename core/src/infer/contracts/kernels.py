@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_ch
 
 from infer.contracts.attention import KV, AttentionSpec, Ragged, Rotary
 from infer.contracts.registration import Registration
+from infer.contracts.states import DeltaRule, StateRows, StateSpace
 
 if TYPE_CHECKING:
     import torch
@@ -174,6 +175,48 @@ class KernelsProtocol(Protocol):
     def extend_attention(self, q_THE: Tensor, k_cache: KV, v_cache: KV, ragged: Ragged, spec: AttentionSpec) -> Tensor:
         """Causal attention of each query over the cached positions of its sequence, up to and including its own;
         [T, H, E]."""
+
+    def causal_conv(
+        self,
+        x_TC: Tensor,
+        weight_CW: Tensor,
+        bias_C: Tensor | None,
+        silu: bool,
+        columns_RWC: Tensor,
+        rows: StateRows,
+    ) -> Tensor:
+        """A depthwise causal convolution over each sequence's tokens, and SiLU of it if ``silu``; [T, C].
+
+        Token t's result is the sum of weight[c, i] * x[t - W + 1 + i, c] over i in fp32, the oldest first, then the
+        bias. The last W - 1 inputs are the state, [rows, W - 1, C], the oldest first. The rows of ``x_TC`` may be parts
+        of longer rows."""
+
+    def gated_delta_rule(
+        self, qkv_TC: Tensor, a_TH: Tensor, b_TH: Tensor, rule: DeltaRule, state_RHKV: Tensor, rows: StateRows
+    ) -> Tensor:
+        """Each value head's output, [T, H, V].
+
+        ``qkv_TC`` has all heads of q, then those of K, then those of V. In fp32, q and k of a head are divided by
+        sqrt(the sum of their squares + 1e-6), and q by sqrt(key_size). Then, token by token, with
+        g = -rate * softplus(a + dt_bias) and beta = sigmoid(b), the state S of a head becomes
+        S' = e^g S + k ((v - e^g S^T k) beta)^T, and its output is S'^T q."""
+
+    def state_space(
+        self, xbc_TC: Tensor, dt_TH: Tensor, space: StateSpace, state_RHNP: Tensor, rows: StateRows
+    ) -> Tensor:
+        """Each head's output, [T, H, P].
+
+        ``xbc_TC`` has x of all heads, then B of all groups, then C of all groups. In fp32, token by token, with
+        dt = clamp(softplus(dt + dt_bias)), the state S [N, P] of a head becomes S' = e^(-rate dt) S + B (dt x)^T, and
+        its output is S'^T C + skip x."""
+
+    def gated_rms_norm(
+        self, x_TD: Tensor, gate_TD: Tensor, weight_W: Tensor, eps: float, group: int, gate_first: bool
+    ) -> Tensor:
+        """RMS norm of each ``group`` neighboring values of a row, and a gate: norm(x) * weight * silu(gate), or, if
+        ``gate_first``, norm(x * silu(gate)) * weight; [T, D], in fp32 until it is rounded.
+
+        Value d is multiplied by weight[d % W]. The rows of ``gate_TD`` may be parts of longer rows."""
 
     def sample(self, logits_NV: Tensor, draws: Draws) -> Tensor:
         """Draw one token per row, int64 [N]; -1 where the row of logits has no finite maximum.

@@ -10,6 +10,7 @@ from infer.contracts.attention import AttentionSpec
 from infer.contracts.cache import KVCacheView
 from infer.contracts.kernels import KernelsProtocol
 from infer.contracts.registration import Registration
+from infer.contracts.states import StateSpec
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +57,15 @@ class ModelProtocol(Protocol):
     def load(self, tensors: Iterable[tuple[str, Weight]]) -> None:
         """Take the checkpoint's weights, and copy what is kept: tensors may be views of a file that changes later.
         Raises CheckpointError if one is missing, unexpected or of another shape."""
+
+
+@runtime_checkable
+class StatefulModel(Protocol):
+    """A model with recurrent layers, whose passes get a ``StatefulView``."""
+
+    @property
+    def states(self) -> Sequence[StateSpec]:
+        """One spec per recurrent layer; ``StatefulView.state`` takes a layer's index in this list."""
 
 
 @runtime_checkable

@@ -22,6 +22,8 @@ from torch import Tensor
 
 from infer.contracts.attention import KV, AttentionSpec, QuantizedKV, Ragged, Rotary
 from infer.contracts.kernels import Activation, Draws, Expert, KernelsProtocol, RecorderProtocol, Routing
+from infer.contracts.states import DeltaRule, StateRows, StateSpace
+from infer.kernels import states
 from infer.kernels.quantize import quantize_weight
 from infer.weight import LEAST, GroupedWeight, Weight, quantize_rows
 
@@ -220,6 +222,32 @@ class ReferenceKernels(KernelsProtocol):
         for tiles in plan_tiles(ragged.starts, ragged.lens, spec.window):
             _attend_tiles(tiles, q_THE, k_cache, v_cache, ragged.block_table_BP, spec, out_THE)
         return out_THE
+
+    def causal_conv(
+        self,
+        x_TC: Tensor,
+        weight_CW: Tensor,
+        bias_C: Tensor | None,
+        silu: bool,
+        columns_RWC: Tensor,
+        rows: StateRows,
+    ) -> Tensor:
+        return states.causal_conv(x_TC, weight_CW, bias_C, silu, columns_RWC, rows)
+
+    def gated_delta_rule(
+        self, qkv_TC: Tensor, a_TH: Tensor, b_TH: Tensor, rule: DeltaRule, state_RHKV: Tensor, rows: StateRows
+    ) -> Tensor:
+        return states.gated_delta_rule(qkv_TC, a_TH, b_TH, rule, state_RHKV, rows)
+
+    def state_space(
+        self, xbc_TC: Tensor, dt_TH: Tensor, space: StateSpace, state_RHNP: Tensor, rows: StateRows
+    ) -> Tensor:
+        return states.state_space(xbc_TC, dt_TH, space, state_RHNP, rows)
+
+    def gated_rms_norm(
+        self, x_TD: Tensor, gate_TD: Tensor, weight_W: Tensor, eps: float, group: int, gate_first: bool
+    ) -> Tensor:
+        return states.gated_rms_norm(x_TD, gate_TD, weight_W, eps, group, gate_first)
 
     def sample(self, logits_NV: Tensor, draws: Draws) -> Tensor:
         top_N, token_N = logits_NV.max(dim=-1)
