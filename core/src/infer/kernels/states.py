@@ -97,7 +97,7 @@ def _sequences(rows: StateRows) -> Iterator[tuple[int, int, int]]:
     """First token, end and row of each sequence that has tokens. Row by row, each reads its state before any other
     saves one: no row that is saved is read by another sequence."""
     offsets = rows.offsets_B1.tolist()
-    for begin, end, row in zip(offsets, offsets[1:], rows.read_B.tolist(), strict=True):
+    for begin, end, row in zip(offsets[:-1], offsets[1:], rows.read_B.tolist(), strict=True):
         if end > begin:
             yield begin, end, row
 
