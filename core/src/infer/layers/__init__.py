@@ -6,7 +6,7 @@ bottom and every name in a checkpoint has exactly one owner. Shapes: see ``infer
 
 from infer.layers.blocks import Attention, GatedMLP, select
 from infer.layers.config import HiddenAct, LayerType, PositiveNumber, config_table, layer_windows, read_config
-from infer.layers.decoder import Decoder, DecoderConfig, DecoderLayer
+from infer.layers.decoder import Decoder, DecoderConfig, DecoderLayer, nth
 from infer.layers.experts import Experts
 from infer.layers.linear import Embedding, Head, Linear, Norm, RMSNorm
 from infer.layers.rotary import ROPE_KINDS, LongRope, RopeParameters, RotaryEmbedding
@@ -34,6 +34,7 @@ __all__ = [
     "Weights",
     "config_table",
     "layer_windows",
+    "nth",
     "read_config",
     "select",
 ]

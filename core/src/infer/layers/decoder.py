@@ -15,6 +15,7 @@ from torch import Tensor
 from infer.contracts.attention import AttentionSpec, Rotary
 from infer.contracts.cache import KVCacheView
 from infer.contracts.model import ModelContext, Pass
+from infer.contracts.states import StateSpec
 from infer.layers.config import PositiveNumber, read_config
 from infer.layers.linear import Embedding, Head, Norm, RMSNorm
 from infer.layers.rotary import RopeParameters, RotaryEmbedding
@@ -132,11 +133,15 @@ class DecoderConfig(BaseModel, extra="ignore"):
         """Each layer's sliding window; None for full attention."""
         return [None] * self.num_hidden_layers
 
-    def attention(self) -> list[AttentionSpec]:
-        """What each layer needs from the cache."""
+    def attention(self) -> Sequence[AttentionSpec | None]:
+        """What each layer needs of K and V from the cache; None for a layer without attention."""
         heads = self.num_attention_heads, self.num_key_value_heads or self.num_attention_heads, self.head_size
         scale, cap = self.attention_scale, self.attention_soft_cap
         return [AttentionSpec(*heads, scale, window, cap) for window in self.windows()]
+
+    def states(self, dtype: torch.dtype) -> Sequence[StateSpec | None]:
+        """What each layer keeps as its state, in a model of that dtype; None for a layer that is not recurrent."""
+        return [None] * self.num_hidden_layers
 
     def ropes(self, config: Mapping[str, Any]) -> Sequence[RopeParameters | None]:
         """Each layer's rope; None for a layer that rotates nothing. ``config`` is all of config.json."""
@@ -166,26 +171,28 @@ class DecoderLayer(Protocol):
 
 
 class Decoder:
-    """A ModelProtocol and UnstackingModel: embedding, layers, final norm, head. ``schema`` validates config.json,
-    and names these parts in the checkpoint; ``layer`` makes one layer from (weights, name, index, config,
-    AttentionSpec, RopeParameters or None)."""
+    """A ModelProtocol, UnstackingModel and StatefulModel: embedding, layers, final norm, head. ``schema`` validates
+    config.json, and names these parts in the checkpoint; ``layer`` makes one layer from (weights, name, index, config,
+    AttentionSpec or None, RopeParameters or None)."""
 
     def __init__(
         self,
         config: Mapping[str, Any],
         context: ModelContext,
         schema: type[DecoderConfig],
-        layer: Callable[[Weights, str, int, Any, AttentionSpec, RopeParameters | None], DecoderLayer],
+        layer: Callable[[Weights, str, int, Any, Any, RopeParameters | None], DecoderLayer],
     ) -> None:
         c = read_config(schema, config)
         w = self.weights = Weights(context)
         size = c.hidden_size
         self.vocab_size = c.vocab_size
-        self.attention: Sequence[AttentionSpec] = c.attention()
+        specs = c.attention()
         if c.attention_sinks:
-            self.attention = [
-                replace(spec, sinks_H=torch.zeros(spec.num_heads, device=context.device)) for spec in self.attention
+            specs = [
+                spec and replace(spec, sinks_H=torch.zeros(spec.num_heads, device=context.device)) for spec in specs
             ]
+        self.attention: Sequence[AttentionSpec] = [spec for spec in specs if spec is not None]
+        self.states: Sequence[StateSpec] = [spec for spec in c.states(context.dtype) if spec is not None]
         ropes = c.ropes(config)
         tables = {
             rope: None if rope is None else RotaryEmbedding(context, rope, c.head_size) for rope in dict.fromkeys(ropes)
@@ -194,7 +201,7 @@ class Decoder:
         self.embedding = Embedding(w, c.embedding_name, c.vocab_size, size, c.embedding_scale)
         self.layers = [
             layer(w, f"{c.layers_name}.{i}", i, c, spec, rope)
-            for i, (spec, rope) in enumerate(zip(self.attention, ropes, strict=True))
+            for i, (spec, rope) in enumerate(zip(specs, ropes, strict=True))
         ]
         self.norm = c.norm(w, c.norm_name)
         self.head = Head(w, self.embedding, c.head_name, c.vocab_size, size, c.tie_word_embeddings)
@@ -267,6 +274,11 @@ class Decoder:
         if embedding is not None and self.head.name in expected:
             log.warning("the checkpoint has no output head: embeddings are as they should be, but texts make no sense")
             yield self.head.name, embedding
+
+
+def nth(specs: Sequence[object | None], index: int) -> int:
+    """The index of a layer among those that have a spec, by which ``attend`` and ``state`` know it."""
+    return sum(spec is not None for spec in specs[:index])
 
 
 def _sum(values: Tensor) -> int:
