@@ -14,7 +14,7 @@ from tests.testing.planted import Bug, Bugs, caught
 from torch import Tensor
 
 from infer.cache import ExtendView, KVStorage, Pool
-from infer.cache.block_manager import Ints, Slots
+from infer.cache.arrays import Ints, Slots
 from infer.contracts.attention import AttentionSpec, QuantizedKV, Ragged, Rotary
 from infer.contracts.cache import Allocation, CacheContext, CachePoolProtocol, KVCacheView
 from infer.kernels.reference import ReferenceKernels

@@ -11,7 +11,7 @@ import torch
 from tests.support import slotted_pool, tiny_model
 
 from infer.cache import BlockManager, Pool
-from infer.cache.block_manager import Ints
+from infer.cache.arrays import Ints
 from infer.contracts.cache import Allocation
 from infer_cache_paged import PagedBlockManager
 from infer_cache_paged.pages import Pages

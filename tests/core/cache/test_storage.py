@@ -11,7 +11,7 @@ from tests.support import CPU, KERNELS, MAX_SEQ_LEN, tiny_model
 from torch import Tensor
 
 from infer.cache import ExtendView, KVStorage, Pool
-from infer.cache.block_manager import Ints
+from infer.cache.arrays import Ints
 from infer.contracts.attention import AttentionSpec, KVDtype, Rotary
 from infer.contracts.cache import CacheContext
 from infer.contracts.model import Pass

@@ -17,9 +17,9 @@ from infer.assemble.served import Served
 from infer.assemble.texts import Texts, read_texts, read_tokenizer, tool_format
 from infer.assemble.weights import Weights
 from infer.checkpoint import Checkpoint, ending, locate
-from infer.contracts.cache import CacheContext, CachePoolProtocol, TruncatingPool
+from infer.contracts.cache import CacheContext, CachePoolProtocol, StatefulPool, TruncatingPool
 from infer.contracts.kernels import KernelsProtocol
-from infer.contracts.model import ModelContext, ModelProtocol
+from infer.contracts.model import ModelContext, ModelProtocol, StatefulModel
 from infer.contracts.proposer import ProposerContext, SecondModel
 from infer.contracts.scheduler import SchedulerContext
 from infer.contracts.sections import Settings, slow_dtype
@@ -208,6 +208,11 @@ class Assembly:
             # Unless the settings ask for long sequences, the cache takes no more memory than it would for shorter ones.
             enough = max(batch * DEFAULT_MAX_SEQ_LEN, max_seq_len)
         given = self._cache_context(model, context, yet_to_take, enough)
+        if given.states and not offer.states:
+            raise SettingsError(
+                f'The model has recurrent layers, whose states cache.backend "{offer.name}" of {offer.distribution} '
+                "does not keep; choose another."
+            )
         try:
             pool: CachePoolProtocol = offer.build(self.settings, given)
         except (MemoryError, RuntimeError, OSError) as error:
@@ -225,9 +230,12 @@ class Assembly:
 
     def in_words(self, pool: CachePoolProtocol) -> str:
         """How large a pool is."""
-        positions, nbytes, kv_dtype = pool.free_tokens(), pool.nbytes, self.settings.cache.kv_dtype
+        positions, kv_dtype = pool.free_tokens(), self.settings.cache.kv_dtype
+        states = pool.state_bytes if isinstance(pool, StatefulPool) else 0
+        nbytes = pool.nbytes - states
         how = _name(self.dtype) if kv_dtype == "auto" else kv_dtype
-        return f"{positions} positions of {nbytes // positions} bytes ({how}) = {nbytes / 2**20:.1f} MiB"
+        text = f"{positions} positions of {nbytes // positions} bytes ({how}) = {nbytes / 2**20:.1f} MiB"
+        return f"{text}, and states of recurrent layers = {states / 2**20:.1f} MiB" if states else text
 
     @property
     def _max_chunk(self) -> int | None:
@@ -251,6 +259,7 @@ class Assembly:
             self.settings.cache.kv_dtype,
             self._max_chunk,
             yet_to_take,
+            model.states if isinstance(model, StatefulModel) else (),
         )
 
     # What runs, once the model is loaded
@@ -366,6 +375,11 @@ class Assembly:
         if engine.speculation is None:
             return None
         offer = self.chosen("proposer")
+        if isinstance(self.model, StatefulModel) and self.model.states:
+            raise SettingsError(
+                f'engine.speculation is "{offer.name}", but the model has recurrent layers, whose states cannot be '
+                "taken back after wrong draft tokens; leave it out."
+            )
         if not isinstance(pool, TruncatingPool):
             raise SettingsError(
                 f'engine.speculation is "{offer.name}", but {type(pool).__name__} cannot take positions back '

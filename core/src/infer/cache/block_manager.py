@@ -9,11 +9,10 @@ from typing import Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
+from infer.cache.arrays import Bools, Ints, Slots
+from infer.cache.state_manager import StateManager
 from infer.contracts.cache import Allocation
 
-Ints = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
-Bools = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
-Slots = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 Table_co = TypeVar("Table_co", covariant=True)
 
 
@@ -82,6 +81,8 @@ class BlockManager(ABC):
         """How many positions the slot has blocks for; -1 if the slot is not allocated."""
         self.room: Sequence[int] = self._room_S.data
         """The same numbers as Python's integers, which numpy takes several times as long to make."""
+        self.state_manager: StateManager | None = None
+        """For a model with recurrent layers, which row holds each slot's state; the subclass sets it."""
         self._free_slots = list(reversed(range(num_slots)))
         self._distinct_B: Slots | None = None
         """The slots that the last ``advance`` found to differ from each other. It often gets them again, since a pool's
@@ -167,6 +168,8 @@ class BlockManager(ABC):
         """Hand out a free slot that already holds ``num_tokens`` positions."""
         slot = self._free_slots.pop()
         self._lengths_S[slot] = num_tokens
+        if self.state_manager is not None:
+            self.state_manager.open(slot)
         return slot
 
     def _place(self, slot: int, blocks: Sequence[int], begin: int = 0, table: int = 0) -> None:
@@ -178,5 +181,7 @@ class BlockManager(ABC):
     def _close(self, slot: int) -> None:
         """Take a slot back. Raises ValueError if it is not allocated."""
         self.length(slot)
+        if self.state_manager is not None:
+            self.state_manager.close(slot)
         self._lengths_S[slot] = self._room_S[slot] = -1
         self._free_slots.append(slot)

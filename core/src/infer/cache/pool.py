@@ -8,7 +8,8 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from infer.cache.block_manager import BlockManager, BlockManagerProtocol, SharingBlockManager
-from infer.cache.storage import StorageProtocol
+from infer.cache.states import StateStorage
+from infer.cache.storage import ExtendView, StorageProtocol
 from infer.contracts.cache import Allocation, KVCacheView, MappedPool, TruncatingPool
 
 Table = TypeVar("Table")
@@ -18,18 +19,26 @@ View = TypeVar("View", bound=KVCacheView)
 class Pool(Generic[Table, View]):
     """A ``CachePoolProtocol`` made of a block manager and of a storage that understands its tables. It shares tokens
     only if the block manager is a SharingBlockManager whose ``shares``, if it has that, is not False. It is a
-    TruncatingPool or a MappedPool only if the block manager has what these have."""
+    TruncatingPool or a MappedPool only if the block manager has what these have, and a TruncatingPool only without
+    states, which cannot be taken back."""
 
-    def __init__(self, block_manager: BlockManagerProtocol[Table], storage: StorageProtocol[Table, View]) -> None:
+    def __init__(
+        self,
+        block_manager: BlockManagerProtocol[Table],
+        storage: StorageProtocol[Table, View],
+        states: StateStorage | None = None,
+    ) -> None:
+        """With ``states``, whose manager is the block manager's, the storage's views are ``ExtendView``s."""
         self.block_manager = block_manager
         self.storage = storage
+        self._states = states
         self.grow = block_manager.grow
         self.free = block_manager.free
         self.free_tokens = block_manager.free_tokens
         self.length = block_manager.length
         if isinstance(block_manager, BlockManager):
             self.room: Sequence[int] = block_manager.room
-        if isinstance(block_manager, TruncatingPool):
+        if isinstance(block_manager, TruncatingPool) and states is None:
             self.truncate = block_manager.truncate
         if isinstance(block_manager, MappedPool):
             self.states = block_manager.states
@@ -45,7 +54,11 @@ class Pool(Generic[Table, View]):
 
     @property
     def nbytes(self) -> int:
-        return self.storage.nbytes
+        return self.storage.nbytes + self.state_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        return 0 if self._states is None else self._states.nbytes
 
     def allocate(self, token_ids: Sequence[int], *, reuse: bool = True, salt: str = "") -> Allocation | None:
         if self._sharing is None:
@@ -60,7 +73,10 @@ class Pool(Generic[Table, View]):
         self, slots: Sequence[int], start_positions: Sequence[int], chunk_lens: Sequence[int]
     ) -> View:
         longest = self.block_manager.extend(slots, start_positions, chunk_lens)
-        return self.storage.view(self.block_manager.table(slots, longest), start_positions, chunk_lens)
+        view = self.storage.view(self.block_manager.table(slots, longest), start_positions, chunk_lens)
+        if self._states is not None:
+            _of(view).states = self._states.view(slots, start_positions, chunk_lens)
+        return view
 
     def decode_view(self, slots: Sequence[int], rows: int | None = None) -> View:
         if slots != self._slots:
@@ -68,8 +84,22 @@ class Pool(Generic[Table, View]):
             self._slots_B = np.fromiter(slots, np.int64, len(slots))
         slots_B = self._slots_B
         starts_B, longest = self.block_manager.advance(slots_B)
+        kept = self._states
         if rows is None:
-            return self.storage.view(self.block_manager.table(slots_B, longest), starts_B, np.ones_like(starts_B))
+            one_B = np.ones_like(starts_B)
+            view = self.storage.view(self.block_manager.table(slots_B, longest), starts_B, one_B)
+            if kept is not None:
+                _of(view).states = kept.view(slots_B, starts_B, one_B)
+            return view
+        states = None if kept is None else kept.fixed_view(slots_B, starts_B, rows)
         if padding := rows - len(slots):
             slots_B, starts_B = (np.concatenate([x, np.repeat(x[-1:], padding)]) for x in (slots_B, starts_B))
-        return self.storage.fixed_view(self.block_manager.table(slots_B, longest), starts_B)
+        view = self.storage.fixed_view(self.block_manager.table(slots_B, longest), starts_B)
+        if states is not None:
+            _of(view).states = states
+        return view
+
+
+def _of(view: KVCacheView) -> ExtendView:
+    assert isinstance(view, ExtendView), "states are kept beside a KVStorage"
+    return view

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from infer.cache.block_manager import Ints
+from infer.cache.arrays import Ints, Ints64
+from infer.cache.states import PassStates
 from infer.contracts.attention import KV, AttentionSpec, QuantizedKV, Ragged, Rotary
 from infer.contracts.cache import CacheContext, KVCacheView
 from infer.contracts.kernels import KernelsProtocol
+from infer.contracts.states import State
 from infer.device import FixedTensor, caller, upload, zeros
 
-Ints64 = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 Table_contra = TypeVar("Table_contra", contravariant=True)
 View_co = TypeVar("View_co", bound=KVCacheView, covariant=True)
 
@@ -57,11 +59,26 @@ class ExtendView:
         """``raggeds`` has one for each of the storage's tables."""
         self.storage = storage
         self.raggeds = raggeds
+        self.states: PassStates | None = None
+        """Those of recurrent layers; the pool sets them."""
 
     @property
     def ragged(self) -> Ragged:
         """That of the first table, or of the only one."""
         return self.raggeds[0]
+
+    def state(self, layer: int) -> State:
+        """``StatefulView.state``."""
+        return self._states.state(layer)
+
+    def rehearsal(self) -> AbstractContextManager[None]:
+        """``StatefulView.rehearsal``."""
+        return self._states.rehearsal()
+
+    @property
+    def _states(self) -> PassStates:
+        assert self.states is not None, "the pool was made for a model without recurrent layers"
+        return self.states
 
     def attend(self, layer: int, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, rotary: Rotary | None = None) -> Tensor:
         s = self.storage

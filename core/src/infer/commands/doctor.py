@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infer.commands.arguments import table
+from infer.contracts.cache import StatefulPool
 from infer.contracts.command import CommandContext, CommandRegistration
 from infer.errors import InferError
 from infer.flags import LOADING, NAMED, add_settings
@@ -212,10 +213,11 @@ class Doctor:
         report, (length, why) = self.report, self.assembly.length
         pool = self.assembly.make_pool(sketch.model, sketch.nbytes)
         positions = pool.free_tokens()
-        each = pool.nbytes // positions
+        states = pool.state_bytes if isinstance(pool, StatefulPool) else 0
+        each = (pool.nbytes - states) // positions
         if positions < length:
             length, why = positions, f"{positions} positions, since the cache has no more"
-        holds = max(0, free - sketch.nbytes) // each
+        holds = max(0, free - sketch.nbytes - states) // each
         batch = self.settings.engine.max_batch_size
         report.add("sequences", f"{batch} at a time, each of at most {why}", max_seq_len=length, max_batch_size=batch)
         report.add(
@@ -224,6 +226,7 @@ class Doctor:
             positions=positions,
             bytes=pool.nbytes,
             bytes_per_token=each,
+            state_bytes=states,
             kv_dtype=self.settings.cache.kv_dtype,
             fits_tokens=holds,
         )

@@ -64,7 +64,8 @@ class CachePoolProtocol(Protocol):
     """Owns the K/V of all sequences. A running sequence has a slot: an integer below ``max_batch_size``.
 
     A pool that does not share K/V between sequences ignores ``reuse``, ``salt`` and ``commit``. What a pool may have
-    besides is in protocols of its own: ``SharingPool``, ``TruncatingPool``, ``RoomyPool`` and ``MappedPool``.
+    besides is in protocols of its own: ``SharingPool``, ``TruncatingPool``, ``RoomyPool``,
+    ``StatefulPool`` and ``MappedPool``.
     """
 
     @property
@@ -132,6 +133,15 @@ class RoomyPool(Protocol):
     @property
     def room(self) -> Sequence[int]:
         """By slot, always the same object. Schedulers do not ask the pool to ``grow`` a slot within its room."""
+
+
+@runtime_checkable
+class StatefulPool(Protocol):
+    """A pool that tells how much of its memory states take."""
+
+    @property
+    def state_bytes(self) -> int:
+        """Of ``nbytes``, those of states."""
 
 
 @runtime_checkable

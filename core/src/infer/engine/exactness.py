@@ -76,6 +76,7 @@ ROWWISE = {
     "rms_norm": 1,
     "add_rms_norm": 2,
     "gated": 1,
+    "gated_rms_norm": 2,
 }
 """The kernels that work row by row, and how many of their first arguments are tensors of rows."""
 PRODUCTS = ("linear", "gated_linear", "gated_experts")
@@ -204,6 +205,9 @@ class ObservingView:
         kind = spec, spec.sinks_H is None, q_THE.shape, k_TKE.shape, rotary is None
         self.observed.attends.setdefault(kind, (layer, q_THE, k_TKE, rotary))
         return self.view.attend(layer, q_THE, k_TKE, v_TKE, rotary)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.view, name)  # ``state``, if it is a StatefulView
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from infer.contracts.cache import CachePoolProtocol, KVCacheView
 from infer.contracts.kernels import RecorderProtocol
-from infer.contracts.model import ModelProtocol, Pass
+from infer.contracts.model import ModelProtocol, Pass, StatefulModel
 from infer.device import FixedTensor, same_bits
 
 log = logging.getLogger(__name__)
@@ -97,6 +98,7 @@ class DecodeGraphs:
         self._model = model
         self._pool = pool
         self._record = record
+        self._stateless = not (isinstance(model, StatefulModel) and model.states)
         self._given_up = False
         self._warned: set[str] = set()
         if not record.cheap:
@@ -150,7 +152,9 @@ class DecodeGraphs:
         """Replay the pass, then run it, and compare the two. Returns the result of running it. The replay goes first:
         after a run it would find K/V already written that it might fail to write itself."""
         recording.tried = True
-        outcome = recording.replay()
+        rehearsal = getattr(view, "rehearsal", None)  # of a StatefulView: it leaves the states to the run
+        with nullcontext() if self._stateless or rehearsal is None else rehearsal():
+            outcome = recording.replay()
         if isinstance(outcome, Tensor):
             outcome = outcome.clone()
         hidden_TD = self._run(rows, view)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from infer import device as devices
-from infer.cache import KVStorage
+from infer.cache import KVStorage, StateManager, StateStorage
 from infer.contracts.cache import CacheContext
 from infer.contracts.model import ModelProtocol, Pass
 from infer.contracts.params import MAX_LOGPROBS
@@ -36,7 +36,12 @@ def activation_bytes(model: ModelProtocol, context: CacheContext, max_tokens: in
         device = context.device
         storage = KVStorage(replace(context, max_batch_size=len(lens), max_seq_len=chunk), len(lens), chunk)
         stored = storage.nbytes
-        view = storage.view(np.arange(len(lens), dtype=np.int32)[:, None], [0] * len(lens), lens)
+        slots = np.arange(len(lens))
+        view = storage.view(slots.astype(np.int32)[:, None], [0] * len(lens), lens)
+        if context.states:
+            states = StateStorage(context.states, StateManager(len(lens)), len(lens), device)
+            stored += states.nbytes
+            view.states = states.view(slots, [0] * len(lens), lens)
         ids = torch.zeros(tokens, dtype=torch.int64, device=device)
         positions = torch.cat([torch.arange(n, device=device) for n in lens])
         hidden = model.forward(Pass(ids, positions, view))

@@ -67,6 +67,11 @@ class Offer:
         return getattr(self.registration, "kv_dtypes", ())
 
     @property
+    def states(self) -> bool:
+        """``CacheRegistration.states``; False for other plugins."""
+        return isinstance(self.registration, CacheRegistration) and self.registration.states
+
+    @property
     def about(self) -> str:
         """``KernelsRegistration.about``; empty for other plugins."""
         return getattr(self.registration, "about", "")

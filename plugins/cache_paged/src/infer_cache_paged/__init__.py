@@ -8,14 +8,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-from pydantic import BaseModel, Field, PositiveInt
+from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt
 
 from infer import device, hookimpl
-from infer.cache import BlockManager, ExtendView, KVStorage, Pool
-from infer.cache.block_manager import Ints
+from infer.cache import BlockManager, ExtendView, KVStorage, Pool, StateManager, StateStorage
+from infer.cache.arrays import Ints
+from infer.cache.state_manager import OTHERS
 from infer.contracts.cache import Allocation, CacheContext, CacheFactory, CacheRegistration
 from infer.contracts.registration import Registration
 from infer.errors import SettingsError
+from infer_cache_paged.checkpoints import Checkpoints
 from infer_cache_paged.pages import ENDLESS, Group, Pages, cost, fitting, numbers
 
 INFER_PLUGIN_API = 2
@@ -23,6 +25,8 @@ log = logging.getLogger(__name__)
 
 FRACTION = {"cpu": 0.5, "cuda": 0.9}
 """The default fraction, per device, of the memory that is free once the weights are loaded."""
+STATES = 0.2
+"""How much memory checkpoints of states take by default, as a share of that of K and V."""
 MOST_TABLES = 8
 """About how many block tables a model has at most: every step fills in all of them."""
 
@@ -43,15 +47,24 @@ class PagedSettings(BaseModel, extra="forbid"):
         "length, where engine.max_seq_len is not set)",
     )
     prefix_caching: bool = Field(True, description="let requests share the K/V of a common beginning")
+    state_checkpoints: NonNegativeInt | None = Field(
+        None,
+        description="for models with recurrent layers, how many states to keep where prefixes end; none: as many as "
+        "take a fifth of the memory of K and V",
+    )
 
 
 class PagedBlockManager(BlockManager):
     """A block manager whose blocks are pages. There is a table for each page of a block: a group's tables have the same
     entries, but different pages."""
 
-    def __init__(self, num_slots: int, max_seq_len: int, pages: Pages) -> None:
+    def __init__(
+        self, num_slots: int, max_seq_len: int, pages: Pages, state_manager: StateManager | None = None
+    ) -> None:
         super().__init__(num_slots, max_seq_len, pages.block_size, sum(group.pages for group in pages.groups))
         self.pages = pages
+        self.state_manager = state_manager
+        self.checkpoints = state_manager if isinstance(state_manager, Checkpoints) else None
         self._entries = self._tables_USP.data
         """The tables, for one entry at a time."""
         self.shares = pages.share
@@ -67,6 +80,8 @@ class PagedBlockManager(BlockManager):
         if num_cached is None:
             return None
         self._open(num_cached)
+        if self.checkpoints is not None:
+            self.checkpoints.begin(slot, self.pages.holdings[slot], len(token_ids))
         self._copy(slot)
         return Allocation(slot, num_cached)
 
@@ -83,6 +98,8 @@ class PagedBlockManager(BlockManager):
 
     def commit(self, slot: int, token_ids: Sequence[int], num_computed: int) -> None:
         swapped = self.pages.commit(slot, token_ids, num_computed)
+        if self.checkpoints is not None:
+            self.checkpoints.commit(slot, self.pages.holdings[slot].nodes)
         if self.pages.windowed:
             changed = 0 if swapped else self._changing(slot)
             self.pages.slide(slot, self.length(slot))
@@ -154,7 +171,15 @@ class PagedPool(Pool[Ints, ExtendView]):
     def __init__(self, context: CacheContext, settings: PagedSettings) -> None:
         tables = _tables(context)
         groups = _groups(tables, context, settings)
-        pages = Pages(_num_pages(context, settings), settings.block_size, settings.prefix_caching, groups)
+        batch, manager, states, number = context.max_batch_size, None, None, _num_pages(context, settings)
+        if context.states:
+            count = _num_checkpoints(context, settings, number)
+            manager = Checkpoints(batch, count, settings.block_size) if count else StateManager(batch)
+            states = StateStorage(context.states, manager, batch, context.device)
+            log.info("paged cache: %d states of %d bytes, %d of them checkpoints", batch, _state_bytes(context), count)
+        forget = manager.forget if isinstance(manager, Checkpoints) else None
+        share = settings.prefix_caching and (manager is None or forget is not None)
+        pages = Pages(number, settings.block_size, share, groups, forget)
         if pages.windowed:
             blocks = -(-context.max_seq_len // settings.block_size)
             log.info(
@@ -168,7 +193,7 @@ class PagedPool(Pool[Ints, ExtendView]):
             )
         num_pages = pages.num_pages + bool(pages.windowed)  # the last one stays zero: what is behind a window
         storage = KVStorage(context, num_pages, settings.block_size, [layers for _, layers in tables])
-        super().__init__(PagedBlockManager(context.max_batch_size, context.max_seq_len, pages), storage)
+        super().__init__(PagedBlockManager(batch, context.max_seq_len, pages, manager), storage, states)
 
 
 def _tables(context: CacheContext) -> list[tuple[int | None, list[int]]]:
@@ -212,6 +237,20 @@ def _page_bytes(context: CacheContext, settings: PagedSettings) -> int:
     return settings.block_size * KVStorage.bytes_per_token(page)
 
 
+def _state_bytes(context: CacheContext) -> int:
+    """Bytes of one sequence's state in all recurrent layers."""
+    return sum(spec.nbytes for spec in context.states)
+
+
+def _num_checkpoints(context: CacheContext, settings: PagedSettings, pages: int) -> int:
+    """How many states to keep besides those of running sequences."""
+    if not settings.prefix_caching:
+        return 0
+    if settings.state_checkpoints is not None:
+        return settings.state_checkpoints
+    return max(context.max_batch_size, int(STATES * pages * _page_bytes(context, settings)) // _state_bytes(context))
+
+
 def _num_pages(context: CacheContext, settings: PagedSettings) -> int:
     """How many pages to make. The log shows how that was computed."""
     groups, size = _groups(_tables(context), context, settings), _page_bytes(context, settings)
@@ -249,7 +288,16 @@ def _fitting(context: CacheContext, settings: PagedSettings) -> tuple[int, float
     """How many pages fit into the pool's part of memory, that fraction, and the bytes it is taken of."""
     fraction = settings.memory_fraction or FRACTION[context.device.type]
     free = max(0, device.free_memory(context.device) - context.yet_to_take)
-    return int(fraction * free) // _page_bytes(context, settings), fraction, free
+    room, page = int(fraction * free), float(_page_bytes(context, settings))
+    if context.states:
+        rows = OTHERS + context.max_batch_size
+        if settings.prefix_caching and settings.state_checkpoints is None:
+            rows += context.max_batch_size
+            page *= 1 + STATES
+        else:
+            rows += _num_checkpoints(context, settings, 0)
+        room = max(0, room - rows * _state_bytes(context))
+    return int(room / page), fraction, free
 
 
 @hookimpl
@@ -262,6 +310,7 @@ def infer_cache_pools() -> list[Registration[CacheFactory]]:
             PagedSettings,
             priority=10,
             longest=longest,
+            states=True,
             kv_dtypes=("int8",),
         )
     ]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -95,6 +95,8 @@ class Node:
     children: dict[Hashable, Node] = field(default_factory=dict)
     owners: int = 0
     """How many sequences have the node in ``Holding.nodes``."""
+    state: int | None = None
+    """The row with the recurrent layers' state after the block's last token; None if it is not kept."""
 
 
 @dataclass(eq=False, slots=True)
@@ -114,6 +116,8 @@ class Holding:
     on. Until it has them all, the blocks that it lets go must be enough for those that it takes. So it does not share
     its own before that, because letting go of a block that others use yields no page."""
     salt: str
+    found: int = 0
+    """How many leading blocks the trie had K/V of; the sequence shares fewer if no state is kept after the last."""
 
 
 class Pages:
@@ -121,9 +125,15 @@ class Pages:
     integer."""
 
     def __init__(
-        self, num_pages: int, block_size: int, share: bool = True, groups: Sequence[Group] = (Group(),)
+        self,
+        num_pages: int,
+        block_size: int,
+        share: bool = True,
+        groups: Sequence[Group] = (Group(),),
+        forget: Callable[[Node], None] | None = None,
     ) -> None:
-        """Of ``groups``, those without a window come last."""
+        """Of ``groups``, those without a window come last. With ``forget``, a prefix can be used again only up to a
+        node with a state, and ``forget`` is called for such a node when it leaves the trie."""
         self.num_pages = num_pages
         self.block_size = block_size
         self.share = share
@@ -137,6 +147,7 @@ class Pages:
         window. In a group without a window, a node always comes after its descendants, and after what other groups have
         of it and of them: ``free`` enters them in this order, and whoever uses a block owns the node's ancestors. So
         whatever is evicted there is a leaf that no group has pages of."""
+        self.forget = forget
         self.clock = 0
         self.holdings: dict[int, Holding] = {}
 
@@ -165,7 +176,11 @@ class Pages:
         all tokens, because the last one's logits have to be computed), or None, with nothing changed, if there are too
         few pages."""
         room = self._blocks(len(token_ids))
-        chains = [self._find(token_ids, salt)] if reuse and self.share else [[]]
+        chains: list[list[Node]] = [[]]
+        known = 0
+        if reuse and self.share:
+            found, known = self._find(token_ids, salt)
+            chains = [found]
         if self.windowed and chains[0]:
             chains.append([])  # A long prompt needs more pages at a time with a prefix than without.
         for found in chains:
@@ -183,7 +198,7 @@ class Pages:
         for node in found:
             node.owners += 1
         tables: list[list[Block | None]] = []
-        holding = Holding(tables, firsts, [depth] * len(firsts), found, room, salt)
+        holding = Holding(tables, firsts, [depth] * len(firsts), found, room, salt, known)
         for k, first in enumerate(firsts):
             self._use(found[first:], k)
             table: list[Block | None] = [None] * first
@@ -278,8 +293,9 @@ class Pages:
     def _node(self, edge: Hashable, parent: Node | None) -> Node:
         return Node(edge, parent, [None] * len(self.groups), [0] * len(self.groups))
 
-    def _find(self, token_ids: Sequence[int], salt: str) -> list[Node]:
-        """The longest chain of nodes that hold a proper prefix of the tokens after which all groups can go on."""
+    def _find(self, token_ids: Sequence[int], salt: str) -> tuple[list[Node], int]:
+        """The longest chain of nodes that hold a proper prefix of the tokens after which all groups, and the recurrent
+        layers, can go on; and how long it would be without the latter."""
         size, found, node = self.block_size, [], self.root
         for begin in range(0, len(token_ids) - size, size):
             edge: Hashable = tuple(token_ids[begin : begin + size])
@@ -288,9 +304,16 @@ class Pages:
                 break
             found.append(child)
             node = child
-        if not self.windowed:
-            return found
-        depth, moved = len(found), True
+        depth = self._windows(found, len(found))
+        known = depth
+        if self.forget is not None:
+            while depth and found[depth - 1].state is None:
+                depth = self._windows(found, depth - 1)
+        return found[:depth], known
+
+    def _windows(self, found: Sequence[Node], depth: int) -> int:
+        """The most of the first ``depth`` nodes after which every group has the blocks that its window reaches."""
+        moved = bool(self.windowed)
         begins = [depth] * len(self.groups)  # per group: it has the blocks from there up to ``depth``
         while moved:
             moved = False
@@ -301,7 +324,7 @@ class Pages:
                     if found[begin].blocks[k] is None:
                         depth, moved = begin, True
                 begins[k] = begin
-        return found[:depth]
+        return depth
 
     def _extend(self, holding: Holding, k: int, last: int) -> None:
         """Take the blocks before index ``last`` that a table lacks: free pages or, if there are too few, those of the
@@ -383,4 +406,6 @@ class Pages:
         """Remove the node, and its ancestors, as far as nothing is left of them."""
         while not (node.owners or node.children or node.parent is None or any(node.blocks)):
             del node.parent.children[node.edge]
+            if node.state is not None and self.forget is not None:
+                self.forget(node)
             node = node.parent

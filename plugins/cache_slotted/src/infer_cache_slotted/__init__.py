@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from infer import hookimpl
-from infer.cache import BlockManager, ExtendView, KVStorage, Pool
-from infer.cache.block_manager import Ints
+from infer.cache import BlockManager, ExtendView, KVStorage, Pool, StateManager, StateStorage
+from infer.cache.arrays import Ints
 from infer.contracts.cache import Allocation, BlockState, CacheContext, CacheFactory, CacheRegistration
 from infer.contracts.registration import Registration
 
@@ -47,7 +47,11 @@ class SlottedPool(Pool[Ints, ExtendView]):
 
     def __init__(self, context: CacheContext) -> None:
         size, longest = context.max_batch_size, context.max_seq_len
-        super().__init__(SlottedBlockManager(size, longest), KVStorage(context, size, longest))
+        block_manager, states = SlottedBlockManager(size, longest), None
+        if context.states:
+            manager = block_manager.state_manager = StateManager(size)
+            states = StateStorage(context.states, manager, size, context.device)
+        super().__init__(block_manager, KVStorage(context, size, longest), states)
 
 
 @hookimpl
@@ -57,6 +61,7 @@ def infer_cache_pools() -> list[Registration[CacheFactory]]:
             "slotted",
             lambda context, settings: SlottedPool(context),
             "one contiguous region of max_seq_len per sequence",
+            states=True,
             kv_dtypes=("int8",),
         )
     ]

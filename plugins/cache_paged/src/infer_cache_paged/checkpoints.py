@@ -1,0 +1,162 @@
+"""Checkpoints: the states of recurrent layers, kept where prefixes end, so that a sequence can go on from there.
+
+A checkpoint is a row that a pass has saved in place of the sequence's own. It belongs to a node of the trie, and is
+never written again: whoever begins there reads it, and saves a row of its own. Checkpoints are made
+
+- near the end of each prompt, where the next turn of a conversation begins. Chat templates end a prompt by a few tokens
+  that the next turn may not repeat, so the last ``TAIL`` tokens do not count;
+- where a prompt leaves a path of the trie, if that saves at least ``LEAST`` tokens the next time;
+- at the end of each block that is generated, in place of the one before.
+
+When rows are short, the checkpoint goes first that one sequence has used and replaced by a later one of its own; then
+the least recently used."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from infer.cache import StateManager
+from infer.cache.arrays import Ints, Ints64, Slots
+from infer_cache_paged.pages import Holding, Node
+
+TAIL = 16
+LEAST = 64
+NEVER = np.iinfo(np.int64).max
+
+
+@dataclass(slots=True)
+class Plan:
+    """The checkpoints of one running sequence."""
+
+    borders: list[int]
+    """Positions after which its prompt asks for one, the last one first."""
+    prompt: int
+    """How many tokens it was admitted with."""
+    begun: Node | None
+    """The checkpoint that it began with."""
+    saved: list[tuple[int, int]] = field(default_factory=list)
+    """(position, row) of each one that is saved but belongs to no node yet."""
+
+
+class Checkpoints(StateManager):
+    """A StateManager that keeps checkpoints in ``count`` rows. ``block_size`` is that of the trie."""
+
+    def __init__(self, num_slots: int, count: int, block_size: int) -> None:
+        super().__init__(num_slots, count)
+        self.block_size = block_size
+        self._free = list(reversed(range(self.num_rows - count, self.num_rows)))
+        self._kept: OrderedDict[Node, int] = OrderedDict()
+        """Nodes with a state, the first to go first, and how many sequences have begun with each."""
+        self._uses = [0] * self.num_rows
+        """By row: how many nodes, plans and slots need it."""
+        self._next_S: Ints64 = np.full(num_slots, NEVER)
+        """The position of each slot's next checkpoint."""
+        self._plans: dict[int, Plan] = {}
+        self._reading: dict[int, int] = {}
+        """The checkpoint's row that a slot reads in its next pass."""
+
+    def begin(self, slot: int, holding: Holding, num_tokens: int) -> None:
+        """After ``open``: the slot's sequence has ``num_tokens`` tokens, of which it shares those of the holding's
+        nodes."""
+        size, cached, begun = self.block_size, len(holding.nodes), None
+        if cached:
+            begun = holding.nodes[-1]
+            row = begun.state
+            assert row is not None, "a prefix ends at a checkpoint"
+            self._kept[begun] += 1
+            self._kept.move_to_end(begun)
+            self._row_S[slot] = row
+            self._read(slot, row)
+        end, found = (num_tokens - TAIL) // size, holding.found
+        borders = [end * size] if end > cached else []
+        if end > found and (found - cached) * size >= LEAST:
+            borders.append(found * size)
+        self._plans[slot] = plan = Plan(borders, num_tokens, begun)
+        self._next_S[slot] = self._following(plan, cached * size)
+
+    def close(self, slot: int) -> None:
+        if (row := self._reading.pop(slot, None)) is not None:
+            self._release(row)
+        self._next_S[slot] = NEVER
+        if plan := self._plans.pop(slot, None):
+            for _, row in plan.saved:
+                self._release(row)
+
+    def extend(
+        self, slots: Sequence[int] | Slots, starts: Sequence[int] | Ints, lens: Sequence[int] | Ints
+    ) -> tuple[Ints64, Ints64]:
+        read_B, save_T = super().extend(slots, starts, lens)
+        slots_B, starts_B = np.asarray(slots), np.asarray(starts)
+        read = [row for slot in slots_B.tolist() if (row := self._reading.pop(slot, None)) is not None]
+        ends_B = starts_B + lens
+        for b in (self._next_S[slots_B] <= ends_B).nonzero()[0].tolist():
+            slot, start, end = int(slots_B[b]), int(starts_B[b]), int(ends_B[b])
+            first = int(np.sum(lens[:b])) - start
+            while (border := int(self._next_S[slot])) <= end:
+                if (row := self._take(slot, border)) is not None:
+                    save_T[first + border - 1] = row
+                    if border == end:
+                        self._row_S[slot] = row
+                        self._read(slot, row)
+                self._next_S[slot] = self._following(self._plans[slot], border)
+        for row in read:  # only now, or another slot might save what this pass still reads
+            self._release(row)
+        return read_B, save_T
+
+    def commit(self, slot: int, nodes: Sequence[Node]) -> None:
+        """The slot's leading blocks are ``nodes`` of the trie."""
+        plan = self._plans[slot]
+        while plan.saved and plan.saved[0][0] <= len(nodes) * self.block_size:
+            border, row = plan.saved.pop(0)
+            node = nodes[border // self.block_size - 1]
+            if node.state is not None:
+                self._kept.move_to_end(node)
+                self._release(row)
+                continue
+            node.state = row
+            self._kept[node] = 0
+            if plan.begun is not None and border <= plan.prompt and self._kept.get(plan.begun) == 1:
+                self._kept.move_to_end(plan.begun, last=False)
+
+    def forget(self, node: Node) -> None:
+        """The node leaves the trie, or its checkpoint is to go."""
+        assert node.state is not None
+        del self._kept[node]
+        self._release(node.state)
+        node.state = None
+
+    def _following(self, plan: Plan, position: int) -> int:
+        """The position of the next checkpoint behind ``position``."""
+        while plan.borders and plan.borders[-1] <= position:
+            plan.borders.pop()
+        if plan.borders:
+            return plan.borders[-1]
+        return (max(plan.prompt, position) // self.block_size + 1) * self.block_size
+
+    def _take(self, slot: int, border: int) -> int | None:
+        """A row for a new checkpoint of the slot; None if all are in use."""
+        plan = self._plans[slot]
+        if border > plan.prompt and plan.saved and plan.saved[-1][0] > plan.prompt:
+            self._release(plan.saved.pop()[1])
+        if not self._free:
+            unused = (node for node in self._kept if node.state is not None and self._uses[node.state] == 1)
+            if (node := next(unused, None)) is None:
+                return None
+            self.forget(node)
+        row = self._free.pop()
+        self._uses[row] = 1
+        plan.saved.append((border, row))
+        return row
+
+    def _read(self, slot: int, row: int) -> None:
+        self._uses[row] += 1
+        self._reading[slot] = row
+
+    def _release(self, row: int) -> None:
+        self._uses[row] -= 1
+        if not self._uses[row]:
+            self._free.append(row)
