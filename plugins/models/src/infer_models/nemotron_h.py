@@ -41,6 +41,8 @@ class NemotronHConfig(HybridConfig):
     kinds: Kinds = Field(validation_alias=AliasChoices(*KINDS))
     head_dim: PositiveInt | None = Field(128, validation_alias=AliasChoices("head_dim", "attention_head_dim"))
     rms_norm_eps: PositiveNumber = Field(1e-5, validation_alias="layer_norm_epsilon")
+    tie_word_embeddings: Literal[False] = False
+    """transformers does not tie them, whatever config.json says."""
     mlp_hidden_act: Literal["relu2"] = "relu2"
     mamba_hidden_act: Literal["silu"] = "silu"
     mamba_n_heads: PositiveInt = Field(128, validation_alias="mamba_num_heads")
