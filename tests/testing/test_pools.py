@@ -20,8 +20,8 @@ from infer.contracts.attention import AttentionSpec, QuantizedKV, Ragged, Rotary
 from infer.contracts.cache import Allocation, CacheContext, CachePoolProtocol, KVCacheView
 from infer.kernels.reference import ReferenceKernels
 from infer_cache_paged import PagedBlockManager, PagedPool, PagedSettings
-from infer_cache_paged.checkpoints import Checkpoints
 from infer_cache_paged.pages import Pages
+from infer_cache_paged.snapshots import Snapshots
 from infer_cache_slotted import SlottedBlockManager, SlottedPool
 from infer_testing import check_pool
 from infer_testing.pools import SUITE, Pools
@@ -499,18 +499,18 @@ def test_a_view_is_all_that_is_asked_of_a_pool() -> None:
 
 
 def states(**methods: Callable[..., Any]) -> MakePool:
-    """A paged pool whose checkpoints have other methods, in blocks of 4."""
+    """A paged pool whose snapshots have other methods, in blocks of 4."""
 
     def make(context: CacheContext) -> CachePoolProtocol:
-        pool = PagedPool(context, PagedSettings(block_size=4, state_checkpoints=2))
+        pool = PagedPool(context, PagedSettings(block_size=4, state_snapshots=2))
         if context.states:
-            pool.block_manager.state_manager.__class__ = type("Changed", (Checkpoints,), methods)
+            pool.block_manager.state_manager.__class__ = type("Changed", (Snapshots,), methods)
         return pool
 
     return make
 
 
-def stale(self: Checkpoints, slot: int, row: int = 0) -> None:
+def stale(self: Snapshots, slot: int, row: int = 0) -> None:
     """The slot keeps the row of its last sequence."""
 
 
@@ -519,8 +519,8 @@ planted("a slot begins with the state of its last sequence", "states", "goes on 
 )
 
 
-def neighbors(self: Checkpoints, slots: Any, starts: Any, lens: Any) -> Any:
-    read, save = Checkpoints.extend(self, slots, starts, lens)
+def neighbors(self: Snapshots, slots: Any, starts: Any, lens: Any) -> Any:
+    read, save = Snapshots.extend(self, slots, starts, lens)
     return read[::-1].copy(), save
 
 
@@ -529,24 +529,24 @@ planted("sequences of a pass read each other's states", "states", r"goes on at p
 )
 
 
-def late(self: Checkpoints, slots: Any, starts: Any, lens: Any) -> Any:
-    read, save = Checkpoints.extend(self, slots, starts, lens)
+def late(self: Snapshots, slots: Any, starts: Any, lens: Any) -> Any:
+    read, save = Snapshots.extend(self, slots, starts, lens)
     for i in range(len(save) - 1):
         if save[i] >= 0 and save[i + 1] < 0:
             save[i], save[i + 1] = -1, save[i]
     return read, save
 
 
-planted("a checkpoint is saved one token late", "states", r"goes on at position \d+ with what s\d+ has left at")(
+planted("a snapshot is saved one token late", "states", r"goes on at position \d+ with what s\d+ has left at")(
     states(extend=late)
 )
 
 
-def hasty(self: Checkpoints, slot: int, row: int) -> None:
+def hasty(self: Snapshots, slot: int, row: int) -> None:
     """Nobody notes that the row is still to be read."""
 
 
-planted("a checkpoint is evicted before it is read", "states", r"goes on at position \d+ with|read by, another")(
+planted("a snapshot is evicted before it is read", "states", r"goes on at position \d+ with|read by, another")(
     states(_read=hasty)
 )
 

@@ -1,4 +1,4 @@
-"""Checkpoints of states: where they are made, which go first, and what conversations find of them. Integers only."""
+"""Snapshots of states: where they are made, which go first, and what conversations find of them. Integers only."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from itertools import count
 import pytest
 
 from infer_cache_paged import PagedBlockManager
-from infer_cache_paged.checkpoints import TAIL, Checkpoints
 from infer_cache_paged.pages import Pages
+from infer_cache_paged.snapshots import TAIL, Snapshots
 
 BLOCK = 16
 
 
 class Served:
-    """A block manager with checkpoints, and prompts that are computed in chunks and answered."""
+    """A block manager with snapshots, and prompts that are computed in chunks and answered."""
 
     def __init__(self, rows: int, num_pages: int = 40_000) -> None:
-        self.checkpoints = Checkpoints(4, rows, BLOCK)
-        self.pages = Pages(num_pages, BLOCK, forget=self.checkpoints.forget)
-        self.manager = PagedBlockManager(4, 8192, self.pages, self.checkpoints)
+        self.snapshots = Snapshots(4, rows, BLOCK)
+        self.pages = Pages(num_pages, BLOCK, forget=self.snapshots.forget)
+        self.manager = PagedBlockManager(4, 8192, self.pages, self.snapshots)
         self.fresh = count()
 
     def tokens(self, number: int) -> list[int]:
@@ -39,7 +39,7 @@ class Served:
     def extend(self, slot: int, start: int, length: int) -> None:
         assert self.manager.grow(slot, start + length)
         self.manager.extend([slot], [start], [length])
-        self.checkpoints.extend([slot], [start], [length])
+        self.snapshots.extend([slot], [start], [length])
 
     def turn(self, prompt: Sequence[int], answer: Sequence[int] = (), chunk: int = 512) -> int:
         """How many of the prompt's tokens were found; the answer has been generated after it."""
@@ -53,7 +53,7 @@ class Served:
 
     def balanced(self) -> bool:
         """Whether every row is free, or kept for one node of the trie."""
-        books = self.checkpoints
+        books = self.snapshots
         kept = [node.state for node in (*books._kept, *books._served)]
         rows = range(books.num_rows - books.count, books.num_rows)
         return sorted([*books._free, *(row for row in kept if row is not None)]) == list(rows)
@@ -78,7 +78,7 @@ def conversations(rows: int, *, again: bool, shared: bool = False) -> float:
     return found / total
 
 
-def test_one_checkpoint_for_each_conversation_and_a_few_more_are_enough() -> None:
+def test_one_snapshot_for_each_conversation_and_a_few_more_are_enough() -> None:
     """Conversations whose answers are rendered again find 0.81 at best, or 0.87 with one system prompt."""
     assert conversations(48, again=True) == conversations(1000, again=True) > 0.8
     assert conversations(48, again=True, shared=True) > 0.86
@@ -93,7 +93,7 @@ def test_an_answer_that_comes_back_as_it_was_is_found_up_to_its_last_block() -> 
     assert served.turn([*prompt, *answer, *served.tokens(40)]) == 190 // BLOCK * BLOCK
 
 
-def test_a_prompt_that_ends_otherwise_is_found_up_to_the_checkpoint_near_its_end() -> None:
+def test_a_prompt_that_ends_otherwise_is_found_up_to_the_snapshot_near_its_end() -> None:
     served = Served(8)
     prompt = served.tokens(100)
     served.turn([*prompt, *served.tokens(5)], served.tokens(40))
@@ -101,33 +101,33 @@ def test_a_prompt_that_ends_otherwise_is_found_up_to_the_checkpoint_near_its_end
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 16, 50, 512])
-def test_where_a_prompt_leaves_a_known_path_a_checkpoint_is_made(chunk: int) -> None:
+def test_where_a_prompt_leaves_a_known_path_a_snapshot_is_made(chunk: int) -> None:
     served = Served(8)
     system = served.tokens(210)
-    for found in (0, 0, 208, 208):  # the second one leaves the path of the first, and has the checkpoint made
+    for found in (0, 0, 208, 208):  # the second one leaves the path of the first, and has the snapshot made
         assert served.turn([*system, *served.tokens(100)], served.tokens(20), chunk) == found
     assert served.balanced()
 
 
-def test_a_path_that_is_left_early_is_not_worth_a_checkpoint() -> None:
+def test_a_path_that_is_left_early_is_not_worth_a_snapshot() -> None:
     served = Served(8)
     system = served.tokens(40)
     for _ in range(4):
         assert served.turn([*system, *served.tokens(100)]) == 0
 
 
-def test_a_checkpoint_that_is_to_be_read_stays_until_it_is() -> None:
+def test_a_snapshot_that_is_to_be_read_stays_until_it_is() -> None:
     served = Served(1)
     prompt, other = served.tokens(100), served.tokens(100)
     served.turn(prompt)
     place = served.manager.allocate([*prompt, *served.tokens(50)])
     assert place is not None
     assert place.num_cached == (100 - TAIL) // BLOCK * BLOCK
-    row = int(served.checkpoints._row_S[place.slot])
+    row = int(served.snapshots._row_S[place.slot])
     slot, _ = served.begin(other)  # there is one row only, and nobody takes it
     served.manager.free(slot)
     assert served.turn(other) == 0
-    read, save = served.checkpoints.extend([place.slot], [place.num_cached], [70])
+    read, save = served.snapshots.extend([place.slot], [place.num_cached], [70])
     assert read.tolist() == [row]
     assert row not in save.tolist()
     served.manager.free(place.slot)
@@ -136,13 +136,13 @@ def test_a_checkpoint_that_is_to_be_read_stays_until_it_is() -> None:
     assert served.balanced()
 
 
-def test_a_checkpoint_leaves_with_the_pages_of_its_prefix() -> None:
+def test_a_snapshot_leaves_with_the_pages_of_its_prefix() -> None:
     served = Served(8, num_pages=512)
     prompts = [served.tokens(3000) for _ in range(6)]
     for prompt in prompts:
         served.turn(prompt)
     assert served.balanced()
-    assert len(served.checkpoints._kept) < 6
+    assert len(served.snapshots._kept) < 6
     assert [served.turn(prompts[5]), served.turn(prompts[0])] == [(3000 - TAIL) // BLOCK * BLOCK, 0]
 
 

@@ -1,14 +1,14 @@
-"""Checkpoints: the states of recurrent layers, kept where prefixes end, so that a sequence can go on from there.
+"""Snapshots: the states of recurrent layers, kept where prefixes end, so that a sequence can go on from there.
 
-A checkpoint is a row that a pass has saved in place of the sequence's own. It belongs to a node of the trie, and is
-never written again: whoever begins there reads it, and saves a row of its own. Checkpoints are made
+A snapshot is a row that a pass has saved in place of the sequence's own. It belongs to a node of the trie, and is
+never written again: whoever begins there reads it, and saves a row of its own. Snapshots are made
 
 - near the end of each prompt, where the next turn of a conversation begins. Chat templates end a prompt by a few tokens
   that the next turn may not repeat, so the last ``TAIL`` tokens do not count;
 - where a prompt leaves a path of the trie, if that saves at least ``LEAST`` tokens the next time;
 - at the end of each block that is generated, in place of the one before.
 
-When rows are short, the checkpoints go first that have served: those behind which a sequence has gone on and made one
+When rows are short, the snapshots go first that have served: those behind which a sequence has gone on and made one
 near the end of its own prompt, unless several sequences have begun with them. With them go those that were not made
 near the end of a prompt, as long as nobody has begun with them. Then goes the least recently used."""
 
@@ -32,7 +32,7 @@ NEVER = np.iinfo(np.int64).max
 
 @dataclass(slots=True)
 class Plan:
-    """The checkpoints of one running sequence."""
+    """The snapshots of one running sequence."""
 
     borders: list[int]
     """Positions after which its prompt asks for one, the last one first."""
@@ -46,8 +46,8 @@ class Plan:
     """(position, row) of each one that is saved but belongs to no node yet."""
 
 
-class Checkpoints(StateManager):
-    """A StateManager that keeps checkpoints in ``count`` rows. ``block_size`` is that of the trie."""
+class Snapshots(StateManager):
+    """A StateManager that keeps snapshots in ``count`` rows. ``block_size`` is that of the trie."""
 
     def __init__(self, num_slots: int, count: int, block_size: int) -> None:
         super().__init__(num_slots, count)
@@ -61,10 +61,10 @@ class Checkpoints(StateManager):
         self._uses = [0] * self.num_rows
         """By row: how many nodes, plans and slots need it."""
         self._next_S: Ints64 = np.full(num_slots, NEVER)
-        """The position of each slot's next checkpoint."""
+        """The position of each slot's next snapshot."""
         self._plans: dict[int, Plan] = {}
         self._reading: dict[int, int] = {}
-        """The checkpoint's row that a slot reads in its next pass."""
+        """The snapshot's row that a slot reads in its next pass."""
 
     def begin(self, slot: int, holding: Holding, num_tokens: int) -> None:
         """After ``open``: the slot's sequence has ``num_tokens`` tokens, of which it shares those of the holding's
@@ -73,7 +73,7 @@ class Checkpoints(StateManager):
         if cached:
             begun = holding.nodes[-1]
             row = begun.state
-            assert row is not None, "a prefix ends at a checkpoint"
+            assert row is not None, "a prefix ends at a snapshot"
             uses = self._drop(begun)
             self._kept[begun] = uses + 1
             self._row_S[slot] = row
@@ -134,7 +134,7 @@ class Checkpoints(StateManager):
                         self._served[before] = self._kept.pop(before)
 
     def forget(self, node: Node) -> None:
-        """The node leaves the trie, or its checkpoint is to go."""
+        """The node leaves the trie, or its snapshot is to go."""
         assert node.state is not None
         self._drop(node)
         self._release(node.state)
@@ -145,7 +145,7 @@ class Checkpoints(StateManager):
         return self._served.pop(node) if node in self._served else self._kept.pop(node)
 
     def _following(self, plan: Plan, position: int) -> int:
-        """The position of the next checkpoint behind ``position``."""
+        """The position of the next snapshot behind ``position``."""
         while plan.borders and plan.borders[-1] <= position:
             plan.borders.pop()
         if plan.borders:
@@ -153,7 +153,7 @@ class Checkpoints(StateManager):
         return (max(plan.prompt, position) // self.block_size + 1) * self.block_size
 
     def _take(self, slot: int, border: int) -> int | None:
-        """A row for a new checkpoint of the slot; None if all are in use."""
+        """A row for a new snapshot of the slot; None if all are in use."""
         plan = self._plans[slot]
         if border > plan.prompt and plan.saved and plan.saved[-1][0] > plan.prompt:
             self._release(plan.saved.pop()[1])
