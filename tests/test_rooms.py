@@ -28,6 +28,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "core/src/infer/kernels": ("infer.cache", "infer.layers", "infer.checkpoint", *TEXT, *ABOVE),
     "core/src/infer/cache": ("infer.layers", "infer.kernels", "infer.checkpoint", *TEXT, *ABOVE),
     "core/src/infer/cache/block_manager.py": ("torch", *TEXT),
+    "core/src/infer/cache/state_manager.py": ("torch", *TEXT),
     "core/src/infer/text": ("torch", "infer.cache", "infer.layers", "infer.kernels", *ABOVE),
     "core/src/infer/engine": ("aiohttp", "infer.server", "infer.commands", "infer.layers", "infer.checkpoint"),
     "core/src/infer/engine/seats.py": ("torch", "numpy", *TEXT),

@@ -4,6 +4,7 @@ them."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from infer.contracts.cache import Allocation, CacheContext, CachePoolProtocol, K
 from infer.kernels.reference import ReferenceKernels
 from infer_cache_paged import PagedBlockManager, PagedPool, PagedSettings
 from infer_cache_paged.pages import Pages
+from infer_cache_paged.snapshots import Snapshots
 from infer_cache_slotted import SlottedBlockManager, SlottedPool
 from infer_testing import check_pool
 from infer_testing.pools import SUITE, Pools
@@ -95,14 +97,15 @@ OURS: dict[str, MakePool] = {
 @pytest.mark.draws
 @seeded()
 def test_ours_pass(kind: str, seed: int) -> None:
-    outcomes = list(SUITE.outcomes(Pools(OURS[kind], kv_dtypes=("int8",)), seed=seed))
+    outcomes = list(SUITE.outcomes(Pools(OURS[kind], ("int8",), states=kind != "strangers"), seed=seed))
     assert not [str(outcome) for outcome in outcomes if outcome.violation]
-    assert [outcome.name for outcome in outcomes if outcome.skipped] == ["sharing"] * (kind not in list(OURS)[1:3])
+    skipped = ["states"] * (kind == "strangers") + ["sharing"] * (kind not in list(OURS)[1:3])
+    assert [outcome.name for outcome in outcomes if outcome.skipped] == skipped
 
 
 @planted.each
 def test_a_planted_bug_is_named(bug: Bug[MakePool]) -> None:
-    caught(bug, lambda **keys: check_pool(bug.make, kv_dtypes=("int8",), **keys))
+    caught(bug, lambda **keys: check_pool(bug.make, kv_dtypes=("int8",), states=True, **keys))
 
 
 def pages(**methods: Callable[..., Any]) -> MakePool:
@@ -123,7 +126,7 @@ def block_manager(**methods: Callable[..., Any]) -> MakePool:
         made = PagedPool(context, PagedSettings(block_size=4))
         changed: Any = made.block_manager
         changed.__class__ = type("Changed", (PagedBlockManager,), methods)
-        return Pool(changed, made.storage)
+        return Pool(changed, made.storage, made._states)
 
     return make
 
@@ -230,7 +233,7 @@ def slotted(**methods: Callable[..., Any]) -> MakePool:
         made = SlottedPool(context)
         changed: Any = made.block_manager
         changed.__class__ = type("Changed", (SlottedBlockManager,), methods)
-        return Pool(changed, made.storage)
+        return Pool(changed, made.storage, made._states)
 
     return make
 
@@ -493,3 +496,70 @@ def test_a_view_is_all_that_is_asked_of_a_pool() -> None:
 
     made: Any = Own
     check_pool(made)
+
+
+def states(**methods: Callable[..., Any]) -> MakePool:
+    """A paged pool whose snapshots have other methods, in blocks of 4."""
+
+    def make(context: CacheContext) -> CachePoolProtocol:
+        pool = PagedPool(context, PagedSettings(block_size=4, state_snapshots=2))
+        if context.states:
+            pool.block_manager.state_manager.__class__ = type("Changed", (Snapshots,), methods)
+        return pool
+
+    return make
+
+
+def stale(self: Snapshots, slot: int, row: int = 0) -> None:
+    """The slot keeps the row of its last sequence."""
+
+
+planted("a slot begins with the state of its last sequence", "states", "goes on at position 0 with what")(
+    states(open=stale)
+)
+
+
+def neighbors(self: Snapshots, slots: Any, starts: Any, lens: Any) -> Any:
+    read, save = Snapshots.extend(self, slots, starts, lens)
+    return read[::-1].copy(), save
+
+
+planted("sequences of a pass read each other's states", "states", r"goes on at position \d+ with|read by, another")(
+    states(extend=neighbors)
+)
+
+
+def late(self: Snapshots, slots: Any, starts: Any, lens: Any) -> Any:
+    read, save = Snapshots.extend(self, slots, starts, lens)
+    for i in range(len(save) - 1):
+        if save[i] >= 0 and save[i + 1] < 0:
+            save[i], save[i + 1] = -1, save[i]
+    return read, save
+
+
+planted("a snapshot is saved one token late", "states", r"goes on at position \d+ with what s\d+ has left at")(
+    states(extend=late)
+)
+
+
+def hasty(self: Snapshots, slot: int, row: int) -> None:
+    """Nobody notes that the row is still to be read."""
+
+
+planted("a snapshot is evicted before it is read", "states", r"goes on at position \d+ with|read by, another")(
+    states(_read=hasty)
+)
+
+
+def never(self: Any) -> Any:
+    return nullcontext()
+
+
+class Unrehearsed(KVStorage):
+    class View(ExtendView):
+        rehearsal = never
+
+    view_type = View
+
+
+planted("a rehearsal saves states", "states", "with what a rehearsal has left")(StorageOf(Unrehearsed))

@@ -20,8 +20,8 @@ class StateManager:
     """Each slot has a row of its own, which a pass updates in place. A subclass may add rows that keep a state for
     others: a sequence reads the row that ``open`` gives it, and saves its own."""
 
-    def __init__(self, num_slots: int, num_checkpoints: int = 0) -> None:
-        self.num_rows = OTHERS + num_slots + num_checkpoints
+    def __init__(self, num_slots: int, num_snapshots: int = 0) -> None:
+        self.num_rows = OTHERS + num_slots + num_snapshots
         self._own_S: Ints64 = np.arange(OTHERS, OTHERS + num_slots)
         self._row_S: Ints64 = np.full(num_slots, ZEROS)
         """The row with each slot's state."""

@@ -17,8 +17,8 @@ from infer.cache.state_manager import OTHERS
 from infer.contracts.cache import Allocation, CacheContext, CacheFactory, CacheRegistration
 from infer.contracts.registration import Registration
 from infer.errors import SettingsError
-from infer_cache_paged.checkpoints import Checkpoints
 from infer_cache_paged.pages import ENDLESS, Group, Pages, cost, fitting, numbers
+from infer_cache_paged.snapshots import Snapshots
 
 INFER_PLUGIN_API = 2
 log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 FRACTION = {"cpu": 0.5, "cuda": 0.9}
 """The default fraction, per device, of the memory that is free once the weights are loaded."""
 STATES = 0.2
-"""How much memory checkpoints of states take by default, as a share of that of K and V."""
+"""How much memory snapshots of states take by default, as a share of that of K and V."""
 MOST_TABLES = 8
 """About how many block tables a model has at most: every step fills in all of them."""
 
@@ -47,7 +47,7 @@ class PagedSettings(BaseModel, extra="forbid"):
         "length, where engine.max_seq_len is not set)",
     )
     prefix_caching: bool = Field(True, description="let requests share the K/V of a common beginning")
-    state_checkpoints: NonNegativeInt | None = Field(
+    state_snapshots: NonNegativeInt | None = Field(
         None,
         description="for models with recurrent layers, how many states to keep where prefixes end; none: as many as "
         "take a fifth of the memory of K and V",
@@ -64,7 +64,7 @@ class PagedBlockManager(BlockManager):
         super().__init__(num_slots, max_seq_len, pages.block_size, sum(group.pages for group in pages.groups))
         self.pages = pages
         self.state_manager = state_manager
-        self.checkpoints = state_manager if isinstance(state_manager, Checkpoints) else None
+        self.snapshots = state_manager if isinstance(state_manager, Snapshots) else None
         self._entries = self._tables_USP.data
         """The tables, for one entry at a time."""
         self.shares = pages.share
@@ -80,8 +80,8 @@ class PagedBlockManager(BlockManager):
         if num_cached is None:
             return None
         self._open(num_cached)
-        if self.checkpoints is not None:
-            self.checkpoints.begin(slot, self.pages.holdings[slot], len(token_ids))
+        if self.snapshots is not None:
+            self.snapshots.begin(slot, self.pages.holdings[slot], len(token_ids))
         self._copy(slot)
         return Allocation(slot, num_cached)
 
@@ -98,8 +98,8 @@ class PagedBlockManager(BlockManager):
 
     def commit(self, slot: int, token_ids: Sequence[int], num_computed: int) -> None:
         swapped = self.pages.commit(slot, token_ids, num_computed)
-        if self.checkpoints is not None:
-            self.checkpoints.commit(slot, self.pages.holdings[slot].nodes)
+        if self.snapshots is not None:
+            self.snapshots.commit(slot, self.pages.holdings[slot].nodes)
         if self.pages.windowed:
             changed = 0 if swapped else self._changing(slot)
             self.pages.slide(slot, self.length(slot))
@@ -173,11 +173,11 @@ class PagedPool(Pool[Ints, ExtendView]):
         groups = _groups(tables, context, settings)
         batch, manager, states, number = context.max_batch_size, None, None, _num_pages(context, settings)
         if context.states:
-            count = _num_checkpoints(context, settings, number)
-            manager = Checkpoints(batch, count, settings.block_size) if count else StateManager(batch)
+            count = _num_snapshots(context, settings, number)
+            manager = Snapshots(batch, count, settings.block_size) if count else StateManager(batch)
             states = StateStorage(context.states, manager, batch, context.device)
-            log.info("paged cache: %d states of %d bytes, %d of them checkpoints", batch, _state_bytes(context), count)
-        forget = manager.forget if isinstance(manager, Checkpoints) else None
+            log.info("paged cache: %d states of %d bytes, %d of them snapshots", batch, _state_bytes(context), count)
+        forget = manager.forget if isinstance(manager, Snapshots) else None
         share = settings.prefix_caching and (manager is None or forget is not None)
         pages = Pages(number, settings.block_size, share, groups, forget)
         if pages.windowed:
@@ -242,12 +242,12 @@ def _state_bytes(context: CacheContext) -> int:
     return sum(spec.nbytes for spec in context.states)
 
 
-def _num_checkpoints(context: CacheContext, settings: PagedSettings, pages: int) -> int:
+def _num_snapshots(context: CacheContext, settings: PagedSettings, pages: int) -> int:
     """How many states to keep besides those of running sequences."""
     if not settings.prefix_caching:
         return 0
-    if settings.state_checkpoints is not None:
-        return settings.state_checkpoints
+    if settings.state_snapshots is not None:
+        return settings.state_snapshots
     return max(context.max_batch_size, int(STATES * pages * _page_bytes(context, settings)) // _state_bytes(context))
 
 
@@ -291,11 +291,11 @@ def _fitting(context: CacheContext, settings: PagedSettings) -> tuple[int, float
     room, page = int(fraction * free), float(_page_bytes(context, settings))
     if context.states:
         rows = OTHERS + context.max_batch_size
-        if settings.prefix_caching and settings.state_checkpoints is None:
+        if settings.prefix_caching and settings.state_snapshots is None:
             rows += context.max_batch_size
             page *= 1 + STATES
         else:
-            rows += _num_checkpoints(context, settings, 0)
+            rows += _num_snapshots(context, settings, 0)
         room = max(0, room - rows * _state_bytes(context))
     return int(room / page), fraction, free
 

@@ -78,7 +78,7 @@ def _kernels(args: argparse.Namespace, context: CommandContext, offer: Offer) ->
 def _cache(args: argparse.Namespace, context: CommandContext, offer: Offer) -> tuple[Suite[Any], Any]:
     from infer_testing import pools
 
-    return pools.SUITE, pools.Pools(lambda given: offer.build(context.settings, given), offer.kv_dtypes)
+    return pools.SUITE, pools.Pools(lambda given: offer.build(context.settings, given), offer.kv_dtypes, offer.states)
 
 
 def _scheduler(args: argparse.Namespace, context: CommandContext, offer: Offer) -> tuple[Suite[Any], Any]:

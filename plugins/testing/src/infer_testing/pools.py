@@ -20,6 +20,7 @@ from infer.contracts.attention import KV, AttentionSpec, Ragged, Rotary
 from infer.contracts.cache import Allocation, CacheContext, CachePoolProtocol, KVCacheView, SharingPool
 from infer.engine.graphs import Recording
 from infer.kernels.reference import ReferenceKernels
+from infer_testing.states import SPECS, States
 from infer_testing.suite import Skipped, Suite, Violation
 
 SIZE = 32
@@ -41,6 +42,7 @@ class Pools:
 
     make: MakePool
     kv_dtypes: Sequence[str] = ()
+    states: bool = False
 
     def pool(self, draw: random.Random, **keys: Any) -> tuple[CachePoolProtocol, CacheContext]:
         given: dict[str, Any] = {"layers": PLAIN, "max_batch_size": draw.randint(2, 5), "kernels": ReferenceKernels()}
@@ -57,13 +59,15 @@ def check_pool(
     make: MakePool,
     *,
     kv_dtypes: Sequence[str] = (),
+    states: bool = False,
     only: Sequence[str] = (),
     seed: int = 0,
     case: int | None = None,
 ) -> None:
-    """Try everything that ``CachePoolProtocol`` promises on the pools that ``make`` makes. ``kv_dtypes`` are those of
-    their registration. ``only`` names checks, ``case`` one case of each. Raises ConformanceError."""
-    SUITE.enforce(Pools(make, kv_dtypes), only=only, seed=seed, case=case)
+    """Try everything that ``CachePoolProtocol`` promises on the pools that ``make`` makes. ``kv_dtypes`` and
+    ``states`` are those of their registration. ``only`` names checks, ``case`` one case of each. Raises
+    ConformanceError."""
+    SUITE.enforce(Pools(make, kv_dtypes, states), only=only, seed=seed, case=case)
 
 
 @dataclass(eq=False)
@@ -100,6 +104,7 @@ class Machine:
         self.codes: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.wrote: dict[tuple[int, int], tuple[str, int]] = {}
         """Who wrote something last, and where, by layer and key."""
+        self.states = States(self.context.states)
         self.committed: set[int] = set()
         self.found = 0
         """The most tokens that an allocation has found."""
@@ -279,6 +284,7 @@ class Machine:
         if booked:
             for life, start, n in dict.fromkeys(parts):
                 life.length = start + n
+        self.states.carry(view, parts, rehearsed=self.draw.random() < 0.1)
         rows = [(life, position) for life, start, n in parts for position in range(start, start + n)]
         for layer, spec in enumerate(self.context.layers):
             for life, position in rows:
@@ -355,6 +361,15 @@ def quantized(pools: Pools, draw: random.Random) -> None:
     if "int8" not in pools.kv_dtypes:
         raise Skipped("the registration's kv_dtypes do not name int8")
     Machine(pools, draw, kv_dtype="int8").run(40)
+
+
+@check(
+    "A sequence finds the state that its own tokens have left, or the same tokens of another, and no rehearsal's", 20
+)
+def states(pools: Pools, draw: random.Random) -> None:
+    if not pools.states:
+        raise Skipped("the registration's states is not True")
+    Machine(pools, draw, num_tokens=draw.choice([None, 2 * LONGEST]), states=SPECS[: draw.randint(1, 2)]).run(80)
 
 
 @check("There are max_batch_size slots; a slot that is freed begins anew at length 0, and shows nothing of before", 4)

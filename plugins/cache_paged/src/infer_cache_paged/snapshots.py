@@ -1,21 +1,23 @@
-"""Checkpoints: the states of recurrent layers, kept where prefixes end, so that a sequence can go on from there.
+"""Snapshots: the states of recurrent layers, kept where prefixes end, so that a sequence can go on from there.
 
-A checkpoint is a row that a pass has saved in place of the sequence's own. It belongs to a node of the trie, and is
-never written again: whoever begins there reads it, and saves a row of its own. Checkpoints are made
+A snapshot is a row that a pass has saved in place of the sequence's own. It belongs to a node of the trie, and is
+never written again: whoever begins there reads it, and saves a row of its own. Snapshots are made
 
 - near the end of each prompt, where the next turn of a conversation begins. Chat templates end a prompt by a few tokens
   that the next turn may not repeat, so the last ``TAIL`` tokens do not count;
 - where a prompt leaves a path of the trie, if that saves at least ``LEAST`` tokens the next time;
 - at the end of each block that is generated, in place of the one before.
 
-When rows are short, the checkpoint goes first that one sequence has used and replaced by a later one of its own; then
-the least recently used."""
+When rows are short, the snapshots go first that have served: those behind which a sequence has gone on and made one
+near the end of its own prompt, unless several sequences have begun with them. With them go those that were not made
+near the end of a prompt, as long as nobody has begun with them. Then goes the least recently used."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 
@@ -30,52 +32,57 @@ NEVER = np.iinfo(np.int64).max
 
 @dataclass(slots=True)
 class Plan:
-    """The checkpoints of one running sequence."""
+    """The snapshots of one running sequence."""
 
     borders: list[int]
     """Positions after which its prompt asks for one, the last one first."""
     prompt: int
     """How many tokens it was admitted with."""
-    begun: Node | None
-    """The checkpoint that it began with."""
+    end: int
+    """That near the end of its prompt."""
+    known: int
+    """How many leading blocks it began with."""
     saved: list[tuple[int, int]] = field(default_factory=list)
     """(position, row) of each one that is saved but belongs to no node yet."""
 
 
-class Checkpoints(StateManager):
-    """A StateManager that keeps checkpoints in ``count`` rows. ``block_size`` is that of the trie."""
+class Snapshots(StateManager):
+    """A StateManager that keeps snapshots in ``count`` rows. ``block_size`` is that of the trie."""
 
     def __init__(self, num_slots: int, count: int, block_size: int) -> None:
         super().__init__(num_slots, count)
+        self.count = count
         self.block_size = block_size
         self._free = list(reversed(range(self.num_rows - count, self.num_rows)))
+        self._served: OrderedDict[Node, int] = OrderedDict()
         self._kept: OrderedDict[Node, int] = OrderedDict()
-        """Nodes with a state, the first to go first, and how many sequences have begun with each."""
+        """Nodes with a state, those that go first and the others, and how many sequences have begun with each. The
+        first one of either goes before the rest."""
         self._uses = [0] * self.num_rows
         """By row: how many nodes, plans and slots need it."""
         self._next_S: Ints64 = np.full(num_slots, NEVER)
-        """The position of each slot's next checkpoint."""
+        """The position of each slot's next snapshot."""
         self._plans: dict[int, Plan] = {}
         self._reading: dict[int, int] = {}
-        """The checkpoint's row that a slot reads in its next pass."""
+        """The snapshot's row that a slot reads in its next pass."""
 
     def begin(self, slot: int, holding: Holding, num_tokens: int) -> None:
         """After ``open``: the slot's sequence has ``num_tokens`` tokens, of which it shares those of the holding's
         nodes."""
-        size, cached, begun = self.block_size, len(holding.nodes), None
+        size, cached = self.block_size, len(holding.nodes)
         if cached:
             begun = holding.nodes[-1]
             row = begun.state
-            assert row is not None, "a prefix ends at a checkpoint"
-            self._kept[begun] += 1
-            self._kept.move_to_end(begun)
+            assert row is not None, "a prefix ends at a snapshot"
+            uses = self._drop(begun)
+            self._kept[begun] = uses + 1
             self._row_S[slot] = row
             self._read(slot, row)
         end, found = (num_tokens - TAIL) // size, holding.found
         borders = [end * size] if end > cached else []
         if end > found and (found - cached) * size >= LEAST:
             borders.append(found * size)
-        self._plans[slot] = plan = Plan(borders, num_tokens, begun)
+        self._plans[slot] = plan = Plan(borders, num_tokens, end * size, cached)
         self._next_S[slot] = self._following(plan, cached * size)
 
     def close(self, slot: int) -> None:
@@ -113,24 +120,32 @@ class Checkpoints(StateManager):
         while plan.saved and plan.saved[0][0] <= len(nodes) * self.block_size:
             border, row = plan.saved.pop(0)
             node = nodes[border // self.block_size - 1]
-            if node.state is not None:
-                self._kept.move_to_end(node)
+            prompt = border == plan.end
+            if node.state is None:
+                node.state = row
+                (self._kept if prompt else self._served)[node] = 0
+            else:
                 self._release(row)
-                continue
-            node.state = row
-            self._kept[node] = 0
-            if plan.begun is not None and border <= plan.prompt and self._kept.get(plan.begun) == 1:
-                self._kept.move_to_end(plan.begun, last=False)
+                if prompt:
+                    self._kept[node] = self._drop(node)
+            if prompt:
+                for before in nodes[: plan.known]:
+                    if before.state is not None and self._kept.get(before, 2) < 2:
+                        self._served[before] = self._kept.pop(before)
 
     def forget(self, node: Node) -> None:
-        """The node leaves the trie, or its checkpoint is to go."""
+        """The node leaves the trie, or its snapshot is to go."""
         assert node.state is not None
-        del self._kept[node]
+        self._drop(node)
         self._release(node.state)
         node.state = None
 
+    def _drop(self, node: Node) -> int:
+        """Take the node from where it stands, and return how many sequences have begun with it."""
+        return self._served.pop(node) if node in self._served else self._kept.pop(node)
+
     def _following(self, plan: Plan, position: int) -> int:
-        """The position of the next checkpoint behind ``position``."""
+        """The position of the next snapshot behind ``position``."""
         while plan.borders and plan.borders[-1] <= position:
             plan.borders.pop()
         if plan.borders:
@@ -138,12 +153,13 @@ class Checkpoints(StateManager):
         return (max(plan.prompt, position) // self.block_size + 1) * self.block_size
 
     def _take(self, slot: int, border: int) -> int | None:
-        """A row for a new checkpoint of the slot; None if all are in use."""
+        """A row for a new snapshot of the slot; None if all are in use."""
         plan = self._plans[slot]
         if border > plan.prompt and plan.saved and plan.saved[-1][0] > plan.prompt:
             self._release(plan.saved.pop()[1])
         if not self._free:
-            unused = (node for node in self._kept if node.state is not None and self._uses[node.state] == 1)
+            nodes = chain(self._served, self._kept)
+            unused = (node for node in nodes if node.state is not None and self._uses[node.state] == 1)
             if (node := next(unused, None)) is None:
                 return None
             self.forget(node)
