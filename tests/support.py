@@ -250,7 +250,9 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "ssm_multipliers": [0.9, 0.8, 1.1, 0.7, 1.2],
     }
     | MAMBA,
-    "bamba": COMMON | {"architectures": ["BambaForCausalLM"], "num_hidden_layers": 2, "attn_layer_indices": [1]} | MAMBA,
+    "bamba": COMMON
+    | {"architectures": ["BambaForCausalLM"], "num_hidden_layers": 2, "attn_layer_indices": [1]}
+    | MAMBA,
 }
 FAMILIES = tuple(CONFIGS)
 families = pytest.mark.parametrize(
