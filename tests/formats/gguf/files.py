@@ -35,9 +35,16 @@ ARCHITECTURES = {
     "OlmoeForCausalLM": gguf.MODEL_ARCH.OLMOE,
     "GraniteMoeForCausalLM": gguf.MODEL_ARCH.GRANITE_MOE,
     "GptOssForCausalLM": gguf.MODEL_ARCH.GPT_OSS,
+    "Lfm2ForCausalLM": gguf.MODEL_ARCH.LFM2,
+    "Lfm2MoeForCausalLM": gguf.MODEL_ARCH.LFM2MOE,
+    "GraniteMoeHybridForCausalLM": gguf.MODEL_ARCH.GRANITE_HYBRID,
+    "NemotronHForCausalLM": gguf.MODEL_ARCH.NEMOTRON_H,
+    "FalconH1ForCausalLM": gguf.MODEL_ARCH.FALCON_H1,
 }
-GRANITES = (gguf.MODEL_ARCH.GRANITE, gguf.MODEL_ARCH.GRANITE_MOE)
-LLAMAS = (gguf.MODEL_ARCH.LLAMA, *GRANITES, gguf.MODEL_ARCH.SMOLLM3)
+GRANITES = (gguf.MODEL_ARCH.GRANITE, gguf.MODEL_ARCH.GRANITE_MOE, gguf.MODEL_ARCH.GRANITE_HYBRID)
+LLAMAS = (gguf.MODEL_ARCH.LLAMA, *GRANITES, gguf.MODEL_ARCH.SMOLLM3, gguf.MODEL_ARCH.NEMOTRON_H)
+LFM2 = (gguf.MODEL_ARCH.LFM2, gguf.MODEL_ARCH.LFM2MOE)
+MAMBA = (gguf.MODEL_ARCH.GRANITE_HYBRID, gguf.MODEL_ARCH.NEMOTRON_H, gguf.MODEL_ARCH.FALCON_H1)
 TYPE: Any = gguf.GGMLQuantizationType
 Quantize = Callable[[Tensor, str], np.ndarray]
 
@@ -64,24 +71,27 @@ def write_gguf(
     arch = ARCHITECTURES[config["architectures"][0]]
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[arch], split_max_tensors=part)
     heads = config["num_attention_heads"]
-    config.setdefault("head_dim", None)
+    config = known_as(config)
     config["head_dim"] = size = config["head_dim"] or config["hidden_size"] // heads
     write_config(writer, arch, config)
     (tokenizer or byte_level)(writer, folder)
     edit(writer, config)
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
     held: dict[str, Tensor] = {}
-    for name, given in mixed(load_file(folder / "model.safetensors")).items():
+    for name, given in mixed(load_file(folder / "model.safetensors"), config).items():
         turned = arch in LLAMAS and ("q_proj" in name or "k_proj" in name)
         stored = given
         if turned:
             stored = given.reshape(-1, 2, size // 2, *given.shape[1:]).transpose(1, 2).reshape(given.shape)
         if arch in (gguf.MODEL_ARCH.GEMMA2, gguf.MODEL_ARCH.GEMMA3) and name.endswith("norm.weight"):
             stored = given.float() + 1
-        own = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        stored = recurrent(arch, name, stored, config)
+        alias = name.replace("dt_bias", "dt_proj.bias").replace("expert_bias", "expert_bias.bias")
+        own = name if name.startswith("blk.") else names.get_name(alias, try_suffixes=(".weight", ".bias"))
         assert own is not None, name
         own += ".weight" if name.endswith("sinks") else ""
-        kind = type if given.ndim > 1 and not name.endswith(".bias") else "F32"
+        convolves = name.endswith(("conv.conv.weight", "conv1d.weight"))
+        kind = type if given.ndim > 1 and not name.endswith(".bias") and not convolves else "F32"
         raw = quantize(stored, kind)
         back = torch.from_numpy(np.array(gguf.quants.dequantize(raw, TYPE[kind])))
         if turned:
@@ -89,7 +99,13 @@ def write_gguf(
         if ".experts." in name:
             held |= {name.replace("experts.", f"experts.{index}."): each for index, each in enumerate(back)}
         else:
-            held[name] = back - 1 if stored.dtype != given.dtype or (stored is not given and not turned) else back
+            held[name] = (
+                back.unsqueeze(1)
+                if convolves
+                else back - 1
+                if stored.dtype != given.dtype or (stored is not given and not turned)
+                else back
+            )
         writer.add_tensor(own, raw, raw_dtype=TYPE[kind])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -98,7 +114,56 @@ def write_gguf(
     return held
 
 
-def mixed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def known_as(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with the fields of others in place of those that only its own family has."""
+    config = {"head_dim": None, **config}
+    config.setdefault("num_hidden_layers", len(config.get("layers_block_type", ())))
+    config.setdefault("rms_norm_eps", config.get("norm_eps", config.get("layer_norm_epsilon")))
+    config.setdefault("rope_parameters", {"rope_theta": 10_000.0})
+    if config["architectures"] == ["Lfm2ForCausalLM"]:
+        of, width = config["block_multiple_of"], int(2 * config["intermediate_size"] / 3)
+        config["intermediate_size"] = (width + of - 1) // of * of
+    return config
+
+
+def recurrent(arch: gguf.MODEL_ARCH, name: str, tensor: Tensor, config: Mapping[str, Any]) -> Tensor:
+    """A tensor of a recurrent layer as the converter stores it; others as they are."""
+    if name.endswith(("conv.conv.weight", "conv1d.weight")):
+        return tensor.squeeze(1)
+    if name.endswith("A_log"):
+        return -tensor.float().exp().reshape(-1, 1)
+    if name.endswith(("mamba.D", "mixer.D")):
+        return tensor.reshape(-1, 1)
+    if name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
+        return tensor.reshape(config.get("mamba_n_groups") or config["n_groups"], -1)
+    if arch == gguf.MODEL_ARCH.FALCON_H1:
+        return tensor if (factors := falcon_factors(name, tensor, config)) is None else tensor * factors
+    return tensor
+
+
+def falcon_factors(name: str, tensor: Tensor, config: Mapping[str, Any]) -> Any:
+    """What the converter multiplies a tensor of Falcon-H1 by; None for nothing."""
+    attention, (gate, down) = config["attention_in_multiplier"], config["mlp_multipliers"]
+    if name.endswith("in_proj.weight"):
+        x, groups = config["mamba_d_ssm"], config["mamba_n_groups"] * config["mamba_d_state"]
+        widths = torch.tensor([x, x, groups, groups, config["mamba_n_heads"]])
+        whole = torch.tensor(config["ssm_multipliers"]).repeat_interleave(widths)[:, None]
+        return whole * config["ssm_in_multiplier"]
+    factors = {
+        "gate_proj": gate,
+        "down_proj": down,
+        "q_proj": attention,
+        "k_proj": attention * config["key_multiplier"],
+        "v_proj": attention,
+        "o_proj": config["attention_out_multiplier"],
+        "out_proj": config["ssm_out_multiplier"],
+        "lm_head": config["lm_head_multiplier"],
+        "embed_tokens": config["embedding_multiplier"],
+    }
+    return factors.get(name.removesuffix(".weight").split(".")[-1])
+
+
+def mixed(tensors: dict[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
     """Experts stacked as the package names them, gate and up apart."""
     made: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -108,6 +173,11 @@ def mixed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
                 part = part.replace(old, new)
             rows = [tensors[f"{match[1]}.{index}.{match[3]}"] for index in range(6)]
             made[f"{stacked}.{part}"] = torch.stack(rows)
+        elif match := re.fullmatch(r"model.layers.(\d+).shared_mlp.(in|out)put_linear.weight", name):
+            shared = "_shexp" if config["num_local_experts"] else ""
+            kinds = {"in": ("gate", "up"), "out": ("down",)}[match[2]]
+            names = [f"blk.{match[1]}.ffn_{kind}{shared}.weight" for kind in kinds]
+            made |= dict(zip(names, tensor.chunk(len(names)), strict=True))
         elif name.endswith("input_linear.weight"):
             place = name.replace("block_sparse_moe.input_linear", "mlp.experts.{}_proj")
             made |= dict(zip(map(place.format, ("gate", "up")), tensor.chunk(2, 1), strict=True))
@@ -124,9 +194,13 @@ def write_config(writer: gguf.GGUFWriter, arch: gguf.MODEL_ARCH, config: Mapping
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
+    kinds = config.get("layers_block_type") or config.get("layer_types") or []
+    width, kv_heads = config["intermediate_size"], config["num_key_value_heads"]
+    hybrid = arch in (*LFM2, gguf.MODEL_ARCH.GRANITE_HYBRID, gguf.MODEL_ARCH.NEMOTRON_H)
+    mlps = [width if kind == "mlp" else 0 for kind in kinds]
+    writer.add_feed_forward_length(mlps if arch == gguf.MODEL_ARCH.NEMOTRON_H else width)
     writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_head_count_kv([kv_heads if kind == "full_attention" else 0 for kind in kinds] if hybrid else kv_heads)
     writer.add_key_length(config["head_dim"])
     writer.add_value_length(config["head_dim"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
@@ -141,7 +215,22 @@ def write_config(writer: gguf.GGUFWriter, arch: gguf.MODEL_ARCH, config: Mapping
     if experts := config.get("num_experts") or config.get("num_local_experts"):
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config["num_experts_per_tok"])
-    if arch == gguf.MODEL_ARCH.QWEN3MOE:
+    if arch in LFM2:
+        writer.add_shortconv_l_cache(config["conv_L_cache"])
+    if arch == gguf.MODEL_ARCH.LFM2MOE:
+        writer.add_leading_dense_block_count(config["num_dense_layers"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if arch in MAMBA:
+        heads = config.get("mamba_n_heads") or config["mamba_num_heads"]
+        writer.add_ssm_conv_kernel(config.get("mamba_d_conv") or config["conv_kernel"])
+        writer.add_ssm_state_size(config.get("mamba_d_state") or config["ssm_state_size"])
+        writer.add_ssm_group_count(config.get("mamba_n_groups") or config["n_groups"])
+        writer.add_ssm_inner_size(heads * (config.get("mamba_d_head") or config["mamba_head_dim"]))
+        writer.add_ssm_time_step_rank(heads)
+    if arch == gguf.MODEL_ARCH.GRANITE_HYBRID:
+        writer.add_rope_scaling_finetuned(config["position_embedding_type"] == "rope")
+        writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
+    if arch in (gguf.MODEL_ARCH.QWEN3MOE, gguf.MODEL_ARCH.LFM2MOE):
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     if arch == gguf.MODEL_ARCH.GPT_OSS:
         writer.add_sliding_window(config["sliding_window"])

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from infer.errors import CheckpointError
+from infer.weight import GroupedWeight, Weight
 from infer_formats.gguf.header import TensorInfo
 from infer_formats.gguf.metadata import Metadata
 
@@ -33,23 +34,45 @@ ARCHITECTURES = {
     "olmoe": "OlmoeForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
+    "lfm2moe": "Lfm2MoeForCausalLM",
+    "granitehybrid": "GraniteMoeHybridForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
+    "falcon-h1": "FalconH1ForCausalLM",
 }
 DTYPES = {"F32": "float32", "F16": "float16"}
 """The dtype to compute in, by the type of most weights; bfloat16 for all others."""
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that say how far to stretch each wavelength, which is a matter of config.json."""
-TURNED = ("llama", "granite", "granitemoe", "smollm3")
+TURNED = ("llama", "granite", "granitemoe", "smollm3", "granitehybrid", "nemotron_h")
 """Architectures whose q and k rotate neighbors instead of halves."""
-WINDOWLESS = ("qwen2", "qwen3", "qwen3moe", "olmo2", "olmoe", "granite", "granitemoe", "smollm3")
+MAMBA = ("granitehybrid", "nemotron_h", "falcon-h1")
+"""Architectures with Mamba 2."""
+CONVOLVED = ("lfm2", "lfm2moe")
+"""Those with short convolutions."""
+WINDOWLESS = (
+    *("qwen2", "qwen3", "qwen3moe", "olmo2", "olmoe", "granite", "granitemoe", "smollm3"),
+    *MAMBA,
+    *CONVOLVED,
+)
 """Architectures that are read without sliding windows only."""
 GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 """The sizes whose attention is scaled by hidden_size / heads instead of by the size of a head."""
+HYBRID_KEYS = tuple(
+    f"ssm.{name}" for name in ("conv_kernel", "inner_size", "state_size", "time_step_rank", "group_count")
+)
+"""Keys that files of Granite 4 have even where no layer has Mamba."""
 UNUSED_KEYS = ("vocab_size", "rope.scaling.finetuned", "tensor_data_layout", "attention.causal")
 
 OUTSIDE = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
+}
+OUTSIDE_OF = {
+    **{arch: {"token_embd_norm.weight": "model.embedding_norm.weight"} for arch in CONVOLVED},
+    "nemotron_h": {"token_embd.weight": "backbone.embeddings.weight", "output_norm.weight": "backbone.norm_f.weight"},
+    "falcon-h1": {"output_norm.weight": "model.final_layernorm.weight"},
 }
 WITHIN = {
     "attn_norm": "input_layernorm",
@@ -67,7 +90,59 @@ WITHIN = {
     "ffn_down": "mlp.down_proj",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+STATE_SPACE = {
+    "ssm_in": "in_proj",
+    "ssm_conv1d": "conv1d",
+    "ssm_dt": "dt_bias",
+    "ssm_a": "A_log",
+    "ssm_d": "D",
+    "ssm_norm": "norm",
+    "ssm_out": "out_proj",
+}
+"""Names within Mamba 2."""
+LFM2 = {
+    "attn_norm": "operator_norm",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "attn_output": "self_attn.out_proj",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.conv": "conv.conv",
+    "shortconv.out_proj": "conv.out_proj",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+    "ffn_gate_inp": "feed_forward.gate",
+    "exp_probs_b": "feed_forward.expert_bias",
+}
+BARE = ("sinks", "dt_bias", "A_log", "D", "expert_bias")
+"""Ends of the hub's names that have no "weight" or "bias" behind them."""
+GATE_AND_UP = "shared_mlp.input_linear.weight"
+"""The end of the hub's names of tensors that are two in a file."""
 WITHIN_OF = {
+    "lfm2": LFM2,
+    "lfm2moe": LFM2,
+    "granitehybrid": {
+        "ffn_gate_inp": "block_sparse_moe.router.layer",
+        **{
+            f"ffn_{part}{end}": GATE_AND_UP.removesuffix(".weight") for part in ("gate", "up") for end in ("", "_shexp")
+        },
+        **{f"ffn_down{end}": "shared_mlp.output_linear" for end in ("", "_shexp")},
+        **{part: f"mamba.{hub}" for part, hub in STATE_SPACE.items()},
+    },
+    "nemotron_h": {
+        "attn_norm": "norm",
+        **{f"attn_{part}": f"mixer.{part}_proj" for part in "qkv"},
+        "attn_output": "mixer.o_proj",
+        "ffn_up": "mixer.up_proj",
+        "ffn_down": "mixer.down_proj",
+        **{part: f"mixer.{hub}" for part, hub in STATE_SPACE.items()},
+    },
+    "falcon-h1": {
+        "ffn_norm": "pre_ff_layernorm",
+        **{f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
+        **{part: f"mamba.{hub}" for part, hub in STATE_SPACE.items()},
+    },
     "gemma2": {"ffn_norm": "pre_feedforward_layernorm"},
     "gemma3": {"ffn_norm": "pre_feedforward_layernorm"},
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
@@ -95,6 +170,8 @@ MIXTURES = {
     "qwen3moe": Mixture(),
     "olmoe": Mixture(),
     "granitemoe": Mixture("block_sparse_moe.experts", "gate_up_proj", "gate_up_proj"),
+    "granitehybrid": Mixture("block_sparse_moe.experts", "gate_up_proj", "gate_up_proj"),
+    "lfm2moe": Mixture("feed_forward.experts", "w1", "w3", "w2"),
     "gpt-oss": Mixture("mlp.experts", "gate_up_proj", "gate_up_proj", interleaved=True),
 }
 MAX_EXPERTS = 4096
@@ -111,11 +188,13 @@ def architecture(meta: Metadata) -> str:
 
 def hub_name(arch: str, name: str) -> str:
     """A tensor's name in the hub's checkpoints; a name that is not known is left as it is."""
-    if match := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name):
+    if match := re.fullmatch(r"blk\.(\d+)\.([\w.]+?)(?:\.(weight|bias))?", name):
         layer, part, kind = match.groups()
         if hub := WITHIN_OF.get(arch, {}).get(part) or WITHIN.get(part):
-            return f"model.layers.{int(layer)}.{hub}" + ("" if part == "attn_sinks" else f".{kind}")
-    return OUTSIDE.get(name, name)
+            layers = "backbone.layers" if arch == "nemotron_h" else "model.layers"
+            bare = hub.split(".")[-1] in BARE
+            return f"{layers}.{int(layer)}.{hub}" + ("" if bare else f".{kind or 'weight'}")
+    return OUTSIDE_OF.get(arch, {}).get(name) or OUTSIDE.get(name, name)
 
 
 def expert_name(arch: str, name: str) -> Callable[[int], str] | None:
@@ -136,6 +215,18 @@ def row_order(rows: int, head_size: int) -> Tensor:
     return torch.arange(rows).view(-1, head_size // 2, 2).transpose(1, 2).flatten()
 
 
+def hub_tensor(name: str, weight: Weight) -> Weight:
+    """A tensor of a recurrent layer as the hub has it; others as they are."""
+    part = name.removesuffix(".weight").rpartition(".")[2]
+    convolves = name.endswith(("ssm_conv1d.weight", "shortconv.conv.weight"))
+    if part not in ("ssm_a", "ssm_d", "ssm_norm") and not convolves:
+        return weight
+    plain = weight.dequantize() if isinstance(weight, GroupedWeight) else weight
+    if convolves:
+        return plain.unsqueeze(1)
+    return plain.float().neg().log().flatten() if part == "ssm_a" else plain.flatten()
+
+
 def hub_config(meta: Metadata, tensors: Mapping[str, TensorInfo], read: Callable[[str], Tensor]) -> dict[str, Any]:
     """config.json. ``read`` reads a tensor. Raises CheckpointError."""
     arch = architecture(meta)
@@ -154,16 +245,19 @@ def hub_config(meta: Metadata, tensors: Mapping[str, TensorInfo], read: Callable
             "least."
         )
     window = meta.whole(at("attention.sliding_window")) or None
+    layers = meta.size(at("block_count"))
+    kv_heads = meta.layers(at("attention.head_count_kv"), layers, heads)
+    widths = meta.layers(at("feed_forward_length"), layers)
     config: dict[str, Any] = {
         "architectures": [ARCHITECTURES[arch]],
         "quantization_config": {"quant_method": "gguf"},
         "dtype": _dtype(tensors),
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "hidden_size": hidden,
-        "intermediate_size": meta.size(at("feed_forward_length")),
-        "num_hidden_layers": meta.size(at("block_count")),
+        "intermediate_size": max(widths),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": meta.whole(at("attention.head_count_kv"), heads, least=1),
+        "num_key_value_heads": max(kv_heads),
         "head_dim": head_dim,
         "max_position_embeddings": meta.size(at("context_length")),
         "rms_norm_eps": _needed(meta, at("attention.layer_norm_rms_epsilon")),
@@ -173,7 +267,7 @@ def hub_config(meta: Metadata, tensors: Mapping[str, TensorInfo], read: Callable
     }
     rotated = meta.whole(at("rope.dimension_count"), head_dim, least=1)
     assert rotated is not None
-    if rotated != head_dim:
+    if rotated != head_dim and arch != "nemotron_h":  # which rotates nothing
         if arch != "phi3" or rotated > head_dim:
             raise meta.bad(at("rope.dimension_count"), f"the size of a head, {head_dim}")
         config["partial_rotary_factor"] = (
@@ -183,13 +277,15 @@ def hub_config(meta: Metadata, tensors: Mapping[str, TensorInfo], read: Callable
         config |= _mixture(meta, arch, experts)
     if arch in TURNED:
         biased = {"attention_bias": "attn_q.bias", "mlp_bias": "ffn_up.bias"}
-        config |= {key: f"blk.0.{name}" in tensors for key, name in biased.items()}
+        ends = {name.split(".", 2)[-1] for name in tensors if name.startswith("blk.")}
+        config |= {key: name in ends for key, name in biased.items()}
     if arch == "llama" and experts:
         config |= {"architectures": ["MixtralForCausalLM"], "sliding_window": window}
     elif arch == "llama" and window is not None:
         config |= {"architectures": ["MistralForCausalLM"], "sliding_window": window}
     elif arch in ("granite", "granitemoe"):
         config |= _granite(meta)
+        meta.read.update(map(at, HYBRID_KEYS))
     elif arch == "gpt-oss":
         config |= {"sliding_window": window, "attention_bias": "blk.0.attn_output.bias" in tensors}
         if config["rope_scaling"]:
@@ -199,6 +295,10 @@ def hub_config(meta: Metadata, tensors: Mapping[str, TensorInfo], read: Callable
         config |= {"sliding_window": window, "original_max_position_embeddings": made_for}
     elif arch in GEMMA_27B_LAYERS:
         config |= _gemma(meta, arch, head_dim, hidden // heads) | ({} if window is None else {"sliding_window": window})
+    elif arch in MAMBA:
+        config |= _state_space(meta, arch, tensors, kv_heads, widths)
+    elif arch in CONVOLVED:
+        config |= _short_convolutions(meta, arch, config, kv_heads)
     elif arch not in TURNED:
         config["attention_bias"] = "blk.0.attn_output.bias" in tensors
     if window is not None and arch in WINDOWLESS:
@@ -258,14 +358,83 @@ def _mixture(meta: Metadata, arch: str, experts: int) -> dict[str, Any]:
     architecture."""
     at = functools.partial("{}.{}".format, arch)
     for key in ("expert_shared_feed_forward_length", "expert_shared_count"):
-        if meta.whole(at(key), 0):
+        if arch != "granitehybrid" and meta.whole(at(key), 0):
             raise meta.bad(at(key), f"0: infer reads no shared experts of {arch} from GGUF")
     config: dict[str, Any] = {"num_experts_per_tok": meta.size(at("expert_used_count"))}
     if width := meta.whole(at("expert_feed_forward_length")):
-        config |= {"moe_intermediate_size": width} if arch == "qwen3moe" else {"intermediate_size": width}
+        config |= {"moe_intermediate_size": width} if arch in ("qwen3moe", "lfm2moe") else {"intermediate_size": width}
     if arch in ("qwen3moe", "olmoe"):
         return config | {"num_experts": experts, "norm_topk_prob": arch == "qwen3moe"}
     return config | {"num_local_experts": experts}
+
+
+def _state_space(
+    meta: Metadata, arch: str, tensors: Mapping[str, TensorInfo], kv_heads: list[int], widths: list[int]
+) -> dict[str, Any]:
+    """What a config with Mamba 2 has beside the others. Where a layer has no K/V heads, it has Mamba, or an MLP."""
+    at = functools.partial("{}.{}".format, arch)
+    names = {name.split(".", 2)[-1] for name in tensors if name.startswith("blk.")}
+    size, heads, hidden = (meta.size(at(k)) for k in ("ssm.inner_size", "ssm.time_step_rank", "embedding_length"))
+    groups, state, width = (meta.size(at(f"ssm.{k}")) for k in ("group_count", "state_size", "conv_kernel"))
+    if size % heads:
+        raise meta.bad(at("ssm.inner_size"), f"a multiple of ssm.time_step_rank, {heads}")
+    biased, conv_biased = ("ssm_in.bias" in names), ("ssm_conv1d.bias" in names)
+    if arch == "nemotron_h":
+        kinds = [
+            "full_attention" if kv else "mlp" if mlp else "linear_attention"
+            for kv, mlp in zip(kv_heads, widths, strict=True)
+        ]
+        return {
+            "layers_block_type": kinds,
+            "layer_norm_epsilon": _needed(meta, at("attention.layer_norm_rms_epsilon")),
+            "mamba_num_heads": heads,
+            "mamba_head_dim": size // heads,
+            "n_groups": groups,
+            "ssm_state_size": state,
+            "conv_kernel": width,
+            "use_conv_bias": conv_biased,
+            "use_bias": biased,
+        }
+    sizes = {
+        "mamba_n_heads": heads,
+        "mamba_d_head": size // heads,
+        "mamba_n_groups": groups,
+        "mamba_d_state": state,
+        "mamba_d_conv": width,
+        "mamba_conv_bias": conv_biased,
+        "mamba_proj_bias": biased,
+    }
+    if arch == "falcon-h1":  # its factors are in the weights, and its gate comes before the norm
+        normed = {"mamba_rms_norm": "ssm_norm.weight" in names, "mamba_norm_before_gate": False}
+        return sizes | normed | {"mamba_d_ssm": size, "projectors_bias": "ssm_out.bias" in names}
+    if size % hidden:
+        raise meta.bad(at("ssm.inner_size"), f"a multiple of embedding_length, {hidden}")
+    shared = meta.whole(at("expert_shared_feed_forward_length"), 0) or max(widths)
+    return {
+        **sizes,
+        **_granite(meta),
+        "mamba_expand": size // hidden,
+        "layer_types": ["attention" if kv else "mamba" for kv in kv_heads],
+        "position_embedding_type": "rope" if meta.truth(at("rope.scaling.finetuned"), True) else None,
+        "shared_intermediate_size": shared,
+        "num_local_experts": meta.whole(at("expert_count"), 0),
+    }
+
+
+def _short_convolutions(meta: Metadata, arch: str, config: Mapping[str, Any], kv_heads: list[int]) -> dict[str, Any]:
+    """What LFM2's config has beside the others. Where a layer has no K/V heads, it has a convolution."""
+    at = functools.partial("{}.{}".format, arch)
+    made = {
+        "norm_eps": config["rms_norm_eps"],
+        "layer_types": ["full_attention" if kv else "conv" for kv in kv_heads],
+        "conv_L_cache": meta.size(at("shortconv.l_cache")),
+        "block_auto_adjust_ff_dim": False,
+    }
+    if arch == "lfm2moe":
+        if meta.whole(at("expert_gating_func"), 2) != 2:
+            raise meta.bad(at("expert_gating_func"), "2, a sigmoid")
+        made["num_dense_layers"] = meta.whole(at("leading_dense_block_count"), 0)
+    return made
 
 
 def _granite(meta: Metadata) -> dict[str, Any]:

@@ -129,13 +129,14 @@ class GGUFFormat:
         """For each of the hub's tensors, those that it consists of, of which some are experts' parts of a stack."""
         count = given.get("num_experts") or given.get("num_local_experts") or 0
         # Sorted, a gate comes before what it goes with.
-        for name in sorted(blocks.names(), key=lambda name: "_up_exps." in name):
+        for name in sorted(blocks.names(), key=lambda name: ".ffn_up" in name):
             if name in config.FACTORS:
                 continue
             if (expert := config.expert_name(blocks.architecture, name)) is None:
-                held = self._names.setdefault(config.hub_name(blocks.architecture, name), [])
+                hub = config.hub_name(blocks.architecture, name)
+                held = self._names.setdefault(hub, [])
                 held.append((name, None))
-                if len(held) > 1:
+                if len(held) > 1 + hub.endswith(config.GATE_AND_UP):
                     raise CheckpointError("The checkpoint holds a tensor under two names.")
                 continue
             if len(shape := blocks.infos[name].shape) < 2 or shape[0] != count:
@@ -168,4 +169,4 @@ class GGUFFormat:
             return weight.rows(order_N) if isinstance(weight, GroupedWeight) else weight[order_N]
         if architecture in config.GEMMA_27B_LAYERS and own.endswith("norm.weight") and isinstance(weight, Tensor):
             return weight.float() - 1  # GGUF adds the 1 that the model adds, too
-        return weight
+        return config.hub_tensor(own, weight)

@@ -59,6 +59,8 @@ SPLITS: Mapping[str, Split] = {
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
     "falcon3": _LLAMA3,
+    "falcon-h1": _LLAMA3,
+    "lfm2": _LLAMA3,
     "dbrx": _CL100K,
     "smaug-bpe": _CL100K,
     "qwen2": _QWEN2,
