@@ -231,8 +231,9 @@ def make_model(
             fields |= {"num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 24}
             made = transformers.OlmoeForCausalLM(transformers.OlmoeConfig(**fields | config))
         case "lfm2":
-            types = ["conv", "full_attention", "conv", "conv"]
-            fields |= {"layer_types": types, "intermediate_size": 108, "block_multiple_of": 8}
+            if "full_attn_idxs" not in config:
+                fields |= {"layer_types": layer_types or ["conv", "full_attention", "conv", "conv"]}
+            fields |= {"intermediate_size": 108, "block_multiple_of": 8}
             made = transformers.Lfm2ForCausalLM(transformers.Lfm2Config(**fields | config))
         case "lfm2_moe":
             fields |= {"layer_types": ["conv", "full_attention", "conv", "conv"], "num_dense_layers": 1}
@@ -244,7 +245,10 @@ def make_model(
         case "granite_hybrid":
             factors = {"attention_multiplier": 0.4, "residual_multiplier": 1.4, "logits_scaling": 1.5}
             fields |= {"embedding_multiplier": 0.7, "num_local_experts": 6, "num_experts_per_tok": 2, **factors}
-            fields |= {"shared_intermediate_size": 40, "layer_types": ["mamba", "attention", "mamba", "mamba"]}
+            fields |= {
+                "shared_intermediate_size": 40,
+                "layer_types": layer_types or ["mamba", "attention"] + ["mamba"] * 2,
+            }
             fields |= MAMBA
             made = transformers.GraniteMoeHybridForCausalLM(transformers.GraniteMoeHybridConfig(**fields | config))
         case "nemotron_h":

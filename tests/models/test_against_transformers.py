@@ -130,7 +130,7 @@ CASES: dict[str, dict[str, Any]] = {
     "glm4_moe-norms": {"family": "glm4_moe", "use_qk_norm": True, "attention_bias": True, "norm_topk_prob": False},
     "olmoe-normed": {"family": "olmoe", "norm_topk_prob": True, "kv_heads": 4, "attention_bias": True},
     "lfm2-biases": {"family": "lfm2", "conv_bias": True, "conv_L_cache": 4, "block_ffn_dim_multiplier": 1.3},
-    "lfm2-plain": {"family": "lfm2", "block_auto_adjust_ff_dim": False, "layer_types": None, "full_attn_idxs": [0, 3]},
+    "lfm2-plain": {"family": "lfm2", "block_auto_adjust_ff_dim": False, "full_attn_idxs": [0, 3]},
     "lfm2-dense": {"family": "lfm2", "layer_types": [FULL] * 4},
     "lfm2_moe-plain": {"family": "lfm2_moe", "use_expert_bias": False, "norm_topk_prob": False},
     "granite_hybrid-dense": {

@@ -69,6 +69,8 @@ def write_gguf(
     names; ``edit`` may add to the file before it is written. A ``part`` has so many tensors at most."""
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     arch = ARCHITECTURES[config["architectures"][0]]
+    if arch == gguf.MODEL_ARCH.GRANITE_HYBRID and set(config["layer_types"]) == {"full_attention"}:
+        arch = gguf.MODEL_ARCH.GRANITE
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[arch], split_max_tensors=part)
     heads = config["num_attention_heads"]
     config = known_as(config)
@@ -196,7 +198,7 @@ def write_config(writer: gguf.GGUFWriter, arch: gguf.MODEL_ARCH, config: Mapping
     writer.add_block_count(config["num_hidden_layers"])
     kinds = config.get("layers_block_type") or config.get("layer_types") or []
     width, kv_heads = config["intermediate_size"], config["num_key_value_heads"]
-    hybrid = arch in (*LFM2, gguf.MODEL_ARCH.GRANITE_HYBRID, gguf.MODEL_ARCH.NEMOTRON_H)
+    hybrid = "full_attention" in kinds and arch in (*LFM2, *GRANITES, gguf.MODEL_ARCH.NEMOTRON_H)
     mlps = [width if kind == "mlp" else 0 for kind in kinds]
     writer.add_feed_forward_length(mlps if arch == gguf.MODEL_ARCH.NEMOTRON_H else width)
     writer.add_head_count(config["num_attention_heads"])
@@ -220,14 +222,14 @@ def write_config(writer: gguf.GGUFWriter, arch: gguf.MODEL_ARCH, config: Mapping
     if arch == gguf.MODEL_ARCH.LFM2MOE:
         writer.add_leading_dense_block_count(config["num_dense_layers"])
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
-    if arch in MAMBA:
+    if arch in MAMBA or "mamba_n_heads" in config:
         heads = config.get("mamba_n_heads") or config["mamba_num_heads"]
         writer.add_ssm_conv_kernel(config.get("mamba_d_conv") or config["conv_kernel"])
         writer.add_ssm_state_size(config.get("mamba_d_state") or config["ssm_state_size"])
         writer.add_ssm_group_count(config.get("mamba_n_groups") or config["n_groups"])
         writer.add_ssm_inner_size(heads * (config.get("mamba_d_head") or config["mamba_head_dim"]))
         writer.add_ssm_time_step_rank(heads)
-    if arch == gguf.MODEL_ARCH.GRANITE_HYBRID:
+    if "position_embedding_type" in config:
         writer.add_rope_scaling_finetuned(config["position_embedding_type"] == "rope")
         writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
     if arch in (gguf.MODEL_ARCH.QWEN3MOE, gguf.MODEL_ARCH.LFM2MOE):

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.examples import examples
 from tests.formats.gguf.files import write_gguf
-from tests.models.checkpoints import write_checkpoint
+from tests.models.checkpoints import Family, write_checkpoint
 
 from infer import LLM
 from infer.checkpoint import Checkpoint
@@ -210,6 +210,27 @@ WRONG: dict[str, tuple[Edit, str]] = {
         "has 4000, but the model's token ids are 0 to 319",
     ),
 }
+
+
+MIXED: dict[str, tuple[Family, str, Any, str]] = {
+    "kv heads": ("lfm2", "lfm2.attention.head_count_kv", 2, "is 2; it has to be for each of 4 layers either 0 or the"),
+    "unlike": ("lfm2", "lfm2.attention.head_count_kv", [0, 2, 1, 0], r"is \[0, 2, 1, 0\]; it has to be for each of 4"),
+    "none": ("lfm2", "lfm2.attention.head_count_kv", [0] * 4, r"is \[0, 0, 0, 0\]; it has to be for each of 4 layers"),
+    "few": ("lfm2", "lfm2.attention.head_count_kv", [0, 2], r"is \[0, 2\]; it has to be for each of 4 layers"),
+    "silent": ("nemotron_h", "nemotron_h.feed_forward_length", None, "does not say nemotron_h.feed_forward_length"),
+    "size": ("nemotron_h", "nemotron_h.ssm.inner_size", 50, "is 50; it has to be a multiple of ssm.time_step_rank, 6"),
+    "expand": ("granite_hybrid", "granitehybrid.ssm.inner_size", 60, "is 60; .* a multiple of embedding_length, 48"),
+    "gating": ("lfm2_moe", "lfm2moe.expert_gating_func", 1, "expert_gating_func is 1; it has to be 2, a sigmoid"),
+}
+
+
+@pytest.mark.parametrize("case", MIXED)
+def test_settings_of_layers_of_several_kinds_that_are_wrong(case: str, tmp_path: Path) -> None:
+    family, key, value, says = MIXED[case]
+    folder = write_checkpoint(tmp_path / "hub", family)
+    write_gguf(folder, tmp_path / "model.gguf", edit=edited(key, value))
+    with pytest.raises(CheckpointError, match=says), LLM(str(tmp_path / "model.gguf"), **FAST):
+        pass
 
 
 @pytest.mark.parametrize("case", WRONG)

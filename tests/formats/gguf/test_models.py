@@ -67,6 +67,13 @@ CASES: dict[str, dict[str, Any]] = {
         "position_embedding_type": "rope",
         "mamba_proj_bias": True,
     },
+    "granite_hybrid-attention": {
+        "family": "granite_hybrid",
+        "num_local_experts": 0,
+        "layer_types": ["attention"] * 4,
+        "position_embedding_type": "rope",
+        "intermediate_size": 40,
+    },
     "nemotron_h": {"family": "nemotron_h"},
     "falcon_h1": {"family": "falcon_h1", "tied": False},
     "falcon_h1-norm": {

@@ -50,6 +50,8 @@ MAMBA = ("granitehybrid", "nemotron_h", "falcon-h1")
 """Architectures with Mamba 2."""
 CONVOLVED = ("lfm2", "lfm2moe")
 """Those with short convolutions."""
+MIXED = ("granitehybrid", "nemotron_h", *CONVOLVED)
+"""Those with layers of several kinds. K/V heads are counted for each, and layers without attention have none."""
 WINDOWLESS = (
     *("qwen2", "qwen3", "qwen3moe", "olmo2", "olmoe", "granite", "granitemoe", "smollm3"),
     *MAMBA,
@@ -245,19 +247,19 @@ def hub_config(meta: Metadata, tensors: Mapping[str, TensorInfo], read: Callable
             "least."
         )
     window = meta.whole(at("attention.sliding_window")) or None
-    layers = meta.size(at("block_count"))
-    kv_heads = meta.layers(at("attention.head_count_kv"), layers, heads)
-    widths = meta.layers(at("feed_forward_length"), layers)
+    layers, kv_key, width_key = meta.size(at("block_count")), at("attention.head_count_kv"), at("feed_forward_length")
+    kv_heads = meta.layers(kv_key, layers) if arch in MIXED else []
+    widths = meta.layers(width_key, layers) if arch == "nemotron_h" else []
     config: dict[str, Any] = {
         "architectures": [ARCHITECTURES[arch]],
         "quantization_config": {"quant_method": "gguf"},
         "dtype": _dtype(tensors),
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "hidden_size": hidden,
-        "intermediate_size": max(widths),
+        "intermediate_size": max(widths) if widths else meta.size(width_key),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": max(kv_heads),
+        "num_key_value_heads": max(kv_heads) if kv_heads else meta.whole(kv_key, heads, least=1),
         "head_dim": head_dim,
         "max_position_embeddings": meta.size(at("context_length")),
         "rms_norm_eps": _needed(meta, at("attention.layer_norm_rms_epsilon")),
@@ -296,7 +298,7 @@ def hub_config(meta: Metadata, tensors: Mapping[str, TensorInfo], read: Callable
     elif arch in GEMMA_27B_LAYERS:
         config |= _gemma(meta, arch, head_dim, hidden // heads) | ({} if window is None else {"sliding_window": window})
     elif arch in MAMBA:
-        config |= _state_space(meta, arch, tensors, kv_heads, widths)
+        config |= _state_space(meta, arch, tensors, config, kv_heads, widths)
     elif arch in CONVOLVED:
         config |= _short_convolutions(meta, arch, config, kv_heads)
     elif arch not in TURNED:
@@ -369,7 +371,12 @@ def _mixture(meta: Metadata, arch: str, experts: int) -> dict[str, Any]:
 
 
 def _state_space(
-    meta: Metadata, arch: str, tensors: Mapping[str, TensorInfo], kv_heads: list[int], widths: list[int]
+    meta: Metadata,
+    arch: str,
+    tensors: Mapping[str, TensorInfo],
+    config: Mapping[str, Any],
+    kv_heads: list[int],
+    widths: list[int],
 ) -> dict[str, Any]:
     """What a config with Mamba 2 has beside the others. Where a layer has no K/V heads, it has Mamba, or an MLP."""
     at = functools.partial("{}.{}".format, arch)
@@ -386,7 +393,7 @@ def _state_space(
         ]
         return {
             "layers_block_type": kinds,
-            "layer_norm_epsilon": _needed(meta, at("attention.layer_norm_rms_epsilon")),
+            "layer_norm_epsilon": config["rms_norm_eps"],
             "mamba_num_heads": heads,
             "mamba_head_dim": size // heads,
             "n_groups": groups,
@@ -409,7 +416,7 @@ def _state_space(
         return sizes | normed | {"mamba_d_ssm": size, "projectors_bias": "ssm_out.bias" in names}
     if size % hidden:
         raise meta.bad(at("ssm.inner_size"), f"a multiple of embedding_length, {hidden}")
-    shared = meta.whole(at("expert_shared_feed_forward_length"), 0) or max(widths)
+    shared = meta.whole(at("expert_shared_feed_forward_length"), 0) or config["intermediate_size"]
     return {
         **sizes,
         **_granite(meta),

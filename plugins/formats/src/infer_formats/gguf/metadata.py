@@ -39,16 +39,17 @@ class Metadata:
             raise CheckpointError(f"{self.path} does not say {key}.")
         return value
 
-    def layers(self, key: str, count: int, default: int | None = None) -> list[int]:
+    def layers(self, key: str, count: int) -> list[int]:
         """A size for each of ``count`` layers, all alike but for those that are 0."""
         value = self._get(key)
-        if not isinstance(value, list):
-            size = self.whole(key, default, least=1)
-            return [self.size(key) if size is None else size] * count
-        sizes = {each for each in value if type(each) is int and 0 <= each < MAX_SIZE}
-        if len(value) != count or not sizes.issuperset(value) or len(sizes - {0}) != 1:
-            raise self.bad(key, f"one whole number from 1 to {MAX_SIZE - 1}, or for each of {count} layers that or 0")
-        return value
+        if value is None:
+            raise CheckpointError(f"{self.path} does not say {key}.")
+        sizes = (
+            {each for each in value if type(each) is int and 0 < each < MAX_SIZE} if isinstance(value, list) else set()
+        )
+        if len(sizes) != 1 or len(value) != count or not {0, *sizes}.issuperset(value):
+            raise self.bad(key, f"for each of {count} layers either 0 or the same number from 1 to {MAX_SIZE - 1}")
+        return list(value)
 
     def number(self, key: str, default: float | None = None) -> float | None:
         value = self._get(key)
