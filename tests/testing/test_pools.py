@@ -551,6 +551,15 @@ planted("a snapshot is evicted before it is read", "states", r"goes on at positi
 )
 
 
+def takes_back_no_state(self: Snapshots, slot: int, num_tokens: int) -> None:
+    """The slot goes on from the state after its last draft token."""
+
+
+planted("wrong drafts stay in the state", "states", r"goes on at position \d+ with what s\d+ has left at position")(
+    states(truncate=takes_back_no_state)
+)
+
+
 def never(self: Any) -> Any:
     return nullcontext()
 

@@ -19,8 +19,8 @@ View = TypeVar("View", bound=KVCacheView)
 class Pool(Generic[Table, View]):
     """A ``CachePoolProtocol`` made of a block manager and of a storage that understands its tables. It shares tokens
     only if the block manager is a SharingBlockManager whose ``shares``, if it has that, is not False. It is a
-    TruncatingPool or a MappedPool only if the block manager has what these have, and a TruncatingPool only without
-    states, which cannot be taken back."""
+    TruncatingPool or a MappedPool only if the block manager has what these have, and a TruncatingPool with
+    states only if these have rows for drafts."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Pool(Generic[Table, View]):
         self.length = block_manager.length
         if isinstance(block_manager, BlockManager):
             self.room: Sequence[int] = block_manager.room
-        if isinstance(block_manager, TruncatingPool) and states is None:
+        if isinstance(block_manager, TruncatingPool) and (states is None or states.max_drafts):
             self.truncate = block_manager.truncate
         if isinstance(block_manager, MappedPool):
             self.states = block_manager.states
