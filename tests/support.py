@@ -22,7 +22,7 @@ from infer.checkpoint.quantize import Quantizer
 from infer.contracts.attention import KVDtype, QuantizedKV
 from infer.contracts.cache import CacheContext, CachePoolProtocol
 from infer.contracts.kernels import KernelsProtocol
-from infer.contracts.model import ModelContext, ModelProtocol
+from infer.contracts.model import ModelContext, ModelProtocol, StatefulModel
 from infer.contracts.params import SamplingParams
 from infer.contracts.proposer import DraftRequest, ProposerProtocol
 from infer.contracts.records import RequestRecord, StepRecord
@@ -53,6 +53,7 @@ COMMON: dict[str, Any] = {
     "head_dim": 16,
     "max_position_embeddings": 512,
 }
+MAMBA = {"mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 16}
 CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "llama": COMMON
     | {
@@ -201,6 +202,57 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "sliding_window_pattern": 2,
     },
     "seed_oss": COMMON | {"architectures": ["SeedOssForCausalLM"], "num_hidden_layers": 2},
+    "lfm2": COMMON
+    | {
+        "architectures": ["Lfm2ForCausalLM"],
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "block_multiple_of": 8,
+    },
+    "lfm2_moe": COMMON
+    | {
+        "architectures": ["Lfm2MoeForCausalLM"],
+        "num_hidden_layers": 2,
+        "layer_types": ["full_attention", "conv"],
+        "num_dense_layers": 1,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+    },
+    "granite_hybrid": COMMON
+    | {
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "num_hidden_layers": 3,
+        "layer_types": ["mamba", "attention", "mamba"],
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 40,
+        "residual_multiplier": 0.5,
+    }
+    | MAMBA,
+    "nemotron_h": COMMON
+    | {
+        "architectures": ["NemotronHForCausalLM"],
+        "hybrid_override_pattern": "M-*M",
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 8,
+        "n_groups": 2,
+        "ssm_state_size": 16,
+    },
+    "falcon_h1": COMMON
+    | {
+        "architectures": ["FalconH1ForCausalLM"],
+        "num_hidden_layers": 2,
+        "mamba_d_ssm": 48,
+        "key_multiplier": 0.5,
+        "ssm_in_multiplier": 1.3,
+        "mlp_multipliers": [0.9, 0.7],
+        "ssm_multipliers": [0.9, 0.8, 1.1, 0.7, 1.2],
+    }
+    | MAMBA,
+    "bamba": COMMON
+    | {"architectures": ["BambaForCausalLM"], "num_hidden_layers": 2, "attn_layer_indices": [1]}
+    | MAMBA,
 }
 FAMILIES = tuple(CONFIGS)
 families = pytest.mark.parametrize(
@@ -288,7 +340,10 @@ def paged_pool(
 
 
 def _context(model: ModelProtocol, dtype: torch.dtype, max_batch_size: int, kv_dtype: KVDtype) -> CacheContext:
-    return CacheContext(model.attention, max_batch_size, MAX_SEQ_LEN, dtype, CPU, KERNELS, kv_dtype=kv_dtype)
+    states = model.states if isinstance(model, StatefulModel) else ()
+    return CacheContext(
+        model.attention, max_batch_size, MAX_SEQ_LEN, dtype, CPU, KERNELS, kv_dtype=kv_dtype, states=states
+    )
 
 
 POOLS: Mapping[str, Callable[[ModelProtocol, torch.dtype, int], CachePoolProtocol]] = {

@@ -35,7 +35,7 @@ from infer.contracts.request import Event
 from infer.engine.exactness import self_check
 
 pytestmark = pytest.mark.usefixtures("each_provider")
-FIRST = ("llama", "qwen3", "gemma3")
+FIRST = ("llama", "qwen3", "gemma3", "granite_hybrid")
 families = pytest.mark.parametrize(
     ("each_provider", "family"),
     [

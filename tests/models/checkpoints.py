@@ -38,6 +38,12 @@ Family = Literal[
     "exaone4",
     "seed_oss",
     "gemma2",
+    "lfm2",
+    "lfm2_moe",
+    "granite_hybrid",
+    "nemotron_h",
+    "falcon_h1",
+    "bamba",
 ]
 Rope = Literal["default", "linear", "llama3", "dynamic", "yarn", "longrope"]
 
@@ -73,6 +79,8 @@ ROPES: dict[Rope, dict[str, Any]] = {
         "original_max_position_embeddings": 64,
     },
 }
+
+MAMBA = {"mamba_n_heads": 6, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_chunk_size": 64}
 
 
 @functools.cache
@@ -222,6 +230,37 @@ def make_model(
         case "olmoe":
             fields |= {"num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 24}
             made = transformers.OlmoeForCausalLM(transformers.OlmoeConfig(**fields | config))
+        case "lfm2":
+            types = ["conv", "full_attention", "conv", "conv"]
+            fields |= {"layer_types": types, "intermediate_size": 108, "block_multiple_of": 8}
+            made = transformers.Lfm2ForCausalLM(transformers.Lfm2Config(**fields | config))
+        case "lfm2_moe":
+            fields |= {"layer_types": ["conv", "full_attention", "conv", "conv"], "num_dense_layers": 1}
+            fields |= {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+            fields |= {"routed_scaling_factor": 1.5}
+            made = transformers.Lfm2MoeForCausalLM(transformers.Lfm2MoeConfig(**fields | config))
+            for layer in made.model.layers[made.config.num_dense_layers :] if made.config.use_expert_bias else ():
+                layer.feed_forward.expert_bias.copy_(torch.linspace(-0.3, 0.3, 6))
+        case "granite_hybrid":
+            factors = {"attention_multiplier": 0.4, "residual_multiplier": 1.4, "logits_scaling": 1.5}
+            fields |= {"embedding_multiplier": 0.7, "num_local_experts": 6, "num_experts_per_tok": 2, **factors}
+            fields |= {"shared_intermediate_size": 40, "layer_types": ["mamba", "attention", "mamba", "mamba"]}
+            fields |= MAMBA
+            made = transformers.GraniteMoeHybridForCausalLM(transformers.GraniteMoeHybridConfig(**fields | config))
+        case "nemotron_h":
+            fields |= {"head_dim": 16, "hybrid_override_pattern": "M-*M", "mamba_num_heads": 6, "mamba_head_dim": 8}
+            fields |= {"n_groups": 2, "ssm_state_size": 16, "time_step_min": 1e-30}
+            fields["tie_word_embeddings"] = False  # transformers never ties them
+            made = transformers.NemotronHForCausalLM(transformers.NemotronHConfig(**fields | config))
+        case "falcon_h1":
+            fields |= {"head_dim": 16, "mamba_d_ssm": 72, "key_multiplier": 0.6, "lm_head_multiplier": 0.8} | MAMBA
+            fields |= {"attention_in_multiplier": 1.2, "attention_out_multiplier": 0.9, "embedding_multiplier": 1.3}
+            fields |= {"ssm_in_multiplier": 1.1, "ssm_out_multiplier": 0.8, "mlp_multipliers": [0.9, 1.2]}
+            fields |= {"ssm_multipliers": [0.8, 1.1, 0.9, 1.3, 0.7]}
+            made = transformers.FalconH1ForCausalLM(transformers.FalconH1Config(**fields | config))
+        case "bamba":
+            fields |= {"attn_layer_indices": [1]} | MAMBA
+            made = transformers.BambaForCausalLM(transformers.BambaConfig(**fields | config))
         case "gemma3" | "gemma3_vision":
             local = {"rope_type": "default", "rope_theta": 100.0}
             fields |= {
@@ -259,6 +298,8 @@ def make_model(
                 parameter.copy_(noise)
             elif parameter.ndim == 1:
                 parameter.add_(0.3 * noise)
+            elif name.endswith(".conv1d.weight"):
+                parameter.copy_(0.2 * noise)  # x, B and C are multiplied, and so would be what is rounded away
             else:
                 parameter.copy_(noise * (1.2 / parameter.shape[-1] ** 0.5))
             if family.startswith("gemma") and ".post_" in name:

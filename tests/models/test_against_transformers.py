@@ -22,7 +22,7 @@ from infer.assemble.assembly import Assembly
 from infer.checkpoint import Checkpoint, Folder, dummy_tensors
 from infer.checkpoint.quantize import Quantizer
 from infer.contracts.cache import CacheContext
-from infer.contracts.model import ModelContext, ModelProtocol, Pass
+from infer.contracts.model import ModelContext, ModelProtocol, Pass, StatefulModel
 from infer.contracts.sections import ModelSettings, Settings
 from infer.errors import CheckpointError
 from infer.plugins.discovery import Plugins
@@ -38,8 +38,12 @@ FAMILIES: tuple[Family, ...] = (
     *("llama", "qwen2", "qwen3", "mistral", "phi3", "olmo2", "gemma3"),
     *("ministral", "granite", "smollm3", "glm4", "exaone4", "seed_oss", "gemma2"),
     *("qwen3_moe", "mixtral", "olmoe", "granite_moe", "gpt_oss", "qwen2_moe", "glm4_moe"),
+    *("lfm2", "granite_hybrid", "nemotron_h", "falcon_h1", "bamba", "lfm2_moe"),
 )
-MIXTURES = ("qwen3_moe", "mixtral", "olmoe", "granite_moe", "gpt_oss", "qwen2_moe", "glm4_moe")
+MIXTURES = (
+    *("qwen3_moe", "mixtral", "olmoe", "granite_moe", "gpt_oss", "qwen2_moe", "glm4_moe"),
+    *("granite_hybrid", "lfm2_moe"),
+)
 """Rounding may give a token other experts, where the router is undecided."""
 NEW_FAMILIES: tuple[Family, ...] = FAMILIES[7:]
 MANY = rf"(qwen2|mistral|phi3|olmo2|{'|'.join(NEW_FAMILIES)})-(tied-.|untied-[14])|({'|'.join(MIXTURES)})-untied-2"
@@ -125,6 +129,45 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen2_moe-some": {"family": "qwen2_moe", "norm_topk_prob": True, "mlp_only_layers": [1], "qkv_bias": False},
     "glm4_moe-norms": {"family": "glm4_moe", "use_qk_norm": True, "attention_bias": True, "norm_topk_prob": False},
     "olmoe-normed": {"family": "olmoe", "norm_topk_prob": True, "kv_heads": 4, "attention_bias": True},
+    "lfm2-biases": {"family": "lfm2", "conv_bias": True, "conv_L_cache": 4, "block_ffn_dim_multiplier": 1.3},
+    "lfm2-plain": {"family": "lfm2", "block_auto_adjust_ff_dim": False, "layer_types": None, "full_attn_idxs": [0, 3]},
+    "lfm2-dense": {"family": "lfm2", "layer_types": [FULL] * 4},
+    "lfm2_moe-plain": {"family": "lfm2_moe", "use_expert_bias": False, "norm_topk_prob": False},
+    "granite_hybrid-dense": {
+        "family": "granite_hybrid",
+        "num_local_experts": 0,
+        "position_embedding_type": "rope",
+        "attention_bias": True,
+    },
+    "granite_hybrid-attention": {
+        "family": "granite_hybrid",
+        "num_local_experts": 0,
+        "layer_types": ["attention"] * 4,
+        "position_embedding_type": "rope",
+    },
+    "granite_hybrid-last": {
+        "family": "granite_hybrid",
+        "layer_types": ["mamba", "mamba", "attention", "attention"],
+        "mamba_proj_bias": True,
+        "mamba_conv_bias": False,
+        "mamba_d_conv": 3,
+        "time_step_limit": [0.9, 1.4],
+    },
+    "nemotron_h-last": {"family": "nemotron_h", "hybrid_override_pattern": "-M*M-", "use_bias": True, "mlp_bias": True},
+    "falcon_h1-norm": {
+        "family": "falcon_h1",
+        "mamba_rms_norm": True,
+        "projectors_bias": True,
+        "mlp_multipliers": None,
+        "mlp_bias": True,
+    },
+    "falcon_h1-gate-first": {
+        "family": "falcon_h1",
+        "mamba_rms_norm": True,
+        "mamba_norm_before_gate": False,
+        "mamba_d_ssm": None,
+        "ssm_multipliers": None,
+    },
     "gemma3-linear-rope": {"family": "gemma3", "rope": "linear", "window": 5},
     "gemma3-window-4": {"family": "gemma3", "window": 4, "layer_types": [SLIDING, SLIDING, FULL, FULL]},
     "gemma3-window-16": {"family": "gemma3", "window": 16, "layer_types": [FULL, SLIDING, SLIDING, SLIDING]},
@@ -165,8 +208,16 @@ class Driver:
                 None, [], "plain", self.model.vocab_size, support.KERNELS.quantize
             )  # as transformers computes
             self.model.load(unrounded(assembly.weights.read()))
+        states = self.model.states if isinstance(self.model, StatefulModel) else ()
         cache = CacheContext(
-            self.model.attention, 1, max_seq_len, dtype, context.device, context.kernels, max_chunk=PROMPT
+            self.model.attention,
+            1,
+            max_seq_len,
+            dtype,
+            context.device,
+            context.kernels,
+            max_chunk=PROMPT,
+            states=states,
         )
         windowed = any(spec.window is not None for spec in self.model.attention)
         pages = PagedSettings(block_size=4, num_blocks=max_seq_len // 4 + 1)
@@ -245,6 +296,7 @@ EXACT = [
         for case in (
             *("ministral-tied-2", "granite-biases", "smollm3-some", "smollm3-window", "glm4-untied-2"),
             *("exaone4-pattern", "seed_oss-biases", "gemma2-window"),
+            *("lfm2-biases", "granite_hybrid-dense", "nemotron_h-last", "falcon_h1-norm", "falcon_h1-tied-2"),
         )
     ),
 ]
@@ -456,7 +508,8 @@ def test_both_namings_of_a_model_with_vision(tied: bool, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("family", "prefix"), [*((family, "") for family in FAMILIES), ("gemma3_vision", "language_model.")]
+    ("family", "prefix"),
+    [*((family, "") for family in FAMILIES if family != "nemotron_h"), ("gemma3_vision", "language_model.")],
 )
 def test_surplus_tensors_that_are_known(family: Family, prefix: str, tmp_path: Path) -> None:
     """A second copy of a tied head, and the rotary frequencies that old checkpoints hold."""

@@ -84,11 +84,12 @@ def state_space(xbc_TC: Tensor, dt_TH: Tensor, space: StateSpace, state_RHNP: Te
 def gated_rms_norm(x_TD: Tensor, gate_TD: Tensor, weight_W: Tensor, eps: float, group: int, gate_first: bool) -> Tensor:
     """``KernelsProtocol.gated_rms_norm``."""
     T, D = x_TD.shape
+    W = len(weight_W)
     x, gate = x_TD.float(), _silu(gate_TD.float())
     if gate_first:
         x = x * gate
     x = x.view(T, D // group, group)
-    x = (x / torch.sqrt(x.square().mean(-1, keepdim=True) + eps)).view(T, -1, len(weight_W)) * weight_W.float()
+    x = (x / torch.sqrt(x.square().mean(-1, keepdim=True) + eps)).view(T, D // W, W) * weight_W.float()
     x = x.view(T, D)
     return (x if gate_first else x * gate).to(x_TD.dtype)
 

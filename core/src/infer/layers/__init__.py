@@ -9,6 +9,7 @@ from infer.layers.config import HiddenAct, LayerType, PositiveNumber, config_tab
 from infer.layers.decoder import Decoder, DecoderConfig, DecoderLayer, nth
 from infer.layers.experts import Experts
 from infer.layers.linear import Embedding, Head, Linear, Norm, RMSNorm
+from infer.layers.mamba import Mamba2, MambaSizes, ShortConv
 from infer.layers.rotary import ROPE_KINDS, LongRope, RopeParameters, RotaryEmbedding
 from infer.layers.table import Weights
 
@@ -26,11 +27,14 @@ __all__ = [
     "LayerType",
     "Linear",
     "LongRope",
+    "Mamba2",
+    "MambaSizes",
     "Norm",
     "PositiveNumber",
     "RMSNorm",
     "RopeParameters",
     "RotaryEmbedding",
+    "ShortConv",
     "Weights",
     "config_table",
     "layer_windows",

@@ -7,18 +7,25 @@ from collections.abc import Callable
 from infer import hookimpl
 from infer.contracts.model import ModelRegistration
 from infer.layers import Decoder, DecoderConfig, DecoderLayer
+from infer_models.bamba import BambaConfig
 from infer_models.exaone4 import Exaone4Config
+from infer_models.falcon_h1 import FalconH1Config, FalconH1Layer
 from infer_models.gemma2 import Gemma2Config
 from infer_models.gemma3 import Gemma3
 from infer_models.glm4 import Glm4Config
 from infer_models.glm4_moe import Glm4Moe
 from infer_models.gpt_oss import GptOssConfig, GptOssLayer
 from infer_models.granite import GraniteConfig
+from infer_models.granite_hybrid import GraniteMoeHybridConfig, GraniteMoeHybridLayer
 from infer_models.granite_moe import GraniteMoeConfig, GraniteMoeLayer
+from infer_models.hybrid import HybridLayer
+from infer_models.lfm2 import Lfm2Config, Lfm2Layer
+from infer_models.lfm2_moe import Lfm2MoeConfig, Lfm2MoeLayer
 from infer_models.llama import LlamaConfig, LlamaLayer
 from infer_models.ministral import MinistralConfig
 from infer_models.mistral import MistralConfig
 from infer_models.mixtral import MixtralConfig, MixtralLayer
+from infer_models.nemotron_h import NemotronHConfig, NemotronHLayer
 from infer_models.olmo2 import Olmo2Config
 from infer_models.olmoe import OlmoeConfig, OlmoeLayer
 from infer_models.phi3 import Phi3Config
@@ -62,6 +69,14 @@ def infer_models() -> list[ModelRegistration]:
         _decoder("ministral", "Ministral", MinistralConfig),
         _decoder("granite", "Granite 3, dense", GraniteConfig),
         _decoder("granite_moe", "Granite 3, mixtures of experts", GraniteMoeConfig, GraniteMoeLayer),
+        _decoder(
+            "granite_hybrid", "Granite 4, with and without Mamba 2", GraniteMoeHybridConfig, GraniteMoeHybridLayer
+        ),
+        _decoder("lfm2", "LFM2, dense", Lfm2Config, Lfm2Layer),
+        _decoder("lfm2_moe", "LFM2, mixtures of experts", Lfm2MoeConfig, Lfm2MoeLayer),
+        _decoder("nemotron_h", "Nemotron-H and Nemotron Nano 2", NemotronHConfig, NemotronHLayer),
+        _decoder("falcon_h1", "Falcon-H1", FalconH1Config, FalconH1Layer),
+        _decoder("bamba", "Bamba", BambaConfig, HybridLayer),
         _decoder("smollm3", "SmolLM3", SmolLM3Config),
         _decoder("glm4", "GLM-4 of 2025, text only", Glm4Config),
         _decoder("exaone4", "EXAONE 4", Exaone4Config),

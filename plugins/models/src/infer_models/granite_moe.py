@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from pydantic import PositiveInt
+from torch import Tensor
 
 from infer.contracts.kernels import Routing
 from infer.layers import Experts, Weights
@@ -17,15 +21,21 @@ class GraniteMoeConfig(GraniteConfig):
 
 class GraniteMoeLayer(LlamaLayer):
     def feed_forward(self, w: Weights, name: str, index: int, c: GraniteMoeConfig) -> Experts:
-        return Experts(
-            w,
-            f"{name}.block_sparse_moe",
-            c.hidden_size,
-            c.intermediate_size,
-            c.num_local_experts,
-            Routing(c.num_experts_per_tok),
-            c.hidden_act,
-            router=("router.layer", "router"),  # transformers 5 has the second name
-            gate_up=("gate_up_proj",),
-            stacks=(("input_linear.weight", "output_linear.weight"), ("experts.gate_up_proj", "experts.down_proj")),
-        )
+        return granite_experts(w, name, c)
+
+
+def granite_experts(w: Weights, name: str, c: Any, shared: Callable[[Tensor], Tensor] | None = None) -> Experts:
+    """A layer's experts, with an MLP for all tokens beside them if ``shared`` is given."""
+    return Experts(
+        w,
+        f"{name}.block_sparse_moe",
+        c.hidden_size,
+        c.intermediate_size,
+        c.num_local_experts,
+        Routing(c.num_experts_per_tok),
+        c.hidden_act,
+        router=("router.layer", "router"),  # transformers 5 has the second name
+        gate_up=("gate_up_proj",),
+        stacks=(("input_linear.weight", "output_linear.weight"), ("experts.gate_up_proj", "experts.down_proj")),
+        shared=shared,
+    )

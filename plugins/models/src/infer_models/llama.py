@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
 from infer.contracts.attention import AttentionSpec, Rotary
 from infer.contracts.cache import KVCacheView
-from infer.layers import Attention, DecoderConfig, GatedMLP, HiddenAct, Norm, RopeParameters, Weights, select
+from infer.layers import Attention, DecoderConfig, GatedMLP, HiddenAct, Norm, RopeParameters, Weights, nth, select
 
 
 class LlamaConfig(DecoderConfig):
@@ -17,8 +17,13 @@ class LlamaConfig(DecoderConfig):
 
     qk_norm: ClassVar[bool] = False
     qk_norm_whole: ClassVar[bool] = False
+    attention_name: ClassVar[str] = "self_attn"
     qkv: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj")
+    attention_out: ClassVar[str] = "o_proj"
+    qk_norms: ClassVar[tuple[str, str]] = ("q_norm", "k_norm")
+    mlp: ClassVar[str] = "mlp"
     gate_up: ClassVar[tuple[str, ...]] = ("gate_proj", "up_proj")
+    down: ClassVar[str] = "down_proj"
     rotary_interleaved: ClassVar[bool] = False
     norms_before: ClassVar[tuple[str, ...]] = ("input_layernorm", "post_attention_layernorm")
     """The norms before attention and before the MLP; empty for none."""
@@ -51,19 +56,35 @@ class NoNorm:
         return total_TD, total_TD
 
 
+class Mixer(Protocol):
+    """What of a layer lets tokens see those before them: attention, or what stands in its place."""
+
+    def __call__(self, x_TD: Tensor, rotary: Rotary | None, cache: KVCacheView, rows_N: Tensor | None = None) -> Tensor:
+        """[T, D], or [N, D] if ``rows_N`` is given."""
+
+
 class LlamaLayer:
     def __init__(
-        self, w: Weights, name: str, index: int, c: LlamaConfig, spec: AttentionSpec, rope: RopeParameters | None
+        self, w: Weights, name: str, index: int, c: Any, spec: AttentionSpec | None, rope: RopeParameters | None
     ) -> None:
         def norms(parts: tuple[str, ...]) -> list[Norm]:
             return [c.norm(w, f"{name}.{part}") for part in parts] or [NoNorm(), NoNorm()]
 
         self.input_norm, self.mlp_norm = norms(c.norms_before)
-        self.attention_out_norm, self.mlp_out_norm = norms(c.norms_after)
-        self.attention = Attention(
+        self.mixer_out_norm, self.mlp_out_norm = norms(c.norms_after)
+        self.mixer = self.mixes(w, name, index, c, spec, rope)
+        self.mlp = self.feed_forward(w, name, index, c)
+        self.scale = c.residual_scale
+
+    def mixes(
+        self, w: Weights, name: str, index: int, c: Any, spec: AttentionSpec | None, rope: RopeParameters | None
+    ) -> Mixer:
+        """The layer's mixer; ``c`` is the family's config."""
+        assert spec is not None
+        return Attention(
             w,
-            f"{name}.self_attn",
-            index,
+            f"{name}.{c.attention_name}",
+            nth(c.attention(), index),
             c.hidden_size,
             spec,
             rope,
@@ -72,15 +93,22 @@ class LlamaLayer:
             qk_norm_unit_offset=c.norm_unit_offset,
             qk_norm_whole=c.qk_norm_whole,
             qkv=c.qkv,
+            out=c.attention_out,
+            qk_norms=c.qk_norms,
             interleaved=c.rotary_interleaved,
         )
-        self.mlp = self.feed_forward(w, name, index, c)
-        self.scale = c.residual_scale
 
     def feed_forward(self, w: Weights, name: str, index: int, c: Any) -> Callable[[Tensor], Tensor]:
-        """What stands behind attention; ``c`` is the family's config."""
+        """What stands behind the mixer."""
         return GatedMLP(
-            w, f"{name}.mlp", c.hidden_size, c.intermediate_size, c.hidden_act, c.mlp_bias, gate_up=c.gate_up
+            w,
+            f"{name}.{c.mlp}",
+            c.hidden_size,
+            c.intermediate_size,
+            c.hidden_act,
+            c.mlp_bias,
+            gate_up=c.gate_up,
+            down=c.down,
         )
 
     def __call__(
@@ -92,7 +120,7 @@ class LlamaLayer:
         rows_N: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         x_TD, residual_TD = self.input_norm.add(x_TD, residual_TD)
-        x_ND = self._scaled(self.attention_out_norm(self.attention(x_TD, rotary, cache, rows_N)))
+        x_ND = self._scaled(self.mixer_out_norm(self.mixer(x_TD, rotary, cache, rows_N)))
         x_ND, residual_ND = self.mlp_norm.add(x_ND, select(residual_TD, rows_N))
         return self._scaled(self.mlp_out_norm(self.mlp(x_ND))), residual_ND
 
