@@ -126,7 +126,7 @@ def block_manager(**methods: Callable[..., Any]) -> MakePool:
         made = PagedPool(context, PagedSettings(block_size=4))
         changed: Any = made.block_manager
         changed.__class__ = type("Changed", (PagedBlockManager,), methods)
-        return Pool(changed, made.storage, made._states)
+        return Pool(changed, made.storage, made.state_storage)
 
     return make
 
@@ -233,7 +233,7 @@ def slotted(**methods: Callable[..., Any]) -> MakePool:
         made = SlottedPool(context)
         changed: Any = made.block_manager
         changed.__class__ = type("Changed", (SlottedBlockManager,), methods)
-        return Pool(changed, made.storage, made._states)
+        return Pool(changed, made.storage, made.state_storage)
 
     return make
 
