@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
 from types import CellType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -53,6 +53,8 @@ COMMON: dict[str, Any] = {
     "head_dim": 16,
     "max_position_embeddings": 512,
 }
+MAX_DRAFTS = 8
+"""How many tokens can be taken back from states."""
 MAMBA = {"mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 16}
 CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "llama": COMMON
@@ -312,7 +314,7 @@ def build_model(
 def slotted_pool(
     model: ModelProtocol, dtype: torch.dtype, max_batch_size: int = 4, kv_dtype: KVDtype = "auto"
 ) -> SlottedPool:
-    return SlottedPool(_context(model, dtype, max_batch_size, kv_dtype))
+    return _unwritten(SlottedPool(_context(model, dtype, max_batch_size, kv_dtype)))
 
 
 def paged_pool(
@@ -332,18 +334,27 @@ def paged_pool(
         tried = (settings.model_copy(update={"num_blocks": n}) for n in itertools.count(1))
         settings = next(found for found in tried if infer_cache_paged.longest(context, found, 0) >= MAX_SEQ_LEN)
         settings = settings.model_copy(update={"num_blocks": (settings.num_blocks or 0) + spare})
-    pool = PagedPool(context, settings)
+    pool = _unwritten(PagedPool(context, settings))
     for cache in (*pool.storage.k, *pool.storage.v):
         memory = cache.scales if isinstance(cache, QuantizedKV) else cache
         memory[: pool.block_manager.pages.num_pages].fill_(torch.nan)
     return pool
 
 
+PoolT = TypeVar("PoolT", SlottedPool, PagedPool)
+
+
+def _unwritten(pool: PoolT) -> PoolT:
+    """The pool, in which states that nobody has written are NaN."""
+    for part in itertools.chain(*(pool.state_storage.parts if pool.state_storage else [])):
+        part[1:] = torch.nan
+    return pool
+
+
 def _context(model: ModelProtocol, dtype: torch.dtype, max_batch_size: int, kv_dtype: KVDtype) -> CacheContext:
     states = model.states if isinstance(model, StatefulModel) else ()
-    return CacheContext(
-        model.attention, max_batch_size, MAX_SEQ_LEN, dtype, CPU, KERNELS, kv_dtype=kv_dtype, states=states
-    )
+    given = model.attention, max_batch_size, MAX_SEQ_LEN, dtype, CPU, KERNELS
+    return CacheContext(*given, kv_dtype=kv_dtype, states=states, max_drafts=MAX_DRAFTS)
 
 
 POOLS: Mapping[str, Callable[[ModelProtocol, torch.dtype, int], CachePoolProtocol]] = {

@@ -19,7 +19,7 @@ class Served:
     """A block manager with snapshots, and prompts that are computed in chunks and answered."""
 
     def __init__(self, rows: int, num_pages: int = 40_000) -> None:
-        self.snapshots = Snapshots(4, rows, BLOCK)
+        self.snapshots = Snapshots(4, 3, rows, BLOCK)
         self.pages = Pages(num_pages, BLOCK, forget=self.snapshots.forget)
         self.manager = PagedBlockManager(4, 8192, self.pages, self.snapshots)
         self.fresh = count()

@@ -256,7 +256,8 @@ def test_any_mix_of_arrivals_chunks_budgets_and_pools(
     if paged is not None:
         page, spare = paged
         chunk = keys["prefill_chunk_size"]
-        pool = paged_pool(model, dtype, batch, kv_dtype, max_chunk=chunk, spare=spare // page, block_size=page)
+        sizes = {"spare": spare // page, "block_size": page, "state_snapshots": spare % 8}
+        pool = paged_pool(model, dtype, batch, kv_dtype, max_chunk=chunk, **sizes)
     if speculation is not None:
         answers = {str(i): [e.token_ids[0] for e in alone(family, dtype, i, kv_dtype)] for i, _, _ in plan}
         keys |= {"proposer": Knowing(answers, *speculation), "payoff": Always(random.Random(speculation[1]))}

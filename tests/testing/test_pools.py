@@ -126,7 +126,7 @@ def block_manager(**methods: Callable[..., Any]) -> MakePool:
         made = PagedPool(context, PagedSettings(block_size=4))
         changed: Any = made.block_manager
         changed.__class__ = type("Changed", (PagedBlockManager,), methods)
-        return Pool(changed, made.storage, made._states)
+        return Pool(changed, made.storage, made.state_storage)
 
     return make
 
@@ -233,7 +233,7 @@ def slotted(**methods: Callable[..., Any]) -> MakePool:
         made = SlottedPool(context)
         changed: Any = made.block_manager
         changed.__class__ = type("Changed", (SlottedBlockManager,), methods)
-        return Pool(changed, made.storage, made._states)
+        return Pool(changed, made.storage, made.state_storage)
 
     return make
 
@@ -548,6 +548,15 @@ def hasty(self: Snapshots, slot: int, row: int) -> None:
 
 planted("a snapshot is evicted before it is read", "states", r"goes on at position \d+ with|read by, another")(
     states(_read=hasty)
+)
+
+
+def takes_back_no_state(self: Snapshots, slot: int, num_tokens: int) -> None:
+    """The slot goes on from the state after its last draft token."""
+
+
+planted("wrong drafts stay in the state", "states", r"goes on at position \d+ with what s\d+ has left at position")(
+    states(truncate=takes_back_no_state)
 )
 
 

@@ -248,9 +248,10 @@ class Assembly:
     def _cache_context(
         self, model: ModelProtocol, context: ModelContext, yet_to_take: int = 0, enough: int | None = None
     ) -> CacheContext:
+        engine = self.settings.engine
         return CacheContext(
             model.attention,
-            self.settings.engine.max_batch_size,
+            engine.max_batch_size,
             context.max_seq_len,
             context.dtype,
             context.device,
@@ -260,6 +261,7 @@ class Assembly:
             self._max_chunk,
             yet_to_take,
             model.states if isinstance(model, StatefulModel) else (),
+            0 if engine.speculation is None else engine.max_draft_tokens,
         )
 
     # What runs, once the model is loaded
@@ -289,7 +291,10 @@ class Assembly:
     def second(self, path: str) -> SecondModel:
         """A further checkpoint, loaded as the first except for what the settings say of that one alone."""
         own = {"path": path, "family": "auto", "tokenizer": None, "revision": None}
-        settings = self.settings.model_copy(update={"model": self.settings.model.model_copy(update=own)})
+        engine = self.settings.engine.model_copy(update={"speculation": None})
+        settings = self.settings.model_copy(
+            update={"model": self.settings.model.model_copy(update=own), "engine": engine}
+        )
         other = Assembly(settings, self.plugins)
         weights, checkpoint = other.weights, other.checkpoint
         max_seq_len = min(self.max_seq_len, checkpoint.max_positions)
@@ -375,11 +380,6 @@ class Assembly:
         if engine.speculation is None:
             return None
         offer = self.chosen("proposer")
-        if isinstance(self.model, StatefulModel) and self.model.states:
-            raise SettingsError(
-                f'engine.speculation is "{offer.name}", but the model has recurrent layers, whose states cannot be '
-                "taken back after wrong draft tokens; leave it out."
-            )
         if not isinstance(pool, TruncatingPool):
             raise SettingsError(
                 f'engine.speculation is "{offer.name}", but {type(pool).__name__} cannot take positions back '

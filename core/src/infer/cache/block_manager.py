@@ -149,9 +149,13 @@ class BlockManager(ABC):
 
     def truncate(self, slot: int, num_tokens: int) -> None:
         """Shorten the slot; it keeps its blocks."""
-        length, least = self.length(slot), self.least_tokens(slot)
+        length, least, states = self.length(slot), self.least_tokens(slot), self.state_manager
+        if states is not None and (num_tokens or least):
+            least = max(least, states.least(slot))
         if not least <= num_tokens <= length:
             raise ValueError(f"slot {slot} can be cut to {least}..{length} positions, not to {num_tokens}")
+        if states is not None:
+            states.truncate(slot, num_tokens)
         self._lengths_S[slot] = num_tokens
 
     def least_tokens(self, slot: int) -> int:

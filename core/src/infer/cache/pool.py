@@ -19,8 +19,8 @@ View = TypeVar("View", bound=KVCacheView)
 class Pool(Generic[Table, View]):
     """A ``CachePoolProtocol`` made of a block manager and of a storage that understands its tables. It shares tokens
     only if the block manager is a SharingBlockManager whose ``shares``, if it has that, is not False. It is a
-    TruncatingPool or a MappedPool only if the block manager has what these have, and a TruncatingPool only without
-    states, which cannot be taken back."""
+    TruncatingPool or a MappedPool only if the block manager has what these have, and a TruncatingPool with
+    states only if these have rows for drafts."""
 
     def __init__(
         self,
@@ -31,14 +31,14 @@ class Pool(Generic[Table, View]):
         """With ``states``, whose manager is the block manager's, the storage's views are ``ExtendView``s."""
         self.block_manager = block_manager
         self.storage = storage
-        self._states = states
+        self.state_storage = states
         self.grow = block_manager.grow
         self.free = block_manager.free
         self.free_tokens = block_manager.free_tokens
         self.length = block_manager.length
         if isinstance(block_manager, BlockManager):
             self.room: Sequence[int] = block_manager.room
-        if isinstance(block_manager, TruncatingPool) and states is None:
+        if isinstance(block_manager, TruncatingPool) and (states is None or states.max_drafts):
             self.truncate = block_manager.truncate
         if isinstance(block_manager, MappedPool):
             self.states = block_manager.states
@@ -58,7 +58,7 @@ class Pool(Generic[Table, View]):
 
     @property
     def state_bytes(self) -> int:
-        return 0 if self._states is None else self._states.nbytes
+        return 0 if self.state_storage is None else self.state_storage.nbytes
 
     def allocate(self, token_ids: Sequence[int], *, reuse: bool = True, salt: str = "") -> Allocation | None:
         if self._sharing is None:
@@ -74,8 +74,8 @@ class Pool(Generic[Table, View]):
     ) -> View:
         longest = self.block_manager.extend(slots, start_positions, chunk_lens)
         view = self.storage.view(self.block_manager.table(slots, longest), start_positions, chunk_lens)
-        if self._states is not None:
-            _of(view).states = self._states.view(slots, start_positions, chunk_lens)
+        if self.state_storage is not None:
+            _of(view).states = self.state_storage.view(slots, start_positions, chunk_lens)
         return view
 
     def decode_view(self, slots: Sequence[int], rows: int | None = None) -> View:
@@ -84,7 +84,7 @@ class Pool(Generic[Table, View]):
             self._slots_B = np.fromiter(slots, np.int64, len(slots))
         slots_B = self._slots_B
         starts_B, longest = self.block_manager.advance(slots_B)
-        kept = self._states
+        kept = self.state_storage
         if rows is None:
             one_B = np.ones_like(starts_B)
             view = self.storage.view(self.block_manager.table(slots_B, longest), starts_B, one_B)

@@ -17,18 +17,24 @@ OTHERS = 2
 
 
 class StateManager:
-    """Each slot has a row of its own, which a pass updates in place. A subclass may add rows that keep a state for
-    others: a sequence reads the row that ``open`` gives it, and saves its own."""
+    """Each slot has rows of its own: one that passes update in place, and one more for each of ``max_drafts``, so that
+    as many of an extension's last tokens can be taken back. A subclass may add rows that keep a state for others."""
 
-    def __init__(self, num_slots: int, num_snapshots: int = 0) -> None:
-        self.num_rows = OTHERS + num_slots + num_snapshots
-        self._own_S: Ints64 = np.arange(OTHERS, OTHERS + num_slots)
+    def __init__(self, num_slots: int, max_drafts: int = 0, num_snapshots: int = 0) -> None:
+        self.num_rows = OTHERS + num_slots * (1 + max_drafts) + num_snapshots
+        self.max_drafts = max_drafts
+        self._each = 1 + max_drafts
+        self._home_S: Ints64 = OTHERS + self._each * np.arange(num_slots)
+        """The row of its own that the last token of each slot's next extension saves."""
         self._row_S: Ints64 = np.full(num_slots, ZEROS)
         """The row with each slot's state."""
+        self._recent: dict[int, tuple[int, list[int]]] = {}
+        """By slot: its length, and the rows with the states after its last tokens, the oldest first."""
 
     def open(self, slot: int, row: int = ZEROS) -> None:
         """The slot is handed out, and its sequence begins with the state in that row."""
         self._row_S[slot] = row
+        self._recent.pop(slot, None)
 
     def close(self, slot: int) -> None:
         """The slot is taken back."""
@@ -39,8 +45,33 @@ class StateManager:
         """``StateRows.read_B`` and ``save_T`` of a pass that extends each slot by positions [start, start + length)."""
         slots_B = np.asarray(slots)
         ends_B = np.cumsum(lens)
-        read_B, own_B = self._row_S[slots_B], self._own_S[slots_B]
+        read_B, home_B = self._row_S[slots_B], self._home_S[slots_B]
         save_T: Ints64 = np.full(ends_B[-1], -1)
-        save_T[ends_B - 1] = own_B
-        self._row_S[slots_B] = own_B
+        save_T[ends_B - 1] = home_B
+        self._row_S[slots_B] = home_B
+        if self._each > 1:
+            for slot, start, length, end in zip(slots_B.tolist(), starts, lens, ends_B.tolist(), strict=True):
+                own = OTHERS + slot * self._each
+                home = int(self._home_S[slot])
+                rows = [row for row in range(own, own + self._each) if row != home][: int(length) - 1]
+                save_T[end - 1 - len(rows) : end - 1] = rows
+                self._recent[slot] = int(start) + int(length), [*rows, home]
         return read_B, save_T
+
+    def least(self, slot: int) -> int:
+        """The fewest positions, besides none at all, that the slot can be truncated to."""
+        length, rows = self._recent.get(slot, (0, [0]))
+        return length - len(rows) + 1
+
+    def truncate(self, slot: int, num_tokens: int) -> None:
+        """Go back to the state after the first ``num_tokens`` positions."""
+        length, rows = self._recent[slot]
+        if num_tokens == length:
+            return
+        if num_tokens:
+            self._recent[slot] = num_tokens, rows[: num_tokens - length]
+            self._row_S[slot] = row = rows[num_tokens - length - 1]
+            if OTHERS <= row - slot * self._each < OTHERS + self._each:
+                self._home_S[slot] = row
+        else:
+            self.open(slot)

@@ -44,6 +44,7 @@ class StateStorage:
         self, specs: Sequence[StateSpec], manager: StateManager, max_batch_size: int, device: torch.device
     ) -> None:
         self.manager = manager
+        self.max_drafts = manager.max_drafts
         self.device = device
         self.parts = [
             tuple(

@@ -173,6 +173,9 @@ class CacheContext:
     not been loaded yet."""
     states: Sequence[StateSpec] = ()
     """What recurrent layers keep; only if the pool's registration says in ``states`` that it can keep them."""
+    max_drafts: int = 0
+    """How many of the positions by which a pass extends a sequence may be taken back, as far as states are concerned:
+    K and V can always be. With 0, a pool with states is no TruncatingPool."""
 
 
 class CacheFactory(Protocol):

@@ -173,10 +173,11 @@ class PagedPool(Pool[Ints, ExtendView]):
         groups = _groups(tables, context, settings)
         batch, manager, states, number = context.max_batch_size, None, None, _num_pages(context, settings)
         if context.states:
-            count = _num_snapshots(context, settings, number)
-            manager = Snapshots(batch, count, settings.block_size) if count else StateManager(batch)
+            count, each = _num_snapshots(context, settings, number), _state_bytes(context)
+            drafts = context.max_drafts
+            manager = Snapshots(batch, drafts, count, settings.block_size) if count else StateManager(batch, drafts)
             states = StateStorage(context.states, manager, batch, context.device)
-            log.info("paged cache: %d states of %d bytes, %d of them snapshots", batch, _state_bytes(context), count)
+            log.info("paged cache: %d states of %d bytes, %d of them snapshots", manager.num_rows, each, count)
         forget = manager.forget if isinstance(manager, Snapshots) else None
         share = settings.prefix_caching and (manager is None or forget is not None)
         pages = Pages(number, settings.block_size, share, groups, forget)
@@ -290,7 +291,7 @@ def _fitting(context: CacheContext, settings: PagedSettings) -> tuple[int, float
     free = max(0, device.free_memory(context.device) - context.yet_to_take)
     room, page = int(fraction * free), float(_page_bytes(context, settings))
     if context.states:
-        rows = OTHERS + context.max_batch_size
+        rows = OTHERS + context.max_batch_size * (1 + context.max_drafts)
         if settings.prefix_caching and settings.state_snapshots is None:
             rows += context.max_batch_size
             page *= 1 + STATES

@@ -49,8 +49,8 @@ class Plan:
 class Snapshots(StateManager):
     """A StateManager that keeps snapshots in ``count`` rows. ``block_size`` is that of the trie."""
 
-    def __init__(self, num_slots: int, count: int, block_size: int) -> None:
-        super().__init__(num_slots, count)
+    def __init__(self, num_slots: int, max_drafts: int, count: int, block_size: int) -> None:
+        super().__init__(num_slots, max_drafts, count)
         self.count = count
         self.block_size = block_size
         self._free = list(reversed(range(self.num_rows - count, self.num_rows)))
@@ -104,15 +104,33 @@ class Snapshots(StateManager):
             slot, start, end = int(slots_B[b]), int(starts_B[b]), int(ends_B[b])
             first = int(np.sum(lens[:b])) - start
             while (border := int(self._next_S[slot])) <= end:
+                if border > self._plans[slot].prompt:
+                    border = end // self.block_size * self.block_size  # the last of several
                 if (row := self._take(slot, border)) is not None:
                     save_T[first + border - 1] = row
                     if border == end:
                         self._row_S[slot] = row
                         self._read(slot, row)
+                    if slot in self._recent:
+                        rows = self._recent[slot][1]
+                        if end - border < len(rows):
+                            rows[border - end - 1] = row
                 self._next_S[slot] = self._following(self._plans[slot], border)
         for row in read:  # only now, or another slot might save what this pass still reads
             self._release(row)
         return read_B, save_T
+
+    def truncate(self, slot: int, num_tokens: int) -> None:
+        before = self._reading.pop(slot, None)
+        super().truncate(slot, num_tokens)
+        plan = self._plans[slot]
+        if (row := int(self._row_S[slot])) >= self.num_rows - self.count:
+            self._read(slot, row)
+        if before is not None:
+            self._release(before)
+        while plan.saved and plan.saved[-1][0] > num_tokens:
+            self._release(plan.saved.pop()[1])
+        self._next_S[slot] = self._following(plan, num_tokens)
 
     def commit(self, slot: int, nodes: Sequence[Node]) -> None:
         """The slot's leading blocks are ``nodes`` of the trie."""

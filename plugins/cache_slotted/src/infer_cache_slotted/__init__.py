@@ -49,7 +49,7 @@ class SlottedPool(Pool[Ints, ExtendView]):
         size, longest = context.max_batch_size, context.max_seq_len
         block_manager, states = SlottedBlockManager(size, longest), None
         if context.states:
-            manager = block_manager.state_manager = StateManager(size)
+            manager = block_manager.state_manager = StateManager(size, context.max_drafts)
             states = StateStorage(context.states, manager, size, context.device)
         super().__init__(block_manager, KVStorage(context, size, longest), states)
 

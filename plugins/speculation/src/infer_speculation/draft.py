@@ -42,7 +42,11 @@ class DraftProposer:
                 "the same tokenizer, usually a smaller one of the same family."
             )
         pool = second.pool
-        assert isinstance(pool, TruncatingPool), "it is made as the first model's, which can take positions back"
+        if not isinstance(pool, TruncatingPool):
+            raise SettingsError(
+                f"engine.draft.path = {settings.path!r} is a model with recurrent layers, whose states cannot be taken "
+                "back token by token; choose one without, or ngram."
+            )
         size = context.engine.max_batch_size
         recorder = None if context.engine.graphs == "off" else context.kernels.recorder()
         graphs = None if recorder is None else DecodeGraphs(second.model, pool, context.device, size, recorder)

@@ -369,7 +369,8 @@ def quantized(pools: Pools, draw: random.Random) -> None:
 def states(pools: Pools, draw: random.Random) -> None:
     if not pools.states:
         raise Skipped("the registration's states is not True")
-    Machine(pools, draw, num_tokens=draw.choice([None, 2 * LONGEST]), states=SPECS[: draw.randint(1, 2)]).run(80)
+    keys = {"states": SPECS[: draw.randint(1, 2)], "max_drafts": draw.choice([0, DRAFTS])}
+    Machine(pools, draw, num_tokens=draw.choice([None, 2 * LONGEST]), **keys).run(80)
 
 
 @check("There are max_batch_size slots; a slot that is freed begins anew at length 0, and shows nothing of before", 4)
