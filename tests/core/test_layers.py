@@ -37,13 +37,17 @@ from infer.layers import (
     read_config,
 )
 from infer.layers.rotary import rotary_order
+from infer_models.falcon_h1 import FalconH1Config, FalconH1Layer
 from infer_models.gemma2 import Gemma2Config
 from infer_models.gemma3 import Gemma3
 from infer_models.glm4 import Glm4Config
 from infer_models.granite import GraniteConfig
+from infer_models.granite_hybrid import GraniteMoeHybridConfig, GraniteMoeHybridLayer
+from infer_models.lfm2 import Lfm2Config, Lfm2Layer
 from infer_models.llama import LlamaConfig, LlamaLayer
 from infer_models.ministral import MinistralConfig
 from infer_models.mistral import MistralConfig
+from infer_models.nemotron_h import NemotronHConfig, NemotronHLayer
 from infer_models.olmo2 import Olmo2Config
 from infer_models.phi3 import Phi3Config
 from infer_models.qwen2 import Qwen2Config
@@ -520,6 +524,17 @@ def like_llama(schema: type[LlamaConfig]) -> Callable[[dict[str, Any]], Decoder]
 llama, qwen2, qwen3, mistral, phi3 = map(like_llama, (LlamaConfig, Qwen2Config, Qwen3Config, MistralConfig, Phi3Config))
 
 
+def hybrid(schema: type[LlamaConfig], layer: Any, **own: Any) -> Callable[[dict[str, Any]], Decoder]:
+    return lambda config: Decoder(MAMBA | own | config, context(), schema, layer)
+
+
+MAMBA = {"mamba_n_heads": 2, "mamba_d_state": 4, "mamba_n_groups": 2}
+granite4 = hybrid(GraniteMoeHybridConfig, GraniteMoeHybridLayer, layer_types=["mamba", "attention"])
+lfm2 = hybrid(Lfm2Config, Lfm2Layer, layer_types=["conv", "full_attention"])
+nemotron = hybrid(NemotronHConfig, NemotronHLayer, hybrid_override_pattern="M*", mamba_num_heads=8, mamba_head_dim=4)
+falcon = hybrid(FalconH1Config, FalconH1Layer, mamba_d_ssm=8)
+
+
 def olmo2(config: dict[str, Any]) -> Decoder:
     return Decoder(config, context(), Olmo2Config, LlamaLayer)
 
@@ -578,6 +593,22 @@ def gemma3(config: dict[str, Any]) -> Gemma3:
         (gemma3, {"final_logit_softcapping": -1}, "final_logit_softcapping"),
         (gemma3, {"layer_types": ["full_attention"]}, "1 entries, but num_hidden_layers is 2"),
         (gemma3, {"text_config": [1]}, "text_config is [1], which is not a table"),
+        (granite4, {"layer_types": ["mamba"]}, "layer_types has 1 entries, but num_hidden_layers is 2"),
+        (granite4, {"layer_types": None}, "config.json: no layer has attention; infer serves models in which one has"),
+        (granite4, {"layer_types": ["conv"] * 2}, "layer_types: 0: Input should be 'mamba' or 'attention'"),
+        (granite4, {"mamba_n_heads": 3}, "mamba_n_heads is 3 and mamba_d_head 5; their product has to be"),
+        (granite4, {"mamba_n_groups": 4}, "Mamba has 2 heads, which is not a multiple of its 4 groups"),
+        (granite4, {"mamba_d_conv": 1}, "a causal convolution has a width of 1; it has to be 2 at least"),
+        (granite4, {"time_step_limit": [0, "x"]}, "time_step_limit: 1: Input should be a valid number"),
+        (lfm2, {"layer_types": ["conv"]}, "layer_types has 1 entries, but num_hidden_layers is 2"),
+        (lfm2, {"layer_types": ["conv"] * 2}, "no layer has attention"),
+        (lfm2, {"layer_types": ["mamba"] * 2}, "layer_types: 0: Input should be 'conv' or 'full_attention'"),
+        (nemotron, {"hybrid_override_pattern": "M*E"}, "Input should be 'linear_attention', 'full_attention' or 'mlp'"),
+        (nemotron, {"hybrid_override_pattern": None}, "layers_block_type: Field required"),
+        (nemotron, {"tie_word_embeddings": True}, "tie_word_embeddings: Input should be False"),
+        (nemotron, {"mlp_hidden_act": "silu"}, "mlp_hidden_act: Input should be 'relu2'"),
+        (falcon, {"ssm_multipliers": [1.0]}, "ssm_multipliers: 1: Field required"),
+        (falcon, {"mamba_d_ssm": 9}, "their product has to be the size of Mamba's x, 9"),
     ],
 )
 def test_configs_that_are_refused(family: Callable[..., object], changed: dict[str, Any], says: str) -> None:

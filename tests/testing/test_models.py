@@ -21,11 +21,13 @@ from infer import hookimpl
 from infer.contracts.attention import AttentionSpec, Rotary
 from infer.contracts.cache import KVCacheView
 from infer.contracts.model import ModelContext, ModelProtocol, ModelRegistration, Pass
+from infer.contracts.states import State
 from infer.kernels.reference import ReferenceKernels
 from infer.layers import Decoder
 from infer.weight import Weight
 from infer_kernels_cpu.provider import CpuKernels
 from infer_models import infer_models
+from infer_models.lfm2 import Lfm2Config, Lfm2Layer
 from infer_models.llama import LlamaConfig, LlamaLayer
 from infer_testing import ConformanceError, check_model, tiny_checkpoint
 from infer_testing.checkpoints import letters
@@ -273,6 +275,30 @@ def test_a_model_that_ignores_its_window_is_named() -> None:
     says = r"at position \d\d are off by .*but not before: a window \(attention's are none\)"
     with pytest.raises(ConformanceError, match=says):
         check_model(folder, plugins=[plugin], only=["transformers"])
+
+
+@pytest.mark.parametrize("only", ["chunks", "company", "prefix"])
+def test_a_model_that_forgets_its_states_is_named(only: str) -> None:
+    class Forgetful(Decoder):
+        def forward(self, batch: Pass) -> Tensor:
+            class View:
+                attend = batch.cache.attend
+
+                def state(self, layer: int) -> State:
+                    parts, rows = view.state(layer)
+                    return State(parts, rows._replace(read_B=torch.zeros_like(rows.read_B)))
+
+            view: Any = batch.cache
+            return super().forward(replace(batch, cache=View()))
+
+    def registered() -> list[ModelRegistration]:
+        make = lambda config, context, settings: Forgetful(config, context, Lfm2Config, Lfm2Layer)  # noqa: E731
+        return [ModelRegistration("forgetful", make, "no past", architectures=("Lfm2ForCausalLM",), priority=1)]
+
+    plugin = SimpleNamespace(INFER_PLUGIN_API=2, infer_models=hookimpl(registered))
+    folder = tiny_checkpoint("Lfm2ForCausalLM")
+    with pytest.raises(ConformanceError, match="has other bits"):
+        check_model(folder, family="forgetful", plugins=[plugin], only=[only])
 
 
 def test_a_checkpoint_that_the_family_cannot_load_is_named(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from infer.contracts.attention import AttentionSpec, Rotary
 from infer.contracts.cache import KVCacheView
 from infer.contracts.model import ModelContext, Pass
 from infer.contracts.states import StateSpec
+from infer.errors import CheckpointError
 from infer.layers.config import PositiveNumber, read_config
 from infer.layers.linear import Embedding, Head, Norm, RMSNorm
 from infer.layers.rotary import RopeParameters, RotaryEmbedding
@@ -192,6 +193,10 @@ class Decoder:
                 spec and replace(spec, sinks_H=torch.zeros(spec.num_heads, device=context.device)) for spec in specs
             ]
         self.attention: Sequence[AttentionSpec] = [spec for spec in specs if spec is not None]
+        if not self.attention:
+            raise CheckpointError(
+                "config.json: no layer has attention; infer serves models in which one has, at least."
+            )
         self.states: Sequence[StateSpec] = [spec for spec in c.states(context.dtype) if spec is not None]
         ropes = c.ropes(config)
         tables = {

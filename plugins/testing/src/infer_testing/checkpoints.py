@@ -40,8 +40,20 @@ CONFIG: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 40,
+    "full_attn_idxs": [1],
+    "attn_layer_indices": [1],
+    "hybrid_override_pattern": "M-*",
+    "mamba_n_heads": 4,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 32,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "ssm_state_size": 16,
+    "mamba_d_ssm": 64,
 }
 """config.json of the checkpoints. A family reads the fields that it knows."""
+OWN: dict[str, dict[str, Any]] = {"GraniteMoeHybridForCausalLM": {"layer_types": ["mamba", "attention"]}}
+"""Fields by architecture, whose names other families give another meaning."""
 _kept: list[tempfile.TemporaryDirectory[str]] = []
 """The folders that were made for callers who named none. They are deleted when the process ends."""
 
@@ -65,7 +77,7 @@ def tiny_checkpoint(
         folder = _kept[-1].name
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    fields = CONFIG | {"architectures": [architecture]} | config
+    fields = CONFIG | {"architectures": [architecture]} | OWN.get(architecture, {}) | config
     offer = Plugins.discover(plugins).choose("model", Settings(), [architecture])
     context = ModelContext(ReferenceKernels(), torch.float32, torch.device("cpu"), 512)
     model: ModelProtocol = offer.make(ModelProtocol, fields, context, offer.registration.settings())

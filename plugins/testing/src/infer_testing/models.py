@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import random
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,12 +18,12 @@ from torch import Tensor
 
 from infer.assemble.assembly import open_checkpoint
 from infer.assemble.weights import Weights
-from infer.cache import KVStorage
+from infer.cache import KVStorage, StateManager, StateStorage
 from infer.checkpoint import Checkpoint
 from infer.contracts.attention import AttentionSpec
 from infer.contracts.cache import CacheContext
 from infer.contracts.kernels import KernelsProtocol, RecorderProtocol
-from infer.contracts.model import ModelContext, ModelProtocol, Pass
+from infer.contracts.model import ModelContext, ModelProtocol, Pass, StatefulModel
 from infer.contracts.sections import Settings
 from infer.device import FixedTensor
 from infer.engine.graphs import read_on_host
@@ -121,7 +122,8 @@ def check_model(
 
 
 class Stage:
-    """K/V for some sequences of a model, in blocks, and passes over them."""
+    """K/V and states for some sequences of a model, and passes over them. A part that starts at position 0 begins a
+    sequence anew."""
 
     def __init__(self, m: Models, dtype: torch.dtype, sequences: int) -> None:
         self.model = m.model(dtype)
@@ -131,16 +133,33 @@ class Stage:
         order = np.random.default_rng(0).permutation(sequences * each).astype(np.int32)
         self.table = order.reshape(sequences, each)
         """The blocks of each sequence."""
+        specs = self.model.states if isinstance(self.model, StatefulModel) else ()
+        self.states = StateStorage(specs, StateManager(sequences), sequences, context.device) if specs else None
 
     def run(self, parts: Sequence[tuple[int, Sequence[int], int, int]], rows_N: Tensor | None = None) -> Tensor:
         """Hidden states of one pass. Each part is (row of the table, its tokens, start, length)."""
         return self.model.forward(self.batch(parts, rows_N))
 
+    def share(self, source: int, target: int, other: int, text: Sequence[int], begin: int) -> None:
+        """Let row ``target`` of the table go on after the first ``begin`` tokens of ``source``, a multiple of a
+        block. A state is only known after a pass's last token, so row ``other`` computes that of these tokens."""
+        self.table[target, : begin // BLOCK] = self.table[source, : begin // BLOCK]
+        if self.states is not None:
+            batch = self.batch([(other, text, 0, begin)])
+            self.model.forward(batch)
+            view: Any = batch.cache
+            self.states.manager.open(target, int(view.state(0).rows.save_T[-1]))
+
     def batch(self, parts: Sequence[tuple[int, Sequence[int], int, int]], rows_N: Tensor | None = None) -> Pass:
         tokens = [token for _, text, start, n in parts for token in text[start : start + n]]
         positions = [at for _, _, start, n in parts for at in range(start, start + n)]
-        table = self.table[[b for b, *_ in parts]]
-        view = self.storage.view(table, [start for _, _, start, _ in parts], [n for *_, n in parts])
+        slots, starts, lens = [b for b, *_ in parts], [start for _, _, start, _ in parts], [n for *_, n in parts]
+        view: Any = self.storage.view(self.table[slots], starts, lens)
+        if self.states is not None:
+            for b, start in zip(slots, starts, strict=True):
+                if start == 0:
+                    self.states.manager.open(b)
+            view.states = self.states.view(slots, starts, lens)
         return Pass(torch.tensor(tokens), torch.tensor(positions), view, rows_N)
 
 
@@ -335,15 +354,15 @@ def company(m: Models, draw: random.Random) -> None:
 @check("A sequence whose prefix is in the cache goes on with the bits of one that computed it", 4)
 def prefix(m: Models, draw: random.Random) -> None:
     dtype, blocks = draw.choice(DTYPES), draw.randint(1, 4)
-    stage, text = Stage(m, dtype, 2), text_of(m, blocks * BLOCK + draw.randint(1, 30), draw)
+    stage, text = Stage(m, dtype, 3), text_of(m, blocks * BLOCK + draw.randint(1, 30), draw)
     miss = stage.run([(0, text, 0, len(text))])
-    stage.table[1, :blocks] = stage.table[0, :blocks]
     begin = blocks * BLOCK
+    stage.share(0, 1, 2, text, begin)
     hit = stage.run([(1, text, begin, len(text) - begin)])
     if wrong := differs(hit, miss[begin:]):
         raise Violation(
             f"position {begin + wrong[0]} has other bits after a prefix of {begin} cached tokens than where they were "
-            "computed: forward keeps something of a sequence besides K and V"
+            "computed: forward keeps something of a sequence besides K, V and states"
         )
 
 
@@ -361,7 +380,9 @@ def recorded(m: Models, draw: random.Random) -> None:
     for _ in range(3):
         chosen = draw.sample(range(8), rows)
         starts = [len(texts[b]) - 1 for b in chosen]
-        view = stage.storage.fixed_view(stage.table[chosen], starts)
+        view: Any = stage.storage.fixed_view(stage.table[chosen], starts)
+        if stage.states is not None:
+            view.states = stage.states.fixed_view(np.array(chosen), np.array(starts), rows)
         ids.write(np.array([texts[b][-1] for b in chosen]))
         positions.write(np.array(starts))
         batch = Pass(ids.tensor, positions.tensor, view)
@@ -376,7 +397,8 @@ def recorded(m: Models, draw: random.Random) -> None:
             replay = made
             continue
         with torch.inference_mode():
-            found = replay()
+            with view.rehearsal() if stage.states is not None else nullcontext():
+                found = replay()
             if isinstance(found, str):
                 raise Skipped(f"the pass cannot be replayed: {found}")
             found, expected = found.clone(), stage.model.forward(batch)
