@@ -8,7 +8,7 @@
 namespace infer {
 
 constexpr int64_t AHEAD = 16;  // tokens whose q, k and factors are prepared at a time
-constexpr int COLUMNS = 4;     // vectors of a state's columns that are walked together, so that they stay in L1
+constexpr int COLUMNS = VECTORS * 2;  // vectors of a state's columns that are walked together, at most
 
 // In which rows of the states the sequences find and leave theirs; ``StateRows`` of the Python contract.
 struct StateRows {
@@ -56,12 +56,14 @@ inline void unit(const T* from, int64_t width, float factor, float* to) {
     over_vectors(width, [&](int64_t e, int n) { give(to + e, take(from + e, n) * scale, n); });
 }
 
-// Calls body(columns, first, lanes) for a state's columns: several vectors at a time, of whole lanes, then one vector.
-template <class F>
-inline void over_columns(int64_t width, F body) {
-    int64_t e = 0;
-    for (; e + COLUMNS * LANES <= width; e += COLUMNS * LANES) body(std::integral_constant<int, COLUMNS>{}, e, LANES);
-    over_vectors(width - e, [&](int64_t o, int n) { body(std::integral_constant<int, 1>{}, e + o, n); });
+// Calls body(N, first, lanes) for a state's columns: as many vectors at a time as there are, then the last lanes.
+template <int N = COLUMNS, class F>
+inline void over_columns(int64_t width, F body, int64_t e = 0) {
+    for (; e + N * LANES <= width; e += N * LANES) body(std::integral_constant<int, N>{}, e, LANES);
+    if constexpr (N > 1)
+        over_columns<N / 2>(width, body, e);
+    else if (e < width)
+        body(std::integral_constant<int, 1>{}, e, int(width - e));
 }
 
 // Some columns of a head's state [rows][stride]: N vectors, or the first lanes of one.
@@ -269,31 +271,35 @@ inline void turn_weights(const T* weight, int64_t W, int lanes, float* to, int64
 template <class T>
 void causal_conv(const T* x, int64_t stride, int64_t tokens, int64_t C, const T* weight, const T* bias, int64_t W,
                  bool with_silu, T* states, int64_t stride_state, T* out, StateRows rows) {
-    constexpr int64_t LEAST_CHANNELS = 256;
-    int64_t each = std::max(LEAST_CHANNELS, ALONE / std::max<int64_t>(1, tokens) / LANES * LANES);
-    parallel((C + each - 1) / each, [&](int64_t task) {
-        int64_t c0 = task * each, width = std::min(each, C - c0);
-        float* turned = scratch<float, struct Turned4>(W * each);
-        over_vectors(width, [&](int64_t e, int n) { turn_weights(weight + (c0 + e) * W, W, n, turned + e, each); });
+    auto convolve = [&](int64_t first, int64_t width) {  // some channels of all tokens
+        float* turned = scratch<float, struct ConvWeights>(W * width);
+        over_vectors(width, [&](int64_t e, int n) { turn_weights(weight + (first + e) * W, W, n, turned + e, width); });
         const T** inputs = scratch<const T*, struct ConvInputs>(W);  // the last W, the oldest first
         for (int64_t b = 0; b < rows.sequences; b++) {
-            for (int64_t t = rows.offsets[b], i = 0; t < rows.offsets[b + 1]; t++, i++) {
+            const T* columns = states + rows.read[b] * stride_state;
+            for (int64_t begin = rows.offsets[b], t = begin; t < rows.offsets[b + 1]; t++) {
                 for (int64_t j = 0; j < W; j++) {
-                    int64_t before = W - 1 - j;
-                    inputs[j] = c0 + (before > i ? states + rows.read[b] * stride_state + (i + j) * C
-                                                 : x + (t - before) * stride);
+                    int64_t from = t - begin + j - (W - 1);
+                    inputs[j] = first + (from < 0 ? columns + (t - begin + j) * C : x + (begin + from) * stride);
                 }
                 over_vectors(width, [&](int64_t e, int n) {
                     vf total{};
-                    for (int64_t j = 0; j < W; j++) total = fma(take(turned + j * each + e, n), take(inputs[j] + e, n), total);
-                    if (bias) total += take(bias + c0 + e, n);
-                    give(out + t * C + c0 + e, with_silu ? silu(total) : total, n);
+                    for (int64_t j = 0; j < W; j++)
+                        total = fma(take(turned + j * width + e, n), take(inputs[j] + e, n), total);
+                    if (bias) total += take(bias + first + e, n);
+                    give(out + t * C + first + e, with_silu ? silu(total) : total, n);
                 });
                 if (rows.save[t] < 0) continue;
-                T* saved = states + rows.save[t] * stride_state + c0;  // may be what was read: the oldest goes first
+                T* saved = states + rows.save[t] * stride_state + first;  // may be where we read: the oldest goes first
                 for (int64_t j = 1; j < W; j++) std::memcpy(saved + (j - 1) * C, inputs[j], width * sizeof(T));
             }
         }
+    };
+    constexpr int64_t MOST = 1024;  // channels whose weights stay in L1
+    int64_t each = std::max<int64_t>(256, ALONE / std::max<int64_t>(1, tokens) / LANES * LANES);
+    parallel((C + each - 1) / each, [&](int64_t task) {
+        int64_t end = std::min(C, (task + 1) * each);
+        for (int64_t first = task * each; first < end; first += MOST) convolve(first, std::min(MOST, end - first));
     });
 }
 
