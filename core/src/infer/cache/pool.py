@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from infer.cache.block_manager import BlockManager, BlockManagerProtocol, SharingBlockManager
 from infer.cache.states import StateStorage
-from infer.cache.storage import ExtendView, StorageProtocol
+from infer.cache.storage import ExtendView, KVStorage, StorageProtocol
 from infer.contracts.cache import Allocation, KVCacheView, MappedPool, TruncatingPool
 
 Table = TypeVar("Table")
@@ -91,12 +91,20 @@ class Pool(Generic[Table, View]):
             if kept is not None:
                 _of(view).states = kept.view(slots_B, starts_B, one_B)
             return view
-        states = None if kept is None else kept.fixed_view(slots_B, starts_B, rows)
-        if padding := rows - len(slots):
-            slots_B, starts_B = (np.concatenate([x, np.repeat(x[-1:], padding)]) for x in (slots_B, starts_B))
-        view = self.storage.fixed_view(self.block_manager.table(slots_B, longest), starts_B)
-        if states is not None:
-            _of(view).states = states
+        padding = rows - len(slots)
+        if kept is None:
+            if padding:
+                slots_B, starts_B = (np.concatenate([x, np.repeat(x[-1:], padding)]) for x in (slots_B, starts_B))
+            return self.storage.fixed_view(self.block_manager.table(slots_B, longest), starts_B)
+        states = kept.fixed_view(slots_B, starts_B, rows)
+        table: Any = self.block_manager.table(slots_B, longest)
+        if padding:
+            assert isinstance(self.storage, KVStorage), "states are kept beside a KVStorage"
+            more = [(0, 0)] * (table.ndim - 2) + [(0, padding), (0, 0)]
+            table = np.pad(table, more, constant_values=self.storage.scratch)
+            starts_B = np.pad(starts_B, (0, padding))
+        view = self.storage.fixed_view(table, starts_B)
+        _of(view).states = states
         return view
 
 

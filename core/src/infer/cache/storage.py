@@ -120,6 +120,10 @@ class KVStorage:
         self.table_of = [place[layer][0] for layer in range(len(self.layers))]
         """Per layer, the index of its table."""
         longest = [self.layers[layer] for layer in max(tables, key=len)]
+        self.scratch = num_blocks
+        """The block of the rows that pad a pass, if there are states: such a row computes something else than the slot
+        whose K and V it would otherwise write again."""
+        num_blocks += bool(context.states)
         shapes = [(num_blocks, block_size, spec.num_kv_heads, spec.head_size) for spec in longest]
         memory: list[tuple[KV, KV]] = [(_zeros(shape, context), _zeros(shape, context)) for shape in shapes]
         self.k, self.v = ([memory[place[layer][1]][part] for layer in range(len(self.layers))] for part in (0, 1))

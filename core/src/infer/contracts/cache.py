@@ -103,7 +103,7 @@ class CachePoolProtocol(Protocol):
 
         With ``rows`` the view's tensors keep their addresses from call to call, so that a pass recorded with one view
         can be replayed with the values of a later one. The view then has ``rows`` rows; those beyond the given slots
-        repeat the last slot.
+        repeat the last slot or, in a pool with states, belong to none: what they read and write is nobody's.
         """
 
 

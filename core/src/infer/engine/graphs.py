@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from infer.contracts.cache import CachePoolProtocol, KVCacheView
+from infer.contracts.cache import CachePoolProtocol, KVCacheView, StatefulView
 from infer.contracts.kernels import RecorderProtocol
 from infer.contracts.model import ModelProtocol, Pass, StatefulModel
 from infer.device import FixedTensor, same_bits
@@ -117,7 +117,7 @@ class DecodeGraphs:
         if recording is None:
             if self._given_up or rows in self.recordings:
                 return self._run(rows, view)
-            hidden_TD, replay = self._record(lambda: self._run(rows, view))
+            hidden_TD, replay = self._recorded(rows, view)
             why = read_on_host(view) or replay
             self.recordings[rows] = None if isinstance(why, str) else Recording(why, view, known)
             if isinstance(why, str):
@@ -140,8 +140,17 @@ class DecodeGraphs:
     def _run(self, rows: int, view: KVCacheView) -> Tensor:
         return self._model.forward(Pass(self.token_ids.tensor[:rows], self.positions.tensor[:rows], view))
 
+    def _recorded(self, rows: int, view: KVCacheView) -> tuple[Tensor, Callable[[], Tensor | str] | str]:
+        """Record a pass, and run it once as far as its states are concerned: a recorder may run it more often."""
+        with self._rehearsal(view):
+            hidden_TD, replay = self._record(lambda: self._run(rows, view))
+        return hidden_TD if self._stateless else self._run(rows, view), replay
+
+    def _rehearsal(self, view: KVCacheView) -> AbstractContextManager[None]:
+        return nullcontext() if self._stateless else cast(StatefulView, view).rehearsal()
+
     def _record_again(self, recording: Recording, rows: int, view: KVCacheView) -> Tensor:
-        hidden_TD, again = self._record(lambda: self._run(rows, view))
+        hidden_TD, again = self._recorded(rows, view)
         if isinstance(again, str):
             self._give_up(again)
         elif again != recording.replay or read_on_host(view):
@@ -152,8 +161,7 @@ class DecodeGraphs:
         """Replay the pass, then run it, and compare the two. Returns the result of running it. The replay goes first:
         after a run it would find K/V already written that it might fail to write itself."""
         recording.tried = True
-        rehearsal = getattr(view, "rehearsal", None)  # of a StatefulView: it leaves the states to the run
-        with nullcontext() if self._stateless or rehearsal is None else rehearsal():
+        with self._rehearsal(view):
             outcome = recording.replay()
         if isinstance(outcome, Tensor):
             outcome = outcome.clone()

@@ -61,6 +61,7 @@ class Mixture(ctypes.Structure):
 _KIND, _SIZE, _POINTER, _REAL = c_int, c_int64, c_void_p, c_float
 _TENSOR = [_POINTER, _SIZE, _SIZE]  # a pointer and two strides
 _CACHE = [_POINTER, _POINTER]  # of values, or of codes and of their scales
+_STATE_ROWS = [_POINTER, _POINTER, _POINTER, _SIZE]  # offsets, read, save, and how many sequences
 FUNCTIONS: dict[str, list[type]] = {
     "pack": [_KIND, _POINTER, _SIZE, _SIZE, c_int, _POINTER],
     "rows": [_KIND, _POINTER, _SIZE, _SIZE, _POINTER, _SIZE, _POINTER],
@@ -80,6 +81,21 @@ FUNCTIONS: dict[str, list[type]] = {
     "extend_attention": [
         *(_KIND, *_TENSOR, *_CACHE, *_CACHE, _POINTER, _POINTER, _POINTER, _POINTER, _SIZE, _SIZE),
         *(_SIZE, _SIZE, _SIZE, _SIZE, _SIZE, _REAL, _REAL, _POINTER),
+    ],
+    "causal_conv": [
+        *(_KIND, _POINTER, _SIZE, _SIZE, _SIZE, _POINTER, _POINTER, _SIZE, c_int, _POINTER, _SIZE, *_STATE_ROWS),
+        _POINTER,
+    ],
+    "gated_delta_rule": [
+        *(_KIND, _POINTER, _SIZE, _POINTER, _SIZE, _POINTER, _SIZE, *[_SIZE] * 5, _POINTER, _POINTER),
+        *(_POINTER, _SIZE, *_STATE_ROWS, _POINTER),
+    ],
+    "state_space": [
+        *(_KIND, _POINTER, _SIZE, _POINTER, _SIZE, *[_SIZE] * 5, _POINTER, _POINTER, _POINTER, _REAL, _REAL),
+        *(_POINTER, _SIZE, *_STATE_ROWS, _POINTER),
+    ],
+    "gated_rms_norm": [
+        *(_KIND, _POINTER, _SIZE, _POINTER, _SIZE, _SIZE, _SIZE, _POINTER, _SIZE, _REAL, _SIZE, c_int, _POINTER),
     ],
     "record": [_POINTER],
     "replay": [_POINTER, _SIZE, _SIZE],

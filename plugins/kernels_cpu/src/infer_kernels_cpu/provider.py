@@ -13,6 +13,7 @@ from torch import Tensor
 
 from infer.contracts.attention import KV, AttentionSpec, QuantizedKV, Ragged, Rotary
 from infer.contracts.kernels import Activation, Draws, Expert, RecorderProtocol, Routing
+from infer.contracts.states import DeltaRule, StateRows, StateSpace
 from infer.device import pages
 from infer.kernels.quantize import unfilled
 from infer.kernels.reference import PackedExperts, ReferenceKernels
@@ -374,6 +375,120 @@ class CpuKernels(ReferenceKernels):
         )
         return out_THE
 
+    def causal_conv(
+        self,
+        x_TC: Tensor,
+        weight_CW: Tensor,
+        bias_C: Tensor | None,
+        silu: bool,
+        columns_RWC: Tensor,
+        rows: StateRows,
+    ) -> Tensor:
+        (T, C), W = x_TC.shape, weight_CW.shape[1]
+        x_TC, weight_CW = _lines(x_TC), weight_CW.contiguous()
+        kind = _one_kind(x_TC, weight_CW, columns_RWC, *([] if bias_C is None else [bias_C]))
+        assert weight_CW.shape[0] == C
+        out_TC = self._empty(T, C, dtype=x_TC.dtype)
+        self.native.infer_causal_conv(
+            kind,
+            x_TC.data_ptr(),
+            x_TC.stride(0),
+            T,
+            C,
+            weight_CW.data_ptr(),
+            None if bias_C is None else bias_C.data_ptr(),
+            W,
+            silu,
+            *_states(columns_RWC, W - 1, C),
+            *_rows(rows, T),
+            out_TC.data_ptr(),
+        )
+        return out_TC
+
+    def gated_delta_rule(
+        self, qkv_TC: Tensor, a_TH: Tensor, b_TH: Tensor, rule: DeltaRule, state_RHKV: Tensor, rows: StateRows
+    ) -> Tensor:
+        T, (H, K, V) = len(qkv_TC), rule.shape
+        qkv_TC, a_TH, b_TH = _lines(qkv_TC), _lines(a_TH), _lines(b_TH)
+        assert qkv_TC.shape[1] == rule.channels
+        assert a_TH.shape == b_TH.shape == (T, H)
+        out_THV = self._empty(T, H, V, dtype=qkv_TC.dtype)
+        self.native.infer_gated_delta_rule(
+            _one_kind(qkv_TC, a_TH, b_TH),
+            qkv_TC.data_ptr(),
+            qkv_TC.stride(0),
+            a_TH.data_ptr(),
+            a_TH.stride(0),
+            b_TH.data_ptr(),
+            b_TH.stride(0),
+            T,
+            rule.num_key_heads,
+            H,
+            K,
+            V,
+            rule.rate_H.data_ptr(),
+            rule.dt_bias_H.data_ptr(),
+            *_states(state_RHKV, H, K, V),
+            *_rows(rows, T),
+            out_THV.data_ptr(),
+        )
+        return out_THV
+
+    def state_space(
+        self, xbc_TC: Tensor, dt_TH: Tensor, space: StateSpace, state_RHNP: Tensor, rows: StateRows
+    ) -> Tensor:
+        T, (H, N, P) = len(xbc_TC), space.shape
+        xbc_TC, dt_TH = _lines(xbc_TC), _lines(dt_TH)
+        assert xbc_TC.shape[1] == space.channels
+        assert dt_TH.shape == (T, H)
+        out_THP = self._empty(T, H, P, dtype=xbc_TC.dtype)
+        self.native.infer_state_space(
+            _one_kind(xbc_TC, dt_TH),
+            xbc_TC.data_ptr(),
+            xbc_TC.stride(0),
+            dt_TH.data_ptr(),
+            dt_TH.stride(0),
+            T,
+            space.num_groups,
+            H,
+            N,
+            P,
+            space.rate_H.data_ptr(),
+            space.dt_bias_H.data_ptr(),
+            space.skip_H.data_ptr(),
+            space.dt_min,
+            space.dt_max,
+            *_states(state_RHNP, H, N, P),
+            *_rows(rows, T),
+            out_THP.data_ptr(),
+        )
+        return out_THP
+
+    def gated_rms_norm(
+        self, x_TD: Tensor, gate_TD: Tensor, weight_W: Tensor, eps: float, group: int, gate_first: bool
+    ) -> Tensor:
+        (T, D), W = x_TD.shape, len(weight_W)
+        x_TD, gate_TD, weight_W = _lines(x_TD), _lines(gate_TD), weight_W.contiguous()
+        assert gate_TD.shape == (T, D)
+        assert D % group == D % W == max(group, W) % min(group, W) == 0
+        out_TD = self._empty(T, D, dtype=x_TD.dtype)
+        self.native.infer_gated_rms_norm(
+            _one_kind(x_TD, gate_TD, weight_W),
+            x_TD.data_ptr(),
+            x_TD.stride(0),
+            gate_TD.data_ptr(),
+            gate_TD.stride(0),
+            T,
+            D,
+            weight_W.data_ptr(),
+            W,
+            eps,
+            group,
+            gate_first,
+            out_TD.data_ptr(),
+        )
+        return out_TD
+
     def sample(self, logits_NV: Tensor, draws: Draws) -> Tensor:
         logits_NV = logits_NV.contiguous()
         rows, size = logits_NV.shape
@@ -422,3 +537,28 @@ def _pointers(cache: KV) -> tuple[int, int | None]:
     if isinstance(cache, QuantizedKV):
         return cache.codes.data_ptr(), cache.scales.data_ptr()
     return cache.data_ptr(), None
+
+
+def _lines(x: Tensor) -> Tensor:
+    """x [T, n] with neighboring values side by side; its rows may be parts of longer ones."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _one_kind(x: Tensor, *others: Tensor) -> int:
+    """The number of the element type that all of them have."""
+    assert all(other.dtype == x.dtype for other in others), [x.dtype, *(other.dtype for other in others)]
+    return KINDS[x.dtype]
+
+
+def _states(state: Tensor, *shape: int) -> tuple[int, int]:
+    """The address and the row's stride of states [R, *shape]."""
+    assert state.shape[1:] == shape
+    assert state.is_contiguous() or state[0].is_contiguous()
+    return state.data_ptr(), state.stride(0)
+
+
+def _rows(rows: StateRows, T: int) -> tuple[int, int, int, int]:
+    """The addresses of offsets, rows to read and rows to save, and how many sequences there are."""
+    assert len(rows.save_T) == T
+    assert len(rows.offsets_B1) == len(rows.read_B) + 1
+    return rows.offsets_B1.data_ptr(), rows.read_B.data_ptr(), rows.save_T.data_ptr(), len(rows.read_B)

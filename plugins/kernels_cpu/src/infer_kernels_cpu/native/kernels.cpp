@@ -20,6 +20,7 @@
 #include "quantize.hpp"
 #include "rows.hpp"
 #include "sampling.hpp"
+#include "states.hpp"
 
 using namespace infer;
 
@@ -205,6 +206,52 @@ EXPORT void infer_extend_attention(int kind, const void* q, int64_t stride_q, in
             attend(Type<int8_t>{});
         else
             attend(type);
+    END
+}
+
+EXPORT void infer_causal_conv(int kind, const void* x, int64_t stride, int64_t tokens, int64_t C, const void* weight,
+                              const void* bias, int64_t W, int with_silu, void* states, int64_t stride_state,
+                              const int32_t* offsets, const int64_t* read, const int64_t* save, int64_t sequences,
+                              void* out) {
+    TYPED(kind)
+        causal_conv(static_cast<const T*>(x), stride, tokens, C, static_cast<const T*>(weight),
+                    static_cast<const T*>(bias), W, with_silu != 0, static_cast<T*>(states), stride_state,
+                    static_cast<T*>(out), StateRows{offsets, read, save, sequences});
+    END
+}
+
+EXPORT void infer_gated_delta_rule(int kind, const void* qkv, int64_t stride, const void* a, int64_t stride_a,
+                                   const void* b, int64_t stride_b, int64_t tokens, int64_t key_heads, int64_t H,
+                                   int64_t K, int64_t V, const float* rate, const float* dt_bias, float* states,
+                                   int64_t stride_state, const int32_t* offsets, const int64_t* read,
+                                   const int64_t* save, int64_t sequences, void* out) {
+    TYPED(kind)
+        gated_delta_rule(static_cast<const T*>(qkv), stride, static_cast<const T*>(a), stride_a,
+                         static_cast<const T*>(b), stride_b, tokens, key_heads, rate, dt_bias,
+                         Recurrent<T>{states, stride_state, H, K, V, static_cast<T*>(out),
+                                      StateRows{offsets, read, save, sequences}});
+    END
+}
+
+EXPORT void infer_state_space(int kind, const void* xbc, int64_t stride, const void* dt, int64_t stride_dt,
+                              int64_t tokens, int64_t groups, int64_t H, int64_t N, int64_t P, const float* rate,
+                              const float* dt_bias, const float* skip, float dt_min, float dt_max, float* states,
+                              int64_t stride_state, const int32_t* offsets, const int64_t* read, const int64_t* save,
+                              int64_t sequences, void* out) {
+    TYPED(kind)
+        state_space(static_cast<const T*>(xbc), stride, static_cast<const T*>(dt), stride_dt, tokens, groups, rate,
+                    dt_bias, skip, dt_min, dt_max,
+                    Recurrent<T>{states, stride_state, H, N, P, static_cast<T*>(out),
+                                 StateRows{offsets, read, save, sequences}});
+    END
+}
+
+EXPORT void infer_gated_rms_norm(int kind, const void* x, int64_t stride, const void* gate, int64_t stride_gate,
+                                 int64_t tokens, int64_t D, const void* weight, int64_t W, float eps, int64_t group,
+                                 int gate_first, void* out) {
+    TYPED(kind)
+        gated_rms_norm(static_cast<const T*>(x), stride, static_cast<const T*>(gate), stride_gate, tokens, D,
+                       static_cast<const T*>(weight), W, eps, group, gate_first != 0, static_cast<T*>(out));
     END
 }
 

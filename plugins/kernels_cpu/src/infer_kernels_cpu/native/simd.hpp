@@ -177,6 +177,19 @@ inline vu shuffle(vu a, vu b, vi lanes) {
 
 inline vf maximum(vf a, vf b) { return a > b ? a : b; }
 
+// a * b + c, rounded once where there are instructions for it.
+inline vf fma(vf a, vf b, vf c) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__)
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
+
 // Whether a comparison is true in any lane.
 inline bool any(vi x) {
 #if defined(__AVX512F__)
@@ -250,20 +263,19 @@ inline vf exp2(vf x) {
 }
 
 // e^x within 2 units in the last place; 0 below -87.3 (the results there are denormal), infinite above 88.
-// Cody-Waite reduction and the minimax polynomial of Cephes' expf (Moshier, 1992).
+// Cody-Waite reduction and the minimax polynomial of Cephes' expf (Moshier, 1992). All levels with fused instructions
+// yield the same bits.
 inline vf exp(vf x) {
+    constexpr float MAGIC = 12582912.0f;  // floats of this magnitude have no fraction bits
     vi tiny = x < -87.3f, huge = x > 88.0f;
     x = tiny | huge ? vf{} : x;
-    vf n = nearest(x * 1.44269504088896341f);
-    vf r = x - n * 0.693359375f;
-    r = r + n * 2.12194440e-4f;
+    vf n = fma(x, splat(1.44269504088896341f), splat(MAGIC)) - MAGIC;
+    vf r = fma(n, splat(-0.693359375f), x);
+    r = fma(n, splat(2.12194440e-4f), r);
     vf p = splat(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * (r * r) + r + 1.0f;
+    for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+        p = fma(p, r, splat(c));
+    p = fma(p, r * r, r) + 1.0f;
     p = huge ? splat(INFINITY) : scaled(p, n);
     return tiny ? vf{} : p;
 }

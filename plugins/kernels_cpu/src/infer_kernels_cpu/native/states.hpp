@@ -1,0 +1,331 @@
+// Kernels of recurrent layers, which walk each sequence token by token. All arithmetic is in fp32 with explicit fused
+// operations in an order that the sequence alone determines, so bits depend neither on how it is cut into chunks nor on
+// the vectors' width.
+#pragma once
+
+#include "rows.hpp"
+
+namespace infer {
+
+constexpr int64_t AHEAD = 16;  // tokens whose q, k and factors are prepared at a time
+constexpr int COLUMNS = VECTORS * 2;  // vectors of a state's columns that are walked together, at most
+
+// In which rows of the states the sequences find and leave theirs; ``StateRows`` of the Python contract.
+struct StateRows {
+    const int32_t* offsets;
+    const int64_t *read, *save;
+    int64_t sequences;
+};
+
+inline vf sigmoid(vf x) { return 1.0f / (1.0f + exp(-x)); }
+
+inline vf silu(vf x) { return x / (1.0f + exp(-x)); }
+
+// log(1 + e^x) = max(x, 0) + log(1 + y) for y = e^-|x|; log(1 + y) = 2 artanh(y / (2 + y)), by its series.
+inline vf softplus(vf x) {
+    vf y = exp(x < 0 ? x : -x), s = y / (2.0f + y), square = s * s, p = splat(2.0f / 17);
+    for (float n : {15, 13, 11, 9, 7, 5, 3, 1}) p = fma(p, square, splat(2.0f / n));
+    return fma(p, s, x < 0 ? vf{} : x);
+}
+
+// The sum of products of a(e, lanes) and b(e, lanes) over a row, as 16 chains whatever the vectors' width.
+template <class A, class B>
+inline float dot(int64_t width, A a, B b) {
+    constexpr int CHAINS = LANES < 16 ? 16 / LANES : 1;
+    vf chains[CHAINS] = {};
+    over_vectors(width, [&](int64_t e, int n) {
+        vf& chain = chains[e / LANES % CHAINS];
+        chain = fma(a(e, n), b(e, n), chain);
+    });
+    for (int half = CHAINS / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; i++) chains[i] += chains[i + half];
+    return sum(chains[0]);
+}
+
+// Copies a row as floats.
+template <class T>
+inline void to_floats(const T* from, int64_t width, float* to) {
+    over_vectors(width, [&](int64_t e, int n) { give(to + e, take(from + e, n), n); });
+}
+
+// ``from`` divided by the root of the sum of its squares plus 1e-6, times ``factor``.
+template <class T>
+inline void unit(const T* from, int64_t width, float factor, float* to) {
+    auto at = [&](int64_t e, int n) { return take(from + e, n); };
+    float scale = factor / std::sqrt(dot(width, at, at) + 1e-6f);
+    over_vectors(width, [&](int64_t e, int n) { give(to + e, take(from + e, n) * scale, n); });
+}
+
+// Calls body(N, first, lanes) for a state's columns: as many vectors at a time as there are, then the last lanes.
+template <int N = COLUMNS, class F>
+inline void over_columns(int64_t width, F body, int64_t e = 0) {
+    for (; e + N * LANES <= width; e += N * LANES) body(std::integral_constant<int, N>{}, e, LANES);
+    if constexpr (N > 1)
+        over_columns<N / 2>(width, body, e);
+    else if (e < width)
+        body(std::integral_constant<int, 1>{}, e, int(width - e));
+}
+
+// Some columns of a head's state [rows][stride]: N vectors, or the first lanes of one.
+template <int N>
+struct Columns {
+    int64_t rows, stride;
+    int lanes;
+
+    template <class T>
+    vf at(const T* p, int i) const {
+        return N > 1 ? load(p + i * LANES) : take(p, lanes);
+    }
+    template <class T>
+    void put(T* p, int i, vf x) const {
+        if (N > 1)
+            store(p + i * LANES, x);
+        else
+            give(p, x, lanes);
+    }
+
+    // S becomes decay S + add change^T if UPDATE, and is then stored in ``to``. Each of READS sums becomes S^T by.
+    template <bool UPDATE, int READS>
+    void sweep(const float* from, float* to, float decay, const float* add, const vf* change,
+               const float* const (&by)[2], vf (&sums)[2][N]) const {
+        vf total[2][N] = {}, d[N];
+        for (int i = 0; UPDATE && i < N; i++) d[i] = change[i];
+        for (int64_t r = 0; r < rows; r++) {
+            vf factors[2] = {};
+            for (int j = 0; j < READS; j++) factors[j] = splat(by[j][r]);
+            for (int i = 0; i < N; i++) {
+                vf s = at(from + r * stride, i);
+                if (UPDATE) {
+                    s = fma(splat(add[r]), d[i], decay * s);
+                    put(to + r * stride, i, s);
+                }
+                for (int j = 0; j < READS; j++) total[j][i] = fma(factors[j], s, total[j][i]);
+            }
+        }
+        for (int j = 0; j < READS; j++)
+            for (int i = 0; i < N; i++) sums[j][i] = total[j][i];
+    }
+
+    void copy(const float* from, float* to) const {
+        for (int64_t r = 0; r < rows; r++)
+            for (int i = 0; i < N; i++) put(to + r * stride, i, at(from + r * stride, i));
+    }
+};
+
+// The recurrent states of a layer, [rows][heads][state_rows][width], and its outputs [tokens][heads][width].
+template <class T>
+struct Recurrent {
+    float* states;
+    int64_t stride_state, heads, state_rows, width;
+    T* out;
+    StateRows rows;
+
+    float* state(int64_t row, int64_t head) const { return states + row * stride_state + head * state_rows * width; }
+    T* result(int64_t token, int64_t head) const { return out + (token * heads + head) * width; }
+
+    // For each head of each sequence, calls prepare(head, first, count) for one block of tokens after the other, and
+    // then walk(columns, head, first, count, e, from, to, saved), which leaves some columns of the state in ``to`` and
+    // calls saved(i) after the block's token i. A sequence works where it leaves its state, so one in place is not
+    // copied, and a chunk's state stays in cache.
+    template <class P, class W>
+    void run(int64_t tokens, P prepare, W walk) const {
+        int64_t size = state_rows * width * std::max<int64_t>(1, tokens / std::max<int64_t>(1, rows.sequences));
+        int64_t each = std::min(heads, std::max<int64_t>(1, ALONE / std::max<int64_t>(1, size)));
+        int64_t parts = (heads + each - 1) / each;
+        parallel(rows.sequences * parts, [&](int64_t task) {
+            int64_t b = task / parts, first_head = task % parts * each, begin = rows.offsets[b], end = rows.offsets[b + 1];
+            for (int64_t h = first_head; begin < end && h < std::min(heads, first_head + each); h++) {
+                const float* from = state(rows.read[b], h);
+                float* to = state(rows.save[end - 1], h);
+                for (int64_t first = begin; first < end; first += AHEAD, from = to) {
+                    int64_t count = std::min(AHEAD, end - first);
+                    prepare(h, first, count);
+                    over_columns(width, [&](auto n, int64_t e, int lanes) {
+                        Columns<n> columns{state_rows, width, lanes};
+                        walk(columns, h, first, count, e, from + e, to + e, [&](int64_t i) {
+                            int64_t row = rows.save[first + i];
+                            if (row >= 0 && first + i + 1 < end) columns.copy(to + e, state(row, h) + e);
+                        });
+                    });
+                }
+            }
+        });
+    }
+};
+
+// A gated delta rule. With m = S^T k and p = S^T q, a token's change is d = (v - decay m) beta, its output
+// decay p + (k q) d, and its state decay S + k d^T; so one sweep changes the state for a token and reads it for the next.
+template <class T>
+void gated_delta_rule(const T* qkv, int64_t stride, const T* a, int64_t stride_a, const T* b, int64_t stride_b,
+                      int64_t tokens, int64_t key_heads, const float* rate, const float* dt_bias, Recurrent<T> layer) {
+    int64_t K = layer.state_rows, V = layer.width, each = layer.heads / key_heads;
+    struct Factors {
+        float decay[AHEAD], beta[AHEAD], kq[AHEAD];
+    };
+    float root = 1.0f / std::sqrt(float(K));
+    auto factors = [&]() -> Factors& { return *scratch<Factors, struct DeltaFactors>(1); };
+    auto keys = [&] { return scratch<float, struct Keys>(2 * AHEAD * K); };
+    auto prepare = [&](int64_t h, int64_t first, int64_t count) {
+        float *k = keys(), *q = k + AHEAD * K;
+        Factors& f = factors();
+        for (int64_t i = 0; i < count; i++) {
+            const T* row = qkv + (first + i) * stride + h / each * K;
+            unit(row, K, root, q + i * K);
+            unit(row + key_heads * K, K, 1.0f, k + i * K);
+            f.kq[i] = dot(K, [&](int64_t e, int n) { return take(k + i * K + e, n); },
+                          [&](int64_t e, int n) { return take(q + i * K + e, n); });
+            f.decay[i] = to_float(a[(first + i) * stride_a + h]);
+            f.beta[i] = to_float(b[(first + i) * stride_b + h]);
+        }
+        over_vectors(count, [&](int64_t e, int n) {
+            give(f.decay + e, exp(-rate[h] * softplus(take(f.decay + e, n) + dt_bias[h])), n);
+            give(f.beta + e, sigmoid(take(f.beta + e, n)), n);
+        });
+    };
+    layer.run(tokens, prepare, [&]<int N>(Columns<N> columns, int64_t h, int64_t first, int64_t count, int64_t e,
+                                          const float* from, float* to, auto saved) {
+        const float *k = keys(), *q = k + AHEAD * K;
+        const Factors& f = factors();
+        vf sums[2][N], change[N];
+        columns.template sweep<false, 2>(from, to, 0, nullptr, nullptr, {k, q}, sums);
+        for (int64_t i = 0; i < count; i++, k += K, q += K, from = to) {
+            const T* v = qkv + (first + i) * stride + 2 * key_heads * K + h * V + e;
+            for (int j = 0; j < N; j++) {
+                change[j] = fma(splat(-f.decay[i]), sums[0][j], columns.at(v, j)) * f.beta[i];
+                vf result = fma(splat(f.kq[i]), change[j], f.decay[i] * sums[1][j]);
+                columns.put(layer.result(first + i, h) + e, j, result);
+            }
+            if (i + 1 < count)
+                columns.template sweep<true, 2>(from, to, f.decay[i], k, change, {k + K, q + K}, sums);
+            else
+                columns.template sweep<true, 0>(from, to, f.decay[i], k, change, {}, sums);
+            saved(i);
+        }
+    });
+}
+
+// A state space of scalar decays.
+template <class T>
+void state_space(const T* xbc, int64_t stride, const T* dt, int64_t stride_dt, int64_t tokens, int64_t groups,
+                 const float* rate, const float* dt_bias, const float* skip, float dt_min, float dt_max,
+                 Recurrent<T> layer) {
+    int64_t N = layer.state_rows, P = layer.width, H = layer.heads;
+    struct Factors {
+        float decay[AHEAD], step[AHEAD];
+    };
+    auto factors = [&]() -> Factors& { return *scratch<Factors, struct SpaceFactors>(1); };
+    auto inputs = [&] { return scratch<float, struct Inputs>(2 * AHEAD * N); };
+    auto prepare = [&](int64_t h, int64_t first, int64_t count) {
+        float *b = inputs(), *c = b + AHEAD * N;
+        Factors& f = factors();
+        for (int64_t i = 0; i < count; i++) {
+            const T* row = xbc + (first + i) * stride + H * P + h / (H / groups) * N;
+            to_floats(row, N, b + i * N);
+            to_floats(row + groups * N, N, c + i * N);
+            f.step[i] = to_float(dt[(first + i) * stride_dt + h]);
+        }
+        over_vectors(count, [&](int64_t e, int n) {
+            vf step = softplus(take(f.step + e, n) + dt_bias[h]);
+            step = step < dt_min ? splat(dt_min) : step > dt_max ? splat(dt_max) : step;
+            give(f.step + e, step, n);
+            give(f.decay + e, exp(-rate[h] * step), n);
+        });
+    };
+    layer.run(tokens, prepare, [&]<int M>(Columns<M> columns, int64_t h, int64_t first, int64_t count, int64_t e,
+                                          const float* from, float* to, auto saved) {
+        const float *b = inputs(), *c = b + AHEAD * N;
+        const Factors& f = factors();
+        vf sums[2][M], change[M];
+        for (int64_t i = 0; i < count; i++, b += N, c += N, from = to) {
+            const T* x = xbc + (first + i) * stride + h * P + e;
+            for (int j = 0; j < M; j++) change[j] = columns.at(x, j) * f.step[i];
+            columns.template sweep<true, 1>(from, to, f.decay[i], b, change, {c, nullptr}, sums);
+            for (int j = 0; j < M; j++)
+                columns.put(layer.result(first + i, h) + e, j, fma(splat(skip[h]), columns.at(x, j), sums[0][j]));
+            saved(i);
+        }
+    });
+}
+
+// Vector i of ``to`` gets the i-th of W weights of each of LANES channels.
+template <class T>
+inline void turn_weights(const T* weight, int64_t W, int lanes, float* to, int64_t stride) {
+    if (W == 4 && lanes == LANES) {
+        static const vi even = lanes_from([](int lane) { return 2 * lane; });
+        static const vi odd = lanes_from([](int lane) { return 2 * lane + 1; });
+        vu x[4];
+        for (int i = 0; i < 4; i++) x[i] = (vu)load(weight + i * LANES);
+        vu evens[2] = {shuffle(x[0], x[1], even), shuffle(x[2], x[3], even)};
+        vu odds[2] = {shuffle(x[0], x[1], odd), shuffle(x[2], x[3], odd)};
+        store(to, (vf)shuffle(evens[0], evens[1], even));
+        store(to + stride, (vf)shuffle(odds[0], odds[1], even));
+        store(to + 2 * stride, (vf)shuffle(evens[0], evens[1], odd));
+        store(to + 3 * stride, (vf)shuffle(odds[0], odds[1], odd));
+        return;
+    }
+    for (int64_t i = 0; i < W; i++)
+        for (int lane = 0; lane < lanes; lane++) to[i * stride + lane] = to_float(weight[lane * W + i]);
+}
+
+// A depthwise causal convolution of W weights per channel, ``weight`` [C][W]. The states are [rows][W - 1][C].
+template <class T>
+void causal_conv(const T* x, int64_t stride, int64_t tokens, int64_t C, const T* weight, const T* bias, int64_t W,
+                 bool with_silu, T* states, int64_t stride_state, T* out, StateRows rows) {
+    auto convolve = [&](int64_t first, int64_t width) {  // some channels of all tokens
+        float* turned = scratch<float, struct ConvWeights>(W * width);
+        over_vectors(width, [&](int64_t e, int n) { turn_weights(weight + (first + e) * W, W, n, turned + e, width); });
+        const T** inputs = scratch<const T*, struct ConvInputs>(W);  // the last W, the oldest first
+        for (int64_t b = 0; b < rows.sequences; b++) {
+            const T* columns = states + rows.read[b] * stride_state;
+            for (int64_t begin = rows.offsets[b], t = begin; t < rows.offsets[b + 1]; t++) {
+                for (int64_t j = 0; j < W; j++) {
+                    int64_t from = t - begin + j - (W - 1);
+                    inputs[j] = first + (from < 0 ? columns + (t - begin + j) * C : x + (begin + from) * stride);
+                }
+                over_vectors(width, [&](int64_t e, int n) {
+                    vf total{};
+                    for (int64_t j = 0; j < W; j++)
+                        total = fma(take(turned + j * width + e, n), take(inputs[j] + e, n), total);
+                    if (bias) total += take(bias + first + e, n);
+                    give(out + t * C + first + e, with_silu ? silu(total) : total, n);
+                });
+                if (rows.save[t] < 0) continue;
+                T* saved = states + rows.save[t] * stride_state + first;  // may be where we read: the oldest goes first
+                for (int64_t j = 1; j < W; j++) std::memcpy(saved + (j - 1) * C, inputs[j], width * sizeof(T));
+            }
+        }
+    };
+    constexpr int64_t MOST = 1024;  // channels whose weights stay in L1
+    int64_t each = std::max<int64_t>(256, ALONE / std::max<int64_t>(1, tokens) / LANES * LANES);
+    parallel((C + each - 1) / each, [&](int64_t task) {
+        int64_t end = std::min(C, (task + 1) * each);
+        for (int64_t first = task * each; first < end; first += MOST) convolve(first, std::min(MOST, end - first));
+    });
+}
+
+// RMS norms of groups of neighboring values, and a gate before or after the norm. Value d has the weight d % W.
+template <class T>
+void gated_rms_norm(const T* x, int64_t stride, const T* gate, int64_t stride_gate, int64_t tokens, int64_t D,
+                    const T* weight, int64_t W, float eps, int64_t group, bool gate_first, T* out) {
+    int64_t groups = D / group, part = std::min(group, W);
+    over_rows(tokens * groups, group, [&](int64_t first, int64_t end) {
+        float* values = scratch<float, struct Gated>(group);
+        for (int64_t r = first; r < end; r++) {
+            int64_t t = r / groups, d = r % groups * group;
+            const T *from = x + t * stride + d, *open = gate + t * stride_gate + d;
+            over_vectors(group, [&](int64_t e, int n) {
+                vf v = take(from + e, n);
+                give(values + e, gate_first ? v * silu(take(open + e, n)) : v, n);
+            });
+            auto at = [&](int64_t e, int n) { return take(values + e, n); };
+            float scale = 1.0f / std::sqrt(dot(group, at, at) / float(group) + eps);
+            for (int64_t o = 0; o < group; o += part)
+                over_vectors(part, [&](int64_t e, int n) {
+                    vf v = take(values + o + e, n) * scale * take(weight + (d + o) % W + e, n);
+                    give(out + t * D + d + o + e, gate_first ? v : v * silu(take(open + o + e, n)), n);
+                });
+        }
+    });
+}
+
+}  // namespace infer
