@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import math
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -653,6 +654,89 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "sliding_window": 4096,
         "vocab_size": 256000,
     },
+    "LFM2-1.2B": {
+        "architectures": ["Lfm2ForCausalLM"],
+        "block_auto_adjust_ff_dim": True,
+        "block_dim": 2048,
+        "block_ff_dim": 12288,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_multiple_of": 256,
+        "conv_L_cache": 3,
+        "conv_bias": False,
+        "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+        "hidden_size": 2048,
+        "max_position_embeddings": 128000,
+        "model_type": "lfm2",
+        "norm_eps": 1e-05,
+        "num_attention_heads": 32,
+        "num_heads": 32,
+        "num_hidden_layers": 16,
+        "num_key_value_heads": 8,
+        "rope_theta": 1000000.0,
+        "torch_dtype": "bfloat16",
+        "use_pos_enc": True,
+        "vocab_size": 65536,
+    },
+    "Falcon-H1-0.5B": {
+        "architectures": ["FalconH1ForCausalLM"],
+        "attention_in_multiplier": 1.0,
+        "attention_out_multiplier": 0.9375,
+        "attn_layer_indices": None,
+        "embedding_multiplier": 5.656854249492381,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "hidden_size": 1024,
+        "intermediate_size": 2048,
+        "key_multiplier": 0.39062499999999994,
+        "lm_head_multiplier": 0.0390625,
+        "mamba_chunk_size": 128,
+        "mamba_conv_bias": True,
+        "mamba_d_conv": 4,
+        "mamba_d_head": 64,
+        "mamba_d_ssm": 1536,
+        "mamba_d_state": 128,
+        "mamba_expand": 2,
+        "mamba_n_groups": 1,
+        "mamba_n_heads": 24,
+        "mamba_norm_before_gate": False,
+        "mamba_proj_bias": False,
+        "mamba_rms_norm": False,
+        "mlp_multipliers": [0.8838834764831844, 0.5859375],
+        "model_type": "falcon_h1",
+        "num_attention_heads": 8,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "rope_theta": 100000000000.0,
+        "ssm_in_multiplier": 1.25,
+        "ssm_multipliers": [0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738],
+        "ssm_out_multiplier": 0.23570226039551587,
+        "tie_word_embeddings": False,
+        "vocab_size": 32784,
+    },
+    "Nemotron-3-Nano-4B": {
+        "architectures": ["NemotronHForCausalLM"],
+        "attention_head_dim": 128,
+        "conv_kernel": 4,
+        "head_dim": 128,
+        "hidden_size": 3136,
+        "hybrid_override_pattern": "M-M-M-MM-M-M*-M-M*-M-M-M*-M-M-MM*-MMM-M-M-",
+        "intermediate_size": 12544,
+        "mamba_head_dim": 80,
+        "mamba_hidden_act": "silu",
+        "mamba_num_heads": 96,
+        "max_position_embeddings": 262144,
+        "mlp_hidden_act": "relu2",
+        "model_type": "nemotron_h",
+        "n_groups": 8,
+        "num_attention_heads": 40,
+        "num_hidden_layers": 42,
+        "num_key_value_heads": 8,
+        "ssm_state_size": 128,
+        "time_step_limit": [0.0, math.inf],
+        "vocab_size": 131072,
+    },
 }
 """config.json as these checkpoints have it, in transformers 4's terms."""
 
@@ -669,14 +753,19 @@ def test_published_configs(name: str) -> None:
     size = theirs.hidden_size // theirs.num_attention_heads
     windows = {"sliding_attention": theirs.sliding_window} if getattr(theirs, "sliding_window", None) else {}
     kinds = getattr(theirs, "layer_types", None) or [FULL] * theirs.num_hidden_layers
-    assert [spec.window for spec in found.attention] == [windows.get(kind) for kind in kinds]
+    attending = [kind for kind in kinds if kind in (FULL, SLIDING, "hybrid")]
+    assert [spec.window for spec in found.attention] == [windows.get(kind) for kind in attending]
+    recurrent = sum(kind in ("linear_attention", "conv", "hybrid") for kind in kinds)
+    assert len(found.states if isinstance(found, StatefulModel) else ()) == recurrent
     assert {(s.num_heads, s.num_kv_heads, s.head_size) for s in found.attention} == {
         (theirs.num_attention_heads, theirs.num_key_value_heads, getattr(theirs, "head_dim", None) or size)
     }
     assert {s.soft_cap for s in found.attention} == {getattr(theirs, "attn_logit_softcapping", None)}
     with torch.device("meta"):
         empty = transformers.AutoModelForCausalLM.from_config(theirs)  # type: ignore[no-untyped-call]
-    assert dict(found.expected()) == {name: tuple(p.shape) for name, p in empty.named_parameters()}
+    own = "backbone" if config["model_type"] == "nemotron_h" else "model"
+    names = {name.replace("model.", f"{own}."): tuple(p.shape) for name, p in empty.named_parameters()}
+    assert dict(found.expected()) == names
 
 
 def test_attention_soft_cap_is_ignored_as_transformers_ignores_it(tmp_path: Path) -> None:
