@@ -50,12 +50,17 @@ class StateManager:
         save_T[ends_B - 1] = home_B
         self._row_S[slots_B] = home_B
         if self._each > 1:
-            for slot, start, length, end in zip(slots_B.tolist(), starts, lens, ends_B.tolist(), strict=True):
-                own = OTHERS + slot * self._each
-                home = int(self._home_S[slot])
-                rows = [row for row in range(own, own + self._each) if row != home][: int(length) - 1]
-                save_T[end - 1 - len(rows) : end - 1] = rows
-                self._recent[slot] = int(start) + int(length), [*rows, home]
+            counts = (np.asarray(x).tolist() for x in (starts, lens))
+            for slot, start, length, end, home in zip(
+                slots_B.tolist(), *counts, ends_B.tolist(), home_B.tolist(), strict=True
+            ):
+                rows = [home]
+                if length > 1:
+                    own = OTHERS + slot * self._each
+                    rows = [row for row in range(own, own + self._each) if row != home][: length - 1]
+                    save_T[end - 1 - len(rows) : end - 1] = rows
+                    rows.append(home)
+                self._recent[slot] = start + length, rows
         return read_B, save_T
 
     def least(self, slot: int) -> int:
