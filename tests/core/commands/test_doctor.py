@@ -87,8 +87,20 @@ CASES: dict[str, tuple[Write, dict[str, Any]]] = {
     ),
     "Q4_0": (gguf("Q4_0"), {}),
     "Q8_0, experts": (gguf("Q8_0", "mixtral"), {}),
+    "states": (plain("granite_hybrid"), {"engine": {"speculation": "ngram", "max_draft_tokens": 3}}),
+    "states, slotted": (plain("lfm2"), {"cache": {"backend": "slotted"}, "engine": {"max_batch_size": 3}}),
 }
-FAST = ("llama", "int8 weights and K/V", "windows", "experts", "compressed, asymmetric", "Q4_0", "slotted", "reference")
+FAST = (
+    "llama",
+    "int8 weights and K/V",
+    "windows",
+    "experts",
+    "compressed, asymmetric",
+    "Q4_0",
+    "slotted",
+    "reference",
+    "states",
+)
 
 
 def examined(path: Path | str, *, plugins: Plugins = PLUGINS, **sections: Any) -> tuple[Report, Any]:
@@ -117,7 +129,10 @@ def test_what_it_says_is_what_is_held_after_loading(case: str, tmp_path: Path, m
         assert weights["exact"]
         assert weights["bytes"] == held(loaded._runner._model)
         assert weights["peak_bytes"] > weights["bytes"]
-        assert cache["bytes"] == held([loaded._runner._pool.storage.k, loaded._runner._pool.storage.v])
+        pool = loaded._runner._pool
+        states = pool.state_storage.parts if pool.state_storage else []
+        assert cache["bytes"] == held([pool.storage.k, pool.storage.v, states])
+        assert cache["state_bytes"] == held(states)
         assert cache["positions"] == served.cache_tokens
         assert sequences["max_seq_len"] == served.max_seq_len
     finally:
