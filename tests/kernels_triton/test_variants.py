@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from infer.engine.exactness import EDGES, MOST_ROWS, ROWS
+from infer.engine.exactness import EDGES, MOST_ROWS
+from infer.engine.trial_rows import ROWS
 from infer_kernels_triton.configs import INTERPRETER, MANY, TABLE
 
 ROOT = Path(__file__).parents[2]

@@ -11,11 +11,10 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -24,11 +23,13 @@ from torch import Tensor
 
 from infer.contracts.attention import Rotary
 from infer.contracts.cache import CachePoolProtocol, KVCacheView
-from infer.contracts.kernels import Draws, KernelsProtocol
+from infer.contracts.kernels import KernelsProtocol
 from infer.contracts.model import ModelProtocol, Pass
 from infer.device import same_bits
 from infer.engine import meaning
 from infer.engine.graphs import DecodeGraphs
+from infer.engine.trial_draws import varying_draws
+from infer.engine.trial_rows import EVERY, HEAD_OPERATIONS, PER_VALUE, counted, random_like, row_counts
 
 log = logging.getLogger(__name__)
 
@@ -42,14 +43,6 @@ CHUNKS = (7, 1, 17)
 DECODES = (1, 1, 1, 3, 16)
 """How many sequences each decode of the whole model has. The first three are of one sequence, because a pass is
 recorded, then recorded again, and then compared with its replay."""
-ALWAYS = (1, 2, 5, 9, 16)
-"""Numbers of rows that every kernel and the output head are tried with, whatever it costs."""
-MANY = (77, 128, 200, 256, 512, 1024, 2048, 4096)
-ROWS = tuple(dict.fromkeys((*ALWAYS, *range(1, 18), 33, 64, *range(24, 64, 8), *range(18, 65), *MANY)))
-"""Numbers of rows that kernels are tried with, and compared with the same rows among the most, in the order in which
-they matter."""
-EVERY = 256
-"""As many sequences as run at a time are tried, too, one more each time up to this number."""
 SEQUENCES = (*range(1, 65), 96, 128, 200, EVERY)
 """Numbers of sequences that the attention of decodes is tried with."""
 LEAST_ROWS = 129
@@ -60,13 +53,6 @@ MOST_DRAWN = 1024
 """Tokens are not drawn from more rows at a time; the head is not tried with more."""
 MOST_ROWS = 8192
 """A larger pass is taken to be one of so many rows."""
-OPERATIONS = 3 << 31
-"""A bound on the operations of one kernel with the most rows, on a CPU, and on those with all fewer rows together,
-beyond what is always tried. So a product with a large weight is tried with fewer numbers of rows."""
-HEAD_OPERATIONS = 9 << 31
-"""The second bound for the output head, and for sampling."""
-PER_VALUE = 2048
-"""How many operations a value of a row counts as, where nothing is multiplied by a weight."""
 ROWWISE = {
     "linear": 1,
     "gated_linear": 1,
@@ -91,8 +77,6 @@ FAR = 8
 """How many positions are tried before each power of two beyond EDGES, and at the end of a sequence of full length."""
 FILL = 512
 """How many positions of made-up K/V are stored at a time."""
-SHIFT = 97
-"""How many values later in the same noise each random row begins."""
 
 
 @torch.inference_mode()
@@ -124,7 +108,7 @@ def self_check(
     attention = _Attention(*trial)
     parts: list[tuple[str, Callable[[], Iterable[str]]]] = [
         *((str(call), partial(_rows, call, kernels, largest, max_batch_size)) for call in observed.calls.values()),
-        ("sample", partial(_sampling, kernels, model.vocab_size, drawn, observed.logits)),
+        ("sample", partial(varying_draws, kernels, model.vocab_size, drawn, observed.logits)),
         *((f"attention of layer {a[0]}", partial(attention.faults, *a)) for a in observed.attends.values()),
     ]
     # This thread's CPU time counts, so that a busy machine does not make the check try less.
@@ -141,12 +125,12 @@ def self_check(
 
 def _beside_torch(model: ModelProtocol, kernels: KernelsProtocol, observed: Observed) -> Iterator[str]:
     """Compare each kernel once with torch."""
-    calls = ((call, tuple(_random_like(x, LENGTH) for x in call.rows)) for call in observed.calls.values())
+    calls = ((call, tuple(random_like(x, LENGTH) for x in call.rows)) for call in observed.calls.values())
     yield from meaning.wrong_calls(kernels, calls)
     for layer, q, k, rotary in observed.attends.values():
-        queries, keys = _random_like(q, len(q)), _random_like(k, len(k))
+        queries, keys = random_like(q, len(q)), random_like(k, len(k))
         yield from meaning.wrong_attention(kernels, layer, model.attention[layer], queries, keys, rotary)
-    yield from meaning.wrong_draws(kernels, _random_like(observed.logits[None], 4))
+    yield from meaning.wrong_draws(kernels, random_like(observed.logits[None], 4))
 
 
 @dataclass(frozen=True)
@@ -258,7 +242,7 @@ class _Whole(_Trial):
             view = self.pool.batched_chunked_prefill_view(slots, [0], [length])
             whole = self.model.forward(Pass(text, at, ObservingView(view, self.model, self.observed)))
         if varying := self._logits(whole):
-            yield f"{name}.logits varies at {_count(varying, 'row')}"
+            yield f"{name}.logits varies at {counted(varying, 'row')}"
         sizes = sorted(min(n, self.max_batch_size) for n in DECODES)[-(length - 1) :]
         first = length - len(sizes)
         lengths = [min(first, n) + len(sizes) for n in (*CHUNKS, *[0] * sizes[-1])][: sizes[-1]]
@@ -270,13 +254,13 @@ class _Whole(_Trial):
             rows = self.spans([0], [len(at)]).flip(0)
             if not same_bits(self.model.forward(Pass(text[at], at, view, rows)), whole[at[rows]]):
                 parts = " and ".join(map(str, chunk))
-                yield f"{name}.forward varies in a pass of {_count([len(at)], 'row')}, chunks of {parts}"
+                yield f"{name}.forward varies in a pass of {counted([len(at)], 'row')}, chunks of {parts}"
             ends[: len(chunk)] = chunk
             for size in (n for n in sizes if n <= len(slots)):
                 at = torch.tensor(ends[:size], device=self.device)
                 if not same_bits(self._decode(slots[:size], text[at], at)[:size], whole[at]):
                     suffix = "" if self.graphs is None else ", recorded or replayed"
-                    yield f"{name}.forward varies in a decode of {_count([size], 'sequence')}{suffix}"
+                    yield f"{name}.forward varies in a decode of {counted([size], 'sequence')}{suffix}"
                 ends[:size] = [end + 1 for end in ends[:size]]
 
     def _logits(self, hidden: Tensor) -> list[int]:
@@ -284,7 +268,7 @@ class _Whole(_Trial):
         vocab, batch = self.model.vocab_size, self.max_batch_size
         largest = max(MANY_HEAD_ROWS, min(batch * (1 + self.max_drafts), MOST_DRAWN))
         cost = 2 * hidden.shape[1] * vocab
-        most, *sizes = _row_counts(cost, LEAST_HEAD_ROWS, largest, batch, self.device, HEAD_OPERATIONS)
+        most, *sizes = row_counts(cost, LEAST_HEAD_ROWS, largest, batch, self.device, HEAD_OPERATIONS)
         hidden = hidden[self.spans([0], [most]) % len(hidden)]
         logits = self.model.logits(hidden)
         self.observed.logits = logits[0].clone()
@@ -301,22 +285,6 @@ class _Whole(_Trial):
         return self.graphs.run(rows, view, (tokens[padding].tolist(), at[padding].tolist(), slots))
 
 
-def _row_counts(
-    cost: int, least: int, largest: int, max_batch_size: int, device: torch.device, operations: int = OPERATIONS
-) -> list[int]:
-    """The numbers of rows to try a kernel with, the most of them first, which is between ``least`` and ``largest``. On
-    a CPU, as far as OPERATIONS and ``operations`` go; a row takes ``cost``. Off a CPU, where rows are cheap, all of
-    them."""
-    bound, left = (OPERATIONS, operations) if device.type == "cpu" else (sys.maxsize, sys.maxsize)
-    most = max(least, min(largest, bound // cost))
-    counts = [most]
-    for n in (*ROWS, *range(65, min(max_batch_size, EVERY) + 1)):
-        if n < most and n not in counts and (n in ALWAYS or n * cost <= left):
-            counts.append(n)
-            left -= n * cost
-    return counts
-
-
 def _rows(call: Call, kernels: KernelsProtocol, largest: int, max_batch_size: int) -> Iterator[str]:
     """Compare a kernel's results for some rows with those of the same rows among many."""
     inner, outer = (math.prod(x.shape[1:]) for x in (call.rows[0], call.results[0]))
@@ -325,8 +293,8 @@ def _rows(call: Call, kernels: KernelsProtocol, largest: int, max_batch_size: in
         cost = 2 * inner * outer * times
     else:
         cost = PER_VALUE * (inner + outer)
-    most, *counts = _row_counts(cost, LEAST_ROWS, largest, max_batch_size, call.results[0].device)
-    inputs = [_random_like(x, most) for x in call.rows]
+    most, *counts = row_counts(cost, LEAST_ROWS, largest, max_batch_size, call.results[0].device)
+    inputs = [random_like(x, most) for x in call.rows]
 
     def run(begin: int, end: int) -> tuple[Tensor, ...]:
         return _tensors(getattr(kernels, call.name)(*(x[begin:end] for x in inputs), *call.rest))
@@ -338,7 +306,7 @@ def _rows(call: Call, kernels: KernelsProtocol, largest: int, max_batch_size: in
         if not all(same_bits(a, b[i : i + n]) for i in begins for a, b in zip(run(i, i + n), whole, strict=True)):
             varying.append(n)
     if varying:
-        yield f"{type(kernels).__name__}.{call} varies at {_count(varying, 'row')}"
+        yield f"{type(kernels).__name__}.{call} varies at {counted(varying, 'row')}"
 
 
 class _Attention(_Trial):
@@ -362,7 +330,7 @@ class _Attention(_Trial):
         wrong: dict[str, list[int]] = {}
         if length < 1:
             return wrong
-        q, k, v = (_random_like(x, length) for x in (q, k, k.flip(0)))
+        q, k, v = (random_like(x, length) for x in (q, k, k.flip(0)))
         if rotary is not None and len(rotary.cos) > 1:
             angles = torch.arange(length)[:, None] * torch.logspace(0, -4, rotary.cos.shape[1])
             rotary = rotary._replace(cos=angles.cos().to(rotary.cos), sin=angles.sin().to(rotary.sin))
@@ -406,7 +374,7 @@ class _Attention(_Trial):
                 picked, begins = [slots[i] for i in chosen], [ends[i] for i in chosen]
                 view = self._view(picked, begins, chunk, decode=what == "a decode")
                 at = self.spans(begins, chunk)
-                compare(f"{what} of {_count([len(chosen)], 'sequence')}", attend(view, at), whole[at], at)
+                compare(f"{what} of {counted([len(chosen)], 'sequence')}", attend(view, at), whole[at], at)
                 for i, n in zip(chosen, chunk, strict=True):
                     ends[i] += n
         self._far(layer, q, k, v, length, attend, compare)
@@ -450,7 +418,7 @@ class _Attention(_Trial):
                     begins, lens = [at, *map(self.pool.length, others)], [number, *[1] * len(others)]
                     picked, positions = [slots[0], *others], self.spans(begins, lens)
                     view = self._view(picked, begins, lens, decode=decode)
-                    what = f"{what} of {_count([len(picked)], 'sequence')}"
+                    what = f"{what} of {counted([len(picked)], 'sequence')}"
                     expected = wholes[turn][at - begin : at - begin + number]
                     compare(what, attend(view, positions)[:number], expected, positions[:number])
                     at += number
@@ -487,91 +455,6 @@ class _Attention(_Trial):
             at = end
 
 
-@dataclass(frozen=True)
-class DrawCase:
-    """How to draw one token, and from which row of logits."""
-
-    row: int
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    uniform: float = 0.0
-
-
-MASKED = 4
-"""The row in which most tokens are forbidden, as a grammar does."""
-KINDS = (DrawCase(0), DrawCase(1, top_k=50, top_p=0.9), DrawCase(2, min_p=0.05), DrawCase(MASKED))
-GREEDY = DrawCase(3, temperature=0.0)
-
-
-def _sampling(kernels: KernelsProtocol, vocab_size: int, most: int, example_V: Tensor) -> Iterator[str]:
-    """Compare tokens drawn alone with those drawn in a batch of up to ``most``, for logits like ``example_V``. The
-    random numbers lie on both sides of the edge between two tokens, so that a sum that differs in its last bit draws
-    the other token."""
-    noise_V = torch.randn(vocab_size, generator=torch.Generator().manual_seed(0)).to(example_V)
-    logits_KV = torch.stack([noise_V.roll(kind) for kind in range(1 + len(KINDS))])
-    logits_KV[MASKED, noise_V < 0] = -math.inf
-
-    def sample(draws: Sequence[DrawCase]) -> list[int]:
-        def column(name: str, dtype: torch.dtype) -> Tensor:
-            return torch.tensor([getattr(draw, name) for draw in draws], dtype=dtype, device=example_V.device)
-
-        logits_NV = logits_KV[[draw.row for draw in draws]]
-        tokens: list[int] = kernels.sample(
-            logits_NV,
-            Draws(
-                temperature_N=column("temperature", torch.float32),
-                top_k_N=column("top_k", torch.int64),
-                top_p_N=column("top_p", torch.float32),
-                min_p_N=column("min_p", torch.float32),
-                uniform_N=column("uniform", torch.float64),
-                greedy=all(draw.temperature == 0 for draw in draws),
-                ranked=any(draw.top_k > 0 or draw.top_p < 1 for draw in draws),
-            ),
-        ).tolist()
-        return tokens
-
-    def varies(chosen: Sequence[tuple[DrawCase, int]]) -> bool:
-        return sample([draw for draw, _ in chosen]) != [token for _, token in chosen]
-
-    edges = [(0.0, 0.5) for _ in KINDS]
-    last = sample([replace(kind, uniform=0.5) for kind in KINDS])
-    while any(low < (low + high) / 2 < high for low, high in edges):
-        middles = [(low + high) / 2 for low, high in edges]
-        tokens = sample([replace(kind, uniform=u) for kind, u in zip(KINDS, middles, strict=True)])
-        edges = [
-            (u, high) if token < end else (low, u)
-            for (low, high), u, token, end in zip(edges, middles, tokens, last, strict=True)
-        ]
-    draws = [GREEDY, *(replace(kind, uniform=u) for kind, edge in zip(KINDS, edges, strict=True) for u in edge)]
-    alone = [(draw, sample([draw])[0]) for draw in draws]
-    masked = [case for case in alone if case[0].row == MASKED]
-    others = [case for case in alone if case[0].row != MASKED]
-    cost = PER_VALUE // 2 * vocab_size
-    counts = _row_counts(cost, 0, most, most, example_V.device, HEAD_OPERATIONS)
-    varying = [n for n in sorted(counts) if n > 1 and varies([others[(n + i) % len(others)] for i in range(n)])]
-    if varying:
-        yield f"{type(kernels).__name__}.sample varies at {_count(varying, 'row')}"
-    few = min(most, len(others) + 1)
-    if few > 1 and any(varies([case, *others][:few]) for case in masked):
-        yield f"{type(kernels).__name__}.sample varies at {_count([few], 'row')}, one of them masked"
-
-
-def _random_like(x: Tensor, rows: int) -> Tensor:
-    """Random rows of the shape, type and scale of those of ``x``; rows of ``x`` in random order if it has integers."""
-    generator = torch.Generator().manual_seed(x.dim())
-    shape = (rows, *x.shape[1:])
-    if not x.dtype.is_floating_point:
-        return x[torch.randint(len(x), (rows,), generator=generator).to(x.device)]
-    # Each row begins a little later in the same noise: drawing new noise for every row would take as long as the
-    # kernels.
-    width = math.prod(shape[1:])
-    noise = torch.randn(width + SHIFT * rows, generator=generator) * float(x.float().std())
-    # Contiguous, as models have it: some libraries' narrow products depend on how rows are aligned.
-    return noise.to(x).unfold(0, width, SHIFT)[:rows].contiguous().view(shape)
-
-
 def _groups_within(lens: Sequence[int], most: int) -> list[list[int]]:
     """Split sequences, by index, into groups of neighbors with at most ``most`` tokens, so that no pass takes more
     memory than one of that length."""
@@ -599,7 +482,3 @@ def _replaced(kernels: KernelsProtocol, **methods: Any) -> Iterator[None]:
 
 def _tensors(out: Any) -> tuple[Tensor, ...]:
     return out if isinstance(out, tuple) else (out,)
-
-
-def _count(numbers: Sequence[int], thing: str) -> str:
-    return f"{', '.join(map(str, numbers))} {thing}{'' if list(numbers) == [1] else 's'}"
