@@ -565,7 +565,8 @@ class Pass:
         ends = np.cumsum(lens).tolist()
         free = list(range(2, sum(lens) + len(lens) + 4))  # nobody saves rows 0 and 1
         draw.shuffle(free)
-        read, save = [], {}
+        read: list[int] = []
+        save: dict[int, int] = {}
         for begin, end in zip([0, *ends[:-1]], ends, strict=True):
             save |= {t: free.pop() for t in range(begin, end - 1) if draw.random() < 0.2}
             read.append(free.pop() if draw.random() < 0.5 else draw.randrange(2))

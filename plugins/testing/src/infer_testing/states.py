@@ -89,7 +89,8 @@ class Delta:
         return Delta(replace(self.rule, rate_H=rate_H, dt_bias_H=dt_bias_H))
 
     def run(self, kernels: KernelsProtocol, inputs: Sequence[Tensor], states: Tensor, rows: StateRows) -> Tensor:
-        return kernels.gated_delta_rule(*inputs, self.rule, states, rows)
+        qkv_TC, a_TH, b_TH = inputs
+        return kernels.gated_delta_rule(qkv_TC, a_TH, b_TH, self.rule, states, rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +115,8 @@ class Space:
         return Space(replace(self.space, rate_H=rate_H, dt_bias_H=dt_bias_H, skip_H=skip_H))
 
     def run(self, kernels: KernelsProtocol, inputs: Sequence[Tensor], states: Tensor, rows: StateRows) -> Tensor:
-        return kernels.state_space(*inputs, self.space, states, rows)
+        xbc_TC, dt_TH = inputs
+        return kernels.state_space(xbc_TC, dt_TH, self.space, states, rows)
 
 
 def conv(channels: int, width: int, bias: bool = False, silu: bool = True, seed: int = 0) -> Conv:
