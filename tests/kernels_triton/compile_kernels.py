@@ -32,6 +32,7 @@ from infer.contracts.kernels import Draws, Expert, Routing
 from infer.weight import GroupedWeight
 from infer_kernels_triton import provider
 from infer_kernels_triton.configs import TABLE
+from infer_testing.recurrent import Layer, conv, delta, space, state_rows
 
 KIB = 1024
 SHARED_MEMORY = {80: 99 * KIB, 90: 227 * KIB, 100: 227 * KIB}
@@ -68,6 +69,20 @@ MODELS = {
     "gpt-oss-20b": Shape(2880, 64, 8, 64, 128, sinks=True),
     "Granite-3.1-1B-A400M": Shape(1024, 16, 8, 64, experts=32),
 }
+
+
+RECURRENT: tuple[Layer, ...] = (
+    conv(6144, 4),
+    conv(1024, 3, silu=False),
+    conv(3328, 4, bias=True),
+    delta(16, 16, 128, 128),
+    delta(16, 48, 128, 128),
+    space(48, 64, 1, 128),
+    space(24, 64, 1, 256),
+)
+"""The recurrent layers of Qwen3.5, LFM2, Granite 4 and Falcon-H1."""
+GATED = ((2048, 128, 128), (3072, 3072, 3072), (8192, 1024, 8192))
+"""Sizes of rows, of groups and of weights of their norms."""
 
 
 @dataclass(frozen=True)
@@ -159,6 +174,7 @@ def launches(arch: int, dtype: torch.dtype, models: tuple[str, ...], forms: bool
         for name in models:
             for lens in ((1,), (1,) * 256, (1, 1, 500)):
                 _layer(kernels, MODELS[name], lens, dtype)
+        _recurrent(kernels, dtype)
         fp32, int64, fp64 = (_empty(4, dtype=d) for d in (torch.float32, torch.int64, torch.float64))
         kernels.sample(_empty(4, 151936, dtype=dtype), Draws(fp32, int64, fp32, fp32, fp64, False, True))
         for form, n, k in _grouped(arch, dtype, models, forms):
@@ -222,6 +238,19 @@ def _layer(kernels: provider.TritonKernels, shape: Shape, lens: tuple[int, ...],
         packed = kernels.pack_experts([expert] * shape.experts, shape.experts)
         experts, shares = kernels.route(_empty(T, shape.experts, dtype=dtype), Routing(8))
         kernels.gated_experts(x, experts, shares, packed, "clamped_swiglu")
+
+
+def _recurrent(kernels: provider.TritonKernels, dtype: torch.dtype) -> None:
+    meta = torch.device("meta")
+    for layer in RECURRENT:
+        product = _empty(3, sum(layer.widths) + 64, dtype=dtype)[:, : sum(layer.widths)]
+        inputs = torch.split_with_sizes(product, layer.widths, 1)
+        states = _empty(8, *layer.shape, dtype=layer.state_dtype(dtype))
+        layer.to(meta, dtype).run(kernels, inputs, states, state_rows([1, 2], [0, 1], {}, meta))
+    for size, group, width in GATED:
+        for gate_first in (False, True):
+            x, weight = _empty(3, size, dtype=dtype), _empty(width, dtype=dtype)
+            kernels.gated_rms_norm(x, x, weight, 1e-6, group, gate_first)
 
 
 def compile_one(

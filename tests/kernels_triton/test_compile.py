@@ -46,7 +46,19 @@ def test_every_kernel_compiles_and_fits(narrow: list[str]) -> None:
     decodes add their weights up in the order in which prefills do; and decoded weights reach the matrix unit in
     registers."""
     said = compiled(*narrow)
-    kernels = ["extend", "merge", "linear", "norm", "rope_store", "gated", "sample"]
+    kernels = [
+        "extend",
+        "merge",
+        "linear",
+        "norm",
+        "rope_store",
+        "gated",
+        "sample",
+        "conv",
+        "delta",
+        "space",
+        "gated_norm",
+    ]
     if "fp32" not in narrow:
         kernels += ["grouped", "rows"]
     if "--model" not in narrow:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from infer.contracts.attention import KV, AttentionSpec, HeadNorms, Ragged, Rotary
 from infer.contracts.kernels import Activation, Draws, Expert, Routing
+from infer.contracts.states import DeltaRule, StateRows, StateSpace
 from infer.errors import SettingsError
 from infer.kernels.reference import ReferenceKernels
 from infer.weight import GroupedWeight, Weight
@@ -307,6 +308,172 @@ class SharedTopK(ReferenceKernels):
         return super().sample(logits_NV, replace(draws, top_k_N=draws.top_k_N.amax().expand_as(draws.top_k_N)))
 
 
+@planted("a convolution has no bias", "causal_conv", "causal_conv with a state .* in token")
+class NoConvBias(ReferenceKernels):
+    def causal_conv(
+        self,
+        x_TC: Tensor,
+        weight_CW: Tensor,
+        bias_C: Tensor | None,
+        silu: bool,
+        columns_RWC: Tensor,
+        rows: StateRows,
+    ) -> Tensor:
+        return super().causal_conv(x_TC, weight_CW, None, silu, columns_RWC, rows)
+
+
+@planted("a convolution keeps the newest input first", "causal_conv", "the state that causal_conv saves after token")
+class NewestFirst(ReferenceKernels):
+    def causal_conv(
+        self,
+        x_TC: Tensor,
+        weight_CW: Tensor,
+        bias_C: Tensor | None,
+        silu: bool,
+        columns_RWC: Tensor,
+        rows: StateRows,
+    ) -> Tensor:
+        out = super().causal_conv(x_TC, weight_CW, bias_C, silu, columns_RWC, rows)
+        saved = rows.save_T[rows.save_T >= 0]
+        columns_RWC[saved] = columns_RWC[saved].flip(1)
+        return out
+
+
+def delta_rule(
+    change: Callable[[Tensor, Tensor, Tensor, DeltaRule, Tensor, StateRows], tuple[Any, ...]],
+) -> type[ReferenceKernels]:
+    """Kernels whose gated delta rule gets other arguments."""
+
+    class Changed(ReferenceKernels):
+        def gated_delta_rule(
+            self, qkv_TC: Tensor, a_TH: Tensor, b_TH: Tensor, rule: DeltaRule, state_RHKV: Tensor, rows: StateRows
+        ) -> Tensor:
+            return super().gated_delta_rule(*change(qkv_TC, a_TH, b_TH, rule, state_RHKV, rows))
+
+    return Changed
+
+
+def last_saves(rows: StateRows) -> StateRows:
+    """Only the last tokens of sequences save their states."""
+    save_T = torch.full_like(rows.save_T, -1)
+    last = (rows.offsets_B1[1:] - 1)[rows.offsets_B1.diff() > 0].long()
+    save_T[last] = rows.save_T[last]
+    return rows._replace(save_T=save_T)
+
+
+DELTA = "gated_delta_rule"
+planted("dt_bias is forgotten", DELTA, "gated_delta_rule with a state .* in token")(
+    delta_rule(lambda x, a, b, rule, s, rows: (x, a, b, replace(rule, dt_bias_H=0 * rule.dt_bias_H), s, rows))
+)
+planted("beta is the decay's input", DELTA, "gated_delta_rule with a state .* in token")(
+    delta_rule(lambda x, a, b, rule, s, rows: (x, b, a, rule, s, rows))
+)
+planted("nothing is saved in the middle", DELTA, r"saves after token \d+, in the middle of a sequence")(
+    delta_rule(lambda x, a, b, rule, s, rows: (x, a, b, rule, s, last_saves(rows)))
+)
+planted("all sequences begin with the first one's state", DELTA, "gated_delta_rule with a state .* in token")(
+    delta_rule(
+        lambda x, a, b, rule, s, rows: (
+            *(x, a, b, rule, s),
+            rows._replace(read_B=rows.read_B[:1].expand_as(rows.read_B)),
+        )
+    )
+)
+
+
+@planted("the states that are read are cleared", DELTA, r"changes the state in row \d+, which no token saves")
+class ClearsStates(ReferenceKernels):
+    def gated_delta_rule(
+        self, qkv_TC: Tensor, a_TH: Tensor, b_TH: Tensor, rule: DeltaRule, state_RHKV: Tensor, rows: StateRows
+    ) -> Tensor:
+        out = super().gated_delta_rule(qkv_TC, a_TH, b_TH, rule, state_RHKV, rows)
+        for row in rows.read_B[~torch.isin(rows.read_B, rows.save_T)]:
+            state_RHKV[row] = 0
+        return out
+
+
+def chunked(length: int, sequences: int) -> type[ReferenceKernels]:
+    """Kernels that compute otherwise with more tokens, or more sequences, at a time."""
+
+    class Chunked(ReferenceKernels):
+        def _rounded(self, out: Tensor, rows: StateRows) -> Tensor:
+            otherwise = int(rows.offsets_B1.diff().max()) > length or len(rows.read_B) > sequences
+            return out * (1 + 2**-7 * otherwise)
+
+        def gated_delta_rule(
+            self, qkv_TC: Tensor, a_TH: Tensor, b_TH: Tensor, rule: DeltaRule, state_RHKV: Tensor, rows: StateRows
+        ) -> Tensor:
+            return self._rounded(super().gated_delta_rule(qkv_TC, a_TH, b_TH, rule, state_RHKV, rows), rows)
+
+        def state_space(
+            self, xbc_TC: Tensor, dt_TH: Tensor, space: StateSpace, state_RHNP: Tensor, rows: StateRows
+        ) -> Tensor:
+            return self._rounded(super().state_space(xbc_TC, dt_TH, space, state_RHNP, rows), rows)
+
+    return Chunked
+
+
+planted("long chunks are computed otherwise", "states_are_exact", r"other bits in a chunk \[\d+, \d+\)")(
+    chunked(30, 1000)
+)
+planted("many sequences are computed otherwise", "states_are_exact", r"other bits in a chunk .* beside [29]")(
+    chunked(1000, 2)
+)
+
+
+@planted("a state loses bits between chunks", "states_are_exact", "other bits")
+class RoundedStates(ReferenceKernels):
+    def gated_delta_rule(
+        self, qkv_TC: Tensor, a_TH: Tensor, b_TH: Tensor, rule: DeltaRule, state_RHKV: Tensor, rows: StateRows
+    ) -> Tensor:
+        out = super().gated_delta_rule(qkv_TC, a_TH, b_TH, rule, state_RHKV, rows)
+        last = rows.save_T[(rows.offsets_B1[1:] - 1)[rows.offsets_B1.diff() > 0].long()]
+        state_RHKV[last] = state_RHKV[last].bfloat16().float()
+        return out
+
+
+@planted("one NaN is everybody's", "states_of_nan", "reaches another sequence's results of")
+class SharedNaN(ReferenceKernels):
+    def gated_delta_rule(
+        self, qkv_TC: Tensor, a_TH: Tensor, b_TH: Tensor, rule: DeltaRule, state_RHKV: Tensor, rows: StateRows
+    ) -> Tensor:
+        out = super().gated_delta_rule(qkv_TC, a_TH, b_TH, rule, state_RHKV, rows)
+        return out + 0 * out.sum()
+
+    def state_space(
+        self, xbc_TC: Tensor, dt_TH: Tensor, space: StateSpace, state_RHNP: Tensor, rows: StateRows
+    ) -> Tensor:
+        out = super().state_space(xbc_TC, dt_TH, space, state_RHNP, rows)
+        return out + 0 * out.sum()
+
+
+@planted("steps are not clamped", "state_space", "state_space with a state .* in token")
+class FreeSteps(ReferenceKernels):
+    def state_space(
+        self, xbc_TC: Tensor, dt_TH: Tensor, space: StateSpace, state_RHNP: Tensor, rows: StateRows
+    ) -> Tensor:
+        return super().state_space(xbc_TC, dt_TH, replace(space, dt_min=0.0), state_RHNP, rows)
+
+
+@planted("the gate comes after the norm, always", "gated_rms_norm", "the gate first, is")
+class GateLast(ReferenceKernels):
+    def gated_rms_norm(
+        self, x_TD: Tensor, gate_TD: Tensor, weight_W: Tensor, eps: float, group: int, gate_first: bool
+    ) -> Tensor:
+        return super().gated_rms_norm(x_TD, gate_TD, weight_W, eps, group, False)
+
+
+@planted(
+    "gated norms are rounded otherwise from 64 rows on", "rows_of_elementwise", "gated_rms_norm gives a row other bits"
+)
+class TiledGatedNorm(ReferenceKernels):
+    def gated_rms_norm(
+        self, x_TD: Tensor, gate_TD: Tensor, weight_W: Tensor, eps: float, group: int, gate_first: bool
+    ) -> Tensor:
+        out = super().gated_rms_norm(x_TD, gate_TD, weight_W, eps, group, gate_first)
+        return out * 1.01 if len(x_TD) >= 64 else out
+
+
 class Recorded(ReferenceKernels):
     """With a recorder whose replays run again; ``replaying`` is true meanwhile."""
 
@@ -343,6 +510,21 @@ class FixedTokens(Recorded):
             self.first = token_ids_T.clone()
         assert self.first is not None
         return super().embedding(self.first, packed)
+
+
+@planted(
+    "a recording keeps the rows that it was made with", "recorded", "a replay of gated_delta_rule gives other bits"
+)
+class FixedRows(Recorded):
+    first: StateRows | None = None
+
+    def gated_delta_rule(
+        self, qkv_TC: Tensor, a_TH: Tensor, b_TH: Tensor, rule: DeltaRule, state_RHKV: Tensor, rows: StateRows
+    ) -> Tensor:
+        if not self.replaying:
+            self.first = StateRows(*(x.clone() for x in rows))
+        assert self.first is not None
+        return super().gated_delta_rule(qkv_TC, a_TH, b_TH, rule, state_RHKV, self.first)
 
 
 @planted("a replay does not store K/V", "recorded", "a replay of store_kv gives other bits")

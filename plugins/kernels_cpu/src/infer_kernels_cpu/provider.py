@@ -386,7 +386,7 @@ class CpuKernels(ReferenceKernels):
     ) -> Tensor:
         (T, C), W = x_TC.shape, weight_CW.shape[1]
         x_TC, weight_CW = _lines(x_TC), weight_CW.contiguous()
-        kind = _one_kind(x_TC, weight_CW, columns_RWC, *([] if bias_C is None else [bias_C]))
+        kind = _one_kind(x_TC, weight_CW, *([] if bias_C is None else [bias_C]))
         assert weight_CW.shape[0] == C
         out_TC = self._empty(T, C, dtype=x_TC.dtype)
         self.native.infer_causal_conv(
@@ -399,7 +399,7 @@ class CpuKernels(ReferenceKernels):
             None if bias_C is None else bias_C.data_ptr(),
             W,
             silu,
-            *_states(columns_RWC, W - 1, C),
+            *_states(columns_RWC, x_TC.dtype, W - 1, C),
             *_rows(rows, T),
             out_TC.data_ptr(),
         )
@@ -428,7 +428,7 @@ class CpuKernels(ReferenceKernels):
             V,
             rule.rate_H.data_ptr(),
             rule.dt_bias_H.data_ptr(),
-            *_states(state_RHKV, H, K, V),
+            *_states(state_RHKV, torch.float32, H, K, V),
             *_rows(rows, T),
             out_THV.data_ptr(),
         )
@@ -458,7 +458,7 @@ class CpuKernels(ReferenceKernels):
             space.skip_H.data_ptr(),
             space.dt_min,
             space.dt_max,
-            *_states(state_RHNP, H, N, P),
+            *_states(state_RHNP, torch.float32, H, N, P),
             *_rows(rows, T),
             out_THP.data_ptr(),
         )
@@ -550,9 +550,9 @@ def _one_kind(x: Tensor, *others: Tensor) -> int:
     return KINDS[x.dtype]
 
 
-def _states(state: Tensor, *shape: int) -> tuple[int, int]:
+def _states(state: Tensor, dtype: torch.dtype, *shape: int) -> tuple[int, int]:
     """The address and the row's stride of states [R, *shape]."""
-    assert state.shape[1:] == shape
+    assert (state.dtype, state.shape[1:]) == (dtype, shape)
     assert state.is_contiguous() or state[0].is_contiguous()
     return state.data_ptr(), state.stride(0)
 

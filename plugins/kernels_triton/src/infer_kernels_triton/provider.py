@@ -12,10 +12,11 @@ from torch import Tensor
 
 from infer.contracts.attention import KV, AttentionSpec, QuantizedKV, Ragged, Rotary
 from infer.contracts.kernels import Activation, Draws, Expert, RecorderProtocol, Routing
+from infer.contracts.states import DeltaRule, StateRows, StateSpace
 from infer.device import CudaRecorder
 from infer.kernels.reference import SMALLEST_SUM, ReferenceKernels
 from infer.weight import GroupedWeight, Weight
-from infer_kernels_triton import assembler, attention, elementwise, grouped, matmul, sampling
+from infer_kernels_triton import assembler, attention, elementwise, grouped, matmul, sampling, states
 from infer_kernels_triton import experts as mixture
 from infer_kernels_triton.configs import Config, configs
 
@@ -116,6 +117,32 @@ class TritonKernels(ReferenceKernels):
             "attention", q_THE.dtype, isinstance(k_cache, QuantizedKV), k_cache.shape[1], spec, spec.sinks_H is None
         )
         return attention.extend_attention(q_THE, k_cache, v_cache, ragged, spec, tiles, self._programs, first)
+
+    def causal_conv(
+        self,
+        x_TC: Tensor,
+        weight_CW: Tensor,
+        bias_C: Tensor | None,
+        silu: bool,
+        columns_RWC: Tensor,
+        rows: StateRows,
+    ) -> Tensor:
+        return states.causal_conv(x_TC, weight_CW, bias_C, silu, columns_RWC, rows)
+
+    def gated_delta_rule(
+        self, qkv_TC: Tensor, a_TH: Tensor, b_TH: Tensor, rule: DeltaRule, state_RHKV: Tensor, rows: StateRows
+    ) -> Tensor:
+        return states.gated_delta_rule(qkv_TC, a_TH, b_TH, rule, state_RHKV, rows)
+
+    def state_space(
+        self, xbc_TC: Tensor, dt_TH: Tensor, space: StateSpace, state_RHNP: Tensor, rows: StateRows
+    ) -> Tensor:
+        return states.state_space(xbc_TC, dt_TH, space, state_RHNP, rows)
+
+    def gated_rms_norm(
+        self, x_TD: Tensor, gate_TD: Tensor, weight_W: Tensor, eps: float, group: int, gate_first: bool
+    ) -> Tensor:
+        return states.gated_rms_norm(x_TD, gate_TD, weight_W, eps, group, gate_first)
 
     def sample(self, logits_NV: Tensor, draws: Draws) -> Tensor:
         return sampling.sample(logits_NV, draws, self._first("sample", logits_NV.shape[1]))

@@ -15,6 +15,7 @@ from infer.cache import KVStorage
 from infer.contracts.attention import HeadNorms, KVDtype, QuantizedKV, Rotary
 from infer.contracts.cache import CacheContext
 from infer.contracts.kernels import Activation, Draws, Expert, KernelsProtocol, Routing
+from infer.contracts.states import StateRows
 from infer.device import FixedTensor, same_bits
 from infer.errors import SettingsError
 from infer.kernels.quantize import quantize_weight
@@ -22,6 +23,7 @@ from infer.kernels.reference import ReferenceKernels
 from infer.weight import GroupedWeight, Weight, form_of
 from infer_testing.attention import Scene, attention_spec
 from infer_testing.numbers import compare, differing, equal_bits, nbytes_of, random_tensor, unchanged
+from infer_testing.recurrent import Layer, conv, delta, random_layer, sliced, space, state_rows
 from infer_testing.suite import Skipped, Suite, Violation
 
 SHAPES = ((1, 1), (1, 16), (3, 17), (7, 64), (2, 257), (5, 1024), (130, 48))
@@ -536,6 +538,162 @@ def attention_is_exact(p: Provider, draw: random.Random) -> None:
         )
 
 
+# States
+
+RECURRENT = ("causal_conv", "gated_delta_rule", "state_space")
+"""The kernels that keep a state of each sequence."""
+GROUPS = ((16, 16, 16), (64, 16, 16), (96, 48, 96), (60, 20, 10), (45, 15, 45), (256, 128, 128))
+"""Sizes of rows, of the groups that are normalized, and of weights."""
+
+
+@dataclass
+class Pass:
+    """Sequences of one pass, their tokens and the rows of their states."""
+
+    layer: Layer
+    inputs: list[Tensor]
+    states: Tensor
+    rows: StateRows
+    ends: list[int]
+
+    @classmethod
+    def make(cls, p: Provider, layer: Layer, dtype: torch.dtype, draw: random.Random) -> Pass:
+        """Some sequences leave their states where they find them, some have checkpoints on the way, and some begin
+        with the same one."""
+        lens = [draw.choice([1, 1, 2, 5, 17, 40]) for _ in range(draw.randint(1, 5))]
+        lens.insert(draw.randint(0, len(lens)), 0)
+        ends = np.cumsum(lens).tolist()
+        free = list(range(2, sum(lens) + len(lens) + 4))  # nobody saves rows 0 and 1
+        draw.shuffle(free)
+        read: list[int] = []
+        save: dict[int, int] = {}
+        for begin, end in zip([0, *ends[:-1]], ends, strict=True):
+            save |= {t: free.pop() for t in range(begin, end - 1) if draw.random() < 0.2}
+            read.append(free.pop() if draw.random() < 0.5 else draw.randrange(2))
+            if end > begin:
+                save[end - 1] = read[-1] if read[-1] > 1 else free.pop()
+        inputs = [p.tensor(sum(lens), n, dtype=dtype, draw=draw) for n in layer.widths]
+        states = p.tensor(sum(lens) + len(lens) + 4, *layer.shape, dtype=layer.state_dtype(dtype), draw=draw)
+        layer = layer.to(p.device, dtype)
+        return cls(layer, sliced(inputs), states, state_rows(lens, read, save, p.device), ends)
+
+    def check(self, p: Provider, dtype: torch.dtype) -> None:
+        layer, name, cpu, before = self.layer, self.layer.name, torch.device("cpu"), self.states.clone()
+        exact_states = wide(before).clone()
+        exact_rows = StateRows(*(x.cpu() for x in self.rows))
+        exact = layer.to(cpu, torch.float32).run(EXACT, [wide(x) for x in self.inputs], exact_states, exact_rows)
+        with unchanged(name, **{f"number {i + 1}": x for i, x in enumerate(self.inputs)}):
+            found = layer.run(p.kernels, self.inputs, self.states, self.rows)
+        compare(f"{name} with a state {list(layer.shape)}", found, exact, dtype, "token")
+        saved = self.rows.save_T.tolist()
+        for row in range(len(before)):
+            if row not in saved:
+                if not same_bits(self.states[row], before[row]):
+                    raise Violation(f"{name} changes the state in row {row}, which no token saves")
+                continue
+            what = f"the state that {name} saves after token {saved.index(row)}"
+            if saved.index(row) + 1 not in self.ends:
+                what += ", in the middle of a sequence,"
+            compare(what, self.states[row], exact_states[row], before.dtype, "part")
+
+
+@check("causal_conv sums the last inputs of each channel times its weights, and keeps the last W - 1", 12)
+def causal_conv(p: Provider, draw: random.Random) -> None:
+    dtype = p.dtype(draw)
+    Pass.make(p, random_layer("causal_conv", draw), dtype, draw).check(p, dtype)
+
+
+@check("gated_delta_rule lets the state decay, moves it toward k v^T, and reads it by q", 12)
+def gated_delta_rule(p: Provider, draw: random.Random) -> None:
+    dtype = p.dtype(draw)
+    Pass.make(p, random_layer("gated_delta_rule", draw), dtype, draw).check(p, dtype)
+
+
+@check("state_space lets the state decay, adds B (dt x)^T, and reads it by C", 12)
+def state_space(p: Provider, draw: random.Random) -> None:
+    dtype = p.dtype(draw)
+    Pass.make(p, random_layer("state_space", draw), dtype, draw).check(p, dtype)
+
+
+@check("gated_rms_norm normalizes each group of a row, and multiplies by the weight and by SiLU of the gate", 12)
+def gated_rms_norm(p: Provider, draw: random.Random) -> None:
+    (size, group, width), dtype, gate_first = draw.choice(GROUPS), p.dtype(draw), draw.random() < 0.5
+    rows = draw.choice([1, 3, 40])
+    x, gate = (p.tensor(rows, size, dtype=dtype, draw=draw) for _ in range(2))
+    (gate,), weight = sliced([2 * gate]), p.tensor(width, dtype=dtype, draw=draw)
+    with unchanged("gated_rms_norm", x=x, gate=gate, weight=weight):
+        found = p.kernels.gated_rms_norm(x, gate, weight, 1e-3, group, gate_first)
+    exact = EXACT.gated_rms_norm(wide(x), wide(gate), wide(weight), 1e-3, group, gate_first)
+    what = f"gated_rms_norm of {[rows, size]} in groups of {group}, the gate {'first' if gate_first else 'last'},"
+    compare(what, found, exact, dtype)
+
+
+@check("A token's result and the state after it depend neither on how its sequence is cut nor on other sequences", 18)
+def states_are_exact(p: Provider, draw: random.Random) -> None:
+    dtype, layer, length = p.dtype(draw), random_layer(draw.choice(RECURRENT), draw), draw.choice([2, 7, 37, 64, 100])
+    layer = layer.to(p.device, dtype)
+    kind, name = layer.state_dtype(dtype), layer.name
+    inputs = [p.tensor(length, n, dtype=dtype, draw=draw) for n in layer.widths]
+    state, mark = p.tensor(1, *layer.shape, dtype=kind, draw=draw), draw.randrange(length - 1)
+    whole = torch.cat((state, torch.zeros_like(state), torch.zeros_like(state)))
+    last = length - 1
+    expected = layer.run(p.kernels, inputs, whole, state_rows([length], [0], {mark: 1, last: 2}, p.device))
+    ours, checkpoint = state, None
+    begin = 0
+    while begin < length:
+        end = draw.choice([begin + 1, draw.randint(begin + 1, length), length])
+        lens = [draw.choice([0, 1, 3, 20]) for _ in range(draw.choice([0, 0, 2, 9]))]
+        place, others = draw.randint(0, len(lens)), len(lens)
+        lens.insert(place, end - begin)
+        first = sum(lens[:place])
+        ends = np.cumsum(lens).tolist()
+        in_place = draw.random() < 0.5
+        save = {e - 1: 3 + b for b, (e, n) in enumerate(zip(ends, lens, strict=True)) if n}
+        save[first + end - begin - 1] = 0 if in_place else 1
+        if begin <= mark < end - 1:
+            save[first + mark - begin] = 2
+        states = p.tensor(3 + len(lens), *layer.shape, dtype=kind, draw=draw)
+        states[:1] = ours
+        read = [0 if b == place else 3 + b for b in range(len(lens))]
+        beside = [p.tensor(sum(lens), n, dtype=dtype, draw=draw) for n in layer.widths]
+        for x, own in zip(beside, inputs, strict=True):
+            x[first : first + end - begin] = own[begin:end]
+        found = layer.run(p.kernels, sliced(beside), states, state_rows(lens, read, save, p.device))
+        found = found[first : first + end - begin]
+        ours = states[:1] if in_place else states[1:2]
+        if begin <= mark < end:
+            checkpoint = states[2:3] if mark < end - 1 else ours
+        chunk = f"in a chunk [{begin}, {end}) beside {others} other sequences than in one chunk of {length} alone"
+        if not same_bits(found, expected[begin:end]):
+            at = begin + int((found != expected[begin:end]).flatten(1).any(1).nonzero()[0])
+            raise Violation(f"{name} gives the token at position {at} other bits {chunk}")
+        for position, one, other in ((mark, checkpoint, whole[1:2]), (last, ours, whole[2:])):
+            if begin <= position < end and one is not None and not same_bits(one, other):
+                raise Violation(f"{name} leaves a state of other bits after position {position} {chunk}")
+        begin = end
+
+
+@check("A NaN in a token or in a state reaches its own sequence, and no other", 6)
+def states_of_nan(p: Provider, draw: random.Random) -> None:
+    dtype, layer = p.dtype(draw), random_layer(draw.choice(RECURRENT), draw).to(p.device, torch.float32)
+    layer = layer.to(p.device, dtype)
+    inputs = [p.tensor(9, n, dtype=dtype, draw=draw) for n in layer.widths]
+    states = p.tensor(6, *layer.shape, dtype=layer.state_dtype(dtype), draw=draw)
+    in_state = draw.random() < 0.5
+    if in_state:
+        states[1] = torch.nan
+    else:
+        draw.choice(inputs)[4] = torch.nan  # of tokens 3 to 6, which are sequence 1
+    found = layer.run(p.kernels, inputs, states, state_rows([3, 4, 2], [0, 1, 2], {2: 0, 6: 4, 8: 5}, p.device))
+    where = f"a NaN in {'the state' if in_state else 'a token'} of sequence 1"
+    if not found[3 if in_state else 4].isnan().any():
+        raise Violation(f"{where} does not reach the result of {layer.name}")
+    if not (found[:3].isfinite().all() and found[7:].isfinite().all()):
+        raise Violation(f"{where} reaches another sequence's results of {layer.name}")
+    if not (states[[0, 5]].isfinite().all()):
+        raise Violation(f"{where} reaches another sequence's state of {layer.name}")
+
+
 # A row's bits are its own
 
 Rowwise = Callable[..., "Tensor | tuple[Tensor, ...]"]
@@ -581,6 +739,10 @@ def rows_of_elementwise(p: Provider, draw: random.Random) -> None:
     angles, norms = p.tensor(MOST_ROWS, head // 2, draw=draw), head_norms(p, head, dtype, draw)
     turn = lambda q, angles: p.kernels.rope(q, q, Rotary(angles.cos(), angles.sin(), norms))  # noqa: E731
     rowwise("rope", turn, q, angles)
+    size, group, width = draw.choice(GROUPS)
+    x, gate = (p.tensor(MOST_ROWS, size, dtype=dtype, draw=draw) for _ in range(2))
+    weight, first = p.tensor(width, dtype=dtype, draw=draw), draw.random() < 0.5
+    rowwise("gated_rms_norm", lambda x, gate: p.kernels.gated_rms_norm(x, gate, weight, 1e-6, group, first), x, gate)
 
 
 @check("Each row of a product depends on that row alone, bit for bit, whatever the number of rows", 8)
@@ -661,6 +823,14 @@ class Stage:
         self.experts = p.kernels.pack_experts(iter(self.mixture.experts), len(self.mixture.experts))
         self.logits = torch.zeros(self.rows, len(self.mixture.experts), dtype=dtype, device=p.device)
         self.inner = torch.zeros_like(self.mixture.x)
+        layers = (conv(48, 4), delta(1, 2, 8, 16), space(2, 16, 1, 8))
+        self.layers = [layer.to(p.device, dtype) for layer in layers]
+        self.states = [
+            torch.zeros(3 * SWAPPED, *layer.shape, dtype=layer.state_dtype(dtype), device=p.device)
+            for layer in self.layers
+        ]
+        self.product = torch.zeros(self.rows, 80, dtype=dtype, device=p.device)
+        self.state_rows = state_rows([1] * self.rows, [0] * self.rows, {}, p.device)
         self.next()
 
     def next(self) -> None:
@@ -673,8 +843,16 @@ class Stage:
             assert isinstance(cache, Tensor)
             cache.copy_(p.tensor(*cache.shape, dtype=self.dtype, draw=draw))
         self.ids.write(np.array([draw.randrange(64) for _ in range(self.rows)]))
-        for x in (self.x, self.y, self.kv, self.cos, self.sin, self.logits, self.inner):
+        for x in (self.x, self.y, self.kv, self.cos, self.sin, self.logits, self.inner, self.product, *self.states):
             x.copy_(p.tensor(*x.shape, draw=draw))
+        found = draw.sample(range(3 * SWAPPED), 2 * self.rows)
+        left = [draw.choice(pair) for pair in zip(found[: self.rows], found[self.rows :], strict=True)]
+        self.state_rows.read_B.copy_(torch.tensor(found[: self.rows]))
+        self.state_rows.save_T.copy_(torch.tensor(left))
+
+    def kept(self) -> list[Tensor]:
+        """What the calls write to."""
+        return [*self.storage.k, *self.storage.v, *self.states]  # type: ignore[list-item]
 
     def calls(self) -> dict[str, Callable[[], Tensor]]:
         """A call of each kernel that takes part in a pass."""
@@ -692,6 +870,14 @@ class Stage:
                 k.store_kv(self.kv[:, 0], self.kv[:, 1], *caches, ragged.flat_T)
             return caches[0] + caches[1]  # type: ignore[operator]
 
+        def recurrent(layer: Layer, states: Tensor) -> Callable[[], Tensor]:
+            def run() -> Tensor:
+                inputs = torch.split_with_sizes(self.product[:, : sum(layer.widths)], layer.widths, 1)
+                out = layer.run(k, inputs, states, self.state_rows)
+                return torch.cat((out.flatten(1), states[self.state_rows.save_T].flatten(1)), 1)
+
+            return run
+
         return {
             "embedding": lambda: k.embedding(self.ids.tensor, self.packed),
             "linear": lambda: k.linear(self.x, self.packed),
@@ -704,6 +890,8 @@ class Stage:
             "rope_store_kv": lambda: stored(True),
             "extend_attention": lambda: k.extend_attention(q, *caches, ragged, self.spec),
             "route and gated_experts": routed,
+            **{layer.name: recurrent(layer, kept) for layer, kept in zip(self.layers, self.states, strict=True)},
+            "gated_rms_norm": lambda: k.gated_rms_norm(self.x, self.product[:, 8:72], self.weight_D, 1e-6, 16, False),
         }
 
 
@@ -722,15 +910,15 @@ def recorded(p: Provider, draw: random.Random) -> None:
             continue
         for _ in range(2):
             stage.next()
-            before = [cache.clone() for cache in (*stage.storage.k, *stage.storage.v)]  # type: ignore[union-attr]
+            before = [kept.clone() for kept in stage.kept()]
             with torch.inference_mode():
                 found = replay()
                 if isinstance(found, str):
                     reasons.append(f"{name} ({found})")
                     break
                 found = found.clone()
-                for cache, old in zip((*stage.storage.k, *stage.storage.v), before, strict=True):
-                    cache.copy_(old)  # type: ignore[union-attr]
+                for kept, old in zip(stage.kept(), before, strict=True):
+                    kept.copy_(old)
                 expected = call()
             if not _same(found, expected):
                 row = int((found != expected).flatten(1).any(1).nonzero()[0])
