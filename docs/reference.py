@@ -49,7 +49,7 @@ SECTIONS: dict[str, tuple[str, str, Sequence[str]]] = {
     "Layers": (
         "What model families are composed of. Import them from `infer.layers`.",
         "layers/__init__.py",
-        tuple(f"layers/{name}.py" for name in ("table", "config", "linear", "rotary", "blocks", "experts", "decoder")),
+        tuple(f"layers/{name}.py" for name in ("table", "config", "linear", "rotary", "blocks", "mamba", "experts", "decoder")),
     ),
     "Cache pools": (
         "What cache pools are made of. Import it from `infer.cache`.",
