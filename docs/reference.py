@@ -28,6 +28,7 @@ SECTIONS: dict[str, tuple[str, str, Sequence[str]]] = {
         )
         for title, who, file in (
             ("Attention", "whoever writes caches, kernels or models", "attention"),
+            ("States", "whoever writes recurrent layers, or kernels for them", "states"),
             ("Caches", "the author of a cache pool", "cache"),
             ("Kernels", "the author of kernels", "kernels"),
             ("Models", "the author of a model family", "model"),
@@ -49,7 +50,10 @@ SECTIONS: dict[str, tuple[str, str, Sequence[str]]] = {
     "Layers": (
         "What model families are composed of. Import them from `infer.layers`.",
         "layers/__init__.py",
-        tuple(f"layers/{name}.py" for name in ("table", "config", "linear", "rotary", "blocks", "experts", "decoder")),
+        tuple(
+            f"layers/{name}.py"
+            for name in ("table", "config", "linear", "rotary", "blocks", "mamba", "experts", "decoder")
+        ),
     ),
     "Cache pools": (
         "What cache pools are made of. Import it from `infer.cache`.",
