@@ -1,5 +1,6 @@
 // Tries one compiled level of the kernels without Python, so that an emulator can run it: `native LIBRARY`. Products,
-// norms and attention are compared with sums in double, and each row alone with the same row among others, to the bit.
+// norms, attention and a gated delta rule are compared with sums in double, and each row alone with the same row among
+// others, to the bit.
 // Prints a hash of what int8 products yield, which is the same for all levels.
 #include <dlfcn.h>
 
@@ -195,6 +196,51 @@ void attention(int kind, int64_t length, int64_t count, int64_t window) {
     for (int64_t t = 0; t < count; t++) run(t, 1, one), same("attention", out, t * H * E, one, 0, H * E);
 }
 
+// A gated delta rule over one sequence, at once and token by token, each of which begins where the one before ended.
+void delta_rule(int kind, int64_t K, int64_t V) {
+    int64_t tokens = 20, H = 2, width = 2 * K + H * V;
+    Array qkv(kind, tokens * width), a(kind, tokens * H), b(kind, tokens * H), out(kind, tokens * H * V, false);
+    Array states(0, 2 * H * K * V);
+    Array begun = states;
+    float rate[2] = {0.3f, 1.2f}, dt_bias[2] = {0.5f, -0.5f};
+    auto run = [&](int64_t first, int64_t count, int64_t row, Array& from, Array& to) {
+        int32_t offsets[2] = {0, int32_t(count)};
+        int64_t read = first ? row : 0;
+        std::vector<int64_t> save(count, -1);
+        save[count - 1] = row;
+        call("gated_delta_rule", kind, (const void*)qkv.at(first * width), width, (const void*)a.at(first * H), H,
+             (const void*)b.at(first * H), H, count, int64_t(1), H, K, V, (const float*)rate, (const float*)dt_bias,
+             (float*)from.at(0), H * K * V, (const int32_t*)offsets, (const int64_t*)&read, (const int64_t*)save.data(),
+             int64_t(1), to.at(0));
+    };
+    run(0, tokens, 1, states, out);
+    std::vector<double> expected(out.size()), state(H * K * V);
+    for (int64_t i = 0; i < H * K * V; i++) state[i] = begun[i];
+    for (int64_t t = 0; t < tokens; t++)
+        for (int64_t h = 0; h < H; h++) {
+            double q2 = 1e-6, k2 = 1e-6;
+            for (int64_t k = 0; k < K; k++)
+                q2 += std::pow(qkv[t * width + k], 2), k2 += std::pow(qkv[t * width + K + k], 2);
+            double decay = std::exp(-rate[h] * std::log1p(std::exp(a[t * H + h] + dt_bias[h])));
+            double beta = 1 / (1 + std::exp(-b[t * H + h]));
+            for (int64_t v = 0; v < V; v++) {
+                double known = 0;
+                for (int64_t k = 0; k < K; k++)
+                    known += (state[(h * K + k) * V + v] *= decay) * qkv[t * width + K + k] / std::sqrt(k2);
+                double change = (qkv[t * width + 2 * K + h * V + v] - known) * beta;
+                for (int64_t k = 0; k < K; k++) {
+                    double& s = state[(h * K + k) * V + v];
+                    s += qkv[t * width + K + k] / std::sqrt(k2) * change;
+                    expected[(t * H + h) * V + v] += s * qkv[t * width + k] / std::sqrt(q2 * double(K));
+                }
+            }
+        }
+    near("gated delta rule", out, expected);
+    Array one(kind, H * V, false), moving = begun;
+    for (int64_t t = 0; t < tokens; t++) run(t, 1, 1, moving, one), same("delta", out, t * H * V, one, 0, H * V);
+    same("a state", states, H * K * V, moving, H * K * V, H * K * V);
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -211,6 +257,8 @@ int main(int count, char** arguments) {
         attention(kind, 5, 5, 0);
         attention(kind, 700, 40, 0);
         attention(kind, 700, 40, 100);
+        delta_rule(kind, 16, 8);
+        delta_rule(kind, 13, 101);
     }
     for (int bits : {4, 8}) std::printf("int8, %d bits: %016llx\n", bits, (unsigned long long)int8_product(bits));
     return failures != 0;

@@ -7,7 +7,7 @@
 
 namespace infer {
 
-constexpr int64_t AHEAD = 16;  // tokens whose q, k and factors are prepared at a time
+constexpr int64_t AHEAD = 16;         // tokens whose q, k and factors are prepared at a time
 constexpr int COLUMNS = VECTORS * 2;  // vectors of a state's columns that are walked together, at most
 
 // In which rows of the states the sequences find and leave theirs; ``StateRows`` of the Python contract.
