@@ -34,6 +34,12 @@ PROMPT, NEW, MAX_SEQ_LEN = 150, 32, 200
 TOLERANCE = 1e-4
 SLIDING, FULL = "sliding_attention", "full_attention"
 
+GEMMA4_SHARED: dict[str, Any] = {
+    "num_hidden_layers": 6,
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+    "layer_types": [SLIDING, FULL, SLIDING, SLIDING, SLIDING, FULL],
+}
 FAMILIES: tuple[Family, ...] = (
     *("llama", "qwen2", "qwen3", "mistral", "phi3", "olmo2", "gemma3"),
     *("ministral", "granite", "smollm3", "glm4", "exaone4", "seed_oss", "gemma2"),
@@ -132,6 +138,33 @@ CASES: dict[str, dict[str, Any]] = {
     "gemma3-final-cap": {"family": "gemma3", "window": 9, "final_logit_softcapping": 3.0},
     "gemma3-vision": {"family": "gemma3_vision", "window": 9, "rope": "linear"},
     "gemma3-vision-untied": {"family": "gemma3_vision", "window": 9, "tied": False},
+    "gemma4-dense": {"family": "gemma4", "window": 9, "hidden_size_per_layer_input": 0},
+    "gemma4-inputs": {"family": "gemma4", "window": 9, "final_logit_softcapping": 30.0, "tied": False},
+    "gemma4-shared": {"family": "gemma4", "window": 9, "kv_heads": 1, **GEMMA4_SHARED},
+    "gemma4-k-is-v": {
+        "family": "gemma4",
+        "window": 9,
+        "kv_heads": 4,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "hidden_size_per_layer_input": 0,
+    },
+    "gemma4-experts": {
+        "family": "gemma4",
+        "window": 9,
+        "attention_k_eq_v": True,
+        "enable_moe_block": True,
+        "num_experts": 6,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 24,
+        "hidden_size_per_layer_input": 0,
+    },
+    "gemma4-default-ropes": {"family": "gemma4", "rope_parameters": None, "layer_types": None},
+    "gemma4-vision": {"family": "gemma4_vision", "window": 9, **GEMMA4_SHARED},
+    "mistral3-tied": {"family": "mistral3"},
+    "mistral3-untied": {"family": "mistral3", "tied": False, "window": 9},
+    "qwen3_vl-tied": {"family": "qwen3_vl"},
+    "qwen3_vl-untied": {"family": "qwen3_vl", "tied": False, "attention_bias": True, "seed": 4},
 }
 
 ONE_EACH = (
