@@ -1,5 +1,5 @@
-"""Qwen3-VL's language model: Qwen3 without windows. Text has the same position in all three parts of its rotation, which
-is then Qwen3's."""
+"""Qwen3-VL's language model: Qwen3 without windows. Text has one position in all three parts of its rotation, which is
+then Qwen3's."""
 
 from __future__ import annotations
 
