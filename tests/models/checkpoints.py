@@ -161,6 +161,9 @@ def make_model(
             "sliding_window": window,
             "layer_types": list(layer_types or ["sliding_attention", "full_attention"] * (LAYERS // 2)),
         }
+    whole: dict[str, Any] = {"tie_word_embeddings": tied, "eos_token_id": EOS, "attn_implementation": "eager"}
+    vision: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 16}
+    vision |= {"num_attention_heads": 1}
     match family:
         case "llama":
             made = transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields | config))
@@ -272,66 +275,43 @@ def make_model(
                     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
                 },
             }
-            text = transformers.Gemma4TextConfig(**fields | config)
-            if family == "gemma4":
-                made = transformers.Gemma4ForCausalLM(text)
-            else:
-                made = transformers.Gemma4ForConditionalGeneration(
+            language: Any = transformers.Gemma4TextConfig(**fields | config)
+            vision |= {"num_key_value_heads": 1, "global_head_dim": 16, "patch_size": 4}
+            made = (
+                transformers.Gemma4ForCausalLM(language)
+                if family == "gemma4"
+                else transformers.Gemma4ForConditionalGeneration(
                     transformers.Gemma4Config(
-                        text_config=text,
-                        vision_config=transformers.Gemma4VisionConfig(
-                            hidden_size=16,
-                            intermediate_size=16,
-                            num_hidden_layers=1,
-                            num_attention_heads=1,
-                            num_key_value_heads=1,
-                            head_dim=16,
-                            global_head_dim=16,
-                            patch_size=4,
-                        ),
-                        tie_word_embeddings=tied,
-                        eos_token_id=EOS,
-                        attn_implementation="eager",
+                        text_config=language, vision_config=transformers.Gemma4VisionConfig(**vision), **whole
                     )
                 )
+            )
         case "mistral3":
             fields |= {"head_dim": 16, "sliding_window": window}
             fields.pop("layer_types", None)
+            vision |= {"image_size": 28, "patch_size": 14}
             made = transformers.Mistral3ForConditionalGeneration(
                 transformers.Mistral3Config(
                     text_config=transformers.MistralConfig(**fields | config),
-                    vision_config=transformers.PixtralVisionConfig(
-                        hidden_size=16,
-                        intermediate_size=16,
-                        num_hidden_layers=1,
-                        num_attention_heads=1,
-                        head_dim=16,
-                        image_size=28,
-                        patch_size=14,
-                    ),
-                    tie_word_embeddings=tied,
-                    eos_token_id=EOS,
-                    attn_implementation="eager",
+                    vision_config=transformers.PixtralVisionConfig(**vision),
+                    **whole,
                 )
             )
         case "qwen3_vl":
             fields |= {"head_dim": 16}
             fields["rope_parameters"] |= {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
+            seeing: dict[str, Any] = {
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "depth": 1,
+                "num_heads": 1,
+                "out_hidden_size": 48,
+                "num_position_embeddings": 16,
+                "deepstack_visual_indexes": [0],
+            }
             made = transformers.Qwen3VLForConditionalGeneration(
                 transformers.Qwen3VLConfig(
-                    text_config=transformers.Qwen3VLTextConfig(**fields | config),
-                    vision_config=transformers.models.qwen3_vl.configuration_qwen3_vl.Qwen3VLVisionConfig(
-                        hidden_size=16,
-                        intermediate_size=16,
-                        depth=1,
-                        num_heads=1,
-                        out_hidden_size=48,
-                        num_position_embeddings=16,
-                        deepstack_visual_indexes=[0],
-                    ),
-                    tie_word_embeddings=tied,
-                    eos_token_id=EOS,
-                    attn_implementation="eager",
+                    text_config=transformers.Qwen3VLTextConfig(**fields | config), vision_config=seeing, **whole
                 )
             )
     generator = torch.Generator().manual_seed(seed)

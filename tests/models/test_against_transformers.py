@@ -368,9 +368,7 @@ def test_a_language_model_that_is_not_known_is_refused(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     config["text_config"]["model_type"] = "ministral3"
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(
-        CheckpointError, match=r"text_config has model_type 'ministral3'; infer knows .* with 'mistral'"
-    ):
+    with pytest.raises(CheckpointError, match=r"text_config has model_type 'ministral3'; .* with 'mistral'"):
         Driver(folder, torch.float32)
 
 

@@ -233,7 +233,7 @@ class Gemma4Layer:
             c.norm(w, f"{name}.{part}_layernorm")
             for part in ("input", "post_attention", "pre_feedforward", "post_feedforward")
         )
-        parts = ("q_proj",) if self.shared else ("q_proj", "k_proj", "v_proj")
+        parts: tuple[str, ...] = ("q_proj",) if self.shared else ("q_proj", "k_proj", "v_proj")
         if c.attention_k_eq_v and spec.window is None:
             parts = parts[:2]
         self.attention = Attention(
@@ -288,7 +288,7 @@ class Gemma4(LanguageModel):
     layers: list[Gemma4Layer]  # type: ignore[assignment]
 
     def __init__(self, config: Mapping[str, Any], context: ModelContext) -> None:
-        super().__init__(config, context, Gemma4Config, Gemma4Layer)
+        super().__init__(config, context, Gemma4Config, Gemma4Layer)  # type: ignore[arg-type]
         self.attention = self.attention[: self.config.first_shared]
         self.inputs = LayerInputs(self.weights, self.config) if self.config.hidden_size_per_layer_input else None
 

@@ -25,6 +25,7 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
+    "gemma4": "Gemma4ForCausalLM",
     "granite": "GraniteForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
@@ -50,6 +51,9 @@ OUTSIDE = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
+    "per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
+    "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
+    "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
 }
 WITHIN = {
     "attn_norm": "input_layernorm",
@@ -70,6 +74,13 @@ WITHIN = {
 WITHIN_OF = {
     "gemma2": {"ffn_norm": "pre_feedforward_layernorm"},
     "gemma3": {"ffn_norm": "pre_feedforward_layernorm"},
+    "gemma4": {
+        "ffn_norm": "pre_feedforward_layernorm",
+        "inp_gate": "per_layer_input_gate",
+        "proj": "per_layer_projection",
+        "post_norm": "post_per_layer_input_norm",
+        "layer_output_scale": "layer_scalar",
+    },
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
     "llama": {"ffn_gate_inp": "block_sparse_moe.gate"},
     "qwen3moe": {"ffn_gate_inp": "mlp.gate"},
@@ -114,7 +125,9 @@ def hub_name(arch: str, name: str) -> str:
     if match := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name):
         layer, part, kind = match.groups()
         if hub := WITHIN_OF.get(arch, {}).get(part) or WITHIN.get(part):
-            return f"model.layers.{int(layer)}.{hub}" + ("" if part == "attn_sinks" else f".{kind}")
+            return f"model.layers.{int(layer)}.{hub}" + (
+                "" if part in ("attn_sinks", "layer_output_scale") else f".{kind}"
+            )
     return OUTSIDE.get(name, name)
 
 
@@ -160,10 +173,10 @@ def hub_config(meta: Metadata, tensors: Mapping[str, TensorInfo], read: Callable
         "dtype": _dtype(tensors),
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "hidden_size": hidden,
-        "intermediate_size": meta.size(at("feed_forward_length")),
+        "intermediate_size": _each(meta, at("feed_forward_length"))[0],
         "num_hidden_layers": meta.size(at("block_count")),
         "num_attention_heads": heads,
-        "num_key_value_heads": meta.whole(at("attention.head_count_kv"), heads, least=1),
+        "num_key_value_heads": _each(meta, at("attention.head_count_kv"), heads)[0],
         "head_dim": head_dim,
         "max_position_embeddings": meta.size(at("context_length")),
         "rms_norm_eps": _needed(meta, at("attention.layer_norm_rms_epsilon")),
@@ -199,6 +212,8 @@ def hub_config(meta: Metadata, tensors: Mapping[str, TensorInfo], read: Callable
         config |= {"sliding_window": window, "original_max_position_embeddings": made_for}
     elif arch in GEMMA_27B_LAYERS:
         config |= _gemma(meta, arch, head_dim, hidden // heads) | ({} if window is None else {"sliding_window": window})
+    elif arch == "gemma4":
+        config |= _gemma4(meta, tensors, read) | {"sliding_window": window}
     elif arch not in TURNED:
         config["attention_bias"] = "blk.0.attn_output.bias" in tensors
     if window is not None and arch in WINDOWLESS:
@@ -251,6 +266,72 @@ def _gemma(meta: Metadata, arch: str, head_dim: int, even_split: int) -> dict[st
     else:
         config["sliding_window_pattern"] = meta.whole(at("attention.sliding_window_pattern"), 6, least=1)
     return config
+
+
+def _each(meta: Metadata, key: str, default: int | None = None) -> list[int]:
+    """A number per layer, or one for all of them."""
+    if isinstance(meta.values.get(key), list):
+        return meta.several(key, int) or []
+    value = meta.size(key) if default is None else meta.whole(key, default, least=1)
+    assert value is not None
+    return [value]
+
+
+def _gemma4(meta: Metadata, tensors: Mapping[str, TensorInfo], read: Callable[[str], Tensor]) -> dict[str, Any]:
+    """What a Gemma 4's config has beside a Llama's. A tensor of factors stops the rotation of a head's last pairs."""
+    layers = meta.size("gemma4.block_count")
+    windows = meta.several("gemma4.attention.sliding_window_pattern", bool) or []
+    kv_heads, widths = _each(meta, "gemma4.attention.head_count_kv"), _each(meta, "gemma4.feed_forward_length")
+    for key, values in (
+        ("attention.sliding_window_pattern", windows),
+        ("attention.head_count_kv", kv_heads * (layers if len(kv_heads) == 1 else 1)),
+        ("feed_forward_length", widths * (layers if len(widths) == 1 else 1)),
+    ):
+        if len(values) != layers:
+            raise meta.bad(f"gemma4.{key}", f"a value for each of the {layers} layers")
+    full, sliding = meta.size("gemma4.attention.key_length"), meta.size("gemma4.attention.key_length_swa")
+    if meta.whole("gemma4.attention.value_length_swa", sliding) != sliding:
+        raise meta.bad("gemma4.attention.value_length_swa", f"the size of a key, {sliding}")
+    if meta.whole("gemma4.rope.dimension_count_swa", sliding) != sliding:
+        raise meta.bad("gemma4.rope.dimension_count_swa", f"the size of a head, {sliding}")
+    kv_heads = kv_heads * layers if len(kv_heads) == 1 else kv_heads
+    rotated = 1.0
+    if (factors := _factors(meta, FACTORS[0], tensors, read)) is not None:
+        still = sum(factor > 1e20 for factor in factors)
+        if factors != [1.0] * (len(factors) - still) + factors[len(factors) - still :]:
+            raise CheckpointError(f"{meta.path}: {FACTORS[0]!r} has factors other than 1 and, after these, 1e30.")
+        rotated = 1 - still / len(factors)
+    ropes = {
+        "sliding_attention": {
+            "rope_type": "default",
+            "rope_theta": meta.number("gemma4.rope.freq_base_swa", 10_000.0),
+        },
+        "full_attention": {
+            "rope_type": "proportional",
+            "rope_theta": meta.number("gemma4.rope.freq_base", 1_000_000.0),
+            "partial_rotary_factor": rotated,
+        },
+    }
+    shared = meta.whole("gemma4.attention.shared_kv_layers", 0) or 0
+    own = [i for i in range(layers - shared) if not windows[i]]
+    return {
+        "head_dim": sliding,
+        "num_key_value_heads": next(
+            (n for n, windowed in zip(kv_heads, windows, strict=True) if windowed), kv_heads[0]
+        ),
+        "per_layer_config": {
+            i: {"head_dim": full, "num_key_value_heads": kv_heads[i]} for i in range(layers) if not windows[i]
+        },
+        "layer_types": ["sliding_attention" if windowed else "full_attention" for windowed in windows],
+        "use_double_wide_mlp": widths[-1] == 2 * widths[0],
+        "num_kv_shared_layers": shared,
+        "attention_k_eq_v": any(f"blk.{i}.attn_v.weight" not in tensors for i in own),
+        "hidden_size_per_layer_input": meta.whole("gemma4.embedding_length_per_layer_input", 0),
+        "vocab_size_per_layer_input": tensors["token_embd.weight"].shape[0],
+        "final_logit_softcapping": meta.number("gemma4.final_logit_softcapping") or None,
+        "rope_parameters": ropes,
+        "rope_scaling": None,
+    }
 
 
 def _mixture(meta: Metadata, arch: str, experts: int) -> dict[str, Any]:
