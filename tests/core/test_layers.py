@@ -38,12 +38,13 @@ from infer.layers import (
 )
 from infer.layers.rotary import rotary_order
 from infer_models.gemma2 import Gemma2Config
-from infer_models.gemma3 import Gemma3
+from infer_models.gemma3 import Gemma3Config
 from infer_models.glm4 import Glm4Config
 from infer_models.granite import GraniteConfig
 from infer_models.llama import LlamaConfig, LlamaLayer
 from infer_models.ministral import MinistralConfig
 from infer_models.mistral import MistralConfig
+from infer_models.multimodal import LanguageModel
 from infer_models.olmo2 import Olmo2Config
 from infer_models.phi3 import Phi3Config
 from infer_models.qwen2 import Qwen2Config
@@ -524,8 +525,8 @@ def olmo2(config: dict[str, Any]) -> Decoder:
     return Decoder(config, context(), Olmo2Config, LlamaLayer)
 
 
-def gemma3(config: dict[str, Any]) -> Gemma3:
-    return Gemma3(config, context())
+def gemma3(config: dict[str, Any]) -> LanguageModel:
+    return LanguageModel(config, context(), Gemma3Config, LlamaLayer)
 
 
 @pytest.mark.parametrize(

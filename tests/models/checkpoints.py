@@ -162,8 +162,8 @@ def make_model(
             "layer_types": list(layer_types or ["sliding_attention", "full_attention"] * (LAYERS // 2)),
         }
     whole: dict[str, Any] = {"tie_word_embeddings": tied, "eos_token_id": EOS, "attn_implementation": "eager"}
-    vision: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 16}
-    vision |= {"num_attention_heads": 1}
+    seen: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 16}
+    seen |= {"num_attention_heads": 1}
     match family:
         case "llama":
             made = transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields | config))
@@ -276,24 +276,24 @@ def make_model(
                 },
             }
             language: Any = transformers.Gemma4TextConfig(**fields | config)
-            vision |= {"num_key_value_heads": 1, "global_head_dim": 16, "patch_size": 4}
+            seen |= {"num_key_value_heads": 1, "global_head_dim": 16, "patch_size": 4}
             made = (
                 transformers.Gemma4ForCausalLM(language)
                 if family == "gemma4"
                 else transformers.Gemma4ForConditionalGeneration(
                     transformers.Gemma4Config(
-                        text_config=language, vision_config=transformers.Gemma4VisionConfig(**vision), **whole
+                        text_config=language, vision_config=transformers.Gemma4VisionConfig(**seen), **whole
                     )
                 )
             )
         case "mistral3":
             fields |= {"head_dim": 16, "sliding_window": window}
             fields.pop("layer_types", None)
-            vision |= {"image_size": 28, "patch_size": 14}
+            seen |= {"image_size": 28, "patch_size": 14}
             made = transformers.Mistral3ForConditionalGeneration(
                 transformers.Mistral3Config(
                     text_config=transformers.MistralConfig(**fields | config),
-                    vision_config=transformers.PixtralVisionConfig(**vision),
+                    vision_config=transformers.PixtralVisionConfig(**seen),
                     **whole,
                 )
             )

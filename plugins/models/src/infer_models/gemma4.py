@@ -203,7 +203,7 @@ class LayerInputs:
     def __call__(self, token_ids_T: Tensor, x_TD: Tensor) -> Tensor:
         """[L, T, P]."""
         context_TLP = self.norm((self.projection(x_TD) * self.scale).view(self.shape))
-        inputs_TLP = (context_TLP + self.embedding(token_ids_T).view(self.shape)) * 2.0**-0.5
+        inputs_TLP = (context_TLP + self.embedding(token_ids_T).view(self.shape)) * float(2.0**-0.5)
         return inputs_TLP.transpose(0, 1).contiguous()
 
 
