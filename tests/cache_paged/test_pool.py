@@ -322,11 +322,17 @@ def test_free_positions_are_those_of_long_sequences(caplog: pytest.LogCaptureFix
         (FULL, [None], 1, 26),
         ([replace(spec, window=5000) for spec in GEMMA], [None], 1, 26),
         ([replace(spec, window=4999) for spec in GEMMA], [4999], 1, 26),
-        ([*GEMMA[:5], AttentionSpec(4, 2, 128, 1.0)], [None], 1, 6),
+        ([*GEMMA[:5], AttentionSpec(4, 2, 96, 1.0)], [None], 1, 6),
+        ([*GEMMA[:5], AttentionSpec(4, 2, 128, 1.0)], [512, None], 6, 1),
+        ([*GEMMA[:5], AttentionSpec(4, 1, 512, 1.0)], [512, None], 4, 2),
+        ([*GEMMA[:5] * 2, *[AttentionSpec(4, 1, 128, 1.0)] * 5], [512, None], 5, 5),
         ([*FULL[:23], GEMMA[0]], [512, None], 9, 3),
         ([*GEMMA[:2], replace(GEMMA[0], window=64), FULL[0]], [64, 512, None], 4, 1),
     ],
-    ids=["gemma", "no windows", "windows that nothing exceeds", "one window", "other shapes", "few", "two windows"],
+    ids=[
+        *("gemma", "no windows", "windows that nothing exceeds", "one window", "unequal widths", "other shapes"),
+        *("wider heads", "smaller heads", "few", "two windows"),
+    ],
 )
 def test_layers_share_tables_by_window(
     layers: list[AttentionSpec], windows: list[int | None], tables: int, sharing: int
@@ -336,8 +342,9 @@ def test_layers_share_tables_by_window(
     assert [group.window for group in pool.block_manager.pages.groups] == windows
     assert sum(group.pages for group in pool.block_manager.pages.groups) == len({*pool.storage.table_of}) == tables
     assert max(pool.storage.table_of.count(u) for u in range(tables)) == sharing
-    assert len({id(k) for k in pool.storage.k}) == sharing
-    assert pool.nbytes == sum({id(x): x.nbytes for x in (*pool.storage.k, *pool.storage.v)}.values())
+    assert len({k.data_ptr() for k in pool.storage.k if isinstance(k, torch.Tensor)}) == sharing
+    memory = [x.untyped_storage() for x in (*pool.storage.k, *pool.storage.v) if isinstance(x, torch.Tensor)]
+    assert pool.nbytes == sum({each.data_ptr(): each.nbytes() for each in memory}.values())
     assert pool.block_manager.pages.num_pages == 320 * tables
     assert pool.free_tokens() >= 320 * 16
 

@@ -311,7 +311,7 @@ def test_attention_with_sinks(where: AttentionSpec, dtype: torch.dtype) -> None:
 
 
 @floats
-@pytest.mark.parametrize("size", [16, 18, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("size", [16, 18, 64, 80, 96, 128, 256, 512])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (6, 2), (7, 1), (100, 1)])
 def test_attention_of_head_counts_and_sizes(heads: int, kv_heads: int, size: int, dtype: torch.dtype) -> None:
     scene = Scene(spec(heads, kv_heads, size), [(0, 3), (129, 2), (20, 1)], 16, dtype, kernels=KERNELS)

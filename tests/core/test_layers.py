@@ -39,7 +39,7 @@ from infer.layers import (
 from infer.layers.rotary import rotary_order
 from infer_models.falcon_h1 import FalconH1Config, FalconH1Layer
 from infer_models.gemma2 import Gemma2Config
-from infer_models.gemma3 import Gemma3
+from infer_models.gemma3 import Gemma3Config
 from infer_models.glm4 import Glm4Config
 from infer_models.granite import GraniteConfig
 from infer_models.granite_hybrid import GraniteMoeHybridConfig, GraniteMoeHybridLayer
@@ -47,6 +47,7 @@ from infer_models.lfm2 import Lfm2Config, Lfm2Layer
 from infer_models.llama import LlamaConfig, LlamaLayer
 from infer_models.ministral import MinistralConfig
 from infer_models.mistral import MistralConfig
+from infer_models.multimodal import LanguageModel
 from infer_models.nemotron_h import NemotronHConfig, NemotronHLayer
 from infer_models.olmo2 import Olmo2Config
 from infer_models.phi3 import Phi3Config
@@ -539,8 +540,8 @@ def olmo2(config: dict[str, Any]) -> Decoder:
     return Decoder(config, context(), Olmo2Config, LlamaLayer)
 
 
-def gemma3(config: dict[str, Any]) -> Gemma3:
-    return Gemma3(config, context())
+def gemma3(config: dict[str, Any]) -> LanguageModel:
+    return LanguageModel(config, context(), Gemma3Config, LlamaLayer)
 
 
 @pytest.mark.parametrize(

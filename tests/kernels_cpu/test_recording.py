@@ -316,7 +316,9 @@ class HostPool(PagedPool):
         view = super().decode_view(slots, rows)
         attend = view.attend
 
-        def late(layer: int, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, rotary: Rotary | None = None) -> Tensor:
+        def late(
+            layer: int, q_THE: Tensor, k_TKE: Tensor | None, v_TKE: Tensor | None, rotary: Rotary | None = None
+        ) -> Tensor:
             out_THE = attend(layer, q_THE, k_TKE, v_TKE, rotary)
             for row, place in enumerate(places):
                 k_cache = self.storage.k[layer]

@@ -28,6 +28,10 @@ Family = Literal[
     "olmoe",
     "gemma3",
     "gemma3_vision",
+    "gemma4",
+    "gemma4_vision",
+    "mistral3",
+    "qwen3_vl",
     "ministral",
     "gpt_oss",
     "glm4_moe",
@@ -165,6 +169,9 @@ def make_model(
             "sliding_window": window,
             "layer_types": list(layer_types or ["sliding_attention", "full_attention"] * (LAYERS // 2)),
         }
+    whole: dict[str, Any] = {"tie_word_embeddings": tied, "eos_token_id": EOS, "attn_implementation": "eager"}
+    seen: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 16}
+    seen |= {"num_attention_heads": 1}
     match family:
         case "llama":
             made = transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields | config))
@@ -294,6 +301,62 @@ def make_model(
                         attn_implementation="eager",
                     )
                 )
+        case "gemma4" | "gemma4_vision":
+            fields |= {
+                "head_dim": 16,
+                "global_head_dim": 32,
+                "sliding_window": window or 512,
+                "pad_token_id": 0,
+                "hidden_size_per_layer_input": 8,
+                "vocab_size_per_layer_input": VOCAB,
+                "rope_parameters": {
+                    "full_attention": {
+                        "rope_type": "proportional",
+                        "partial_rotary_factor": 0.25,
+                        "rope_theta": 1000.0,
+                    },
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                },
+            }
+            language: Any = transformers.Gemma4TextConfig(**fields | config)
+            seen |= {"num_key_value_heads": 1, "global_head_dim": 16, "patch_size": 4}
+            made = (
+                transformers.Gemma4ForCausalLM(language)
+                if family == "gemma4"
+                else transformers.Gemma4ForConditionalGeneration(
+                    transformers.Gemma4Config(
+                        text_config=language, vision_config=transformers.Gemma4VisionConfig(**seen), **whole
+                    )
+                )
+            )
+        case "mistral3":
+            fields |= {"head_dim": 16, "sliding_window": window}
+            fields.pop("layer_types", None)
+            seen |= {"image_size": 28, "patch_size": 14}
+            made = transformers.Mistral3ForConditionalGeneration(
+                transformers.Mistral3Config(
+                    text_config=transformers.MistralConfig(**fields | config),
+                    vision_config=transformers.PixtralVisionConfig(**seen),
+                    **whole,
+                )
+            )
+        case "qwen3_vl":
+            fields |= {"head_dim": 16}
+            fields["rope_parameters"] |= {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
+            seeing: dict[str, Any] = {
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "depth": 1,
+                "num_heads": 1,
+                "out_hidden_size": 48,
+                "num_position_embeddings": 16,
+                "deepstack_visual_indexes": [0],
+            }
+            made = transformers.Qwen3VLForConditionalGeneration(
+                transformers.Qwen3VLConfig(
+                    text_config=transformers.Qwen3VLTextConfig(**fields | config), vision_config=seeing, **whole
+                )
+            )
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in made.named_parameters():
@@ -308,6 +371,11 @@ def make_model(
                 parameter.copy_(noise * (1.2 / parameter.shape[-1] ** 0.5))
             if family.startswith("gemma") and ".post_" in name:
                 parameter.add_(4.0)  # or else the scaled embedding outweighs the layers and every token repeats
+            if family.startswith("gemma4") and name.endswith("q_norm.weight"):
+                parameter.mul_(0.1)  # scores are not scaled
+        for name, buffer in made.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.copy_(0.7 + 0.3 * torch.rand(buffer.shape, generator=generator))
     return made.eval()
 
 

@@ -35,6 +35,12 @@ PROMPT, NEW, MAX_SEQ_LEN = 150, 32, 200
 TOLERANCE = 1e-4
 SLIDING, FULL = "sliding_attention", "full_attention"
 
+GEMMA4_SHARED: dict[str, Any] = {
+    "num_hidden_layers": 6,
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+    "layer_types": [SLIDING, FULL, SLIDING, SLIDING, SLIDING, FULL],
+}
 FAMILIES: tuple[Family, ...] = (
     *("llama", "qwen2", "qwen3", "mistral", "phi3", "olmo2", "gemma3"),
     *("ministral", "granite", "smollm3", "glm4", "exaone4", "seed_oss", "gemma2"),
@@ -176,6 +182,33 @@ CASES: dict[str, dict[str, Any]] = {
     "gemma3-final-cap": {"family": "gemma3", "window": 9, "final_logit_softcapping": 3.0},
     "gemma3-vision": {"family": "gemma3_vision", "window": 9, "rope": "linear"},
     "gemma3-vision-untied": {"family": "gemma3_vision", "window": 9, "tied": False},
+    "gemma4-dense": {"family": "gemma4", "window": 9, "hidden_size_per_layer_input": 0},
+    "gemma4-inputs": {"family": "gemma4", "window": 9, "final_logit_softcapping": 30.0, "tied": False, "seed": 2},
+    "gemma4-shared": {"family": "gemma4", "window": 9, "kv_heads": 1, **GEMMA4_SHARED, "seed": 2},
+    "gemma4-k-is-v": {
+        "family": "gemma4",
+        "window": 9,
+        "kv_heads": 4,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "hidden_size_per_layer_input": 0,
+    },
+    "gemma4-experts": {
+        "family": "gemma4",
+        "window": 9,
+        "attention_k_eq_v": True,
+        "enable_moe_block": True,
+        "num_experts": 6,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 24,
+        "hidden_size_per_layer_input": 0,
+    },
+    "gemma4-default-ropes": {"family": "gemma4", "rope_parameters": None, "layer_types": None, "seed": 1},
+    "gemma4-vision": {"family": "gemma4_vision", "window": 9, **GEMMA4_SHARED},
+    "mistral3-tied": {"family": "mistral3"},
+    "mistral3-untied": {"family": "mistral3", "tied": False, "window": 9},
+    "qwen3_vl-tied": {"family": "qwen3_vl"},
+    "qwen3_vl-untied": {"family": "qwen3_vl", "tied": False, "attention_bias": True, "seed": 4},
 }
 
 ONE_EACH = (
@@ -292,6 +325,7 @@ EXACT = [
     "phi3-mini",
     "olmo2-biases",
     "gemma3-linear-rope",
+    *("gemma4-shared", "gemma4-k-is-v", "gemma4-experts"),
     *(
         pytest.param(case, marks=() if case in ("gemma2-window", "smollm3-window") else pytest.mark.slow)
         for case in (
@@ -301,6 +335,94 @@ EXACT = [
         )
     ),
 ]
+
+
+@pytest.mark.parametrize("case", ["gemma4-dense", "gemma4-shared", "gemma4-experts"])
+@pytest.mark.parametrize("length", [1, 37, 103])
+def test_gemma_4_answers_prompts_of_odd_lengths(case: str, length: int, tmp_path: Path) -> None:
+    folder, tokens = write_checkpoint(tmp_path, **CASES[case]), prompt()[:length]
+    driver = Driver(folder, torch.float32)
+    answer, _ = driver.greedy(driver.prefill(tokens, [length])[-1], 64)
+    assert expected_logits(folder, tokens + answer)[length - 1 : -1].argmax(-1).tolist() == answer
+
+
+def test_layers_that_share_k_and_v_see_the_wanted_rows_only(tmp_path: Path) -> None:
+    """They take no memory in the cache, and a wanted row's bits do not depend on which others are wanted."""
+    driver = Driver(write_checkpoint(tmp_path, **CASES["gemma4-shared"]), torch.float32)
+    assert len(driver.model.attention) == 3
+    seen: list[int] = []
+    whole = driver.prefill(prompt(), [PROMPT])
+    driver.pool.free(driver.slot)
+    shared = driver.model.layers[4].mlp  # type: ignore[attr-defined]
+    driver.model.layers[4].mlp = lambda x: (seen.append(len(x)), shared(x))[1]  # type: ignore[attr-defined, func-returns-value]
+    place = driver.pool.allocate(prompt())
+    assert place is not None
+    view = driver.pool.batched_chunked_prefill_view([place.slot], [0], [PROMPT])
+    rows_N = torch.tensor([3, 77, PROMPT - 1])
+    with torch.inference_mode():
+        hidden = driver.model.forward(Pass(torch.tensor(prompt()), torch.arange(PROMPT), view, rows_N))
+        assert torch.equal(driver.model.logits(hidden), whole[rows_N])
+    assert seen == [3]
+
+
+def test_projections_of_layers_that_share_k_and_v_are_left_out(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, **CASES["gemma4-shared"])
+    before = logits_of(folder)
+
+    def add(tensors: dict[str, Tensor]) -> None:
+        for part in ("k_proj", "v_proj", "k_norm"):
+            tensors[f"model.layers.5.self_attn.{part}.weight"] = torch.ones(3, 3)
+
+    edit_tensors(folder, add)
+    assert torch.equal(logits_of(folder), before)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_kv_shared_layers": 5}, "layer 1 shares K and V .num_kv_shared_layers is 5., but no layer of its kind"),
+        ({"vocab_size_per_layer_input": 300}, "vocab_size_per_layer_input is 300, but there are 320 tokens"),
+        ({"enable_moe_block": True}, "num_experts, top_k_experts and moe_intermediate_size have to be set"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention: Input should be 'vision'"),
+        ({"per_layer_config": {"1": {"sliding_window": 3}}}, "per_layer_config: 1: sliding_window: Extra inputs"),
+    ],
+)
+def test_configs_of_gemma_4_that_are_refused(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, **CASES["gemma4-shared"])
+    config = json.loads((folder / "config.json").read_text()) | fields
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=message):
+        Driver(folder, torch.float32)
+
+
+def test_heads_of_layers_without_a_window_as_google_writes_them(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, **CASES["gemma4-k-is-v"])
+    before, config = logits_of(folder), json.loads((folder / "config.json").read_text())
+    del config["per_layer_config"]
+    config |= {"global_head_dim": 32, "num_global_key_value_heads": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert torch.equal(logits_of(folder), before)
+
+
+@pytest.mark.parametrize("case", ["gemma3-vision", "gemma4-vision", "mistral3-tied", "qwen3_vl-tied"])
+def test_what_is_left_out_is_said_once(case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = write_checkpoint(tmp_path, **CASES[case])
+    with caplog.at_level("INFO", logger="infer_models"):
+        Driver(folder, torch.float32)
+    (line,) = [line for line in caplog.messages if "only the language model is served" in line]
+    tower = "visual" if case.startswith("qwen") else "vision_tower"
+    left = [x for name, x in load_file(folder / "model.safetensors").items() if "language_model" not in name]
+    assert tower in line
+    assert f"{len(left)} tensors ({sum(x.nbytes for x in left) / 2**20:.1f} MiB)" in line
+
+
+def test_a_language_model_that_is_not_known_is_refused(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, **CASES["mistral3-tied"])
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["model_type"] = "ministral3"
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"text_config has model_type 'ministral3'; .* with 'mistral'"):
+        Driver(folder, torch.float32)
 
 
 def test_dynamic_rope_grows_with_the_longest_sequence(tmp_path: Path) -> None:

@@ -236,9 +236,14 @@ class HalfTurned(Wrapped):
     def forward(self, batch: Pass) -> Tensor:
         class View:
             def attend(
-                self, layer: int, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, rotary: Rotary | None = None
+                self,
+                layer: int,
+                q_THE: Tensor,
+                k_TKE: Tensor | None,
+                v_TKE: Tensor | None,
+                rotary: Rotary | None = None,
             ) -> Tensor:
-                if rotary is not None and int(batch.positions_T[0]) > 0:
+                if rotary is not None and k_TKE is not None and int(batch.positions_T[0]) > 0:
                     q_THE, _ = ReferenceKernels().rope(q_THE, k_TKE, rotary)
                     rotary = None
                 return cache.attend(layer, q_THE, k_TKE, v_TKE, rotary)

@@ -285,11 +285,12 @@ class StorageOf:
 class Unturned(KVStorage):
     class View(ExtendView):
         def attend(
-            self, layer: int, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, rotary: Rotary | None = None
+            self, layer: int, q_THE: Tensor, k_TKE: Tensor | None, v_TKE: Tensor | None, rotary: Rotary | None = None
         ) -> Tensor:
-            if rotary is not None:
+            if rotary is not None and k_TKE is not None:
                 q_THE, _ = self.storage.kernels.rope(q_THE, k_TKE, rotary)
-            return super().attend(layer, q_THE, k_TKE, v_TKE)
+                rotary = None
+            return super().attend(layer, q_THE, k_TKE, v_TKE, rotary)
 
     view_type = View
 
@@ -300,7 +301,7 @@ planted("K is written without its rotation", "sequences", "reads, at position")(
 class OneLayer(KVStorage):
     class View(ExtendView):
         def attend(
-            self, layer: int, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, rotary: Rotary | None = None
+            self, layer: int, q_THE: Tensor, k_TKE: Tensor | None, v_TKE: Tensor | None, rotary: Rotary | None = None
         ) -> Tensor:
             return super().attend(0, q_THE, k_TKE, v_TKE, rotary)
 
@@ -340,7 +341,7 @@ class Silent(OneSide):
 
     class View(ExtendView):
         def attend(
-            self, layer: int, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, rotary: Rotary | None = None
+            self, layer: int, q_THE: Tensor, k_TKE: Tensor | None, v_TKE: Tensor | None, rotary: Rotary | None = None
         ) -> Tensor:
             kernels, self.storage.kernels = self.storage.kernels, ReferenceKernels()
             try:
@@ -474,7 +475,7 @@ def test_a_view_is_all_that_is_asked_of_a_pool() -> None:
             self.__view = view
 
         def attend(
-            self, layer: int, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, rotary: Rotary | None = None
+            self, layer: int, q_THE: Tensor, k_TKE: Tensor | None, v_TKE: Tensor | None, rotary: Rotary | None = None
         ) -> Tensor:
             return self.__view.attend(layer, q_THE, k_TKE, v_TKE, rotary)
 

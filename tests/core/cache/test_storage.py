@@ -21,9 +21,13 @@ from infer_cache_slotted import SlottedBlockManager
 
 
 class HalvesView(ExtendView):
-    def attend(self, layer: int, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, rotary: Rotary | None = None) -> Tensor:
+    def attend(
+        self, layer: int, q_THE: Tensor, k_TKE: Tensor | None, v_TKE: Tensor | None, rotary: Rotary | None = None
+    ) -> Tensor:
         s = self.storage
         assert isinstance(s, Halves)
+        assert k_TKE is not None
+        assert v_TKE is not None
         if rotary is not None:
             q_THE, k_TKE = s.kernels.rope(q_THE, k_TKE, rotary)
         s.kernels.store_kv(k_TKE.half(), v_TKE.half(), s.k[layer], s.v[layer], self.ragged.flat_T)

@@ -26,6 +26,7 @@ ARCHITECTURES = {
     "Qwen3ForCausalLM": gguf.MODEL_ARCH.QWEN3,
     "Gemma2ForCausalLM": gguf.MODEL_ARCH.GEMMA2,
     "Gemma3ForCausalLM": gguf.MODEL_ARCH.GEMMA3,
+    "Gemma4ForCausalLM": gguf.MODEL_ARCH.GEMMA4,
     "GraniteForCausalLM": gguf.MODEL_ARCH.GRANITE,
     "SmolLM3ForCausalLM": gguf.MODEL_ARCH.SMOLLM3,
     "Phi3ForCausalLM": gguf.MODEL_ARCH.PHI3,
@@ -91,7 +92,7 @@ def write_gguf(
         alias = name.replace("dt_bias", "dt_proj.bias").replace("expert_bias", "expert_bias.bias")
         own = name if name.startswith("blk.") else names.get_name(alias, try_suffixes=(".weight", ".bias"))
         assert own is not None, name
-        own += ".weight" if name.endswith("sinks") else ""
+        own += ".weight" if name.endswith(("sinks", "layer_scalar")) else ""
         convolves = name.endswith(("conv.conv.weight", "conv1d.weight"))
         kind = type if given.ndim > 1 and not name.endswith(".bias") and not convolves else "F32"
         raw = quantize(stored, kind)
@@ -200,11 +201,16 @@ def write_config(writer: gguf.GGUFWriter, arch: gguf.MODEL_ARCH, config: Mapping
     width, kv_heads = config["intermediate_size"], config["num_key_value_heads"]
     hybrid = "full_attention" in kinds and arch in (*LFM2, *GRANITES, gguf.MODEL_ARCH.NEMOTRON_H)
     mlps = [width if kind == "mlp" else 0 for kind in kinds]
-    writer.add_feed_forward_length(mlps if arch == gguf.MODEL_ARCH.NEMOTRON_H else width)
     writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv([kv_heads if kind == "full_attention" else 0 for kind in kinds] if hybrid else kv_heads)
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
+    if arch == gguf.MODEL_ARCH.GEMMA4:
+        write_gemma4(writer, config)
+    else:
+        writer.add_feed_forward_length(mlps if arch == gguf.MODEL_ARCH.NEMOTRON_H else width)
+        writer.add_head_count_kv(
+            [kv_heads if kind == "full_attention" else 0 for kind in kinds] if hybrid else kv_heads
+        )
+        writer.add_key_length(config["head_dim"])
+        writer.add_value_length(config["head_dim"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_eos_token_id(config["eos_token_id"])
@@ -212,7 +218,8 @@ def write_config(writer: gguf.GGUFWriter, arch: gguf.MODEL_ARCH, config: Mapping
     ropes = config["rope_parameters"]
     rope = ropes.get("full_attention", ropes)
     size = config["head_dim"]
-    writer.add_rope_dimension_count(int(size * rope.get("partial_rotary_factor", 1)))
+    if arch != gguf.MODEL_ARCH.GEMMA4:
+        writer.add_rope_dimension_count(int(size * rope.get("partial_rotary_factor", 1)))
     writer.add_rope_freq_base(rope["rope_theta"])
     if experts := config.get("num_experts") or config.get("num_local_experts"):
         writer.add_expert_count(experts)
@@ -277,6 +284,34 @@ def write_config(writer: gguf.GGUFWriter, arch: gguf.MODEL_ARCH, config: Mapping
             writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(factor) / math.log(length)))
             for kind in ("long", "short"):
                 writer.add_tensor(f"rope_factors_{kind}.weight", np.array(rope[f"{kind}_factor"], np.float32))
+
+
+def write_gemma4(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+    """What differs from layer to layer is a list. The pairs of a head that do not rotate are stretched by 1e30."""
+    layers, shared = config["num_hidden_layers"], config["num_kv_shared_layers"]
+    kinds, own = [kind == "sliding_attention" for kind in config["layer_types"]], config["per_layer_config"]
+    full = next(iter(own.values()))["head_dim"]
+    wide = [2 if config["use_double_wide_mlp"] and i >= layers - shared else 1 for i in range(layers)]
+    writer.add_feed_forward_length([config["intermediate_size"] * times for times in wide])
+    heads = [own.get(str(i), {}).get("num_key_value_heads", config["num_key_value_heads"]) for i in range(layers)]
+    writer.add_head_count_kv(heads)
+    writer.add_key_length(full)
+    writer.add_value_length(full)
+    writer.add_key_length_swa(config["head_dim"])
+    writer.add_value_length_swa(config["head_dim"])
+    writer.add_rope_dimension_count(full)
+    writer.add_uint32("gemma4.rope.dimension_count_swa", config["head_dim"])
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_sliding_window_pattern(kinds)
+    writer.add_shared_kv_layers(shared)
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+    ropes = config["rope_parameters"]
+    writer.add_rope_freq_base_swa(ropes["sliding_attention"]["rope_theta"])
+    if cap := config["final_logit_softcapping"]:
+        writer.add_final_logit_softcapping(cap)
+    rotated = int(full * ropes["full_attention"]["partial_rotary_factor"]) // 2
+    factors = np.array([1.0] * rotated + [1e30] * (full // 2 - rotated), np.float32)
+    writer.add_tensor("rope_freqs.weight", factors)
 
 
 def gemma_pattern(layers: int) -> list[str]:

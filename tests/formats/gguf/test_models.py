@@ -13,6 +13,7 @@ from tests.examples import slowly
 from tests.formats.gguf.files import gemma_pattern, quantized, write_gguf
 from tests.formats.gguf.test_blocks import NUMBERS, random_blocks
 from tests.models.checkpoints import Family, write_checkpoint
+from tests.models.test_against_transformers import CASES as MODELS
 from tests.models.test_against_transformers import NEW, PROMPT, TOLERANCE, Driver, expected_logits, prompt
 from torch import Tensor
 
@@ -35,6 +36,9 @@ CASES: dict[str, dict[str, Any]] = {
     "gemma3": GEMMA | {"final_logit_softcapping": 3.0},
     "gemma3-pattern": GEMMA | {"layer_types": ["sliding_attention", "full_attention"] * 3, "tied": False},
     "gemma3-linear-rope": GEMMA | {"rope": "linear"},
+    "gemma4-shared": MODELS["gemma4-shared"],
+    "gemma4-k-is-v": MODELS["gemma4-k-is-v"],
+    "gemma4-inputs": MODELS["gemma4-inputs"] | {"tied": True},
     "phi3": {"family": "phi3", "tied": False, "window": 40, "partial_rotary_factor": 0.5},
     "phi3-longrope": {
         "family": "phi3",

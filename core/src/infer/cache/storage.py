@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
@@ -80,11 +80,16 @@ class ExtendView:
         assert self.states is not None, "the pool was made for a model without recurrent layers"
         return self.states
 
-    def attend(self, layer: int, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, rotary: Rotary | None = None) -> Tensor:
+    def attend(
+        self, layer: int, q_THE: Tensor, k_TKE: Tensor | None, v_TKE: Tensor | None, rotary: Rotary | None = None
+    ) -> Tensor:
         s = self.storage
         ragged = self.raggeds[s.table_of[layer]]
         k_cache, v_cache = s.k[layer], s.v[layer]
-        if rotary is None:
+        if k_TKE is None or v_TKE is None:
+            if rotary is not None:
+                q_THE, _ = s.kernels.rope(q_THE, q_THE[:, :1], rotary)
+        elif rotary is None:
             s.kernels.store_kv(k_TKE, v_TKE, k_cache, v_cache, ragged.flat_T)
         else:
             q_THE = s.kernels.rope_store_kv(q_THE, k_TKE, v_TKE, rotary, k_cache, v_cache, ragged.flat_T)
@@ -96,7 +101,9 @@ class KVStorage:
 
     There is one block table for all layers, or there are several, each for the layers that ``tables`` lists. The first
     layers of all tables then share their memory, and so do the second ones and so on: a block belongs to one table at a
-    time, whichever needs it. Layers that share memory have equal shapes.
+    time, whichever needs it. All layers of a table then have as many values per position, and where another table's
+    have n times as many, n layers have their part of a block where that one has one: in memory, a block of the wider
+    layers is n blocks of the narrower ones.
 
     Blocks start as zeros, so that a kernel that reads past what has been written reads finite values. A subclass that
     stores or reads in another way has a ``view_type`` of its own.
@@ -119,15 +126,24 @@ class KVStorage:
         place = {layer: (u, i) for u, layers in enumerate(tables) for i, layer in enumerate(layers)}
         self.table_of = [place[layer][0] for layer in range(len(self.layers))]
         """Per layer, the index of its table."""
-        longest = [self.layers[layer] for layer in max(tables, key=len)]
         self.scratch = num_blocks
         """The block of the rows that pad a pass, if there are states: such a row computes something else than the slot
         whose K and V it would otherwise write again."""
         num_blocks += bool(context.states)
-        shapes = [(num_blocks, block_size, spec.num_kv_heads, spec.head_size) for spec in longest]
-        memory: list[tuple[KV, KV]] = [(_zeros(shape, context), _zeros(shape, context)) for shape in shapes]
-        self.k, self.v = ([memory[place[layer][1]][part] for layer in range(len(self.layers))] for part in (0, 1))
-        self._nbytes = sum(x.nbytes for both in memory for x in both)
+        parts = parts_of_a_place(self.layers, tables)
+        self._parts_U11 = np.array(parts, dtype=np.int32)[:, None, None] if max(parts) > 1 else None
+        memory = [
+            [_Memory(num_blocks, block_size, width, heads, context) for _ in "kv"]
+            for width, heads in _places(self.layers, tables)
+        ]
+        self.k: list[KV] = []
+        self.v: list[KV] = []
+        for layer, spec in enumerate(self.layers):
+            u, i = place[layer]
+            at, part = divmod(i, parts[u])
+            for caches, one in zip((self.k, self.v), memory[at], strict=True):
+                caches.append(one.of(spec, part))
+        self._nbytes = num_blocks * block_size * self.bytes_per_token(context, tables)
         size, blocks = context.max_batch_size, -(-context.max_seq_len // block_size)
         self._rows = np.arange(size)
         self._offsets_S1 = torch.arange(size + 1, dtype=torch.int32, device=context.device)
@@ -140,12 +156,13 @@ class KVStorage:
         """The fixed views' ``Ragged``s, by number of rows."""
 
     @staticmethod
-    def bytes_per_token(context: CacheContext) -> int:
-        """Bytes of one position's K/V in all layers."""
+    def bytes_per_token(context: CacheContext, tables: Sequence[Sequence[int]] | None = None) -> int:
+        """Bytes of one position's K/V in all layers or, with several tables, in a block of one of them."""
         value, head = context.dtype.itemsize, 0
         if context.kv_dtype == "int8":
             value, head = torch.int8.itemsize, torch.float32.itemsize
-        return sum(2 * spec.num_kv_heads * (spec.head_size * value + head) for spec in context.layers)
+        places = _places(context.layers, [range(len(context.layers))] if tables is None else tables)
+        return sum(2 * (width * value + sum(heads.values()) * head) for width, heads in places)
 
     @property
     def nbytes(self) -> int:
@@ -153,6 +170,7 @@ class KVStorage:
 
     def view(self, table: Ints, starts: Sequence[int] | Ints, lens: Sequence[int] | Ints) -> ExtendView:
         """``table`` is [B, P], or [U, B, P] of U tables."""
+        table = self._in_memory(table)
         starts_B, lens_B = np.asarray(starts, dtype=np.int32), np.asarray(lens, dtype=np.int32)
         offsets_B1 = np.zeros(len(lens_B) + 1, dtype=np.int32)
         np.cumsum(lens_B, out=offsets_B1[1:])
@@ -168,7 +186,7 @@ class KVStorage:
         )
 
     def fixed_view(self, table: Ints, starts: Sequence[int] | Ints) -> ExtendView:
-        starts_B = np.asarray(starts, dtype=np.int32)
+        table, starts_B = self._in_memory(table), np.asarray(starts, dtype=np.int32)
         rows = len(starts_B)
         if (raggeds := self._fixed.get(rows)) is None:
             raggeds = self._fixed[rows] = [
@@ -191,6 +209,10 @@ class KVStorage:
             vars(ragged).update(starts=starts_B, read=None)
         return self.view_type(self, *raggeds)
 
+    def _in_memory(self, table: Ints) -> Ints:
+        """The tables' blocks as each table's layers count them."""
+        return table if self._parts_U11 is None else table * self._parts_U11
+
     def _flat(self, table: Ints, sequence_T: Ints64, position_T: Ints | Ints64) -> Ints64:
         """The indices, into all blocks laid end to end, of the given positions of the given sequences (rows of the
         table): [T], or [U, T] of U tables."""
@@ -199,8 +221,61 @@ class KVStorage:
         return np.ascontiguousarray(flat)
 
 
-def _zeros(shape: tuple[int, ...], context: CacheContext) -> KV:
-    if context.kv_dtype == "auto":
-        return zeros(shape, context.dtype, context.device)
-    codes, scales = zeros(shape, torch.int8, context.device), zeros(shape[:-1], torch.float32, context.device)
-    return QuantizedKV(codes, scales)
+def width(spec: AttentionSpec) -> int:
+    """How many values K has for one position of a layer, and V as well."""
+    return spec.num_kv_heads * spec.head_size
+
+
+def parts_of_a_place(layers: Sequence[AttentionSpec], tables: Sequence[Sequence[int]]) -> list[int]:
+    """Per table, how many of its layers have their part of a block where the widest layer has one."""
+    if len(tables) == 1:
+        return [1]
+    widths = [width(layers[table[0]]) for table in tables]
+    return [max(widths) // each for each in widths]
+
+
+def _places(
+    layers: Sequence[AttentionSpec], tables: Sequence[Sequence[int]]
+) -> list[tuple[int, dict[tuple[int, int], int]]]:
+    """Per place in a block: how many values K has there for one position, and how many heads these are for each shape
+    (K, E) that layers have there."""
+    places: list[tuple[int, dict[tuple[int, int], int]]] = []
+    for table, parts in zip(tables, parts_of_a_place(layers, tables), strict=True):
+        for i, layer in enumerate(table[::parts]):
+            spec = layers[layer]
+            if i == len(places):
+                places.append((0, {}))
+            most, heads = places[i]
+            heads[spec.num_kv_heads, spec.head_size] = parts * spec.num_kv_heads
+            places[i] = max(most, parts * width(spec)), heads
+    return places
+
+
+class _Memory:
+    """K, or V, of the layers that share a place: they share values, but scales only with layers of their shape, whose
+    blocks have as many."""
+
+    def __init__(
+        self, num_blocks: int, block_size: int, width: int, heads: Mapping[tuple[int, int], int], context: CacheContext
+    ) -> None:
+        self.block_size = block_size
+        self._found: dict[tuple[int, int, int], KV] = {}
+        plain = context.kv_dtype == "auto"
+        self.values = zeros((num_blocks * block_size * width,), context.dtype if plain else torch.int8, context.device)
+        self.scales: dict[tuple[int, int], Tensor] = {}
+        if not plain:
+            self.scales = {
+                shape: zeros((num_blocks * block_size * count,), torch.float32, context.device)
+                for shape, count in heads.items()
+            }
+
+    def of(self, spec: AttentionSpec, part: int) -> KV:
+        """A layer's blocks, of which the first is block ``part`` of this memory."""
+        K, E = spec.num_kv_heads, spec.head_size
+        if (found := self._found.get((K, E, part))) is None:
+            begin, size = part * self.block_size, (self.block_size, K)
+            found = values = self.values[begin * K * E :].view(-1, *size, E)
+            if self.scales:
+                found = QuantizedKV(values, self.scales[K, E][begin * K :].view(-1, *size))
+            self._found[K, E, part] = found
+        return found

@@ -33,10 +33,14 @@ class BlockState(IntEnum):
 class KVCacheView(Protocol):
     """One pass's view of the cache: all that a model sees of it."""
 
-    def attend(self, layer: int, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, rotary: Rotary | None = None) -> Tensor:
+    def attend(
+        self, layer: int, q_THE: Tensor, k_TKE: Tensor | None, v_TKE: Tensor | None, rotary: Rotary | None = None
+    ) -> Tensor:
         """Write the new tokens' K/V, then return causal attention over all positions up to each token's own, [T, H, E].
 
-        If ``rotary`` is given, q and K are normalized and rotated first.
+        If ``rotary`` is given, q and K are normalized and rotated first. K and V are None in a layer that shares those
+        of an earlier one: ``layer`` is then the earlier one, which has written them in this pass, and nothing is
+        written. Only q is normalized and rotated.
         """
 
 

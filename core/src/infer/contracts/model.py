@@ -38,7 +38,7 @@ class ModelProtocol(Protocol):
 
     @property
     def attention(self) -> Sequence[AttentionSpec]:
-        """One spec per layer; ``attend`` takes a layer's index in this list."""
+        """One spec per layer that has K and V of its own; ``attend`` takes a layer's index in this list."""
 
     @property
     def vocab_size(self) -> int:

@@ -184,10 +184,13 @@ class ObservingView:
     model: ModelProtocol
     observed: Observed
 
-    def attend(self, layer: int, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, rotary: Rotary | None = None) -> Tensor:
+    def attend(
+        self, layer: int, q_THE: Tensor, k_TKE: Tensor | None, v_TKE: Tensor | None, rotary: Rotary | None = None
+    ) -> Tensor:
         spec = self.model.attention[layer]
-        kind = spec, spec.sinks_H is None, q_THE.shape, k_TKE.shape, rotary is None
-        self.observed.attends.setdefault(kind, (layer, q_THE, k_TKE, rotary))
+        if k_TKE is not None:  # what only reads is tried with what has written
+            kind = spec, spec.sinks_H is None, q_THE.shape, k_TKE.shape, rotary is None
+            self.observed.attends.setdefault(kind, (layer, q_THE, k_TKE, rotary))
         return self.view.attend(layer, q_THE, k_TKE, v_TKE, rotary)
 
     def __getattr__(self, name: str) -> Any:

@@ -53,7 +53,10 @@ class Attention:
     ``qk_norm_eps`` is given: with ``qk_norm_whole``, one norm spans all heads of q, and another those of K; otherwise
     each head is normalized by itself, and all of them by one weight. With ``interleaved``, a head's
     neighbors are rotated against each other; otherwise its halves. If the spec has sinks, the
-    checkpoint's tensor ``sinks`` fills them.
+    checkpoint's tensor ``sinks`` fills them. V's heads have an RMS norm without a weight if ``v_norm_eps`` is given.
+
+    If ``qkv`` names q and k only, V is what K is before its norm. If ``shared``, ``qkv`` and ``qk_norms`` name q only,
+    ``layer`` is the layer whose K and V are read, and x has the wanted rows only.
 
     Raises CheckpointError if the numbers of heads do not fit each other or the head size is odd.
     """
@@ -75,6 +78,8 @@ class Attention:
         out: str = "o_proj",
         qk_norms: Sequence[str] = ("q_norm", "k_norm"),
         interleaved: bool = False,
+        v_norm_eps: float | None = None,
+        shared: bool = False,
     ) -> None:
         H, K, E = spec.num_heads, spec.num_kv_heads, spec.head_size
         if H % K:
@@ -83,7 +88,7 @@ class Attention:
             )
         if E % 2:
             raise CheckpointError(f"config.json: head_dim is {E}; rotary embeddings need an even one.")
-        self.layer, self.spec = layer, spec
+        self.layer, self.spec, self.shared = layer, spec, shared
         self._kernels = weights.context.kernels
         order_E = None if rope is None else rotary_order(rope.rotated(E), E, interleaved)
         order_N = None
@@ -91,9 +96,15 @@ class Attention:
             heads = torch.arange(0, (H + K) * E, E)[:, None] + order_E
             order_N = torch.cat((heads.flatten(), torch.arange((H + K) * E, (H + 2 * K) * E)))
         names = [f"{name}.{part}" for part in qkv]
+        parts = "q" if shared else "qk" if len(qkv) == 2 else "qkv"
+        widths = {"q": H * E, "k": K * E, "v": K * E}
         self._qkv = Linear(
-            weights, names, size, [H * E, K * E, K * E], [part in biases for part in "qkv"], order=order_N
+            weights, names, size, [widths[part] for part in parts], [part in biases for part in parts], order=order_N
         )
+        self._v_norm: tuple[Tensor, float] | None = None
+        if v_norm_eps is not None and not shared:
+            ones_E = torch.ones(E, dtype=weights.context.dtype, device=weights.context.device)
+            self._v_norm = ones_E, v_norm_eps
         self._out = Linear(weights, f"{name}.{out}", H * E, size, "o" in biases)
         if spec.sinks_H is not None:
             weights.expect(f"{name}.sinks", (H,), spec.sinks_H.copy_)
@@ -102,33 +113,45 @@ class Attention:
         """Those that are computed here. Norms of heads that are rotated are a part of ``attend``."""
         self._whole = qk_norm_whole
         if qk_norm_eps is not None:
+            spans = [(H * E, order_N), (K * E, order_N)] if qk_norm_whole else [(E, order_E)] * 2
             norms = [
                 RMSNorm(weights, f"{name}.{part}", width, qk_norm_eps, qk_norm_unit_offset, order)
-                for part, width, order in (
-                    zip(qk_norms, (H * E, K * E), (order_N, order_N), strict=True)
-                    if qk_norm_whole
-                    else zip(qk_norms, (E, E), (order_E, order_E), strict=True)
-                )
+                for part, (width, order) in zip(qk_norms, spans[: len(qk_norms)], strict=True)
             ]
             if qk_norm_whole or rope is None:
                 self._norms = norms
             else:
-                weights.when_loaded(lambda: self._take(*norms))
+                weights.when_loaded(lambda: self._take(norms[0], norms[-1]))
 
     def _take(self, q: RMSNorm, k: RMSNorm) -> None:
         self._head_norms = HeadNorms(q.weight_D, k.weight_D, q.eps, q.unit_offset)
 
     def __call__(self, x_TD: Tensor, rotary: Rotary | None, cache: KVCacheView, rows_N: Tensor | None = None) -> Tensor:
         """[T, D], or [N, D] if ``rows_N`` is given."""
+        if self.shared:
+            return self._reading(x_TD, rotary, cache, rows_N)
         T, E = len(x_TD), self.spec.head_size
-        q, k, v = torch.split_with_sizes(self._qkv(x_TD), self._qkv.sizes, dim=-1)
+        q, k, *own = torch.split_with_sizes(self._qkv(x_TD), self._qkv.sizes, dim=-1)
+        v = own[0] if own else k
         if self._norms:
             shape = (T, -1) if self._whole else (T, -1, E)
             q, k = (norm(x.view(shape)) for norm, x in zip(self._norms, (q, k), strict=True))
         q_THE, k_TKE, v_TKE = q.view(T, -1, E), k.view(T, -1, E), v.view(T, -1, E)
+        if self._v_norm is not None:
+            v_TKE = self._kernels.rms_norm(v_TKE, *self._v_norm)
         if rotary is not None and self._head_norms is not None:
             rotary = rotary._replace(norms=self._head_norms)
         out_THE = cache.attend(self.layer, q_THE, k_TKE, v_TKE, rotary)
+        return self._out(select(out_THE, rows_N).flatten(1))
+
+    def _reading(self, x_ND: Tensor, rotary: Rotary | None, cache: KVCacheView, rows_N: Tensor | None) -> Tensor:
+        """[N, D], of the wanted rows. A view takes queries of all rows, so the others are zeros."""
+        assert rotary is not None, "layers that share K and V are rotated"
+        q_THE = self._qkv(x_ND).view(len(x_ND), -1, self.spec.head_size)
+        if rows_N is not None:
+            q_THE = q_THE.new_zeros(len(rotary.cos), *q_THE.shape[1:]).index_copy_(0, rows_N, q_THE)
+        rotary = rotary._replace(norms=self._head_norms)
+        out_THE = cache.attend(self.layer, q_THE, None, None, rotary)
         return self._out(select(out_THE, rows_N).flatten(1))
 
 

@@ -183,7 +183,7 @@ class Decoder:
         schema: type[DecoderConfig],
         layer: Callable[[Weights, str, int, Any, Any, RopeParameters | None], DecoderLayer],
     ) -> None:
-        c = read_config(schema, config)
+        c = self.config = read_config(schema, config)
         w = self.weights = Weights(context)
         size = c.hidden_size
         self.vocab_size = c.vocab_size
@@ -199,10 +199,12 @@ class Decoder:
             )
         self.states: Sequence[StateSpec] = [spec for spec in c.states(context.dtype) if spec is not None]
         ropes = c.ropes(config)
+        sizes = [(rope, spec.head_size) for rope, spec in zip(ropes, self.attention, strict=True)]
         tables = {
-            rope: None if rope is None else RotaryEmbedding(context, rope, c.head_size) for rope in dict.fromkeys(ropes)
+            (rope, head): None if rope is None else RotaryEmbedding(context, rope, head)
+            for rope, head in dict.fromkeys(sizes)
         }
-        self.rotary = [tables[rope] for rope in ropes]
+        self.rotary = [tables[size] for size in sizes]
         self.embedding = Embedding(w, c.embedding_name, c.vocab_size, size, c.embedding_scale)
         self.layers = [
             layer(w, f"{c.layers_name}.{i}", i, c, spec, rope)
@@ -213,14 +215,16 @@ class Decoder:
         self.soft_cap, self.divisor = c.logits_soft_cap, c.logits_divisor
 
     def forward(self, batch: Pass) -> Tensor:
-        rotations = {
-            rotary: None if rotary is None else rotary(batch.positions_T) for rotary in dict.fromkeys(self.rotary)
-        }
         x_TD, residual_TD, last = self.embedding(batch.token_ids_T), None, len(self.layers) - 1
-        for i, (layer, rotary) in enumerate(zip(self.layers, self.rotary, strict=True)):
+        for i, (layer, rotary) in enumerate(zip(self.layers, self.rotations(batch), strict=True)):
             rows_N = batch.rows_N if i == last else None
-            x_TD, residual_TD = layer(x_TD, residual_TD, rotations[rotary], batch.cache, rows_N)
+            x_TD, residual_TD = layer(x_TD, residual_TD, rotary, batch.cache, rows_N)
         return self.norm.add(x_TD, residual_TD)[0]
+
+    def rotations(self, batch: Pass) -> list[Rotary | None]:
+        """Each layer's rotation of the pass's tokens."""
+        made = {rotary: None if rotary is None else rotary(batch.positions_T) for rotary in dict.fromkeys(self.rotary)}
+        return [made[rotary] for rotary in self.rotary]
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         logits_NV = self.head(hidden_ND)

@@ -32,6 +32,8 @@ class Experts:
     - If ``interleaved``, gate and up alternate in the rows of the single tensor that holds both.
     - With ``biases``, router and experts have biases. In stacks, their names end in "_bias".
 
+    ``share_scales`` is the name of a tensor [X] that the experts' shares are multiplied by.
+
     ``router_dtype`` is the dtype in which the router's logits are computed, by default the model's; ``selection_bias``
     the name of the bias that the choice, but no share, depends on. ``shared`` is an MLP for all tokens, whose result is
     added, multiplied by the sigmoid of the product that ``shared_gate`` names if there is one.
@@ -58,6 +60,7 @@ class Experts:
         biases: bool = False,
         router_dtype: torch.dtype | None = None,
         selection_bias: str | None = None,
+        share_scales: str | None = None,
         shared: Callable[[Tensor], Tensor] | None = None,
         shared_gate: str | None = None,
     ) -> None:
@@ -77,6 +80,9 @@ class Experts:
         self._selection_bias: Tensor | None = None
         if selection_bias is not None:
             weights.expect(f"{name}.{selection_bias}", (count,), self._take_bias, torch.float32)
+        self._share_scales_X: Tensor | None = None
+        if share_scales is not None:
+            weights.expect(f"{name}.{share_scales}", (count,), self._take_scales, torch.float32)
         self._shared = shared
         self._shared_gate: Any = None
         if shared_gate is not None:
@@ -124,13 +130,20 @@ class Experts:
     def _take_bias(self, bias_X: Tensor) -> None:
         self._selection_bias = bias_X.clone()
 
+    def _take_scales(self, scales_X: Tensor) -> None:
+        self._share_scales_X = scales_X.clone()
+
     def _take_gate(self, weight_1D: Weight) -> None:
         # Twice the same row, because libraries' products with a single one depend on the number of rows of x.
         self._shared_gate = self._kernels.pack(_stacked([weight_1D, weight_1D], None))
 
-    def __call__(self, x_TD: Tensor) -> Tensor:
-        logits_TX = self._router(x_TD if self._router_dtype is None else x_TD.to(self._router_dtype))
+    def __call__(self, x_TD: Tensor, routed_TD: Tensor | None = None) -> Tensor:
+        """[T, D]. The router sees ``routed_TD`` if it is given, and x otherwise."""
+        routed_TD = x_TD if routed_TD is None else routed_TD
+        logits_TX = self._router(routed_TD if self._router_dtype is None else routed_TD.to(self._router_dtype))
         experts_TJ, shares_TJ = self._kernels.route(logits_TX, self._routing, self._selection_bias)
+        if self._share_scales_X is not None:
+            shares_TJ = shares_TJ * self._share_scales_X.index_select(0, experts_TJ.flatten()).view(shares_TJ.shape)
         out_TD = self._kernels.gated_experts(x_TD, experts_TJ, shares_TJ, self._packed, self._activation)
         if self._shared is None:
             return out_TD

@@ -244,6 +244,23 @@ class LongRope(RopeParameters, frozen=True):
         return math.sqrt(1 + math.log(factor) / math.log(self.original_max_position_embeddings))
 
 
+class ProportionalRope(RopeParameters, frozen=True):
+    """The shortest wavelengths of a whole head rotate, as many as ``partial_rotary_factor`` says, and the rest of the
+    head's pairs stay as they are (Gemma 4)."""
+
+    factor: PositiveNumber = 1.0
+
+    def rotated(self, head_size: int) -> int:
+        return head_size
+
+    def inverse_frequencies(self, head_size: int, max_seq_len: int = 1) -> Tensor:
+        return super().inverse_frequencies(head_size) / self.factor
+
+    def _exponents(self, head_size: int) -> Tensor:
+        pairs = int((self.partial_rotary_factor or 1) * head_size // 2)
+        return torch.arange(0, 2 * pairs, 2, dtype=torch.int64).float() / head_size
+
+
 ROPE_KINDS: dict[str, type[RopeParameters]] = {
     "default": RopeParameters,
     "linear": LinearRope,
@@ -251,6 +268,7 @@ ROPE_KINDS: dict[str, type[RopeParameters]] = {
     "yarn": YarnRope,
     "longrope": LongRope,
     "llama3": Llama3Rope,
+    "proportional": ProportionalRope,
 }
 """Classes by config.json's ``rope_type``. A plugin may add its own."""
 

@@ -14,6 +14,7 @@ from infer import device, hookimpl
 from infer.cache import BlockManager, ExtendView, KVStorage, Pool, StateManager, StateStorage
 from infer.cache.arrays import Ints
 from infer.cache.state_manager import OTHERS
+from infer.cache.storage import parts_of_a_place, width
 from infer.contracts.cache import Allocation, CacheContext, CacheFactory, CacheRegistration
 from infer.contracts.registration import Registration
 from infer.errors import SettingsError
@@ -198,19 +199,24 @@ class PagedPool(Pool[Ints, ExtendView]):
 
 
 def _tables(context: CacheContext) -> list[tuple[int | None, list[int]]]:
-    """(window, layers) of each block table, those without a window last. The layers of a table share their pages, so
-    that all tables have about equally many layers. A window that no sequence exceeds is none."""
-    windows: dict[int | None, list[int]] = {}
+    """(window, layers) of each block table, those without a window last. The layers of a table share their pages and
+    have one shape, and all tables fill about as much of a page. A window that no sequence exceeds is none."""
+    alike: dict[tuple[int, int, int], list[int]] = {}
     for layer, spec in enumerate(context.layers):
-        window = spec.window if spec.window is not None and spec.window < context.max_seq_len else None
-        windows.setdefault(window, []).append(layer)
-    if len({(spec.num_kv_heads, spec.head_size) for spec in context.layers}) != 1:
-        return [(None, list(range(len(context.layers))))]
-    size = max(min(map(len, windows.values())), -(-len(context.layers) // MOST_TABLES))
+        window = spec.window if spec.window is not None and spec.window < context.max_seq_len else ENDLESS
+        alike.setdefault((window, spec.num_kv_heads, spec.head_size), []).append(layer)
+    windows, groups = sorted({window for window, *_ in alike}), [alike[key] for key in sorted(alike)]
+    widths = [width(context.layers[layers[0]]) for layers in groups]
+    if len(windows) == 1 or any(max(widths) % each for each in widths):
+        one = windows[0] if len(windows) == 1 else ENDLESS
+        return [(None if one == ENDLESS else one, list(range(len(context.layers))))]
+    parts = parts_of_a_place(context.layers, groups)
+    places = [-(-len(layers) // n) for layers, n in zip(groups, parts, strict=True)]
+    size = max(min(places), -(-sum(places) // MOST_TABLES))
     return [
-        (window, windows[window][i : i + size])
-        for window in sorted(windows, key=lambda window: ENDLESS if window is None else window)
-        for i in range(0, len(windows[window]), size)
+        (None if window == ENDLESS else window, layers[i : i + size * n])
+        for (window, *_), layers, n in zip(sorted(alike), groups, parts, strict=True)
+        for i in range(0, len(layers), size * n)
     ]
 
 
@@ -233,9 +239,7 @@ def longest(context: CacheContext, settings: PagedSettings, yet_to_take: int) ->
 
 
 def _page_bytes(context: CacheContext, settings: PagedSettings) -> int:
-    _, layers = max(_tables(context), key=lambda table: len(table[1]))
-    page = replace(context, layers=[context.layers[layer] for layer in layers])
-    return settings.block_size * KVStorage.bytes_per_token(page)
+    return settings.block_size * KVStorage.bytes_per_token(context, [layers for _, layers in _tables(context)])
 
 
 def _state_bytes(context: CacheContext) -> int:

@@ -84,6 +84,7 @@ FLOAT32 = Config(
         AttentionConfig(64, 256, 32, block_m=32, warps=4, stages=3),
         AttentionConfig(128, 256, 16, block_m=32, warps=8, stages=3),
         AttentionConfig(256, 256, 16, block_m=16, warps=4, stages=3),
+        AttentionConfig(512, 256, 16, block_m=16, warps=8, stages=2),
     ),
     linear=(
         LinearConfig(32, block_m=16, block_n=32, block_k=64, warps=4, stages=4),
@@ -104,6 +105,7 @@ AMPERE = Config(
         AttentionConfig(64, 256, 64, block_m=64, warps=4, stages=3),
         AttentionConfig(128, 256, 64, block_m=64, warps=8, stages=3),
         AttentionConfig(256, 256, 32, block_m=32, warps=4, stages=3),
+        AttentionConfig(512, 256, 16, block_m=32, warps=8, stages=2),
     ),
     linear=(
         LinearConfig(16, block_m=16, block_n=32, block_k=128, warps=4, stages=5),
@@ -126,6 +128,7 @@ HOPPER = Config(
         AttentionConfig(64, 256, 64, block_m=64, warps=4, stages=3),
         AttentionConfig(128, 256, 64, block_m=64, warps=4, stages=3),
         AttentionConfig(256, 256, 32, block_m=64, warps=8, stages=3),
+        AttentionConfig(512, 256, 32, block_m=32, warps=8, stages=2),
     ),
     linear=(
         LinearConfig(64, block_m=64, block_n=32, block_k=128, warps=4, stages=6),
@@ -148,14 +151,14 @@ BLACKWELL = Config(
     attention=(
         HOPPER.attention[0],
         AttentionConfig(128, 256, 64, block_m=64, warps=8, stages=3),
-        HOPPER.attention[2],
+        *HOPPER.attention[2:],
     ),
     linear=HOPPER.linear,
     grouped=replace(HOPPER.grouped, programs=1),  # no segments: they would stop the pipeline that feeds tensor memory
 )
 INTERPRETER = Config(
     # Small tiles, so that small inputs in tests cross many edges.
-    attention=(AttentionConfig(256, 64, 32, block_m=64, warps=1, stages=1),),
+    attention=(AttentionConfig(512, 64, 32, block_m=64, warps=1, stages=1),),
     linear=(
         LinearConfig(16, block_m=16, block_n=16, block_k=64, warps=1, stages=1),
         LinearConfig(MANY, block_m=32, block_n=64, block_k=32, warps=1, stages=1),

@@ -11,7 +11,8 @@ from infer_models.bamba import BambaConfig
 from infer_models.exaone4 import Exaone4Config
 from infer_models.falcon_h1 import FalconH1Config, FalconH1Layer
 from infer_models.gemma2 import Gemma2Config
-from infer_models.gemma3 import Gemma3
+from infer_models.gemma3 import Gemma3Config
+from infer_models.gemma4 import Gemma4
 from infer_models.glm4 import Glm4Config
 from infer_models.glm4_moe import Glm4Moe
 from infer_models.gpt_oss import GptOssConfig, GptOssLayer
@@ -25,6 +26,7 @@ from infer_models.llama import LlamaConfig, LlamaLayer
 from infer_models.ministral import MinistralConfig
 from infer_models.mistral import MistralConfig
 from infer_models.mixtral import MixtralConfig, MixtralLayer
+from infer_models.multimodal import LanguageModel
 from infer_models.nemotron_h import NemotronHConfig, NemotronHLayer
 from infer_models.olmo2 import Olmo2Config
 from infer_models.olmoe import OlmoeConfig, OlmoeLayer
@@ -33,6 +35,7 @@ from infer_models.qwen2 import Qwen2Config
 from infer_models.qwen2_moe import Qwen2MoeConfig, Qwen2MoeLayer
 from infer_models.qwen3 import Qwen3Config
 from infer_models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeLayer
+from infer_models.qwen3_vl import Qwen3VLConfig
 from infer_models.seed_oss import SeedOssConfig
 from infer_models.smollm3 import SmolLM3Config
 
@@ -91,8 +94,26 @@ def infer_models() -> list[ModelRegistration]:
         ),
         ModelRegistration(
             "gemma3",
-            lambda config, context, settings: Gemma3(config, context),
+            lambda config, context, settings: LanguageModel(config, context, Gemma3Config, LlamaLayer),
             "Gemma 3, text only",
             architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "Gemma3TextModel"),
+        ),
+        ModelRegistration(
+            "gemma4",
+            lambda config, context, settings: Gemma4(config, context),
+            "Gemma 4, text only",
+            architectures=("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "Gemma4TextModel"),
+        ),
+        ModelRegistration(
+            "mistral3",
+            lambda config, context, settings: LanguageModel(config, context, MistralConfig, LlamaLayer, ("mistral",)),
+            "Mistral Small 3.1 and 3.2, text only",
+            architectures=("Mistral3ForConditionalGeneration",),
+        ),
+        ModelRegistration(
+            "qwen3_vl",
+            lambda config, context, settings: LanguageModel(config, context, Qwen3VLConfig, LlamaLayer),
+            "Qwen3-VL, dense, text only",
+            architectures=("Qwen3VLForConditionalGeneration", "Qwen3VLTextModel"),
         ),
     ]

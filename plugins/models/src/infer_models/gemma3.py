@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt
 
-from infer.contracts.model import ModelContext
-from infer.layers import Decoder, HiddenAct, LayerType, PositiveNumber, RopeParameters, config_table, layer_windows
-from infer.weight import Weight
-from infer_models.llama import LlamaConfig, LlamaLayer
+from infer.layers import HiddenAct, LayerType, PositiveNumber, RopeParameters, layer_windows
+from infer_models.llama import LlamaConfig
 
 
 class Gemma3Config(LlamaConfig):
@@ -62,22 +60,3 @@ class Gemma3Config(LlamaConfig):
         full = RopeParameters.read(config, "full_attention", default_theta=1_000_000.0)
         sliding = RopeParameters.read(config, "sliding_attention", theta_key="rope_local_base_freq")
         return [full if window is None else sliding for window in self.windows()]
-
-
-class Gemma3(Decoder):
-    def __init__(self, config: Mapping[str, Any], context: ModelContext) -> None:
-        if nested := config_table(config, "text_config"):
-            config = nested | {"tie_word_embeddings": config.get("tie_word_embeddings", True)}
-        super().__init__(config, context, Gemma3Config, LlamaLayer)
-
-    def load(self, tensors: Iterable[tuple[str, Weight]]) -> None:
-        super().load(_language_model(tensors))
-
-
-def _language_model(tensors: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
-    """The language model's tensors, named as in a checkpoint without a vision tower. With one, transformers 4 wrote
-    "language_model.model.", and transformers 5 writes "model.language_model."."""
-    for name, tensor in tensors:
-        if not name.removeprefix("model.").startswith(("vision_tower.", "multi_modal_projector.")):
-            short = name.removeprefix("language_model.")
-            yield short.replace("model.language_model.", "model.", 1), tensor

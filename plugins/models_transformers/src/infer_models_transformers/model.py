@@ -510,7 +510,11 @@ class _Alone:
     def __init__(self, model: TransformersModel) -> None:
         self._model = model
 
-    def attend(self, layer: int, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, rotary: Rotary | None = None) -> Tensor:
+    def attend(
+        self, layer: int, q_THE: Tensor, k_TKE: Tensor | None, v_TKE: Tensor | None, rotary: Rotary | None = None
+    ) -> Tensor:
+        assert k_TKE is not None
+        assert v_TKE is not None
         if rotary is not None:
             q_THE, k_TKE = self._model._context.kernels.rope(q_THE, k_TKE, rotary)
         groups = q_THE.shape[1] // k_TKE.shape[1]

@@ -33,6 +33,7 @@ DRAFTS = 8
 """The most positions that are taken back at once."""
 PLAIN = [AttentionSpec(4, 2, SIZE, 1.0)] * 2
 WINDOWED = [AttentionSpec(4, 2, SIZE, 1.0, window=window) for window in (20, 20, None)]
+MIXED = [*WINDOWED[:2], AttentionSpec(4, 1, 4 * SIZE, 1.0), *WINDOWED[:1]]
 MakePool = Callable[[CacheContext], CachePoolProtocol]
 
 
@@ -274,7 +275,8 @@ class Machine:
         """K and V, [K, E] each."""
         if (found := self.codes.get((layer, key))) is None:
             generator = np.random.default_rng([layer, key & (1 << 62) - 1])
-            bits = generator.integers(0, 2, (2, self.context.layers[layer].num_kv_heads, SIZE))
+            spec = self.context.layers[layer]
+            bits = generator.integers(0, 2, (2, spec.num_kv_heads, spec.head_size))
             k, v = torch.from_numpy(2.0 * bits - 1).float()
             found = self.codes[layer, key] = (k, v)
         return found
@@ -299,11 +301,17 @@ class Machine:
             both = [[self.code(layer, life.key(asked[t][h])) for h in heads] for t, (life, _) in enumerate(rows)]
             q = SHARP * torch.stack([torch.stack([both[t][h][0][h // group] for h in heads]) for t in range(len(rows))])
             expected = torch.stack([torch.stack([both[t][h][1][h // group] for h in heads]) for t in range(len(rows))])
-            rotary = self.rotary(len(rows))
+            rotary = self.rotary(len(rows), spec.head_size)
             if rotary is not None:
                 back = Rotary(rotary.cos, -rotary.sin)
                 q, k = self.context.kernels.rope(q, k, back)
             found = view.attend(layer, q, k, v, rotary)
+            again = view.attend(layer, q, None, None, rotary)
+            if not torch.equal(found, again):
+                raise Violation(
+                    f"in layer {layer}, attend without K and V differs from the attend before it, which has written "
+                    "them: layers that share K and V read what is there, and write nothing"
+                )
             if found.shape != expected.shape:
                 raise Violation(f"attend gives {list(found.shape)}, not {list(expected.shape)}")
             wrong = (found - expected)[:seen].abs().amax(-1).nan_to_num(9.0) > 0.2
@@ -321,11 +329,11 @@ class Machine:
             [first, position, self.draw.randint(first, position), self.draw.randint(first, position)]
         )
 
-    def rotary(self, rows: int) -> Rotary | None:
+    def rotary(self, rows: int, size: int) -> Rotary | None:
         if self.draw.random() < 0.6:
             return None
         generator = torch.Generator().manual_seed(self.draw.randrange(1 << 30))
-        angles = torch.randn(rows, SIZE // 2, generator=generator) * 3
+        angles = torch.randn(rows, size // 2, generator=generator) * 3
         return Rotary(angles.cos(), angles.sin())
 
     def whose(self, layer: int, found_E: Tensor, kv_head: int) -> str:
@@ -356,6 +364,12 @@ def little_room(pools: Pools, draw: random.Random) -> None:
 @check("The same for a model with layers that have a window, whose chunks are at most max_chunk long", 12)
 def windows(pools: Pools, draw: random.Random) -> None:
     Machine(pools, draw, layers=WINDOWED, max_chunk=draw.choice([None, 9, 16, 33])).run(60)
+
+
+@check("The same for a model whose layers with a window have smaller heads than the others", 8)
+def mixed(pools: Pools, draw: random.Random) -> None:
+    kv_dtype = draw.choice(["auto", *pools.kv_dtypes])
+    Machine(pools, draw, layers=MIXED, max_chunk=draw.choice([9, 16, 33]), kv_dtype=kv_dtype).run(60)
 
 
 @check("The same with K and V in int8", 4)

@@ -26,6 +26,7 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
+    "gemma4": "Gemma4ForCausalLM",
     "granite": "GraniteForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
@@ -70,6 +71,9 @@ OUTSIDE = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
+    "per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
+    "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
+    "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
 }
 OUTSIDE_OF = {
     **{arch: {"token_embd_norm.weight": "model.embedding_norm.weight"} for arch in CONVOLVED},
@@ -117,7 +121,7 @@ LFM2 = {
     "ffn_gate_inp": "feed_forward.gate",
     "exp_probs_b": "feed_forward.expert_bias",
 }
-BARE = ("sinks", "dt_bias", "A_log", "D", "expert_bias")
+BARE = ("sinks", "layer_scalar", "dt_bias", "A_log", "D", "expert_bias")
 """Ends of the hub's names that have no "weight" or "bias" behind them."""
 GATE_AND_UP = "shared_mlp.input_linear.weight"
 """The end of the hub's names of tensors that are two in a file."""
@@ -147,6 +151,13 @@ WITHIN_OF = {
     },
     "gemma2": {"ffn_norm": "pre_feedforward_layernorm"},
     "gemma3": {"ffn_norm": "pre_feedforward_layernorm"},
+    "gemma4": {
+        "ffn_norm": "pre_feedforward_layernorm",
+        "inp_gate": "per_layer_input_gate",
+        "proj": "per_layer_projection",
+        "post_norm": "post_per_layer_input_norm",
+        "layer_output_scale": "layer_scalar",
+    },
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
     "llama": {"ffn_gate_inp": "block_sparse_moe.gate"},
     "qwen3moe": {"ffn_gate_inp": "mlp.gate"},
@@ -256,10 +267,10 @@ def hub_config(meta: Metadata, tensors: Mapping[str, TensorInfo], read: Callable
         "dtype": _dtype(tensors),
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "hidden_size": hidden,
-        "intermediate_size": max(widths) if widths else meta.size(width_key),
+        "intermediate_size": max(widths) if widths else _each(meta, width_key)[0],
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": max(kv_heads) if kv_heads else meta.whole(kv_key, heads, least=1),
+        "num_key_value_heads": max(kv_heads) if kv_heads else _each(meta, kv_key, heads)[0],
         "head_dim": head_dim,
         "max_position_embeddings": meta.size(at("context_length")),
         "rms_norm_eps": _needed(meta, at("attention.layer_norm_rms_epsilon")),
@@ -301,6 +312,8 @@ def hub_config(meta: Metadata, tensors: Mapping[str, TensorInfo], read: Callable
         config |= _state_space(meta, arch, tensors, config, kv_heads, widths)
     elif arch in CONVOLVED:
         config |= _short_convolutions(meta, arch, config, kv_heads)
+    elif arch == "gemma4":
+        config |= _gemma4(meta, tensors, read) | {"sliding_window": window}
     elif arch not in TURNED:
         config["attention_bias"] = "blk.0.attn_output.bias" in tensors
     if window is not None and arch in WINDOWLESS:
@@ -353,6 +366,72 @@ def _gemma(meta: Metadata, arch: str, head_dim: int, even_split: int) -> dict[st
     else:
         config["sliding_window_pattern"] = meta.whole(at("attention.sliding_window_pattern"), 6, least=1)
     return config
+
+
+def _each(meta: Metadata, key: str, default: int | None = None) -> list[int]:
+    """A number per layer, or one for all of them."""
+    if isinstance(meta.values.get(key), list):
+        return meta.several(key, int) or []
+    value = meta.size(key) if default is None else meta.whole(key, default, least=1)
+    assert value is not None
+    return [value]
+
+
+def _gemma4(meta: Metadata, tensors: Mapping[str, TensorInfo], read: Callable[[str], Tensor]) -> dict[str, Any]:
+    """What a Gemma 4's config has beside a Llama's. A tensor of factors stops the rotation of a head's last pairs."""
+    layers = meta.size("gemma4.block_count")
+    windows = meta.several("gemma4.attention.sliding_window_pattern", bool) or []
+    kv_heads, widths = _each(meta, "gemma4.attention.head_count_kv"), _each(meta, "gemma4.feed_forward_length")
+    for key, values in (
+        ("attention.sliding_window_pattern", windows),
+        ("attention.head_count_kv", kv_heads * (layers if len(kv_heads) == 1 else 1)),
+        ("feed_forward_length", widths * (layers if len(widths) == 1 else 1)),
+    ):
+        if len(values) != layers:
+            raise meta.bad(f"gemma4.{key}", f"a value for each of the {layers} layers")
+    full, sliding = meta.size("gemma4.attention.key_length"), meta.size("gemma4.attention.key_length_swa")
+    if meta.whole("gemma4.attention.value_length_swa", sliding) != sliding:
+        raise meta.bad("gemma4.attention.value_length_swa", f"the size of a key, {sliding}")
+    if meta.whole("gemma4.rope.dimension_count_swa", sliding) != sliding:
+        raise meta.bad("gemma4.rope.dimension_count_swa", f"the size of a head, {sliding}")
+    kv_heads = kv_heads * layers if len(kv_heads) == 1 else kv_heads
+    rotated = 1.0
+    if (factors := _factors(meta, FACTORS[0], tensors, read)) is not None:
+        still = sum(factor > 1e20 for factor in factors)
+        if factors != [1.0] * (len(factors) - still) + factors[len(factors) - still :]:
+            raise CheckpointError(f"{meta.path}: {FACTORS[0]!r} has factors other than 1 and, after these, 1e30.")
+        rotated = 1 - still / len(factors)
+    ropes = {
+        "sliding_attention": {
+            "rope_type": "default",
+            "rope_theta": meta.number("gemma4.rope.freq_base_swa", 10_000.0),
+        },
+        "full_attention": {
+            "rope_type": "proportional",
+            "rope_theta": meta.number("gemma4.rope.freq_base", 1_000_000.0),
+            "partial_rotary_factor": rotated,
+        },
+    }
+    shared = meta.whole("gemma4.attention.shared_kv_layers", 0) or 0
+    own = [i for i in range(layers - shared) if not windows[i]]
+    return {
+        "head_dim": sliding,
+        "num_key_value_heads": next(
+            (n for n, windowed in zip(kv_heads, windows, strict=True) if windowed), kv_heads[0]
+        ),
+        "per_layer_config": {
+            i: {"head_dim": full, "num_key_value_heads": kv_heads[i]} for i in range(layers) if not windows[i]
+        },
+        "layer_types": ["sliding_attention" if windowed else "full_attention" for windowed in windows],
+        "use_double_wide_mlp": widths[-1] == 2 * widths[0],
+        "num_kv_shared_layers": shared,
+        "attention_k_eq_v": any(f"blk.{i}.attn_v.weight" not in tensors for i in own),
+        "hidden_size_per_layer_input": meta.whole("gemma4.embedding_length_per_layer_input", 0),
+        "vocab_size_per_layer_input": tensors["token_embd.weight"].shape[0],
+        "final_logit_softcapping": meta.number("gemma4.final_logit_softcapping") or None,
+        "rope_parameters": ropes,
+        "rope_scaling": None,
+    }
 
 
 def _mixture(meta: Metadata, arch: str, experts: int) -> dict[str, Any]:
