@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from infer.errors import InferError, SettingsError
+from infer_agents.seal import state_folder
 
 log = logging.getLogger(__name__)
 
@@ -88,9 +89,7 @@ class Store:
 
     Raises SettingsError if the file cannot be used."""
 
-    def __init__(
-        self, path: Path, *, max_bytes: int, max_age_s: float, clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, path: Path, *, max_bytes: int, max_age_s: float, clock: Callable[[], float] = time.time) -> None:
         self.path = path
         self._max_bytes, self._max_age_s, self._clock = max_bytes, max_age_s, clock
         self._lock = threading.Lock()
@@ -163,7 +162,9 @@ class Store:
             values = ", ".join(f"{name} = ?" for name in columns)
             where = "id = ? AND runner = ?"
             return bool(
-                run(f"UPDATE responses SET {values} WHERE {where}", (*columns.values(), record.id, self._runner)).rowcount
+                run(
+                    f"UPDATE responses SET {values} WHERE {where}", (*columns.values(), record.id, self._runner)
+                ).rowcount
             )
 
     def get(self, owner: bytes, id: str) -> Record | None:
@@ -315,22 +316,18 @@ def _statements(script: str) -> Iterator[str]:
             statement = ""
 
 
-def open_store(
-    path: Path | None, folder: Callable[[], Path], *, max_bytes: int, max_days: float
-) -> Store | None:
-    """The store of the settings; None if it may hold nothing, or if no ``path`` is given and the ``folder`` for it
-    cannot be written to. Raises SettingsError."""
+def open_store(path: Path | None, *, max_bytes: int, max_days: float) -> Store | None:
+    """The store of the settings. None if it may hold nothing, or if no ``path`` is given and the folder of what infer
+    keeps cannot be written to. Raises SettingsError."""
     if not max_bytes:
         return None
-    try:
-        found = (folder() if path is None else path.expanduser().absolute().parent) / (
-            "responses.db" if path is None else path.name
-        )
-        if path is None:
-            found.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if not os.access(found.parent, os.W_OK):
-                raise PermissionError(f"{found.parent} cannot be written to")
-    except (OSError, RuntimeError) as error:  # a RuntimeError, if there is no home
-        log.warning("responses are not stored: server.agents.store names no file, and %s", error)
-        return None
-    return Store(found, max_bytes=max_bytes, max_age_s=max_days * DAY_S)
+    if path is None:
+        try:
+            path = state_folder() / "responses.db"
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not os.access(path.parent, os.W_OK):
+                raise PermissionError(f"{path.parent} cannot be written to")
+        except (OSError, RuntimeError) as error:  # a RuntimeError, if there is no home
+            log.warning("responses are not stored: server.agents.store names no file, and %s", error)
+            return None
+    return Store(path.expanduser(), max_bytes=max_bytes, max_age_s=max_days * DAY_S)
