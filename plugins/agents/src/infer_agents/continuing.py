@@ -7,10 +7,10 @@ template writes from the answer's end on."""
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
-from os.path import commonprefix
 from typing import Any
 
 from infer.errors import RequestError
@@ -50,8 +50,8 @@ async def following(turns: Turns, answer: int, stop: str, render: Callable[[Turn
     if called is None or called.endswith(plain):
         return None if called is None else plain
     # The end of a call is another one than that of a text, as in gpt-oss's format.
-    common = len(commonprefix((called[::-1], plain[::-1])))
-    begin = len(called) - common
+    pairs = zip(reversed(called), reversed(plain), strict=False)
+    begin = len(called) - sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
     at = called.rfind(stop, 0, begin + len(stop)) if stop else -1
     return called[at:] if at >= 0 and at < begin <= at + len(stop) else None
 

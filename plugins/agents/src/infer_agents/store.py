@@ -1,8 +1,8 @@
 """What /v1/responses keeps: an SQLite file, which the processes of one machine, or of a shared disk, use together.
 
-Each record is whole: it holds the conversation that led to it, so that others can be deleted or evicted. A response that
-is still computed belongs to a process, which holds a lock on a file of its own for as long as it lives. Whoever finds
-the lock free knows that nobody will finish the response."""
+Each record is whole: it holds the conversation that led to it, so that others can be deleted or evicted. A response
+that is still computed belongs to a process, which holds a lock on a file of its own for as long as it lives. Whoever
+finds the lock free knows that nobody will finish the response."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ import sqlite3
 import threading
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from infer.errors import InferError, SettingsError
 from infer_agents.seal import state_folder
@@ -74,7 +75,7 @@ class Record:
     form: bytes = b""
     """A digest of what begins a prompt besides the items; a conversation goes on with ``tokens`` if it is equal."""
     tokens: bytes = b""
-    """The prompt's and the answer's ids as uint32, without the stop token; none if the answer cannot be gone on with."""
+    """The prompt's and the answer's ids as uint32, without the stop token; none if no prompt can begin with them."""
     stop: str = ""
     """The text of the stop token that ended the answer, if one did."""
     background: bool = False
@@ -178,10 +179,8 @@ class Store:
             if row is None:
                 return None
             id, status, response, items, form, tokens, stop, background, runner = row
-            return Record(
-                *(id, status, *map(_unpacked, (response, items)), form, _unpacked(tokens), stop, bool(background)),
-                runner,
-            )
+            response, items, tokens = map(zlib.decompress, (response, items, tokens))
+            return Record(id, status, response, items, form, tokens, stop, bool(background), runner)
 
     def delete(self, owner: bytes, id: str) -> bool:
         """Returns False if there is none."""
@@ -249,7 +248,7 @@ class Store:
     def _lock_file(self, runner: str) -> Path:
         return self.path.with_name(f"{self.path.name}.{runner}.lock")
 
-    def _packed(self, record: Record) -> dict[str, int | str | bytes]:
+    def _packed(self, record: Record) -> dict[str, Any]:
         """The columns that change while a response is computed."""
         blobs = {name: zlib.compress(getattr(record, name), 1) for name in ("response", "items", "tokens")}
         size = sum(map(len, blobs.values()))
@@ -300,10 +299,6 @@ class Store:
                 if not hasattr(self, "_salt"):
                     raise
                 raise StoreError(f"The store of responses, {self.path}, fails: {error}.") from error
-
-
-def _unpacked(blob: bytes) -> bytes:
-    return zlib.decompress(blob)
 
 
 def _statements(script: str) -> Iterator[str]:

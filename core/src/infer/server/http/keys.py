@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from aiohttp import web
 from pydantic import SecretStr
 
-
 OWNER = "X-Infer-Owner"
 """The header in which an ingress tells a server whose request it passes on: ``Keys.owner``."""
 
