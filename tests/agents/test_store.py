@@ -37,7 +37,8 @@ def settings(folder: Path, **more: Any) -> Body:
     model = puppet(folder)
     (folder / "template.jinja").write_text(TEMPLATE)
     agents = {"store": str(folder / "store" / "responses.db"), **more.pop("agents", {})}
-    return {"model": model, "engine": ENGINE, "server": {"access_log": False, "served_model_name": "demo", "agents": agents, **more}}
+    server = {"access_log": False, "served_model_name": "demo", "agents": agents, **more}
+    return {"model": model, "engine": ENGINE, "server": server}
 
 
 @pytest.fixture
