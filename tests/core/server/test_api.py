@@ -553,9 +553,9 @@ async def test_tokens_there_and_back(chatty: dict[str, Any]) -> None:
 
 
 async def test_responses_refuse_what_needs_a_store(chatty: dict[str, Any]) -> None:
-    async with running(**chatty) as server:
+    async with running(**chatty, server={"access_log": False, "agents": {"store_max_bytes": 0}}) as server:
         refused: list[Body] = [
-            {"previous_response_id": "resp_1"},
+            {"conversation": "conv_1"},
             {"background": True},
             {"stream_options.include_usage": True},
         ]

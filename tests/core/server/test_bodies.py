@@ -350,14 +350,9 @@ def test_a_refusal_names_a_field_on_the_way_to_what_is_wrong(
             "cannot be combined with another text.format",
         ),
         (ResponsesRequest, {"input": "x", "text": {"verbosity": "loud"}}, "text.verbosity", "'medium'"),
-        (
-            ResponsesRequest,
-            {"input": "x", "previous_response_id": "r"},
-            "previous_response_id",
-            "nothing is stored here",
-        ),
-        (ResponsesRequest, {"input": "x", "conversation": {"id": "c"}}, "conversation", "nothing is stored here"),
-        (ResponsesRequest, {"input": "x", "background": True}, "background", "false is"),
+        (ResponsesRequest, {"input": "x", "conversation": {"id": "c"}}, "conversation", "use previous_response_id"),
+        (ResponsesRequest, {"input": "x", "background": True, "stream": True}, "background", "leave one out"),
+        (ResponsesRequest, {"input": "x", "background": True, "store": False}, "background", "leave store = false out"),
         (ResponsesRequest, {"input": "x", "truncation": "auto"}, "truncation", "'disabled' is"),
         (ResponsesRequest, {"input": "x", "include": ["reasoning"]}, "include[0]", "'reasoning.encrypted_content'"),
         (

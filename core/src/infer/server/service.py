@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import TypeVar, cast
@@ -66,6 +66,7 @@ class Service:
         self._door = AsyncDoor(engine_loop)
         self._long = ThreadPoolExecutor(1, "infer-long-texts")
         self._unsubscribe: set[Callable[[], None]] = set()
+        self._at_end: list[Callable[[], Awaitable[None]]] = []
         self._reader = Reader(settings.server.unknown_fields)
         self._settings = settings.server
         self._budget = BodyBudget(MAX_BODIES * self._settings.max_body_bytes)
@@ -76,13 +77,19 @@ class Service:
         await self._reader.begin()
 
     async def close(self) -> None:
-        """End the child processes and unregister the observers."""
+        """End the child processes, unregister the observers, and close what endpoints have."""
+        while self._at_end:
+            await self._at_end.pop()()
         self._long.shutdown(wait=False, cancel_futures=True)
         while self._unsubscribe:
             self._unsubscribe.pop()()
         await self._reader.close()
         await self._compile.close()
         await self.conversation.close()
+
+    def at_end(self, close: Callable[[], Awaitable[None]]) -> None:
+        """Call an endpoint's function when the server has ended."""
+        self._at_end.append(close)
 
     def observe(self, observer: object) -> Callable[[], None]:
         """Register an endpoint's object as an observer: it has ``infer_step_finished(record)``,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import ConfigDict, Discriminator, Field, Tag, TypeAdapter, field_validator, model_validator
 from pydantic_core import from_json, to_json
 
 from infer.contracts.params import MAX_LOGPROBS, SamplingParams, StructuredOutputs
+from infer.errors import RequestError, capital
 from infer.server import input_items
 from infer.server.http.body import Body, Many, typed
 from infer.server.input_items import CallItem, CallOutputItem, CustomCallItem, InputMessage, check_called, conversation
@@ -85,6 +86,26 @@ InputItem = Annotated[
 ]
 
 
+ITEMS: TypeAdapter[tuple[InputItem, ...]] = TypeAdapter(tuple[InputItem, ...])
+
+
+def _dropped_calls(items: Sequence[Any]) -> set[str]:
+    """The ids of calls that the chat template does not see."""
+    dropped = {item.call_id for item in items if isinstance(item, DroppedItem) and type(item.call_id) is str}
+    return dropped - {item.call_id for item in items if isinstance(item, (CallItem, CustomCallItem))}
+
+
+def _shown(items: Sequence[Any], dropped: Collection[str] | None = None) -> list[Any]:
+    """The items that the chat template sees. ``dropped`` has the ids of calls that it does not, if some may be in other
+    items."""
+    hidden = _dropped_calls(items) if dropped is None else dropped
+    return [
+        item
+        for item in items
+        if not isinstance(item, DroppedItem) and not (isinstance(item, CallOutputItem) and item.call_id in hidden)
+    ]
+
+
 class TextFormat(Body):
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = Field(None, min_length=1, max_length=64)
@@ -126,7 +147,8 @@ class NoObfuscation(Body):
 
 
 class ResponsesRequest(Body):
-    """The body of POST /v1/responses. Nothing is stored: ``input`` has to contain the whole conversation."""
+    """The body of POST /v1/responses. ``input`` holds the whole conversation, or what follows
+    ``previous_response_id``."""
 
     NAMES: ClassVar[Mapping[str, str]] = {
         "prompt": "input",
@@ -134,7 +156,7 @@ class ResponsesRequest(Body):
         "max_tokens": "max_output_tokens",
         "structured_outputs": "text.format",
     }
-    DERIVED: ClassVar[Mapping[str, str]] = {"turns": "input", "sealed": "input"}
+    DERIVED: ClassVar[Mapping[str, str]] = {"turns": "input", "sealed": "input", "listed": "input"}
     add_generation_prompt: ClassVar = True
     continue_final_message: ClassVar = False
 
@@ -164,10 +186,12 @@ class ResponsesRequest(Body):
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
     user: str | None = Field(None, max_length=512)
     safety_identifier: str | None = Field(None, max_length=512)
-    store: bool | None = Field(None, description="Ignored: nothing is stored.")
-    background: Literal[False] | None = None
-    previous_response_id: str | None = Field(None, description="Refused: nothing is stored.")
-    conversation: Any = Field(None, description="Refused, as previous_response_id.")
+    store: bool | None = Field(None, description="Whether the response is kept; server.agents.store_default if null.")
+    background: bool | None = Field(None, description="true: answer at once, and compute the response meanwhile.")
+    previous_response_id: str | None = Field(
+        None, min_length=1, description="The stored response that input goes on from."
+    )
+    conversation: Any = Field(None, description="Refused: use previous_response_id.")
     include: (
         Many[
             Literal[
@@ -197,14 +221,19 @@ class ResponsesRequest(Body):
         None, description="Variables for the chat template, such as enable_thinking."
     )
 
-    @field_validator("previous_response_id", "conversation")
+    @field_validator("conversation")
     @classmethod
-    def _nothing_is_stored(cls, value: object) -> NoReturn:
-        raise ValueError("nothing is stored here; leave it out and send the whole conversation as input")
+    def _no_conversations(cls, value: object) -> NoReturn:
+        raise ValueError("conversations are not stored here; leave it out and use previous_response_id")
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        check_called(self.input, self._dropped_calls)
+        if self.previous_response_id is None:
+            check_called(self.input, self._dropped_calls)
+        if self.background and self.stream:
+            raise ValueError("background cannot be combined with stream; leave one out")
+        if self.background and self.store is False:
+            raise ValueError("background needs a response that is stored; leave store = false out")
         names: set[str] = set()
         offers = self.offers
         if len(offers) > MAX_OFFERS:
@@ -229,14 +258,32 @@ class ResponsesRequest(Body):
 
     @functools.cached_property
     def turns(self) -> bytes:
-        begin = () if self.instructions is None else (Message(role="system", content=self.instructions),)
-        dropped = self._dropped_calls
-        items = [
-            item
-            for item in self._items
-            if not isinstance(item, DroppedItem) and not (isinstance(item, CallOutputItem) and item.call_id in dropped)
-        ]
-        return turns((*begin, *conversation(items)))
+        return turns((*self._begin, *conversation(_shown(self._items))))
+
+    @property
+    def _begin(self) -> tuple[Message, ...]:
+        return () if self.instructions is None else (Message(role="system", content=self.instructions),)
+
+    @functools.cached_property
+    def listed(self) -> bytes:
+        """The input items as JSON, for ``after`` and for the store; nothing if neither needs them."""
+        if self.store is False and self.previous_response_id is None:
+            return b"[]"
+        return to_json([item.model_dump(exclude_none=True) for item in self._items], inf_nan_mode="constants")
+
+    def after(self, past: bytes) -> tuple[Self, int]:
+        """The same with the whole conversation as its turns, of which ``past`` is the beginning: input items as JSON.
+        Also how many of the turns are from it, instructions included. It may take long. Raises RequestError."""
+        before, new = (ITEMS.validate_json(items) for items in (past, self.listed))
+        dropped = _dropped_calls([*before, *new])
+        called = {item.call_id for item in before if isinstance(item, (CallItem, CustomCallItem))}
+        try:
+            check_called(new, dropped | called)
+        except ValueError as error:
+            raise RequestError(f"{capital(str(error))}.", param="input") from None
+        first, rest = (conversation(_shown(items, dropped)) for items in (before, new))
+        made = turns((*self._begin, *first, *rest))
+        return self.model_copy(update={"turns": made}), len(self._begin) + len(first)
 
     @functools.cached_property
     def sealed(self) -> tuple[tuple[str, str], ...]:
@@ -255,9 +302,7 @@ class ResponsesRequest(Body):
 
     @property
     def _dropped_calls(self) -> set[str]:
-        """The ids of calls that the chat template does not see."""
-        dropped = {item.call_id for item in self._items if isinstance(item, DroppedItem) and type(item.call_id) is str}
-        return dropped - {item.call_id for item in self._items if isinstance(item, (CallItem, CustomCallItem))}
+        return _dropped_calls(self._items)
 
     def gathered(self) -> Self | None:
         """The same with one system message at most, at the beginning: the instructions that begin the conversation are

@@ -26,7 +26,7 @@ from infer.errors import EngineDeadError
 from infer.server.http.access import CALLER, access_log, allow_origin, authorize, guard, preflight
 from infer.server.http.bodies import BodyBudget, Reader, arrived
 from infer.server.http.errors import REQUEST_ID, error_body, errors, expected
-from infer.server.http.keys import Keys
+from infer.server.http.keys import OWNER, Keys
 from infer.server.http.sockets import listen
 from infer.server.http.streams import hang_up, write
 from infer.server.http.wire import OPENAI, SHUTTING_DOWN, WIRE_FORMATS, Anthropic, NamedEvents, wire_format
@@ -68,7 +68,7 @@ HOPS = frozenset(
     ("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding")
 )
 """Headers that are about one connection."""
-KEPT_BACK = HOPS | {"host", "authorization", "content-length", "cookie", "expect", "origin", "upgrade"}
+KEPT_BACK = HOPS | {"host", "authorization", "content-length", "cookie", "expect", "origin", "upgrade", OWNER.lower()}
 NOT_PASSED = HOPS | {"content-length", "date", "server"}
 
 
@@ -179,6 +179,7 @@ class Ingress:
         self.closing = False
         """Whether connections end with the answer that is under way on them."""
         self._server = server
+        self._keys = Keys(server.api_keys)
         self._poll_s = poll_s
         self._reader = Reader()
         self._reader.expect(Outline)
@@ -208,7 +209,7 @@ class Ingress:
         await self._reader.close()
 
     def app(self) -> web.Application:
-        server, keys = self._server, Keys(self._server.api_keys)
+        server, keys = self._server, self._keys
         opened: set[web.AbstractRoute] = set()
         app = web.Application(
             middlewares=[
@@ -309,6 +310,7 @@ class Ingress:
                 http[CALLER].user = outgoing.user
                 headers = CIMultiDict((name, v) for name, v in http.headers.items() if name.lower() not in KEPT_BACK)
                 headers.update(self.fleet.headers)
+                headers[OWNER] = self._keys.owner(http)
                 # The blocks, so that the replica can tell every ingress what it holds.
                 if baggage := with_blocks(",".join(headers.popall("baggage", ())), outgoing.chain):
                     headers["baggage"] = baggage

@@ -112,7 +112,7 @@ def preflight(origins: Sequence[str]) -> Middleware:
         if request.method != "OPTIONS" or method is None or not _allowed(request, origins):
             return await handler(request)
         headers = {
-            "Access-Control-Allow-Methods": "GET, POST",
+            "Access-Control-Allow-Methods": "GET, POST, DELETE",
             "Access-Control-Allow-Headers": request.headers.get("Access-Control-Request-Headers", ""),
             "Access-Control-Max-Age": "600",
         }

@@ -9,6 +9,9 @@ from collections.abc import Callable, Sequence
 from aiohttp import web
 from pydantic import SecretStr
 
+OWNER = "X-Infer-Owner"
+"""The header in which an ingress tells a server whose request it passes on: ``Keys.owner``."""
+
 
 class Keys:
     """Keys are compared by their digests in constant time, so that not even their lengths show. True if there are
@@ -34,10 +37,22 @@ class Keys:
     def admit(self, request: web.Request) -> bool:
         """Whether the request shows a key (``Authorization: Bearer KEY`` or ``X-Api-Key: KEY``), or is accepted in
         another way."""
-        scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
-        shown = [bearer] if scheme.lower() == "bearer" else []
-        shown += request.headers.getall("X-Api-Key", [])[:1]
-        return any(self.known(key.strip()) for key in shown) or any(way(request) for way in self._ways)
+        return any(map(self.known, _shown(request))) or any(way(request) for way in self._ways)
+
+    def owner(self, request: web.Request) -> str:
+        """A digest of the key that the request shows, as whose it counts; empty if the server has no keys, or if it
+        shows none. An ingress, which shows a key of its own, tells the client's, and nobody knows the digest of a key
+        who does not know the key."""
+        if (told := request.headers.get(OWNER)) is not None:
+            return told
+        return next((_digest(f"owner {key}").hex() for key in _shown(request) if self.known(key)), "")
+
+
+def _shown(request: web.Request) -> list[str]:
+    """The keys that a request shows."""
+    scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
+    shown = [bearer] if scheme.lower() == "bearer" else []
+    return [key.strip() for key in (*shown, *request.headers.getall("X-Api-Key", [])[:1])]
 
 
 def _digest(key: str) -> bytes:

@@ -1,0 +1,420 @@
+"""What /v1/responses keeps, and goes on from."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sqlite3
+import stat
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI, BadRequestError, NotFoundError
+from tests.core.server.test_harmony import puppet
+from tests.puppet import Puppets, say
+from tests.serving import TEMPLATE, Body, Running, holding, running
+
+from infer.errors import SettingsError
+from infer_agents import responses
+from infer_agents.continuing import following, unpacked
+from infer_agents.store import Record, Store, StoreError, TooLargeError, open_store
+
+ENGINE = {"max_seq_len": 1024}
+LOOK: Any = {"type": "function", "name": "look", "parameters": {"type": "object", "properties": {}}}
+CALL = '<tool_call>{"name": "look", "arguments": {}}</tool_call><|return|>'
+
+
+def asking(server: Running, key: str = "unused") -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=server.url + "/v1", api_key=key, max_retries=0)
+
+
+def settings(folder: Path, **more: Any) -> Body:
+    model = puppet(folder)
+    (folder / "template.jinja").write_text(TEMPLATE)
+    agents = {"store": str(folder / "store" / "responses.db"), **more.pop("agents", {})}
+    server = {"access_log": False, "served_model_name": "demo", "agents": agents, **more}
+    return {"model": model, "engine": ENGINE, "server": server}
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[Running]:
+    async with running([Puppets()], **settings(tmp_path)) as made:
+        yield made
+
+
+async def told(server: Running, asked: Body, text: str) -> int:
+    """Have the model answer ``asked`` with ``text``. Returns how many tokens the prompt has."""
+    status, prompt, _ = await server.post(asked, "/v1/responses/input_tokens")
+    assert status == 200, prompt
+    await say(server, prompt["input_tokens"], text)
+    return int(prompt["input_tokens"])
+
+
+async def respond(server: Running, text: str, *, stream: bool = False, **asked: Any) -> Any:
+    """The response to ``asked``, which is ``text``."""
+    await told(server, asked, text)
+    async with asking(server) as client:
+        if not stream:
+            return await client.responses.create(model="demo", **asked)
+        async with await client.responses.create(model="demo", stream=True, **asked) as events:
+            return [event async for event in events][-1].response
+
+
+def stored(folder: Path) -> Store:
+    return Store(folder / "store" / "responses.db", max_bytes=1 << 20, max_age_s=1e9)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_three_turns_with_tools_go_on_from_the_tokens_that_were_computed(
+    server: Running, tmp_path: Path, stream: bool
+) -> None:
+    asked: Body = {"tools": [LOOK], "instructions": "Be brief.", "temperature": 0}
+    long = "What is at the place that I have told you about? " * 8
+    first = await respond(server, "<think>hm</think>  I look. " + CALL, input=long, stream=stream, **asked)
+    assert first.to_dict()["store"] is True
+    output = {"type": "function_call_output", "call_id": first.output[-1].call_id, "output": "a tree"}
+    second = await respond(
+        server, "A  tree.<|return|>", input=[output], previous_response_id=first.id, stream=stream, **asked
+    )
+    assert second.previous_response_id == first.id
+    third = await respond(
+        server, "Green.<|return|>", input="Which color?", previous_response_id=second.id, stream=stream, **asked
+    )
+    assert third.output_text == "Green."
+    with_store = stored(tmp_path)
+    before: list[int] = []
+    for response in (first, second, third):
+        record = with_store.get(with_store.owner(""), response.id)
+        assert record is not None
+        tokens = unpacked(record.tokens)
+        assert tokens[: len(before)] == before, "a prompt begins with the tokens of the turn before it"
+        cached = response.usage.input_tokens_details.cached_tokens
+        assert cached >= len(before) - 17, "all but the last page is found in the cache"
+        before = tokens
+    with_store.close()
+    _, texts, _ = await server.post({"tokens": before}, "/detokenize")
+    assert texts["prompt"] == (
+        TEMPLATE_BEGIN(long) + '<think>hm</think>  I look. <tool_call>{"name": "look", "arguments": {}}</tool_call>'
+        "\n# tool: a tree\n# assistant: A  tree.\n# user: Which color?\n# assistant: Green."
+    )
+
+
+def TEMPLATE_BEGIN(text: str) -> str:  # noqa: N802
+    shown = '{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}'
+    return (
+        f'<|tools|>{shown}\nWrite <tool_call>{{"name": ..., "arguments": ...}}</tool_call> to call one.\n'
+        f"# system: Be brief.\n# user: {text}\n# assistant: "
+    )
+
+
+async def test_a_changed_template_leaves_old_turns_as_they_were(tmp_path: Path) -> None:
+    made = settings(tmp_path)
+    async with running([Puppets()], **made) as server:
+        first = await respond(server, "One.<|return|>", input="first")
+    (tmp_path / "template.jinja").write_text(TEMPLATE.replace("'# '", "'## '"))
+    async with running([Puppets()], **made) as server:
+        second = await respond(server, "Two.<|return|>", input="second", previous_response_id=first.id)
+    store = stored(tmp_path)
+    record = store.get(store.owner(""), second.id)
+    store.close()
+    assert record is not None
+    async with running([Puppets()], **made) as server:
+        _, texts, _ = await server.post({"tokens": unpacked(record.tokens)}, "/detokenize")
+    assert texts["prompt"].startswith("# user: first\n# assistant: One.\n## user: second\n")
+
+
+async def test_other_instructions_take_the_place_of_the_old_ones(server: Running) -> None:
+    first = await respond(server, "One.<|return|>", input="first", instructions="Be brief.")
+    asked = {"input": "second", "previous_response_id": first.id}
+    whole = [{"role": "user", "content": "first"}, {"role": "assistant", "content": "One."}]
+    whole.append({"role": "user", "content": "second"})
+    for instructions in ({}, {"instructions": "Be long."}):
+        _, count, _ = await server.post(asked | instructions, "/v1/responses/input_tokens")
+        _, expected, _ = await server.post({"input": whole, **instructions}, "/v1/responses/input_tokens")
+        assert count == expected
+
+
+async def test_a_response_is_got_listed_and_deleted(server: Running) -> None:
+    first = await respond(server, "One.<|return|>", input="first", metadata={"a": "b"})
+    second = await respond(server, "Two.<|return|>", input="second", previous_response_id=first.id)
+    async with asking(server) as client:
+        assert (await client.responses.retrieve(first.id)).to_dict() == first.to_dict()
+        page = await client.responses.input_items.list(second.id, order="asc", limit=2)
+        assert page.has_more
+        items = [item async for item in page]
+        texts = [item.to_dict()["content"][0]["text"] for item in items]  # type: ignore[index]
+        assert texts == ["first", "One.", "second"]
+        assert len({item.id for item in items}) == 3
+        newest = await client.responses.input_items.list(second.id, limit=1)
+        assert newest.data[0].id == items[-1].id
+        await client.responses.delete(first.id)
+        for gone in (client.responses.retrieve(first.id), client.responses.delete(first.id)):
+            with pytest.raises(NotFoundError, match=f"Response with id '{first.id}' not found"):
+                await gone
+        with pytest.raises(NotFoundError, match="Previous response with id"):
+            await client.responses.create(model="demo", input="x", previous_response_id=first.id)
+        third = await respond(server, "Three.<|return|>", input="third", previous_response_id=second.id)
+        assert third.output_text == "Three.", "what follows a deleted response is whole"
+        for path, param in (
+            ("?stream=true", "stream"),
+            ("?starting_after=1", "starting_after"),
+            ("/input_items?limit=0", "limit"),
+            ("/input_items?after=x", "after"),
+        ):
+            status, answer = await server.get(f"/v1/responses/{second.id}{path}")
+            assert (status, answer["error"]["param"]) == (400, param)
+    status, deleted = await _delete(server, second.id)
+    assert (status, deleted) == (200, {"id": second.id, "object": "response", "deleted": True})
+
+
+async def _delete(server: Running, id: str) -> tuple[int, Any]:
+    async with server.session.delete(f"{server.url}/v1/responses/{id}") as response:
+        return response.status, await response.json()
+
+
+async def test_what_is_not_to_be_stored_is_not(tmp_path: Path) -> None:
+    async with running([Puppets()], **settings(tmp_path, agents={"store_default": False})) as server:
+        for more, kept in (({}, False), ({"store": False}, False), ({"store": True}, True)):
+            _, answer, _ = await server.post({"input": "x", "max_output_tokens": 1, **more}, "/v1/responses")
+            assert answer["store"] is kept
+            assert (await server.get(f"/v1/responses/{answer['id']}"))[0] == (200 if kept else 404)
+
+
+async def test_a_response_belongs_to_the_key_that_asked(tmp_path: Path) -> None:
+    async with (
+        running([Puppets()], **settings(tmp_path, api_keys=["a", "b"])) as server,
+        asking(server, "a") as own,
+        asking(server, "b") as other,
+    ):
+        made = await own.responses.create(model="demo", input="x", max_output_tokens=1)
+        assert (await own.responses.retrieve(made.id)).id == made.id
+        for refused in (
+            other.responses.retrieve(made.id),
+            other.responses.delete(made.id),
+            other.responses.cancel(made.id),
+            other.responses.input_items.list(made.id),
+            other.responses.create(model="demo", input="x", previous_response_id=made.id),
+        ):
+            with pytest.raises(NotFoundError):
+                await refused
+        assert (await own.responses.retrieve(made.id)).id == made.id
+    data = b"".join(path.read_bytes() for path in (tmp_path / "store").iterdir())
+    assert data
+    for path in (tmp_path / "store").iterdir():
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+async def _ended(client: AsyncOpenAI, id: str) -> Any:
+    while (got := await client.responses.retrieve(id)).status in ("queued", "in_progress"):
+        await asyncio.sleep(0)
+    return got
+
+
+async def test_a_response_in_the_background(server: Running) -> None:
+    await told(server, {"input": "first"}, "One.<|return|>")
+    async with asking(server) as client:
+        begun = await client.responses.create(model="demo", input="first", background=True)
+        assert (begun.status, begun.background) == ("queued", True)
+        ended = await _ended(client, begun.id)
+        assert (ended.status, ended.output_text) == ("completed", "One.")
+        assert await client.responses.cancel(begun.id) == ended
+    second = await respond(server, "Two.<|return|>", input="second", previous_response_id=begun.id)
+    async with asking(server) as client:
+        with pytest.raises(BadRequestError, match="does not run in the background"):
+            await client.responses.cancel(second.id)
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+async def test_a_response_in_the_background_is_cancelled(
+    server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, elsewhere: bool
+) -> None:
+    """Here, or by a server that shares the file."""
+    monkeypatch.setattr(responses, "WATCH_S", 0)
+    with holding(1):
+        async with asking(server) as client:
+            begun = await client.responses.create(model="demo", input="x", background=True)
+            with pytest.raises(BadRequestError, match="cannot be gone on from"):
+                await client.responses.create(model="demo", input="x", previous_response_id=begun.id)
+            if elsewhere:
+                store = stored(tmp_path)
+                record = store.get(store.owner(""), begun.id)
+                assert record is not None
+                assert not store.is_abandoned(record)
+                assert store.finish(record, "cancelled", responses._ended(record, "cancelled"))
+                store.close()
+            else:
+                assert (await client.responses.cancel(begun.id)).status == "cancelled"
+            got = await client.responses.retrieve(begun.id)
+            assert got.status == "cancelled"
+            await asyncio.sleep(0)
+    await server.idle()
+    async with asking(server) as client:
+        assert (await client.responses.retrieve(begun.id)).status == "cancelled"
+
+
+async def test_what_a_server_did_not_finish_has_failed(tmp_path: Path) -> None:
+    made = settings(tmp_path)
+    with holding(1):
+        async with running([Puppets()], **made) as server, asking(server) as client:
+            begun = await client.responses.create(model="demo", input="x", background=True)
+    async with running([Puppets()], **made) as server, asking(server) as client:
+        got = await client.responses.retrieve(begun.id)
+        assert got.status == "failed"
+        assert got.error is not None
+        assert "ended before the response was complete" in got.error.message
+
+
+async def test_an_answer_goes_out_though_the_disk_is_full(
+    server: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    packed = Store._packed
+
+    def full(store: Store, record: Record) -> Any:
+        store._connection.execute("PRAGMA max_page_count = 1")  # as many as there are, which is more
+        return packed(store, record)
+
+    monkeypatch.setattr(Store, "_packed", full)
+    asked = {"input": "x" * 400, "max_output_tokens": 1}
+    answers = []
+    for i in range(40):
+        _, answer, _ = await server.post(asked | {"metadata": {str(i): "y" * 500}}, "/v1/responses")
+        assert answer["status"] in ("completed", "incomplete")
+        answers.append(answer["store"])
+    assert answers[-1] is False
+    assert caplog.text.count("database or disk is full") == 1
+    status, answer, _ = await server.post(asked | {"background": True}, "/v1/responses")
+    assert (status, answer["error"]["message"].count("disk is full")) == (500, 1)
+
+
+def record(id: str, size: int = 100, **more: Any) -> Record:
+    """One whose size on the disk is about ``size``: it does not compress."""
+    import random
+
+    return Record(id, more.pop("status", "completed"), random.Random(id).randbytes(size), b"[]", **more)
+
+
+def test_the_oldest_are_evicted_and_the_old_ones_too(tmp_path: Path) -> None:
+    now = [1000.0]
+    store = Store(tmp_path / "a.db", max_bytes=5000, max_age_s=60, clock=lambda: now[0])
+    own = store.owner("k")
+    for i in range(10):
+        now[0] += 1
+        store.put(own, record(f"r{i}", 1000))
+    assert [i for i in range(10) if store.get(own, f"r{i}")] == [6, 7, 8, 9]
+    with pytest.raises(TooLargeError, match="store_max_bytes = 5000"):
+        store.put(own, record("big", 6000))
+    assert store.get(own, "r6") is not None
+    now[0] = 1070.0 - 1
+    assert [i for i in range(10) if store.get(own, f"r{i}")] == [8, 9]
+    assert not store.delete(own, "r7")
+    now[0] += 100
+    store.put(own, record("new"))
+    rows = store._connection.execute("SELECT id FROM responses").fetchall()
+    assert rows == [("new",)], "what is too old is deleted, not only hidden"
+    store.close()
+
+
+def test_many_threads_and_processes_write_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "a.db"
+    program = (
+        "import sys; from pathlib import Path; from infer_agents.store import Record, Store\n"
+        "s = Store(Path(sys.argv[1]), max_bytes=1 << 20, max_age_s=1e9)\n"
+        "for i in range(50): s.put(s.owner('k'), Record(f'{sys.argv[2]}-{i}', 'completed', b'{}', b'[]'))\n"
+    )
+    others = [subprocess.Popen([sys.executable, "-c", program, str(path), name]) for name in ("p", "q")]
+    store = Store(path, max_bytes=1 << 20, max_age_s=1e9)
+    own = store.owner("k")
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda i: store.put(own, record(f"t-{i}")), range(50)))
+    assert [other.wait(120) for other in others] == [0, 0]
+    assert all(store.get(own, f"{name}-{i}") for name in "tpq" for i in range(50))
+    total = store._connection.execute("SELECT value FROM meta WHERE name = 'bytes'").fetchone()
+    assert total == store._connection.execute("SELECT sum(size) FROM responses").fetchone()
+    store.close()
+
+
+def test_a_process_that_is_killed_corrupts_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "a.db"
+    program = (
+        "import sys; from pathlib import Path; from infer_agents.store import Record, Store\n"
+        "s = Store(Path(sys.argv[1]), max_bytes=1 << 16, max_age_s=1e9)\n"
+        "s.put(s.owner('k'), Record('open', 'in_progress', b'{}', b'[]', background=True))\n"
+        "i = 0\n"
+        "while True:\n"
+        "    s.put(s.owner('k'), Record(str(i), 'completed', str(i).encode() * 500, b'[]'))\n"
+        "    print(i, flush=True)\n"
+        "    i += 1\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE, text=True) as writing:
+        assert writing.stdout is not None
+        for line in writing.stdout:
+            if int(line) == 30:
+                writing.kill()
+                break
+        last = max([30, *map(int, writing.stdout.read().splitlines())])
+    store = Store(path, max_bytes=1 << 16, max_age_s=1e9)
+    assert store._connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+    own = store.owner("k")
+    found = store.get(own, str(last))
+    assert found is not None
+    assert found.response == str(last).encode() * 500
+    assert [each.id for each in store.abandoned()] == ["open"]
+    store.close()
+
+
+def test_a_file_that_is_no_store_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "a.db"
+    path.write_bytes(b"something else" * 1000)
+    with pytest.raises(SettingsError, match=r"a\.db, cannot be opened.*file is not a database.*server\.agents\.store"):
+        Store(path, max_bytes=1, max_age_s=1)
+    assert path.read_bytes() == b"something else" * 1000
+    path.unlink()
+    Store(path, max_bytes=1, max_age_s=1).close()
+    with sqlite3.connect(path) as other:
+        other.execute("PRAGMA user_version = 9")
+    other.close()
+    with pytest.raises(SettingsError, match="its version is 9"):
+        Store(path, max_bytes=1, max_age_s=1)
+
+
+def test_a_file_that_breaks_later_is_named(tmp_path: Path) -> None:
+    store = Store(tmp_path / "a.db", max_bytes=1000, max_age_s=1e9)
+    store._connection.execute("DROP TABLE responses")
+    with pytest.raises(StoreError, match=r"a\.db, fails"):
+        store.get(store.owner("k"), "r")
+    store.close()
+
+
+def test_without_a_folder_nothing_is_stored(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    assert open_store(None, max_bytes=1, max_days=1) is None
+    assert "responses are not stored" in caplog.text
+    assert open_store(tmp_path / "a.db", max_bytes=0, max_days=1) is None
+    with pytest.raises(SettingsError, match="cannot be opened"):
+        open_store(tmp_path / "file" / "a.db", max_bytes=1, max_days=1)
+
+
+@pytest.mark.parametrize(
+    ("write", "found"),
+    [
+        (lambda text, calls: f"{text}{calls}<end>\n", "<end>\n[next]"),
+        (lambda text, calls: f"{text}<end>\n" if not calls else f"{text}{calls}<call>", "<call>[next]"),
+        (lambda text, calls: f"{text.upper()}<end>", None),
+    ],
+)
+async def test_what_follows_calls_is_told_from_them(write: Any, found: str | None) -> None:
+    async def render(turns: Any) -> str:
+        said, _ = turns
+        calls = "".join(json.dumps(call["function"]) for call in said.get("tool_calls", ()))
+        return f"{write(said['content'] or '', calls)}[next]"
+
+    called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}
+    assert await following([called, {"role": "tool", "content": "<call>"}], 0, "<call>", render) == found
