@@ -28,6 +28,10 @@ class WireFormat:
 
     ERROR: ClassVar[Any] = Error
     """The shape of ``error``."""
+    CONTENT_TYPE: ClassVar[str] = "text/event-stream"
+    """The media type of a stream."""
+    AROUND: ClassVar[tuple[bytes, bytes]] = (b"data: ", b"\n\n")
+    """What stands before and behind the JSON of a stream's frame."""
     IDLE: ClassVar[bytes] = b": the prompt is being computed\n\n"
     """What a stream sends every few seconds while there is nothing else to send."""
     DONE: ClassVar[bytes] = b"data: [DONE]\n\n"
@@ -100,6 +104,26 @@ class Anthropic(NamedEvents):
         if error["message"] == SHUTTING_DOWN:
             return self.error(error, 503)  # clients send the request again
         return self.error(error, 400 if error["type"] == "invalid_request_error" else 500)
+
+
+class OllamaError(TypedDict):
+    error: str
+
+
+class Ollama(WireFormat):
+    """As Ollama has it: an error is a sentence, and a stream has a line of JSON for each frame."""
+
+    ERROR: ClassVar[Any] = OllamaError
+    CONTENT_TYPE = "application/x-ndjson"
+    AROUND = (b"", b"\n")
+    IDLE = b" "  # clients parse every line, and JSON may begin with a space
+    DONE = b""
+
+    def error(self, error: ErrorBody, status: int) -> dict[str, Any]:
+        message, param = error["message"], error["param"]
+        if param is not None and param not in message:  # which the message alone can tell
+            message = f"{param}: {message}"
+        return {"error": message}
 
 
 OPENAI = WireFormat()
