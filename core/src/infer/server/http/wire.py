@@ -76,6 +76,14 @@ ERROR_TYPES = {
 """Anthropic's types of errors, by status. Others below 500 are ``invalid_request_error``, and 500 is ``api_error``."""
 
 
+def _sentence(error: ErrorBody) -> str:
+    """The message, with the field that it is about, for clients that are told nothing else."""
+    message, param = error["message"], error["param"]
+    if param is not None and param not in message:
+        message = f"{param}: {message}"
+    return message
+
+
 class MessageErrorBody(TypedDict):
     type: str
     message: str
@@ -95,10 +103,7 @@ class Anthropic(NamedEvents):
 
     def error(self, error: ErrorBody, status: int) -> dict[str, Any]:
         kind = ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-        message, param = error["message"], error["param"]
-        if param is not None and param not in message:  # which the message alone can tell
-            message = f"{param}: {message}"
-        return {"type": "error", "error": {"type": kind, "message": message}}
+        return {"type": "error", "error": {"type": kind, "message": _sentence(error)}}
 
     def failure(self, error: ErrorBody) -> dict[str, Any]:
         if error["message"] == SHUTTING_DOWN:
@@ -120,10 +125,7 @@ class Ollama(WireFormat):
     DONE = b""
 
     def error(self, error: ErrorBody, status: int) -> dict[str, Any]:
-        message, param = error["message"], error["param"]
-        if param is not None and param not in message:  # which the message alone can tell
-            message = f"{param}: {message}"
-        return {"error": message}
+        return {"error": _sentence(error)}
 
 
 OPENAI = WireFormat()
