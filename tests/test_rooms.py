@@ -61,6 +61,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "plugins/otel/src": ("torch", "numpy", "aiohttp", "infer.cache", "infer.layers", "infer.kernels", *TEXT, *ABOVE),
     "plugins/demo/src": ("torch", "numpy", *TEXT, *ABOVE),
     "plugins/agents/src": SERVER,
+    "plugins/ollama/src": SERVER,
     "plugins/bench/src": ("torch", "infer.engine", "infer.server", "infer.cache", "infer.layers", "infer.kernels"),
     "plugins/testing/src": ("pytest", "hypothesis", "aiohttp", "infer.server", "infer.commands"),
     "plugins/speculation/src": (

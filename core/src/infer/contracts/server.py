@@ -17,6 +17,10 @@ class WireFormatProtocol(Protocol):
 
     ERROR: ClassVar[Any]
     """The shape of ``error``."""
+    CONTENT_TYPE: ClassVar[str]
+    """The media type of a stream."""
+    AROUND: ClassVar[tuple[bytes, bytes]]
+    """What stands before and behind the JSON of a stream's frame."""
     IDLE: ClassVar[bytes]
     """What a stream sends while there is nothing else to send."""
     DONE: ClassVar[bytes]
@@ -31,7 +35,7 @@ class WireFormatProtocol(Protocol):
         """The last frame of a stream that fails."""
 
     def head(self, frame: Mapping[str, Any]) -> bytes:
-        """The lines of an event before its data."""
+        """The lines of an event before its data, if the stream has events."""
 
 
 @dataclass(frozen=True)

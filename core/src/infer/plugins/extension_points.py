@@ -169,7 +169,12 @@ EXTENSION_POINTS: Mapping[str, ExtensionPoint] = {
     "routes": ExtensionPoint(
         "infer_routes",
         "server",
-        packages={"agents": "infer-agents", "console": "infer-console", "decisions": "infer-decisions"},
+        packages={
+            "agents": "infer-agents",
+            "console": "infer-console",
+            "decisions": "infer-decisions",
+            "ollama": "infer-ollama",
+        },
     ),
     "command": ExtensionPoint(
         "infer_commands",

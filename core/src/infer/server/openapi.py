@@ -60,7 +60,8 @@ def document(routes: Sequence[Route], server_name: str) -> dict[str, Any]:
             name = getattr(route.chunk, "__name__", str(route.chunk))
             data = {"type": "string", "description": f"[DONE], an error, or {name} as JSON."}
             event = {"type": "object", "properties": {"event": {"type": "string"}, "data": data}, "required": ["data"]}
-            content["text/event-stream"] = {"schema": event}
+            line = {"type": "string", "description": f"Lines, each of which is {name} as JSON, or an error."}
+            content[wire.CONTENT_TYPE] = {"schema": event if wire.CONTENT_TYPE == OPENAI.CONTENT_TYPE else line}
         codes = ERRORS if route.body is not None else {code: ERRORS[code] for code in (401, 404, 500, 503)}
         operation: dict[str, Any] = {
             "summary": route.summary,

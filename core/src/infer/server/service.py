@@ -270,7 +270,7 @@ class Service:
         return response
 
     async def stream(self, http: web.Request, requests: Sequence[Request], frames: Frames) -> web.StreamResponse:
-        """Run requests and answer with server-sent events in the route's wire format: the frames that ``frames`` makes
+        """Run requests and answer with a stream in the route's wire format: the frames that ``frames`` makes
         of the requests' events. What keeps requests from being taken is answered with an error status, a later failure
         with an error in the stream. The headers are sent as soon as the requests are taken. Until there is an event,
         the format's ``IDLE`` is sent every ``SILENCE_S``, so that no proxy and no client takes a long prompt for a dead
@@ -283,7 +283,7 @@ class Service:
                 if coming.done():
                     raise_if_failed(coming.result())
                 response = web.StreamResponse(headers={"Cache-Control": "no-cache"} | id_headers(http))
-                response.content_type = "text/event-stream"
+                response.content_type = written.CONTENT_TYPE
                 await response.prepare(http)
                 while not (await asyncio.wait((coming,), timeout=SILENCE_S))[0]:
                     await self._write(http, response, written.IDLE)
@@ -309,7 +309,8 @@ class Service:
         return response
 
     async def _frame(self, http: web.Request, response: web.StreamResponse, written: WireFormat, frame: Json) -> None:
-        await self._send(http, response, [written.head(frame) + b"data: ", *self.writer.pieces(frame), b"\n\n"])
+        before, behind = written.AROUND
+        await self._send(http, response, [written.head(frame) + before, *self.writer.pieces(frame), behind])
 
     async def _send(self, http: web.Request, response: web.StreamResponse, pieces: Sequence[bytes]) -> None:
         size = begin = 0

@@ -29,7 +29,7 @@ from infer.server.http.errors import REQUEST_ID, error_body, errors, expected
 from infer.server.http.keys import OWNER, Keys
 from infer.server.http.sockets import listen
 from infer.server.http.streams import hang_up, write
-from infer.server.http.wire import OPENAI, SHUTTING_DOWN, WIRE_FORMATS, Anthropic, NamedEvents, wire_format
+from infer.server.http.wire import OPENAI, SHUTTING_DOWN, WIRE_FORMATS, Anthropic, NamedEvents, Ollama, wire_format
 from infer_ray.held import with_blocks
 from infer_ray.outline import Outgoing, Outline, outlined
 from infer_ray.resume import ClientStream, DivergedError, complaint
@@ -42,8 +42,11 @@ SAMPLING = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 FORMATS = {
     "/v1/responses": NamedEvents(),
     **dict.fromkeys(("/v1/messages", "/v1/messages/count_tokens"), Anthropic()),
+    **dict.fromkeys((f"/api/{name}" for name in ("chat", "generate", "embed", "embeddings", "show", "pull")), Ollama()),
 }
 """How errors and streams are written, by path, if not as OpenAI's chats are."""
+STREAMS = {each.CONTENT_TYPE: each.AROUND[1] for each in (OPENAI, Ollama())}
+"""What ends a stream's frame, by the stream's media type."""
 STATE = "/ray/state"
 """The route of a replica that tells what it is doing."""
 HIDDEN = ("/console", "/ray")
@@ -453,7 +456,7 @@ class _Exchange:
 
     @property
     def _streamed(self) -> bool:
-        return self._response is not None and self._response.content_type == "text/event-stream"
+        return self._response is not None and self._response.content_type in STREAMS
 
     async def _later(self, deadline: float) -> bool:
         """Wait until something about the replicas changes. Returns False if the time is over."""
@@ -485,7 +488,7 @@ class _Exchange:
             id = upstream.headers.get("X-Request-Id", "")
             if self._response is None:
                 http[REQUEST_ID] = id or http[REQUEST_ID]
-            if upstream.content_type == "text/event-stream" and upstream.status == 200:
+            if upstream.content_type in STREAMS and upstream.status == 200:
                 return await self._stream(upstream, headers, id)
             if self._response is not None:
                 raise DivergedError
@@ -510,18 +513,18 @@ class _Exchange:
     async def _stream(self, upstream: aiohttp.ClientResponse, headers: CIMultiDict[str], id: str) -> web.StreamResponse:
         if (response := self._response) is None:
             response = self._response = web.StreamResponse(status=200, headers=headers)
-        told = self._client_stream
+        told, behind = self._client_stream, STREAMS[upstream.content_type]
         told.begin(id)
         rest = bytearray()
         async for chunk in upstream.content.iter_any():
             # Whole events only, so that another replica can go on after the last one.
-            if not rest and chunk.endswith(b"\n\n"):
+            if not rest and chunk.endswith(behind):
                 events = chunk
             else:
                 searched = max(0, len(rest) - 1)
                 rest += chunk
-                end = rest.rfind(b"\n\n", searched) + 2
-                if end == 1:
+                end = rest.rfind(behind, searched) + len(behind)
+                if end < len(behind):
                     if len(rest) > FRAME_BYTES:
                         raise LostError("an event does not end")
                     continue
@@ -529,7 +532,7 @@ class _Exchange:
                 del rest[:end]
             if b'"error"' in events and complaint(events) == SHUTTING_DOWN:
                 raise EndingError("it is shutting down")
-            if new := told.relay(events):
+            if new := told.relay(events) if behind == OPENAI.AROUND[1] else events:  # lines are not gone on with
                 self._lost = 0
                 await self._write(response, new)
         if rest:
@@ -559,7 +562,8 @@ class _Exchange:
             hang_up(self._http)  # what has a length cannot end in any other way
         written = wire_format(self._http)
         body = written.failure(error_body(message, "server_error"))
-        data = written.head(body) + b"data: " + json.dumps(body).encode() + b"\n\n" + written.DONE
+        before, behind = written.AROUND
+        data = written.head(body) + before + json.dumps(body).encode() + behind + written.DONE
         await self._write(response, data)
         await self._write(response)
         return response

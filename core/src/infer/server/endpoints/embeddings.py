@@ -6,7 +6,7 @@ import base64
 import functools
 import math
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, ClassVar, Literal, cast
 
@@ -19,7 +19,7 @@ from infer.contracts.request import Pooling, Request
 from infer.contracts.server import Route
 from infer.errors import RequestError
 from infer.server import many
-from infer.server.events import Json, TokenCount, raise_if_failed
+from infer.server.events import Json, RequestFields, TokenCount, raise_if_failed
 from infer.server.http.body import Body, Many, TokenIds
 from infer.server.http.streams import Array
 from infer.server.many import one_or_many
@@ -82,26 +82,42 @@ class Embedder:
     async def handle(self, http: web.Request) -> web.StreamResponse:
         service = self._service
         body = await service.read(http, EmbeddingRequest)
-        pooling, inputs = service.served.pooling, body.prompts
-        if pooling not in ("last", "mean"):
-            raise RequestError(
-                f"This checkpoint makes embeddings by {pooling!r}; only 'last' and 'mean' are supported."
-            )
-        many.check_count(len(inputs), "input")
-        size = service.served.hidden_size
-        if body.dimensions is not None and (size is None or body.dimensions > size):
-            have = "an unknown number" if size is None else size
-            raise RequestError(
-                f"dimensions is {body.dimensions}, but this model's embeddings have {have}.", param="dimensions"
-            )
-        params, special = SamplingParams(max_tokens=1, temperature=0), body.add_special_tokens
-        how = {"special": special, "pooling": cast(Pooling, pooling)}
-        requests, usage = await many.make(service, http, inputs, _itself, params, body, "input", **how)
-        rows = await self._run(requests)
+        rows, usage = await self.pooled(
+            http, body.prompts, body, "input", special=body.add_special_tokens, dimensions=body.dimensions
+        )
         made = functools.partial(written, body.dimensions, body.encoding_format == "base64")
         data = Array(await service.writer.each(lambda row: made(*row), rows, len(rows)))
         frame: Json = {"object": "list", "data": data, "model": service.served.name, "usage": usage}
         return await service.answer(http, frame)
+
+    async def pooled(
+        self,
+        http: web.Request,
+        inputs: Sequence[str | TokenIds],
+        fields: RequestFields,
+        field: str,
+        *,
+        special: bool = True,
+        dimensions: int | None = None,
+    ) -> tuple[list[tuple[int, bytes]], Json]:
+        """The index and the pooled hidden state, as fp32 values, of each input, and the usage. ``field`` is the body's
+        name for the inputs. Raises RequestError, also if the model has fewer than ``dimensions``."""
+        service, pooling = self._service, self._service.served.pooling
+        if pooling not in ("last", "mean"):
+            raise RequestError(
+                f"This checkpoint makes embeddings by {pooling!r}; only 'last' and 'mean' are supported."
+            )
+        many.check_count(len(inputs), field)
+        size = service.served.hidden_size
+        if dimensions is not None and (size is None or dimensions > size):
+            have = "an unknown number" if size is None else size
+            raise RequestError(
+                f"dimensions is {dimensions}, but this model's embeddings have {have}.", param="dimensions"
+            )
+        params = SamplingParams(max_tokens=1, temperature=0)
+        how = {"special": special, "pooling": cast(Pooling, pooling)}
+        requests, usage = await many.make(service, http, inputs, _itself, params, fields, field, **how)
+        return await self._run(requests), usage
 
     async def _run(self, requests: list[Request]) -> list[tuple[int, bytes]]:
         """Each request's index, and its pooled hidden state."""

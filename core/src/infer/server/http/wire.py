@@ -28,6 +28,10 @@ class WireFormat:
 
     ERROR: ClassVar[Any] = Error
     """The shape of ``error``."""
+    CONTENT_TYPE: ClassVar[str] = "text/event-stream"
+    """The media type of a stream."""
+    AROUND: ClassVar[tuple[bytes, bytes]] = (b"data: ", b"\n\n")
+    """What stands before and behind the JSON of a stream's frame."""
     IDLE: ClassVar[bytes] = b": the prompt is being computed\n\n"
     """What a stream sends every few seconds while there is nothing else to send."""
     DONE: ClassVar[bytes] = b"data: [DONE]\n\n"
@@ -72,6 +76,14 @@ ERROR_TYPES = {
 """Anthropic's types of errors, by status. Others below 500 are ``invalid_request_error``, and 500 is ``api_error``."""
 
 
+def _sentence(error: ErrorBody) -> str:
+    """The message, with the field that it is about, for clients that are told nothing else."""
+    message, param = error["message"], error["param"]
+    if param is not None and param not in message:
+        message = f"{param}: {message}"
+    return message
+
+
 class MessageErrorBody(TypedDict):
     type: str
     message: str
@@ -91,15 +103,29 @@ class Anthropic(NamedEvents):
 
     def error(self, error: ErrorBody, status: int) -> dict[str, Any]:
         kind = ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-        message, param = error["message"], error["param"]
-        if param is not None and param not in message:  # which the message alone can tell
-            message = f"{param}: {message}"
-        return {"type": "error", "error": {"type": kind, "message": message}}
+        return {"type": "error", "error": {"type": kind, "message": _sentence(error)}}
 
     def failure(self, error: ErrorBody) -> dict[str, Any]:
         if error["message"] == SHUTTING_DOWN:
             return self.error(error, 503)  # clients send the request again
         return self.error(error, 400 if error["type"] == "invalid_request_error" else 500)
+
+
+class OllamaError(TypedDict):
+    error: str
+
+
+class Ollama(WireFormat):
+    """As Ollama has it: an error is a sentence, and a stream has a line of JSON for each frame."""
+
+    ERROR: ClassVar[Any] = OllamaError
+    CONTENT_TYPE = "application/x-ndjson"
+    AROUND = (b"", b"\n")
+    IDLE = b" "  # clients parse every line, and JSON may begin with a space
+    DONE = b""
+
+    def error(self, error: ErrorBody, status: int) -> dict[str, Any]:
+        return {"error": _sentence(error)}
 
 
 OPENAI = WireFormat()
