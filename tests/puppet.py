@@ -17,7 +17,7 @@ from infer_models.llama import LlamaConfig, LlamaLayer
 class Puppet(Decoder):
     """A model that says at each position what it has been told to say there."""
 
-    said = torch.zeros(2048, dtype=torch.int64)
+    said = torch.zeros(1 << 17, dtype=torch.int64)
 
     def forward(self, batch: Pass) -> Tensor:
         hidden_ND = super().forward(batch)
