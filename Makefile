@@ -11,6 +11,9 @@ OPENAI_NODE := 6.49.0
 AXE := 4.14.1
 GRAFANA := 12.1.0
 TYPESCRIPT := 5.9.2
+# Their native binaries themselves: what the packages named after the agents bring for every platform is not needed.
+AGENTS := @anthropic-ai/claude-code-linux-x64@2.1.197 @openai/codex-linux-x64@npm:@openai/codex@0.169.0-linux-x64 \
+	opencode-linux-x64@1.18.33 @qwen-code/qwen-code@0.15.10
 CLIENTS := aiperf==0.13.0 guidellm==0.8.1 lm-eval[api]==0.4.13
 PACKAGES := core bundle $(wildcard plugins/*)
 STAMP := $(VENV)/.installed
@@ -66,6 +69,7 @@ typed = $(BIN)/mypy & types=$$!; $(1); tests=$$?; wait $$types && exit $$tests
 test: install style
 	$(call typed,$(PYTEST) -m 'not slow')
 
+test-all: $(VENV)/agents/.installed
 test-all: install style
 	$(call typed,$(PYTEST) --again --durations 40)
 
@@ -88,6 +92,13 @@ $(VENV)/clients/.installed: Makefile $(STAMP)
 		at=$(VENV)/clients/$${client%%[[=]*} && $(PYTHON) -m venv $$at && \
 		$$at/bin/python -m pip install --quiet $$(grep -E '^(torch|transformers)==' constraints.txt) "$$client" || exit 1; \
 	done
+	touch $@
+
+# For tests/agents/test_agents.py: hundreds of megabytes, which no other target needs.
+$(VENV)/agents/.installed: Makefile $(STAMP)
+	mkdir -p $(@D)
+	if command -v npm > /dev/null; then npm install --silent --no-audit --no-fund --ignore-scripts --omit=optional \
+		--fetch-retries 5 --prefix $(@D) $(AGENTS); fi
 	touch $@
 
 bench: install
