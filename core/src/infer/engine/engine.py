@@ -62,9 +62,9 @@ class Engine:
     waits for the host. Planning needs to know how many tokens there are, but not which. If a sequence turns out to have
     ended, its tokens in the passes still in flight are dropped.
 
-    A fault in a request's text or logits processor ends that request. A fault while a pass is launched ends the
-    requests that cause it; the others of that pass are computed again. Any other exception from ``step`` leaves an unknown state, and the engine must not be used
-    again.
+    A fault in a request's text or logits processor ends that request. If launching a pass fails, the requests that
+    cause it end, and the others of that pass are computed again. Any other exception from ``step`` leaves an unknown
+    state, and the engine must not be used again.
     """
 
     def __init__(
