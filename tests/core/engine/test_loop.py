@@ -275,3 +275,42 @@ async def test_a_stream_that_has_begun_waits_for_places_that_others_have_taken()
             assert (await waiting).request_id == "d0"
     finally:
         looped.loop.close()
+
+
+def test_a_step_that_takes_too_long_is_stuck_until_it_ends() -> None:
+    now = 0.0
+    entered, go_on = threading.Event(), threading.Event()
+
+    class Slow:
+        busy = True
+
+        def has_work(self) -> bool:
+            return self.busy
+
+        def step(self) -> None:
+            entered.set()
+            go_on.wait(60)
+            self.busy = False
+
+        def wait(self) -> None:
+            waiting.set()
+            closing.wait(60)
+
+        def submit(self, message: object) -> None:
+            closing.set()
+
+        def fail_all(self, reason: str, error: str | None) -> None: ...
+
+    waiting, closing = threading.Event(), threading.Event()
+    loop = EngineLoop(lambda publish: Slow(), 1, step_timeout_s=5.0, clock=lambda: now)  # type: ignore[arg-type, return-value]
+    assert entered.wait(60)
+    now = 5.0
+    assert loop.healthy
+    now = 5.1
+    assert loop.stuck
+    assert not loop.healthy
+    assert not loop.accepting
+    go_on.set()
+    assert waiting.wait(60)
+    assert loop.healthy
+    loop.close()

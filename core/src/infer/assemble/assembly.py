@@ -64,7 +64,8 @@ def start(settings: Settings, plugins: Plugins) -> tuple[EngineLoop, Served]:
     close_observers = plugins.observe(settings)
     try:
         max_open = settings.engine.max_batch_size + settings.engine.max_waiting_requests
-        return EngineLoop(make_engine, max_open, close_observers), served
+        step_timeout_s = settings.engine.step_timeout_s
+        return EngineLoop(make_engine, max_open, close_observers, step_timeout_s=step_timeout_s), served
     except BaseException:
         close_observers()
         raise

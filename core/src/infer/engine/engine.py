@@ -20,6 +20,7 @@ from infer.contracts.request import Event, FinishReason, Request, TokenLogprobs
 from infer.contracts.scheduler import PENDING, Schedule, SchedulerProtocol, Sequence, Works
 from infer.engine.answer import Answer
 from infer.engine.batch import Batch, Draw, HiddenStates, Score, pack
+from infer.engine.isolation import Isolation
 from infer.engine.processors import LogitsProcessor
 from infer.engine.reporting import Notify, Reporter
 from infer.engine.runner import Drawn, Launched, Runner
@@ -61,9 +62,9 @@ class Engine:
     waits for the host. Planning needs to know how many tokens there are, but not which. If a sequence turns out to have
     ended, its tokens in the passes still in flight are dropped.
 
-    A fault in a request's text or logits processor ends that request. A fault while a pass is launched ends the
-    requests in that pass. Any other exception from ``step`` leaves an unknown state, and the engine must not be used
-    again.
+    A fault in a request's text or logits processor ends that request. If launching a pass fails, the requests that
+    cause it end, and the others of that pass are computed again. Any other exception from ``step`` leaves an unknown
+    state, and the engine must not be used again.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Engine:
         self._max_seq_len = max_seq_len
         self._lag = lag
         self._speculation = speculation
+        self._isolation = Isolation()
         self._publish = publish
         self._reporter = Reporter(pool, notify, speculative=speculation is not None)
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
@@ -115,7 +117,7 @@ class Engine:
         self._drain_inbox()
         schedule = self._scheduler.schedule()
         passes = self._plan(schedule)
-        lag = 0 if self._needs_results else self._lag
+        lag = 0 if self._needs_results or self._isolation.active else self._lag
         events = [] if passes else self._settle(0)
         for works in passes:
             if events:
@@ -164,7 +166,9 @@ class Engine:
     def _plan(self, schedule: Schedule) -> list[Works]:
         """The works of each pass, with draft tokens where they pay."""
         plan = [*schedule.passes()]
-        if self._speculation is not None:
+        if self._isolation.active:
+            plan = self._isolation.split(plan)
+        elif self._speculation is not None:
             plan = self._speculation.extend(plan, self._processors)
         return [*map(Works.of, plan)]
 
@@ -175,16 +179,16 @@ class Engine:
         return bool(self._processors) or (self._speculation is not None and self._speculation.wants_drafts)
 
     def _launch(self, works: Works) -> list[Event]:
-        """Launch a pass and record what it will have computed. If the launch fails, the requests in the pass end; their
-        last events are returned."""
+        """Launch a pass and record what it will have computed. If the launch fails, return the events of those that
+        ``_isolate`` ends, and of the passes that were under way."""
         answers = [self._answers[sequence.id] for sequence in works.sequences]
         try:
             batch = pack(works, self._processors)
             launched = self._runner.launch(batch)
         except (Exception, SystemExit) as error:
             log.error("a pass with %d requests failed", len(works), exc_info=error)
-            text = f"The step failed: {one_line(error)}"
-            return [self._end(answer, "error", text) for answer in answers]
+            return self._isolate(works, error)
+        self._isolation.passed(works)
         self._in_flight.append(_Flight(launched, batch.readouts, answers, works))
         if batch.decode_only:
             for sequence, start in zip(works.sequences, works.starts, strict=True):
@@ -194,6 +198,24 @@ class Engine:
         else:
             _advance(works, batch)
         return []
+
+    def _isolate(self, works: Works, error: BaseException) -> list[Event]:
+        """End the culprits of a pass that raised. The others give up their slots and are computed again, because
+        nobody knows what the pass has written there."""
+        events = self._settle(0)
+        culprits = self._isolation.failed(works, error)
+        for sequence in works.sequences:
+            answer = self._answers.get(sequence.id)
+            if answer is None:  # it has ended in a pass that was under way
+                self._isolation.end(sequence)
+            elif sequence in culprits:
+                events.append(self._end(answer, "error", f"The step failed: {one_line(error)}"))
+            else:
+                self._scheduler.finish(sequence)
+                sequence.slot, sequence.num_computed, sequence.prefill_end = None, 0, 0
+                sequence.preemptions += 1
+                self._scheduler.add(sequence)
+        return events
 
     def _settle(self, left: int) -> list[Event]:
         """Read the results of all but the last ``left`` passes in flight and return an event for every token. Tokens of
@@ -256,6 +278,7 @@ class Engine:
         sequence = answer.sequence
         self._scheduler.finish(sequence)
         self._processors.pop(sequence, None)
+        self._isolation.end(sequence)
         if self._speculation is not None:
             self._speculation.end(sequence)
         del self._answers[sequence.id]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import logging
+import math
 import threading
 import time
 from collections import Counter, defaultdict
@@ -32,14 +33,25 @@ class EngineLoop:
 
     The future ``ended`` is done once the engine has stopped and all last events have been published. It holds an
     EngineDeadError if the engine failed; a failed engine is not started again. ``after`` is called then, in the
-    engine's thread.
+    engine's thread. A step that takes more than ``step_timeout_s`` seconds on ``clock`` is stuck: the engine is not
+    ``healthy`` until the step ends.
     """
 
     def __init__(
-        self, make_engine: Callable[[Mailbox], Engine], max_open: int, after: Callable[[], None] = lambda: None
+        self,
+        make_engine: Callable[[Mailbox], Engine],
+        max_open: int,
+        after: Callable[[], None] = lambda: None,
+        *,
+        step_timeout_s: float = math.inf,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._max_open = max_open
         self._after = after
+        self._step_timeout_s = step_timeout_s
+        self._clock = clock
+        self._stepping: float | None = None
+        """When the step that runs now began, on ``clock``."""
         self._open: dict[str, tuple[Mailbox, str]] = {}
         """The mailbox and the group of each open request, by request id."""
         self._sharing: Counter[str] = Counter()
@@ -59,8 +71,14 @@ class EngineLoop:
 
     @property
     def healthy(self) -> bool:
-        """Whether the engine's thread is alive and has not failed."""
-        return self._thread.is_alive() and self._fault is None
+        """Whether the engine's thread is alive, has not failed and is not stuck."""
+        return self._thread.is_alive() and self._fault is None and not self.stuck
+
+    @property
+    def stuck(self) -> bool:
+        """Whether the step that runs now has taken more than ``step_timeout_s``."""
+        began = self._stepping  # read once: the engine's thread may set it to None
+        return began is not None and self._clock() - began > self._step_timeout_s
 
     def check(self) -> None:
         """Raises EngineDeadError if the engine has failed."""
@@ -146,7 +164,9 @@ class EngineLoop:
         try:
             while not self._stop:
                 if engine.has_work():
+                    self._stepping = self._clock()
                     engine.step()
+                    self._stepping = None
                 else:
                     engine.wait()
             engine.fail_all("abort", None)

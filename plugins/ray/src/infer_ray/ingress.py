@@ -61,6 +61,8 @@ MOST_REFUSED = 3
 MOST_BODIES = 128
 """Bodies of requests that are not answered yet may take as many bytes together as this many of the largest size."""
 METRICS_S = 5.0
+MOST_SILENT = 3
+"""Polls in a row that a replica may leave unanswered before its answers go on elsewhere."""
 MOST_POLLS = 200
 """How many replicas are asked per second how they are."""
 PIECE_BYTES = 1 << 18
@@ -324,7 +326,7 @@ class Ingress:
 
     @asynccontextmanager
     async def asking(self, name: str) -> AsyncIterator[None]:
-        """While a replica is asked. Raises LostError if it leaves."""
+        """While a replica is asked. Raises LostError if it leaves, or no longer gets on."""
         try:
             async with asyncio.timeout(None) as asking:
                 self._asking.setdefault(name, set()).add(asking)
@@ -335,7 +337,7 @@ class Ingress:
         except TimeoutError:
             if not asking.expired():
                 raise
-            raise LostError("it has left") from None
+            raise LostError("it has left, or it is stuck") from None
 
     # How replicas are
 
@@ -350,11 +352,16 @@ class Ingress:
                 if name not in self._polling:
                     self._polling[name] = asyncio.create_task(self._poll(name))
             for name in [name for name in self._asking if name not in self.fleet.urls]:
-                for asking in self._asking.pop(name):
-                    asking.reschedule(0.0)
+                self._give_up(name)
             await self.fleet.changed()
 
+    def _give_up(self, name: str) -> None:
+        """Have everybody who is answered by a replica ask another."""
+        for asking in self._asking.pop(name, ()):
+            asking.reschedule(0.0)
+
     async def _poll(self, name: str) -> None:
+        silent = 0
         while (url := self.fleet.urls.get(name)) is not None:
             try:
                 async with (
@@ -363,14 +370,20 @@ class Ingress:
                         url + STATE, params={"since": self._versions.get(name, "")}, headers=self.fleet.headers
                     ) as response,
                 ):
+                    silent = 0
                     if response.status == 200:
                         state = json.loads(await response.read())
+                        if state.get("stuck"):
+                            self._give_up(name)
                         self._versions[name] = state["version"]
                         self.fleet.report(name, state)
                     else:
                         self.fleet.suspect(name)
-            except (aiohttp.ClientError, TimeoutError):
+            except (aiohttp.ClientError, TimeoutError) as error:
                 self.fleet.suspect(name)
+                silent += isinstance(error, TimeoutError)
+                if silent >= MOST_SILENT:
+                    self._give_up(name)
             await asyncio.sleep(max(self._poll_s, len(self.fleet.urls) / MOST_POLLS))
 
 

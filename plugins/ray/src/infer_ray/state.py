@@ -43,6 +43,7 @@ class State:
             {
                 "version": version,
                 "taking": loop.accepting,
+                "stuck": loop.stuck,
                 "open": loop.num_open,
                 "held": held,
                 "forgotten": forgotten,

@@ -64,7 +64,8 @@ def routes(service: Service, settings: object) -> list[Route]:
 
     async def health(http: web.Request) -> web.Response:
         alive = engine_loop.healthy
-        return web.json_response({"status": "ok" if alive else "dead"}, status=200 if alive else 503)
+        status = "ok" if alive else "stuck" if engine_loop.stuck else "dead"
+        return web.json_response({"status": status}, status=200 if alive else 503)
 
     async def ready(http: web.Request) -> web.Response:
         takes = engine_loop.accepting
@@ -73,6 +74,6 @@ def routes(service: Service, settings: object) -> list[Route]:
     return [
         Route("GET", "/v1/models", models, "The model that is served.", Models),
         Route("GET", "/v1/models/{model:.+}", model, "The model of this name.", Model),
-        Route("GET", "/health", health, "200 while the engine lives.", Status, open=True),
+        Route("GET", "/health", health, "200 while the engine lives and gets on.", Status, open=True),
         Route("GET", "/ready", ready, "200 while new requests are taken.", Status, open=True),
     ]

@@ -1,0 +1,187 @@
+"""A pass that raises ends the requests that cause it, and changes no bit of the others."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from tests import support
+from tests.support import VOCAB, Stepper, make_engine, tiny_model
+
+from infer.contracts.kernels import Draws
+from infer.contracts.model import Pass
+from infer.contracts.proposer import DraftRequest
+from infer.contracts.request import Event
+from infer.engine.isolation import STRIKES
+from infer.errors import InferError
+from infer.kernels.reference import ReferenceKernels
+
+POISON = 7
+SITES = ("forward", "logits", "attention", "sample")
+
+
+class Hostile:
+    """Raises in one of ``SITES`` in each pass that computes a poison token."""
+
+    def __init__(self, site: str, error: type[Exception] = RuntimeError) -> None:
+        self.site = site
+        self.error = error
+        self.poisoned = False
+        self.most: int | None = None
+        """More rows than that do not fit into memory."""
+
+    def at(self, site: str) -> None:
+        if self.poisoned and site == self.site:
+            self.poisoned = False
+            raise self.error(f"poison in {site}")
+
+
+class HostileModel:
+    def __init__(self, hostile: Hostile) -> None:
+        self._model = tiny_model("llama")
+        self._hostile = hostile
+        self.attention, self.vocab_size = self._model.attention, self._model.vocab_size
+
+    def forward(self, batch: Pass) -> torch.Tensor:
+        hostile = self._hostile
+        hostile.poisoned = bool((batch.token_ids_T == POISON).any())
+        if hostile.most is not None and len(batch.token_ids_T) > hostile.most:
+            raise MemoryError("no room for the rows")
+        hostile.at("forward")
+        hidden = self._model.forward(batch)
+        hostile.poisoned = hostile.poisoned and hostile.site in ("logits", "sample")
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        self._hostile.at("logits")
+        return self._model.logits(hidden)
+
+
+class HostileKernels(ReferenceKernels):
+    def __init__(self, hostile: Hostile) -> None:
+        super().__init__()
+        self._hostile = hostile
+
+    def extend_attention(self, *args: Any, **keys: Any) -> Any:
+        result = super().extend_attention(*args, **keys)  # the K/V are written: the positions are dirty
+        self._hostile.at("attention")
+        return result
+
+    def sample(self, logits_NV: torch.Tensor, draws: Draws) -> torch.Tensor:
+        self._hostile.at("sample")
+        return super().sample(logits_NV, draws)
+
+
+class Guesser:
+    """Proposes tokens that are right now and then."""
+
+    def propose(self, requests: list[DraftRequest]) -> list[list[int]]:
+        return [list(r.tokens[-r.most :])[: r.most] for r in requests]
+
+    def end(self, request_id: str) -> None: ...
+
+
+def serve(seed: int, hostile: Hostile) -> tuple[Stepper, dict[str, list[int]]]:
+    """The same mix of requests for a seed, and their prompts."""
+    draw = random.Random(seed)
+    backend, lag = draw.choice(["slotted", "paged"]), draw.randint(0, 1)
+    keys: dict[str, Any] = {
+        "max_batch_size": draw.randint(2, 6),
+        "mixed_batches": draw.random() < 0.5,
+        "prefill_chunk_size": draw.choice([3, 8, 64]),
+    }
+    proposer: Any = Guesser() if backend == "paged" and draw.random() < 0.4 else None
+    kernels = HostileKernels(hostile)
+    with patch.object(support, "KERNELS", kernels):
+        stepper = make_engine(
+            HostileModel(hostile),
+            torch.float32,
+            backend=backend,
+            lag=lag,
+            kernels=kernels,
+            proposer=proposer,
+            **keys,
+        )
+    prompts: dict[str, list[int]] = {}
+    common = [draw.randrange(8, VOCAB) for _ in range(20)]
+    for i in range(draw.randint(4, 10)):
+        prompt = common[: draw.choice([0, 20])] + [draw.randrange(8, VOCAB) for _ in range(draw.randint(1, 20))]
+        if draw.random() < 0.25:
+            prompt[draw.randrange(len(prompt))] = POISON
+        prompts[f"r{i}"] = prompt
+        bias = {POISON: 5.0} if draw.random() < 0.25 else {}
+        stepper.submit(
+            prompt,
+            f"r{i}",
+            max_tokens=draw.randint(1, 10),
+            temperature=draw.choice([0, 1.0]),
+            seed=draw.randrange(100),
+            logprobs=draw.choice([None, 2]),
+            logit_bias=bias,
+        )
+        for _ in range(draw.randint(0, 3)):
+            stepper.engine.step()
+    stepper.run()
+    return stepper, prompts
+
+
+def answer(events: list[Event]) -> list[Event]:
+    return [event._replace(num_cached=0) for event in events]
+
+
+def examine(seed: int, site: str, error: type[Exception] = RuntimeError) -> int:
+    (truth, _), (world, prompts) = serve(seed, Hostile("nowhere")), serve(seed, Hostile(site, error))
+    ended = 0
+    for id, events in world.events.items():
+        assert [e.finish_reason is not None for e in events] == [False] * (len(events) - 1) + [True]
+        if events[-1].finish_reason == "error":
+            assert f"poison in {site}" in (events[-1].error or "")
+            assert POISON in prompts[id] or POISON in truth.tokens(id)
+            ended += 1
+        else:
+            assert answer(events) == answer(truth.events[id])
+            if site in ("forward", "attention"):
+                assert POISON not in prompts[id]
+                assert POISON not in truth.tokens(id)[:-1]
+    assert not world.engine.has_work()
+    assert world.pool.free_tokens() == world.room
+    return ended
+
+
+FAST = 5
+
+
+@pytest.mark.parametrize("site", SITES)
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 10))])
+def test_only_culprits_end(site: str, part: int) -> None:
+    assert sum(examine(seed, site) for seed in range(part * FAST, (part + 1) * FAST))
+
+
+def test_where_memory_is_short_passes_are_smaller() -> None:
+    for seed in range(3):
+        hostile = Hostile("nowhere")
+        hostile.most = 2
+        (truth, _), (world, _) = serve(seed, Hostile("nowhere")), serve(seed, hostile)
+        for id, events in world.events.items():
+            assert answer(events) == answer(truth.events[id])
+        assert world.pool.free_tokens() == world.room
+
+
+def test_a_request_that_does_not_fit_into_memory_alone_ends_alone() -> None:
+    assert sum(examine(seed, "forward", MemoryError) for seed in range(3))
+
+
+def test_the_engine_ends_if_every_request_of_its_passes_fails_alone() -> None:
+    hostile = Hostile("forward")
+    stepper = make_engine(HostileModel(hostile), torch.float32)
+    for n in range(STRIKES):
+        for i in range(2):
+            stepper.submit([POISON, 9], f"{n}.{i}", max_tokens=2)
+        if n == STRIKES - 1:
+            break
+        stepper.run()
+    with pytest.raises(InferError, match="3 passes in a row failed, and then each of their requests alone: .*poison"):
+        stepper.run()
