@@ -259,11 +259,12 @@ async def test_a_response_in_the_background_is_cancelled(
 
 async def test_what_a_server_did_not_finish_has_failed(tmp_path: Path) -> None:
     made = settings(tmp_path)
-    with holding(1):
-        async with running([Puppets()], **made) as server, asking(server) as client:
-            begun = await client.responses.create(model="demo", input="x", background=True)
+    store = stored(tmp_path)
+    response = json.dumps({"id": "resp_x", "object": "response", "status": "in_progress", "output": []}).encode()
+    store.put(store.owner(""), Record("resp_x", "in_progress", response, b"[]", background=True))
+    store.close()
     async with running([Puppets()], **made) as server, asking(server) as client:
-        got = await client.responses.retrieve(begun.id)
+        got = await client.responses.retrieve("resp_x")
         assert got.status == "failed"
         assert got.error is not None
         assert "ended before the response was complete" in got.error.message

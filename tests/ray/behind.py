@@ -47,6 +47,7 @@ OTHERWISE = {
         "test_headers_come_when_requests_are_taken_and_comments_until_there_is_a_token",
         "test_the_next_turn_finds_the_first_in_the_cache",
         "test_all_that_an_answer_holds_can_be_sent_back",
+        "test_three_turns_with_tools_go_on_from_the_tokens_that_were_computed",
     ),
     "looks into the engine or changes the server's code": (
         "test_answers_that_wait_for_their_prompt_keep_nobody_out",
@@ -57,6 +58,8 @@ OTHERWISE = {
         "test_a_client_that_does_not_read_is_dropped",
         "test_a_stream_pings_while_its_prompt_is_computed",
         "test_who_asks_reaches_the_engine",
+        "test_what_a_server_did_not_finish_has_failed",
+        "test_an_answer_goes_out_though_the_disk_is_full",
     ),
     "an ingress says in its own words that no replica is there": (
         "test_a_draining_server_finishes_what_it_has_and_takes_no_more",

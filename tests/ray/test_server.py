@@ -16,7 +16,7 @@ TESTS = (
     "tests/clients/test_openai.py",
     *(f"tests/core/server/test_{name}.py" for name in ("access", "api", "embeddings", "rerank", "routes")),
     *(f"tests/core/server/test_{name}.py" for name in ("server", "streams")),
-    *(f"tests/agents/test_{name}.py" for name in ("messages", "response_tools", "responses")),
+    *(f"tests/agents/test_{name}.py" for name in ("messages", "response_tools", "responses", "store")),
     "tests/decisions/test_decisions.py",
 )
 
