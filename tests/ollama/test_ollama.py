@@ -23,6 +23,7 @@ from infer.contracts.params import SamplingParams
 from infer.contracts.request import Event
 from infer.errors import InferError, RequestError
 from infer.server import service
+from infer.server.events import raise_if_failed
 from infer.server.http.body import Body as WireBody
 from infer.server.http.parsing import checked, parse
 from infer.server.http.wire import Ollama
@@ -306,7 +307,7 @@ async def test_errors_have_ollamas_shape(server: Running) -> None:
         assert "does not change models" in await refused(server, f"/api/{path}")
     with pytest.raises(ollama.ResponseError, match="does not change models"):
         await client(server).delete(MODEL)
-    for more, words in (
+    wrong: list[tuple[Body, str]] = [
         ({"options": {"num_ctx": 0}}, "options.num_ctx = 0"),
         ({"options": {"unheard": 1}}, "options.unheard"),
         ({"options": {"mirostat": 2}}, "options.mirostat = 2 is not supported"),
@@ -317,10 +318,11 @@ async def test_errors_have_ollamas_shape(server: Running) -> None:
         ({"messages": [{"role": "x"}]}, "messages[0].role"),
         ({"messages": [USER | {"content": "x " * 2000}]}, "1024"),
         ({"unheard": 1}, "unheard"),
-    ):
+    ]
+    for more, words in wrong:
         assert words in await refused(server, "/api/chat", **{"messages": [USER]} | more), more
-    for more in ({"template": "x"}, {"suffix": "x"}, {"context": [1]}, {"images": ["aGk="]}, {"width": 3}):
-        assert next(iter(more)) in await refused(server, "/api/generate", **{"prompt": "x"} | more)
+    for name, value in (("template", "x"), ("suffix", "x"), ("context", [1]), ("images", ["aGk="]), ("width", 3)):
+        assert name in await refused(server, "/api/generate", **{"prompt": "x", name: value})
     assert "raw" in await refused(server, "/api/generate", prompt="x", raw=True, system="y")
 
 
@@ -333,12 +335,11 @@ async def test_a_model_that_does_not_reason_is_not_asked_to() -> None:
 
 async def test_a_stream_that_fails_ends_with_an_error(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     await told(server, "Hello")
-    raised = service.raise_if_failed
 
     def failing(event: Event) -> None:
         if event.finish_reason is not None:
             raise InferError("the engine is tired")
-        raised(event)
+        raise_if_failed(event)
 
     monkeypatch.setattr(service, "raise_if_failed", failing)
     *parts, last = await lines(server, "/api/chat", messages=[USER])
