@@ -134,7 +134,7 @@ async def test_generate_uses_the_template_or_with_raw_does_not(drawing: Running)
     assert (found.response, found.done_reason) == (expected["choices"][0]["text"], "length")
     assert found.prompt_eval_count == expected["usage"]["prompt_tokens"]
     parts = [p async for p in await client(drawing).generate(MODEL, "def f(", raw=True, options=options, stream=True)]
-    assert "".join(part.response for part in parts) == found.response
+    assert "".join(part.response or "" for part in parts) == found.response
 
 
 async def test_without_a_template_a_prompt_is_given_as_it_is(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ async def test_calls_of_tools_come_whole_and_go_round(server: Running) -> None:
     assert [call["function"]["index"] for call in calls] == [0, 1]
     assert len({call["id"] for call in calls}) == 2
     results = [{"role": "tool", "tool_name": "look", "content": str(i)} for i in range(2)]
-    history = [USER, whole.message, *results]
+    history: list[Any] = [USER, whole.message, *results]
     again = await client(server).chat(MODEL, history, tools=[LOOK], options={"num_predict": 1})
     plain = [{"id": f"call0000{i}", "type": "function"} for i in range(2)]
     for i, call in enumerate(plain):
@@ -184,7 +184,9 @@ def test_arguments_are_an_object_whatever_the_model_wrote(written: str, expected
 
 
 def test_results_get_the_ids_of_their_calls() -> None:
-    call = lambda name, **more: {"function": {"name": name, "arguments": {}}} | more  # noqa: E731
+    def call(name: str, **more: str) -> Body:
+        return {"function": {"name": name, "arguments": {}}} | more
+
     body = ChatBody.model_validate(
         {
             "model": "m",
@@ -227,7 +229,7 @@ async def test_a_format_holds(drawing: Running) -> None:
     found = await client(drawing).chat(MODEL, [USER], format=schema, options={"num_predict": 100})
     assert json.loads(found.message.content or "")["city"] in ("Rome", "Oslo")
     answer = await client(drawing).generate(MODEL, "hi", format=schema, options={"num_predict": 100})
-    assert json.loads(answer.response)["city"] in ("Rome", "Oslo")
+    assert json.loads(answer.response or "")["city"] in ("Rome", "Oslo")
     found = await client(drawing).chat(MODEL, [USER], format="json", options={"num_predict": 5})
     assert (found.message.content or "").lstrip().startswith("{")
     wrong = await refused(drawing, "/api/chat", messages=[USER], format={"type": 3})
