@@ -52,6 +52,20 @@ def test_langchain(server: Serving) -> None:
 
 
 @pytest.mark.slow
+def test_langchain_with_ollamas_api(server: Serving) -> None:
+    from langchain_ollama import ChatOllama
+
+    kwargs = {"headers": {"Authorization": f"Bearer {KEY}"}}
+    model = ChatOllama(
+        model="demo", base_url=server.url, client_kwargs=kwargs, num_predict=20, seed=3, validate_model_on_init=True
+    )
+    whole = model.invoke("a loop")
+    assert whole.usage_metadata is not None
+    assert whole.usage_metadata["output_tokens"] == 20
+    assert "".join(str(chunk.content) for chunk in model.stream("a loop")) == whole.content
+
+
+@pytest.mark.slow
 def test_litellm(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # or importing it asks the internet
     import litellm

@@ -23,6 +23,7 @@ from infer.contracts.params import SamplingParams
 from infer.contracts.request import Event
 from infer.errors import InferError, RequestError
 from infer.server import service
+from infer.server.events import raise_if_failed
 from infer.server.http.body import Body as WireBody
 from infer.server.http.parsing import checked, parse
 from infer.server.http.wire import Ollama
@@ -133,7 +134,7 @@ async def test_generate_uses_the_template_or_with_raw_does_not(drawing: Running)
     assert (found.response, found.done_reason) == (expected["choices"][0]["text"], "length")
     assert found.prompt_eval_count == expected["usage"]["prompt_tokens"]
     parts = [p async for p in await client(drawing).generate(MODEL, "def f(", raw=True, options=options, stream=True)]
-    assert "".join(part.response for part in parts) == found.response
+    assert "".join(part.response or "" for part in parts) == found.response
 
 
 async def test_without_a_template_a_prompt_is_given_as_it_is(tmp_path: Path) -> None:
@@ -162,7 +163,7 @@ async def test_calls_of_tools_come_whole_and_go_round(server: Running) -> None:
     assert [call["function"]["index"] for call in calls] == [0, 1]
     assert len({call["id"] for call in calls}) == 2
     results = [{"role": "tool", "tool_name": "look", "content": str(i)} for i in range(2)]
-    history = [USER, whole.message, *results]
+    history: list[Any] = [USER, whole.message, *results]
     again = await client(server).chat(MODEL, history, tools=[LOOK], options={"num_predict": 1})
     plain = [{"id": f"call0000{i}", "type": "function"} for i in range(2)]
     for i, call in enumerate(plain):
@@ -183,7 +184,9 @@ def test_arguments_are_an_object_whatever_the_model_wrote(written: str, expected
 
 
 def test_results_get_the_ids_of_their_calls() -> None:
-    call = lambda name, **more: {"function": {"name": name, "arguments": {}}} | more  # noqa: E731
+    def call(name: str, **more: str) -> Body:
+        return {"function": {"name": name, "arguments": {}}} | more
+
     body = ChatBody.model_validate(
         {
             "model": "m",
@@ -226,7 +229,7 @@ async def test_a_format_holds(drawing: Running) -> None:
     found = await client(drawing).chat(MODEL, [USER], format=schema, options={"num_predict": 100})
     assert json.loads(found.message.content or "")["city"] in ("Rome", "Oslo")
     answer = await client(drawing).generate(MODEL, "hi", format=schema, options={"num_predict": 100})
-    assert json.loads(answer.response)["city"] in ("Rome", "Oslo")
+    assert json.loads(answer.response or "")["city"] in ("Rome", "Oslo")
     found = await client(drawing).chat(MODEL, [USER], format="json", options={"num_predict": 5})
     assert (found.message.content or "").lstrip().startswith("{")
     wrong = await refused(drawing, "/api/chat", messages=[USER], format={"type": 3})
@@ -306,7 +309,7 @@ async def test_errors_have_ollamas_shape(server: Running) -> None:
         assert "does not change models" in await refused(server, f"/api/{path}")
     with pytest.raises(ollama.ResponseError, match="does not change models"):
         await client(server).delete(MODEL)
-    for more, words in (
+    wrong: list[tuple[Body, str]] = [
         ({"options": {"num_ctx": 0}}, "options.num_ctx = 0"),
         ({"options": {"unheard": 1}}, "options.unheard"),
         ({"options": {"mirostat": 2}}, "options.mirostat = 2 is not supported"),
@@ -317,10 +320,11 @@ async def test_errors_have_ollamas_shape(server: Running) -> None:
         ({"messages": [{"role": "x"}]}, "messages[0].role"),
         ({"messages": [USER | {"content": "x " * 2000}]}, "1024"),
         ({"unheard": 1}, "unheard"),
-    ):
+    ]
+    for more, words in wrong:
         assert words in await refused(server, "/api/chat", **{"messages": [USER]} | more), more
-    for more in ({"template": "x"}, {"suffix": "x"}, {"context": [1]}, {"images": ["aGk="]}, {"width": 3}):
-        assert next(iter(more)) in await refused(server, "/api/generate", **{"prompt": "x"} | more)
+    for name, value in (("template", "x"), ("suffix", "x"), ("context", [1]), ("images", ["aGk="]), ("width", 3)):
+        assert name in await refused(server, "/api/generate", **{"prompt": "x", name: value})
     assert "raw" in await refused(server, "/api/generate", prompt="x", raw=True, system="y")
 
 
@@ -333,12 +337,11 @@ async def test_a_model_that_does_not_reason_is_not_asked_to() -> None:
 
 async def test_a_stream_that_fails_ends_with_an_error(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     await told(server, "Hello")
-    raised = service.raise_if_failed
 
     def failing(event: Event) -> None:
         if event.finish_reason is not None:
             raise InferError("the engine is tired")
-        raised(event)
+        raise_if_failed(event)
 
     monkeypatch.setattr(service, "raise_if_failed", failing)
     *parts, last = await lines(server, "/api/chat", messages=[USER])

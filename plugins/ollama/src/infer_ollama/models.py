@@ -114,7 +114,7 @@ def routes(service: Service) -> list[Route]:
     own = Models(service)
     written = Ollama()
     made = [
-        Route("GET", "/", own.root, "Says that Ollama is running, which clients ask first.", "text/plain", open=True),
+        Route("GET", "/", own.root, "Says that Ollama is running, which clients ask first.", None, open=True),
         Route("GET", "/api/version", own.version, "The version of Ollama's API.", Version),
         Route("GET", "/api/tags", own.tags, "The names of the model that is served.", ModelList),
         Route("GET", "/api/ps", own.ps, "The model that is served.", RunningModels),
