@@ -1,7 +1,7 @@
 """The agents themselves, from npm, offline and without a login, with a model that says what it is told.
 
-Each works through ten turns: nine calls of its own tools, which read and edit files, and a last text. What it sends goes
-through a recorder, which has the model say what the turn needs."""
+Each works through ten turns: nine calls of its own tools, which read and edit files, and a last text. What it sends
+goes through a recorder, which has the model say what the turn needs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ import pytest
 from aiohttp import web
 from tests.agents.test_messages import puppet
 from tests.puppet import Puppet, Puppets, say
-from tests.serving import HANG_S, Running, running, until
+from tests.ray import behind
+from tests.serving import HANG_S, Running, running
 
 from infer.server.http.sockets import bind, listen
 
@@ -117,7 +118,7 @@ class Recorder:
         self.asked: list[tuple[str, str, int]] = []
         """Methods, paths and statuses."""
         self.began = asyncio.Event()
-        """Set when a first part of an answer is sent."""
+        """Set when a first part of a turn's answer is here."""
 
     async def handle(self, http: web.Request) -> web.StreamResponse:
         data, number, count = await http.read(), -1, 0
@@ -141,7 +142,8 @@ class Recorder:
             with suppress(ConnectionResetError):  # Codex leaves as soon as it has read what it needs
                 async for part in answer.content.iter_any():
                     read += part
-                    self.began.set()
+                    if number >= 0:
+                        self.began.set()
                     await response.write(part)
                 await response.write_eof()
         if number >= 0:
@@ -181,14 +183,14 @@ def cached(answer: str) -> int:
 
 
 @asynccontextmanager
-async def recording(tmp_path: Path, script: list[str]) -> AsyncIterator[tuple[Recorder, str]]:
+async def recording(tmp_path: Path, script: list[str], serve: Any = running) -> AsyncIterator[tuple[Recorder, str]]:
     folder = tmp_path / "model"
     folder.mkdir()
     model, config = puppet(folder), folder / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": CONTEXT}))
     Puppet.said.zero_()
     sections = {"engine": {"max_seq_len": CONTEXT}, "server": {"access_log": False, "max_body_bytes": 1 << 24}}
-    async with running([Puppets()], model=model, **sections) as server:
+    async with serve([Puppets()], model=model, **sections) as server:
         recorder, app = Recorder(server, script), web.Application(client_max_size=1 << 24)
         app.router.add_route("*", "/{path:.*}", recorder.handle)
         async with listen(app, bind("127.0.0.1", 0)) as url:
@@ -236,15 +238,18 @@ def calling(call: Call) -> str:
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
-@pytest.mark.parametrize("name", AGENTS)
-async def test_ten_turns_with_files_read_and_edited(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "serve"), [*((name, running) for name in AGENTS), pytest.param("claude", behind.running, id="claude-ray")]
+)
+async def test_ten_turns_with_files_read_and_edited(name: str, serve: Any, tmp_path: Path) -> None:
+    """``claude-ray``: two servers and an ingress, with the settings that ``infer ray`` gives them."""
     agent, path = AGENTS[name], tmp_path / "work/count.txt"
     path.parent.mkdir()
     path.write_text("number=0\n")
     calls = [agent.read(path)]
     for i in range(4):
         calls += [agent.edit(path, f"number={i}", f"number={i + 1}"), agent.read(path)]
-    async with recording(tmp_path, [*map(calling, calls), LAST]) as (recorder, url):
+    async with recording(tmp_path, [*map(calling, calls), LAST], serve) as (recorder, url):
         async with started(name, url, tmp_path) as process, asyncio.timeout(HANG_S):
             said, _ = await process.communicate()
         assert process.returncode == 0, said.decode()
@@ -261,9 +266,13 @@ async def test_ten_turns_with_files_read_and_edited(name: str, tmp_path: Path) -
 @pytest.mark.parametrize("name", AGENTS)
 async def test_an_agent_that_is_interrupted_frees_what_its_answer_held(name: str, tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()
-    async with recording(tmp_path, ["and on " * 20_000]) as (recorder, url):
-        async with started(name, url, tmp_path) as process, asyncio.timeout(HANG_S):
-            await recorder.began.wait()
-            os.killpg(process.pid, signal.SIGINT)
-            await process.communicate()
-            await until(lambda: not recorder.server.engine_loop.num_open)
+    async with (
+        recording(tmp_path, ["and on " * 20_000]) as (recorder, url),
+        started(name, url, tmp_path) as process,
+        asyncio.timeout(HANG_S),
+    ):
+        await recorder.began.wait()
+        assert recorder.server.engine_loop.num_open
+        os.killpg(process.pid, signal.SIGINT)
+        await process.communicate()
+        await recorder.server.idle()
