@@ -183,5 +183,5 @@ def test_the_engine_ends_if_every_request_of_its_passes_fails_alone() -> None:
         if n == STRIKES - 1:
             break
         stepper.run()
-    with pytest.raises(InferError, match="3 passes in a row failed, and then each of their requests alone: .*poison"):
+    with pytest.raises(InferError, match=r"3 passes in a row failed, and then each of their requests alone: .*poison"):
         stepper.run()
