@@ -79,7 +79,7 @@ class Guesser:
     """Proposes tokens that are right now and then."""
 
     def propose(self, requests: list[DraftRequest]) -> list[list[int]]:
-        return [list(r.tokens[-r.most :])[: r.most] for r in requests]
+        return [list(r.token_ids[-r.most :])[: r.most] for r in requests]
 
     def end(self, request_id: str) -> None: ...
 
