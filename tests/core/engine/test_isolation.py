@@ -79,7 +79,7 @@ class Guesser:
     """Proposes tokens that are right now and then."""
 
     def propose(self, requests: list[DraftRequest]) -> list[list[int]]:
-        return [list(r.tokens[-r.most :])[: r.most] for r in requests]
+        return [list(r.token_ids[-r.most :])[: r.most] for r in requests]
 
     def end(self, request_id: str) -> None: ...
 
@@ -97,7 +97,7 @@ def serve(seed: int, hostile: Hostile) -> tuple[Stepper, dict[str, list[int]]]:
     kernels = HostileKernels(hostile)
     with patch.object(support, "KERNELS", kernels):
         stepper = make_engine(
-            HostileModel(hostile),
+            HostileModel(hostile),  # type: ignore[arg-type]
             torch.float32,
             backend=backend,
             lag=lag,
@@ -176,12 +176,12 @@ def test_a_request_that_does_not_fit_into_memory_alone_ends_alone() -> None:
 
 def test_the_engine_ends_if_every_request_of_its_passes_fails_alone() -> None:
     hostile = Hostile("forward")
-    stepper = make_engine(HostileModel(hostile), torch.float32)
+    stepper = make_engine(HostileModel(hostile), torch.float32)  # type: ignore[arg-type]
     for n in range(STRIKES):
         for i in range(2):
             stepper.submit([POISON, 9], f"{n}.{i}", max_tokens=2)
         if n == STRIKES - 1:
             break
         stepper.run()
-    with pytest.raises(InferError, match="3 passes in a row failed, and then each of their requests alone: .*poison"):
+    with pytest.raises(InferError, match=r"3 passes in a row failed, and then each of their requests alone: .*poison"):
         stepper.run()
