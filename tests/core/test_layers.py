@@ -299,8 +299,8 @@ def test_llama3_keeps_short_wavelengths_and_stretches_long_ones() -> None:
     ("config", "says"),
     [
         (
-            {"rope_scaling": {"type": "proportional", "factor": 2}},
-            "rope_type 'proportional'; infer knows 'default', 'linear', 'dynamic'",
+            {"rope_scaling": {"type": "axial", "factor": 2}},
+            "rope_type 'axial'; infer knows 'default', 'linear', 'dynamic'",
         ),
         ({"rope_parameters": {"rope_type": "dynamic"}}, "factor: Field required"),
         ({"rope_scaling": {"type": "yarn", "factor": 2}}, "original_max_position_embeddings"),

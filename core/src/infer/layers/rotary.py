@@ -244,7 +244,7 @@ class LongRope(RopeParameters, frozen=True):
         return math.sqrt(1 + math.log(factor) / math.log(self.original_max_position_embeddings))
 
 
-class ProportionalRope(RopeParameters, frozen=True):
+class ProportionalRope(LinearRope, frozen=True):
     """The shortest wavelengths of a whole head rotate, as many as ``partial_rotary_factor`` says, and the rest of the
     head's pairs stay as they are (Gemma 4)."""
 
@@ -252,9 +252,6 @@ class ProportionalRope(RopeParameters, frozen=True):
 
     def rotated(self, head_size: int) -> int:
         return head_size
-
-    def inverse_frequencies(self, head_size: int, max_seq_len: int = 1) -> Tensor:
-        return super().inverse_frequencies(head_size) / self.factor
 
     def _exponents(self, head_size: int) -> Tensor:
         pairs = int((self.partial_rotary_factor or 1) * head_size // 2)

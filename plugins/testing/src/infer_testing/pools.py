@@ -368,7 +368,7 @@ def windows(pools: Pools, draw: random.Random) -> None:
 
 @check("The same for a model whose layers with a window have smaller heads than the others", 8)
 def mixed(pools: Pools, draw: random.Random) -> None:
-    kv_dtype = draw.choice(["auto", *pools.kv_dtypes])
+    kv_dtype = draw.choice(("auto", *pools.kv_dtypes))
     Machine(pools, draw, layers=MIXED, max_chunk=draw.choice([9, 16, 33]), kv_dtype=kv_dtype).run(60)
 
 
