@@ -58,7 +58,7 @@ SECTIONS: dict[str, tuple[str, str, Sequence[str]]] = {
     "Cache pools": (
         "What cache pools are made of. Import it from `infer.cache`.",
         "cache/__init__.py",
-        tuple(f"cache/{name}.py" for name in ("block_manager", "storage", "pool")),
+        tuple(f"cache/{name}.py" for name in ("block_manager", "storage", "state_manager", "states", "pool")),
     ),
     "Scheduling": (
         "What schedulers are made of. Import the policies from `infer.engine.schedulers`, the rest from "

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.bodies import WRONG, places, put
 from tests.examples import examples
 from tests.puppet import Puppet, Puppets, say
-from tests.serving import TEMPLATE, Body, Running, retokened, running
+from tests.serving import TEMPLATE, Body, Running, holding, retokened, running
 
 from infer.contracts.params import SamplingParams
 from infer.contracts.request import Event
@@ -355,9 +355,10 @@ async def test_a_stream_that_fails_ends_with_an_error(server: Running, monkeypat
 async def test_a_stream_that_waits_stays_json(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     await told(server, "Hello")
     monkeypatch.setattr(service, "SILENCE_S", 0.0)
-    async with server.session.post(server.url + "/api/chat", json={"model": MODEL, "messages": [USER]}) as response:
-        text = await response.text()
-    assert text.encode().startswith(Ollama.IDLE)
+    with holding(0):
+        response = await server.session.post(server.url + "/api/chat", json={"model": MODEL, "messages": [USER]})
+        assert await response.content.readexactly(1) == Ollama.IDLE
+    text = await response.text()
     assert "".join(json.loads(line)["message"]["content"] for line in text.splitlines()) == "Hello"
 
 

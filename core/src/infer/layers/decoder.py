@@ -174,7 +174,8 @@ class DecoderLayer(Protocol):
 class Decoder:
     """A ModelProtocol, UnstackingModel and StatefulModel: embedding, layers, final norm, head. ``schema`` validates
     config.json, and names these parts in the checkpoint; ``layer`` makes one layer from (weights, name, index, config,
-    AttentionSpec or None, RopeParameters or None)."""
+    AttentionSpec or None, RopeParameters or None). Raises CheckpointError if no layer has attention, or config.json is
+    not as it has to be."""
 
     def __init__(
         self,
@@ -199,7 +200,7 @@ class Decoder:
             )
         self.states: Sequence[StateSpec] = [spec for spec in c.states(context.dtype) if spec is not None]
         ropes = c.ropes(config)
-        sizes = [(rope, spec.head_size) for rope, spec in zip(ropes, self.attention, strict=True)]
+        sizes = [(rope, spec.head_size) if spec else (None, 0) for rope, spec in zip(ropes, specs, strict=True)]
         tables = {
             (rope, head): None if rope is None else RotaryEmbedding(context, rope, head)
             for rope, head in dict.fromkeys(sizes)

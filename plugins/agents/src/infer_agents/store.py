@@ -16,7 +16,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -97,7 +97,8 @@ class Store:
         self._runner, self._held = secrets.token_hex(8), -1
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # SQLite's other files get the same mode
+            with suppress(FileExistsError):  # SQLite's locks end as soon as this process closes the file anywhere
+                os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))  # its other files get this mode
             self._connection = sqlite3.connect(path, BUSY_S, isolation_level=None, check_same_thread=False)
             try:
                 self._salt = self._opened()

@@ -207,7 +207,7 @@ def _tables(context: CacheContext) -> list[tuple[int | None, list[int]]]:
         alike.setdefault((window, spec.num_kv_heads, spec.head_size), []).append(layer)
     windows, groups = sorted({window for window, *_ in alike}), [alike[key] for key in sorted(alike)]
     widths = [width(context.layers[layers[0]]) for layers in groups]
-    if len(windows) == 1 or any(max(widths) % each for each in widths):
+    if len(windows) < 2 or any(max(widths) % each for each in widths):
         one = windows[0] if len(windows) == 1 else ENDLESS
         return [(None if one == ENDLESS else one, list(range(len(context.layers))))]
     parts = parts_of_a_place(context.layers, groups)
