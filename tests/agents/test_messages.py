@@ -291,7 +291,9 @@ async def test_reasoning_comes_back_unaltered_or_not_at_all(server: Running) -> 
     empty = {"type": "thinking", "thinking": "", "signature": ""}
     redacted = {"type": "redacted_thinking", "data": "abc"}
     assert await counted(server, messages=after(empty, redacted, text)) == without
-    for altered in ({"thinking": "hm!"}, {"signature": thought["signature"][:-2] + "A="}, {"thinking": ""}):
+    mark = thought["signature"]
+    other = ("B" if mark[0] == "A" else "A") + mark[1:]
+    for altered in ({"thinking": "hm!"}, {"signature": other}, {"thinking": ""}):
         said = await refused(server, messages=after(thought | altered, text))
         assert said.startswith("messages[1].content[0]: Invalid `signature` in `thinking` block: it ")
         assert said.endswith("Send the block as it came, with an empty signature, or not at all.")

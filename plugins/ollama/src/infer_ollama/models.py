@@ -137,7 +137,7 @@ def routes(service: Service) -> list[Route]:
 
 
 async def refused(http: web.Request) -> web.Response:
-    raise RequestError(
+    raise NotFoundError(
         f"infer does not change models, so {http.method} {http.path[:80]} is not supported; name the model that is to "
         "be served with `infer serve`."
     )
