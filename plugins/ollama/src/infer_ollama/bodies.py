@@ -308,43 +308,36 @@ class OldEmbedBody(Loading):
     prompt: str
 
 
-class ShowBody(Body):
-    """The body of POST /api/show, and what the bodies of other routes about models may have."""
+class NamedEitherWay(Body):
+    """What names a model as "model", or as "name" as older clients do."""
 
     model_name: str | None = Field(None, alias="model")
     name: str | None = Field(None, description="As model.")
+
+    @model_validator(mode="after")
+    def _about_one(self) -> Self:
+        if not self.asked:
+            raise ValueError("model is missing; give the name of one")
+        return self
+
+    @property
+    def asked(self) -> str:
+        return self.model_name or self.name or ""
+
+
+class ShowBody(NamedEitherWay):
+    """The body of POST /api/show, and what the bodies of other routes about models may have."""
+
     verbose: Kept = Field(None, description="Ignored: there is no more to show.")
     system: Kept = Field(None, description="Ignored: a model has no system prompt of its own.")
     template: Kept = Field(None, description="Ignored, as system.")
     options: Kept = Field(None, description="Ignored, as system.")
 
-    @model_validator(mode="after")
-    def _about_one(self) -> Self:
-        if not self.asked:
-            raise ValueError("model is missing; give the name of one")
-        return self
 
-    @property
-    def asked(self) -> str:
-        return self.model_name or self.name or ""
-
-
-class PullBody(Body):
+class PullBody(NamedEitherWay):
     """The body of POST /api/pull."""
 
-    model_name: str | None = Field(None, alias="model")
-    name: str | None = Field(None, description="As model.")
     stream: bool = True
     insecure: Kept = Field(None, description="Ignored: nothing is fetched.")
     username: Kept = Field(None, description="Ignored, as insecure.")
     password: Kept = Field(None, description="Ignored, as insecure.")
-
-    @model_validator(mode="after")
-    def _about_one(self) -> Self:
-        if not self.asked:
-            raise ValueError("model is missing; give the name of one")
-        return self
-
-    @property
-    def asked(self) -> str:
-        return self.model_name or self.name or ""
