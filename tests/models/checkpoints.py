@@ -32,6 +32,10 @@ Family = Literal[
     "gemma4_vision",
     "mistral3",
     "qwen3_vl",
+    "qwen3_5",
+    "qwen3_5_vision",
+    "qwen3_5_moe",
+    "qwen3_next",
     "ministral",
     "gpt_oss",
     "glm4_moe",
@@ -84,6 +88,14 @@ ROPES: dict[Rope, dict[str, Any]] = {
     },
 }
 
+DELTA = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+}
 MAMBA = {"mamba_n_heads": 6, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_chunk_size": 64}
 
 
@@ -356,6 +368,27 @@ def make_model(
                 transformers.Qwen3VLConfig(
                     text_config=transformers.Qwen3VLTextConfig(**fields | config), vision_config=seeing, **whole
                 )
+            )
+        case "qwen3_5" | "qwen3_5_vision":
+            fields |= DELTA
+            spoken: Any = transformers.Qwen3_5TextConfig(**fields | config)
+            seeing = {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 1, "out_hidden_size": 48}
+            made = (
+                transformers.Qwen3_5ForCausalLM(spoken)
+                if family == "qwen3_5"
+                else transformers.Qwen3_5ForConditionalGeneration(
+                    transformers.Qwen3_5Config(
+                        text_config=spoken, vision_config=seeing | {"num_position_embeddings": 16}, **whole
+                    )
+                )
+            )
+        case "qwen3_5_moe" | "qwen3_next":
+            fields |= DELTA | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+            fields |= {"shared_expert_intermediate_size": 40}
+            made = (
+                transformers.Qwen3_5MoeForCausalLM(transformers.Qwen3_5MoeTextConfig(**fields | config))
+                if family == "qwen3_5_moe"
+                else transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**fields | config))
             )
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -46,10 +46,11 @@ FAMILIES: tuple[Family, ...] = (
     *("ministral", "granite", "smollm3", "glm4", "exaone4", "seed_oss", "gemma2"),
     *("qwen3_moe", "mixtral", "olmoe", "granite_moe", "gpt_oss", "qwen2_moe", "glm4_moe"),
     *("lfm2", "granite_hybrid", "nemotron_h", "falcon_h1", "bamba", "lfm2_moe"),
+    *("qwen3_5", "qwen3_5_moe", "qwen3_next"),
 )
 MIXTURES = (
     *("qwen3_moe", "mixtral", "olmoe", "granite_moe", "gpt_oss", "qwen2_moe", "glm4_moe"),
-    *("granite_hybrid", "lfm2_moe"),
+    *("granite_hybrid", "lfm2_moe", "qwen3_5_moe", "qwen3_next"),
 )
 """Rounding may give a token other experts, where the router is undecided."""
 NEW_FAMILIES: tuple[Family, ...] = FAMILIES[7:]
@@ -209,6 +210,23 @@ CASES: dict[str, dict[str, Any]] = {
     "mistral3-untied": {"family": "mistral3", "tied": False, "window": 9},
     "qwen3_vl-tied": {"family": "qwen3_vl"},
     "qwen3_vl-untied": {"family": "qwen3_vl", "tied": False, "attention_bias": True, "seed": 4},
+    "qwen3_5-vision": {"family": "qwen3_5_vision"},
+    "qwen3_5-vision-untied": {"family": "qwen3_5_vision", "tied": False, "attention_bias": True, "seed": 4},
+    "qwen3_5-whole-heads": {
+        "family": "qwen3_5",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+        "linear_num_value_heads": 2,
+        "linear_conv_kernel_dim": 3,
+        "layer_types": [FULL, "linear_attention", "linear_attention", FULL],
+    },
+    "qwen3_5-interval": {"family": "qwen3_5", "layer_types": None, "full_attention_interval": 2},
+    "qwen3_next-some": {
+        "family": "qwen3_next",
+        "norm_topk_prob": False,
+        "mlp_only_layers": [0],
+        "decoder_sparse_step": 2,
+        "linear_num_value_heads": 2,
+    },
 }
 
 ONE_EACH = (
@@ -332,6 +350,7 @@ EXACT = [
             *("ministral-tied-2", "granite-biases", "smollm3-some", "smollm3-window", "glm4-untied-2"),
             *("exaone4-pattern", "seed_oss-biases", "gemma2-window"),
             *("lfm2-biases", "granite_hybrid-dense", "nemotron_h-last", "falcon_h1-norm", "falcon_h1-tied-2"),
+            *("qwen3_5-tied-2", "qwen3_5-whole-heads", "qwen3_5_moe-tied-2", "qwen3_next-some"),
         )
     ),
 ]
@@ -404,7 +423,7 @@ def test_heads_of_layers_without_a_window_as_google_writes_them(tmp_path: Path) 
     assert torch.equal(logits_of(folder), before)
 
 
-@pytest.mark.parametrize("case", ["gemma3-vision", "gemma4-vision", "mistral3-tied", "qwen3_vl-tied"])
+@pytest.mark.parametrize("case", ["gemma3-vision", "gemma4-vision", "mistral3-tied", "qwen3_vl-tied", "qwen3_5-vision"])
 def test_what_is_left_out_is_said_once(case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = write_checkpoint(tmp_path, **CASES[case])
     with caplog.at_level("INFO", logger="infer_models"):

@@ -10,6 +10,7 @@ from infer.layers.decoder import Decoder, DecoderConfig, DecoderLayer, nth
 from infer.layers.experts import Experts
 from infer.layers.linear import Embedding, Head, Linear, Norm, RMSNorm
 from infer.layers.mamba import Mamba2, MambaSizes, ShortConv
+from infer.layers.recurrent import DeltaSizes, GatedDeltaNet
 from infer.layers.rotary import ROPE_KINDS, LongRope, RopeParameters, RotaryEmbedding
 from infer.layers.table import Weights
 
@@ -19,8 +20,10 @@ __all__ = [
     "Decoder",
     "DecoderConfig",
     "DecoderLayer",
+    "DeltaSizes",
     "Embedding",
     "Experts",
+    "GatedDeltaNet",
     "GatedMLP",
     "Head",
     "HiddenAct",

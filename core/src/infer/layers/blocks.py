@@ -58,6 +58,9 @@ class Attention:
     If ``qkv`` names q and k only, V is what K is before its norm. If ``shared``, ``qkv`` and ``qk_norms`` name q only,
     ``layer`` is the layer whose K and V are read, and x has the wanted rows only.
 
+    If ``gated``, a head's rows of q are followed by those of its gate, and the sigmoid of that multiplies what the head
+    yields.
+
     Raises CheckpointError if the numbers of heads do not fit each other or the head size is odd.
     """
 
@@ -80,6 +83,7 @@ class Attention:
         interleaved: bool = False,
         v_norm_eps: float | None = None,
         shared: bool = False,
+        gated: bool = False,
     ) -> None:
         H, K, E = spec.num_heads, spec.num_kv_heads, spec.head_size
         if H % K:
@@ -92,15 +96,22 @@ class Attention:
         self._kernels = weights.context.kernels
         order_E = None if rope is None else rotary_order(rope.rotated(E), E, interleaved)
         order_N = None
-        if order_E is not None:
-            heads = torch.arange(0, (H + K) * E, E)[:, None] + order_E
-            order_N = torch.cat((heads.flatten(), torch.arange((H + K) * E, (H + 2 * K) * E)))
+        width = H * E * (1 + gated)
+        if order_E is not None or gated:
+            plain_E = torch.arange(E)
+            head_E = plain_E if order_E is None else order_E
+            heads = [torch.arange(0, width, width // H)[:, None] + head_E]
+            heads += [torch.arange(E, width, 2 * E)[:, None] + plain_E] if gated else []
+            heads += [torch.arange(width, width + K * E, E)[:, None] + head_E]
+            order_N = torch.cat((*(each.flatten() for each in heads), torch.arange(K * E) + width + K * E))
         names = [f"{name}.{part}" for part in qkv]
         parts = "q" if shared else "qk" if len(qkv) == 2 else "qkv"
-        widths = {"q": H * E, "k": K * E, "v": K * E}
+        widths = {"q": width, "k": K * E, "v": K * E}
         self._qkv = Linear(
             weights, names, size, [widths[part] for part in parts], [part in biases for part in parts], order=order_N
         )
+        self._sizes = [H * E] * gated + [H * E, *self._qkv.sizes[1:]]
+        self._gated = gated
         self._v_norm: tuple[Tensor, float] | None = None
         if v_norm_eps is not None and not shared:
             ones_E = torch.ones(E, dtype=weights.context.dtype, device=weights.context.device)
@@ -131,7 +142,9 @@ class Attention:
         if self.shared:
             return self._reading(x_TD, rotary, cache, rows_N)
         T, E = len(x_TD), self.spec.head_size
-        q, k, *own = torch.split_with_sizes(self._qkv(x_TD), self._qkv.sizes, dim=-1)
+        q, *others = torch.split_with_sizes(self._qkv(x_TD), self._sizes, dim=-1)
+        gate_TD = others.pop(0) if self._gated else None
+        k, *own = others
         v = own[0] if own else k
         if self._norms:
             shape = (T, -1) if self._whole else (T, -1, E)
@@ -142,7 +155,12 @@ class Attention:
         if rotary is not None and self._head_norms is not None:
             rotary = rotary._replace(norms=self._head_norms)
         out_THE = cache.attend(self.layer, q_THE, k_TKE, v_TKE, rotary)
-        return self._out(select(out_THE, rows_N).flatten(1))
+        out_ND = select(out_THE, rows_N).flatten(1)
+        if gate_TD is not None:
+            # Not torch.sigmoid, whose vector and scalar forms differ in the last bit.
+            open_ND = 1.0 / (1.0 + torch.exp(-select(gate_TD, rows_N).float()))
+            out_ND = (open_ND * out_ND.float()).to(out_ND.dtype)
+        return self._out(out_ND)
 
     def _reading(self, x_ND: Tensor, rotary: Rotary | None, cache: KVCacheView, rows_N: Tensor | None) -> Tensor:
         """[N, D], of the wanted rows. A view takes queries of all rows, so the others are zeros."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Protocol, Self
 
@@ -172,7 +172,7 @@ class DecoderLayer(Protocol):
 
 
 class Decoder:
-    """A ModelProtocol, UnstackingModel and StatefulModel: embedding, layers, final norm, head. ``schema`` validates
+    """A ModelProtocol, UnstackingModel, SparingModel and StatefulModel: embedding, layers, final norm, head. ``schema`` validates
     config.json, and names these parts in the checkpoint; ``layer`` makes one layer from (weights, name, index, config,
     AttentionSpec or None, RopeParameters or None). Raises CheckpointError if no layer has attention, or config.json is
     not as it has to be."""
@@ -235,6 +235,10 @@ class Decoder:
 
     def expected(self) -> Mapping[str, tuple[int, ...]]:
         return self.weights.shapes()
+
+    @property
+    def spared(self) -> Collection[str]:
+        return self.weights.spared
 
     def unstack(self, tensors: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
         return self.weights.unstack(tensors)

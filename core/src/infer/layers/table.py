@@ -33,6 +33,8 @@ class Weights:
 
     def __init__(self, context: ModelContext) -> None:
         self.context = context
+        self.spared: set[str] = set()
+        """Names of tensors that ``model.quantization`` leaves as they are."""
         self._expected: dict[str, _Expected] = {}
         self._stacks: dict[str, _Stack] = {}
         self._finish: list[Callable[[], None]] = []

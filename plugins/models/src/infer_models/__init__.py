@@ -34,7 +34,10 @@ from infer_models.phi3 import Phi3Config
 from infer_models.qwen2 import Qwen2Config
 from infer_models.qwen2_moe import Qwen2MoeConfig, Qwen2MoeLayer
 from infer_models.qwen3 import Qwen3Config
+from infer_models.qwen3_5 import Qwen3_5Config, Qwen3_5Layer
+from infer_models.qwen3_5_moe import Qwen3_5MoeConfig, Qwen3_5MoeLayer
 from infer_models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeLayer
+from infer_models.qwen3_next import Qwen3NextConfig
 from infer_models.qwen3_vl import Qwen3VLConfig
 from infer_models.seed_oss import SeedOssConfig
 from infer_models.smollm3 import SmolLM3Config
@@ -115,5 +118,23 @@ def infer_models() -> list[ModelRegistration]:
             lambda config, context, settings: LanguageModel(config, context, Qwen3VLConfig, LlamaLayer),
             "Qwen3-VL, dense, text only",
             architectures=("Qwen3VLForConditionalGeneration", "Qwen3VLTextModel"),
+        ),
+        ModelRegistration(
+            "qwen3_5",
+            lambda config, context, settings: LanguageModel(config, context, Qwen3_5Config, Qwen3_5Layer),
+            "Qwen3.5, dense, text only",
+            architectures=("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration", "Qwen3_5TextModel"),
+        ),
+        ModelRegistration(
+            "qwen3_5_moe",
+            lambda config, context, settings: LanguageModel(config, context, Qwen3_5MoeConfig, Qwen3_5MoeLayer),
+            "Qwen3.5, mixtures of experts, text only",
+            architectures=("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeTextModel"),
+        ),
+        ModelRegistration(
+            "qwen3_next",
+            lambda config, context, settings: LanguageModel(config, context, Qwen3NextConfig, Qwen3_5MoeLayer),
+            "Qwen3-Next",
+            architectures=("Qwen3NextForCausalLM", "Qwen3NextModel"),
         ),
     ]

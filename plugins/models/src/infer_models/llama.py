@@ -25,6 +25,7 @@ class LlamaConfig(DecoderConfig):
     gate_up: ClassVar[tuple[str, ...]] = ("gate_proj", "up_proj")
     down: ClassVar[str] = "down_proj"
     rotary_interleaved: ClassVar[bool] = False
+    attention_gated: ClassVar[bool] = False
     norms_before: ClassVar[tuple[str, ...]] = ("input_layernorm", "post_attention_layernorm")
     """The norms before attention and before the MLP; empty for none."""
     norms_after: ClassVar[tuple[str, ...]] = ()
@@ -96,6 +97,7 @@ class LlamaLayer:
             out=c.attention_out,
             qk_norms=c.qk_norms,
             interleaved=c.rotary_interleaved,
+            gated=c.attention_gated,
         )
 
     def feed_forward(self, w: Weights, name: str, index: int, c: Any) -> Callable[[Tensor], Tensor]:

@@ -16,9 +16,9 @@ log = logging.getLogger(__name__)
 
 TOWERS = (
     *("vision_tower.", "audio_tower.", "multi_modal_projector."),
-    *("embed_vision.", "embed_audio.", "vision_embedder.", "visual."),
+    *("embed_vision.", "embed_audio.", "vision_embedder.", "visual.", "mtp."),
 )
-"""How the names of what is left out begin, without "model."."""
+"""How the names of what is left out begin, without "model."; "mtp." are layers that draft tokens."""
 
 
 class LanguageModel(Decoder):
