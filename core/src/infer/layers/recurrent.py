@@ -38,9 +38,7 @@ class DeltaSizes:
     def rule(self, device: torch.device) -> DeltaRule:
         """A delta rule of these sizes, whose tensors have no values yet."""
         rate_H, dt_bias_H = torch.zeros(2, self.num_value_heads, device=device)
-        return DeltaRule(
-            self.num_key_heads, self.num_value_heads, self.key_size, self.value_size, rate_H, dt_bias_H
-        )
+        return DeltaRule(self.num_key_heads, self.num_value_heads, self.key_size, self.value_size, rate_H, dt_bias_H)
 
     def state(self, dtype: torch.dtype) -> StateSpec:
         """What a layer keeps, in a model of that dtype: columns of the convolution, and the recurrent state."""
