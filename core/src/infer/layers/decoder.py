@@ -172,10 +172,10 @@ class DecoderLayer(Protocol):
 
 
 class Decoder:
-    """A ModelProtocol, UnstackingModel, SparingModel and StatefulModel: embedding, layers, final norm, head. ``schema`` validates
-    config.json, and names these parts in the checkpoint; ``layer`` makes one layer from (weights, name, index, config,
-    AttentionSpec or None, RopeParameters or None). Raises CheckpointError if no layer has attention, or config.json is
-    not as it has to be."""
+    """A ModelProtocol, UnstackingModel, SparingModel and StatefulModel: embedding, layers, final norm, head. ``schema``
+    validates config.json, and names these parts in the checkpoint; ``layer`` makes one layer from (weights, name,
+    index, config, AttentionSpec or None, RopeParameters or None). Raises CheckpointError if no layer has attention, or
+    config.json is not as it has to be."""
 
     def __init__(
         self,
