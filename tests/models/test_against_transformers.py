@@ -23,7 +23,7 @@ from infer.assemble.assembly import Assembly
 from infer.checkpoint import Checkpoint, Folder, dummy_tensors
 from infer.checkpoint.quantize import Quantizer
 from infer.contracts.cache import CacheContext
-from infer.contracts.model import ModelContext, ModelProtocol, Pass, StatefulModel
+from infer.contracts.model import ModelContext, ModelProtocol, Pass, SparingModel, StatefulModel
 from infer.contracts.sections import ModelSettings, Settings
 from infer.errors import CheckpointError
 from infer.plugins.discovery import Plugins
@@ -62,7 +62,7 @@ CASES: dict[str, dict[str, Any]] = {
         "tied": tied,
         "kv_heads": kv_heads,
         "window": 9 if family in ("gemma2", "gemma3", "mistral", "ministral", "exaone4", "gpt_oss") else None,
-        "seed": int(family == "qwen3_moe"),
+        "seed": int(family in ("qwen3_moe", "qwen3_next")),
     }
     for family, tied, kv_heads in itertools.product(FAMILIES, (True, False), (1, 2, 4))
 } | {
@@ -433,6 +433,36 @@ def test_what_is_left_out_is_said_once(case: str, tmp_path: Path, caplog: pytest
     left = [x for name, x in load_file(folder / "model.safetensors").items() if "language_model" not in name]
     assert tower in line
     assert f"{len(left)} tensors ({sum(x.nbytes for x in left) / 2**20:.1f} MiB)" in line
+
+
+def test_drafting_layers_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = write_checkpoint(tmp_path, **CASES["qwen3_5-vision"])
+    before = logits_of(folder)
+    edit_tensors(folder, lambda tensors: tensors.update({"mtp.fc.weight": torch.ones(48, 96)}))
+    with caplog.at_level("INFO", logger="infer_models"):
+        assert torch.equal(logits_of(folder), before)
+    assert re.search(r"only the language model is served: .* of .*\bmtp\b", caplog.text)
+
+
+@pytest.mark.parametrize("case", ["qwen3_5-untied-2", "qwen3_next-untied-2"])
+def test_small_matrices_of_delta_nets_stay_plain(case: str, tmp_path: Path) -> None:
+    """Decays and strengths are the rule's own, and their matrices have a row or two for each head."""
+    model = Driver(write_checkpoint(tmp_path, **CASES[case]), torch.float32).model
+    assert isinstance(model, SparingModel)
+    names = ("in_proj_ba",) if case.startswith("qwen3_next") else ("in_proj_a", "in_proj_b")
+    wanted = {f"model.layers.{i}.linear_attn.{name}.weight" for i in (0, 2, 3) for name in names}
+    assert set(model.spared) == wanted
+
+
+def test_heads_of_a_delta_net_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, **CASES["qwen3_5-untied-2"])
+    config = json.loads((folder / "config.json").read_text()) | {"linear_num_value_heads": 5}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="linear_num_value_heads, 5, is not a multiple of .*, 2"):
+        Driver(folder, torch.float32)
+    (folder / "config.json").write_text(json.dumps(config | {"layer_types": ["full_attention"]}))
+    with pytest.raises(CheckpointError, match="layer_types has 1 entries, but num_hidden_layers is 4"):
+        Driver(folder, torch.float32)
 
 
 def test_a_language_model_that_is_not_known_is_refused(tmp_path: Path) -> None:

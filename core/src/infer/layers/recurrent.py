@@ -73,6 +73,8 @@ class GatedDeltaNet:
         self._rule = rule = sizes.rule(context.device)
         H, K, V = rule.shape
         self._sizes = [rule.channels, H * V]
+        large_order: Tensor | None = None
+        small_order: Tensor | None = None
         if interleaved:
             each = H // rule.num_key_heads
             large, small = ["in_proj_qkvz"], ["in_proj_ba"]
@@ -81,7 +83,6 @@ class GatedDeltaNet:
             )
         else:
             large, small = ["in_proj_qkv", "in_proj_z"], ["in_proj_b", "in_proj_a"]
-            large_order = small_order = None
         self._qkvz = Linear(weights, [f"{name}.{part}" for part in large], size, self._sizes, order=large_order)
         self._ba = Linear(weights, [f"{name}.{part}" for part in small], size, [H, H], order=small_order)
         weights.spared.update(f"{name}.{part}.weight" for part in small)

@@ -65,7 +65,7 @@ class Qwen3_5Config(LlamaConfig):  # noqa: N801
         return [None if self.attends(i) else spec for i in range(self.num_hidden_layers)]
 
     def ropes(self, config: Mapping[str, Any]) -> Sequence[RopeParameters | None]:
-        return super().ropes({"partial_rotary_factor": 0.25} | config)
+        return super().ropes({"partial_rotary_factor": 0.25, **config})
 
 
 class Qwen3_5Layer(LlamaLayer):  # noqa: N801
