@@ -458,7 +458,7 @@ def test_heads_of_a_delta_net_that_do_not_fit_are_refused(tmp_path: Path) -> Non
     folder = write_checkpoint(tmp_path, **CASES["qwen3_5-untied-2"])
     config = json.loads((folder / "config.json").read_text()) | {"linear_num_value_heads": 5}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="linear_num_value_heads, 5, is not a multiple of .*, 2"):
+    with pytest.raises(CheckpointError, match=r"linear_num_value_heads, 5, is not a multiple of .*, 2"):
         Driver(folder, torch.float32)
     (folder / "config.json").write_text(json.dumps(config | {"layer_types": ["full_attention"]}))
     with pytest.raises(CheckpointError, match="layer_types has 1 entries, but num_hidden_layers is 4"):
