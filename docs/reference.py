@@ -52,7 +52,7 @@ SECTIONS: dict[str, tuple[str, str, Sequence[str]]] = {
         "layers/__init__.py",
         tuple(
             f"layers/{name}.py"
-            for name in ("table", "config", "linear", "rotary", "blocks", "mamba", "experts", "decoder")
+            for name in ("table", "config", "linear", "rotary", "blocks", "mamba", "recurrent", "experts", "decoder")
         ),
     ),
     "Cache pools": (

@@ -88,7 +88,7 @@ class Mamba2:
         self._space = space = sizes.space(context.device)
         self._sizes = [sizes.size, space.channels, sizes.num_heads]
         self._in = Linear(weights, f"{name}.in_proj", size, sum(self._sizes), bias)
-        self._conv = _Conv(weights, f"{name}.conv1d", space.channels, sizes.width, conv_bias, silu=True)
+        self._conv = CausalConv(weights, f"{name}.conv1d", space.channels, sizes.width, conv_bias, silu=True)
         H = (sizes.num_heads,)
         weights.expect(f"{name}.A_log", H, lambda log_H: space.rate_H.copy_(log_H.exp()), torch.float32)
         weights.expect(f"{name}.dt_bias", H, space.dt_bias_H.copy_, torch.float32)
@@ -111,7 +111,7 @@ class Mamba2:
 
     def __call__(self, x_TD: Tensor, rotary: Rotary | None, cache: KVCacheView, rows_N: Tensor | None = None) -> Tensor:
         """[T, D], or [N, D] if ``rows_N`` is given. Nothing is rotated."""
-        (columns, state), rows = _state(cache, self.layer)
+        (columns, state), rows = state_of(cache, self.layer)
         product_TN = self._in(x_TD)
         if self._multipliers_N is not None:
             product_TN = product_TN * self._multipliers_N
@@ -137,7 +137,7 @@ class ShortConv:
     def __init__(self, weights: Weights, name: str, layer: int, size: int, width: int, bias: bool = False) -> None:
         self.layer = layer
         self._in = Linear(weights, f"{name}.in_proj", size, [size] * 3, bias)
-        self._conv = _Conv(weights, f"{name}.conv", size, width, bias, silu=False)
+        self._conv = CausalConv(weights, f"{name}.conv", size, width, bias, silu=False)
         self._out = Linear(weights, f"{name}.out_proj", size, size, bias)
 
     @staticmethod
@@ -148,11 +148,11 @@ class ShortConv:
     def __call__(self, x_TD: Tensor, rotary: Rotary | None, cache: KVCacheView, rows_N: Tensor | None = None) -> Tensor:
         """[T, D], or [N, D] if ``rows_N`` is given. Nothing is rotated."""
         b_TD, c_TD, x_TD = torch.split_with_sizes(self._in(x_TD), self._in.sizes, dim=-1)
-        y_TD = self._conv(b_TD * x_TD, _state(cache, self.layer))
+        y_TD = self._conv(b_TD * x_TD, state_of(cache, self.layer))
         return self._out(select(c_TD, rows_N) * select(y_TD, rows_N))
 
 
-class _Conv:
+class CausalConv:
     """A depthwise causal convolution, whose weight a checkpoint has as [C, 1, W]."""
 
     def __init__(self, weights: Weights, name: str, channels: int, width: int, bias: bool, silu: bool) -> None:
@@ -174,5 +174,6 @@ class _Conv:
         return self._kernels.causal_conv(x_TC, weight_CW, bias_C, self._silu, columns_RWC, state.rows)
 
 
-def _state(cache: KVCacheView, layer: int) -> State:
+def state_of(cache: KVCacheView, layer: int) -> State:
+    """The states of a recurrent layer. The view is a ``StatefulView``."""
     return cast(StatefulView, cache).state(layer)  # other pools are refused at the start

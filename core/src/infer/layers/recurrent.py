@@ -13,7 +13,7 @@ from infer.contracts.states import DeltaRule, State, StateSpec
 from infer.errors import CheckpointError
 from infer.layers.blocks import select
 from infer.layers.linear import Linear
-from infer.layers.mamba import _Conv, _state
+from infer.layers.mamba import CausalConv, state_of
 from infer.layers.table import Weights
 
 
@@ -86,7 +86,7 @@ class GatedDeltaNet:
         self._qkvz = Linear(weights, [f"{name}.{part}" for part in large], size, self._sizes, order=large_order)
         self._ba = Linear(weights, [f"{name}.{part}" for part in small], size, [H, H], order=small_order)
         weights.spared.update(f"{name}.{part}.weight" for part in small)
-        self._conv = _Conv(weights, f"{name}.conv1d", rule.channels, sizes.width, bias=False, silu=True)
+        self._conv = CausalConv(weights, f"{name}.conv1d", rule.channels, sizes.width, bias=False, silu=True)
         weights.expect(f"{name}.A_log", (H,), lambda log_H: rule.rate_H.copy_(log_H.exp()), torch.float32)
         weights.expect(f"{name}.dt_bias", (H,), rule.dt_bias_H.copy_, torch.float32)
         self._eps = norm_eps
@@ -99,7 +99,7 @@ class GatedDeltaNet:
 
     def __call__(self, x_TD: Tensor, rotary: Rotary | None, cache: KVCacheView, rows_N: Tensor | None = None) -> Tensor:
         """[T, D], or [N, D] if ``rows_N`` is given. Nothing is rotated."""
-        (columns, state), rows = _state(cache, self.layer)
+        (columns, state), rows = state_of(cache, self.layer)
         qkv_TC, gate_TD = torch.split_with_sizes(self._qkvz(x_TD), self._sizes, dim=-1)
         b_TH, a_TH = self._ba(x_TD).chunk(2, dim=-1)
         qkv_TC = self._conv(qkv_TC, State((columns,), rows))
