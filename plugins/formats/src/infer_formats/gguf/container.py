@@ -16,10 +16,12 @@ from torch import Tensor
 from infer.contracts.weights import TensorFilesProtocol
 from infer.errors import CheckpointError
 from infer.weight import GroupedWeight, Weight
-from infer_formats.gguf import config, tokenizer
+from infer_formats.gguf import config, names, tokenizer
 from infer_formats.gguf.blocks import PLAIN, weight_of
+from infer_formats.gguf.gemma import GEMMA_27B_LAYERS
 from infer_formats.gguf.header import TensorInfo, read_header
 from infer_formats.gguf.metadata import Metadata
+from infer_formats.gguf.rope import FACTORS
 
 SAMPLING = {
     "temp": "temperature",
@@ -130,13 +132,13 @@ class GGUFFormat:
         count = given.get("num_experts") or given.get("num_local_experts") or 0
         # Sorted, a gate comes before what it goes with.
         for name in sorted(blocks.names(), key=lambda name: ".ffn_up" in name):
-            if name in config.FACTORS:
+            if name in FACTORS:
                 continue
-            if (expert := config.expert_name(blocks.architecture, name)) is None:
-                hub = config.hub_name(blocks.architecture, name)
+            if (expert := names.expert_name(blocks.architecture, name)) is None:
+                hub = names.hub_name(blocks.architecture, name)
                 held = self._names.setdefault(hub, [])
                 held.append((name, None))
-                if len(held) > 1 + hub.endswith(config.GATE_AND_UP):
+                if len(held) > 1 + hub.endswith(names.GATE_AND_UP):
                     raise CheckpointError("The checkpoint holds a tensor under two names.")
                 continue
             if len(shape := blocks.infos[name].shape) < 2 or shape[0] != count:
@@ -151,7 +153,7 @@ class GGUFFormat:
         parts = [self._part(*place) for place in self._names[name]]
         if len(parts) == 1:
             return parts[0]
-        mixture = config.MIXTURES[self._files.architecture]
+        mixture = names.MIXTURES[self._files.architecture]
         rows = torch.arange(sum(len(part) if isinstance(part, Tensor) else part.shape[0] for part in parts))
         order_N = rows.view(len(parts), -1).t().flatten() if mixture.interleaved else rows
         grouped = [part for part in parts if isinstance(part, GroupedWeight)]
@@ -164,9 +166,9 @@ class GGUFFormat:
         if expert is not None:
             info, raw = replace(info, shape=info.shape[1:]), raw[expert]
         weight = weight_of(own, info, raw)
-        if architecture in config.TURNED and own.split(".")[-2] in ("attn_q", "attn_k"):
-            order_N = config.row_order(weight.shape[0], self._head_size)
+        if architecture in names.TURNED and own.split(".")[-2] in ("attn_q", "attn_k"):
+            order_N = names.row_order(weight.shape[0], self._head_size)
             return weight.rows(order_N) if isinstance(weight, GroupedWeight) else weight[order_N]
-        if architecture in config.GEMMA_27B_LAYERS and own.endswith("norm.weight") and isinstance(weight, Tensor):
+        if architecture in GEMMA_27B_LAYERS and own.endswith("norm.weight") and isinstance(weight, Tensor):
             return weight.float() - 1  # GGUF adds the 1 that the model adds, too
-        return config.hub_tensor(own, weight)
+        return names.hub_tensor(own, weight)

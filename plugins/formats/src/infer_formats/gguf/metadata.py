@@ -39,6 +39,14 @@ class Metadata:
             raise CheckpointError(f"{self.path} does not say {key}.")
         return value
 
+    def each(self, key: str, default: int | None = None) -> list[int]:
+        """A size per layer, or one for all of them."""
+        if isinstance(self.values.get(key), list):
+            return self.several(key, int) or []
+        value = self.size(key) if default is None else self.whole(key, default, least=1)
+        assert value is not None
+        return [value]
+
     def layers(self, key: str, count: int) -> list[int]:
         """A size for each of ``count`` layers, all alike but for those that are 0."""
         value = self._get(key)
@@ -58,6 +66,13 @@ class Metadata:
         if type(value) not in (int, float) or not math.isfinite(value):
             raise self.bad(key, "a number")
         return float(value)
+
+    def needed(self, key: str) -> float:
+        """A number that the file has to give."""
+        value = self.number(key)
+        if value is None:
+            raise CheckpointError(f"{self.path} does not say {key}.")
+        return value
 
     def text(self, key: str) -> str | None:
         value = self._get(key)

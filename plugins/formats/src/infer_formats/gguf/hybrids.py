@@ -1,0 +1,95 @@
+"""What the settings of a GGUF file with recurrent layers have beside a Llama's."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from infer_formats.gguf.header import TensorInfo
+from infer_formats.gguf.metadata import Metadata
+
+
+def state_space(
+    meta: Metadata,
+    arch: str,
+    tensors: Mapping[str, TensorInfo],
+    config: Mapping[str, Any],
+    kv_heads: list[int],
+    widths: list[int],
+) -> dict[str, Any]:
+    """What a config with Mamba 2 has beside the others. Where a layer has no K/V heads, it has Mamba, or an MLP."""
+    at = functools.partial("{}.{}".format, arch)
+    names = {name.split(".", 2)[-1] for name in tensors if name.startswith("blk.")}
+    size, heads, hidden = (meta.size(at(k)) for k in ("ssm.inner_size", "ssm.time_step_rank", "embedding_length"))
+    groups, state, width = (meta.size(at(f"ssm.{k}")) for k in ("group_count", "state_size", "conv_kernel"))
+    if size % heads:
+        raise meta.bad(at("ssm.inner_size"), f"a multiple of ssm.time_step_rank, {heads}")
+    biased, conv_biased = ("ssm_in.bias" in names), ("ssm_conv1d.bias" in names)
+    if arch == "nemotron_h":
+        kinds = [
+            "full_attention" if kv else "mlp" if mlp else "linear_attention"
+            for kv, mlp in zip(kv_heads, widths, strict=True)
+        ]
+        return {
+            "layers_block_type": kinds,
+            "layer_norm_epsilon": config["rms_norm_eps"],
+            "mamba_num_heads": heads,
+            "mamba_head_dim": size // heads,
+            "n_groups": groups,
+            "ssm_state_size": state,
+            "conv_kernel": width,
+            "use_conv_bias": conv_biased,
+            "use_bias": biased,
+        }
+    sizes = {
+        "mamba_n_heads": heads,
+        "mamba_d_head": size // heads,
+        "mamba_n_groups": groups,
+        "mamba_d_state": state,
+        "mamba_d_conv": width,
+        "mamba_conv_bias": conv_biased,
+        "mamba_proj_bias": biased,
+    }
+    if arch == "falcon-h1":  # its factors are in the weights, and its gate comes before the norm
+        normed = {"mamba_rms_norm": "ssm_norm.weight" in names, "mamba_norm_before_gate": False}
+        return sizes | normed | {"mamba_d_ssm": size, "projectors_bias": "ssm_out.bias" in names}
+    if size % hidden:
+        raise meta.bad(at("ssm.inner_size"), f"a multiple of embedding_length, {hidden}")
+    shared = meta.whole(at("expert_shared_feed_forward_length"), 0) or config["intermediate_size"]
+    return {
+        **sizes,
+        **granite(meta, arch),
+        "mamba_expand": size // hidden,
+        "layer_types": ["attention" if kv else "mamba" for kv in kv_heads],
+        "position_embedding_type": "rope" if meta.truth(at("rope.scaling.finetuned"), True) else None,
+        "shared_intermediate_size": shared,
+        "num_local_experts": meta.whole(at("expert_count"), 0),
+    }
+
+
+def short_convolutions(meta: Metadata, arch: str, config: Mapping[str, Any], kv_heads: list[int]) -> dict[str, Any]:
+    """What LFM2's config has beside the others. Where a layer has no K/V heads, it has a convolution."""
+    at = functools.partial("{}.{}".format, arch)
+    made = {
+        "norm_eps": config["rms_norm_eps"],
+        "layer_types": ["full_attention" if kv else "conv" for kv in kv_heads],
+        "conv_L_cache": meta.size(at("shortconv.l_cache")),
+        "block_auto_adjust_ff_dim": False,
+    }
+    if arch == "lfm2moe":
+        if meta.whole(at("expert_gating_func"), 2) != 2:
+            raise meta.bad(at("expert_gating_func"), "2, a sigmoid")
+        made["num_dense_layers"] = meta.whole(at("leading_dense_block_count"), 0)
+    return made
+
+
+def granite(meta: Metadata, arch: str) -> dict[str, Any]:
+    """Granite's factors."""
+    names = {
+        "embedding_multiplier": "embedding_scale",
+        "attention_multiplier": "attention.scale",
+        "residual_multiplier": "residual_scale",
+        "logits_scaling": "logit_scale",
+    }
+    return {name: meta.needed(f"{arch}.{key}") for name, key in names.items()}
