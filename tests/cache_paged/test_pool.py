@@ -18,6 +18,7 @@ import infer_cache_paged
 from infer import LLM, SamplingParams
 from infer.contracts.attention import AttentionSpec
 from infer.contracts.cache import Allocation, CacheContext
+from infer.contracts.states import StateSpec
 from infer.errors import SettingsError
 from infer.kernels.reference import ReferenceKernels
 from infer_cache_paged import PagedPool, PagedSettings
@@ -25,6 +26,9 @@ from infer_cache_paged.pages import ROLLBACK, cost
 
 PER_TOKEN = 2 * (2 * 2 * 16) * 4
 """Bytes: two layers of K and V, two heads of 16, fp32."""
+
+
+SNAPSHOTS = {"state_snapshots": 3, "prefix_caching": False}
 
 
 def make(max_batch_size: int = 3, max_seq_len: int = 40, **keys: Any) -> PagedPool:
@@ -79,12 +83,24 @@ def test_no_more_than_half_of_the_memory_unless_asked(free: int) -> None:
     assert make(max_batch_size=100).free_tokens() == 50 * 16
 
 
+def test_states_that_leave_no_room(free: int) -> None:
+    """Two rows that belong to nobody, and for each of three sequences one for its state, one for each of two drafts and
+    one for a snapshot."""
+    states = [StateSpec(((free // 28,),), (torch.float32,))]
+    context = CacheContext([spec()], 3, 40, torch.float32, CPU, ReferenceKernels(), states=states, max_drafts=2)
+    assert PagedPool(replace(context, max_batch_size=1), PagedSettings(memory_fraction=1.0)).free_tokens()
+    with pytest.raises(SettingsError, match=r"states of 3 sequences leave no room .* 0.5 of the .*max_draft_tokens"):
+        PagedPool(context, PagedSettings())
+
+
 def test_count_and_fraction_exclude_each_other() -> None:
     with pytest.raises(SettingsError, match=r"num_blocks = 5 and cache.paged.memory_fraction = 0.5 both"):
         make(num_blocks=5, memory_fraction=0.5)
 
 
-@pytest.mark.parametrize("key", [{"block_size": 0}, {"num_blocks": 0}, {"memory_fraction": 1.5}, {"blocks": 3}])
+@pytest.mark.parametrize(
+    "key", [{"block_size": 0}, {"num_blocks": 0}, {"memory_fraction": 1.5}, {"blocks": 3}, SNAPSHOTS]
+)
 def test_impossible_settings(key: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         PagedSettings.model_validate(key)

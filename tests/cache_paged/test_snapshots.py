@@ -136,6 +136,36 @@ def test_a_snapshot_that_is_to_be_read_stays_until_it_is() -> None:
     assert served.balanced()
 
 
+def test_a_sequence_that_is_admitted_in_vain_has_not_begun() -> None:
+    """Its scheduler may ask for room in every step before there is enough."""
+    served = Served(8)
+    prompt = served.tokens(100)
+    served.turn(prompt)
+    following = [*prompt, *served.tokens(100)]
+    for _ in range(3):
+        place = served.manager.allocate(following)
+        assert place is not None
+        assert place.num_cached == (100 - TAIL) // BLOCK * BLOCK
+        served.manager.free(place.slot)
+    served.turn(following)
+    assert [*served.snapshots._served.values()] == [1]
+    assert served.balanced()
+
+
+def test_a_slot_may_stay_as_long_as_it_was_found() -> None:
+    served = Served(8)
+    prompt = served.tokens(100)
+    served.turn(prompt)
+    place = served.manager.allocate([*prompt, 1])
+    assert place is not None
+    assert place.num_cached
+    served.manager.truncate(place.slot, place.num_cached)
+    read, _ = served.snapshots.extend([place.slot], [place.num_cached], [5])
+    assert read.tolist()[0] >= served.snapshots.num_rows - served.snapshots.count
+    served.manager.free(place.slot)
+    assert served.balanced()
+
+
 def test_a_snapshot_leaves_with_the_pages_of_its_prefix() -> None:
     served = Served(8, num_pages=512)
     prompts = [served.tokens(3000) for _ in range(6)]

@@ -154,7 +154,7 @@ class BlockManager(ABC):
             least = max(least, states.least(slot))
         if not least <= num_tokens <= length:
             raise ValueError(f"slot {slot} can be cut to {least}..{length} positions, not to {num_tokens}")
-        if states is not None:
+        if states is not None and num_tokens < length:
             states.truncate(slot, num_tokens)
         self._lengths_S[slot] = num_tokens
 

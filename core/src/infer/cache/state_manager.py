@@ -69,11 +69,9 @@ class StateManager:
         return length - len(rows) + 1
 
     def truncate(self, slot: int, num_tokens: int) -> None:
-        """Go back to the state after the first ``num_tokens`` positions."""
-        length, rows = self._recent[slot]
-        if num_tokens == length:
-            return
+        """Go back to the state after the first ``num_tokens`` positions, of which there are more."""
         if num_tokens:
+            length, rows = self._recent[slot]
             self._recent[slot] = num_tokens, rows[: num_tokens - length]
             self._row_S[slot] = row = rows[num_tokens - length - 1]
             if OTHERS <= row - slot * self._each < OTHERS + self._each:

@@ -52,7 +52,8 @@ class StatefulView(KVCacheView, Protocol):
         kernels once, and they save the states after it."""
 
     def rehearsal(self) -> AbstractContextManager[None]:
-        """While it is open, passes of this view leave all states as they are, so that one can be run again."""
+        """While it is open, passes of this view leave all states as they are, so that one can be run again. It has one
+        token for each sequence."""
 
 
 @dataclass(frozen=True)

@@ -42,8 +42,8 @@ class StateRows(NamedTuple):
     """int64: the row to copy the state after this token to; -1 for none, but a sequence's last token always has one.
 
     No row is saved twice, and none that is saved is read by another sequence. The row that a sequence reads may be the
-    one that its last token saves, and no other token's. Rows that pad a pass are an exception: they all save the same
-    row, which nobody reads."""
+    one that its last token saves, and no other token's. Two passes are exceptions, in which each sequence has one
+    token: the rows that pad a pass, and all rows of a rehearsal, save the same row, which nobody reads."""
 
 
 class State(NamedTuple):

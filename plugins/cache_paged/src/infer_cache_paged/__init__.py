@@ -6,9 +6,10 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Self
 
 import numpy as np
-from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt
+from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, model_validator
 
 from infer import device, hookimpl
 from infer.cache import BlockManager, ExtendView, KVStorage, Pool, StateManager, StateStorage
@@ -53,6 +54,14 @@ class PagedSettings(BaseModel, extra="forbid"):
         description="for models with recurrent layers, how many states to keep where prefixes end; none: as many as "
         "take a fifth of the memory of K and V",
     )
+
+    @model_validator(mode="after")
+    def _snapshots_of_prefixes(self) -> Self:
+        if self.state_snapshots is not None and not self.prefix_caching:
+            raise ValueError(
+                f"state_snapshots = {self.state_snapshots} has no effect while prefix_caching is false; leave it out"
+            )
+        return self
 
 
 class PagedBlockManager(BlockManager):
@@ -275,6 +284,12 @@ def _num_pages(context: CacheContext, settings: PagedSettings) -> int:
     else:
         each = -(-context.num_tokens // batch // settings.block_size)
         wanted = max(batch * cost(groups, each), cost(groups, most))
+    if context.states and not fits:
+        raise SettingsError(
+            f"The states of {batch} sequences leave no room for K and V in {fraction:g} of the {free / 2**30:.2f} GiB "
+            f"that are free: each takes {_state_bytes(context)} bytes, and as many for each token that may be taken "
+            "back. Lower engine.max_batch_size or engine.max_draft_tokens, or raise cache.paged.memory_fraction."
+        )
     chosen = fits if settings.memory_fraction is not None else min(fits, wanted)
     log.info(
         "paged cache: %d pages of %d positions (%.2f of %.2f GiB free / %d bytes = %d; wanted are %d)",

@@ -42,6 +42,8 @@ class Plan:
     """That near the end of its prompt."""
     known: int
     """How many leading blocks it began with."""
+    begun: Node | None = None
+    """That whose snapshot the sequence's first pass is to read."""
     saved: list[tuple[int, int]] = field(default_factory=list)
     """(position, row) of each one that is saved but belongs to no node yet."""
 
@@ -70,19 +72,17 @@ class Snapshots(StateManager):
         """After ``open``: the slot's sequence has ``num_tokens`` tokens, of which it shares those of the holding's
         nodes."""
         size, cached = self.block_size, len(holding.nodes)
-        if cached:
-            begun = holding.nodes[-1]
+        begun = holding.nodes[-1] if cached else None
+        if begun is not None:
             row = begun.state
             assert row is not None, "a prefix ends at a snapshot"
-            uses = self._drop(begun)
-            self._kept[begun] = uses + 1
             self._row_S[slot] = row
             self._read(slot, row)
         end, found = (num_tokens - TAIL) // size, holding.found
         borders = [end * size] if end > cached else []
         if end > found and (found - cached) * size >= LEAST:
             borders.append(found * size)
-        self._plans[slot] = plan = Plan(borders, num_tokens, end * size, cached)
+        self._plans[slot] = plan = Plan(borders, num_tokens, end * size, cached, begun)
         self._next_S[slot] = self._following(plan, cached * size)
 
     def close(self, slot: int) -> None:
@@ -98,7 +98,11 @@ class Snapshots(StateManager):
     ) -> tuple[Ints64, Ints64]:
         read_B, save_T = super().extend(slots, starts, lens)
         slots_B, starts_B = np.asarray(slots), np.asarray(starts)
-        read = [row for slot in slots_B.tolist() if (row := self._reading.pop(slot, None)) is not None]
+        read = []
+        for slot in slots_B.tolist() if self._reading else ():
+            if (row := self._reading.pop(slot, None)) is not None:
+                read.append(row)
+                self._count(self._plans[slot])
         ends_B = starts_B + lens
         for b in (self._next_S[slots_B] <= ends_B).nonzero()[0].tolist():
             slot, start, end = int(slots_B[b]), int(starts_B[b]), int(ends_B[b])
@@ -150,6 +154,13 @@ class Snapshots(StateManager):
                 for before in nodes[: plan.known]:
                     if before.state is not None and self._kept.get(before, 2) < 2:
                         self._served[before] = self._kept.pop(before)
+
+    def _count(self, plan: Plan) -> None:
+        """The sequence has begun with its snapshot, and not only asked for room."""
+        begun, plan.begun = plan.begun, None
+        if begun is not None and begun.state is not None:
+            uses = self._drop(begun)
+            self._kept[begun] = uses + 1
 
     def forget(self, node: Node) -> None:
         """The node leaves the trie, or its snapshot is to go."""
