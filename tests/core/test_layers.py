@@ -608,6 +608,7 @@ def gemma3(config: dict[str, Any]) -> LanguageModel:
         (nemotron, {"hybrid_override_pattern": None}, "layers_block_type: Field required"),
         (nemotron, {"tie_word_embeddings": True}, "tie_word_embeddings: Input should be False"),
         (nemotron, {"mlp_hidden_act": "silu"}, "mlp_hidden_act: Input should be 'relu2'"),
+        (falcon, {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act: Input should be 'silu'"),
         (falcon, {"ssm_multipliers": [1.0]}, "ssm_multipliers: 1: Field required"),
         (falcon, {"mamba_d_ssm": 9}, "their product has to be the size of Mamba's x, 9"),
     ],

@@ -66,6 +66,7 @@ MODELS = {
     "Llama-3.2-3B": Shape(3072, 24, 8, 128),
     "Qwen3-8B": Shape(4096, 32, 8, 128),
     "Gemma-3-1B": Shape(1152, 4, 1, 256, 512, True),
+    "Gemma-4-E2B": Shape(1536, 8, 1, 512),
     "gpt-oss-20b": Shape(2880, 64, 8, 64, 128, sinks=True),
     "Granite-3.1-1B-A400M": Shape(1024, 16, 8, 64, experts=32),
 }

@@ -36,7 +36,10 @@ def compiled(*narrow: str, triton: str | None = None) -> list[str]:
     "narrow",
     [
         ["--arch", "90", "--dtype", "bf16", "--model", "Llama-3.2-3B"],
-        pytest.param(["--dtype", "fp32", "--model", "Llama-3.2-3B", "--model", "Gemma-3-1B"], marks=pytest.mark.slow),
+        pytest.param(
+            ["--dtype", "fp32", "--model", "Llama-3.2-3B", "--model", "Gemma-3-1B", "--model", "Gemma-4-E2B"],
+            marks=pytest.mark.slow,
+        ),
         *(pytest.param(["--arch", arch], marks=pytest.mark.slow) for arch in ("80", "90", "100")),
     ],
     ids=["few", "fp32", "sm_80", "sm_90", "sm_100"],

@@ -25,4 +25,5 @@ class BambaConfig(HybridConfig):
         return index in (self.attn_layer_indices or ())
 
     def ropes(self, config: Mapping[str, Any]) -> Sequence[RopeParameters | None]:
-        return super().ropes({"partial_rotary_factor": 0.5, **config})
+        # As transformers has it, only rope_parameters may say otherwise.
+        return super().ropes({**config, "partial_rotary_factor": 0.5})

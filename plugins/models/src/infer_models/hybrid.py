@@ -34,6 +34,8 @@ class HybridConfig(LlamaConfig):
 
     mamba_name: ClassVar[str] = "mamba"
 
+    hidden_act: Literal["silu"] = "silu"
+    """Mamba's convolution has it, too."""
     mamba_n_heads: PositiveInt = 128
     mamba_d_head: PositiveInt | Literal["auto"] = "auto"
     mamba_n_groups: PositiveInt = 1

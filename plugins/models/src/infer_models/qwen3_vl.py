@@ -10,3 +10,7 @@ from infer_models.qwen3 import Qwen3Config
 
 class Qwen3VLConfig(Qwen3Config):
     default_theta: ClassVar[float] = 500_000.0
+
+    def windows(self) -> list[int | None]:
+        """None, whatever a text_config taken from Qwen3 says."""
+        return [None] * self.num_hidden_layers
