@@ -56,6 +56,12 @@ COMMON: dict[str, Any] = {
 MAX_DRAFTS = 8
 """How many tokens can be taken back from states."""
 MAMBA = {"mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 16}
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+}
 CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "llama": COMMON
     | {
@@ -255,6 +261,24 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "bamba": COMMON
     | {"architectures": ["BambaForCausalLM"], "num_hidden_layers": 2, "attn_layer_indices": [1]}
     | MAMBA,
+    "qwen3_5": COMMON
+    | {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    }
+    | DELTA,
+    "qwen3_next": COMMON
+    | {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "num_hidden_layers": 2,
+        "full_attention_interval": 2,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+    }
+    | DELTA,
 }
 FAMILIES = tuple(CONFIGS)
 families = pytest.mark.parametrize(

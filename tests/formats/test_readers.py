@@ -3,6 +3,7 @@ same weights dequantized."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 from tests.examples import slowly
 from tests.formats import writers
 from tests.formats.writers import awq, compressed, compressed_config, fp8, gptq, linear, scheme
-from tests.models.checkpoints import edit_tensors
+from tests.models.checkpoints import Family, edit_tensors
 from torch import Tensor
 
 from infer import LLM, SamplingParams
@@ -321,3 +322,41 @@ def test_a_text_model_inside_another(tmp_path: Path) -> None:
 def test_answers_of_fp8(tmp_path: Path) -> None:
     pack, config = FP8_CASES["block"]
     check_answers(*writers.write(tmp_path, linear(pack), {"quant_method": "fp8"} | config, family="qwen3"))
+
+
+W4_SMALL = scheme(**W4 | {"group_size": 16})
+METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "awq": (awq(16), {"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": True, "version": "gemm"}),
+    "gptq": (gptq(group_size=16), {"quant_method": "gptq", "bits": 4, "group_size": 16, "sym": True}),
+    "fp8": (fp8((16, 16)), {"quant_method": "fp8", "weight_block_size": [16, 16]}),
+    "compressed-tensors": (compressed(W4_SMALL, HALF), compressed_config(W4_SMALL)),
+}
+RECURRENT: tuple[Family, ...] = (
+    *("qwen3_5", "lfm2", "nemotron_h", "falcon_h1", "bamba", "granite_hybrid", "lfm2_moe", "qwen3_5_moe", "qwen3_next"),
+)
+
+
+@pytest.mark.parametrize(
+    ("method", "family"),
+    [
+        pytest.param(method, family, marks=() if family == "qwen3_5" else pytest.mark.slow)
+        for method, family in itertools.product(METHODS, RECURRENT)
+    ],
+)
+def test_answers_of_recurrent_layers(method: str, family: Family, tmp_path: Path) -> None:
+    """What has sizes that fit is quantized, but for routers."""
+    pack, config = METHODS[method]
+    packed = []
+
+    def fits(module: str, weight: Tensor) -> writers.Packed | None:
+        if weight.shape[0] % 8 or weight.shape[1] % 16 or module.endswith(("mlp.gate", "feed_forward.gate", "router")):
+            return None
+        packed.append(module)
+        stored: writers.Packed | None = pack(module, weight)
+        return stored
+
+    made = writers.write(tmp_path, linear(fits), config, family=family, hidden_size=96, num_hidden_layers=4)
+    assert any("proj" in name for name in packed)
+    check_weights(*made)
+    for backend in ("reference", "cpu"):
+        check_answers(*made, backend=backend)

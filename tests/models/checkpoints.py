@@ -371,7 +371,7 @@ def make_model(
                 )
             )
         case "qwen3_5" | "qwen3_5_vision":
-            fields |= DELTA
+            fields |= DELTA | ({"layer_types": list(layer_types)} if layer_types else {})
             spoken: Any = transformers.Qwen3_5TextConfig(**fields | config)
             seeing = {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 1, "out_hidden_size": 48}
             made = (
@@ -384,7 +384,8 @@ def make_model(
                 )
             )
         case "qwen3_5_moe" | "qwen3_next":
-            fields |= DELTA | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+            fields |= DELTA | ({"layer_types": list(layer_types)} if layer_types else {})
+            fields |= {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
             fields |= {"shared_expert_intermediate_size": 40}
             made = (
                 transformers.Qwen3_5MoeForCausalLM(transformers.Qwen3_5MoeTextConfig(**fields | config))
@@ -397,6 +398,8 @@ def make_model(
             noise = torch.randn(parameter.shape, generator=generator)
             if name.endswith((".sinks", "router.bias")):
                 parameter.copy_(noise)
+            elif name.endswith("linear_attn.A_log"):  # which transformers draws
+                parameter.copy_(torch.linspace(-1, 2.5, len(parameter)) + 0.3 * noise)
             elif parameter.ndim == 1:
                 parameter.add_(0.3 * noise)
             elif name.endswith(".conv1d.weight") and "linear_attn" not in name:

@@ -48,6 +48,7 @@ FAMILIES: tuple[Family, ...] = (
     *("lfm2", "granite_hybrid", "nemotron_h", "falcon_h1", "bamba", "lfm2_moe"),
     *("qwen3_5", "qwen3_5_moe", "qwen3_next"),
 )
+STATEFUL = ("lfm2", "lfm2_moe", "granite_hybrid", "falcon_h1", "bamba", "qwen3_5", "qwen3_5_moe", "qwen3_next")
 MIXTURES = (
     *("qwen3_moe", "mixtral", "olmoe", "granite_moe", "gpt_oss", "qwen2_moe", "glm4_moe"),
     *("granite_hybrid", "lfm2_moe", "qwen3_5_moe", "qwen3_next"),
@@ -219,7 +220,7 @@ CASES: dict[str, dict[str, Any]] = {
         "linear_conv_kernel_dim": 3,
         "layer_types": [FULL, "linear_attention", "linear_attention", FULL],
     },
-    "qwen3_5-interval": {"family": "qwen3_5", "layer_types": None, "full_attention_interval": 2},
+    "qwen3_5-every-other": {"family": "qwen3_5", "layer_types": ["linear_attention", FULL] * 2},
     "qwen3_next-some": {
         "family": "qwen3_next",
         "norm_topk_prob": False,
@@ -309,11 +310,15 @@ def prompt() -> list[int]:
     return torch.randint(VOCAB, (PROMPT,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
-@torch.inference_mode()
-def expected_logits(folder: Path, tokens: list[int]) -> Tensor:
+def reference_of(folder: Path) -> Any:
     kind = transformers.AutoConfig.from_pretrained(folder).architectures[0]
     model = getattr(transformers, kind).from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    logits: Tensor = model.eval()(torch.tensor([tokens])).logits[0]
+    return model.eval()
+
+
+@torch.inference_mode()
+def expected_logits(folder: Path, tokens: list[int]) -> Tensor:
+    logits: Tensor = reference_of(folder)(torch.tensor([tokens])).logits[0]
     return logits
 
 
@@ -463,6 +468,56 @@ def test_heads_of_a_delta_net_that_do_not_fit_are_refused(tmp_path: Path) -> Non
     (folder / "config.json").write_text(json.dumps(config | {"layer_types": ["full_attention"]}))
     with pytest.raises(CheckpointError, match="layer_types has 1 entries, but num_hidden_layers is 4"):
         Driver(folder, torch.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(f"{family}-untied-2" for family in (*STATEFUL, "nemotron_h")),
+        *("gemma4-shared", "gemma4-k-is-v", "gemma4-inputs", "mistral3-tied", "qwen3_vl-tied"),
+    ],
+)
+def test_sixty_four_greedy_tokens_of_twenty_prompts(case: str, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, **CASES[case])
+    driver, reference = Driver(folder, torch.float32), reference_of(folder)
+    generator = torch.Generator().manual_seed(5)
+    for length in range(1, 121, 6):
+        given = torch.randint(VOCAB, (length,), generator=generator).tolist()
+        tokens, _ = driver.greedy(driver.prefill(given, [length])[-1], 64)
+        with torch.inference_mode():
+            logits = reference(torch.tensor([given + tokens])).logits[0]
+        assert logits[length - 1 : -1].argmax(-1).tolist() == tokens, length
+
+
+def test_attention_in_every_other_layer_by_its_interval(tmp_path: Path) -> None:
+    """As Qwen3-Next's published configs have it."""
+    folder = write_checkpoint(tmp_path, **CASES["qwen3_5-every-other"])
+    before = logits_of(folder)
+    config = json.loads((folder / "config.json").read_text())
+    del config["layer_types"]
+    (folder / "config.json").write_text(json.dumps(config | {"full_attention_interval": 2}))
+    assert torch.equal(logits_of(folder), before)
+
+
+def test_windows_that_qwen3_vl_does_not_have(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, **CASES["qwen3_vl-tied"])
+    before = logits_of(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"] |= {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert torch.equal(logits_of(folder), before)
+
+
+@pytest.mark.parametrize("share", [None, 1.0])
+def test_half_of_bambas_heads_rotates_whatever_the_config_says_outside(share: float | None, tmp_path: Path) -> None:
+    """As in transformers, where only rope_parameters may say otherwise."""
+    folder = write_checkpoint(tmp_path, **CASES["bamba-tied-2"])
+    before = logits_of(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"].pop("partial_rotary_factor", None)
+    (folder / "config.json").write_text(json.dumps(config | {"partial_rotary_factor": share}))
+    assert torch.equal(logits_of(folder), before)
 
 
 def test_a_language_model_that_is_not_known_is_refused(tmp_path: Path) -> None:

@@ -97,6 +97,16 @@ class GroupedWeight:
         }
         return replace(self, **picked)
 
+    def columns(self, order: Tensor) -> GroupedWeight:
+        """A copy in which so many equal parts of each row, of whole groups, come in that order."""
+        names = ("codes", "scales_NG", "minimum_NG")
+        picked: dict[str, Any] = {
+            name: x.view(len(x), len(order), -1).index_select(1, order).flatten(1)
+            for name in names
+            if (x := getattr(self, name)) is not None
+        }
+        return replace(self, **picked)
+
     def stacks_with(self, other: GroupedWeight) -> bool:
         """Whether ``stack`` can stack the two."""
         alike = all(

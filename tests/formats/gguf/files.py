@@ -41,11 +41,16 @@ ARCHITECTURES = {
     "GraniteMoeHybridForCausalLM": gguf.MODEL_ARCH.GRANITE_HYBRID,
     "NemotronHForCausalLM": gguf.MODEL_ARCH.NEMOTRON_H,
     "FalconH1ForCausalLM": gguf.MODEL_ARCH.FALCON_H1,
+    "Qwen3_5ForCausalLM": gguf.MODEL_ARCH.QWEN35,
+    "Qwen3_5MoeForCausalLM": gguf.MODEL_ARCH.QWEN35MOE,
+    "Qwen3NextForCausalLM": gguf.MODEL_ARCH.QWEN3NEXT,
 }
 GRANITES = (gguf.MODEL_ARCH.GRANITE, gguf.MODEL_ARCH.GRANITE_MOE, gguf.MODEL_ARCH.GRANITE_HYBRID)
 LLAMAS = (gguf.MODEL_ARCH.LLAMA, *GRANITES, gguf.MODEL_ARCH.SMOLLM3, gguf.MODEL_ARCH.NEMOTRON_H)
 LFM2 = (gguf.MODEL_ARCH.LFM2, gguf.MODEL_ARCH.LFM2MOE)
 MAMBA = (gguf.MODEL_ARCH.GRANITE_HYBRID, gguf.MODEL_ARCH.NEMOTRON_H, gguf.MODEL_ARCH.FALCON_H1)
+DELTA = (gguf.MODEL_ARCH.QWEN35, gguf.MODEL_ARCH.QWEN35MOE, gguf.MODEL_ARCH.QWEN3NEXT)
+UNIT_OFFSET = (gguf.MODEL_ARCH.GEMMA2, gguf.MODEL_ARCH.GEMMA3, *DELTA)
 TYPE: Any = gguf.GGMLQuantizationType
 Quantize = Callable[[Tensor, str], np.ndarray]
 
@@ -73,21 +78,17 @@ def write_gguf(
     if arch == gguf.MODEL_ARCH.GRANITE_HYBRID and set(config["layer_types"]) == {"full_attention"}:
         arch = gguf.MODEL_ARCH.GRANITE
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[arch], split_max_tensors=part)
-    heads = config["num_attention_heads"]
     config = known_as(config)
-    config["head_dim"] = size = config["head_dim"] or config["hidden_size"] // heads
+    config["head_dim"] = config["head_dim"] or config["hidden_size"] // config["num_attention_heads"]
     write_config(writer, arch, config)
     (tokenizer or byte_level)(writer, folder)
     edit(writer, config)
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
     held: dict[str, Tensor] = {}
     for name, given in mixed(load_file(folder / "model.safetensors"), config).items():
-        turned = arch in LLAMAS and ("q_proj" in name or "k_proj" in name)
-        stored = given
-        if turned:
-            stored = given.reshape(-1, 2, size // 2, *given.shape[1:]).transpose(1, 2).reshape(given.shape)
-        if arch in (gguf.MODEL_ARCH.GEMMA2, gguf.MODEL_ARCH.GEMMA3) and name.endswith("norm.weight"):
-            stored = given.float() + 1
+        dim, order = reordered(arch, name, given, config)
+        offset = arch in UNIT_OFFSET and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
+        stored = given.float() + 1 if offset else given.index_select(dim, order)
         stored = recurrent(arch, name, stored, config)
         alias = name.replace("dt_bias", "dt_proj.bias").replace("expert_bias", "expert_bias.bias")
         own = name if name.startswith("blk.") else names.get_name(alias, try_suffixes=(".weight", ".bias"))
@@ -97,18 +98,14 @@ def write_gguf(
         kind = type if given.ndim > 1 and not name.endswith(".bias") and not convolves else "F32"
         raw = quantize(stored, kind)
         back = torch.from_numpy(np.array(gguf.quants.dequantize(raw, TYPE[kind])))
-        if turned:
-            back = back.reshape(-1, size // 2, 2, *back.shape[1:]).transpose(1, 2).reshape(back.shape)
+        if name.endswith("A_log"):
+            back = back.neg().log()
+        back = back.reshape(given.shape)
+        back = back - 1 if offset else back.index_select(dim, order.argsort())
         if ".experts." in name:
             held |= {name.replace("experts.", f"experts.{index}."): each for index, each in enumerate(back)}
         else:
-            held[name] = (
-                back.unsqueeze(1)
-                if convolves
-                else back - 1
-                if stored.dtype != given.dtype or (stored is not given and not turned)
-                else back
-            )
+            held[name] = back
         writer.add_tensor(own, raw, raw_dtype=TYPE[kind])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -129,12 +126,26 @@ def known_as(config: Mapping[str, Any]) -> dict[str, Any]:
     return config
 
 
+def reordered(arch: gguf.MODEL_ARCH, name: str, tensor: Tensor, config: Mapping[str, Any]) -> tuple[int, Tensor]:
+    """A dimension, and the order along it in which the converter stores a tensor."""
+    rows = torch.arange(tensor.shape[0])
+    if arch in LLAMAS and ("q_proj" in name or "k_proj" in name):
+        return 0, rows.view(-1, 2, config["head_dim"] // 2).transpose(1, 2).flatten()
+    if arch not in DELTA[:2] or ".linear_attn." not in name or name.endswith("norm.weight"):
+        return 0, rows
+    keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    if name.endswith("out_proj.weight"):
+        return 1, torch.arange(tensor.shape[1]).view(keys, values // keys, -1).transpose(0, 1).flatten()
+    before = 2 * keys * config["linear_key_head_dim"] if name.endswith(("in_proj_qkv.weight", "conv1d.weight")) else 0
+    return 0, torch.cat((rows[:before], rows[before:].view(keys, values // keys, -1).transpose(0, 1).flatten()))
+
+
 def recurrent(arch: gguf.MODEL_ARCH, name: str, tensor: Tensor, config: Mapping[str, Any]) -> Tensor:
     """A tensor of a recurrent layer as the converter stores it; others as they are."""
     if name.endswith(("conv.conv.weight", "conv1d.weight")):
         return tensor.squeeze(1)
     if name.endswith("A_log"):
-        return -tensor.float().exp().reshape(-1, 1)
+        return -(tensor.float().exp() if arch in DELTA else tensor.float().exp().reshape(-1, 1))
     if name.endswith(("mamba.D", "mixer.D")):
         return tensor.reshape(-1, 1)
     if name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
@@ -184,6 +195,17 @@ def mixed(tensors: dict[str, Tensor], config: Mapping[str, Any]) -> dict[str, Te
         elif name.endswith("input_linear.weight"):
             place = name.replace("block_sparse_moe.input_linear", "mlp.experts.{}_proj")
             made |= dict(zip(map(place.format, ("gate", "up")), tensor.chunk(2, 1), strict=True))
+        elif match := re.fullmatch(r"model.layers.(\d+).linear_attn.in_proj_qkvz.weight", name):
+            keys, times = config["linear_num_key_heads"], config["linear_num_value_heads"]
+            each = [config["linear_key_head_dim"]] * 2 + [config["linear_value_head_dim"] * times // keys] * 2
+            *qkv, z = torch.split_with_sizes(tensor.view(keys, sum(each), -1), each, dim=1)
+            made[f"blk.{match[1]}.attn_qkv.weight"] = torch.cat([part.flatten(0, 1) for part in qkv])
+            made[f"blk.{match[1]}.attn_gate.weight"] = z.flatten(0, 1)
+        elif ".experts.gate_up_proj" in name and "linear_num_key_heads" in config:
+            place = name.replace("gate_up_proj", "{}_proj.weight")
+            made |= dict(zip(map(place.format, ("gate", "up")), tensor.chunk(2, 1), strict=True))
+        elif name.endswith(".experts.down_proj") and "linear_num_key_heads" in config:
+            made[f"{name}.weight"] = tensor
         elif match := re.fullmatch(r"(.*\.experts\.)(gate_up|down)_proj(_bias)?", name):
             kind, values = "bias" if match[3] else "weight", tensor if match[3] else tensor.mT
             halves = {"down": values} if match[2] == "down" else {"gate": values[:, ::2], "up": values[:, 1::2]}
@@ -236,6 +258,18 @@ def write_config(writer: gguf.GGUFWriter, arch: gguf.MODEL_ARCH, config: Mapping
         writer.add_ssm_group_count(config.get("mamba_n_groups") or config["n_groups"])
         writer.add_ssm_inner_size(heads * (config.get("mamba_d_head") or config["mamba_head_dim"]))
         writer.add_ssm_time_step_rank(heads)
+    if arch in DELTA:
+        heads, size_v = config["linear_num_value_heads"], config["linear_value_head_dim"]
+        writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+        writer.add_ssm_state_size(config["linear_key_head_dim"])
+        writer.add_ssm_group_count(config["linear_num_key_heads"])
+        writer.add_ssm_inner_size(heads * size_v)
+        writer.add_ssm_time_step_rank(heads)
+        writer.add_full_attention_interval(4)
+        writer.add_rope_dimension_sections([11, 11, 10, 0])
+        if "shared_expert_intermediate_size" in config:
+            writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+            writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     if "position_embedding_type" in config:
         writer.add_rope_scaling_finetuned(config["position_embedding_type"] == "rope")
         writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])

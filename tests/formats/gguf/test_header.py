@@ -23,6 +23,7 @@ from infer.commands import cli
 from infer.errors import CheckpointError
 from infer_formats.gguf import GGUF, GGUFFormat
 from infer_formats.gguf.header import MAX_VALUES, read_header
+from infer_formats.gguf.metadata import Metadata
 
 U32, STRING, ARRAY = 4, 8, 9
 MANY = 1 << 62
@@ -150,7 +151,7 @@ def edited(key: str, value: Any) -> Edit:
     def edit(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.kv_data[0].pop(key, None)
         adders: dict[type, Callable[[str, Any], None]] = {str: writer.add_string, list: writer.add_array}
-        adders |= {int: writer.add_int64, float: writer.add_float32}
+        adders |= {int: writer.add_int64, float: writer.add_float32, bool: writer.add_bool}
         if value is not None:
             adders[type(value)](key, value)
 
@@ -193,6 +194,11 @@ WRONG: dict[str, tuple[Edit, str]] = {
     "heads": (edited("llama.attention.head_count", [4, 3]), r"head_count is \[4, 3\]; it has to be one whole number"),
     "values": (edited("llama.attention.value_length", 9), "the heads' keys have 12 values; infer needs as many"),
     "rotated": (edited("llama.rope.dimension_count", 6), "dimension_count is 6; it has to be the size of a head, 12"),
+    "several widths": (
+        edited("llama.feed_forward_length", [72, 56]),
+        r"feed_forward_length is \[72, 56\]; it has to be one whole number",
+    ),
+    "encoder": (edited("llama.attention.causal", False), "attention.causal is False; it has to be true: infer serves"),
     "width": (edited("llama.embedding_length", 64), r"has shape \[320, 48\], but .*\.gguf asks for \[320, 64\]"),
     "experts": (edited("llama.expert_count", 5000), "expert_count is 5000; it has to be at most 4096 for llama"),
     "shares": (edited("llama.expert_count", 8), "does not say llama.expert_used_count"),
@@ -220,6 +226,21 @@ MIXED: dict[str, tuple[Family, str, Any, str]] = {
     "silent": ("nemotron_h", "nemotron_h.feed_forward_length", None, "does not say nemotron_h.feed_forward_length"),
     "size": ("nemotron_h", "nemotron_h.ssm.inner_size", 50, "is 50; it has to be a multiple of ssm.time_step_rank, 6"),
     "expand": ("granite_hybrid", "granitehybrid.ssm.inner_size", 60, "is 60; .* a multiple of embedding_length, 48"),
+    "delta heads": ("qwen3_5", "qwen35.ssm.time_step_rank", 5, "is 5; it has to be a multiple of ssm.group_count, 2"),
+    "delta sizes": ("qwen3_5", "qwen35.ssm.inner_size", 50, "is 50; it has to be a multiple of ssm.time_step_rank, 6"),
+    "drafting": ("qwen3_5", "qwen35.nextn_predict_layers", 4, "is 4; it has to be fewer than block_count, 4"),
+    "tied": (
+        "falcon_h1",
+        "falcon-h1.vocab_size",
+        None,
+        "lacks 'output.weight', and a file of falcon-h1 does not say what",
+    ),
+    "still": (
+        "granite",
+        "granite.rope.scaling.finetuned",
+        False,
+        "finetuned is False; it has to be true: infer reads no",
+    ),
     "gating": ("lfm2_moe", "lfm2moe.expert_gating_func", 1, "expert_gating_func is 1; it has to be 2, a sigmoid"),
 }
 
@@ -241,6 +262,15 @@ def test_settings_that_are_wrong(case: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=says) as caught, LLM(str(tmp_path / "model.gguf"), **FAST):
         pass
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("sizes", [[], [3, -1], [3, 1 << 40]])
+def test_a_list_of_sizes_that_is_wrong(sizes: list[int]) -> None:
+    meta = Metadata(Path("model.gguf"), {"widths": sizes})
+    with pytest.raises(
+        CheckpointError, match=r"^model.gguf: widths is .*; it has to be one or more whole numbers from 0"
+    ):
+        meta.each("widths")
 
 
 def test_tensors_that_are_missing_or_unknown(tmp_path: Path) -> None:

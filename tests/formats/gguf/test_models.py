@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -20,6 +21,7 @@ from torch import Tensor
 from infer.weight import GroupedWeight
 from infer_formats.gguf import GGUF, GGUFFormat
 from infer_formats.gguf.header import TYPES
+from infer_formats.gguf.names import DeltaHeads
 
 GEMMA: dict[str, Any] = {"family": "gemma3", "query_pre_attn_scalar": 16, "window": 9}
 GEMMA |= {"layer_types": gemma_pattern(6), "num_hidden_layers": 6}
@@ -78,6 +80,10 @@ CASES: dict[str, dict[str, Any]] = {
         "position_embedding_type": "rope",
         "intermediate_size": 40,
     },
+    "qwen3_5": {"family": "qwen3_5", "tied": False},
+    "qwen3_5-alike": {"family": "qwen3_5", "linear_num_value_heads": 2},
+    "qwen3_5_moe": {"family": "qwen3_5_moe"},
+    "qwen3_next": {"family": "qwen3_next", "seed": 1},
     "nemotron_h": {"family": "nemotron_h"},
     "falcon_h1": {"family": "falcon_h1", "tied": False},
     "falcon_h1-norm": {
@@ -89,6 +95,7 @@ CASES: dict[str, dict[str, Any]] = {
         "ssm_out_multiplier": 1.0,
     },
 }
+DELTA = ("qwen3_5", "qwen3_next")
 MAMBA = ("granite_hybrid", "nemotron_h", "falcon_h1")
 ALIKE = (
     "llama-biases",
@@ -98,7 +105,7 @@ ALIKE = (
     "gemma3-pattern",
     "granite-biases",
 )
-ROUNDED = {"llama-llama3-rope", "granite-biases", *(name for name in CASES if name.startswith(MAMBA))}
+ROUNDED = {"llama-llama3-rope", "granite-biases", *(name for name in CASES if name.startswith((*MAMBA, *DELTA)))}
 """Where the file holds factors rounded to fp32, or rates of decays, not what they were computed from."""
 
 
@@ -138,6 +145,7 @@ QUANTIZED: dict[str, tuple[Family, dict[str, Any]]] = {
     **{type: ("llama", {"kv_heads": 2}) for type in ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")},
     "Q4_1": ("qwen3_moe", {"moe_intermediate_size": 64, "norm_topk_prob": True}),
     "Q5_1": ("lfm2", {"intermediate_size": 384, "layer_types": ["conv", "full_attention"]}),
+    "Q5_0": ("qwen3_5", {"linear_value_head_dim": 64, "layer_types": ["linear_attention", "full_attention"]}),
     "Q4_K": ("llama", {"tied": False}),
     "Q5_K": ("qwen2", {}),
     "Q6_K": ("phi3", {"tied": False}),
@@ -173,3 +181,31 @@ def test_quantized_weights_are_those_that_the_package_dequantizes(type: str, tmp
     logits = [Driver(path, torch.float32).prefill(prompt(), [PROMPT]) for path in (folder, file)]
     assert (logits[0] - logits[1]).abs().max() < TOLERANCE
     against_transformers(file, folder)
+
+
+def test_drafting_layers_are_left_out(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "hub", **CASES["qwen3_5"])
+    files = [tmp_path / "model.gguf", tmp_path / "drafts.gguf"]
+
+    def edit(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+        writer.kv_data[0].pop("qwen35.block_count")
+        writer.add_block_count(5)
+        writer.add_nextn_predict_layers(1)
+        writer.add_tensor("blk.4.nextn.eh_proj.weight", torch.ones(48, 96).numpy())
+        writer.add_tensor("blk.4.attn_q.weight", torch.ones(128, 48).numpy())
+
+    write_gguf(folder, files[0])
+    write_gguf(folder, files[1], edit=edit)
+    logits = [Driver(file, torch.float32).prefill(prompt(), [PROMPT]) for file in files]
+    assert torch.equal(*logits)
+
+
+def test_value_heads_that_share_a_group_of_codes() -> None:
+    """The columns of out_proj are in groups of 32, and each head has 16 of them."""
+    generator = torch.Generator().manual_seed(1)
+    codes = torch.randint(256, (3, 96), dtype=torch.uint8, generator=generator)
+    weight = GroupedWeight(codes, torch.rand(3, 3, generator=generator), 8)
+    made = DeltaHeads(2, 6, 4, 16).grouped("blk.0.ssm_out.weight", weight)
+    assert isinstance(made, Tensor)
+    heads = weight.dequantize().view(3, 6, 16)[:, [0, 2, 4, 1, 3, 5]]
+    assert torch.equal(made, heads.flatten(1))

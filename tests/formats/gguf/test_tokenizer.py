@@ -23,6 +23,7 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKEN
 
 from infer.errors import CheckpointError
 from infer_formats.gguf import GGUF
+from infer_formats.gguf.tokenizer import end_ids
 
 CORPUS = [
     "The kettle began it. Don't tell me what they've said: I'LL know 1234567 times, 3.14!\n\n  def f(x):\n\treturn x",
@@ -122,6 +123,7 @@ PRES = {
     "smaug-bpe": "llama",
     "qwen2": "qwen3",
     "deepseek-r1-qwen": "qwen2",
+    "qwen35": "qwen35",
     "dbrx": "olmo2",
     "gpt-4o": "phi3",
     "gpt-2": "qwen2",
@@ -270,6 +272,49 @@ def test_gemmas_pieces_merge_in_their_order(tmp_path: Path) -> None:
     same(original, read, 300)
 
 
+def write_gemma4(
+    writer: gguf.GGUFWriter, tokens: list[str], kinds: list[int], merges: list[list[str]], model: str = "gemma4"
+) -> None:
+    """As llama.cpp's converter does, or Ollama's, which calls it "llama"."""
+    write_pieces(writer, tokens, kinds, [-1000.0] * len(tokens))
+    writer.kv_data[0].pop("tokenizer.ggml.model")
+    writer.kv_data[0].pop("tokenizer.ggml.pre")
+    writer.add_tokenizer_model(model)
+    writer.add_token_merges([" ".join(merge) for merge in merges])
+
+
+@pytest.mark.parametrize(
+    ("model", "keys"),
+    [("gemma4", {"add_space_prefix": False, "add_bos_token": True}), ("llama", {"add_bos_token": False})],
+)
+def test_gemma4_lists_its_merges(model: str, keys: dict[str, Any], tmp_path: Path) -> None:
+    """In an order that neither scores nor ids tell."""
+    tokens, kinds = pieces()
+    able = {text: id for id, text in enumerate(tokens) if kinds[id] == gguf.TokenType.NORMAL}
+    scores = score(kinds)
+    merges = [list(merge) for merge in generate_merges(able, {text: scores[id] for text, id in able.items()})]
+    original = sentence_piece(tokens, kinds, [tuple(merge) for merge in merges], prefixed=False)
+    read = written(tmp_path, "gemma4", lambda writer: write_gemma4(writer, tokens, kinds, merges, model), keys)
+    same(original, read, 300)
+
+
+def test_the_ends_of_gemma4(tmp_path: Path) -> None:
+    """Its files name one end, and a token that begins a tool's answer is for users to see."""
+    tokens, kinds = pieces()
+    tokens = [*tokens, "<turn|>", "<|tool_response>", "<|turn>"]
+    kinds = [*kinds, gguf.TokenType.CONTROL, gguf.TokenType.USER_DEFINED, gguf.TokenType.CONTROL]
+    end = len(tokens) - 3
+
+    def write(writer: gguf.GGUFWriter) -> None:
+        write_gemma4(writer, tokens, kinds, [["t", "h"]])
+        writer.add_array("tokenizer.ggml.eos_token_ids", [2, 5])
+
+    written(tmp_path, "gemma4", write)
+    found = end_ids(GGUF(tmp_path / "t.gguf")._metadata)
+    assert {2, 5, end, end + 1} <= {*found}
+    assert end + 2 not in found
+
+
 def test_phi3s_tokens_take_spaces_along(tmp_path: Path) -> None:
     """Which the file does not say, so that its name has to."""
     tokens, kinds = pieces()
@@ -320,6 +365,12 @@ def test_what_is_not_known_is_refused(tmp_path: Path) -> None:
     refused(tmp_path, "llama", without("tokens"), "kind 'gpt2' with 0 tokens")
     refused(tmp_path, "llama", without("merges"), "has no tokenizer.ggml.merges")
     refused(tmp_path, "llama", without("scores"), "has no tokenizer.ggml.scores")
+    refused(
+        tmp_path,
+        "gemma4",
+        lambda w: write_pieces(w, tokens, kinds, scores),
+        "has no tokenizer.ggml.merges, without which",
+    )
     short = f"{len(kinds) - 1} values for {len(kinds)} tokens"
     refused(tmp_path, "llama", lambda w: write_pieces(w, tokens, kinds[:-1], scores), short)
     # To try all places where it can be cut would take hours.

@@ -14,9 +14,9 @@ from torch import Tensor
 from infer.errors import CheckpointError
 from infer_formats.gguf.gemma import GEMMA_27B_LAYERS, gemma, gemma4
 from infer_formats.gguf.header import TensorInfo
-from infer_formats.gguf.hybrids import granite, short_convolutions, state_space
+from infer_formats.gguf.hybrids import delta_nets, granite, short_convolutions, state_space
 from infer_formats.gguf.metadata import Metadata
-from infer_formats.gguf.names import CONVOLVED, MIXTURES, TURNED
+from infer_formats.gguf.names import CONVOLVED, DELTA, MIXTURES, TURNED
 from infer_formats.gguf.rope import rope_scaling
 
 log = logging.getLogger(__name__)
@@ -41,6 +41,9 @@ ARCHITECTURES = {
     "granitehybrid": "GraniteMoeHybridForCausalLM",
     "nemotron_h": "NemotronHForCausalLM",
     "falcon-h1": "FalconH1ForCausalLM",
+    "qwen35": "Qwen3_5ForCausalLM",
+    "qwen35moe": "Qwen3_5MoeForCausalLM",
+    "qwen3next": "Qwen3NextForCausalLM",
 }
 DTYPES = {"F32": "float32", "F16": "float16"}
 """The dtype to compute in, by the type of most weights; bfloat16 for all others."""
@@ -48,17 +51,20 @@ MAMBA = ("granitehybrid", "nemotron_h", "falcon-h1")
 """Architectures with Mamba 2."""
 MIXED = ("granitehybrid", "nemotron_h", *CONVOLVED)
 """Those with layers of several kinds. K/V heads are counted for each, and layers without attention have none."""
+VARIED = ("gemma4", *DELTA)
+"""Those that may have another number of K/V heads, or another width, in each layer."""
 WINDOWLESS = (
     *("qwen2", "qwen3", "qwen3moe", "olmo2", "olmoe", "granite", "granitemoe", "smollm3"),
     *MAMBA,
     *CONVOLVED,
+    *DELTA,
 )
 """Architectures that are read without sliding windows only."""
 HYBRID_KEYS = tuple(
     f"ssm.{name}" for name in ("conv_kernel", "inner_size", "state_size", "time_step_rank", "group_count")
 )
 """Keys that files of Granite 4 have even where no layer has Mamba."""
-UNUSED_KEYS = ("vocab_size", "rope.scaling.finetuned", "tensor_data_layout", "attention.causal")
+UNUSED_KEYS = ("vocab_size", "rope.scaling.finetuned", "tensor_data_layout")
 MAX_EXPERTS = 4096
 
 
@@ -88,20 +94,25 @@ def hub_config(meta: Metadata, tensors: Mapping[str, TensorInfo], read: Callable
             f"{meta.path}: the heads' keys have {head_dim} values; infer needs as many as the values have, and one at "
             "least."
         )
+    if not meta.truth(at("attention.causal"), True):
+        raise meta.bad(at("attention.causal"), "true: infer serves models whose tokens see those before them only")
     window = meta.whole(at("attention.sliding_window")) or None
     layers, kv_key, width_key = meta.size(at("block_count")), at("attention.head_count_kv"), at("feed_forward_length")
     kv_heads = meta.layers(kv_key, layers) if arch in MIXED else []
     widths = meta.layers(width_key, layers) if arch == "nemotron_h" else []
+    sizes = meta.each if arch in VARIED else meta.alike
     config: dict[str, Any] = {
         "architectures": [ARCHITECTURES[arch]],
         "quantization_config": {"quant_method": "gguf"},
         "dtype": _dtype(tensors),
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "hidden_size": hidden,
-        "intermediate_size": max(widths) if widths else meta.each(width_key)[0],
+        "intermediate_size": max(widths)
+        if widths
+        else sizes(width_key, meta.whole(at("expert_feed_forward_length")))[0],
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": max(kv_heads) if kv_heads else meta.each(kv_key, heads)[0],
+        "num_key_value_heads": max(kv_heads) if kv_heads else sizes(kv_key, heads)[0],
         "head_dim": head_dim,
         "max_position_embeddings": meta.size(at("context_length")),
         "rms_norm_eps": meta.needed(at("attention.layer_norm_rms_epsilon")),
@@ -112,7 +123,7 @@ def hub_config(meta: Metadata, tensors: Mapping[str, TensorInfo], read: Callable
     rotated = meta.whole(at("rope.dimension_count"), head_dim, least=1)
     assert rotated is not None
     if rotated != head_dim and arch != "nemotron_h":  # which rotates nothing
-        if arch != "phi3" or rotated > head_dim:
+        if arch not in ("phi3", *DELTA) or rotated > head_dim:
             raise meta.bad(at("rope.dimension_count"), f"the size of a head, {head_dim}")
         config["partial_rotary_factor"] = (
             rotated + 0.5
@@ -129,6 +140,8 @@ def hub_config(meta: Metadata, tensors: Mapping[str, TensorInfo], read: Callable
         config |= {"architectures": ["MistralForCausalLM"], "sliding_window": window}
     elif arch in ("granite", "granitemoe"):
         config |= granite(meta, arch)
+        if not meta.truth(at("rope.scaling.finetuned"), True):
+            raise meta.bad(at("rope.scaling.finetuned"), f"true: infer reads no {arch} without rotations")
         meta.read.update(map(at, HYBRID_KEYS))
     elif arch == "gpt-oss":
         config |= {"sliding_window": window, "attention_bias": "blk.0.attn_output.bias" in tensors}
@@ -141,6 +154,8 @@ def hub_config(meta: Metadata, tensors: Mapping[str, TensorInfo], read: Callable
         config |= gemma(meta, arch, head_dim, hidden // heads) | ({} if window is None else {"sliding_window": window})
     elif arch in MAMBA:
         config |= state_space(meta, arch, tensors, config, kv_heads, widths)
+    elif arch in DELTA:
+        config |= delta_nets(meta, arch, tensors)
     elif arch in CONVOLVED:
         config |= short_convolutions(meta, arch, config, kv_heads)
     elif arch == "gemma4":
@@ -175,11 +190,15 @@ def _mixture(meta: Metadata, arch: str, experts: int) -> dict[str, Any]:
     architecture."""
     at = functools.partial("{}.{}".format, arch)
     for key in ("expert_shared_feed_forward_length", "expert_shared_count"):
-        if arch != "granitehybrid" and meta.whole(at(key), 0):
+        if arch not in ("granitehybrid", *DELTA) and meta.whole(at(key), 0):
             raise meta.bad(at(key), f"0: infer reads no shared experts of {arch} from GGUF")
     config: dict[str, Any] = {"num_experts_per_tok": meta.size(at("expert_used_count"))}
     if width := meta.whole(at("expert_feed_forward_length")):
-        config |= {"moe_intermediate_size": width} if arch in ("qwen3moe", "lfm2moe") else {"intermediate_size": width}
+        apart = arch in ("qwen3moe", "lfm2moe", *DELTA)
+        config |= {"moe_intermediate_size" if apart else "intermediate_size": width}
+    if arch in DELTA:
+        shared = meta.size(at("expert_shared_feed_forward_length"))
+        return config | {"num_experts": experts, "shared_expert_intermediate_size": shared}
     if arch in ("qwen3moe", "olmoe"):
         return config | {"num_experts": experts, "norm_topk_prob": arch == "qwen3moe"}
     return config | {"num_local_experts": experts}

@@ -32,6 +32,11 @@ SAMPLING = {
 }
 
 
+UNIT_OFFSET = (*GEMMA_27B_LAYERS, *names.DELTA)
+"""Architectures whose models add 1 to the weights of norms."""
+DELTA_SIZES = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+
+
 class GGUF:
     """A ContainerProtocol."""
 
@@ -127,18 +132,20 @@ class GGUFFormat:
             raise CheckpointError("config.json: quant_method is 'gguf', which only files that end in .gguf have.")
         self._files = blocks = cast(BlocksProtocol, files)
         self._head_size = given["head_dim"]
+        delta = blocks.architecture in names.DELTA
+        self._delta = names.DeltaHeads(*(given[f"linear_{key}"] for key in DELTA_SIZES)) if delta else None
         self._names: dict[str, list[tuple[str, int | None]]] = {}
         """For each of the hub's tensors, those that it consists of, of which some are experts' parts of a stack."""
         count = given.get("num_experts") or given.get("num_local_experts") or 0
-        # Sorted, a gate comes before what it goes with.
-        for name in sorted(blocks.names(), key=lambda name: ".ffn_up" in name):
-            if name in FACTORS:
+        layers = given["num_hidden_layers"]
+        for name in sorted(blocks.names(), key=lambda name: any(part in name for part in names.SECOND)):
+            if name in FACTORS or (delta and names.layer_of(name) >= layers):
                 continue
             if (expert := names.expert_name(blocks.architecture, name)) is None:
                 hub = names.hub_name(blocks.architecture, name)
                 held = self._names.setdefault(hub, [])
                 held.append((name, None))
-                if len(held) > 1 + hub.endswith(names.GATE_AND_UP):
+                if len(held) > 1 + hub.endswith((names.GATE_AND_UP, names.QKVZ)):
                     raise CheckpointError("The checkpoint holds a tensor under two names.")
                 continue
             if len(shape := blocks.infos[name].shape) < 2 or shape[0] != count:
@@ -153,9 +160,12 @@ class GGUFFormat:
         parts = [self._part(*place) for place in self._names[name]]
         if len(parts) == 1:
             return parts[0]
-        mixture = names.MIXTURES[self._files.architecture]
         rows = torch.arange(sum(len(part) if isinstance(part, Tensor) else part.shape[0] for part in parts))
-        order_N = rows.view(len(parts), -1).t().flatten() if mixture.interleaved else rows
+        order_N = rows
+        if self._delta is not None and name.endswith(names.QKVZ):
+            order_N = self._delta.interleaved(len(rows))
+        elif names.MIXTURES[self._files.architecture].interleaved:
+            order_N = rows.view(len(parts), -1).t().flatten()
         grouped = [part for part in parts if isinstance(part, GroupedWeight)]
         if len(grouped) == len(parts) and all(map(grouped[0].stacks_with, grouped)):
             return GroupedWeight.stack(grouped).rows(order_N)
@@ -169,6 +179,9 @@ class GGUFFormat:
         if architecture in names.TURNED and own.split(".")[-2] in ("attn_q", "attn_k"):
             order_N = names.row_order(weight.shape[0], self._head_size)
             return weight.rows(order_N) if isinstance(weight, GroupedWeight) else weight[order_N]
-        if architecture in GEMMA_27B_LAYERS and own.endswith("norm.weight") and isinstance(weight, Tensor):
-            return weight.float() - 1  # GGUF adds the 1 that the model adds, too
+        if architecture in UNIT_OFFSET and own.endswith("_norm.weight") and isinstance(weight, Tensor):
+            # GGUF adds the 1 that the model adds, too.
+            return weight if own.endswith("ssm_norm.weight") else weight.float() - 1
+        if self._delta is not None and architecture in names.TILED:
+            weight = self._delta.grouped(own, weight)
         return names.hub_tensor(own, weight)

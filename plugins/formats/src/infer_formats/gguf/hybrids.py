@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Mapping
 from typing import Any
 
+from infer.errors import CheckpointError
 from infer_formats.gguf.header import TensorInfo
 from infer_formats.gguf.metadata import Metadata
+
+log = logging.getLogger(__name__)
 
 
 def state_space(
@@ -51,6 +55,10 @@ def state_space(
         "mamba_conv_bias": conv_biased,
         "mamba_proj_bias": biased,
     }
+    if arch == "falcon-h1" and "output.weight" not in tensors:
+        raise CheckpointError(
+            f"{meta.path} lacks 'output.weight', and a file of {arch} does not say what its logits are multiplied by."
+        )
     if arch == "falcon-h1":  # its factors are in the weights, and its gate comes before the norm
         normed = {"mamba_rms_norm": "ssm_norm.weight" in names, "mamba_norm_before_gate": False}
         return sizes | normed | {"mamba_d_ssm": size, "projectors_bias": "ssm_out.bias" in names}
@@ -65,6 +73,35 @@ def state_space(
         "position_embedding_type": "rope" if meta.truth(at("rope.scaling.finetuned"), True) else None,
         "shared_intermediate_size": shared,
         "num_local_experts": meta.whole(at("expert_count"), 0),
+    }
+
+
+def delta_nets(meta: Metadata, arch: str, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
+    """What a config with gated delta nets has beside the others. A layer that has q apart has attention."""
+    at = functools.partial("{}.{}".format, arch)
+    size, key_heads, value_heads = (meta.size(at(f"ssm.{k}")) for k in ("inner_size", "group_count", "time_step_rank"))
+    if value_heads % key_heads:
+        raise meta.bad(at("ssm.time_step_rank"), f"a multiple of ssm.group_count, {key_heads}")
+    if size % value_heads:
+        raise meta.bad(at("ssm.inner_size"), f"a multiple of ssm.time_step_rank, {value_heads}")
+    # Text has one position in all sections of its rotation, and layers say themselves what they are.
+    meta.read.update((at("rope.dimension_sections"), at("full_attention_interval")))
+    layers, drafting = meta.size(at("block_count")), meta.whole(at("nextn_predict_layers"), 0) or 0
+    if drafting >= layers:
+        raise meta.bad(at("nextn_predict_layers"), f"fewer than block_count, {layers}")
+    if drafting:
+        log.info("%s: the last %d layers, which draft tokens, are left out.", meta.path, drafting)
+    full = [f"blk.{i}.attn_q.weight" in tensors for i in range(layers - drafting)]
+    return {
+        "num_hidden_layers": len(full),
+        "num_key_value_heads": max(meta.each(at("attention.head_count_kv"), meta.size(at("attention.head_count")))),
+        "layer_types": ["full_attention" if attends else "linear_attention" for attends in full],
+        "attention_bias": any(name.endswith(".attn_q.bias") for name in tensors),
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": value_heads,
+        "linear_key_head_dim": meta.size(at("ssm.state_size")),
+        "linear_value_head_dim": size // value_heads,
+        "linear_conv_kernel_dim": meta.size(at("ssm.conv_kernel")),
     }
 
 

@@ -42,10 +42,15 @@ class Metadata:
     def each(self, key: str, default: int | None = None) -> list[int]:
         """A size per layer, or one for all of them."""
         if isinstance(self.values.get(key), list):
-            return self.several(key, int) or []
-        value = self.size(key) if default is None else self.whole(key, default, least=1)
-        assert value is not None
-        return [value]
+            sizes = self.several(key, int)
+            if not sizes or not all(0 <= size < MAX_SIZE for size in sizes):
+                raise self.bad(key, f"one or more whole numbers from 0 to {MAX_SIZE - 1}")
+            return sizes
+        return self.alike(key, default)
+
+    def alike(self, key: str, default: int | None = None) -> list[int]:
+        """A size, the same one for all layers, in a list."""
+        return [self.whole(key, default, least=1) or self.size(key)]
 
     def layers(self, key: str, count: int) -> list[int]:
         """A size for each of ``count`` layers, all alike but for those that are 0."""

@@ -14,7 +14,11 @@ from infer.weight import GroupedWeight, Weight
 TURNED = ("llama", "granite", "granitemoe", "smollm3", "granitehybrid", "nemotron_h")
 """Architectures whose q and k rotate neighbors instead of halves."""
 CONVOLVED = ("lfm2", "lfm2moe")
-"""Those with short convolutions."""
+"""Architectures with short convolutions."""
+DELTA = ("qwen35", "qwen35moe", "qwen3next")
+"""Those with gated delta nets."""
+TILED = ("qwen35", "qwen35moe")
+"""Those of them whose value heads are in another order than the hub's."""
 OUTSIDE = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -71,9 +75,32 @@ LFM2 = {
 }
 BARE = ("sinks", "layer_scalar", "dt_bias", "A_log", "D", "expert_bias")
 """Ends of the hub's names that have no "weight" or "bias" behind them."""
-GATE_AND_UP = "shared_mlp.input_linear.weight"
-"""The end of the hub's names of tensors that are two in a file."""
+DELTA_NET = {
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_dt": "linear_attn.dt_bias",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    **{f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
+}
+"""Names within Qwen3.5."""
+GATE_AND_UP, QKVZ = "shared_mlp.input_linear.weight", "linear_attn.in_proj_qkvz.weight"
+"""The ends of the hub's names of tensors that are two in a file."""
+SECOND = (".ffn_up", ".attn_gate")
+"""What the names of the second of two such tensors contain."""
 WITHIN_OF = {
+    **dict.fromkeys(TILED, DELTA_NET),
+    "qwen3next": {
+        **DELTA_NET,
+        **dict.fromkeys(("attn_qkv", "attn_gate", "ssm_in"), QKVZ.removesuffix(".weight")),
+        "ssm_ba": "linear_attn.in_proj_ba",
+    },
     "lfm2": LFM2,
     "lfm2moe": LFM2,
     "granitehybrid": {
@@ -129,12 +156,20 @@ class Mixture(NamedTuple):
 MIXTURES = {
     "llama": Mixture("block_sparse_moe.experts", "w1", "w3", "w2"),
     "qwen3moe": Mixture(),
+    "qwen35moe": Mixture(),
+    "qwen3next": Mixture(),
     "olmoe": Mixture(),
     "granitemoe": Mixture("block_sparse_moe.experts", "gate_up_proj", "gate_up_proj"),
     "granitehybrid": Mixture("block_sparse_moe.experts", "gate_up_proj", "gate_up_proj"),
     "lfm2moe": Mixture("feed_forward.experts", "w1", "w3", "w2"),
     "gpt-oss": Mixture("mlp.experts", "gate_up_proj", "gate_up_proj", interleaved=True),
 }
+
+
+def layer_of(name: str) -> int:
+    """The layer that a tensor belongs to; -1 if it is none's."""
+    match = re.match(r"blk\.(\d+)\.", name)
+    return int(match[1]) if match else -1
 
 
 def hub_name(arch: str, name: str) -> str:
@@ -164,6 +199,50 @@ def row_order(rows: int, head_size: int) -> Tensor:
     if rows % head_size or head_size % 2:
         return torch.arange(rows)  # the model says what is wrong with the shape
     return torch.arange(rows).view(-1, head_size // 2, 2).transpose(1, 2).flatten()
+
+
+class DeltaHeads(NamedTuple):
+    """How many heads of keys and of values a gated delta net has, and their sizes."""
+
+    keys: int
+    values: int
+    key_size: int
+    value_size: int
+
+    def grouped(self, name: str, weight: Weight) -> Weight:
+        """A tensor in the hub's order, in which a key head's value heads stand together. A file of ``TILED`` has the
+        first value head of each key head, then the second of each, and so on."""
+        part = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
+        order_H = torch.arange(self.values).view(-1, self.keys).t().flatten()
+        if part == "ssm_out":
+            return _columns(weight, order_H)
+        if part not in ("attn_qkv", "attn_gate", "ssm_conv1d", "ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt"):
+            return weight
+        before = 2 * self.keys * self.key_size if part in ("attn_qkv", "ssm_conv1d") else 0
+        rows = torch.arange(weight.shape[0])
+        if (weight.shape[0] - before) % self.values:
+            return weight  # the model says what is wrong with the shape
+        order_N = torch.cat((rows[:before], rows[before:].view(self.values, -1)[order_H].flatten()))
+        return weight.rows(order_N) if isinstance(weight, GroupedWeight) else weight[order_N]
+
+    def interleaved(self, rows: int) -> Tensor:
+        """The order that brings the rows of q, K, V and gates into that of ``QKVZ``: each key head with all its own."""
+        sizes = (self.keys * self.key_size,) * 2 + (self.values * self.value_size,) * 2
+        if sum(sizes) != rows:
+            return torch.arange(rows)  # the model says what is wrong with the shape
+        parts = torch.split_with_sizes(torch.arange(rows), sizes)
+        return torch.cat([part.view(self.keys, -1) for part in parts], dim=1).flatten()
+
+
+def _columns(weight: Weight, order: Tensor) -> Weight:
+    """So many equal parts of each row, in that order."""
+    if weight.shape[-1] % len(order):
+        return weight
+    if isinstance(weight, GroupedWeight):
+        if weight.scales_NG.shape[1] % len(order) == 0:
+            return weight.columns(order)
+        weight = weight.dequantize()
+    return weight.view(len(weight), len(order), -1)[:, order].flatten(1)
 
 
 def hub_tensor(name: str, weight: Weight) -> Weight:

@@ -1,7 +1,7 @@
 """A GGUF file's tokenizer in the terms of the hub's tokenizer.json.
 
-Two kinds are in use: byte-level BPE ("gpt2"), whose splitting of texts has a name, and SentencePiece's BPE ("llama"),
-where the scores of the pieces stand for the list of merges.
+Three kinds are in use: byte-level BPE ("gpt2"), whose splitting of texts has a name; SentencePiece's BPE ("llama"),
+where the scores of the pieces stand for the list of merges; and Gemma 4's, which is SentencePiece's with such a list.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ SPACE = "▁"
 ROLES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 ENDS = ("eos", "eot", "eom")
 END_TEXTS = frozenset(
-    ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<eos>")
+    (
+        *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>"),
+        *("<eos>", "<turn|>", "<|tool_response>"),
+    )
 )
-"""Control tokens that end an answer, too: files often name only one of the ids that generation_config.json lists."""
+"""Tokens that end an answer, too: files often name only one of the ids that generation_config.json lists."""
 
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|{digits}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -54,6 +57,11 @@ class Split(NamedTuple):
 _LLAMA3 = Split(_WORDS.replace("{digits}", r"\p{N}{1,3}"), whole_words=True, begins=True)
 _CL100K = Split(_LLAMA3.pattern)
 _QWEN2 = Split(_WORDS.replace("{digits}", r"\p{N}"), nfc=True)
+_QWEN35 = Split(
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+    r"\s+(?!\S)|\s+",
+    nfc=True,
+)
 SPLITS: Mapping[str, Split] = {
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
@@ -65,6 +73,7 @@ SPLITS: Mapping[str, Split] = {
     "smaug-bpe": _CL100K,
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
+    "qwen35": _QWEN35,
     "tekken": Split(_CASED.replace("{ending}", "").replace("{digits}", r"\p{N}"), whole_words=True, begins=True),
     "gpt-4o": Split(_CASED.replace("{ending}", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?").replace("{digits}", r"\p{N}{1,3}")),
     "gpt-2": Split(None),
@@ -81,10 +90,10 @@ def hub_tokenizer(meta: Metadata) -> dict[str, Any]:
     """tokenizer.json. Raises CheckpointError."""
     kind = meta.text(f"{KEY}model")
     tokens = _tokens(meta)
-    if kind not in ("gpt2", "llama") or not tokens:
+    if kind not in ("gpt2", "llama", "gemma4") or not tokens:
         raise CheckpointError(
-            f"{meta.path} has a tokenizer of the kind {kind!r} with {len(tokens)} tokens; infer reads gpt2 and llama. "
-            "Give model.tokenizer a tokenizer.json."
+            f"{meta.path} has a tokenizer of the kind {kind!r} with {len(tokens)} tokens; infer reads gpt2, llama and "
+            "gemma4. Give model.tokenizer a tokenizer.json."
         )
     kinds = _numbers(meta, "token_type", int, tokens) or [NORMAL] * len(tokens)
     return (_byte_level if kind == "gpt2" else _sentence_piece)(meta, tokens, kinds)
@@ -92,10 +101,10 @@ def hub_tokenizer(meta: Metadata) -> dict[str, Any]:
 
 def end_ids(meta: Metadata) -> list[int]:
     """The tokens that end an answer."""
-    ids = {meta.whole(f"{KEY}{name}_token_id") for name in ENDS}
+    ids = {meta.whole(f"{KEY}{name}_token_id") for name in ENDS} | {*(meta.several(f"{KEY}eos_token_ids", int) or [])}
     tokens = _tokens(meta)
     kinds = _numbers(meta, "token_type", int, tokens) or []
-    ids |= {id for id, kind in enumerate(kinds) if kind == CONTROL and tokens[id] in END_TEXTS}
+    ids |= {id for id, kind in enumerate(kinds) if kind in (CONTROL, USER_DEFINED) and tokens[id] in END_TEXTS}
     return sorted(id for id in ids if id is not None)
 
 
@@ -126,9 +135,7 @@ def _byte_level(meta: Metadata, tokens: list[str], kinds: list[int]) -> dict[str
         raise CheckpointError(
             f"{meta.path}: {KEY}pre is {pre!r}; infer knows {', '.join(SPLITS)}. Give model.tokenizer a tokenizer.json."
         )
-    split, merges = SPLITS[pre], meta.several(f"{KEY}merges", str)
-    if merges is None:
-        raise CheckpointError(f"{meta.path} has no {KEY}merges, without which its tokens cannot be used.")
+    split = SPLITS[pre]
     words: list[dict[str, Any]] = [{"type": "Digits", "individual_digits": True}] if split.digits else []
     if split.pattern:
         words.append({"type": "Split", "pattern": {"Regex": split.pattern}, "behavior": "Isolated", "invert": False})
@@ -143,26 +150,42 @@ def _byte_level(meta: Metadata, tokens: list[str], kinds: list[int]) -> dict[str
         begins=split.begins,
         # Ids without a token are filled up with texts that are never meant.
         vocab={text: id for id, text in enumerate(tokens) if not (kinds[id] == UNUSED and text == f"[PAD{id}]")},
-        merges=[[merge[:at], merge[at + 1 :]] for merge in merges if (at := merge.find(" ", 1)) > 0],
+        merges=_listed(meta),
         ignore_merges=split.whole_words,
     )
 
 
-def _sentence_piece(meta: Metadata, tokens: list[str], kinds: list[int]) -> dict[str, Any]:
+def _listed(meta: Metadata) -> list[list[str]]:
+    """The merges that the file lists."""
+    merges = meta.several(f"{KEY}merges", str)
+    if merges is None:
+        raise CheckpointError(f"{meta.path} has no {KEY}merges, without which its tokens cannot be used.")
+    return [[merge[:at], merge[at + 1 :]] for merge in merges if (at := merge.find(" ", 1)) > 0]
+
+
+def _scored(meta: Metadata, tokens: list[str], kinds: list[int]) -> list[list[str]]:
+    """The merges that the scores of the pieces stand for."""
     scores = _numbers(meta, "scores", float, tokens)
     if scores is None:
         raise CheckpointError(f"{meta.path} has no {KEY}scores, without which its tokens cannot be used.")
     pieces = {token: (id, scores[id]) for id, token in enumerate(tokens) if kinds[id] == NORMAL}
-    if (meta.text("general.architecture") or "").startswith("gemma"):
-        # Gemma's merges follow the order of its tokens. Its runs of spaces, pieces like others, are written as spaces.
-        tokens = [SPACE * len(token) if len(token) > 1 and not token.strip(" ") else token for token in tokens]
+    if (meta.text("general.architecture") or "").startswith("gemma"):  # Gemma's merges follow the order of its tokens
         pieces = {token: (id, -id) for id, token in enumerate(tokens) if kinds[id] in (NORMAL, USER_DEFINED)}
     if (longest := max(map(len, pieces), default=0)) > MAX_PIECE:
         raise CheckpointError(
             f"{meta.path}: {KEY}tokens has a token of {longest} characters; infer reads {MAX_PIECE} at most. "
             "Give model.tokenizer a tokenizer.json."
         )
-    prefixed = meta.truth(f"{KEY}add_space_prefix", True)
+    return _merges(pieces)
+
+
+def _sentence_piece(meta: Metadata, tokens: list[str], kinds: list[int]) -> dict[str, Any]:
+    architecture = meta.text("general.architecture") or ""
+    if architecture.startswith("gemma"):  # its runs of spaces, pieces like others, are written as spaces
+        tokens = [SPACE * len(token) if len(token) > 1 and not token.strip(" ") else token for token in tokens]
+    # Ollama's files of Gemma 4 call their tokenizer "llama", too.
+    listed = architecture == "gemma4" or meta.text(f"{KEY}model") == "gemma4"
+    prefixed = meta.truth(f"{KEY}add_space_prefix", not listed)
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     back: list[dict[str, Any]] = [
         {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
@@ -183,7 +206,7 @@ def _sentence_piece(meta: Metadata, tokens: list[str], kinds: list[int]) -> dict
         decoder={"type": "Sequence", "decoders": back},
         begins=True,
         vocab={token: id for id, token in enumerate(tokens)},
-        merges=_merges(pieces),
+        merges=_listed(meta) if listed else _scored(meta, tokens, kinds),
         unk_token=unknown,
         fuse_unk=True,
         byte_fallback=BYTE in kinds,
@@ -250,7 +273,9 @@ def _added(meta: Metadata, tokens: list[str], kinds: list[int]) -> list[dict[str
 
 def _ends(meta: Metadata, tokens: list[str], begins: bool) -> dict[str, Any] | None:
     """The tokens before and behind every text."""
-    wanted = {"bos": meta.truth(f"{KEY}add_bos_token", begins), "eos": meta.truth(f"{KEY}add_eos_token", False)}
+    # Early files of Gemma 4 say that its texts begin without bos, which is not so.
+    begins = meta.truth(f"{KEY}add_bos_token", begins) or meta.text("general.architecture") == "gemma4"
+    wanted = {"bos": begins, "eos": meta.truth(f"{KEY}add_eos_token", False)}
     ids = {name: meta.whole(f"{KEY}{name}_token_id") for name, added in wanted.items() if added}
     texts = {name: tokens[id] for name, id in ids.items() if id is not None and id < len(tokens)}
     if not texts:
