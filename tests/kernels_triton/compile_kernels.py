@@ -272,9 +272,12 @@ def compile_one(
     if stack > SPILL[arch] and CURRENT:
         wrong.append(f"spills more than {SPILL[arch]} B")
     if name in ("extend_kernel", "linear_kernel", "grouped_kernel", "experts_kernel"):
-        if not overlaps(compiled.asm["ptx"]):
+        pipelined = launched.options["num_stages"] > 2  # heads of 512 leave neither room nor registers for it
+        if pipelined and not overlaps(compiled.asm["ptx"]):
             wrong.append("multiplies nothing while it fetches")
-        sass = tool("nvdisasm", "-c", cubin=compiled.asm["cubin"]) if arch == 90 and dtype != "fp32" else ""
+        sass = ""
+        if pipelined and arch == 90 and dtype != "fp32":
+            sass = tool("nvdisasm", "-c", cubin=compiled.asm["cubin"])
         products, waits = (len(re.findall(rf"\b{what}\b", sass)) for what in ("HGMMA", r"WARPGROUP\.DEPBAR"))
         if sass and not 0 < waits < products + (launched.given.get("PLANE") == 16):  # a plane of 16 is one HGMMA
             wrong.append(f"waits {waits} times for {products} HGMMA")

@@ -84,7 +84,7 @@ FLOAT32 = Config(
         AttentionConfig(64, 256, 32, block_m=32, warps=4, stages=3),
         AttentionConfig(128, 256, 16, block_m=32, warps=8, stages=3),
         AttentionConfig(256, 256, 16, block_m=16, warps=4, stages=3),
-        AttentionConfig(512, 256, 16, block_m=16, warps=8, stages=2),
+        AttentionConfig(512, 256, 16, block_m=16, warps=8, stages=1),
     ),
     linear=(
         LinearConfig(32, block_m=16, block_n=32, block_k=64, warps=4, stages=4),
