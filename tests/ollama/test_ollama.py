@@ -318,6 +318,7 @@ async def test_errors_have_ollamas_shape(server: Running) -> None:
         ({"options": {"repeat_penalty": 1.2, "repeat_last_n": 64}}, "repeat_last_n = 64"),
         ({"options": {"stop": ["x"] * 1000}}, "options.stop"),
         ({"keep_alive": "soon"}, "keep_alive"),
+        ({"keep_alive": "1" * 65}, "at most 64 characters"),
         ({"messages": [USER | {"images": ["aGk="]}]}, "messages[0].images"),
         ({"messages": [{"role": "x"}]}, "messages[0].role"),
         ({"messages": [USER | {"content": "x " * 2000}]}, "1024"),

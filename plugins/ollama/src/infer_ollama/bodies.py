@@ -16,7 +16,10 @@ from infer.server.messages import Kept
 from infer.server.replies import ToolUse
 from infer.server.tools import MAX_TOOLS, Function
 
-DURATION = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)((ns|us|µs|μs|ms|s|m|h)((\d+\.?\d*|\.\d+)(ns|us|µs|μs|ms|s|m|h))*)?")
+NUMBER = r"(?:\d+(?:\.\d*)?|\.\d+)"  # one way to read each: the time grows with the length alone
+UNIT = r"(?:ns|us|µs|μs|ms|s|m|h)"
+DURATION = re.compile(rf"[+-]?{NUMBER}(?:{UNIT}(?:{NUMBER}{UNIT})*)?")
+MAX_DURATION_CHARS = 64
 SAMPLED = {
     "temperature": "temperature",
     "top_k": "top_k",
@@ -33,8 +36,10 @@ HARDWARE = "Ignored: the server's settings say it."
 
 
 def _duration(value: float | str) -> float | str:
-    if isinstance(value, str) and not DURATION.fullmatch(value):
-        raise ValueError("it has to be seconds, or a duration such as '5m' or '1h30m'")
+    if isinstance(value, str) and not (len(value) <= MAX_DURATION_CHARS and DURATION.fullmatch(value)):
+        raise ValueError(
+            f"it has to be seconds, or a duration of at most {MAX_DURATION_CHARS} characters such as '5m' or '1h30m'"
+        )
     return value
 
 
