@@ -14,12 +14,13 @@ from infer.settings import load_settings
 ENGINE = {"max_batch_size": 2, "max_seq_len": 128}
 BODY: Body = {"prompt": "a", "max_tokens": 1}
 PAGE = "https://page.example"
+TYPE = ("Content-Type",)
 
 
 async def ask(server: Running, method: str = "POST", **headers: str) -> tuple[int, Any, Any]:
     given = {name.replace("_", "-"): value for name, value in headers.items()}
     data = b'{"prompt": "a", "max_tokens": 1}' if method == "POST" else None
-    skip = () if "Content-Type" in given else ("Content-Type",)
+    skip = () if "Content-Type" in given else TYPE
     url = server.url + "/v1/completions"
     async with server.session.request(method, url, data=data, headers=given, skip_auto_headers=skip) as response:
         return response.status, await response.json() if response.content_length else None, response.headers
@@ -63,6 +64,16 @@ async def test_without_keys_only_this_machine_is_answered_and_only_json_is_read(
 
 FOREIGN = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "application/jsonp", "text/json")
 """What a page may send without being allowed, and what looks like JSON."""
+
+
+async def test_what_has_no_body_need_not_say_of_what_type_it_is() -> None:
+    """OpenAI's client for JavaScript cancels a response so. A page has to all the same."""
+    async with running(engine=ENGINE) as server:
+        for path, status in (("/v1/responses/resp_x/cancel", 404), ("/v1/completions", 400)):
+            for origin, expected in ((None, status), (PAGE, 415), ("null", 415)):
+                headers = {"Origin": origin} if origin else {}
+                async with server.session.post(server.url + path, headers=headers, skip_auto_headers=TYPE) as response:
+                    assert response.status == expected, (path, origin)
 
 
 async def test_with_keys_or_for_others_every_name_is_answered() -> None:

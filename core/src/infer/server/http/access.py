@@ -60,9 +60,9 @@ def authorize(keys: Keys, opened: Set[web.AbstractRoute]) -> Middleware:
 
 def guard(host: str) -> Middleware:
     """Protect a server without keys from web pages in a browser that can reach it. A page of a foreign origin may send
-    anything but JSON without a preflight, so a body has to be declared as JSON. And if the server listens on a loopback
-    address only, the Host header has to name this machine; a foreign name that resolves to it is a sign of DNS
-    rebinding."""
+    anything but JSON without a preflight, so what has a body has to be declared as JSON, and so does what has none, but
+    comes from a page: browsers send its origin. And if the server listens on a loopback address only, the Host header
+    has to name this machine; a foreign name that resolves to it is a sign of DNS rebinding."""
     local = loopback(host)
 
     @web.middleware
@@ -75,7 +75,8 @@ def guard(host: str) -> Middleware:
                     "This server has no keys, so it answers only requests for names of its own machine, and "
                     f"{named!r} is not one: ask for localhost, or set server.api_keys."
                 )
-        if request.method == "POST" and not re.fullmatch(r"application/(.+\+)?json", request.content_type):
+        declares = request.method == "POST" and (request.can_read_body or "Origin" in request.headers)
+        if declares and not re.fullmatch(r"application/(.+\+)?json", request.content_type):
             given = request.headers.get("Content-Type", "none")
             raise MediaTypeError(
                 f"The Content-Type is {given!r}, but this server takes JSON: send Content-Type: application/json "
