@@ -118,7 +118,7 @@ async def running(plugins: Sequence[object] = (), **sections: Any) -> AsyncItera
 def serving(**sections: Any) -> Iterator[Serving]:
     model = {"path": "demo"} | sections.pop("model", {})
     plan = planned(Plugins.discover(), model=model, **sections)
-    plan["name"] += plan["key"][:8]
+    plan["name"] += plan["key"][-8:]
     if not FOLDER:
         FOLDER.append(tempfile.mkdtemp(prefix="infer-"))
         url = command.start(plan, FOLDER[0])

@@ -9,6 +9,7 @@ import pytest
 from infer.commands.cli import main
 from infer.contracts.command import CommandContext
 from infer.plugins.discovery import Plugins
+from infer.server.http.keys import INGRESS
 from infer.settings import load_settings
 from infer_ray.command import plan
 
@@ -22,6 +23,7 @@ def test_engines_get_the_settings_as_they_are_and_the_ingress_what_is_for_client
     assert made["engine"]["observers"] == {"otel": {"endpoint": endpoint}}
     assert made["engine"]["model"] == {"path": "demo"}
     assert made["engine"]["server"]["api_keys"] == [made["key"]]
+    assert made["key"].startswith(INGRESS)
     assert made["ingress"]["server"] == {"api_keys": ["k"]}
     assert made["ray"]["replicas"] == 3
 

@@ -12,12 +12,15 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
 from multidict import CIMultiDict
+from pydantic import SecretStr
 from pydantic_core import from_json
 from tests.ray.test_ingress import frames
 from tests.serving import HANG_S
 
 from infer.contracts.sections import ServerSettings
+from infer.server.http.keys import OWNER, Keys
 from infer.server.http.sockets import bind, listen
 from infer_ray import ingress as ingress_module
 from infer_ray.held import ENTRY, from_baggage, to_baggage
@@ -25,6 +28,7 @@ from infer_ray.ingress import MOST_LOST, MOST_REFUSED, Fleet, Ingress
 from infer_ray.ingress import serving as serving_ingress
 
 KEY = "the key of the replicas"
+SHOWN = {"Authorization": "Bearer k"}
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -191,6 +195,14 @@ async def test_a_client_s_headers_do_not_say_what_replicas_hold_and_not_who_asks
         async with f.post({"prompt": "long " * 100}, baggage="a=" + "b" * 7900) as response:
             assert response.status == 200
         assert f.asked[-1][1]["baggage"] == "a=" + "b" * 7900, "as it fits into a header no more"
+
+
+async def test_an_ingress_says_whose_a_request_is_and_its_client_does_not() -> None:
+    for keys, told in (([], ""), (["k"], Keys([SecretStr("k")]).owner(make_mocked_request("GET", "/", SHOWN)))):
+        async with front(well, api_keys=keys) as f:
+            async with f.post({"prompt": "x"}, **SHOWN, **{OWNER: "mine"}) as response:
+                assert response.status == 200
+            assert [headers.getall(OWNER) for _, headers, _ in f.asked] == [[told]]
 
 
 async def test_long_events_pass_without_being_parsed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,13 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp.test_utils import make_mocked_request
 from prometheus_client.parser import text_string_to_metric_families
+from pydantic import SecretStr
 from tests.serving import HANG_S, chatty, serving, until
 
 from infer.contracts.sections import ServerSettings
+from infer.server.http.keys import INGRESS, OWNER, Keys
 from infer.server.http.sockets import bind
 from infer.server.testing import Serving
 from infer_ray.ingress import Fleet, Ingress
@@ -100,9 +103,9 @@ def frames(text: str) -> list[Json]:
 
 
 @asynccontextmanager
-async def front(engines: list[Serving], **server: Any) -> AsyncIterator[Front]:
+async def front(engines: list[Serving], key: str | None = None, **server: Any) -> AsyncIterator[Front]:
     relays = [Relay(int(engine.url.rpartition(":")[2])) for engine in engines]
-    fleet = Fleet()
+    fleet = Fleet(key=key)
     fleet.update({f"r{i}": {"url": await relay.start()} for i, relay in enumerate(relays)})
     ingress = Ingress(fleet, ServerSettings(access_log=False, **server), poll_s=0.05)
     async with (
@@ -268,6 +271,33 @@ async def test_keys_mean_what_they_mean_at_a_replica(engines: list[Serving]) -> 
         for key, status in (("two", 200), ("three", 401)):
             got, _, _ = await f.post({"prompt": "x"}, Authorization=f"Bearer {key}")
             assert got == status
+
+
+async def test_what_an_ingress_has_stored_is_whose_key_was_shown(tmp_path: Path) -> None:
+    """Wherever it is asked for, and whatever the client says of itself."""
+    server = {"api_keys": f"{INGRESS}k,c", "agents": {"store": str(tmp_path / "responses.db")}, "access_log": False}
+    with (
+        serving(model=chatty(tmp_path), server=server) as one,
+        serving(model=chatty(tmp_path), server=server) as other,
+    ):
+        async with front([one, other], f"{INGRESS}k", api_keys="a,b") as f:
+            body = {"input": "x", "max_output_tokens": 1, "store": True}
+            _, made, _ = await f.post(body, "/v1/responses", Authorization="Bearer a")
+            path = f"/v1/responses/{made['id']}"
+            shown = {"Authorization": "Bearer a"}
+            owner = Keys([SecretStr("a")]).owner(make_mocked_request("GET", "/", shown))
+            for url, key, told, status in (
+                (f.url, "a", owner, 200),
+                (f.url, "a", "", 200),
+                (f.url, "a", "other", 200),
+                (f.url, "b", owner, 404),
+                (one.url, f"{INGRESS}k", owner, 200),
+                (one.url, f"{INGRESS}k", "", 404),
+                (one.url, "c", owner, 404),
+            ):
+                headers = {"Authorization": f"Bearer {key}"} | ({OWNER: told} if told else {})
+                async with f.session.get(url + path, headers=headers) as response:
+                    assert response.status == status, (url, key, told)
 
 
 class Hearing(Fleet):

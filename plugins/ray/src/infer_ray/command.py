@@ -20,6 +20,7 @@ from pydantic import SecretStr
 from infer.contracts.command import CommandContext
 from infer.errors import EngineDeadError, InferError
 from infer.server.http.access import announce, loopback
+from infer.server.http.keys import INGRESS
 from infer.settings import plugin_settings
 from infer_ray.process import FAULT
 from infer_ray.settings import RaySettings
@@ -49,7 +50,7 @@ def plan(context: CommandContext, *, local: bool) -> dict[str, Any]:
                 at = at.setdefault(table, {})
             at[name] = _plain(functools.reduce(getattr, (*tables, name), settings))
     server = given.pop("server", {})
-    key = secrets.token_hex(32)
+    key = INGRESS + secrets.token_hex(32)
     engine = {**given, "server": {**server, "host": "127.0.0.1", "port": 0, "api_keys": [key], "cors_origins": []}}
     engine["server"]["access_log"] = False  # the ingress has one
     engine["server"]["stall_timeout_s"] = PATIENCE_S

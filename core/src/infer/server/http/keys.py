@@ -11,6 +11,8 @@ from pydantic import SecretStr
 
 OWNER = "X-Infer-Owner"
 """The header in which an ingress tells a server whose request it passes on: ``Keys.owner``."""
+INGRESS = "infer-ingress-"
+"""How the keys begin that ingresses show, and nobody else."""
 
 
 class Keys:
@@ -41,11 +43,11 @@ class Keys:
 
     def owner(self, request: web.Request) -> str:
         """A digest of the key that the request shows, as whose it counts; empty if the server has no keys, or if it
-        shows none. An ingress, which shows a key of its own, tells the client's, and nobody knows the digest of a key
-        who does not know the key."""
-        if (told := request.headers.get(OWNER)) is not None:
-            return told
-        return next((_digest(f"owner {key}").hex() for key in _shown(request) if self.known(key)), "")
+        shows none. An ingress shows a key of its own, and tells the owner; what others tell does not count."""
+        key = next(filter(self.known, _shown(request)), "")
+        if key.startswith(INGRESS):
+            return request.headers.get(OWNER, "")
+        return _digest(f"owner {key}").hex() if key else ""
 
 
 def _shown(request: web.Request) -> list[str]:
