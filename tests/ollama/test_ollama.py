@@ -258,6 +258,10 @@ async def test_embeddings(drawing: Running) -> None:
     old = await client(drawing).embeddings(MODEL, "one")
     assert list(old.embedding) == expected["data"][0]["embedding"]
     assert (await client(drawing).embed(MODEL, [])).embeddings == []
+    assert (await client(drawing).embed(MODEL, "")).embeddings == []
+    _, empty, _ = await drawing.post({"input": ""}, "/v1/embeddings")
+    found = await client(drawing).embed(MODEL, ["", ""])
+    assert [list(each) for each in found.embeddings] == [empty["data"][0]["embedding"]] * 2
     assert (await drawing.post({"model": MODEL, "prompt": ""}, "/api/embeddings"))[1] == {"embedding": []}
     assert "dimensions" in await refused(drawing, "/api/embed", input="x", dimensions=10**6)
     assert "512" in await refused(drawing, "/api/embed", input="x " * 5000, truncate=True)

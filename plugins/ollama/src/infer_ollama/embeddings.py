@@ -53,10 +53,10 @@ class Embeddings:
         began = time.perf_counter_ns()
         body = await self._service.read(http, EmbedBody)
         check_served(self._service, body)
-        inputs = [body.input] if isinstance(body.input, str) else list(body.input)
         answer: Json = {"model": body.model_name, "embeddings": []}
-        if not any(inputs):  # as Ollama does for a model that is to be loaded
+        if not body.input:  # as Ollama does for a model that is to be loaded
             return await self._service.answer(http, answer)
+        inputs = [body.input] if isinstance(body.input, str) else list(body.input)
         asked = time.perf_counter_ns()
         vectors, count = await self._vectors(http, inputs, body, "input", body.dimensions)
         return await self._service.answer(
