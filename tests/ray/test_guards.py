@@ -22,6 +22,7 @@ from tests.serving import HANG_S
 from infer.contracts.sections import ServerSettings
 from infer.server.http.keys import OWNER, Keys
 from infer.server.http.sockets import bind, listen
+from infer.server.http.wire import SHUTTING_DOWN
 from infer_ray import ingress as ingress_module
 from infer_ray.held import ENTRY, from_baggage, to_baggage
 from infer_ray.ingress import MOST_LOST, MOST_REFUSED, Fleet, Ingress
@@ -54,8 +55,8 @@ class Front:
     def asked(self) -> list[tuple[str, Any, bytes]]:
         return [each for replica in self.replicas for each in replica.asked]
 
-    def post(self, data: object, **headers: str) -> Any:
-        return self.session.post(self.url + "/v1/completions", json=data, headers=headers)
+    def post(self, data: object, path: str = "/v1/completions", **headers: str) -> Any:
+        return self.session.post(self.url + path, json=data, headers=headers)
 
 
 @asynccontextmanager
@@ -77,7 +78,8 @@ async def well(http: web.Request) -> web.StreamResponse:
 
 
 async def streaming(http: web.Request, *events: bytes) -> web.StreamResponse:
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "X-Request-Id": "a" * 24})
+    kind = "application/x-ndjson" if http.path.startswith("/api/") else "text/event-stream"
+    response = web.StreamResponse(headers={"Content-Type": kind, "X-Request-Id": "a" * 24})
     await response.prepare(http)
     for event in events:
         await response.write(event)
@@ -218,6 +220,56 @@ async def test_long_events_pass_without_being_parsed(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("infer_ray.resume.from_json", limited)
     async with front(talk) as f, f.post({"prompt": "x", "stream": True}) as response:
         assert await response.read() == event("a") + long + event("b") + b"data: [DONE]\n\n"
+
+
+async def test_what_shows_that_a_stream_of_lines_lives_passes_at_once() -> None:
+    seen = asyncio.Event()
+
+    async def slow(http: web.Request) -> web.StreamResponse:
+        response = await streaming(http)
+        for data in (b" ", b'{"a": 1}\n ', b'  {"b":', b" 2}\n"):
+            await response.write(data)
+            await seen.wait()
+            seen.clear()
+        return response
+
+    async with front(slow) as f, asyncio.timeout(HANG_S), f.post({}, "/api/chat") as response:
+        for data in (b" ", b'{"a": 1}\n ', b"  ", b'{"b": 2}\n'):
+            assert await response.content.readexactly(len(data)) == data
+            seen.set()
+        assert await response.read() == b""
+
+
+async def test_a_replica_that_ends_says_so_in_a_line_as_well() -> None:
+    lines = [{"error": SHUTTING_DOWN}, {"done": True}]
+
+    async def ending(http: web.Request) -> web.StreamResponse:
+        return await streaming(http, json.dumps(lines[len(f.asked) - 1]).encode() + b"\n")
+
+    async with front(ending, 2) as f:
+        async with f.post({}, "/api/chat") as response:
+            assert json.loads(await response.read()) == {"done": True}
+        assert f.ingress.counts.retried == 1
+
+
+async def test_a_stream_of_lines_is_not_gone_on_with() -> None:
+    """A seed that replicas ignore promises nothing."""
+
+    async def cut(http: web.Request) -> web.StreamResponse:
+        response = await streaming(http, b'{"response": "one"}\n')
+        await seen.wait()
+        assert http.transport is not None
+        http.transport.abort()
+        return response
+
+    seen = asyncio.Event()
+    async with front(cut, 2) as f:
+        async with f.post({"prompt": "x", "stream": True, "seed": 1}, "/api/generate") as response:
+            first = await response.content.readuntil(b"\n")
+            seen.set()
+            last = json.loads(await response.read())
+        assert (json.loads(first), [*last]) == ({"response": "one"}, ["error"])
+        assert len(f.asked) == f.ingress.counts.lost == 1
 
 
 async def test_bodies_that_are_kept_have_room_together(monkeypatch: pytest.MonkeyPatch) -> None:

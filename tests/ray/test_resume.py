@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from infer.server.http.errors import error_body
-from infer.server.http.wire import OPENAI, ErrorBody, NamedEvents
+from infer.server.http.wire import OPENAI, ErrorBody, NamedEvents, Ollama
 from infer_ray.resume import ClientStream, DivergedError, complaint
 
 FIRST, SECOND = "5e1f00d5", "0ddba115"
@@ -74,3 +74,11 @@ def test_a_failure_is_noticed_however_it_is_written(failure: Callable[[ErrorBody
 def test_a_response_that_fails_is_noticed_before_its_error() -> None:
     frame = {"type": "response.failed", "sequence_number": 4, "response": {"error": {"code": "x", "message": "Ends."}}}
     assert complaint(b"event: response.failed\ndata: " + json.dumps(frame).encode() + b"\n\n") == "Ends."
+
+
+def test_a_line_that_fails_is_noticed() -> None:
+    line = json.dumps(Ollama().failure(error_body("Ends.", "server_error"))).encode() + b"\n"
+    for before in (b"", b" ", b'{"response": "x"}\n', b'{"response": "x"}\n  '):
+        assert complaint(before + line) == "Ends."
+    said = json.dumps({"response": "\n" + line.decode()}).encode() + b"\n"
+    assert complaint(said) is None

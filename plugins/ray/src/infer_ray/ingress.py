@@ -45,8 +45,8 @@ FORMATS = {
     **dict.fromkeys((f"/api/{name}" for name in ("chat", "generate", "embed", "embeddings", "show", "pull")), Ollama()),
 }
 """How errors and streams are written, by path, if not as OpenAI's chats are."""
-STREAMS = {each.CONTENT_TYPE: each.AROUND[1] for each in (OPENAI, Ollama())}
-"""What ends a stream's frame, by the stream's media type."""
+STREAMS = {each.CONTENT_TYPE: each for each in (OPENAI, Ollama())}
+"""How streams are written, by media type, as far as an ingress looks into them."""
 STATE = "/ray/state"
 """The route of a replica that tells what it is doing."""
 HIDDEN = ("/console", "/ray")
@@ -526,7 +526,9 @@ class _Exchange:
     async def _stream(self, upstream: aiohttp.ClientResponse, headers: CIMultiDict[str], id: str) -> web.StreamResponse:
         if (response := self._response) is None:
             response = self._response = web.StreamResponse(status=200, headers=headers)
-        told, behind = self._client_stream, STREAMS[upstream.content_type]
+        told, written = self._client_stream, STREAMS[upstream.content_type]
+        behind = written.AROUND[1]
+        told.known &= written is OPENAI
         told.begin(id)
         rest = bytearray()
         async for chunk in upstream.content.iter_any():
@@ -536,8 +538,11 @@ class _Exchange:
             else:
                 searched = max(0, len(rest) - 1)
                 rest += chunk
-                end = rest.rfind(behind, searched) + len(behind)
-                if end < len(behind):
+                at = rest.rfind(behind, searched)
+                end = at + len(behind) if at >= 0 else 0
+                while rest.startswith(written.IDLE, end):  # it need not be a whole event
+                    end += len(written.IDLE)
+                if not end:
                     if len(rest) > FRAME_BYTES:
                         raise LostError("an event does not end")
                     continue
@@ -545,7 +550,7 @@ class _Exchange:
                 del rest[:end]
             if b'"error"' in events and complaint(events) == SHUTTING_DOWN:
                 raise EndingError("it is shutting down")
-            if new := told.relay(events) if behind == OPENAI.AROUND[1] else events:  # lines are not gone on with
+            if new := told.relay(events):
                 self._lost = 0
                 await self._write(response, new)
         if rest:

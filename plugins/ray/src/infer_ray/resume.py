@@ -20,7 +20,7 @@ KEPT_BYTES = 1 << 14
 """So many bytes are kept as they were sent. Only those before them are parsed, unless the stream is lost."""
 PARSED_BYTES = 1 << 20
 """The most bytes of events that are parsed at a time, which takes some ten milliseconds."""
-ERROR = re.compile(rb'(?:^|\n)data: (\{"(?:error"|type": ?"(?:error|response\.failed)").*)')
+ERROR = re.compile(rb'(?:^|\n) *(?:data: )?(\{"(?:error"|type": ?"(?:error|response\.failed)").*)')
 CREATED = re.compile(rb'"created(?:_at)?": ?(\d+)')
 FOREIGN = (b"event: ping\n", b"event: message_start\n")
 """How Anthropic's streams begin."""
@@ -36,13 +36,13 @@ class DivergedError(Exception):
 
 
 def complaint(data: bytes) -> str | None:
-    """The message of the error event among these events, if there is one."""
+    """The message of the error event, or of Ollama's line, among these, if there is one."""
     found = ERROR.search(data)
     if found is None:
         return None
     frame = from_json(found[1])
     error = frame.get("error") or frame.get("response", {}).get("error") or frame
-    return str(error.get("message"))
+    return error if isinstance(error, str) else str(error.get("message"))
 
 
 class _Account:
@@ -83,7 +83,8 @@ class ClientStream:
         """What the present stream has said, while that is not more than the client knows."""
         self._events = 0
         self.known = True
-        """Whether there is an account: none of streams with longer events than are parsed here, nor of Anthropic's."""
+        """Whether there is an account: none of streams with longer events than are parsed here, nor of Anthropic's and
+        Ollama's."""
 
     def begin(self, request_id: str) -> None:
         """A stream begins: the first one, or one after a lost one."""
