@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -25,7 +26,7 @@ from infer.server.http.sockets import bind, listen
 from infer.server.http.wire import SHUTTING_DOWN
 from infer_ray import ingress as ingress_module
 from infer_ray.held import ENTRY, from_baggage, to_baggage
-from infer_ray.ingress import MOST_LOST, MOST_REFUSED, Fleet, Ingress
+from infer_ray.ingress import MOST_LOST, MOST_REFUSED, MOST_SILENT, STATE, Fleet, Ingress
 from infer_ray.ingress import serving as serving_ingress
 
 KEY = "the key of the replicas"
@@ -39,10 +40,11 @@ class Replica:
     def __init__(self, handler: Handler) -> None:
         self.handler = handler
         self.asked: list[tuple[str, Any, bytes]] = []
+        self.state = {"version": "a.0", "taking": True, "stuck": False, "open": 0}
 
     async def answer(self, http: web.Request) -> web.StreamResponse:
-        if http.path == "/ray/state":
-            return web.json_response({"version": "a.0", "taking": True, "open": 0})
+        if http.path == STATE:
+            return web.json_response(self.state)
         self.asked.append((http.raw_path, http.headers, await http.read()))
         return await self.handler(http)
 
@@ -121,11 +123,66 @@ async def test_a_request_is_not_sent_to_all_that_are_full() -> None:
 
 async def test_streams_of_a_replica_that_has_left_in_silence_go_on_elsewhere() -> None:
     """A machine that is gone closes no connection."""
-    begun: list[web.Request] = []
+    async with hanging() as (f, gone):
+        f.ingress.fleet.update({name: {"url": url} for name, url in f.ingress.fleet.urls.items() if name != gone})
+
+
+async def test_streams_of_a_replica_that_is_stuck_go_on_elsewhere() -> None:
+    async with hanging() as (f, gone):
+        f.replicas[[*f.ingress.fleet.urls].index(gone)].state |= {"taking": False, "stuck": True}
+
+
+async def test_streams_of_a_replica_that_answers_no_poll_go_on_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with hanging() as (f, gone):
+        unanswered(monkeypatch, lambda url: url.startswith(f.ingress.fleet.urls[gone]))
+
+
+async def test_a_replica_that_answers_some_polls_keeps_its_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    polls, enough = itertools.count(1), asyncio.Event()
+
+    def silent(url: str) -> bool:
+        poll = next(polls)
+        if poll > 3 * MOST_SILENT:
+            enough.set()
+        return poll % MOST_SILENT > 0
+
+    async def slow(http: web.Request) -> web.StreamResponse:
+        response = await streaming(http, event("one, "))
+        await enough.wait()
+        await response.write(event("two"))
+        return response
+
+    async with front(slow) as f, asyncio.timeout(HANG_S):
+        async with f.post({"prompt": "x", "stream": True, "seed": 1}) as response:
+            unanswered(monkeypatch, silent)
+            assert said(await response.text()) == "one, two"
+        assert len(f.asked) == 1
+
+
+def unanswered(monkeypatch: pytest.MonkeyPatch, silent: Callable[[str], bool]) -> None:
+    """From now on, polls of these URLs have no answer in time."""
+    get = aiohttp.ClientSession.get
+
+    def asked(session: aiohttp.ClientSession, url: str, **how: Any) -> Any:
+        if url.endswith(STATE) and silent(url):
+            raise TimeoutError
+        return get(session, url, **how)
+
+    monkeypatch.setattr(aiohttp.ClientSession, "get", asked)
+
+
+def said(stream: str) -> str:
+    return "".join(each["choices"][0]["text"] for each in frames(stream))
+
+
+@asynccontextmanager
+async def hanging() -> AsyncIterator[tuple[Front, str]]:
+    """Two replicas, and the name of the one whose stream does not go on. What the block does to it has the other one
+    go on with the stream."""
+    begun = itertools.count()
 
     async def half(http: web.Request) -> web.StreamResponse:
-        begun.append(http)
-        if len(begun) == 1:
+        if next(begun) == 0:
             await streaming(http, event("one, "))
             await asyncio.Event().wait()
         return await streaming(http, event("one, "), event("two"), b"data: [DONE]\n\n")
@@ -133,10 +190,10 @@ async def test_streams_of_a_replica_that_has_left_in_silence_go_on_elsewhere() -
     async with front(half, 2) as f, asyncio.timeout(HANG_S):
         async with f.post({"prompt": "x", "stream": True, "seed": 1}) as response:
             first = await response.content.readuntil(b"\n\n")
-            (gone,) = [name for name in f.ingress.fleet.urls if f.ingress.fleet.router.open(name)]
-            f.ingress.fleet.update({n: {"url": url} for n, url in f.ingress.fleet.urls.items() if n != gone})
-            events = frames((first + await response.read()).decode())
-        assert "".join(each["choices"][0]["text"] for each in events) == "one, two"
+            (name,) = [name for name in f.ingress.fleet.urls if f.ingress.fleet.router.open(name)]
+            yield f, name
+            assert said((first + await response.read()).decode()) == "one, two"
+        assert [len(replica.asked) for replica in f.replicas] == [1, 1]
 
 
 @pytest.mark.parametrize(
