@@ -32,6 +32,8 @@ class Hostile:
         self.poisoned = False
         self.most: int | None = None
         """More rows than that do not fit into memory."""
+        self.once: Exception | None = None
+        """What the next pass raises."""
 
     def at(self, site: str) -> None:
         if self.poisoned and site == self.site:
@@ -48,6 +50,9 @@ class HostileModel:
     def forward(self, batch: Pass) -> torch.Tensor:
         hostile = self._hostile
         hostile.poisoned = bool((batch.token_ids_T == POISON).any())
+        if error := hostile.once:
+            hostile.once = None
+            raise error
         if hostile.most is not None and len(batch.token_ids_T) > hostile.most:
             raise MemoryError("no room for the rows")
         hostile.at("forward")
@@ -103,6 +108,7 @@ def serve(seed: int, hostile: Hostile) -> tuple[Stepper, dict[str, list[int]]]:
             lag=lag,
             kernels=kernels,
             proposer=proposer,
+            eos=frozenset(range(20, 24)),
             **keys,
         )
     prompts: dict[str, list[int]] = {}
@@ -121,6 +127,7 @@ def serve(seed: int, hostile: Hostile) -> tuple[Stepper, dict[str, list[int]]]:
             seed=draw.randrange(100),
             logprobs=draw.choice([None, 2]),
             logit_bias=bias,
+            stop_token_ids=draw.choice([[], [draw.randrange(8, VOCAB)]]),
         )
         for _ in range(draw.randint(0, 3)):
             stepper.engine.step()
@@ -158,6 +165,28 @@ FAST = 5
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 10))])
 def test_only_culprits_end(site: str, part: int) -> None:
     assert sum(examine(seed, site) for seed in range(part * FAST, (part + 1) * FAST))
+
+
+def hostile_engine(hostile: Hostile, **keys: Any) -> Stepper:
+    return make_engine(HostileModel(hostile), torch.float32, **keys)  # type: ignore[arg-type]
+
+
+def test_no_pass_is_in_flight_when_the_next_is_split() -> None:
+    """The pass after the one that raised draws an end token. Whose it is runs in the second part of the next step."""
+    first: list[int] = []
+    for stop in ([], first):
+        hostile = Hostile("nowhere")
+        stepper = hostile_engine(hostile, lag=1, mixed_batches=False)
+        for id in ("a", "b"):
+            stepper.submit([9, 10], id, max_tokens=8, temperature=0)
+        stepper.engine.step()
+        for id in ("c", "d"):
+            stepper.submit([11, 12], id, max_tokens=3, temperature=0, stop_token_ids=stop if id == "d" else [])
+        hostile.once = MemoryError("no room") if stop else None
+        stepper.run()
+        first += stepper.tokens("d")[:1]
+    assert [event.finish_reason for event in stepper.events["d"]] == ["stop"]
+    assert {len(stepper.tokens(id)) for id in ("a", "b")} == {8}
 
 
 def test_where_memory_is_short_passes_are_smaller() -> None:

@@ -117,13 +117,12 @@ class Engine:
         self._drain_inbox()
         schedule = self._scheduler.schedule()
         passes = self._plan(schedule)
-        lag = 0 if self._needs_results or self._isolation.active else self._lag
         events = [] if passes else self._settle(0)
         for works in passes:
             if events:
                 self._publish(events)
-            events = self._launch(works)
-            events += self._settle(lag)
+            error = self._launch(works)
+            events = self._settle(self._ahead) if error is None else self._isolate(works, error)
         if passes:
             self._observe(started, schedule, passes)
         self._publish(events)
@@ -173,21 +172,22 @@ class Engine:
         return [*map(Works.of, plan)]
 
     @property
-    def _needs_results(self) -> bool:
-        """Whether the next plan needs to know which tokens were drawn: to edit logits by them, or to propose what comes
-        after them. The engine then reads every pass before it plans the next."""
-        return bool(self._processors) or (self._speculation is not None and self._speculation.wants_drafts)
+    def _ahead(self) -> int:
+        """How many passes may be in flight when the next one is launched. None may be if the next plan needs to know
+        which tokens were drawn, to edit logits by them or to propose what comes after them, nor while passes are split:
+        a sequence could end that is in a later part."""
+        wants_drafts = self._speculation is not None and self._speculation.wants_drafts
+        return 0 if self._processors or wants_drafts or self._isolation.active else self._lag
 
-    def _launch(self, works: Works) -> list[Event]:
-        """Launch a pass and record what it will have computed. If the launch fails, return the events of those that
-        ``_isolate`` ends, and of the passes that were under way."""
+    def _launch(self, works: Works) -> BaseException | None:
+        """Launch a pass and record what it will have computed; return why it failed, if it did."""
         answers = [self._answers[sequence.id] for sequence in works.sequences]
         try:
             batch = pack(works, self._processors)
             launched = self._runner.launch(batch)
         except (Exception, SystemExit) as error:
             log.error("a pass with %d requests failed", len(works), exc_info=error)
-            return self._isolate(works, error)
+            return error
         self._isolation.passed(works)
         self._in_flight.append(_Flight(launched, batch.readouts, answers, works))
         if batch.decode_only:
@@ -197,11 +197,11 @@ class Engine:
                 sequence.pending += 1
         else:
             _advance(works, batch)
-        return []
+        return None
 
     def _isolate(self, works: Works, error: BaseException) -> list[Event]:
-        """End the culprits of a pass that raised. The others give up their slots and are computed again, because
-        nobody knows what the pass has written there."""
+        """End the culprits of a pass that raised, and return the last events. The others give up their slots and are
+        computed again, because nobody knows what the pass has written there."""
         events = self._settle(0)
         culprits = self._isolation.failed(works, error)
         for sequence in works.sequences:
