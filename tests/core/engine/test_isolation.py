@@ -2,25 +2,44 @@
 
 from __future__ import annotations
 
+import errno
 import random
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from tests import support
-from tests.support import VOCAB, Stepper, make_engine, tiny_model
+from tests.support import MAX_SEQ_LEN, VOCAB, Stepper, make_engine, tiny_model
 
 from infer.contracts.kernels import Draws
 from infer.contracts.model import Pass
 from infer.contracts.proposer import DraftRequest
-from infer.contracts.request import Event
-from infer.engine.isolation import STRIKES
+from infer.contracts.request import Event, Request
+from infer.contracts.scheduler import Sequence, Works
+from infer.engine.isolation import CALM, STRIKES, Isolation
 from infer.errors import InferError
 from infer.kernels.reference import ReferenceKernels
 
 POISON = 7
 SITES = ("forward", "logits", "attention", "sample")
+
+
+def no_memory() -> None:
+    raise MemoryError("no room for the rows")
+
+
+def no_pages() -> None:
+    raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+
+def no_device_memory() -> None:
+    raise torch.OutOfMemoryError("no room on the device")
+
+
+def crowded() -> None:
+    raise RuntimeError("too many rows")
 
 
 class Hostile:
@@ -32,6 +51,10 @@ class Hostile:
         self.poisoned = False
         self.most: int | None = None
         """More rows than that do not fit into memory."""
+        self.short: Callable[[], object] = no_memory
+        """What is called then, and raises."""
+        self.faults = 0
+        """How many passes had more."""
         self.once: Exception | None = None
         """What the next pass raises."""
 
@@ -54,7 +77,8 @@ class HostileModel:
             hostile.once = None
             raise error
         if hostile.most is not None and len(batch.token_ids_T) > hostile.most:
-            raise MemoryError("no room for the rows")
+            hostile.faults += 1
+            hostile.short()
         hostile.at("forward")
         hidden = self._model.forward(batch)
         hostile.poisoned = hostile.poisoned and hostile.site in ("logits", "sample")
@@ -189,14 +213,46 @@ def test_no_pass_is_in_flight_when_the_next_is_split() -> None:
     assert {len(stepper.tokens(id)) for id in ("a", "b")} == {8}
 
 
-def test_where_memory_is_short_passes_are_smaller() -> None:
+@pytest.mark.parametrize(
+    "short", [no_memory, no_pages, no_device_memory, lambda: torch.empty(1 << 60, dtype=torch.uint8)]
+)
+def test_where_memory_is_short_passes_are_smaller(short: Callable[[], object]) -> None:
     for seed in range(3):
         hostile = Hostile("nowhere")
-        hostile.most = 2
+        hostile.most, hostile.short = 2, short
         (truth, _), (world, _) = serve(seed, Hostile("nowhere")), serve(seed, hostile)
         for id, events in world.events.items():
             assert answer(events) == answer(truth.events[id])
         assert world.pool.free_tokens() == world.room
+
+
+def test_requests_that_raise_only_together_run_in_smaller_passes() -> None:
+    answers = []
+    for most in (None, 3):
+        hostile = Hostile("nowhere")
+        hostile.most, hostile.short = most, crowded
+        stepper = hostile_engine(hostile, max_batch_size=6, prefill_chunk_size=2)
+        for i in range(6):
+            stepper.submit([9, 10 + i], f"r{i}", max_tokens=30, temperature=0)
+        stepper.run()
+        answers.append({id: answer(events) for id, events in stepper.events.items()})
+    assert answers[0] == answers[1]
+    assert hostile.faults == 5, "of six, three and three, two and two"
+
+
+def works_of(*ids: str) -> Works:
+    sequences = [Sequence(Request((9, 10), id=id), order, MAX_SEQ_LEN) for order, id in enumerate(ids)]
+    return Works.of([sequence.extend(1) for sequence in sequences])
+
+
+def test_a_limit_that_splits_nothing_is_lifted() -> None:
+    isolation, two = Isolation(), works_of("a", "b")
+    isolation.failed(two, MemoryError())
+    for works, active in ((two, True), (two[:1], False)):
+        for _ in range(CALM):
+            isolation.split([works])
+            isolation.passed(works)
+        assert isolation.active == active
 
 
 def test_a_request_that_does_not_fit_into_memory_alone_ends_alone() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections import defaultdict
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
@@ -15,7 +16,8 @@ from infer.errors import InferError, one_line
 STRIKES = 3
 """The engine ends after this many faults in a row that every request of the pass has when it runs alone."""
 CALM = 256
-"""After this many passes without a fault, a pass may have twice as many tokens as before, if memory was short."""
+"""After this many passes without a fault, a limit of passes is doubled, or lifted if it has split none of them."""
+UNLIMITED = 1 << 62
 
 
 @dataclass(eq=False, slots=True)
@@ -27,6 +29,8 @@ class _Fault:
     failed: int = 0
     innocent: bool = False
     """Whether any of them has passed."""
+    together: int = UNLIMITED
+    """The fewest of them that have raised together, other than for lack of memory."""
 
 
 @dataclass(eq=False, slots=True)
@@ -40,28 +44,61 @@ class _Suspects:
     """The most tokens of a sequence that ran out of memory alone."""
 
 
+@dataclass(eq=False, slots=True)
+class _Limit:
+    """What a pass may have at most, because one with more has raised."""
+
+    tokens: int = UNLIMITED
+    sequences: int = UNLIMITED
+    calm: int = 0
+    """How many passes have not raised since the limit was set or doubled."""
+    used: bool = False
+    """Whether it has split any pass since."""
+
+    def split(self, works: Iterable[Work]) -> list[list[Work]]:
+        parts: list[list[Work]] = [[]]
+        taken = 0
+        for work in works:
+            part = _cut(work, self.tokens)
+            if parts[-1] and (taken + part.length > self.tokens or len(parts[-1]) == self.sequences):
+                parts.append([])
+                taken = 0
+            parts[-1].append(part)
+            taken += part.length
+            self.used = self.used or part is not work or len(parts) > 1
+        return parts
+
+    def passed(self) -> _Limit | None:
+        """The limit of the next pass, after one that has not raised."""
+        self.calm += 1
+        if self.calm < CALM:
+            return self
+        return _Limit(self.tokens * 2, self.sequences * 2) if self.used else None
+
+
 class Isolation:
     """Finds the culprits of passes that raise, by bisection: the sequences of such a pass give up their slots, wait,
     and are computed again in two passes, and so on. One that raises alone is a culprit.
 
-    If memory runs out, later passes have fewer tokens.
+    If memory runs out, later passes have fewer tokens. If sequences raise only together, later passes have fewer
+    sequences.
     """
 
     def __init__(self) -> None:
         self._suspects: dict[Sequence, _Suspects] = {}
-        self._most: int | None = None
-        """The most tokens of a pass, since memory ran out."""
-        self._calm = 0
+        self._limit: _Limit | None = None
         self._strikes = 0
 
     @property
     def active(self) -> bool:
         """Whether passes have to be split. Each is then read before the next is launched, and has no drafts."""
-        return bool(self._suspects) or self._most is not None
+        return bool(self._suspects) or self._limit is not None
 
     def split(self, passes: Iterable[Seq[Work]]) -> list[Seq[Work]]:
-        """The passes, with those of suspects apart, and none with more tokens than memory holds."""
-        return [part for works in passes for apart in self._apart(works) for part in self._fitting(apart)]
+        """The passes, with those of suspects apart, and none above the limit."""
+        limit = self._limit
+        apart = (part for works in passes for part in self._apart(works))
+        return [*apart] if limit is None else [part for works in apart for part in limit.split(works)]
 
     def _apart(self, works: Iterable[Work]) -> Iterable[list[Work]]:
         parts: defaultdict[_Suspects | None, list[Work]] = defaultdict(list)
@@ -72,37 +109,22 @@ class Isolation:
             parts[suspects].append(work)
         return parts.values()
 
-    def _fitting(self, works: list[Work]) -> list[list[Work]]:
-        if self._most is None:
-            return [works]
-        parts: list[list[Work]] = [[]]
-        taken = 0
-        for work in works:
-            work = _cut(work, self._most)
-            if taken + work.length > self._most and parts[-1]:
-                parts.append([])
-                taken = 0
-            parts[-1].append(work)
-            taken += work.length
-        return parts
-
     def passed(self, works: Works) -> None:
         """A pass has been launched without a fault."""
         if self._strikes and any(works.draws):
             self._strikes = 0
-        if self._most is not None:
-            self._calm += 1
-            if self._calm == CALM:
-                self._most, self._calm = self._most * 2, 0
-                if self._most > 1 << 20:
-                    self._most = None
+        if self._limit is not None:
+            self._limit = self._limit.passed()
         if not self._suspects:
             return
         for work in works:
             suspects = self._suspects.get(work.sequence)
             if suspects is not None and work.end >= suspects.until[work.sequence]:
-                suspects.fault.innocent = True
+                fault = suspects.fault
+                fault.innocent = True
                 self._forget(work.sequence)
+                if not fault.unknown and not fault.failed and fault.together < UNLIMITED:
+                    self._lower(sequences=fault.together // 2)  # they raise only together
 
     def failed(self, works: Works, error: BaseException) -> list[Sequence]:
         """A pass has raised. Returns the culprits, which have to end; the other sequences have to be computed again.
@@ -115,13 +137,14 @@ class Isolation:
             until = {sequence: max(end, known.until[sequence]) for sequence, end in until.items()}
         most: int | None = None
         if _no_memory(error):
-            self._calm = 0
             if len(sequences) > 1:
-                self._most = tokens // 2
+                self._lower(tokens=tokens // 2)
             elif tokens > 1:
                 most = tokens // 2
             else:
-                self._most = None  # it was this request that needs too much, and not the number of tokens
+                self._limit = None  # it was this request that needs too much, and not the number of tokens
+        elif len(sequences) > 1:
+            fault.together = min(fault.together, len(sequences))
         if len(sequences) == 1 and most is None:
             fault.failed += 1
             self._suspects[sequences[0]] = _Suspects(fault, until)
@@ -144,6 +167,10 @@ class Isolation:
         if sequence in self._suspects:
             self._forget(sequence)
 
+    def _lower(self, tokens: int = UNLIMITED, sequences: int = UNLIMITED) -> None:
+        limit = self._limit or _Limit()
+        self._limit = _Limit(min(tokens, limit.tokens), min(sequences, limit.sequences))
+
     def _forget(self, sequence: Sequence) -> None:
         self._suspects.pop(sequence).fault.unknown -= 1
 
@@ -153,4 +180,7 @@ def _cut(work: Work, most: int) -> Work:
 
 
 def _no_memory(error: BaseException) -> bool:
-    return isinstance(error, MemoryError | torch.OutOfMemoryError)
+    if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):  # torch, on a CPU
+        return True
+    no_pages = isinstance(error, OSError) and error.errno == errno.ENOMEM  # mmap
+    return no_pages or isinstance(error, MemoryError | torch.OutOfMemoryError)
