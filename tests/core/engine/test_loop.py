@@ -277,40 +277,67 @@ async def test_a_stream_that_has_begun_waits_for_places_that_others_have_taken()
         looped.loop.close()
 
 
-def test_a_step_that_takes_too_long_is_stuck_until_it_ends() -> None:
+class Slow:
+    """An engine that has one step, of two passes, each of which takes as long as it is told to."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.passes = [threading.Event() for _ in range(2)]
+        self.ends = [threading.Event() for _ in range(2)]
+        self.waiting, self.closing = threading.Event(), threading.Event()
+        self.error = error
+        """What the step raises at its end."""
+
+    def has_work(self) -> bool:
+        return not self.ends[-1].is_set()
+
+    def step(self, on_pass: Callable[[], None]) -> None:
+        for begun, end in zip(self.passes, self.ends, strict=True):
+            on_pass()
+            begun.set()
+            end.wait(60)
+        if self.error is not None:
+            raise self.error
+
+    def wait(self) -> None:
+        self.waiting.set()
+        self.closing.wait(60)
+
+    def submit(self, message: object) -> None:
+        self.closing.set()
+
+    def fail_all(self, reason: str, error: str | None) -> None: ...
+
+
+def test_a_pass_that_takes_too_long_is_stuck_until_it_ends() -> None:
     now = 0.0
-    entered, go_on = threading.Event(), threading.Event()
-
-    class Slow:
-        busy = True
-
-        def has_work(self) -> bool:
-            return self.busy
-
-        def step(self) -> None:
-            entered.set()
-            go_on.wait(60)
-            self.busy = False
-
-        def wait(self) -> None:
-            waiting.set()
-            closing.wait(60)
-
-        def submit(self, message: object) -> None:
-            closing.set()
-
-        def fail_all(self, reason: str, error: str | None) -> None: ...
-
-    waiting, closing = threading.Event(), threading.Event()
-    loop = EngineLoop(lambda publish: Slow(), 1, step_timeout_s=5.0, clock=lambda: now)  # type: ignore[arg-type, return-value]
-    assert entered.wait(60)
+    slow = Slow()
+    loop = EngineLoop(lambda publish: slow, 1, step_timeout_s=5.0, clock=lambda: now)  # type: ignore[arg-type, return-value]
+    assert slow.passes[0].wait(60)
     now = 5.0
     assert loop.healthy
     now = 5.1
     assert loop.stuck
     assert not loop.healthy
     assert not loop.accepting
-    go_on.set()
-    assert waiting.wait(60)
+    slow.ends[0].set()
+    assert slow.passes[1].wait(60)
     assert loop.healthy
+    now = 10.2
+    assert loop.stuck
+    slow.ends[1].set()
+    assert slow.waiting.wait(60)
+    assert loop.healthy
+    loop.close()
+
+
+def test_an_engine_that_has_failed_is_not_stuck() -> None:
+    now = 0.0
+    slow = Slow(RuntimeError("lost count"))
+    loop = EngineLoop(lambda publish: slow, 1, step_timeout_s=5.0, clock=lambda: now)  # type: ignore[arg-type, return-value]
+    for end in slow.ends:
+        end.set()
+    assert isinstance(loop.ended.exception(timeout=60), EngineDeadError)
+    now = 5.1
+    assert not loop.stuck
+    assert not loop.healthy
     loop.close()

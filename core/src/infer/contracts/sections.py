@@ -126,7 +126,7 @@ class EngineSettings(Section):
         256, ge=0, description="Requests that may wait besides; the next one is answered 503."
     )
     step_timeout_s: float = Field(
-        300.0, gt=0, description="Seconds that a step may take; while one takes longer, /health answers 503."
+        300.0, gt=0, description="Seconds that a pass may take; while one takes longer, /health answers 503."
     )
     max_seq_len: int | None = Field(
         None,

@@ -110,9 +110,10 @@ class Engine:
         """Block until a message arrives, and take it."""
         self._receive(self._inbox.get())
 
-    def step(self) -> None:
+    def step(self, on_pass: Callable[[], None] = lambda: None) -> None:
         """One iteration: scheduled sequences advance by a token or a chunk. Observers are notified before the step's
-        last events are published, so that a client that has received those finds them in what observers report."""
+        last events are published, so that a client that has received those finds them in what observers report.
+        ``on_pass`` is called before each pass."""
         started = time.perf_counter()
         self._drain_inbox()
         schedule = self._scheduler.schedule()
@@ -121,6 +122,7 @@ class Engine:
         for works in passes:
             if events:
                 self._publish(events)
+            on_pass()
             error = self._launch(works)
             events = self._settle(self._ahead) if error is None else self._isolate(works, error)
         if passes:

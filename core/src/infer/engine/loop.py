@@ -33,8 +33,8 @@ class EngineLoop:
 
     The future ``ended`` is done once the engine has stopped and all last events have been published. It holds an
     EngineDeadError if the engine failed; a failed engine is not started again. ``after`` is called then, in the
-    engine's thread. A step that takes more than ``step_timeout_s`` seconds on ``clock`` is stuck: the engine is not
-    ``healthy`` until the step ends.
+    engine's thread. A step is stuck if one of its passes takes more than ``step_timeout_s`` seconds on ``clock``: the
+    engine is not ``healthy`` until the pass ends.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class EngineLoop:
         self._step_timeout_s = step_timeout_s
         self._clock = clock
         self._stepping: float | None = None
-        """When the step that runs now began, on ``clock``."""
+        """When the step that runs now began its last pass, on ``clock``."""
         self._open: dict[str, tuple[Mailbox, str]] = {}
         """The mailbox and the group of each open request, by request id."""
         self._sharing: Counter[str] = Counter()
@@ -76,7 +76,7 @@ class EngineLoop:
 
     @property
     def stuck(self) -> bool:
-        """Whether the step that runs now has taken more than ``step_timeout_s``."""
+        """Whether a pass of the step that runs now has taken more than ``step_timeout_s``."""
         began = self._stepping  # read once: the engine's thread may set it to None
         return began is not None and self._clock() - began > self._step_timeout_s
 
@@ -164,9 +164,11 @@ class EngineLoop:
         try:
             while not self._stop:
                 if engine.has_work():
-                    self._stepping = self._clock()
-                    engine.step()
-                    self._stepping = None
+                    self._gets_on()
+                    try:
+                        engine.step(self._gets_on)
+                    finally:
+                        self._stepping = None
                 else:
                     engine.wait()
             engine.fail_all("abort", None)
@@ -182,6 +184,10 @@ class EngineLoop:
             self.ended.set_result(None)
         finally:
             self._after()
+
+    def _gets_on(self) -> None:
+        """A step, or a pass of it, begins."""
+        self._stepping = self._clock()
 
     def _publish(self, events: list[Event]) -> None:
         with self._lock:
