@@ -259,6 +259,19 @@ def test_a_request_that_does_not_fit_into_memory_alone_ends_alone() -> None:
     assert sum(examine(seed, "forward", MemoryError) for seed in range(3))
 
 
+def test_an_answer_that_was_complete_in_time_is_published_though_the_engine_ends() -> None:
+    hostile = Hostile("forward")
+    stepper = hostile_engine(hostile, lag=1, mixed_batches=False)
+    stepper.submit([9, 10], "whole", max_tokens=2)
+    stepper.engine.step()
+    stepper.engine.step()
+    stepper.submit([9, 10], "other", max_tokens=2)
+    hostile.once = RuntimeError("nobody's fault")
+    with patch.object(Isolation, "failed", side_effect=InferError("3 passes")), pytest.raises(InferError):
+        stepper.run()
+    assert [event.finish_reason for event in stepper.events["whole"]] == [None, "length"]
+
+
 def test_the_engine_ends_if_every_request_of_its_passes_fails_alone() -> None:
     hostile = Hostile("forward")
     stepper = make_engine(HostileModel(hostile), torch.float32)  # type: ignore[arg-type]

@@ -202,9 +202,10 @@ class Engine:
         return None
 
     def _isolate(self, works: Works, error: BaseException) -> list[Event]:
-        """End the culprits of a pass that raised, and return the last events. The others give up their slots and are
+        """End the culprits of a pass that raised, and return their events. The others give up their slots and are
         computed again, because nobody knows what the pass has written there."""
-        events = self._settle(0)
+        self._publish(self._settle(0))  # at once: if nobody in particular is to blame, the engine ends here
+        events: list[Event] = []
         culprits = self._isolation.failed(works, error)
         for sequence in works.sequences:
             answer = self._answers.get(sequence.id)
