@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from tests.examples import examples
 
 from infer.contracts.params import SamplingParams
 from infer.contracts.request import Request
+from infer.engine import sampler
 from infer.engine.sampler import Drawing, score, uniform, words
 
 MASK = 2**64 - 1
@@ -41,6 +43,21 @@ def sample(logits_NV: torch.Tensor, rows: Sequence[Row]) -> list[int]:
     draws = Drawing(torch.device("cpu"))([request for request, _ in rows], [position for _, position in rows])
     tokens: list[int] = support.KERNELS.sample(logits_NV, draws).tolist()
     return tokens
+
+
+def test_parameters_whose_upload_failed_are_not_kept() -> None:
+    drawing = Drawing(torch.device("cpu"))
+    requests = {name: [row(seed, temperature=temperature)[0]] for name, seed, temperature in (("a", 1, 1), ("b", 2, 3))}
+
+    def drawn(name: str, drawing: Drawing) -> tuple[float, float]:
+        draws = drawing(requests[name], [5])
+        return draws.temperature_N.item(), draws.uniform_N.item()
+
+    drawn("a", drawing)
+    with patch.object(sampler, "upload", side_effect=MemoryError), pytest.raises(MemoryError):
+        drawn("b", drawing)
+    for name in "ba":
+        assert drawn(name, drawing) == drawn(name, Drawing(torch.device("cpu")))
 
 
 def distribution(logits: np.ndarray[Any, Any], p: SamplingParams) -> np.ndarray[Any, Any]:

@@ -42,10 +42,10 @@ class Drawing:
     ) -> Draws:
         """What to draw the requests' next tokens with. ``positions`` are these tokens' indices in their sequences."""
         if requests != self._requests:
-            self._requests = requests
-            self._seed_N = words([request.seed for request in requests])
             params = [request.params for request in requests]
-            self._draws = self._columns(params)
+            # What may raise goes first: nothing of these requests is kept then, or all of it.
+            seed_N, draws = words([request.seed for request in requests]), self._columns(params)
+            self._requests, self._seed_N, self._draws = requests, seed_N, draws
             self.wanted = [p.logprobs if p.logprob_token_ids is None else p.logprob_token_ids for p in params]
             self.scored = any(wanted is not None for wanted in self.wanted)
         if self._draws.greedy:
