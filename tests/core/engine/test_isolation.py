@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import errno
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from tests import support
-from tests.support import MAX_SEQ_LEN, VOCAB, Stepper, make_engine, tiny_model
+from tests.support import MAX_SEQ_LEN, VOCAB, Always, Stepper, make_engine, tiny_model
 
 from infer.contracts.kernels import Draws
 from infer.contracts.model import Pass
@@ -19,6 +19,7 @@ from infer.contracts.proposer import DraftRequest
 from infer.contracts.request import Event, Request
 from infer.contracts.scheduler import Sequence, Works
 from infer.engine.isolation import CALM, STRIKES, Isolation
+from infer.engine.payoff import Plan
 from infer.errors import InferError
 from infer.kernels.reference import ReferenceKernels
 
@@ -238,6 +239,57 @@ def test_requests_that_raise_only_together_run_in_smaller_passes() -> None:
         answers.append({id: answer(events) for id, events in stepper.events.items()})
     assert answers[0] == answers[1]
     assert hostile.faults == 5, "of six, three and three, two and two"
+
+
+class Timed(Always):
+    """Learns a step's time only if it has planned the step, and no pass of it has raised."""
+
+    def __init__(self, hostile: Hostile) -> None:
+        super().__init__()
+        self.hostile = hostile
+        self.planned: int | None = None
+        """How many passes had raised when the step was planned."""
+        self.learned = 0
+
+    def plan(self, rows: int, most: Mapping[Sequence, int]) -> Plan:
+        self.planned = self.hostile.faults
+        return super().plan(rows, most)
+
+    def learn(self, rows: int, drafts: int, seconds: float) -> None:
+        assert self.planned == self.hostile.faults
+        self.planned = None
+        self.learned += 1
+
+
+@pytest.mark.parametrize("short", [no_memory, crowded])
+def test_what_steps_cost_is_learned_without_faults_only(short: Callable[[], object]) -> None:
+    hostile = Hostile("nowhere")
+    hostile.short = short
+    timed = Timed(hostile)
+    stepper = hostile_engine(hostile, backend="paged", proposer=Guesser(), payoff=timed, prefill_chunk_size=8)
+    for id in "ab":
+        stepper.submit([9, 10], id, max_tokens=40, temperature=0)
+    for _ in range(3):
+        stepper.engine.step()
+    assert timed.learned
+    hostile.most = 8
+    stepper.run()
+    assert hostile.faults
+
+
+def test_failed_passes_are_counted_by_themselves() -> None:
+    stepper = hostile_engine(Hostile("forward"), mixed_batches=False)
+    stepper.submit([9, 10], "a", max_tokens=4)
+    stepper.engine.step()
+    for id, prompt in (("b", [11, 12]), ("c", [POISON])):
+        stepper.submit(prompt, id, max_tokens=4)
+    stepper.engine.step()
+    (_, step) = stepper.steps
+    assert (step.failed_passes, step.passes, step.decodes, step.chunks, step.computed_tokens) == (1, 1, 1, 0, 1)
+    stepper.run()
+    assert sum(step.failed_passes for step in stepper.steps) == 2, "of both, and of the culprit alone"
+    assert sum(step.computed_tokens for step in stepper.steps) == 2 + 3 + 2 + 3
+    assert [record.preemptions for record in stepper.finished] == [0, 0, 0]
 
 
 def works_of(*ids: str) -> Works:

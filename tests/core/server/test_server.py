@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.serving import HANG_S, Body, holding, running, until
+
+from infer.engine.runner import Runner
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +95,15 @@ async def test_metrics_count_what_was_computed_and_what_was_needed(small: Body) 
         assert found["infer_computed_tokens_total"] == found["infer_useful_tokens_total"] == 40 + 4 + 8 + 4
         assert found["infer_passes_total"] == 3 + 4 + 1 + 4
         assert found["infer_num_preemptions_total"] == 0
+
+
+async def test_metrics_count_passes_that_raised(small: Body) -> None:
+    async with running(**small) as server:
+        with patch.object(Runner, "launch", side_effect=RuntimeError("nobody at home")):
+            assert (await server.post({"prompt": "x"}))[0] == 500
+        await server.post({"prompt": "x", "max_tokens": 1})
+        async with server.session.get(server.url + "/metrics") as response:
+            assert 'infer_failed_passes_total{model_name="demo"} 1.0' in await response.text()
 
 
 async def test_models_health_and_ready(small: Body) -> None:

@@ -71,6 +71,8 @@ class StepRecord:
     blocks: Callable[[], bytes] | None = None
     """Makes a map of the cache, a ``BlockState`` per block as a byte; None if the pool has none. Call it only while the
     observer is called, in the engine's thread. It takes time in proportion to the number of blocks."""
+    failed_passes: int = 0
+    """Passes that raised since the previous record. Nothing else here counts them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,9 @@ class Sequence:
     num_cached: int = 0
     """How many prompt tokens the cache held when the sequence was first admitted. Set by the scheduler."""
     preemptions: int = 0
+    """How often it has lost its slot to another. Set by the scheduler."""
+    isolations: int = 0
+    """How often it has lost its slot because a pass raised. Set by the engine."""
     pending: int = 0
     """How many PENDING tokens ``tokens`` ends with. Set by the engine."""
     proposed: int = 0
@@ -61,6 +64,11 @@ class Sequence:
         self.tokens = list(self.request.prompt_token_ids)
         self.num_prompt = len(self.tokens)
         self.rank = (self.request.priority, self.order)
+
+    @property
+    def recomputed(self) -> bool:
+        """Whether it has had a slot before, and lost it."""
+        return self.preemptions + self.isolations > 0
 
     @property
     def decoding(self) -> bool:

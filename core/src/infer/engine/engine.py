@@ -117,16 +117,24 @@ class Engine:
         started = time.perf_counter()
         self._drain_inbox()
         schedule = self._scheduler.schedule()
-        passes = self._plan(schedule)
+        isolating = self._isolation.active
+        passes, launched = self._plan(schedule), list[Works]()
         events = [] if passes else self._settle(0)
         for works in passes:
             if events:
                 self._publish(events)
             on_pass()
             error = self._launch(works)
-            events = self._settle(self._ahead) if error is None else self._isolate(works, error)
-        if passes:
-            self._observe(started, schedule, passes)
+            if error is None:
+                launched.append(works)
+                events = self._settle(self._ahead)
+            else:
+                events = self._isolate(works, error)
+        if launched:
+            slots = [answer.sequence.slot for answer in self._answers.values()]
+            self._reporter.step(started, launched, slots)
+        if self._speculation is not None and not isolating and launched == passes:
+            self._speculation.learn(passes)
         self._publish(events)
 
     def fail_all(self, reason: FinishReason, error: str | None) -> None:
@@ -206,6 +214,7 @@ class Engine:
         computed again, because nobody knows what the pass has written there."""
         self._publish(self._settle(0))  # at once: if nobody in particular is to blame, the engine ends here
         events: list[Event] = []
+        self._reporter.failed_passes += 1
         culprits = self._isolation.failed(works, error)
         for sequence in works.sequences:
             answer = self._answers.get(sequence.id)
@@ -216,7 +225,7 @@ class Engine:
             else:
                 self._scheduler.finish(sequence)
                 sequence.slot, sequence.num_computed, sequence.prefill_end = None, 0, 0
-                sequence.preemptions += 1
+                sequence.isolations += 1
                 self._scheduler.add(sequence)
         return events
 
@@ -264,12 +273,6 @@ class Engine:
                 answer.sequence.accepted += 1
                 self._reporter.accept(answer.sequence)
             yield answer, token, scored
-
-    def _observe(self, started: float, schedule: Schedule, passes: Seq[Works]) -> None:
-        slots = [answer.sequence.slot for answer in self._answers.values()]
-        self._reporter.step(started, schedule, passes, slots)
-        if self._speculation is not None:
-            self._speculation.learn(passes)
 
     def _end(self, answer: Answer, reason: FinishReason, error: str | None = None) -> Event:
         event = answer.end(reason, error)

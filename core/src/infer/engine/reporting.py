@@ -11,7 +11,7 @@ from typing import overload
 
 from infer.contracts.cache import CachePoolProtocol
 from infer.contracts.records import RequestRecord, StepRecord, Totals, WorkRecord
-from infer.contracts.scheduler import Schedule, Sequence, Works
+from infer.contracts.scheduler import Sequence, Works
 
 Notify = Callable[[str, StepRecord | RequestRecord], None]
 """Calls the observers' hook of this name with a record."""
@@ -44,17 +44,21 @@ class Reporter:
         self._accepted: dict[str, int] = {}
         """How many draft tokens each request has accepted in this step, by request id."""
         self.counts = Counts()
+        self.failed_passes = 0
+        """How many passes have raised since the last step that was reported."""
 
     def accept(self, sequence: Sequence) -> None:
         """Count a draft token that the sequence's answer takes."""
         self._accepted[sequence.id] = self._accepted.get(sequence.id, 0) + 1
         self.counts.accepted += 1
 
-    def step(self, started: float, schedule: Schedule, passes: Seq[Works], slots: Seq[int | None]) -> None:
-        """Report a step of at least one pass. ``started`` is its beginning on ``time.perf_counter``; ``slots`` has the
-        slot of every open request, None for those that wait."""
+    def step(self, started: float, passes: Seq[Works], slots: Seq[int | None]) -> None:
+        """Report a step, of which at least one pass has not raised; ``passes`` are those. ``started`` is its beginning
+        on ``time.perf_counter``; ``slots`` has the slot of every open request, None for those that wait."""
         waiting = slots.count(None)
         work = passes[0] if len(passes) == 1 else Works.of([*chain(*passes)])
+        *_, decode, drafts = work.columns
+        decodes = sum(decode)
         self._notify(
             "infer_step_finished",
             StepRecord(
@@ -63,20 +67,21 @@ class Reporter:
                 finished=time.perf_counter(),
                 work=WorkRecords(work, self._accepted),
                 passes=len(passes),
-                decodes=len(schedule.decodes),
-                chunks=len(schedule.prefills),
+                decodes=decodes,
+                chunks=len(work) - decodes,
                 computed_tokens=sum(work.lens),
                 padded_tokens=sum([len(works.lens) * max(works.lens) for works in passes]),
                 running=len(slots) - waiting,
                 waiting=waiting,
                 free_tokens=self._pool.free_tokens(),
                 totals=self.counts.totals(),
-                proposed=sum(map(len, work.drafts)) if self._speculative else 0,
+                proposed=sum(map(len, drafts)) if self._speculative else 0,
                 accepted=sum(self._accepted.values()),
                 blocks=self._block_states,
+                failed_passes=self.failed_passes,
             ),
         )
-        self._accepted = {}
+        self._accepted, self.failed_passes = {}, 0
         self._steps += 1
 
     def request(self, sequence: Sequence, *, generated: int, first_token: float | None, reason: str) -> None:

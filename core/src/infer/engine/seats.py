@@ -142,7 +142,7 @@ class Seats:
         if not step.extend(sequence):
             self._release(sequence)
             return False
-        if sequence.preemptions == 0:
+        if not sequence.recomputed:
             sequence.num_cached = place.num_cached
         self.waiting.remove(sequence)
         insort(self.running, sequence, key=self.key)

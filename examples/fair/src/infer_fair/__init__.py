@@ -61,7 +61,7 @@ class FairScheduler(ContinuousScheduler):
             first = min(waiting, key=self._place)
             if not self.seats.admit(first, step):
                 break
-            if not first.preemptions:  # what is computed again is nobody's wish
+            if not first.recomputed:  # what is computed again is nobody's wish
                 self._got[first.request.user] += first.num_prompt - first.num_cached
 
     def victim(self) -> Sequence:

@@ -69,7 +69,7 @@ class Metrics:
         self._model, self._cache_tokens = service.served.name, service.served.cache_tokens
         self._budget = service.served.engine.max_tokens_per_step or 0
         self._passes = self._computed = self._padded = self._useful = 0
-        self._preemptions = 0
+        self._preemptions = self._failed_passes = 0
         self._totals = Totals()
         self._running = self._waiting = self._used_tokens = 0
         self._finished = dict.fromkeys(REASONS, 0)
@@ -90,6 +90,7 @@ class Metrics:
 
     def infer_step_finished(self, record: StepRecord) -> None:
         self._passes += record.passes
+        self._failed_passes += record.failed_passes
         self._computed += record.computed_tokens
         self._padded += record.padded_tokens
         self._running, self._waiting = record.running, record.waiting
@@ -129,6 +130,11 @@ class Metrics:
             self._running = self._waiting = 0  # no step reports the end of the last request
         counters = (
             ("passes", "Forward passes.", self._passes),
+            (
+                "failed_passes",
+                "Forward passes that raised. Those of their requests that are not to blame are computed again.",
+                self._failed_passes,
+            ),
             ("computed_tokens", "Tokens that went through the model.", self._computed),
             ("padded_tokens", "Tokens that would have, were rows padded to the longest of their pass.", self._padded),
             (
