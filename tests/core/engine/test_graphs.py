@@ -122,6 +122,76 @@ def test_a_recording_at_the_start_is_compared_with_a_pass(caplog: pytest.LogCapt
     assert "decode passes of Decoder are run, not replayed: a replay of 5 rows gave other bits" in caplog.text
 
 
+class Failing(Forgetful):
+    """Fails when it is told to."""
+
+    def __init__(self, cheap: bool = False) -> None:
+        super().__init__(cheap)
+        self.recorded = 0
+        self.fails = False
+
+    def fail(self) -> None:
+        if self.fails:
+            raise MemoryError("no room")
+
+    def __call__(self, run: Callable[[], Tensor]) -> tuple[Tensor, Replay]:
+        self.recorded += 1
+        self.fail()
+        out = run()
+
+        def replay() -> Tensor:
+            self.fail()
+            return out.clone()
+
+        return out, Replay(self, replay, out)
+
+
+class Decoding:
+    """One sequence that is decoded in recorded passes."""
+
+    def __init__(self) -> None:
+        model = build_model(CONFIGS["llama"], torch.float32, TensorsOnly())
+        self.pool, self.recorder = slotted_pool(model, torch.float32, MAX_BATCH), Failing(cheap=True)
+        self.pool.storage.kernels = TensorsOnly()
+        self.graphs = DecodeGraphs(model, self.pool, CPU, MAX_BATCH, self.recorder)
+        place = self.pool.allocate([0] * 8, reuse=False)
+        assert place is not None
+        self.slot = place.slot
+
+    @torch.inference_mode()
+    def run(self, position: int) -> None:
+        token = 5 + position
+        self.graphs.token_ids.tensor.fill_(token)
+        self.graphs.positions.tensor.fill_(position)
+        self.graphs.run(1, self.pool.decode_view([self.slot], 1), ([token], [position], [self.slot]))
+
+    def fails(self, position: int) -> None:
+        self.recorder.fails = True
+        with pytest.raises(MemoryError):
+            self.run(position)
+        self.recorder.fails = False
+
+
+def test_a_replay_that_raised_has_not_been_compared() -> None:
+    decoding = Decoding()
+    decoding.run(0)
+    decoding.run(1)
+    decoding.fails(2)
+    assert decoding.graphs.recordings
+    decoding.run(2)
+    assert not decoding.graphs.recordings, "it gives other bits"
+
+
+def test_rows_whose_second_recording_raised_are_not_trusted() -> None:
+    decoding = Decoding()
+    decoding.run(0)
+    decoding.fails(1)
+    decoding.run(1)
+    decoding.run(2)
+    assert decoding.recorder.recorded == 4, "the first, one that raised, the first again, and a second"
+    assert decoding.graphs.recordings
+
+
 def test_sizes_reach_the_largest_batch_and_waste_little() -> None:
     assert batch_sizes(1) == [1]
     assert batch_sizes(5) == [1, 2, 4, 5]

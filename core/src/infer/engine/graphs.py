@@ -150,17 +150,19 @@ class DecodeGraphs:
         return nullcontext() if self._stateless else cast(StatefulView, view).rehearsal()
 
     def _record_again(self, recording: Recording, rows: int, view: KVCacheView) -> Tensor:
+        del self.recordings[rows]  # if this raises, nobody knows whether these rows may vary
         hidden_TD, again = self._recorded(rows, view)
         if isinstance(again, str):
             self._give_up(again)
         elif again != recording.replay or read_on_host(view):
             self._give_up("a pass does not do the same for every token, position and slot")
+        else:
+            self.recordings[rows] = recording
         return hidden_TD
 
     def _compare(self, recording: Recording, rows: int, view: KVCacheView) -> Tensor:
         """Replay the pass, then run it, and compare the two. Returns the result of running it. The replay goes first:
         after a run it would find K/V already written that it might fail to write itself."""
-        recording.tried = True
         with self._rehearsal(view):
             outcome = recording.replay()
         if isinstance(outcome, Tensor):
@@ -170,6 +172,7 @@ class DecodeGraphs:
             self._give_up(outcome)
         elif not same_bits(outcome, hidden_TD):
             self._give_up(f"a replay of {rows} rows gave other bits")
+        recording.tried = True  # not before: if anything raises, nothing has been compared
         return hidden_TD
 
     def _capture(self, rows: int) -> None:
