@@ -117,6 +117,17 @@ async def test_models_health_and_ready(small: Body) -> None:
         assert await server.get("/ready") == (200, {"status": "ready"})
 
 
+async def test_a_server_says_that_a_pass_is_stuck() -> None:
+    async with running(engine={"max_seq_len": 512, "step_timeout_s": 1e-9}) as server:
+        with holding(0):
+            task = asyncio.create_task(server.post({"prompt": "x", "max_tokens": 1}))
+            await until(lambda: server.engine_loop.stuck)
+            for path in ("/health", "/ready"):
+                assert await server.get(path) == (503, {"status": "stuck"})
+        assert (await task)[0] == 200
+        await until(lambda: server.engine_loop.healthy)
+
+
 BAD: list[tuple[Any, int, str | None, str]] = [
     (b"{", 400, None, "not valid JSON"),
     (b"[]", 400, None, "must be a JSON object"),

@@ -62,14 +62,16 @@ def routes(service: Service, settings: object) -> list[Route]:
             )
         return web.json_response(entry | {"id": name})
 
+    def status(good: str | None, otherwise: str) -> web.Response:
+        """200 if ``good`` is not None."""
+        found = good or ("stuck" if engine_loop.stuck else otherwise)
+        return web.json_response({"status": found}, status=200 if good else 503)
+
     async def health(http: web.Request) -> web.Response:
-        alive = engine_loop.healthy
-        status = "ok" if alive else "stuck" if engine_loop.stuck else "dead"
-        return web.json_response({"status": status}, status=200 if alive else 503)
+        return status("ok" if engine_loop.healthy else None, "dead")
 
     async def ready(http: web.Request) -> web.Response:
-        takes = engine_loop.accepting
-        return web.json_response({"status": "ready" if takes else "draining"}, status=200 if takes else 503)
+        return status("ready" if engine_loop.accepting else None, "draining")
 
     return [
         Route("GET", "/v1/models", models, "The model that is served.", Models),
