@@ -182,6 +182,23 @@ class DeafScheduler(ContinuousScheduler):
             super().finish(sequence)
 
 
+@planted("who has ended once cannot come back", "raising", r"has_work\(\) is False, but r\d+.* not ended")
+@of
+class Once(ContinuousScheduler):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.over: set[Sequence] = set()
+
+    def add(self, sequence: Sequence) -> None:
+        if sequence not in self.over:
+            super().add(sequence)
+
+    def finish(self, sequence: Sequence) -> None:
+        if sequence not in self.over:
+            super().finish(sequence)
+        self.over.add(sequence)
+
+
 def without_room(self: Seats, victim: Callable[[], Sequence]) -> Step:
     grow, self._pool.grow = self._pool.grow, lambda slot, num_tokens: True  # type: ignore[method-assign]
     try:

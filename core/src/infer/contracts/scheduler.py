@@ -65,6 +65,11 @@ class Sequence:
         self.num_prompt = len(self.tokens)
         self.rank = (self.request.priority, self.order)
 
+    def restart(self) -> None:
+        """It has no slot any more, and is computed again because a pass raised."""
+        self.slot, self.num_computed, self.prefill_end = None, 0, 0
+        self.isolations += 1
+
     @property
     def recomputed(self) -> bool:
         """Whether it has had a slot before, and lost it."""
@@ -172,13 +177,15 @@ class SchedulerProtocol(Protocol):
     """Decides which sequences compute which positions in a step. It handles integers only: no tensors, no text."""
 
     def add(self, sequence: Sequence) -> None:
-        """A new sequence waits from now on."""
+        """The sequence waits from now on: a new one, or one that is computed again after ``finish`` because a pass
+        raised."""
 
     def schedule(self) -> Schedule:
         """Plan one step; the schedule is empty if nothing can run."""
 
     def finish(self, sequence: Sequence) -> None:
-        """The sequence, running or waiting, has ended: free its place in the cache at once."""
+        """The sequence, running or waiting, has ended, or is added again at once, because a pass raised: free its
+        place in the cache at once."""
 
     def has_work(self) -> bool:
         """Whether any sequence runs or waits, even if nothing of it can run now."""

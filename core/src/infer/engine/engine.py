@@ -224,8 +224,7 @@ class Engine:
                 events.append(self._end(answer, "error", f"The step failed: {one_line(error)}"))
             else:
                 self._scheduler.finish(sequence)
-                sequence.slot, sequence.num_computed, sequence.prefill_end = None, 0, 0
-                sequence.isolations += 1
+                sequence.restart()
                 self._scheduler.add(sequence)
         return events
 

@@ -154,6 +154,8 @@ class Drive:
     arrivals: list[Arrival]
     aborts: float = 0.05
     """How likely some request is aborted in a step."""
+    faults: int = 0
+    """How many passes raise, so that their sequences are finished and added again."""
     open: dict[str, Arrival] = field(default_factory=dict)
     ended: set[str] = field(default_factory=set)
     flights: deque[Seq[Work]] = field(default_factory=deque)
@@ -201,6 +203,11 @@ class Drive:
         passes = list(schedule.passes())
         lag = self.lag if passes else 0
         for works in passes:
+            if self.faults and self.draw.random() < 0.2:
+                self.faults -= 1
+                self.settle(0)
+                self.restart(works)
+                continue
             for work in works:
                 self.launch(work)
             self.flights.append(works)
@@ -234,6 +241,17 @@ class Drive:
         if work.draws:
             sequence.tokens.append(PENDING)
             sequence.pending += 1
+
+    def restart(self, works: Seq[Work]) -> None:
+        """The pass has raised: its sequences are computed again."""
+        for work in works:
+            if work.sequence.id in self.open:
+                arrival = self.open[work.sequence.id]
+                self.finish(work.sequence)
+                work.sequence.restart()
+                self.ended.remove(work.sequence.id)
+                self.open[work.sequence.id] = arrival
+                self.scheduler.add(work.sequence)
 
     def settle(self, left: int) -> None:
         """Read the results of all but the last passes; tokens of sequences that have ended are dropped."""
@@ -296,7 +314,16 @@ class Drive:
                     )
 
 
-def drive(s: Schedulers, draw: random.Random, *, sharing: bool, lag: int, spare: int, aborts: float = 0.05) -> Drive:
+def drive(
+    s: Schedulers,
+    draw: random.Random,
+    *,
+    sharing: bool,
+    lag: int,
+    spare: int,
+    aborts: float = 0.05,
+    faults: int = 0,
+) -> Drive:
     """Requests that come in the first steps, several of which may ask for answers to one prompt."""
     batch = draw.randint(1, 6)
     chunked = s.chunks and draw.random() < 0.8
@@ -338,7 +365,7 @@ def drive(s: Schedulers, draw: random.Random, *, sharing: bool, lag: int, spare:
         arrival.sequence.order = order
         arrival.sequence.rank = (arrival.sequence.request.priority, order)
     made = s.make(SchedulerContext(pool, engine))  # type: ignore[arg-type]
-    return Drive(made, pool, engine, lag, draw, arrivals, aborts)
+    return Drive(made, pool, engine, lag, draw, arrivals, aborts, faults)
 
 
 @check("Everyone ends, whatever comes, within all limits, and nothing is left in the pool", 200)
@@ -359,6 +386,11 @@ def late_results(s: Schedulers, draw: random.Random) -> None:
 @check("The same where many requests are aborted, waiting, in prefill or decoding", 150)
 def aborts(s: Schedulers, draw: random.Random) -> None:
     drive(s, draw, sharing=draw.random() < 0.5, lag=draw.choice([0, 1]), spare=draw.choice([0, 200]), aborts=0.5).run()
+
+
+@check("The same where passes raise: their sequences are finished, and added again to be computed anew", 150)
+def raising(s: Schedulers, draw: random.Random) -> None:
+    drive(s, draw, sharing=draw.random() < 0.5, lag=draw.choice([0, 1]), spare=draw.choice([0, 200]), faults=9).run()
 
 
 @check(
