@@ -14,7 +14,8 @@ from tests import support
 from tests.support import MAX_SEQ_LEN, VOCAB, Always, Stepper, make_engine, tiny_model
 
 from infer.contracts.kernels import Draws
-from infer.contracts.model import Pass
+from infer.contracts.model import Pass, StatefulModel
+from infer.contracts.params import SamplingParams
 from infer.contracts.proposer import DraftRequest
 from infer.contracts.request import Event, Request
 from infer.contracts.scheduler import Sequence, Works
@@ -66,8 +67,10 @@ class Hostile:
 
 
 class HostileModel:
-    def __init__(self, hostile: Hostile) -> None:
-        self._model = tiny_model("llama")
+    def __init__(self, hostile: Hostile, family: str = "llama") -> None:
+        self._model = tiny_model(family)
+        if isinstance(self._model, StatefulModel):
+            self.states = self._model.states
         self._hostile = hostile
         self.attention, self.vocab_size = self._model.attention, self._model.vocab_size
 
@@ -114,7 +117,7 @@ class Guesser:
     def end(self, request_id: str) -> None: ...
 
 
-def serve(seed: int, hostile: Hostile) -> tuple[Stepper, dict[str, list[int]]]:
+def serve(seed: int, hostile: Hostile, family: str = "llama") -> tuple[Stepper, dict[str, list[int]]]:
     """The same mix of requests for a seed, and their prompts."""
     draw = random.Random(seed)
     backend, lag = draw.choice(["slotted", "paged"]), draw.randint(0, 1)
@@ -127,7 +130,7 @@ def serve(seed: int, hostile: Hostile) -> tuple[Stepper, dict[str, list[int]]]:
     kernels = HostileKernels(hostile)
     with patch.object(support, "KERNELS", kernels):
         stepper = make_engine(
-            HostileModel(hostile),  # type: ignore[arg-type]
+            HostileModel(hostile, family),  # type: ignore[arg-type]
             torch.float32,
             backend=backend,
             lag=lag,
@@ -164,8 +167,8 @@ def answer(events: list[Event]) -> list[Event]:
     return [event._replace(num_cached=0) for event in events]
 
 
-def examine(seed: int, site: str, error: type[Exception] = RuntimeError) -> int:
-    (truth, _), (world, prompts) = serve(seed, Hostile("nowhere")), serve(seed, Hostile(site, error))
+def examine(seed: int, site: str, error: type[Exception] = RuntimeError, family: str = "llama") -> int:
+    (truth, _), (world, prompts) = serve(seed, Hostile("nowhere"), family), serve(seed, Hostile(site, error), family)
     ended = 0
     for id, events in world.events.items():
         assert [e.finish_reason is not None for e in events] == [False] * (len(events) - 1) + [True]
@@ -190,6 +193,47 @@ FAST = 5
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 10))])
 def test_only_culprits_end(site: str, part: int) -> None:
     assert sum(examine(seed, site) for seed in range(part * FAST, (part + 1) * FAST))
+
+
+@pytest.mark.parametrize("site", ["attention", "sample"])
+def test_only_culprits_end_where_there_are_states(site: str) -> None:
+    assert sum(examine(seed, site, family="qwen3_next") for seed in range(FAST))
+
+
+@pytest.mark.parametrize(("culprit", "early"), [(0, True), (0, False), (1, False)])
+def test_answers_to_one_prompt_do_not_end_with_one_of_them(culprit: int, early: bool) -> None:
+    """The first of them computes the prompt for all. It raises while it does, or any of them when it decodes."""
+    answers = []
+    for site in ("nowhere", "forward"):
+        hostile = Hostile(site)
+        stepper = hostile_engine(hostile, backend="paged")
+        for i in range(3):
+            params = SamplingParams(
+                max_tokens=4, temperature=1.0, ignore_eos=True, logit_bias={POISON: 50.0 if i == culprit else -50.0}
+            )
+            prompt = tuple(range(8, 48))
+            stepper.engine.submit(Request(prompt, params, id=f"r{i}", seed=i, group="g"))
+        hostile.once = RuntimeError("early") if early and answers else None
+        stepper.run()
+        assert stepper.pool.free_tokens() == stepper.room
+        answers.append({id: answer(events) for id, events in stepper.events.items()})
+    truth, found = answers
+    for i in range(3):
+        if i == culprit:
+            assert found[f"r{i}"][-1].finish_reason == "error"
+        else:
+            assert found[f"r{i}"] == truth[f"r{i}"]
+
+
+def test_a_token_that_is_drawn_ends_the_row_of_strikes() -> None:
+    stepper = hostile_engine(Hostile("forward"))
+    for n in range(STRIKES + 1):
+        for i in range(2):
+            stepper.submit([POISON, 9], f"{n}.{i}", max_tokens=2)
+        stepper.run()
+        stepper.submit([9, 10], f"{n}", max_tokens=2, temperature=0)
+        stepper.run()
+        assert len(stepper.tokens(f"{n}")) == 2
 
 
 def hostile_engine(hostile: Hostile, **keys: Any) -> Stepper:
