@@ -203,7 +203,7 @@ def test_only_culprits_end_where_there_are_states(site: str) -> None:
 @pytest.mark.parametrize(("culprit", "early"), [(0, True), (0, False), (1, False)])
 def test_answers_to_one_prompt_do_not_end_with_one_of_them(culprit: int, early: bool) -> None:
     """The first of them computes the prompt for all. It raises while it does, or any of them when it decodes."""
-    answers = []
+    answers: list[dict[str, list[Event]]] = []
     for site in ("nowhere", "forward"):
         hostile = Hostile(site)
         stepper = hostile_engine(hostile, backend="paged")
