@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 import sqlite3
 import stat
 import subprocess
@@ -20,7 +21,9 @@ from tests.puppet import Puppets, say
 from tests.serving import TEMPLATE, Body, Running, holding, running
 
 from infer.errors import SettingsError
-from infer_agents import responses
+from infer.server.http import parsing
+from infer.server.input_items import conversation
+from infer_agents import response_bodies, responses
 from infer_agents.continuing import following, unpacked
 from infer_agents.store import Record, Store, StoreError, TooLargeError, open_store
 
@@ -137,6 +140,56 @@ async def test_other_instructions_take_the_place_of_the_old_ones(server: Running
         _, count, _ = await server.post(asked | instructions, "/v1/responses/input_tokens")
         _, expected, _ = await server.post({"input": whole, **instructions}, "/v1/responses/input_tokens")
         assert count == expected
+
+
+async def test_a_conversation_is_no_larger_than_a_body_may_be(tmp_path: Path) -> None:
+    async with running([Puppets()], **settings(tmp_path, max_body_bytes=2000)) as server:
+        first = await respond(server, "One.<|return|>", input="x" * 800)
+        second = await respond(server, "Two.<|return|>", input="y" * 400, previous_response_id=first.id)
+        status, answer, _ = await server.post({"input": "z" * 800, "previous_response_id": second.id}, "/v1/responses")
+    assert status == 400
+    assert "server.max_body_bytes allows 2000" in answer["error"]["message"]
+    assert "Begin a new one" in answer["error"]["message"]
+    assert answer["error"]["param"] == "previous_response_id"
+
+
+async def test_a_conversation_holds_no_more_values_than_a_body_may(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parsing, "MAX_VALUES", 100)
+    asked: Body = {"input": [{"role": "user", "content": "x"}] * 20, "max_output_tokens": 1}
+    status, first, _ = await server.post(asked, "/v1/responses")
+    assert status == 200
+    status, answer, _ = await server.post(asked | {"previous_response_id": first["id"]}, "/v1/responses")
+    assert (status, answer["error"]["param"]) == (400, "previous_response_id")
+    assert "more than 100 values" in answer["error"]["message"]
+
+
+async def test_a_long_conversation_is_read_in_another_process(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = {"type": "input_text", "text": "x", "annotations": ["y" * 9000]}
+    first = await respond(server, "One.<|return|>", input=[{"role": "user", "content": [long]}] * 2)
+    read: list[int] = []
+
+    def counted(items: Any) -> Any:
+        read.append(len(items))
+        return conversation(items)
+
+    monkeypatch.setattr(response_bodies, "conversation", counted)
+    second = await respond(server, "Two.<|return|>", input="second", previous_response_id=first.id)
+    assert second.output_text == "Two."
+    assert set(read) == {1}, "only the input that came just now"
+
+
+async def test_log_probabilities_are_no_part_of_a_conversation(server: Running, tmp_path: Path) -> None:
+    first = await respond(server, "One.<|return|>", input="first", top_logprobs=5)
+    assert first.output[0].content[0].logprobs
+    store = stored(tmp_path)
+    found = store.get(store.owner(""), first.id)
+    store.close()
+    assert found is not None
+    assert b"logprob" in found.response
+    assert b"logprob" not in found.output
+    assert (await respond(server, "Two.<|return|>", input="x", previous_response_id=first.id)).output_text == "Two."
 
 
 async def test_a_response_is_got_listed_and_deleted(server: Running) -> None:
@@ -288,7 +341,8 @@ async def test_an_answer_goes_out_though_the_disk_is_full(
         answers.append(answer["store"])
     assert answers[-1] is False
     assert caplog.text.count("database or disk is full") == 1
-    status, answer, _ = await server.post(asked | {"background": True}, "/v1/responses")
+    large = {str(i): secrets.token_hex(250) for i in range(16)}
+    status, answer, _ = await server.post(asked | {"background": True, "metadata": large}, "/v1/responses")
     assert (status, answer["error"]["message"].count("disk is full")) == (500, 1)
 
 

@@ -132,6 +132,10 @@ class Service:
         http[CALLER].user = getattr(parsed, "safety_identifier", None) or getattr(parsed, "user", None)
         return parsed
 
+    async def parse(self, data: bytes, model: type[T]) -> T:
+        """Parse and check JSON within the limits of bodies, as ``read`` does. Raises RequestError."""
+        return await self._reader(data, model)
+
     def is_model(self, name: str) -> bool:
         """Whether clients may ask for the model by this name."""
         return name == self.served.name or name in self._settings.aliases or "*" in self._settings.aliases

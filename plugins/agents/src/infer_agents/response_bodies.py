@@ -7,11 +7,10 @@ import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, TypeAdapter, field_validator, model_validator
+from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 from pydantic_core import from_json, to_json
 
 from infer.contracts.params import MAX_LOGPROBS, SamplingParams, StructuredOutputs
-from infer.errors import RequestError, capital
 from infer.server import input_items
 from infer.server.http.body import Body, Many, typed
 from infer.server.input_items import CallItem, CallOutputItem, CustomCallItem, InputMessage, check_called, conversation
@@ -86,9 +85,6 @@ InputItem = Annotated[
 ]
 
 
-ITEMS: TypeAdapter[tuple[InputItem, ...]] = TypeAdapter(tuple[InputItem, ...])
-
-
 def _dropped_calls(items: Sequence[Any]) -> set[str]:
     """The ids of calls that the chat template does not see."""
     dropped = {item.call_id for item in items if isinstance(item, DroppedItem) and type(item.call_id) is str}
@@ -104,6 +100,44 @@ def _shown(items: Sequence[Any], dropped: Collection[str] | None = None) -> list
         for item in items
         if not isinstance(item, DroppedItem) and not (isinstance(item, CallOutputItem) and item.call_id in hidden)
     ]
+
+
+def _begin(instructions: str | None) -> tuple[Message, ...]:
+    return () if instructions is None else (Message(role="system", content=instructions),)
+
+
+class Continuation(Body):
+    """The ``past`` items of a stored response and of what led to it, and the ``input`` that follows. It is made here,
+    and read like a body because it may be as large as one."""
+
+    DERIVED: ClassVar[Mapping[str, str]] = {"turns": "input", "answer": "past"}
+
+    instructions: str | None = None
+    past: Many[InputItem]
+    input: Many[InputItem]
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        called = {item.call_id for item in self.past if isinstance(item, (CallItem, CustomCallItem))}
+        check_called(self.input, self._dropped_calls | called)
+        return self
+
+    @functools.cached_property
+    def turns(self) -> bytes:
+        return turns((*self._told, *conversation(_shown(self.input, self._dropped_calls))))
+
+    @functools.cached_property
+    def answer(self) -> int:
+        """Which of the turns is the last one of the past."""
+        return len(self._told) - 1
+
+    @property
+    def _told(self) -> tuple[Message, ...]:
+        return (*_begin(self.instructions), *conversation(_shown(self.past, self._dropped_calls)))
+
+    @property
+    def _dropped_calls(self) -> set[str]:
+        return _dropped_calls([*self.past, *self.input])
 
 
 class TextFormat(Body):
@@ -258,32 +292,18 @@ class ResponsesRequest(Body):
 
     @functools.cached_property
     def turns(self) -> bytes:
-        return turns((*self._begin, *conversation(_shown(self._items))))
-
-    @property
-    def _begin(self) -> tuple[Message, ...]:
-        return () if self.instructions is None else (Message(role="system", content=self.instructions),)
+        return turns((*_begin(self.instructions), *conversation(_shown(self._items))))
 
     @functools.cached_property
     def listed(self) -> bytes:
-        """The input items as JSON, for ``after`` and for the store; nothing if neither needs them."""
+        """The input items as JSON, for a Continuation and for the store; nothing if neither needs them."""
         if self.store is False and self.previous_response_id is None:
             return b"[]"
         return to_json([item.model_dump(exclude_none=True) for item in self._items], inf_nan_mode="constants")
 
-    def after(self, past: bytes) -> tuple[Self, int]:
-        """The same with the whole conversation as its turns, of which ``past`` is the beginning: input items as JSON.
-        Also how many of the turns are from it, instructions included. It may take long. Raises RequestError."""
-        before, new = (ITEMS.validate_json(items) for items in (past, self.listed))
-        dropped = _dropped_calls([*before, *new])
-        called = {item.call_id for item in before if isinstance(item, (CallItem, CustomCallItem))}
-        try:
-            check_called(new, dropped | called)
-        except ValueError as error:
-            raise RequestError(f"{capital(str(error))}.", param="input") from None
-        first, rest = (conversation(_shown(items, dropped)) for items in (before, new))
-        made = turns((*self._begin, *first, *rest))
-        return self.model_copy(update={"turns": made}), len(self._begin) + len(first)
+    def after(self, past: bytes) -> bytes:
+        """The body of a Continuation of ``past``, input items as JSON."""
+        return b'{"instructions":%b,"past":%b,"input":%b}' % (to_json(self.instructions), past, self.listed)
 
     @functools.cached_property
     def sealed(self) -> tuple[tuple[str, str], ...]:

@@ -31,7 +31,7 @@ from infer.text.encoding import TooLongError
 from infer_agents.continuing import Turns, following, packed, unpacked
 from infer_agents.messages import MAX_COUNTED
 from infer_agents.output import Output
-from infer_agents.response_bodies import ResponsesRequest
+from infer_agents.response_bodies import Continuation, ResponsesRequest
 from infer_agents.response_tools import CloudTool
 from infer_agents.store import OPEN, Record, Store, StoreError
 
@@ -365,24 +365,41 @@ class Responses:
                 f"The response {record.id!r} cannot be gone on from: its status is {record.status}.",
                 param="previous_response_id",
             )
-        past, (whole, count) = await self._in_thread(_after, body, record)
+        past = _joined(record.items, record.output)
+        whole = await self._continued(body, past)
+        body = body.model_copy(update={"turns": whole.turns})
         if record.tokens and record.form == form:
             prompt: str | None = None
             tail: Reply | None = None
 
             async def render(turns: Turns) -> str:
                 nonlocal tail
-                made = whole.model_copy(update={"turns": to_json(turns, inf_nan_mode="constants")})
+                made = body.model_copy(update={"turns": to_json(turns, inf_nan_mode="constants")})
                 tail = await self._reply(made)
                 return tail.prompt
 
-            prompt = await following(from_json(whole.turns), count - 1, record.stop, render)
+            prompt = await following(from_json(whole.turns), whole.answer, record.stop, render)
             if prompt is not None and tail is not None:
                 text, known = prompt, unpacked(record.tokens)
                 new = await self._service.tokenize([text], lambda: self._service.served.encode(text, special=False))
                 return Asked(body, tail, [*known, *new], past, form)
-        reply = await self._reply(whole)
+        reply = await self._reply(body)
         return Asked(body, reply, reply.prompt, past, form)
+
+    async def _continued(self, body: ResponsesRequest, past: bytes) -> Continuation:
+        """The conversation that begins with ``past``. As a whole, it may be as large as a body. Raises RequestError."""
+        whole, most = body.after(past), self._service.settings.server.max_body_bytes
+        try:
+            if len(whole) > most:
+                raise RequestError(f"There are {len(whole)} bytes; server.max_body_bytes allows {most}.")
+            return await self._service.parse(whole, Continuation)
+        except RequestError as error:
+            if error.param is not None:
+                raise
+            raise RequestError(
+                f"With all its earlier turns, the conversation is too large: {error} Begin a new one.",
+                param="previous_response_id",
+            ) from None
 
     async def _reply(self, body: ResponsesRequest) -> Reply:
         """Raises RequestError."""
@@ -445,9 +462,14 @@ class Responses:
             log.warning("%s", error)
 
     def _record(self, asked: Asked, response: Json, **more: Any) -> Record:
-        data = b"".join(self._service.writer.pieces(response))
+        write = self._service.writer.pieces
         return Record(
-            str(response["id"]), str(response["status"]), data, _joined(asked.past, asked.body.listed), **more
+            str(response["id"]),
+            str(response["status"]),
+            response=b"".join(write(response)),
+            items=_joined(asked.past, asked.body.listed),
+            output=b"".join(write([_unmeasured(item) for item in response["output"]])),
+            **more,
         )
 
     def _saving(self, http: web.Request, asked: Asked, prompt: Sequence[int]) -> Save:
@@ -649,11 +671,12 @@ def _joined(*lists: bytes) -> bytes:
     return b"[" + b",".join(inner for each in lists if (inner := each.strip()[1:-1].strip())) + b"]"
 
 
-def _after(body: ResponsesRequest, record: Record) -> tuple[bytes, tuple[ResponsesRequest, int]]:
-    """The items that a response goes on from, and what ``body.after`` makes of them."""
-    output = to_json(from_json(record.response)["output"], inf_nan_mode="constants")
-    past = _joined(record.items, output)
-    return past, body.after(past)
+def _unmeasured(item: Json) -> Json:
+    """An output item without log-probabilities, of which there may be more than of all else."""
+    if item["type"] != "message":
+        return item
+    parts = [{name: value for name, value in part.items() if name != "logprobs"} for part in item["content"]]
+    return item | {"content": parts}
 
 
 def _ended(record: Record, status: Literal["cancelled", "failed"]) -> bytes:

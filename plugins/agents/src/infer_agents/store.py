@@ -38,7 +38,7 @@ CREATE TABLE meta (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE responses (
     id TEXT PRIMARY KEY, owner BLOB NOT NULL, created REAL NOT NULL, status TEXT NOT NULL, runner TEXT NOT NULL,
     size INTEGER NOT NULL, background INTEGER NOT NULL, form BLOB NOT NULL, stop TEXT NOT NULL, tokens BLOB NOT NULL,
-    items BLOB NOT NULL, response BLOB NOT NULL
+    items BLOB NOT NULL, output BLOB NOT NULL, response BLOB NOT NULL
 );
 CREATE INDEX by_age ON responses (created);
 CREATE INDEX by_status ON responses (status) WHERE status IN ('queued', 'in_progress');
@@ -72,6 +72,8 @@ class Record:
     """As clients get it, in JSON."""
     items: bytes
     """The input items that it was made of, those of earlier responses included, in JSON."""
+    output: bytes = b"[]"
+    """The items that it adds to these, in JSON."""
     form: bytes = b""
     """A digest of what begins a prompt besides the items; a conversation goes on with ``tokens`` if it is equal."""
     tokens: bytes = b""
@@ -173,15 +175,15 @@ class Store:
         """A record; None if there is none of this owner's, or it is too old."""
         with self._errors():
             row = self._connection.execute(
-                "SELECT id, status, response, items, form, tokens, stop, background, runner FROM responses "
+                "SELECT id, status, response, items, output, form, tokens, stop, background, runner FROM responses "
                 "WHERE id = ? AND owner = ? AND created >= ?",
                 (id, owner, self._clock() - self._max_age_s),
             ).fetchone()
             if row is None:
                 return None
-            id, status, response, items, form, tokens, stop, background, runner = row
-            response, items, tokens = map(zlib.decompress, (response, items, tokens))
-            return Record(id, status, response, items, form, tokens, stop, bool(background), runner)
+            id, status, response, items, output, form, tokens, stop, background, runner = row
+            response, items, output, tokens = map(zlib.decompress, (response, items, output, tokens))
+            return Record(id, status, response, items, output, form, tokens, stop, bool(background), runner)
 
     def delete(self, owner: bytes, id: str) -> bool:
         """Returns False if there is none."""
@@ -251,7 +253,7 @@ class Store:
 
     def _packed(self, record: Record) -> dict[str, Any]:
         """The columns that change while a response is computed."""
-        blobs = {name: zlib.compress(getattr(record, name), 1) for name in ("response", "items", "tokens")}
+        blobs = {name: zlib.compress(getattr(record, name), 1) for name in ("response", "items", "output", "tokens")}
         size = sum(map(len, blobs.values()))
         if size > self._max_bytes:
             raise TooLargeError(
