@@ -310,6 +310,30 @@ async def test_a_response_in_the_background_is_cancelled(
         assert (await client.responses.retrieve(begun.id)).status == "cancelled"
 
 
+async def test_a_response_that_cannot_be_kept_at_its_end_fails_as_soon_as_it_can_be_kept(
+    server: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(responses, "WATCH_S", 0)
+    finish = Store.finish
+    tried: list[str] = []
+
+    def full(store: Store, *given: Any) -> bool:
+        tried.append(given[0].id)
+        if given[0].status != "queued" or len(tried) < 4:
+            raise StoreError("the disk is full")
+        return finish(store, *given)
+
+    monkeypatch.setattr(Store, "update", full)
+    monkeypatch.setattr(Store, "finish", full)
+    async with asking(server) as client:
+        begun = await client.responses.create(model="demo", input="x", background=True)
+        ended = await _ended(client, begun.id)
+    assert ended.status == "failed"
+    assert "could not be stored" in ended.error.message
+    assert tried == [begun.id] * 4
+    assert f"the response {begun.id} is lost: the disk is full" in caplog.text
+
+
 async def test_what_a_server_did_not_finish_has_failed(tmp_path: Path) -> None:
     made = settings(tmp_path)
     store = stored(tmp_path)

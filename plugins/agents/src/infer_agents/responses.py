@@ -47,6 +47,9 @@ MOST_BACKGROUND = 256
 """How many responses a process computes in the background, or has waiting, at once."""
 WATCH_S = 1.0
 """How often a process looks whether others have cancelled what it computes."""
+# Why a response has failed that nobody computes any more.
+LEFT = "The server ended before the response was complete; ask again."
+UNKEPT = "The response could not be stored; ask again."
 LIST_ITEMS = 20, 100
 """How many items a page of input items has, and at most."""
 
@@ -233,6 +236,8 @@ class Responses:
         self._logged: set[str] = set()
         self._thread = ThreadPoolExecutor(1, "infer-store")
         self._background: dict[str, asyncio.Task[None]] = {}
+        self._unfinished: dict[str, Record] = {}
+        """Those that could not be kept when they ended. They are to be kept as failed."""
         self._watching: asyncio.Task[None] | None = None
         if store is not None:
             self._thread.submit(self._bury)
@@ -521,17 +526,26 @@ class Responses:
             raise QueueFullError(f"{MOST_BACKGROUND} responses are computed in the background. Try again.")
         store, owner = self._store, self._store.owner(self._service.keys.owner(http))
         queued = response | {"status": "queued"}
-        await self._in_thread(store.put, owner, self._record(asked, queued, background=True))
-        id = str(response["id"])
-        task = self._background[id] = asyncio.create_task(self._compute(http, asked, output, requests))
-        task.add_done_callback(lambda _: self._background.pop(id, None))
+        record = self._record(asked, queued, background=True, runner=store.runner)
+        await self._in_thread(store.put, owner, record)
+        task = self._background[record.id] = asyncio.create_task(
+            self._compute(http, asked, output, requests, store, record)
+        )
+        task.add_done_callback(lambda _: self._background.pop(record.id, None))
         if self._watching is None or self._watching.done():
             self._watching = asyncio.create_task(self._watch(store))
         return await self._service.answer(http, queued)
 
-    async def _compute(self, http: web.Request, asked: Asked, output: Output, requests: Sequence[Request]) -> None:
-        store, prompt = self._store, requests[0].prompt_token_ids
-        assert store is not None
+    async def _compute(
+        self,
+        http: web.Request,
+        asked: Asked,
+        output: Output,
+        requests: Sequence[Request],
+        store: Store,
+        record: Record,
+    ) -> None:
+        prompt = requests[0].prompt_token_ids
 
         async def save(
             response: Json, tokens: Sequence[int], reason: FinishReason | None, stop: int | str | None
@@ -554,18 +568,23 @@ class Responses:
                             started = self._record(asked, frame["response"], background=True)
                             await self._in_thread(store.update, started)
         except StoreError as error:
-            log.error("the response resp_%s is lost: %s", http[REQUEST_ID], error)
+            log.error("the response %s is lost: %s", record.id, error)
+            self._unfinished[record.id] = record
         except InferError:
             pass  # the record has it
         except Exception:
-            log.exception("the response resp_%s failed", http[REQUEST_ID])
+            log.exception("the response %s failed", record.id)
 
     async def _watch(self, store: Store) -> None:
-        """End what others have cancelled or deleted, as long as there is anything to end."""
-        while self._background:
+        """End what others have cancelled or deleted, and what could not be kept, as long as there is anything to
+        end."""
+        while self._background or self._unfinished:
             await asyncio.sleep(WATCH_S)
             running = [*self._background]
             try:
+                for id, record in [*self._unfinished.items()]:
+                    await self._in_thread(store.finish, record, "failed", _ended(record, "failed", UNKEPT))
+                    del self._unfinished[id]
                 left = await self._in_thread(store.still_open, running)
             except StoreError as error:
                 log.warning("%s", error)
@@ -679,11 +698,9 @@ def _unmeasured(item: Json) -> Json:
     return item | {"content": parts}
 
 
-def _ended(record: Record, status: Literal["cancelled", "failed"]) -> bytes:
-    """The response of a record that nobody computes any more."""
-    error = None
-    if status == "failed":
-        error = {"code": "server_error", "message": "The server ended before the response was complete; ask again."}
+def _ended(record: Record, status: Literal["cancelled", "failed"], why: str = LEFT) -> bytes:
+    """The response of a record that nobody computes any more; ``why``, if it has failed."""
+    error = {"code": "server_error", "message": why} if status == "failed" else None
     return to_json(from_json(record.response) | {"status": status, "error": error}, inf_nan_mode="constants")
 
 

@@ -96,7 +96,7 @@ class Store:
         self.path = path
         self._max_bytes, self._max_age_s, self._clock = max_bytes, max_age_s, clock
         self._lock = threading.Lock()
-        self._runner, self._held = secrets.token_hex(8), -1
+        self.runner, self._held = secrets.token_hex(8), -1
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with suppress(FileExistsError):  # SQLite's locks end as soon as this process closes the file anywhere
@@ -135,7 +135,7 @@ class Store:
         with self._lock:
             self._connection.close()
             if self._held >= 0:
-                self._lock_file(self._runner).unlink(missing_ok=True)
+                self._lock_file(self.runner).unlink(missing_ok=True)
                 os.close(self._held)
                 self._held = -1
 
@@ -148,7 +148,7 @@ class Store:
         columns = self._packed(record)
         if record.status in OPEN:
             self._hold()
-            columns["runner"] = self._runner
+            columns["runner"] = self.runner
         columns |= {"id": record.id, "owner": owner, "created": self._clock(), "background": record.background}
         with self._writing() as run:
             self._evict(run, columns["size"])
@@ -160,14 +160,14 @@ class Store:
         deleted in the meantime, and is left so."""
         columns = self._packed(record)
         if record.status in OPEN:
-            columns["runner"] = self._runner
+            columns["runner"] = self.runner
         with self._writing() as run:
             self._evict(run, columns["size"])
             values = ", ".join(f"{name} = ?" for name in columns)
             where = "id = ? AND runner = ?"
             return bool(
                 run(
-                    f"UPDATE responses SET {values} WHERE {where}", (*columns.values(), record.id, self._runner)
+                    f"UPDATE responses SET {values} WHERE {where}", (*columns.values(), record.id, self.runner)
                 ).rowcount
             )
 
@@ -209,7 +209,7 @@ class Store:
     def still_open(self, ids: Collection[str]) -> set[str]:
         """Those of these records that are still this process's to compute."""
         with self._errors():
-            rows = self._connection.execute("SELECT id FROM responses WHERE runner = ?", (self._runner,)).fetchall()
+            rows = self._connection.execute("SELECT id FROM responses WHERE runner = ?", (self.runner,)).fetchall()
         return {id for (id,) in rows} & set(ids)
 
     def abandoned(self) -> list[Record]:
@@ -223,7 +223,7 @@ class Store:
 
     def is_abandoned(self, record: Record) -> bool:
         """Whether the process that was to compute it has gone."""
-        if not record.runner or record.runner == self._runner:
+        if not record.runner or record.runner == self.runner:
             return False
         try:
             file = os.open(self._lock_file(record.runner), os.O_RDWR)
@@ -243,7 +243,7 @@ class Store:
             if self._held >= 0:
                 return
             try:
-                self._held = os.open(self._lock_file(self._runner), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+                self._held = os.open(self._lock_file(self.runner), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
                 fcntl.flock(self._held, fcntl.LOCK_EX)
             except OSError as error:
                 raise StoreError(f"Beside {self.path}, a lock cannot be kept: {error}.") from None
