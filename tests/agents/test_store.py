@@ -9,6 +9,7 @@ import sqlite3
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,14 +19,14 @@ import pytest
 from openai import AsyncOpenAI, BadRequestError, NotFoundError
 from tests.core.server.test_harmony import puppet
 from tests.puppet import Puppets, say
-from tests.serving import TEMPLATE, Body, Running, holding, running
+from tests.serving import HANG_S, TEMPLATE, Body, Running, holding, running
 
 from infer.errors import SettingsError
 from infer.server.http import parsing
 from infer.server.input_items import conversation
 from infer_agents import response_bodies, responses
 from infer_agents.continuing import following, unpacked
-from infer_agents.store import Record, Store, StoreError, TooLargeError, open_store
+from infer_agents.store import FullError, Record, Store, StoreError, TooLargeError, open_store
 
 ENGINE = {"max_seq_len": 1024}
 LOOK: Any = {"type": "function", "name": "look", "parameters": {"type": "object", "properties": {}}}
@@ -282,6 +283,37 @@ async def test_a_response_in_the_background(server: Running) -> None:
             await client.responses.cancel(second.id)
 
 
+async def test_a_client_that_leaves_at_once_leaves_a_response_that_is_computed(
+    server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put, entered, go = Store.put, threading.Event(), threading.Event()
+    ids: list[str] = []
+
+    def held(store: Store, owner: bytes, record: Record) -> None:
+        ids.append(record.id)
+        entered.set()
+        assert go.wait(HANG_S)
+        put(store, owner, record)
+
+    monkeypatch.setattr(Store, "put", held)
+    begin, left = responses.Responses._begin, asyncio.Event()
+
+    async def begun(*given: Any) -> Any:
+        try:
+            return await begin(*given)
+        finally:
+            left.set()
+
+    monkeypatch.setattr(responses.Responses, "_begin", begun)
+    post = asyncio.create_task(server.post({"input": "x", "background": True}, "/v1/responses"))
+    await asyncio.to_thread(entered.wait, HANG_S)
+    post.cancel()
+    await left.wait()
+    go.set()
+    async with asking(server) as client:
+        assert (await _ended(client, ids[0])).status == "completed"
+
+
 @pytest.mark.parametrize("elsewhere", [False, True])
 async def test_a_response_in_the_background_is_cancelled(
     server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, elsewhere: bool
@@ -395,6 +427,17 @@ def test_the_oldest_are_evicted_and_the_old_ones_too(tmp_path: Path) -> None:
     store.put(own, record("new"))
     rows = store._connection.execute("SELECT id FROM responses").fetchall()
     assert rows == [("new",)], "what is too old is deleted, not only hidden"
+    store.close()
+
+
+def test_what_is_computed_now_makes_no_room(tmp_path: Path) -> None:
+    store = Store(tmp_path / "a.db", max_bytes=2500, max_age_s=60)
+    own = store.owner("k")
+    for i in range(2):
+        store.put(own, record(f"r{i}", 1000, status="queued"))
+    with pytest.raises(FullError, match="computed now"):
+        store.put(own, record("r2", 1000))
+    assert all(store.get(own, f"r{i}") for i in range(2))
     store.close()
 
 

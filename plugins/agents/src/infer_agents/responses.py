@@ -527,13 +527,14 @@ class Responses:
         store, owner = self._store, self._store.owner(self._service.keys.owner(http))
         queued = response | {"status": "queued"}
         record = self._record(asked, queued, background=True, runner=store.runner)
-        await self._in_thread(store.put, owner, record)
+        kept = asyncio.create_task(self._in_thread(store.put, owner, record))
         task = self._background[record.id] = asyncio.create_task(
-            self._compute(http, asked, output, requests, store, record)
+            self._compute(http, asked, output, requests, store, record, kept)
         )
         task.add_done_callback(lambda _: self._background.pop(record.id, None))
         if self._watching is None or self._watching.done():
             self._watching = asyncio.create_task(self._watch(store))
+        await asyncio.shield(kept)  # a client that leaves now leaves a response that is computed
         return await self._service.answer(http, queued)
 
     async def _compute(
@@ -544,7 +545,9 @@ class Responses:
         requests: Sequence[Request],
         store: Store,
         record: Record,
+        kept: asyncio.Task[None],
     ) -> None:
+        """Compute a response as soon as its ``record`` is ``kept``."""
         prompt = requests[0].prompt_token_ids
 
         async def save(
@@ -554,6 +557,10 @@ class Responses:
             await self._in_thread(store.update, self._record(asked, response, background=True, **more))
 
         count = TokenCount(requests)
+        try:
+            await kept
+        except StoreError:
+            return  # the client is told
         try:
             async with aclosing(self._service.run(requests, patient=True)) as events:
 

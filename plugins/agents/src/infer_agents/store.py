@@ -62,6 +62,10 @@ class TooLargeError(StoreError):
     """A response is larger than all that the store may hold."""
 
 
+class FullError(StoreError):
+    """There is no room, because nothing may be deleted."""
+
+
 @dataclass(frozen=True)
 class Record:
     """A response, and what a next one needs to go on with it."""
@@ -151,7 +155,8 @@ class Store:
             columns["runner"] = self.runner
         columns |= {"id": record.id, "owner": owner, "created": self._clock(), "background": record.background}
         with self._writing() as run:
-            self._evict(run, columns["size"])
+            if not self._evict(run, columns["size"]):
+                raise FullError("All that the store may hold is taken by responses that are computed now.")
             names = ", ".join(columns)
             run(f"INSERT INTO responses ({names}) VALUES ({', '.join('?' * len(columns))})", (*columns.values(),))
 
@@ -268,15 +273,17 @@ class Store:
             "size": size,
         }
 
-    def _evict(self, run: Callable[..., sqlite3.Cursor], room: int) -> None:
-        """Delete what is too old, and as many of the oldest records as to have room. What is computed now is kept."""
+    def _evict(self, run: Callable[..., sqlite3.Cursor], room: int) -> bool:
+        """Delete what is too old, and as many of the oldest records as to have room. What is computed now is kept.
+        Returns whether there is room."""
         run("DELETE FROM responses WHERE created < ?", (self._clock() - self._max_age_s,))
         while run("SELECT value FROM meta WHERE name = 'bytes'").fetchone()[0] + room > self._max_bytes:
             if not run(
                 "DELETE FROM responses WHERE id = (SELECT id FROM responses WHERE runner = '' ORDER BY created, rowid "
                 "LIMIT 1)"
             ).rowcount:
-                return
+                return False
+        return True
 
     @contextmanager
     def _writing(self) -> Iterator[Callable[..., sqlite3.Cursor]]:
