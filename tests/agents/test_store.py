@@ -380,7 +380,7 @@ async def test_what_a_server_did_not_finish_has_failed(tmp_path: Path) -> None:
 
 
 async def test_an_answer_goes_out_though_the_disk_is_full(
-    server: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     packed = Store._packed
 
@@ -399,7 +399,39 @@ async def test_an_answer_goes_out_though_the_disk_is_full(
     assert caplog.text.count("database or disk is full") == 1
     large = {str(i): secrets.token_hex(250) for i in range(16)}
     status, answer, _ = await server.post(asked | {"background": True, "metadata": large}, "/v1/responses")
-    assert (status, answer["error"]["message"].count("disk is full")) == (500, 1)
+    assert status == 503
+    assert answer["error"]["message"] == "Responses cannot be stored or read at the moment. Try again later."
+    assert caplog.text.count(str(tmp_path)) == 2
+
+
+async def test_clients_are_told_nothing_of_the_file(
+    server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(store: Store, *given: Any) -> Any:
+        raise StoreError(f"The store of responses, {store.path}, fails.")
+
+    begun = await respond(server, "One.<|return|>", input="first")
+    for name in ("get", "delete", "put"):
+        monkeypatch.setattr(Store, name, fails)
+    path = f"/v1/responses/{begun.id}"
+    for status, answer in (
+        await server.get(path),
+        await server.get(f"{path}/input_items"),
+        await _delete(server, begun.id),
+        (await server.post({}, f"{path}/cancel"))[:2],
+        (await server.post({"input": "x", "previous_response_id": begun.id}, "/v1/responses"))[:2],
+        (await server.post({"input": "x", "background": True}, "/v1/responses"))[:2],
+    ):
+        assert status == 503
+        assert str(tmp_path) not in str(answer)
+    assert caplog.text.count(str(tmp_path)) == 6
+
+
+async def test_a_response_in_the_background_that_is_too_large_for_the_store_is_refused(tmp_path: Path) -> None:
+    async with running([Puppets()], **settings(tmp_path, agents={"store_max_bytes": 100})) as server:
+        status, answer, _ = await server.post({"input": "x", "background": True}, "/v1/responses")
+    assert status == 400
+    assert "server.agents.store_max_bytes = 100. Ask for less, without background," in answer["error"]["message"]
 
 
 def record(id: str, size: int = 100, **more: Any) -> Record:

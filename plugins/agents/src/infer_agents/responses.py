@@ -33,7 +33,7 @@ from infer_agents.messages import MAX_COUNTED
 from infer_agents.output import Output
 from infer_agents.response_bodies import Continuation, ResponsesRequest
 from infer_agents.response_tools import CloudTool
-from infer_agents.store import OPEN, Record, Store, StoreError
+from infer_agents.store import OPEN, Record, Store, StoreError, TooLargeError
 
 if TYPE_CHECKING:
     from infer.server.service import Service
@@ -292,7 +292,7 @@ class Responses:
     async def delete(self, http: web.Request) -> web.StreamResponse:
         id = http.match_info["response_id"]
         store, owner = self._owned(http, id)
-        if not await self._in_thread(store.delete, owner, id):
+        if not await self._for_client(store.delete, owner, id):
             raise unknown(id)
         if (task := self._background.get(id)) is not None:
             task.cancel()
@@ -305,7 +305,7 @@ class Responses:
             raise RequestError(f"The response {id!r} cannot be cancelled: it does not run in the background.")
         if record.status in OPEN:
             store, _ = self._owned(http, id)
-            await self._in_thread(store.finish, record, "cancelled", _ended(record, "cancelled"))
+            await self._for_client(store.finish, record, "cancelled", _ended(record, "cancelled"))
             if (task := self._background.get(id)) is not None:
                 task.cancel()
             record = await self._found(http, id)
@@ -436,6 +436,14 @@ class Responses:
         """The store's own thread, in which calls follow each other."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, call, *given)
 
+    async def _for_client(self, call: Callable[..., T], *given: Any) -> T:
+        """``_in_thread``, with errors that tell clients nothing of the server's files. Raises RequestError, or
+        QueueFullError."""
+        try:
+            return await self._in_thread(call, *given)
+        except StoreError as error:
+            raise _told(error) from None
+
     def _owned(self, http: web.Request, id: str, param: str | None = None) -> tuple[Store, bytes]:
         """The store, and whose records the client may see. Raises NotFoundError if there can be none."""
         if self._store is None:
@@ -453,7 +461,7 @@ class Responses:
                 record = store.get(owner, id)
             return record
 
-        if (record := await self._in_thread(found)) is None:
+        if (record := await self._for_client(found)) is None:
             raise unknown(id, param)
         return record
 
@@ -527,7 +535,7 @@ class Responses:
         store, owner = self._store, self._store.owner(self._service.keys.owner(http))
         queued = response | {"status": "queued"}
         record = self._record(asked, queued, background=True, runner=store.runner)
-        kept = asyncio.create_task(self._in_thread(store.put, owner, record))
+        kept = asyncio.create_task(self._for_client(store.put, owner, record))
         task = self._background[record.id] = asyncio.create_task(
             self._compute(http, asked, output, requests, store, record, kept)
         )
@@ -559,7 +567,7 @@ class Responses:
         count = TokenCount(requests)
         try:
             await kept
-        except StoreError:
+        except InferError:
             return  # the client is told
         try:
             async with aclosing(self._service.run(requests, patient=True)) as events:
@@ -675,6 +683,14 @@ def unknown(id: str, param: str | None = None) -> NotFoundError:
     return NotFoundError(
         f"Previous response with id '{id[:100]}' not found.", param=param, code="previous_response_not_found"
     )
+
+
+def _told(error: StoreError) -> InferError:
+    """What a client is told of an error whose message names the server's file. The log has that."""
+    if isinstance(error, TooLargeError):
+        return RequestError(f"{error} Ask for less, without background, or begin a new conversation.")
+    log.error("%s", error)
+    return QueueFullError("Responses cannot be stored or read at the moment. Try again later.")
 
 
 def query(http: web.Request, **known: Sequence[str] | None) -> dict[str, str]:
