@@ -233,7 +233,13 @@ async def _delete(server: Running, id: str) -> tuple[int, Any]:
 
 async def test_what_is_not_to_be_stored_is_not(tmp_path: Path) -> None:
     async with running([Puppets()], **settings(tmp_path, agents={"store_default": False})) as server:
-        for more, kept in (({}, False), ({"store": False}, False), ({"store": True}, True)):
+        for more, kept in (
+            ({}, False),
+            ({"store": False}, False),
+            ({"store": True}, True),
+            ({"background": True}, True),
+            ({"background": False}, False),
+        ):
             _, answer, _ = await server.post({"input": "x", "max_output_tokens": 1, **more}, "/v1/responses")
             assert answer["store"] is kept
             assert (await server.get(f"/v1/responses/{answer['id']}"))[0] == (200 if kept else 404)

@@ -626,7 +626,8 @@ class Responses:
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": body.reasoning.effort, "summary": body.reasoning.summary},
-            "store": self._store is not None and (self._store_default if body.store is None else body.store),
+            "store": self._store is not None
+            and (body.background or self._store_default if body.store is None else body.store),
             "temperature": params.temperature,
             "text": {"format": body.text.format.model_dump(by_alias=True, exclude_none=True)},
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(exclude_none=True),
