@@ -22,7 +22,8 @@ from tests.puppet import Puppets, say
 from tests.serving import HANG_S, TEMPLATE, Body, Running, holding, running
 
 from infer.errors import SettingsError
-from infer.server.http import parsing
+from infer.server import app
+from infer.server.http import access, parsing
 from infer.server.input_items import conversation
 from infer_agents import response_bodies, responses
 from infer_agents.continuing import following, unpacked
@@ -318,6 +319,26 @@ async def test_a_client_that_leaves_at_once_leaves_a_response_that_is_computed(
     go.set()
     async with asking(server) as client:
         assert (await _ended(client, ids[0])).status == "completed"
+
+
+async def test_a_server_that_ends_waits_for_responses_in_the_background(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[access.Inside] = []
+
+    class Known(access.Inside):
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(self)
+
+    monkeypatch.setattr(app, "Inside", Known)
+    async with running([Puppets()], **settings(tmp_path)) as server, asking(server) as client:
+        with holding(0):
+            begun = await client.responses.create(model="demo", input="x", background=True)
+            assert made[0].count == 1
+            leaving = asyncio.create_task(made[0].leave())
+        await leaving
+        assert (await client.responses.retrieve(begun.id)).status == "completed"
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])

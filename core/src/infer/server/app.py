@@ -22,6 +22,7 @@ from infer.contracts.sections import Settings
 from infer.engine.loop import EngineLoop
 from infer.plugins.discovery import Plugins
 from infer.server.http.access import (
+    INSIDE,
     Inside,
     access_log,
     allow_origin,
@@ -43,7 +44,6 @@ log = logging.getLogger(__name__)
 LEAVE_S = 1.5
 """The process ends at most this many seconds after the engine has failed."""
 SERVICE = web.AppKey("service", Service)
-INSIDE = web.AppKey("inside", Inside)
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 

@@ -23,6 +23,7 @@ from infer.contracts.request import Event, FinishReason, Request
 from infer.contracts.server import Route
 from infer.errors import InferError, QueueFullError, RequestError
 from infer.server.events import Events, Json, TokenCount, raise_if_failed
+from infer.server.http.access import INSIDE
 from infer.server.http.errors import REQUEST_ID, NotFoundError, error_of
 from infer.server.http.wire import NamedEvents
 from infer.server.replies import Reply
@@ -565,30 +566,31 @@ class Responses:
             await self._in_thread(store.update, self._record(asked, response, background=True, **more))
 
         count = TokenCount(requests)
-        try:
-            await kept
-        except InferError:
-            return  # the client is told
-        try:
-            async with aclosing(self._service.run(requests, patient=True)) as events:
+        with http.app[INSIDE].stay():
+            try:
+                await kept
+            except InferError:
+                return  # the client is told
+            try:
+                async with aclosing(self._service.run(requests, patient=True)) as events:
 
-                async def counted() -> Events:
-                    async for event in events:
-                        raise_if_failed(event)
-                        yield count.add(event), event
+                    async def counted() -> Events:
+                        async for event in events:
+                            raise_if_failed(event)
+                            yield count.add(event), event
 
-                async with aclosing(_frames(http, output, save, counted(), count.usage, failures=True)) as frames:
-                    async for frame in frames:
-                        if frame["type"] == "response.in_progress":
-                            started = self._record(asked, frame["response"], background=True)
-                            await self._in_thread(store.update, started)
-        except StoreError as error:
-            log.error("the response %s is lost: %s", record.id, error)
-            self._unfinished[record.id] = record
-        except InferError:
-            pass  # the record has it
-        except Exception:
-            log.exception("the response %s failed", record.id)
+                    async with aclosing(_frames(http, output, save, counted(), count.usage, failures=True)) as frames:
+                        async for frame in frames:
+                            if frame["type"] == "response.in_progress":
+                                started = self._record(asked, frame["response"], background=True)
+                                await self._in_thread(store.update, started)
+            except StoreError as error:
+                log.error("the response %s is lost: %s", record.id, error)
+                self._unfinished[record.id] = record
+            except InferError:
+                pass  # the record has it
+            except Exception:
+                log.exception("the response %s failed", record.id)
 
     async def _watch(self, store: Store) -> None:
         """End what others have cancelled or deleted, and what could not be kept, as long as there is anything to

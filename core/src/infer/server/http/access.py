@@ -14,7 +14,8 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence, Set
+from collections.abc import Awaitable, Callable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Any
@@ -170,8 +171,8 @@ def access_log(enabled: bool) -> Middleware:
 
 
 class Inside:
-    """The requests with bodies that have come in and are not answered yet, wherever they are. Use it in one event
-    loop."""
+    """The requests with bodies that have come in and are not answered yet, wherever they are, and what is computed
+    after the answer. Use it in one event loop."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -190,14 +191,23 @@ class Inside:
             return await handler(request)
         if self._leaving:
             raise EngineDeadError(SHUTTING_DOWN)
+        with self.stay():
+            return await handler(request)
+
+    @contextmanager
+    def stay(self) -> Iterator[None]:
+        """Be inside until the end of the block, for work that outlives its request. Begin before that has left."""
         self.count += 1
         self._empty.clear()
         try:
-            return await handler(request)
+            yield
         finally:
             self.count -= 1
             if not self.count:
                 self._empty.set()
+
+
+INSIDE = web.AppKey("inside", Inside)
 
 
 class Lines:
