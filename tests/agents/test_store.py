@@ -19,7 +19,7 @@ import pytest
 from openai import AsyncOpenAI, BadRequestError, NotFoundError
 from tests.core.server.test_harmony import puppet
 from tests.puppet import Puppets, say
-from tests.serving import HANG_S, TEMPLATE, Body, Running, holding, running
+from tests.serving import HANG_S, TEMPLATE, Body, Running, holding, running, until
 
 from infer.errors import SettingsError
 from infer.server import app
@@ -319,6 +319,25 @@ async def test_a_client_that_leaves_at_once_leaves_a_response_that_is_computed(
     go.set()
     async with asking(server) as client:
         assert (await _ended(client, ids[0])).status == "completed"
+
+
+async def test_responses_in_the_background_leave_places_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(responses, "MOST_BACKGROUND", 3)
+    made = settings(tmp_path) | {"engine": ENGINE | {"max_batch_size": 1}}
+    asked = {"input": "x", "background": True}
+    async with running([Puppets()], **made) as server:
+        with holding(0):
+            answers = await asyncio.gather(*(server.post(asked, "/v1/responses") for _ in range(4)))
+            begun = [answer["id"] for status, answer, _ in answers if status == 200]
+            assert sorted(status for status, _, _ in answers) == [200, 200, 200, 503]
+            await until(lambda: server.engine_loop.num_open > 0)
+            got = [(await server.get(f"/v1/responses/{id}"))[1]["status"] for id in begun]
+            assert sorted(got) == ["in_progress", "queued", "queued"]
+            assert server.engine_loop.num_open == 1
+        async with asking(server) as client:
+            assert [(await _ended(client, id)).status for id in begun] == ["completed"] * 3
 
 
 async def test_a_server_that_ends_waits_for_responses_in_the_background(

@@ -237,6 +237,8 @@ class Responses:
         self._logged: set[str] = set()
         self._thread = ThreadPoolExecutor(1, "infer-store")
         self._background: dict[str, asyncio.Task[None]] = {}
+        # Further ones would take the engine's places from those who wait for their answers.
+        self._running = asyncio.Semaphore(service.settings.engine.max_batch_size)
         self._unfinished: dict[str, Record] = {}
         """Those that could not be kept when they ended. They are to be kept as failed."""
         self._watching: asyncio.Task[None] | None = None
@@ -569,10 +571,7 @@ class Responses:
         with http.app[INSIDE].stay():
             try:
                 await kept
-            except InferError:
-                return  # the client is told
-            try:
-                async with aclosing(self._service.run(requests, patient=True)) as events:
+                async with self._running, aclosing(self._service.run(requests, patient=True)) as events:
 
                     async def counted() -> Events:
                         async for event in events:
@@ -588,7 +587,7 @@ class Responses:
                 log.error("the response %s is lost: %s", record.id, error)
                 self._unfinished[record.id] = record
             except InferError:
-                pass  # the record has it
+                pass  # the client has been told, or the record has it
             except Exception:
                 log.exception("the response %s failed", record.id)
 
