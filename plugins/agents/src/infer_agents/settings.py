@@ -20,7 +20,8 @@ class AgentsSettings(BaseModel, extra="forbid"):
     )
     store: Path | None = Field(
         None,
-        description="the file that keeps responses; none for responses.db in ~/.local/state/infer",
+        description="the file that keeps responses, which only servers of one machine can share; none for "
+        "responses.db in ~/.local/state/infer",
     )
     store_default: bool = Field(
         True, description="whether a response is kept if its request does not say store: as in OpenAI's API"

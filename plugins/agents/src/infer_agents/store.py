@@ -1,4 +1,5 @@
-"""What /v1/responses keeps: an SQLite file, which the processes of one machine, or of a shared disk, use together.
+"""What /v1/responses keeps: an SQLite file, which the processes of one machine use together. Its journal (WAL) needs
+memory that all of them share, so those of several machines cannot, though they may see the same disk.
 
 Each record is whole: it holds the conversation that led to it, so that others can be deleted or evicted. A response
 that is still computed belongs to a process, which holds a lock on a file of its own for as long as it lives. Whoever
