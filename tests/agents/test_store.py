@@ -211,8 +211,9 @@ async def test_a_response_is_got_listed_and_deleted(server: Running) -> None:
         for gone in (client.responses.retrieve(first.id), client.responses.delete(first.id)):
             with pytest.raises(NotFoundError, match=f"Response with id '{first.id}' not found"):
                 await gone
-        with pytest.raises(NotFoundError, match="Previous response with id"):
+        with pytest.raises(BadRequestError, match="Previous response with id") as refused:
             await client.responses.create(model="demo", input="x", previous_response_id=first.id)
+        assert (refused.value.code, refused.value.param) == ("previous_response_not_found", "previous_response_id")
         third = await respond(server, "Three.<|return|>", input="third", previous_response_id=second.id)
         assert third.output_text == "Three.", "what follows a deleted response is whole"
         for path, param in (
@@ -259,10 +260,11 @@ async def test_a_response_belongs_to_the_key_that_asked(tmp_path: Path) -> None:
             other.responses.delete(made.id),
             other.responses.cancel(made.id),
             other.responses.input_items.list(made.id),
-            other.responses.create(model="demo", input="x", previous_response_id=made.id),
         ):
             with pytest.raises(NotFoundError):
                 await refused
+        with pytest.raises(BadRequestError, match="not found"):
+            await other.responses.create(model="demo", input="x", previous_response_id=made.id)
         assert (await own.responses.retrieve(made.id)).id == made.id
     data = b"".join(path.read_bytes() for path in (tmp_path / "store").iterdir())
     assert data

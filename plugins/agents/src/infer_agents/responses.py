@@ -448,13 +448,13 @@ class Responses:
             raise _told(error) from None
 
     def _owned(self, http: web.Request, id: str, param: str | None = None) -> tuple[Store, bytes]:
-        """The store, and whose records the client may see. Raises NotFoundError if there can be none."""
+        """The store, and whose records the client may see. Raises RequestError if there can be none."""
         if self._store is None:
             raise unknown(id, param)
         return self._store, self._store.owner(self._service.keys.owner(http))
 
     async def _found(self, http: web.Request, id: str, param: str | None = None) -> Record:
-        """Raises NotFoundError."""
+        """Raises RequestError."""
         store, owner = self._owned(http, id, param)
 
         def found() -> Record | None:
@@ -678,11 +678,12 @@ async def _frames(
         raise
 
 
-def unknown(id: str, param: str | None = None) -> NotFoundError:
-    """The error for an id of which nothing is stored, or that belongs to another key."""
+def unknown(id: str, param: str | None = None) -> RequestError:
+    """The error for an id of which nothing is stored, or that belongs to another key. As in OpenAI's API, it is a 404
+    for an id in a URL, and a 400 for one in a body, whose ``param`` it is."""
     if param is None:
         return NotFoundError(f"Response with id '{id[:100]}' not found.")
-    return NotFoundError(
+    return RequestError(
         f"Previous response with id '{id[:100]}' not found.", param=param, code="previous_response_not_found"
     )
 
