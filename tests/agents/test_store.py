@@ -228,6 +228,26 @@ async def test_a_response_is_got_listed_and_deleted(server: Running) -> None:
     assert (status, deleted) == (200, {"id": second.id, "object": "response", "deleted": True})
 
 
+async def test_answers_do_not_wait_while_the_items_of_others_are_listed(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = await respond(server, "One.<|return|>", input="first")
+    entered, go, list_items = threading.Event(), threading.Event(), responses._shown_items
+
+    def held(*given: Any) -> Any:
+        entered.set()
+        assert go.wait(HANG_S)
+        return list_items(*given)
+
+    monkeypatch.setattr(responses, "_shown_items", held)
+    listing = asyncio.create_task(server.get(f"/v1/responses/{first.id}/input_items"))
+    await until(entered.is_set)
+    second = await respond(server, "Two.<|return|>", input="second", previous_response_id=first.id)
+    assert second.output_text == "Two."
+    go.set()
+    assert (await listing)[0] == 200
+
+
 async def _delete(server: Running, id: str) -> tuple[int, Any]:
     async with server.session.delete(f"{server.url}/v1/responses/{id}") as response:
         return response.status, await response.json()
@@ -378,7 +398,7 @@ async def test_a_response_in_the_background_is_cancelled(
                 record = store.get(store.owner(""), begun.id)
                 assert record is not None
                 assert not store.is_abandoned(record)
-                assert store.finish(record, "cancelled", responses._ended(record, "cancelled"))
+                assert responses._finish(store, record, "cancelled")
                 store.close()
             else:
                 assert (await client.responses.cancel(begun.id)).status == "cancelled"
@@ -586,6 +606,10 @@ def test_a_file_that_is_no_store_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_a_file_that_breaks_later_is_named(tmp_path: Path) -> None:
     store = Store(tmp_path / "a.db", max_bytes=1000, max_age_s=1e9)
+    store.put(store.owner("k"), record("r"))
+    store._connection.execute("UPDATE responses SET items = x'00'")
+    with pytest.raises(StoreError, match=r"a\.db, r cannot be read"):
+        store.get(store.owner("k"), "r")
     store._connection.execute("DROP TABLE responses")
     with pytest.raises(StoreError, match=r"a\.db, fails"):
         store.get(store.owner("k"), "r")

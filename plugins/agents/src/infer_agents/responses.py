@@ -308,7 +308,7 @@ class Responses:
             raise RequestError(f"The response {id!r} cannot be cancelled: it does not run in the background.")
         if record.status in OPEN:
             store, _ = self._owned(http, id)
-            await self._for_client(store.finish, record, "cancelled", _ended(record, "cancelled"))
+            await self._for_client(_finish, store, record, "cancelled")
             if (task := self._background.get(id)) is not None:
                 task.cancel()
             record = await self._found(http, id)
@@ -322,7 +322,7 @@ class Responses:
             raise RequestError(f"limit = {limit!r} must be a number from 1 to {most}.", param="limit")
         id = http.match_info["response_id"]
         record = await self._found(http, id)
-        items = await self._in_thread(_shown_items, id, record.items)
+        items = await asyncio.to_thread(_shown_items, id, record.items)
         if asked.get("order", "desc") == "desc":
             items.reverse()
         if (after := asked.get("after")) is not None:
@@ -436,7 +436,8 @@ class Responses:
     # What is kept
 
     async def _in_thread(self, call: Callable[..., T], *given: Any) -> T:
-        """The store's own thread, in which calls follow each other."""
+        """The store's own thread, in which calls follow each other. It is for the store alone: answers wait for it
+        before they end."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, call, *given)
 
     async def _for_client(self, call: Callable[..., T], *given: Any) -> T:
@@ -460,7 +461,7 @@ class Responses:
         def found() -> Record | None:
             record = store.get(owner, id)
             if record is not None and record.status in OPEN and store.is_abandoned(record):
-                store.finish(record, "failed", _ended(record, "failed"))
+                _finish(store, record, "failed")
                 record = store.get(owner, id)
             return record
 
@@ -473,7 +474,7 @@ class Responses:
         assert self._store is not None
         try:
             for record in self._store.abandoned():
-                self._store.finish(record, "failed", _ended(record, "failed"))
+                _finish(self._store, record, "failed")
         except StoreError as error:
             log.warning("%s", error)
 
@@ -599,7 +600,7 @@ class Responses:
             running = [*self._background]
             try:
                 for id, record in [*self._unfinished.items()]:
-                    await self._in_thread(store.finish, record, "failed", _ended(record, "failed", UNKEPT))
+                    await self._in_thread(_finish, store, record, "failed", UNKEPT)
                     del self._unfinished[id]
                 left = await self._in_thread(store.still_open, running)
             except StoreError as error:
@@ -724,10 +725,11 @@ def _unmeasured(item: Json) -> Json:
     return item | {"content": parts}
 
 
-def _ended(record: Record, status: Literal["cancelled", "failed"], why: str = LEFT) -> bytes:
-    """The response of a record that nobody computes any more; ``why``, if it has failed."""
+def _finish(store: Store, record: Record, status: Literal["cancelled", "failed"], why: str = LEFT) -> bool:
+    """End a record that nobody computes any more; ``why``, if it has failed. Returns False if it has ended already."""
     error = {"code": "server_error", "message": why} if status == "failed" else None
-    return to_json(from_json(record.response) | {"status": status, "error": error}, inf_nan_mode="constants")
+    response = from_json(record.response) | {"status": status, "error": error}
+    return store.finish(record, status, to_json(response, inf_nan_mode="constants"))
 
 
 def _shown_items(id: str, items: bytes) -> list[Json]:

@@ -185,11 +185,14 @@ class Store:
                 "WHERE id = ? AND owner = ? AND created >= ?",
                 (id, owner, self._clock() - self._max_age_s),
             ).fetchone()
-            if row is None:
-                return None
-            id, status, response, items, output, form, tokens, stop, background, runner = row
-            response, items, output, tokens = map(zlib.decompress, (response, items, output, tokens))
-            return Record(id, status, response, items, output, form, tokens, stop, bool(background), runner)
+        if row is None:
+            return None
+        id, status, *blobs, form, tokens, stop, background, runner = row
+        try:
+            response, items, output, tokens = map(zlib.decompress, (*blobs, tokens))
+        except zlib.error as error:
+            raise StoreError(f"In the store of responses, {self.path}, {id} cannot be read: {error}.") from None
+        return Record(id, status, response, items, output, form, tokens, stop, bool(background), runner)
 
     def delete(self, owner: bytes, id: str) -> bool:
         """Returns False if there is none."""
@@ -306,7 +309,7 @@ class Store:
         with self._lock:
             try:
                 yield
-            except (sqlite3.Error, zlib.error) as error:
+            except sqlite3.Error as error:
                 if not hasattr(self, "_salt"):
                     raise
                 raise StoreError(f"The store of responses, {self.path}, fails: {error}.") from error
