@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import secrets
 import sqlite3
 import stat
@@ -397,7 +398,7 @@ async def test_a_response_in_the_background_is_cancelled(
                 store = stored(tmp_path)
                 record = store.get(store.owner(""), begun.id)
                 assert record is not None
-                assert not store.is_abandoned(record)
+                assert not store.is_gone(record.runner)
                 assert responses._finish(store, record, "cancelled")
                 store.close()
             else:
@@ -434,17 +435,30 @@ async def test_a_response_that_cannot_be_kept_at_its_end_fails_as_soon_as_it_can
     assert f"the response {begun.id} is lost: the disk is full" in caplog.text
 
 
-async def test_what_a_server_did_not_finish_has_failed(tmp_path: Path) -> None:
+async def test_what_a_server_did_not_finish_has_failed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     made = settings(tmp_path)
     store = stored(tmp_path)
     response = json.dumps({"id": "resp_x", "object": "response", "status": "in_progress", "output": []}).encode()
-    store.put(store.owner(""), Record("resp_x", "in_progress", response, b"[]", background=True))
-    store.close()
+    for id, said in (("resp_broken", b"{"), ("resp_x", response)):
+        store.put(store.owner(""), Record(id, "in_progress", said, b"[]", background=True))
+    store._connection.close()  # as if it were killed: its lock ends, and the lock's file stays
+    os.close(store._held)
+    assert [*(tmp_path / "store").glob("*.lock")]
     async with running([Puppets()], **made) as server, asking(server) as client:
         got = await client.responses.retrieve("resp_x")
         assert got.status == "failed"
         assert got.error is not None
         assert "ended before the response was complete" in got.error.message
+        assert not [*(tmp_path / "store").glob("*.lock")]
+    assert "the response resp_broken remains in progress" in caplog.text
+
+
+def test_a_lock_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    store = Store(tmp_path / "a.db", max_bytes=1000, max_age_s=1e9)
+    (tmp_path / "a.db.r.lock").mkdir()
+    with pytest.raises(StoreError, match=r"a\.db\.r\.lock"):
+        store.is_gone("r")
+    store.close()
 
 
 async def test_an_answer_goes_out_though_the_disk_is_full(
@@ -585,7 +599,8 @@ def test_a_process_that_is_killed_corrupts_nothing(tmp_path: Path) -> None:
     found = store.get(own, str(last))
     assert found is not None
     assert found.response == str(last).encode() * 500
-    assert [each.id for each in store.abandoned()] == ["open"]
+    ((_, id, runner),) = store.in_progress()
+    assert (id, store.is_gone(runner)) == ("open", True)
     store.close()
 
 

@@ -243,7 +243,7 @@ class Responses:
         """Those that could not be kept when they ended. They are to be kept as failed."""
         self._watching: asyncio.Task[None] | None = None
         if store is not None:
-            self._thread.submit(self._bury)
+            self._thread.submit(self._bury, store)
 
     async def close(self) -> None:
         """End what is computed in the background, and close the store."""
@@ -460,7 +460,7 @@ class Responses:
 
         def found() -> Record | None:
             record = store.get(owner, id)
-            if record is not None and record.status in OPEN and store.is_abandoned(record):
+            if record is not None and record.status in OPEN and store.is_gone(record.runner):
                 _finish(store, record, "failed")
                 record = store.get(owner, id)
             return record
@@ -469,14 +469,19 @@ class Responses:
             raise unknown(id, param)
         return record
 
-    def _bury(self) -> None:
+    def _bury(self, store: Store) -> None:
         """Say of responses whose server has ended that they have failed."""
-        assert self._store is not None
         try:
-            for record in self._store.abandoned():
-                _finish(self._store, record, "failed")
+            left = store.in_progress()
         except StoreError as error:
             log.warning("%s", error)
+            return
+        for owner, id, runner in left:
+            try:
+                if store.is_gone(runner) and (record := store.get(owner, id)) is not None:
+                    _finish(store, record, "failed")
+            except Exception:
+                log.exception("the response %s remains in progress", id)
 
     def _record(self, asked: Asked, response: Json, **more: Any) -> Record:
         write = self._service.writer.pieces

@@ -221,29 +221,31 @@ class Store:
             rows = self._connection.execute("SELECT id FROM responses WHERE runner = ?", (self.runner,)).fetchall()
         return {id for (id,) in rows} & set(ids)
 
-    def abandoned(self) -> list[Record]:
-        """Records that are in progress, and whose process has gone."""
+    def in_progress(self) -> list[tuple[bytes, str, str]]:
+        """Owner, id and runner of each record that a process computes, or was to compute."""
         with self._errors():
-            rows = self._connection.execute(
-                "SELECT id, owner FROM responses WHERE status IN ('queued', 'in_progress')"
+            return self._connection.execute(
+                "SELECT owner, id, runner FROM responses WHERE status IN ('queued', 'in_progress')"
             ).fetchall()
-        records = [self.get(owner, id) for id, owner in rows]
-        return [record for record in records if record is not None and self.is_abandoned(record)]
 
-    def is_abandoned(self, record: Record) -> bool:
-        """Whether the process that was to compute it has gone."""
-        if not record.runner or record.runner == self.runner:
+    def is_gone(self, runner: str) -> bool:
+        """Whether the process that was to compute a record has gone. Its lock's file is deleted then."""
+        if not runner or runner == self.runner:
             return False
+        lock = self._lock_file(runner)
         try:
-            file = os.open(self._lock_file(record.runner), os.O_RDWR)
+            file = os.open(lock, os.O_RDWR)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock.unlink(missing_ok=True)
+            finally:
+                os.close(file)
         except FileNotFoundError:
             return True
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
-        finally:
-            os.close(file)
+        except OSError as error:
+            raise StoreError(f"Whether {lock} is locked cannot be told: {error}.") from None
         return True
 
     def _hold(self) -> None:
