@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -541,6 +542,18 @@ def test_the_oldest_are_evicted_and_the_old_ones_too(tmp_path: Path) -> None:
     store.put(own, record("new"))
     rows = store._connection.execute("SELECT id FROM responses").fetchall()
     assert rows == [("new",)], "what is too old is deleted, not only hidden"
+    store.close()
+
+
+@pytest.mark.parametrize("finish", [False, True])
+def test_what_takes_the_place_of_a_record_needs_no_room_beside_it(tmp_path: Path, finish: bool) -> None:
+    store = Store(tmp_path / "a.db", max_bytes=2600, max_age_s=60)
+    own = store.owner("k")
+    store.put(own, record("old", 1000))
+    begun = record("begun", 1200, status="queued", runner=store.runner)
+    store.put(own, begun)
+    assert store.finish(begun, "failed", begun.response) if finish else store.update(replace(begun, status="completed"))
+    assert store.get(own, "old") is not None
     store.close()
 
 

@@ -168,7 +168,7 @@ class Store:
         if record.status in OPEN:
             columns["runner"] = self.runner
         with self._writing() as run:
-            self._evict(run, columns["size"])
+            self._evict(run, columns["size"], record.id)
             values = ", ".join(f"{name} = ?" for name in columns)
             where = "id = ? AND runner = ?"
             return bool(
@@ -206,7 +206,7 @@ class Store:
         """End a record that somebody computes, as cancelled or failed. Returns False if it has ended already."""
         ended = self._packed(replace(record, status=status, response=response, tokens=b""))
         with self._writing() as run:
-            self._evict(run, ended["size"])
+            self._evict(run, ended["size"], record.id)
             return bool(
                 run(
                     "UPDATE responses SET status = ?, runner = '', size = ?, response = ?, tokens = ? WHERE id = ? AND "
@@ -279,11 +279,12 @@ class Store:
             "size": size,
         }
 
-    def _evict(self, run: Callable[..., sqlite3.Cursor], room: int) -> bool:
-        """Delete what is too old, and as many of the oldest records as to have room. What is computed now is kept.
-        Returns whether there is room."""
+    def _evict(self, run: Callable[..., sqlite3.Cursor], size: int, id: str = "") -> bool:
+        """Delete what is too old, and as many of the oldest records as to have room for one of this size, which takes
+        the place of ``id``. What is computed now is kept. Returns whether there is room."""
         run("DELETE FROM responses WHERE created < ?", (self._clock() - self._max_age_s,))
-        while run("SELECT value FROM meta WHERE name = 'bytes'").fetchone()[0] + room > self._max_bytes:
+        others = "SELECT value - coalesce((SELECT size FROM responses WHERE id = ?), 0) FROM meta WHERE name = 'bytes'"
+        while run(others, (id,)).fetchone()[0] + size > self._max_bytes:
             if not run(
                 "DELETE FROM responses WHERE id = (SELECT id FROM responses WHERE runner = '' ORDER BY created, rowid "
                 "LIMIT 1)"
