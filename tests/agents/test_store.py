@@ -557,6 +557,20 @@ def test_what_takes_the_place_of_a_record_needs_no_room_beside_it(tmp_path: Path
     store.close()
 
 
+def test_a_file_that_others_can_read_is_made_its_owners(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "a.db"
+    first = Store(path, max_bytes=1000, max_age_s=60)
+    files = [path, *tmp_path.glob("a.db-*")]
+    assert len(files) == 3
+    for file in files:
+        file.chmod(0o644)
+    for _ in range(2):
+        Store(path, max_bytes=1000, max_age_s=60).close()
+        assert [stat.S_IMODE(file.stat().st_mode) for file in files] == [0o600] * 3
+    assert caplog.text.count("had the mode 644") == 3
+    first.close()
+
+
 def test_what_is_computed_now_makes_no_room(tmp_path: Path) -> None:
     store = Store(tmp_path / "a.db", max_bytes=2500, max_age_s=60)
     own = store.owner("k")

@@ -13,6 +13,7 @@ import logging
 import os
 import secrets
 import sqlite3
+import stat
 import threading
 import time
 import zlib
@@ -106,6 +107,7 @@ class Store:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with suppress(FileExistsError):  # SQLite's locks end as soon as this process closes the file anywhere
                 os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))  # its other files get this mode
+            self._hide()
             self._connection = sqlite3.connect(path, BUSY_S, isolation_level=None, check_same_thread=False)
             try:
                 self._salt = self._opened()
@@ -117,6 +119,14 @@ class Store:
                 f"The store of responses, {path}, cannot be opened ({error}). Move it away, or name another file with "
                 "server.agents.store; server.agents.store_max_bytes = 0 does without."
             ) from None
+
+    def _hide(self) -> None:
+        """Take from others what rights they have to a file that was made elsewhere, and to its journal."""
+        for file in (self.path, *(self.path.with_name(self.path.name + end) for end in ("-wal", "-shm"))):
+            with suppress(FileNotFoundError):
+                if (mode := stat.S_IMODE(file.stat().st_mode)) & 0o077:
+                    file.chmod(0o600)
+                    log.warning("%s had the mode %03o; from now on its owner alone can read it", file, mode)
 
     def _opened(self) -> bytes:
         """Make or check the tables. Returns the salt of owners."""
