@@ -222,6 +222,7 @@ async def test_a_response_is_got_listed_and_deleted(server: Running) -> None:
             ("?stream=true", "stream"),
             ("?starting_after=1", "starting_after"),
             ("/input_items?limit=0", "limit"),
+            ("/input_items?limit=" + "1" * 5000, "limit"),
             ("/input_items?after=x", "after"),
         ):
             status, answer = await server.get(f"/v1/responses/{second.id}{path}")

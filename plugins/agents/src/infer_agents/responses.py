@@ -318,8 +318,8 @@ class Responses:
         asked = query(http, include=None, limit=None, order=("asc", "desc"), after=None)
         few, most = LIST_ITEMS
         limit = asked.get("limit", str(few))
-        if not (limit.isascii() and limit.isdecimal() and 1 <= int(limit) <= most):
-            raise RequestError(f"limit = {limit!r} must be a number from 1 to {most}.", param="limit")
+        if not (limit.isascii() and limit.isdecimal() and len(limit) <= len(str(most)) and 1 <= int(limit) <= most):
+            raise RequestError(f"limit = {limit[:100]!r} must be a number from 1 to {most}.", param="limit")
         id = http.match_info["response_id"]
         record = await self._found(http, id)
         items = await asyncio.to_thread(_shown_items, id, record.items)
