@@ -270,6 +270,25 @@ async def test_what_is_not_to_be_stored_is_not(tmp_path: Path) -> None:
             assert (await server.get(f"/v1/responses/{answer['id']}"))[0] == (200 if kept else 404)
 
 
+@pytest.mark.parametrize("store", [False, True])
+async def test_the_vocabulary_is_read_at_the_start_in_a_thread_and_for_a_store_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: bool
+) -> None:
+    threads: list[str] = []
+    vocabulary = responses._vocabulary
+
+    def read(served: Any) -> str:
+        threads.append(threading.current_thread().name)
+        return vocabulary(served)
+
+    monkeypatch.setattr(responses, "_vocabulary", read)
+    made = settings(tmp_path, **({} if store else {"agents": {"store_max_bytes": 0}}))
+    async with running([Puppets()], **made) as server:
+        for _ in range(2):
+            assert (await server.post({"input": "x", "max_output_tokens": 1}, "/v1/responses"))[0] == 200
+    assert threads == (["infer-store_0"] if store else [])
+
+
 async def test_a_response_belongs_to_the_key_that_asked(tmp_path: Path) -> None:
     async with (
         running([Puppets()], **settings(tmp_path, api_keys=["a", "b"])) as server,

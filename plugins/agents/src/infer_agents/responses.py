@@ -37,6 +37,7 @@ from infer_agents.response_tools import CloudTool
 from infer_agents.store import OPEN, Record, Store, StoreError, TooLargeError
 
 if TYPE_CHECKING:
+    from infer.assemble.served import Served
     from infer.server.service import Service
     from infer_agents.seal import Seal
 
@@ -244,6 +245,7 @@ class Responses:
         self._watching: asyncio.Task[None] | None = None
         if store is not None:
             self._thread.submit(self._bury, store)
+            self._vocabulary = self._thread.submit(_vocabulary, service.served)
 
     async def close(self) -> None:
         """End what is computed in the background, and close the store."""
@@ -363,7 +365,7 @@ class Responses:
                 self._seal.opened(sealed)
             except ValueError as error:
                 raise RequestError(f"{path} cannot be taken: {error}.", param=path) from None
-        form = self._form(body)
+        form = await self._form(body)
         if body.previous_response_id is None:
             reply = await self._reply(body)
             return Asked(body, reply, reply.prompt, b"[]", form)
@@ -422,16 +424,13 @@ class Responses:
             except RequestError:
                 raise error from None
 
-    def _form(self, body: ResponsesRequest) -> bytes:
-        """A digest of what a prompt depends on besides the items and the chat template."""
-        parts = [self._vocabulary, body.instructions, body.tool_use().offered, body.hints, body.chat_template_kwargs]
+    async def _form(self, body: ResponsesRequest) -> bytes:
+        """A digest of what a prompt depends on besides the items and the chat template; empty without a store."""
+        if self._store is None:
+            return b""
+        vocabulary = await asyncio.wrap_future(self._vocabulary)
+        parts = [vocabulary, body.instructions, body.tool_use().offered, body.hints, body.chat_template_kwargs]
         return hashlib.sha256(to_json(parts, inf_nan_mode="constants")).digest()
-
-    @functools.cached_property
-    def _vocabulary(self) -> str:
-        """A digest of which tokens there are."""
-        tokens = sorted(self._service.served.tokenizer.get_vocab().items())
-        return hashlib.sha256(repr((self._service.served.name, tokens)).encode(errors="surrogatepass")).hexdigest()
 
     # What is kept
 
@@ -682,6 +681,12 @@ async def _frames(
             frame["response"]["store"] = False
         yield frame
         raise
+
+
+def _vocabulary(served: Served) -> str:
+    """A digest of which tokens there are. Of a large vocabulary, it takes long."""
+    tokens = sorted(served.tokenizer.get_vocab().items())
+    return hashlib.sha256(repr((served.name, tokens)).encode(errors="surrogatepass")).hexdigest()
 
 
 def unknown(id: str, param: str | None = None) -> RequestError:
