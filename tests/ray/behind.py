@@ -41,6 +41,7 @@ OTHERWISE = {
     "counts of one engine, or a prompt that is too short to be routed": (
         "test_figures_move_as_they_should",
         "test_metrics_count_what_was_computed_and_what_was_needed",
+        "test_metrics_count_passes_that_raised",
         "test_a_common_prefix_is_computed_once_and_not_across_salts",
         "test_what_is_refused",
         "test_two_run_four_wait_two_are_refused",
@@ -60,6 +61,13 @@ OTHERWISE = {
         "test_who_asks_reaches_the_engine",
         "test_what_a_server_did_not_finish_has_failed",
         "test_an_answer_goes_out_though_the_disk_is_full",
+        "test_a_server_says_that_a_pass_is_stuck",
+        "test_responses_in_the_background_leave_places_to_others",
+    ),
+    "each of two replicas has a store, a log and a limit of its own": (
+        "test_a_conversation_is_no_larger_than_a_body_may_be",
+        "test_the_vocabulary_is_read_at_the_start_in_a_thread_and_for_a_store_alone",
+        "test_clients_are_told_nothing_of_the_file",
     ),
     "an ingress says in its own words that no replica is there": (
         "test_a_draining_server_finishes_what_it_has_and_takes_no_more",

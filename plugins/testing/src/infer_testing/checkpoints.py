@@ -50,6 +50,11 @@ CONFIG: dict[str, Any] = {
     "mamba_d_state": 16,
     "ssm_state_size": 16,
     "mamba_d_ssm": 64,
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
 }
 """config.json of the checkpoints. A family reads the fields that it knows."""
 OWN: dict[str, dict[str, Any]] = {"GraniteMoeHybridForCausalLM": {"layer_types": ["mamba", "attention"]}}
