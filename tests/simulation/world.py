@@ -1,0 +1,336 @@
+"""A world on a clock of its own: clients, faults and the real engine, scheduler, pool, trie, snapshots and speculation,
+without a model. Everything that happens in it follows from a seed."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Sequences
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tests.simulation.executor import VOCAB, Executor, answer, windows_of
+from tests.support import Always, Knowing
+
+from infer.contracts.attention import AttentionSpec
+from infer.contracts.cache import CacheContext
+from infer.contracts.params import SamplingParams
+from infer.contracts.records import RequestRecord, StepRecord
+from infer.contracts.request import Event, Request
+from infer.contracts.scheduler import Sequence
+from infer.contracts.sections import EngineSettings
+from infer.contracts.states import StateSpec
+from infer.engine.batch import Batch
+from infer.engine.engine import Abort, Engine
+from infer.engine.schedulers import ContinuousScheduler
+from infer.engine.speculation import Speculation
+from infer.kernels.reference import ReferenceKernels
+from infer_cache_paged import PagedPool, PagedSettings
+from infer_cache_paged.pages import Node
+from infer_cache_paged.snapshots import Snapshots
+
+LONGEST = 256
+ENDS = frozenset(range(90, 93))
+CPU = torch.device("cpu")
+
+
+class InjectedError(Exception):
+    """A fault that the world plans."""
+
+
+@dataclass
+class World:
+    """One engine and its clients. ``step`` does what happens next; ``violations`` says what must not be so."""
+
+    seed: int
+    faults: bool = True
+    events: dict[str, list[Event]] = field(default_factory=dict)
+    marks: Counter[str] = field(default_factory=Counter)
+    """What has happened, and how often."""
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        draw = self.draw = random.Random(self.seed)
+        self.batch = draw.randint(1, 8)
+        self.size = draw.choice([1, 2, 4, 7, 16])
+        chunk = draw.choice([1, 3, 16, 64])
+        windows: list[int | None] = [None]
+        if draw.random() < 0.4:
+            windows.append(draw.choice([3, 12, 40]))
+        self.stateful = draw.random() < 0.5
+        self.lag = draw.randint(0, 1)
+        self.speculates = draw.random() < 0.4
+        budget = draw.choice([None, draw.randint(self.batch, 80)])
+        settings = EngineSettings(
+            max_batch_size=self.batch,
+            prefill_chunk_size=chunk,
+            max_tokens_per_step=budget,
+            max_num_partial_prefills=draw.choice([None, 1, 2]),
+            mixed_batches=draw.random() < 0.7,
+        )
+        layers = [
+            AttentionSpec(1, 1, 1, 1.0, window=window) for window in windows for _ in range(1 if window is None else 2)
+        ]
+        context = CacheContext(
+            layers,
+            self.batch,
+            LONGEST,
+            torch.float32,
+            CPU,
+            ReferenceKernels(),
+            max_chunk=max(chunk, 9),
+            states=[StateSpec(((1,),), (torch.float32,))] if self.stateful else (),
+            max_drafts=8 if self.speculates else 0,
+        )
+        blocks = -(-LONGEST // self.size)
+        self.pool = PagedPool(
+            context,
+            PagedSettings(
+                block_size=self.size,
+                num_blocks=blocks + draw.randint(0, blocks),
+                state_snapshots=draw.choice([None, 1, 4]) if self.stateful else None,
+            ),
+        )
+        self.room = self.pool.free_tokens()
+        self.answers: dict[str, list[int]] = {}
+        """What each request is to be answered with."""
+        self.requests: dict[str, Request] = {}
+        self.aborted: set[str] = set()
+        self.failed: set[str] = set()
+        """Requests that a fault may have ended."""
+        self.executor = Executor(self.pool, self.batch, self._fault)
+        speculation = None
+        if self.speculates:
+            speculation = Speculation(
+                Knowing(self.answers, draw.choice([0.0, 0.5, 0.8, 1.0]), self.seed),
+                "The proposer",
+                self.pool,
+                Always(random.Random(self.seed)),
+                truncate=lambda slot, length: self.pool.block_manager.truncate(slot, length),
+                most=8,
+                max_tokens_per_step=budget,
+                vocab_size=VOCAB,
+            )
+        self.budget = budget
+        self.scheduler = ContinuousScheduler(self.pool, settings)
+        self.engine = Engine(
+            self.executor,  # type: ignore[arg-type]
+            self.scheduler,
+            self.pool,
+            tokenizer=None,
+            eos_token_ids=ENDS,
+            max_seq_len=LONGEST,
+            lag=self.lag,
+            publish=self._publish,
+            notify=self._notify,
+            speculation=speculation,
+        )
+        self._watch()
+        self._rate = draw.choice([0.05, 0.15, 0.5])
+        self._prefixes = [[draw.randrange(VOCAB) for _ in range(draw.randint(1, 150))] for _ in range(4)]
+        self._short = self._most = 0
+        """For how many passes memory is short, and how many tokens they have at most."""
+        self._poison: set[str] = set()
+        """Requests whose passes raise."""
+
+    def arrive(self) -> None:
+        """A client asks for something, which often begins like what others ask for."""
+        draw, id = self.draw, str(len(self.requests))
+        prefix = draw.choice(self._prefixes)
+        prompt = prefix[: draw.randint(0, len(prefix))]
+        prompt += [draw.randrange(VOCAB) for _ in range(draw.randint(0 if prompt else 1, 40))]
+        known = draw.choice([*self.requests.values()][-8:]) if self.requests and draw.random() < 0.5 else None
+        if known is not None:  # a conversation goes on
+            prompt = [*known.prompt_token_ids, *self.answers[known.id], *prompt[:20]]
+        prompt = prompt[: LONGEST - 2]
+        request = Request.make(
+            prompt,
+            SamplingParams(max_tokens=draw.randint(1, 40)),
+            vocab_size=VOCAB,
+            max_seq_len=LONGEST,
+            id=id,
+            cache_salt=draw.choice(["", "", "", "a"]),
+            priority=draw.choice([0, 0, 0, 1]),
+            group=draw.choice(["", "", f"group {len(self.requests) // 3}"]),
+        )
+        self.requests[id] = request
+        self.answers[id] = answer(request, ENDS, windows_of(self.pool), self.stateful, LONGEST)
+        if self.faults and draw.random() < 0.02:
+            self._poison.add(id)
+            self.failed.add(id)
+        self.engine.submit(request)
+
+    def step(self) -> None:
+        """Something happens."""
+        draw = self.draw
+        self.steps += 1
+        if len(self.scheduler.seats.waiting) > 3 * self.batch:  # as many as an engine lets wait
+            self._rate = 0.02
+        elif self.steps % 50 == 0:
+            self._rate = draw.choice([0.05, 0.15, 0.5])
+        while draw.random() < self._rate:
+            self.arrive()
+        if self.faults and self.requests and draw.random() < 0.02:
+            id = draw.choice([*self.requests])
+            if not self._ended(id):
+                said = sum(len(event.token_ids) for event in self.events.get(id, ()))
+                self.marks["aborted before its last token" if said + 1 == len(self.answers[id]) else "aborted"] += 1
+            self.aborted.add(id)
+            self.engine.submit(Abort(id))
+        if self.engine.has_work():
+            self.engine.step()
+
+    def drain(self) -> None:
+        """No more arrivals and faults; every step must get on. Raises AssertionError otherwise."""
+        self.faults = False
+        self._poison.clear()
+        left = sum(len(r.prompt_token_ids) + len(self.answers[r.id]) for r in self.requests.values())
+        for _ in range(20 * left + 1000):
+            if not self.engine.has_work():
+                break
+            self.engine.step()
+        assert not self.engine.has_work(), "the engine does not come to an end"
+
+    # What must be so
+
+    def check(self) -> None:
+        """The books agree. Raises AssertionError."""
+        pages = self.pool.block_manager.pages
+        owned: Counter[int] = Counter()
+        nodes: list[Any] = []
+        stack = [*pages.root.children.values()]
+        while stack:
+            node = stack.pop()
+            nodes.append(node)
+            stack += node.children.values()
+        for holding in pages.holdings.values():
+            for table in holding.tables:
+                owned.update(page for block in table if block for page in block)
+        shared = Counter(page for node in nodes for block in node.blocks if block for page in block)
+        assert max(shared.values(), default=1) == 1, "a page is in two nodes"
+        cached = shared.keys() - owned.keys()
+        free = Counter(pages.free_list)
+        assert max(free.values(), default=1) == 1, "a page is free twice"
+        assert not free.keys() & (owned.keys() | cached), "a free page is used"
+        assert len(free) + len(owned.keys() | cached) == pages.num_pages, "a page is lost"
+        assert all(count == 1 or page in shared for page, count in owned.items()), "two sequences have a page of one"
+        for node in nodes:
+            holders = [h for h in pages.holdings.values() if node in h.nodes]
+            assert node.owners == len(holders), "a node has another number of owners"
+            for k, block in enumerate(node.blocks):
+                if block is not None:
+                    users = sum(block in h.tables[k] for h in pages.holdings.values())
+                    assert node.users[k] == users, "a node's pages have another number of users"
+                    assert (node in pages.cached[k]) == (users == 0), "a node is cached that is used, or the reverse"
+        self._check_states(nodes)
+
+    def _check_states(self, nodes: Iterable[Any]) -> None:
+        books = self.pool.block_manager.state_manager
+        if not isinstance(books, Snapshots):
+            return
+        uses: Counter[int] = Counter(node.state for node in nodes if node.state is not None)
+        assert max(uses.values(), default=1) == 1, "a row is two nodes' state"
+        uses.update(row for plan in books._plans.values() for _, row in plan.saved)
+        uses.update(books._reading.values())
+        rows = range(books.num_rows - books.count, books.num_rows)
+        assert [books._uses[row] for row in rows] == [uses[row] for row in rows], "a row has another number of uses"
+        assert sorted(books._free) == [row for row in rows if not uses[row]], "a row is lost, or free and used"
+        assert {*books._kept, *books._served} == {node for node in nodes if node.state is not None}
+
+    def finish(self) -> None:
+        """Everybody has been answered, and nothing is left over. Raises AssertionError."""
+        for id, request in self.requests.items():
+            events = self.events.get(id, [])
+            assert [e.finish_reason is not None for e in events].count(True) == 1, f"{id} has not ended once"
+            assert events[-1].finish_reason is not None, f"{id} goes on after its end"
+            found = [token for event in events for token in event.token_ids]
+            wanted, reason = self.answers[id], events[-1].finish_reason
+            if reason in ("abort", "error"):
+                assert id in (self.aborted if reason == "abort" else self.failed), f"{id}: {events[-1].error}"
+                assert found == wanted[: len(found)], f"{id} has other tokens"
+            else:
+                assert found == wanted, f"{id} is answered otherwise: {request}"
+        assert self.pool.free_tokens() == self.room, "the pool has lost room"
+
+    def _watch(self) -> None:
+        """Count what happens inside."""
+        seats, manager, marks = self.scheduler.seats, self.pool.block_manager, self.marks
+        pages, books = manager.pages, manager.state_manager
+
+        def before(owner: Any, name: str, mark: Callable[..., str | None]) -> None:
+            inner = getattr(owner, name)
+
+            def watched(*args: Any) -> Any:
+                if found := mark(*args):
+                    marks[found] += 1
+                return inner(*args)
+
+            setattr(owner, name, watched)
+
+        def preempted(sequence: Sequence) -> str:
+            return f"preempted {'while it decoded' if sequence.decoding else 'in the middle of its prompt'}"
+
+        def cut(slot: int, length: int) -> str | None:
+            taken = manager.length(slot) - length
+            edge = ", at a block's edge" if length % self.size == 0 else ""
+            return f"drafts taken back{edge}" if taken else None
+
+        def used(nodes: Sequences[Node], k: int) -> str | None:
+            return "a block has another user" if any(node.users[k] for node in nodes) else None
+
+        before(seats, "preempt", preempted)
+        before(pages, "_evict", lambda: "a cached block was evicted")
+        before(pages, "_use", used)
+        before(manager, "truncate", cut)
+        if isinstance(books, Snapshots):
+            before(books, "forget", lambda node: "a state was evicted")
+            reading = books._reading
+            before(
+                books, "_take", lambda slot, border: "a state was taken while one waits to be read" if reading else None
+            )
+
+    def _ended(self, id: str) -> bool:
+        return id in self.events and self.events[id][-1].finish_reason is not None
+
+    def _publish(self, events: list[Event]) -> None:
+        for event in events:
+            self.events.setdefault(event.request_id, []).append(event)
+
+    def _notify(self, hook: str, record: StepRecord | RequestRecord) -> None:
+        if isinstance(record, StepRecord):
+            assert self.budget is None or record.computed_tokens <= self.budget, "a step is over its budget"
+            self.marks["step of several passes"] += record.passes > 1
+        else:
+            self.marks[f"ended by {record.finish_reason}"] += 1
+            self.marks["a prefix was found"] += record.num_cached > 0
+            self.marks["drafts were right"] += record.accepted > 0
+
+    def _fault(self, place: str, batch: Batch) -> None:
+        if not self.faults:
+            return
+        asked = {request.id for readout in batch.readouts for request in getattr(readout, "requests", ())}
+        if place == "after" and asked & self._poison:
+            self.marks["a request's pass raised"] += 1
+            raise InjectedError("poison")
+        if place == "before":
+            if self._short:
+                self._short -= 1
+            elif self.draw.random() < 0.003:
+                self._short, self._most = self.draw.randint(1, 30), self.draw.randint(1, 12)
+        if self._short and sum(batch.lens) > self._most:
+            self.marks[f"memory ran out {place} a pass was computed"] += 1
+            raise MemoryError("injected")
+
+
+def run(seed: int, steps: int) -> World:
+    """A world after so many steps, and after all have been answered. Raises AssertionError for what must not be."""
+    world = World(seed)
+    for _ in range(steps):
+        world.step()
+        world.check()
+    world.drain()
+    world.check()
+    world.finish()
+    return world
