@@ -19,7 +19,7 @@ from infer.contracts.cache import CacheContext
 from infer.contracts.params import SamplingParams
 from infer.contracts.records import RequestRecord, StepRecord
 from infer.contracts.request import Event, Request
-from infer.contracts.scheduler import Sequence
+from infer.contracts.scheduler import PENDING, Sequence
 from infer.contracts.sections import EngineSettings
 from infer.contracts.states import StateSpec
 from infer.engine.batch import Batch
@@ -34,6 +34,17 @@ from infer_cache_paged.snapshots import Snapshots
 LONGEST = 256
 ENDS = frozenset(range(90, 93))
 CPU = torch.device("cpu")
+
+
+class Fickle(ContinuousScheduler):
+    """With ``draw``, whom it preempts is anybody."""
+
+    def __init__(self, pool: PagedPool, settings: EngineSettings, draw: random.Random | None) -> None:
+        super().__init__(pool, settings)
+        self._draw = draw
+
+    def victim(self) -> Sequence:
+        return super().victim() if self._draw is None else self._draw.choice(self.seats.running)
 
 
 class InjectedError(Exception):
@@ -114,7 +125,7 @@ class World:
                 vocab_size=VOCAB,
             )
         self.budget = budget
-        self.scheduler = ContinuousScheduler(self.pool, settings)
+        self.scheduler = Fickle(self.pool, settings, draw if draw.random() < 0.3 else None)
         self.engine = Engine(
             self.executor,  # type: ignore[arg-type]
             self.scheduler,
@@ -197,13 +208,21 @@ class World:
 
     def check(self) -> None:
         """The books agree. Raises AssertionError."""
-        pages = self.pool.block_manager.pages
+        pages, seats = self.pool.block_manager.pages, self.scheduler.seats
+        for queue in (seats.waiting, seats.running):
+            assert queue == sorted(queue, key=seats.key), "a queue is out of order"
+        for sequence in seats.running:
+            assert sequence.slot is not None, "a sequence runs without a slot"
+            assert pages.holdings[sequence.slot].salt == sequence.request.cache_salt, "a slot has another's salt"
+        assert len(pages.holdings) == len(seats.running), "a slot has no sequence"
         owned: Counter[int] = Counter()
         nodes: list[Any] = []
         stack = [*pages.root.children.values()]
         while stack:
             node = stack.pop()
             nodes.append(node)
+            tokens: Any = node.edge[1] if node.parent is pages.root else node.edge  # type: ignore[index]
+            assert PENDING not in tokens, "a block of tokens that nobody knows is shared"
             stack += node.children.values()
         for holding in pages.holdings.values():
             for table in holding.tables:
