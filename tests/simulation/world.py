@@ -100,7 +100,7 @@ class World:
             context,
             PagedSettings(
                 block_size=self.size,
-                num_blocks=blocks + draw.randint(0, blocks),
+                num_blocks=blocks + draw.randint(0, max(1, blocks // 4)),
                 state_snapshots=draw.choice([None, 1, 4]) if self.stateful else None,
             ),
         )
