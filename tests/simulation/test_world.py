@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from tests.examples import seeded
 from tests.simulation.world import run
 
 MARKS = (
@@ -40,7 +41,7 @@ def test_written_worlds() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(40, 200, 10))
-def test_more_worlds(first: int) -> None:
-    for seed in range(first, first + 10):
-        run(seed, 1000)
+@pytest.mark.draws
+@seeded(160)
+def test_more_worlds(seed: int) -> None:
+    run(1000 + seed, 500)
