@@ -141,6 +141,8 @@ class World:
         self._watch()
         self._rate = draw.choice([0.05, 0.15, 0.5])
         self._prefixes = [[draw.randrange(VOCAB) for _ in range(draw.randint(1, 150))] for _ in range(4)]
+        self._injected = self._reported = 0
+        """How many passes raised because the world wanted it, and how many did according to observers."""
         self._short = self._most = 0
         """For how many passes memory is short, and how many tokens they have at most."""
         self._poison: set[str] = set()
@@ -272,6 +274,8 @@ class World:
             else:
                 assert found == wanted, f"{id} is answered otherwise: {request}"
         assert self.pool.free_tokens() == self.room, "the pool has lost room"
+        raised = self._reported + self.engine._reporter.failed_passes
+        assert raised == self._injected, "a pass raised of itself"
 
     def _watch(self) -> None:
         """Count what happens inside."""
@@ -320,6 +324,7 @@ class World:
     def _notify(self, hook: str, record: StepRecord | RequestRecord) -> None:
         if isinstance(record, StepRecord):
             assert self.budget is None or record.computed_tokens <= self.budget, "a step is over its budget"
+            self._reported += record.failed_passes
             self.marks["step of several passes"] += record.passes > 1
         else:
             self.marks[f"ended by {record.finish_reason}"] += 1
@@ -332,6 +337,7 @@ class World:
         asked = {request.id for readout in batch.readouts for request in getattr(readout, "requests", ())}
         if place == "after" and asked & self._poison:
             self.marks["a request's pass raised"] += 1
+            self._injected += 1
             raise InjectedError("poison")
         if place == "before":
             if self._short:
@@ -340,6 +346,7 @@ class World:
                 self._short, self._most = self.draw.randint(1, 30), self.draw.randint(1, 12)
         if self._short and sum(batch.lens) > self._most:
             self.marks[f"memory ran out {place} a pass was computed"] += 1
+            self._injected += 1
             raise MemoryError("injected")
 
 
