@@ -28,7 +28,7 @@ from infer_agents.seal import state_folder
 
 log = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 """Of the tables. A file of another version is refused."""
 BUSY_S = 10.0
 """How many seconds a process waits for others that write."""
