@@ -100,6 +100,11 @@ async def ask(server: Running, **more: Any) -> Any:
     return answer
 
 
+def altered(signature: str) -> str:
+    """Another one, whatever it begins with."""
+    return ("B" if signature[0] == "A" else "A") + signature[1:]
+
+
 async def refused(server: Running, **more: Any) -> str:
     status, answer, _ = await server.post(ASKED | more, PATH)
     assert (status, answer["type"], answer["error"]["type"]) == (400, "error", "invalid_request_error"), answer
@@ -291,10 +296,8 @@ async def test_reasoning_comes_back_unaltered_or_not_at_all(server: Running) -> 
     empty = {"type": "thinking", "thinking": "", "signature": ""}
     redacted = {"type": "redacted_thinking", "data": "abc"}
     assert await counted(server, messages=after(empty, redacted, text)) == without
-    mark = thought["signature"]
-    other = ("B" if mark[0] == "A" else "A") + mark[1:]
-    for altered in ({"thinking": "hm!"}, {"signature": other}, {"thinking": ""}):
-        said = await refused(server, messages=after(thought | altered, text))
+    for change in ({"thinking": "hm!"}, {"signature": altered(thought["signature"])}, {"thinking": ""}):
+        said = await refused(server, messages=after(thought | change, text))
         assert said.startswith("messages[1].content[0]: Invalid `signature` in `thinking` block: it ")
         assert said.endswith("Send the block as it came, with an empty signature, or not at all.")
 
@@ -313,8 +316,7 @@ async def test_reasoning_that_is_omitted_comes_back_in_its_signature(server: Run
         return [USER, {"role": "assistant", "content": answer["content"]}, USER]
 
     assert await counted(server, messages=after(hidden)) == await counted(server, messages=after(shown))
-    first, rest = hidden["content"][0]["signature"][0], hidden["content"][0]["signature"][1:]
-    hidden["content"][0]["signature"] = ("x" if first != "x" else "y") + rest
+    hidden["content"][0]["signature"] = altered(hidden["content"][0]["signature"])
     assert "has been altered" in await refused(server, messages=after(hidden))
 
 
