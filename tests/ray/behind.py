@@ -43,6 +43,8 @@ OTHERWISE = {
         "test_metrics_count_what_was_computed_and_what_was_needed",
         "test_metrics_count_passes_that_raised",
         "test_a_common_prefix_is_computed_once_and_not_across_salts",
+        "test_answers_of_one_prompt_compute_it_once",
+        "test_decisions_repeat_bit_for_bit_and_share_the_state",
         "test_what_is_refused",
         "test_two_run_four_wait_two_are_refused",
         "test_headers_come_when_requests_are_taken_and_comments_until_there_is_a_token",
