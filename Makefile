@@ -1,5 +1,5 @@
-# make install | serve [PORT=8000] | test | test-all | explore [SEED=] | mutants [CHANGED=1] | test-clients | lint | docs | bench | dist
-#      | gpu-box | gpu-dry-run
+# make install | serve [PORT=8000] | test | test-all | explore [SEED=] | mutants [CHANGED=1] | soak [ROUNDS=] [SEED=]
+#      | test-clients | lint | docs | bench | dist | gpu-box | gpu-dry-run
 VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?= python3
@@ -18,7 +18,7 @@ CLIENTS := aiperf==0.13.0 guidellm==0.8.1 lm-eval[api]==0.4.13
 PACKAGES := core bundle $(wildcard plugins/*)
 STAMP := $(VENV)/.installed
 
-.PHONY: install serve test test-all explore mutants test-clients lint style docs bench dist gpu-box gpu-dry-run
+.PHONY: install serve test test-all explore mutants soak test-clients lint style docs bench dist gpu-box gpu-dry-run
 
 install: $(STAMP)
 
@@ -82,6 +82,12 @@ explore: install
 # CHANGED=1: those whose file or test differs from the last commit; CHANGED=REF: from another one.
 mutants: install
 	$(BIN)/python -m tests.mutants $(if $(CHANGED),--changed $(if $(filter 1,$(CHANGED)),HEAD,$(CHANGED)))
+
+# Hostile clients, faults and ordinary requests, drawn anew: tests/soak.
+soak: ROUNDS := 400
+soak: SEED := $(shell date +%s)
+soak: install
+	$(BIN)/python -m tests.soak --rounds $(ROUNDS) --seed $(SEED)
 
 test-clients: $(VENV)/clients/.installed
 	$(BIN)/python -m pytest tests/clients/heavy.py
