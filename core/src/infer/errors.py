@@ -54,7 +54,11 @@ class RequestError(InferError):
 
 
 class QueueFullError(InferError):
-    """No more requests are taken for now; try again later."""
+    """No more requests are taken for now; try again in ``retry_after_s`` seconds."""
+
+    def __init__(self, message: str, *, retry_after_s: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class EngineDeadError(InferError):

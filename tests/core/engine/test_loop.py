@@ -8,7 +8,9 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -42,7 +44,7 @@ class Stuck(ContinuousScheduler):
 class Looped:
     """A loop around a tiny model's engine."""
 
-    def __init__(self, places: int = 8) -> None:
+    def __init__(self, places: int = 8, clock: Callable[[], float] = time.monotonic) -> None:
         model = tiny_model("llama")
         pool = slotted_pool(model, torch.float32)
         self.scheduler = Stuck(pool, EngineSettings(max_batch_size=4))
@@ -60,7 +62,7 @@ class Looped:
                 notify=lambda hook, record: None,
             )
 
-        self.loop = EngineLoop(make, places)
+        self.loop = EngineLoop(make, places, clock=clock)
 
     def submit(self, id: str, mailbox: Callable[[list[Event]], None], max_tokens: int = 3) -> None:
         self.loop.submit(request(id, max_tokens), mailbox)
@@ -101,6 +103,44 @@ def test_a_mailbox_that_fails_loses_its_own_request_and_no_other(looped: Looped)
     looped.loop.close(drain_s=300)
     assert [e.finish_reason for e in told] == [None, "abort"]
     assert looped.loop.ended.result() is None
+
+
+def test_who_finds_no_place_is_told_when_those_who_have_one_will_have_ended() -> None:
+    now = 0.0
+    looped = Looped(4, lambda: now)
+    mailbox: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
+    looped.scheduler.go.set()
+    for i, end in enumerate((3.0, 13.0)):
+        now = end
+        looped.submit(f"before-{i}", mailbox.put)
+        last(mailbox)
+    looped.scheduler.go.clear()
+    looped.loop.check_place()
+    for i in range(4):
+        looped.submit(str(i), mailbox.put)
+    for time_, seconds in ((13.0, 20), (23.0, 40), (3.1, 1), (3000.0, 60)):
+        now = time_
+        with pytest.raises(QueueFullError) as refused:
+            looped.loop.check_place()
+        assert refused.value.retry_after_s == seconds
+        with pytest.raises(QueueFullError) as refused:
+            looped.submit("late", mailbox.put)
+        assert refused.value.retry_after_s == seconds
+    looped.scheduler.go.set()
+    looped.loop.close()
+
+
+def test_answers_that_share_a_place_leave_the_door_open() -> None:
+    looped = Looped(2)
+    mailbox: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
+    together = [replace(request(str(i)), group="a") for i in range(2)]
+    assert looped.loop.submit_all(together, mailbox.put) == 2
+    looped.loop.check_place()
+    looped.submit("beside", mailbox.put)
+    with pytest.raises(QueueFullError):
+        looped.loop.check_place()
+    looped.scheduler.go.set()
+    looped.loop.close()
 
 
 def test_an_engine_that_fails_tells_everyone_and_takes_no_more(looped: Looped) -> None:

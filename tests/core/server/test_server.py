@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from tests.serving import HANG_S, Body, holding, running, until
+from tests.serving import HANG_S, Body, chatty, holding, running, until
 
 from infer.engine.runner import Runner
 
@@ -239,6 +240,31 @@ async def test_two_run_four_wait_two_are_refused() -> None:
         assert all("max_waiting_requests" in answer["error"]["message"] for answer, _ in refused)
         texts = {answer["choices"][0]["text"] for status, answer, _ in answers if status == 200}
         assert len(texts) == 1, "equal requests are answered equally in any company"
+
+
+GENERATING = (
+    *("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/responses"),
+    *("/v1/messages", "/v1/decisions", "/v1/systemone", "/api/chat", "/api/generate", "/api/embed", "/api/embeddings"),
+)
+
+
+async def test_no_body_is_read_while_there_is_no_place(tmp_path: Path) -> None:
+    """But for those of requests that need none."""
+    engine = {"max_batch_size": 1, "max_waiting_requests": 1, "max_seq_len": 1024}
+    async with running(engine=engine, model=chatty(tmp_path)) as server:
+        with holding(0):
+            asked = [asyncio.create_task(server.post({"prompt": "def ", "max_tokens": 3})) for _ in range(2)]
+            await until(lambda: server.engine_loop.num_open == 2)
+            for path in GENERATING:
+                host, port = server.url.removeprefix("http://").split(":")
+                reader, writer = await asyncio.open_connection(host, int(port))
+                head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                writer.write(f"{head}Content-Length: 1000\r\n\r\n".encode())  # of which none comes
+                assert b" 503 " in await reader.readline(), path
+                writer.close()
+            for path, body in (("/tokenize", {"prompt": "a"}), ("/v1/responses/input_tokens", {"input": "a"})):
+                assert (await server.post(body, path))[0] == 200, path
+        assert [status for status, _, _ in await asyncio.gather(*asked)] == [200, 200]
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -8,7 +8,7 @@ import logging
 import math
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 
@@ -21,6 +21,12 @@ log = logging.getLogger(__name__)
 Mailbox = Callable[[list[Event]], None]
 """Receives the events of a client's requests. It is called in the engine's thread, once per pass, with all events of
 that client. If it raises, the requests of these events are aborted."""
+
+
+LAST_ENDS = 64
+"""From how many of the last requests' ends the next ones are foretold."""
+LONGEST_RETRY_S = 60
+"""The longest that a client is told to wait before it tries again, in seconds."""
 
 
 class EngineLoop:
@@ -56,6 +62,8 @@ class EngineLoop:
         """The mailbox and the group of each open request, by request id."""
         self._sharing: Counter[str] = Counter()
         """How many requests share the place of each group."""
+        self._ends: deque[float] = deque(maxlen=LAST_ENDS)
+        """When the last requests ended, on ``clock``."""
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._draining = self._closing = False
@@ -108,10 +116,7 @@ class EngineLoop:
                 raise EngineDeadError("The engine is shutting down and takes no more requests.")
             accepted = tuple(self._fitting(requests))
             if not accepted:
-                raise QueueFullError(
-                    f"All {self._max_open} places are taken (engine.max_batch_size running and "
-                    "engine.max_waiting_requests waiting). Try again later, or raise engine.max_waiting_requests."
-                )
+                raise self._full()
             for request in accepted:
                 if request.id in self._open:
                     raise ValueError(f"request id {request.id!r} is in use")
@@ -119,6 +124,24 @@ class EngineLoop:
             self._sharing.update(request.group for request in accepted if request.group)
             self._engine.submit(accepted)
         return len(accepted)
+
+    def check_place(self) -> None:
+        """Raises QueueFullError if a request that shares no place would be refused now. It costs next to nothing, so
+        that a server can refuse before it reads what is asked."""
+        with self._lock:
+            if len(self._open) - self._sharing.total() + len(self._sharing) >= self._max_open:
+                raise self._full()
+
+    def _full(self) -> QueueFullError:
+        """Says when those who are here now will have ended, if they end as the last ones did."""
+        seconds, ends = 1.0, self._ends
+        if len(ends) > 1 and (took := self._clock() - ends[0]) > 0:
+            seconds = len(self._open) * took / len(ends)
+        return QueueFullError(
+            f"All {self._max_open} places are taken (engine.max_batch_size running and "
+            "engine.max_waiting_requests waiting). Try again later, or raise engine.max_waiting_requests.",
+            retry_after_s=min(max(math.ceil(seconds), 1), LONGEST_RETRY_S),
+        )
 
     def _fitting(self, requests: Sequence[Request]) -> Sequence[Request]:
         """As many of the requests as there are places for, from the first on."""
@@ -202,6 +225,7 @@ class EngineLoop:
                 letters[mailbox].append(event)
                 if event.finish_reason is not None:
                     del self._open[event.request_id]
+                    self._ends.append(self._clock())
             if not self._open:
                 self._idle.notify_all()
         for mailbox, mine in letters.items():

@@ -109,9 +109,12 @@ class Service:
         """Announce that bodies of this kind will be read. Call it before any body is read. Raises ValueError."""
         self._reader.expect(model)
 
-    async def read(self, http: web.Request, model: type[T], most: int | None = None) -> T:
-        """Read and check the body, of at most ``most`` bytes if that is less than ``server.max_body_bytes``. Raises
+    async def read(self, http: web.Request, model: type[T], most: int | None = None, *, place: bool = False) -> T:
+        """Read and check the body, of at most ``most`` bytes if that is less than ``server.max_body_bytes``. With
+        ``place``, what it asks needs a place in the engine: while there is none, the body is not read. Raises
         RequestError, QueueFullError or an aiohttp HTTP error."""
+        if place:
+            self.engine_loop.check_place()
         limit = self._settings.max_body_bytes
         most = limit if most is None else min(most, limit)
         with self._budget.body() as grow:

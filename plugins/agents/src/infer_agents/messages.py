@@ -130,7 +130,7 @@ class Messages:
         self._billing_header = billing_header
 
     async def create(self, http: web.Request) -> web.StreamResponse:
-        body = await self._service.read(http, MessagesRequest)
+        body = await self._service.read(http, MessagesRequest, place=True)
         reply = await self._reply(body)
         try:
             requests = await self._service.replies(http, reply, body, prefix="msg")

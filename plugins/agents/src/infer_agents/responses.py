@@ -258,7 +258,7 @@ class Responses:
             self._store.close()
 
     async def handle(self, http: web.Request) -> web.StreamResponse:
-        asked = await self._asked(http)
+        asked = await self._asked(http, place=True)
         body, reply = asked.body, asked.reply
         requests = await self._service.requests(
             http,
@@ -339,7 +339,7 @@ class Responses:
         )
 
     async def count(self, http: web.Request) -> web.StreamResponse:
-        prompt = (await self._asked(http)).prompt
+        prompt = (await self._asked(http, place=False)).prompt
         served = self._service.served
         most = max(served.max_seq_len, MAX_COUNTED)
         try:
@@ -354,9 +354,10 @@ class Responses:
             ) from None
         return await self._service.answer(http, {"object": "response.input_tokens", "input_tokens": count})
 
-    async def _asked(self, http: web.Request) -> Asked:
-        """What the body asks for. Raises RequestError."""
-        body = await self._service.read(http, ResponsesRequest)
+    async def _asked(self, http: web.Request, *, place: bool) -> Asked:
+        """What the body asks for; with ``place``, it needs a place in the engine. Raises RequestError or
+        QueueFullError."""
+        body = await self._service.read(http, ResponsesRequest, place=place)
         for kind in sorted(body.cloud_kinds - self._logged):
             self._logged.add(kind)
             log.info("the model is not shown tools of the type %s, because only a cloud has them", kind)

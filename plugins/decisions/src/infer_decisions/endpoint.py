@@ -311,7 +311,7 @@ class Decisions:
 
     async def handle(self, http: web.Request, model: type[Questions] = Questions) -> web.StreamResponse:
         """Answer a request. ``model`` is the kind of body that the route takes; ``Questions`` stands for all kinds."""
-        body = await self._service.read(http, model)
+        body = await self._service.read(http, model, place=True)
         match body:
             case SystemOneRequest():
                 questions: list[Question] = list(body.questions.values())

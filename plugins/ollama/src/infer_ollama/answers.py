@@ -132,7 +132,7 @@ class Answers:
 
     async def chat(self, http: web.Request) -> web.StreamResponse:
         began = time.perf_counter_ns()
-        body = await self._service.read(http, ChatBody)
+        body = await self._service.read(http, ChatBody, place=True)
         self._check(body)
         turns, continues = body.history
         if not turns:
@@ -142,7 +142,7 @@ class Answers:
 
     async def generate(self, http: web.Request) -> web.StreamResponse:
         began = time.perf_counter_ns()
-        body = await self._service.read(http, GenerateBody)
+        body = await self._service.read(http, GenerateBody, place=True)
         self._check(body)
         if not body.prompt:
             return await self._nothing(http, body, _response)

@@ -51,7 +51,7 @@ class Embeddings:
 
     async def embed(self, http: web.Request) -> web.StreamResponse:
         began = time.perf_counter_ns()
-        body = await self._service.read(http, EmbedBody)
+        body = await self._service.read(http, EmbedBody, place=True)
         check_served(self._service, body)
         answer: Json = {"model": body.model_name, "embeddings": []}
         if not body.input:  # as Ollama does for a model that is to be loaded
@@ -71,7 +71,7 @@ class Embeddings:
         )
 
     async def old(self, http: web.Request) -> web.StreamResponse:
-        body = await self._service.read(http, OldEmbedBody)
+        body = await self._service.read(http, OldEmbedBody, place=True)
         check_served(self._service, body)
         if not body.prompt:
             return await self._service.answer(http, {"embedding": []})

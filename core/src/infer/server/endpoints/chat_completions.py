@@ -276,7 +276,7 @@ class Chat:
         self._service = service
 
     async def handle(self, http: web.Request) -> web.StreamResponse:
-        body = await self._service.read(http, ChatRequest)
+        body = await self._service.read(http, ChatRequest, place=True)
         reply = await self._service.conversation.reply(body, body.sampling, body.tool_use())
         requests = await self._service.replies(http, reply, body, n=body.n, prefix="chatcmpl")
         counted = [reply.thoughts(self._service.tokens) for _ in requests]

@@ -103,7 +103,7 @@ class Completions:
         self._service = service
 
     async def handle(self, http: web.Request) -> web.StreamResponse:
-        body = await self._service.read(http, CompletionRequest)
+        body = await self._service.read(http, CompletionRequest, place=True)
         overrides: Json = {"max_tokens": 1} if body.max_tokens == 0 else {}
         if body.echo and body.logprobs is not None:
             overrides["prompt_logprobs"] = body.logprobs

@@ -81,7 +81,7 @@ class Embedder:
 
     async def handle(self, http: web.Request) -> web.StreamResponse:
         service = self._service
-        body = await service.read(http, EmbeddingRequest)
+        body = await service.read(http, EmbeddingRequest, place=True)
         rows, usage = await self.pooled(
             http, body.prompts, body, "input", special=body.add_special_tokens, dimensions=body.dimensions
         )

@@ -141,7 +141,7 @@ class Rerank:
         self._label_ids = functools.lru_cache(16)(functools.partial(label_ids, service.served.tokenizer))
 
     async def rerank(self, http: web.Request) -> web.StreamResponse:
-        body = await self._service.read(http, RerankRequest)
+        body = await self._service.read(http, RerankRequest, place=True)
         documents = body.texts
         many.check_count(len(documents), "documents")
         pairs = [(body.query, document) for document in documents]
@@ -157,7 +157,7 @@ class Rerank:
         return await self._service.answer(http, frame | {"results": results, "usage": usage})
 
     async def score(self, http: web.Request) -> web.StreamResponse:
-        body = await self._service.read(http, ScoreRequest)
+        body = await self._service.read(http, ScoreRequest, place=True)
         first, second = body.first, body.second
         many.check_count(max(len(first), len(second)), "text_2")
         if len(first) not in (1, len(second)):

@@ -137,7 +137,7 @@ def _response(request: web.Request, error: Exception) -> web.Response:
             status = 400
         case QueueFullError() | EngineDeadError():
             status, kind = 503, "server_error"
-            headers["Retry-After"] = str(RETRY_AFTER_S)
+            headers["Retry-After"] = str(getattr(error, "retry_after_s", RETRY_AFTER_S))
         case web.HTTPNotFound():
             status, message = 404, f"There is no {request.path} here; GET /docs lists what there is."
         case web.HTTPMethodNotAllowed():
