@@ -19,10 +19,11 @@ from infer.assemble.weights import Weights
 from infer.checkpoint import Checkpoint, ending, locate
 from infer.contracts.cache import CacheContext, CachePoolProtocol, StatefulPool, TruncatingPool
 from infer.contracts.kernels import KernelsProtocol
-from infer.contracts.model import ModelContext, ModelProtocol, StatefulModel
-from infer.contracts.proposer import ProposerContext, SecondModel
+from infer.contracts.model import DraftHead, DraftingModel, ModelContext, ModelProtocol, StatefulModel
+from infer.contracts.proposer import OwnHead, ProposerContext, SecondModel
 from infer.contracts.scheduler import SchedulerContext
 from infer.contracts.sections import Settings, slow_dtype
+from infer.device import free_memory
 from infer.engine.checked import CheckedPool, CheckedScheduler
 from infer.engine.engine import Engine
 from infer.engine.exactness import LENGTH, self_check
@@ -156,7 +157,7 @@ class Assembly:
     def length(self) -> tuple[int, str]:
         """``engine.max_seq_len``, or else as many positions as the checkpoint was made for and the cache can hold, and
         a sentence that says which."""
-        least = ModelContext(self.kernels, self.dtype, self.device, 2)
+        least = ModelContext(self.kernels, self.dtype, self.device, 2, self._wants_head)
         asked, own, cache = self.settings.engine.max_seq_len, self.checkpoint.max_positions, self.chosen("cache")
         if asked is not None:
             if asked > own:
@@ -172,7 +173,7 @@ class Assembly:
             sketch = self.weights.sketch(least)
             pool = self._cache_context(sketch.model, replace(least, max_seq_len=own))
             with Named(f"{cache.whose} cannot say how long a sequence may be"):
-                held = cache.longest(pool, cache.own(self.settings), sketch.nbytes)
+                held = cache.longest(pool, cache.own(self.settings), self._besides(sketch.model, sketch.nbytes))
             why = "memory holds no more"
         length = max(2, min(held, own))
         if length < self.checkpoint.max_positions:
@@ -182,7 +183,12 @@ class Assembly:
     @cached_property
     def context(self) -> ModelContext:
         """What the model is made from."""
-        return ModelContext(self.kernels, self.dtype, self.device, self.length[0])
+        return ModelContext(self.kernels, self.dtype, self.device, self.length[0], self._wants_head)
+
+    @property
+    def _wants_head(self) -> bool:
+        """Whether the model is to have its draft head."""
+        return self.settings.engine.speculation is not None and self.chosen("proposer").draft_head
 
     def texts(self, vocab_size: int) -> Texts:
         return read_texts(self.settings, self.plugins, self.checkpoint, vocab_size)
@@ -200,15 +206,17 @@ class Assembly:
 
     # The cache, for a model with weights or a sketch of one
 
-    def make_pool(self, model: ModelProtocol, yet_to_take: int = 0) -> CachePoolProtocol:
-        """The model's cache pool, which others leave ``yet_to_take`` bytes less than are free now. Raises InferError if
-        there is too little memory."""
+    def make_pool(
+        self, model: ModelProtocol | DraftHead, yet_to_take: int = 0, what: str = "cache"
+    ) -> CachePoolProtocol:
+        """The cache pool of the model, or of its draft head, which others leave ``yet_to_take`` bytes less than are
+        free now. The log calls it ``what``. Raises InferError if there is too little memory."""
         engine, offer, context = self.settings.engine, self.chosen("cache"), self.context
         batch, max_seq_len, enough = engine.max_batch_size, context.max_seq_len, None
         if engine.max_seq_len is None and max_seq_len > DEFAULT_MAX_SEQ_LEN:
             # Unless the settings ask for long sequences, the cache takes no more memory than it would for shorter ones.
             enough = max(batch * DEFAULT_MAX_SEQ_LEN, max_seq_len)
-        given = self._cache_context(model, context, yet_to_take, enough)
+        given = self._cache_context(model, context, self._besides(model, yet_to_take), enough)
         if given.states and not offer.states:
             raise SettingsError(
                 f'The model has recurrent layers, whose states cache.backend "{offer.name}" of {offer.distribution} '
@@ -226,8 +234,17 @@ class Assembly:
                 f"The cache has room for {pool.free_tokens()} positions, but one sequence may need engine.max_seq_len "
                 f"= {max_seq_len}; enlarge the cache or lower engine.max_seq_len."
             )
-        log.info("cache %s: %s", offer.name, self.in_words(pool))
+        log.info("%s %s: %s", what, offer.name, self.in_words(pool))
         return pool
+
+    def _besides(self, model: ModelProtocol | DraftHead, yet_to_take: int) -> int:
+        """``yet_to_take``, and of the rest of memory what the K and V of the model's draft head need if the two pools
+        have as many positions."""
+        head = draft_head(model)
+        if head is None:
+            return yet_to_take
+        own, others = (sum(spec.num_kv_heads * spec.head_size for spec in x.attention) for x in (head, model))
+        return yet_to_take + max(0, free_memory(self.device) - yet_to_take) * own // (own + others)
 
     def in_words(self, pool: CachePoolProtocol) -> str:
         """How large a pool is."""
@@ -247,7 +264,7 @@ class Assembly:
         return max(LENGTH, min(engine.prefill_chunk_size, engine.max_tokens_per_step or sys.maxsize))
 
     def _cache_context(
-        self, model: ModelProtocol, context: ModelContext, yet_to_take: int = 0, enough: int | None = None
+        self, model: ModelProtocol | DraftHead, context: ModelContext, yet_to_take: int = 0, enough: int | None = None
     ) -> CacheContext:
         engine = self.settings.engine
         return CacheContext(
@@ -273,7 +290,7 @@ class Assembly:
 
     @cached_property
     def pool(self) -> CachePoolProtocol:
-        return self.make_pool(self.model, self._activations())
+        return self.make_pool(self.model, self._activations)
 
     @cached_property
     def max_seq_len(self) -> int:
@@ -304,6 +321,7 @@ class Assembly:
         pool = other.make_pool(model)
         return SecondModel(model, pool, read_tokenizer(None, checkpoint, model.vocab_size, frozenset()), max_seq_len)
 
+    @cached_property
     def _activations(self) -> int:
         """The most bytes that a pass takes besides weights and cache. Raises InferError if there are not that many."""
         given = self._cache_context(self.model, self.context)
@@ -354,7 +372,8 @@ class Assembly:
 
     def _engine(self, publish: Callable[..., None], texts: Texts, graphs: DecodeGraphs | None) -> Engine:
         scheduler = self._scheduler()
-        runner = Runner(self.model, self.pool, self.kernels, self.device, self.settings.engine.max_batch_size, graphs)
+        size, keep = self.settings.engine.max_batch_size, self._wants_head
+        runner = Runner(self.model, self.pool, self.kernels, self.device, size, graphs, keep_hidden=keep)
         return Engine(
             runner,
             scheduler,
@@ -386,8 +405,12 @@ class Assembly:
                 f'engine.speculation is "{offer.name}", but {type(pool).__name__} cannot take positions back '
                 "(truncate), as wrong draft tokens require; choose another cache.backend, or none."
             )
+        head = draft_head(self.model)
+        own = None
+        if head is not None:
+            own = OwnHead(head, self.make_pool(head, self._activations, "the draft head's cache"), self.dtype)
         given = ProposerContext(
-            engine, texts.tokenizer, vocab_size, self.max_seq_len, self.device, self.kernels, self.second
+            engine, texts.tokenizer, vocab_size, self.max_seq_len, self.device, self.kernels, self.second, own
         )
         proposer = offer.build(self.settings, given)
         costs = self._costs(runner, pool.truncate, offer.name)
@@ -449,6 +472,11 @@ def open_checkpoint(
     revision = settings.model.revision
     place = locate(path, bundled=plugins.checkpoints, suffixes=suffixes, revision=revision, outlines=outlines)
     return Checkpoint(plugins.choose("container", settings, [ending(place)]).build(settings, place))
+
+
+def draft_head(model: ModelProtocol | DraftHead) -> DraftHead | None:
+    """The model's draft head, if it is loaded."""
+    return model.draft_head if isinstance(model, DraftingModel) else None
 
 
 def choose_device(name: str) -> torch.device:

@@ -13,11 +13,11 @@ import torch
 from infer.assemble.sizes import Meter, Sketch
 from infer.checkpoint import Checkpoint, Outlines, dummy_tensors
 from infer.checkpoint.quantize import Quantize, Quantizer
-from infer.contracts.model import ModelContext, ModelProtocol, SparingModel, UnstackingModel
+from infer.contracts.model import DraftingModel, ModelContext, ModelProtocol, SparingModel, UnstackingModel
 from infer.contracts.sections import Settings
 from infer.contracts.weights import WeightFormatProtocol
 from infer.device import blocks_given_back
-from infer.errors import PluginError
+from infer.errors import PluginError, SettingsError
 from infer.kernels.quantize import unfilled
 from infer.plugins.discovery import Offer
 from infer.plugins.inspection import Named
@@ -75,8 +75,24 @@ class Weights:
         """The model, not loaded yet."""
         with self.checkpoint.placed():
             model: ModelProtocol = self.family.build(self.settings, self.checkpoint.config, context)
+            if context.draft_head and not self._has_head(model):
+                raise SettingsError(
+                    f'engine.speculation is "{self.settings.engine.speculation}", but the checkpoint has no draft head '
+                    f"that {self.family.whose[0].lower()}{self.family.whose[1:]} knows (no tensors mtp.*); choose "
+                    "ngram or draft."
+                )
         self.checkpoint.check_ids(model.vocab_size)
         return model
+
+    def _has_head(self, model: ModelProtocol) -> bool:
+        """Whether a model has a draft head, and the checkpoint any of its tensors."""
+        if not isinstance(model, DraftingModel) or model.draft_head is None:
+            return False
+        if self.settings.model.load_format == "dummy":
+            return True
+        weights: Iterable[tuple[str, Weight]] = self.read(bare=True)
+        names = {name for name, _ in (model.unstack(weights) if isinstance(model, UnstackingModel) else weights)}
+        return not names.isdisjoint(model.draft_head.expected())
 
     def _fill(self, context: ModelContext) -> tuple[ModelProtocol, Quantizer]:
         """The model with its weights, and what has counted these. On torch's meta device the weights have no values,

@@ -82,16 +82,20 @@ class Doctor:
         cache = self._tries(self._choice, "cache", "pool")
         backend = self._tries(self._choice, "kernels", "kernels")
         self._tries(self._choice, "scheduler", "scheduler")
+        proposer = True
         if self.settings.engine.speculation is not None:
-            self._tries(self._choice, "proposer", "proposer")
-            self.report.notes.append("What engine.speculation takes is not counted: a draft model's weights and cache.")
+            proposer = self._tries(self._choice, "proposer", "proposer")
+            if not (proposer and self.assembly.chosen("proposer").draft_head):
+                self.report.notes.append(
+                    "What engine.speculation takes is not counted: a draft model's weights and cache."
+                )
         kernels = cache and backend and self._tries(lambda: self.assembly.kernels)
         if kernels:
             self._kernels()
         dtype = self._tries(lambda: self.assembly.dtype)
         if dtype:
             self._tries(self._dtype)
-        if family and format and kernels and dtype:
+        if family and format and kernels and dtype and proposer:
             self._tries(self._sizes)
 
     def _tries(self, step: Callable[..., object], *given: str) -> bool:
@@ -210,6 +214,8 @@ class Doctor:
 
     def _cache(self, sketch: Sketch, free: int) -> None:
         """How many positions there would be, and whether they fit beside the weights."""
+        from infer.assemble.assembly import draft_head
+
         report, (length, why) = self.report, self.assembly.length
         pool = self.assembly.make_pool(sketch.model, sketch.nbytes)
         positions = pool.free_tokens()
@@ -230,9 +236,15 @@ class Doctor:
             kv_dtype=self.settings.cache.kv_dtype,
             fits_tokens=holds,
         )
-        if sketch.nbytes + pool.nbytes > free:
+        taken = sketch.nbytes + pool.nbytes
+        if (head := draft_head(sketch.model)) is not None:
+            other = self.assembly.make_pool(head, taken, "the draft head's cache")
+            taken += other.nbytes
+            words = f"{self.assembly.in_words(other)}; its weights are among the model's"
+            report.add("draft head", words, positions=other.free_tokens(), bytes=other.nbytes)
+        if taken > free:
             report.problems.append(
-                f"Weights and cache take {mib(sketch.nbytes + pool.nbytes)}, but {mib(free)} are free: lower "
+                f"Weights and cache take {mib(taken)}, but {mib(free)} are free: lower "
                 'engine.max_batch_size or engine.max_seq_len, or set cache.kv_dtype = "int8".'
             )
 

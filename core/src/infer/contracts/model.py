@@ -31,6 +31,9 @@ class Pass:
     cache: KVCacheView
     rows_N: Tensor | None = None
     """int64: indices of the tokens whose hidden states are wanted; None for all. N may be 0."""
+    hidden_TD: Tensor | None = None
+    """For a ``DraftHead``, and no other model: hidden states after the final norm, each of the token before
+    ``token_ids_T``'s."""
 
 
 class ModelProtocol(Protocol):
@@ -87,6 +90,40 @@ class SparingModel(Protocol):
         routers, and what no product is made with."""
 
 
+class DraftHead(Protocol):
+    """A head that drafts tokens (multi-token prediction): of a token's hidden state and the next token, it computes the
+    hidden state that yields the token after that one. Its layers have K and V of their own, in a cache pool of their
+    own. Its tensors are among those of its model, which loads them."""
+
+    @property
+    def attention(self) -> Sequence[AttentionSpec]:
+        """As ``ModelProtocol.attention``, of the head's own layers."""
+
+    @property
+    def hidden_size(self) -> int:
+        """The D of hidden states."""
+
+    def forward(self, batch: Pass) -> Tensor:
+        """The wanted tokens' hidden states after the head's norm, [N, D], each of ``batch.hidden_TD`` and
+        ``batch.token_ids_T``. They may stand in the place of the model's for the token that they yield.
+        ``batch.positions_T`` are the positions of the tokens that ``batch.hidden_TD`` belongs to."""
+
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        """[N, V] in the model's dtype."""
+
+    def expected(self) -> Mapping[str, tuple[int, ...]]:
+        """Name and shape of each of the head's own tensors, as in its model's ``expected``."""
+
+
+@runtime_checkable
+class DraftingModel(Protocol):
+    """A model of a family whose checkpoints may have a draft head."""
+
+    @property
+    def draft_head(self) -> DraftHead | None:
+        """None unless ``ModelContext.draft_head`` asks for it. The model's ``forward`` does not run it."""
+
+
 @dataclass(frozen=True)
 class ModelContext:
     """What a model is made from, in addition to its config."""
@@ -95,6 +132,8 @@ class ModelContext:
     dtype: torch.dtype
     device: torch.device
     max_seq_len: int
+    draft_head: bool = False
+    """Whether a ``DraftingModel`` is to have its draft head. If not, it leaves out the head's tensors."""
 
 
 class ModelFactory(Protocol):

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from infer.contracts.cache import CachePoolProtocol
 from infer.contracts.kernels import KernelsProtocol
-from infer.contracts.model import ModelProtocol
+from infer.contracts.model import DraftHead, ModelProtocol
+from infer.contracts.registration import Registration
 from infer.contracts.sections import EngineSettings
 
 if TYPE_CHECKING:
     import torch
     from tokenizers import Tokenizer
+    from torch import Tensor
 
     from infer.contracts.request import Request
 
@@ -45,6 +47,33 @@ class ProposerProtocol(Protocol):
         """The request has ended, whether it was asked about or not: forget it."""
 
 
+class Computed(NamedTuple):
+    """What a pass computes of one sequence: positions [start, start + length)."""
+
+    request: Request
+    """As ``DraftRequest.request``."""
+    token_ids: Sequence[int]
+    """As ``DraftRequest.token_ids``, without drafts. It may end with tokens that are not known yet (PENDING)."""
+    start: int
+    length: int
+    prefill: bool
+    """Whether the positions are of tokens that the sequence had when it was admitted. The others are a decoded token
+    and the drafts after it, some of which may turn out to be wrong; a later pass then starts at the first of these."""
+
+
+@runtime_checkable
+class ReadingProposer(ProposerProtocol, Protocol):
+    """A proposer that reads hidden states. They are kept for it, and only then."""
+
+    def read(self, computed: Sequence[Computed], hidden_TD: Tensor) -> None:
+        """A pass has been launched. ``hidden_TD`` are the hidden states after the final norm of the sequences'
+        positions, end to end; other rows may follow. A later pass may overwrite them, so copy what is kept. Do not wait
+        for the device.
+
+        Of a prefix that the cache holds already, nothing is read, and a sequence that has lost its slot is computed,
+        and read, again."""
+
+
 class SecondModel(NamedTuple):
     """A second model that has been loaded."""
 
@@ -54,6 +83,16 @@ class SecondModel(NamedTuple):
     tokenizer: Tokenizer
     max_seq_len: int
     """How many positions a sequence may have in it, at most those of the first model."""
+
+
+class OwnHead(NamedTuple):
+    """The draft head of the model that is served."""
+
+    head: DraftHead
+    pool: CachePoolProtocol
+    """A cache pool of its own."""
+    dtype: torch.dtype
+    """Of hidden states."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +108,19 @@ class ProposerContext:
     load: Callable[[str], SecondModel]
     """Loads a further checkpoint (a folder, file, hub id or bundled name) by the settings of the first. Call it
     while the proposer is made. Raises InferError."""
+    own_head: OwnHead | None = None
+    """Only for a proposer whose registration asks for it."""
 
 
 class ProposerFactory(Protocol):
     """Makes a proposer of draft tokens; ``settings`` is its own table, ``[engine.NAME]``."""
 
     def __call__(self, context: ProposerContext, settings: Any) -> ProposerProtocol: ...
+
+
+@dataclass(frozen=True)
+class ProposerRegistration(Registration[ProposerFactory]):
+    """A proposer that says whether it needs a draft head."""
+
+    draft_head: bool = False
+    """Whether the model is loaded with its draft head (``DraftingModel``) for it. A model that has none is refused."""

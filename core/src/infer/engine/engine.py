@@ -199,6 +199,9 @@ class Engine:
             log.error("a pass with %d requests failed", len(works), exc_info=error)
             return error
         self._isolation.passed(works)
+        if launched.hidden_TD is not None and self._speculation is not None:
+            self._speculation.read(works, launched.hidden_TD)
+            launched = launched._replace(hidden_TD=None)  # it need not be kept while the pass is in flight
         self._in_flight.append(_Flight(launched, batch.readouts, answers, works))
         if batch.decode_only:
             for sequence, start in zip(works.sequences, works.starts, strict=True):

@@ -42,6 +42,8 @@ class Launched(NamedTuple):
 
     readers: list[Callable[[], Result]]
     wait: Callable[[], None]
+    hidden_TD: Tensor | None = None
+    """The hidden states of all tokens, if they are kept; rows that pad the pass may follow."""
 
     def results(self) -> list[Result]:
         """Wait for the pass and read its results, one for each of the batch's readouts."""
@@ -60,12 +62,16 @@ class Runner:
         device: torch.device,
         max_batch_size: int,
         graphs: DecodeGraphs | None = None,
+        *,
+        keep_hidden: bool = False,
     ) -> None:
+        """``keep_hidden``: a launched pass has the hidden states of all its tokens."""
         self._model = model
         self._pool = pool
         self._kernels = kernels
         self._device = device
         self._graphs = graphs
+        self._keep_hidden = keep_hidden
         self._drawing = Drawing(device)
         self._masks = Masks()
         self._last_tokens = FixedTensor(torch.zeros(max_batch_size, dtype=torch.int64, device=device))
@@ -75,8 +81,13 @@ class Runner:
     def launch(self, batch: Batch) -> Launched:
         """Start a pass: forward, then logits of the rows that need them, then sampling. Nothing here waits for the
         device."""
-        hidden_ND = self._forward(batch)
-        return Launched([self._read(readout, hidden_ND) for readout in batch.readouts], mark(self._device))
+        hidden_ND, hidden_TD = self._forward(batch), None
+        if self._keep_hidden:
+            hidden_TD = hidden_ND
+            if not batch.decode_only:
+                hidden_ND = hidden_TD.index_select(0, upload(batch.rows_N, self._device))
+        readers = [self._read(readout, hidden_ND) for readout in batch.readouts]
+        return Launched(readers, mark(self._device), hidden_TD)
 
     def _read(self, readout: Score | HiddenStates | Draw, hidden_ND: Tensor) -> Callable[[], Result]:
         match readout:
@@ -126,10 +137,12 @@ class Runner:
         return lambda: [entry for part in found for entry in part.read()]
 
     def _forward(self, batch: Batch) -> Tensor:
-        """Hidden states of the wanted rows; a replayed pass returns padding rows after them."""
+        """Hidden states of the wanted rows, or of all if they are kept; a replayed pass returns padding rows after
+        them."""
         if not batch.decode_only:
             view = self._pool.batched_chunked_prefill_view(batch.slots, batch.starts, batch.lens)
-            return self._model.forward(Pass(*self._inputs(batch), view, upload(batch.rows_N, self._device)))
+            rows_N = None if self._keep_hidden else upload(batch.rows_N, self._device)
+            return self._model.forward(Pass(*self._inputs(batch), view, rows_N))
         if self._graphs is None:
             return self._model.forward(Pass(*self._inputs(batch), self._pool.decode_view(batch.slots)))
         rows = self._graphs.rows(len(batch.slots))

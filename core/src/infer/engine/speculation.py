@@ -9,14 +9,17 @@ import time
 from collections.abc import Callable, Mapping, Set
 from collections.abc import Sequence as Seq
 from itertools import islice
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from infer.contracts.cache import CachePoolProtocol
-from infer.contracts.proposer import DraftRequest, ProposerProtocol
-from infer.contracts.scheduler import PENDING, Sequence, Work
+from infer.contracts.proposer import Computed, DraftRequest, ProposerProtocol, ReadingProposer
+from infer.contracts.scheduler import PENDING, Sequence, Work, Works
 from infer.engine.payoff import Plan
 from infer.engine.processors import LogitsProcessor
 from infer.errors import PluginError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 log = logging.getLogger(__name__)
 
@@ -150,9 +153,12 @@ class Speculation:
         try:
             return self._checked(draft_requests, self._proposer.propose(draft_requests))
         except (Exception, SystemExit):
-            log.exception("%s failed; the engine goes on without speculation", self._whose)
-            self._proposer = None
+            self._fail()
             return []
+
+    def _fail(self) -> None:
+        log.exception("%s failed; the engine goes on without speculation", self._whose)
+        self._proposer = None
 
     def _checked(self, draft_requests: Seq[DraftRequest], proposals: Seq[Seq[int]]) -> list[Drafts]:
         """The proposals, cut at the first token that the model does not have. Raises PluginError."""
@@ -194,6 +200,18 @@ class Speculation:
             self._payoff.verified(sequence, len(drafts), right)
         return wrong
 
+    def read(self, works: Works, hidden_TD: Tensor) -> None:
+        """Show a proposer that reads them the hidden states of a pass that has been launched."""
+        if isinstance(self._proposer, ReadingProposer):
+            computed = [
+                Computed(sequence.request, sequence.tokens, start, length, not decode)
+                for sequence, start, length, _, decode, _ in zip(*works.columns, strict=True)
+            ]
+            try:
+                self._proposer.read(computed, hidden_TD)
+            except (Exception, SystemExit):
+                self._fail()
+
     def learn(self, passes: Seq[Seq[Work]]) -> None:
         """Learn what the step has cost since ``extend`` returned its passes."""
         seconds = time.perf_counter() - self._extended
@@ -209,8 +227,7 @@ class Speculation:
             try:
                 self._proposer.end(sequence.id)
             except (Exception, SystemExit):
-                log.exception("%s failed; the engine goes on without speculation", self._whose)
-                self._proposer = None
+                self._fail()
 
 
 def _verifying(work: Work, drafts: Drafts) -> Work:

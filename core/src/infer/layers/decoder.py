@@ -199,7 +199,7 @@ class Decoder:
                 "config.json: no layer has attention; infer serves models in which one has, at least."
             )
         self.states: Sequence[StateSpec] = [spec for spec in c.states(context.dtype) if spec is not None]
-        ropes = c.ropes(config)
+        ropes = self.ropes = c.ropes(config)
         sizes = [(rope, spec.head_size) if spec else (None, 0) for rope, spec in zip(ropes, specs, strict=True)]
         tables = {
             (rope, head): None if rope is None else RotaryEmbedding(context, rope, head)

@@ -17,6 +17,7 @@ from pydantic import BaseModel
 
 from infer.contracts import hooks as hookspecs
 from infer.contracts.cache import CacheContext, CacheRegistration
+from infer.contracts.proposer import ProposerRegistration
 from infer.contracts.registration import Registration, hookimpl
 from infer.contracts.scheduler import SchedulerRegistration
 from infer.contracts.sections import Settings
@@ -70,6 +71,11 @@ class Offer:
     def states(self) -> bool:
         """``CacheRegistration.states``; False for other plugins."""
         return isinstance(self.registration, CacheRegistration) and self.registration.states
+
+    @property
+    def draft_head(self) -> bool:
+        """``ProposerRegistration.draft_head``; False for other plugins."""
+        return isinstance(self.registration, ProposerRegistration) and self.registration.draft_head
 
     @property
     def about(self) -> str:

@@ -13,7 +13,7 @@ from infer.contracts.cache import CachePoolProtocol, CacheRegistration
 from infer.contracts.command import CommandRegistration
 from infer.contracts.kernels import KernelsProtocol, KernelsRegistration
 from infer.contracts.model import ModelProtocol, ModelRegistration
-from infer.contracts.proposer import ProposerProtocol
+from infer.contracts.proposer import ProposerProtocol, ProposerRegistration
 from infer.contracts.records import ObserverProtocol
 from infer.contracts.registration import Registration
 from infer.contracts.scheduler import SchedulerProtocol, SchedulerRegistration
@@ -136,9 +136,10 @@ EXTENSION_POINTS: Mapping[str, ExtensionPoint] = {
     "proposer": ExtensionPoint(
         "infer_proposers",
         "engine",
-        contract=ProposerProtocol,
-        setting="engine.speculation",
-        packages=dict.fromkeys(("draft", "ngram"), "infer-speculation"),
+        ProposerRegistration,
+        ProposerProtocol,
+        "engine.speculation",
+        packages=dict.fromkeys(("draft", "mtp", "ngram"), "infer-speculation"),
     ),
     "kernels": ExtensionPoint(
         "infer_kernels",

@@ -202,8 +202,9 @@ def _registration(point: str, at: str, kind: type[Registration[Any]], value: obj
         if not isinstance(several, (list, tuple)) or not all(isinstance(one, str) for one in several):
             raise PluginError(f"{at} {field} is {_show(several)}, not a tuple of strings.")
         given[field] = tuple(several)
-    if type(given.get("chunks", True)) is not bool:
-        raise PluginError(f"{at} chunks is {_show(given['chunks'])}, neither True nor False.")
+    for field in {"chunks", "draft_head"} & given.keys():
+        if type(given[field]) is not bool:
+            raise PluginError(f"{at} {field} is {_show(given[field])}, neither True nor False.")
     if given.get("longest") is not None and not callable(given["longest"]):
         raise PluginError(f"{at} longest is {_show(given['longest'])}, which cannot be called.")
     if "add_arguments" in given:

@@ -26,6 +26,7 @@ from infer_models.llama import LlamaConfig, LlamaLayer
 from infer_models.ministral import MinistralConfig
 from infer_models.mistral import MistralConfig
 from infer_models.mixtral import MixtralConfig, MixtralLayer
+from infer_models.mtp import MTPModel
 from infer_models.multimodal import LanguageModel
 from infer_models.nemotron_h import NemotronHConfig, NemotronHLayer
 from infer_models.olmo2 import Olmo2Config
@@ -121,19 +122,19 @@ def infer_models() -> list[ModelRegistration]:
         ),
         ModelRegistration(
             "qwen3_5",
-            lambda config, context, settings: LanguageModel(config, context, Qwen3_5Config, Qwen3_5Layer),
+            lambda config, context, settings: MTPModel(config, context, Qwen3_5Config, Qwen3_5Layer),
             "Qwen3.5, dense, text only",
             architectures=("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration", "Qwen3_5TextModel"),
         ),
         ModelRegistration(
             "qwen3_5_moe",
-            lambda config, context, settings: LanguageModel(config, context, Qwen3_5MoeConfig, Qwen3_5MoeLayer),
+            lambda config, context, settings: MTPModel(config, context, Qwen3_5MoeConfig, Qwen3_5MoeLayer),
             "Qwen3.5, mixtures of experts, text only",
             architectures=("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeTextModel"),
         ),
         ModelRegistration(
             "qwen3_next",
-            lambda config, context, settings: LanguageModel(config, context, Qwen3NextConfig, Qwen3_5MoeLayer),
+            lambda config, context, settings: MTPModel(config, context, Qwen3NextConfig, Qwen3_5MoeLayer),
             "Qwen3-Next",
             architectures=("Qwen3NextForCausalLM", "Qwen3NextModel"),
         ),

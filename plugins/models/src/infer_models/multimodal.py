@@ -25,6 +25,8 @@ class LanguageModel(Decoder):
     """A ``Decoder`` whose config may stand in config.json's ``text_config``, beside those of towers. ``model_types``
     are the values that the model_type there may have; empty for any. Raises CheckpointError for others."""
 
+    left_out: tuple[str, ...] = TOWERS
+
     def __init__(
         self,
         config: Mapping[str, Any],
@@ -56,7 +58,7 @@ class LanguageModel(Decoder):
         left: dict[str, list[int]] = {}
         for name, tensor in tensors:
             bare = name.removeprefix("model.")
-            if tower := next((tower for tower in TOWERS if bare.startswith(tower)), None):
+            if tower := next((tower for tower in self.left_out if bare.startswith(tower)), None):
                 left.setdefault(tower.removesuffix("."), []).append(tensor.nbytes)
                 continue
             yield name.removeprefix("language_model.").replace("model.language_model.", "model.", 1), tensor

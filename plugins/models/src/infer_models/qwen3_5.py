@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self
 
 import torch
-from pydantic import PositiveInt, model_validator
+from pydantic import NonNegativeInt, PositiveInt, model_validator
 
 from infer.contracts.attention import AttentionSpec
 from infer.contracts.states import StateSpec
@@ -32,6 +32,7 @@ class Qwen3_5Config(LlamaConfig):  # noqa: N801
     full_attention_interval: PositiveInt = 4
     layer_types: list[Literal["linear_attention", "full_attention"]] | None = None
     """Without it, every ``full_attention_interval``-th layer has attention."""
+    mtp_num_hidden_layers: NonNegativeInt | None = None
 
     @model_validator(mode="after")
     def _types(self) -> Self:

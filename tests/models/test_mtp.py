@@ -1,0 +1,164 @@
+"""Heads for multi-token prediction against the same in plain torch, since transformers does not run them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests import support
+from tests.models.checkpoints import VOCAB, Family, edit_tensors, write_checkpoint
+from torch import Tensor
+from torch.nn.functional import linear, silu, softmax
+
+from infer.assemble.assembly import Assembly
+from infer.checkpoint.quantize import Quantizer
+from infer.contracts.cache import CacheContext
+from infer.contracts.model import DraftHead, DraftingModel, ModelContext, Pass
+from infer.contracts.sections import Settings
+from infer.errors import CheckpointError
+from infer.plugins.discovery import Plugins
+from infer_cache_slotted import SlottedPool
+
+FAMILIES: tuple[Family, ...] = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+Tensors = dict[str, Tensor]
+LAYER = "mtp.layers.0."
+
+
+def with_head(folder: Path, family: Family, *, seed: int = 3, **config: Any) -> Path:
+    """A tiny checkpoint whose tensors include a head. The head's layer is shaped like the model's layer 1, which has
+    attention."""
+    write_checkpoint(folder, family, **config)
+    generator = torch.Generator().manual_seed(seed)
+
+    def add(tensors: Tensors) -> None:
+        D = tensors["model.norm.weight"].shape[0]
+        shapes = {
+            "mtp.fc.weight": (D, 2 * D),
+            **{f"mtp.{name}.weight": (D,) for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")},
+            **{
+                name.replace("model.layers.1.", LAYER): tuple(x.shape)
+                for name, x in tensors.items()
+                if name.startswith("model.layers.1.")
+            },
+        }
+        for name, shape in shapes.items():
+            noise = torch.randn(shape, generator=generator)
+            scale = 0.3 if len(shape) == 1 else 1.2 / shape[-1] ** 0.5
+            tensors[name] = (scale * noise).to(tensors["model.norm.weight"].dtype)
+
+    edit_tensors(folder, add)
+    return folder
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * (1 + weight)
+
+
+def rotated(x_THE: Tensor, positions_T: Tensor, theta: float, size: int) -> Tensor:
+    """The first ``size`` values of each head rotated, half against half."""
+    angles = positions_T[:, None].double() * theta ** (-torch.arange(0, size, 2).double() / size)
+    cos, sin = angles.cos().float()[:, None], angles.sin().float()[:, None]
+    a, b, rest = x_THE[..., : size // 2], x_THE[..., size // 2 : size], x_THE[..., size:]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
+
+
+def mlp(t: Tensors, name: str, x: Tensor) -> Tensor:
+    gate, up = (linear(x, t[f"{name}.{part}_proj.weight"]) for part in ("gate", "up"))
+    return linear(silu(gate) * up, t[f"{name}.down_proj.weight"])
+
+
+def feed_forward(t: Tensors, x_TD: Tensor, top: int) -> Tensor:
+    name = f"{LAYER}mlp"
+    if f"{name}.gate.weight" not in t:
+        return mlp(t, name, x_TD)
+    values, experts = softmax(linear(x_TD, t[f"{name}.gate.weight"]), dim=-1).topk(top)
+    shares = values / values.sum(-1, keepdim=True)
+    out = torch.stack(
+        [
+            torch.stack(
+                [share * mlp(t, f"{name}.experts.{expert}", x) for share, expert in zip(*pair, strict=True)]
+            ).sum(0)
+            for x, *pair in zip(x_TD, shares, experts.tolist(), strict=True)
+        ]
+    )
+    shared = torch.sigmoid(linear(x_TD, t[f"{name}.shared_expert_gate.weight"]))
+    return out + shared * mlp(t, f"{name}.shared_expert", x_TD)
+
+
+def reference(
+    t: Tensors, config: dict[str, Any], token_ids_T: Tensor, hidden_TD: Tensor, positions_T: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The head's hidden states and its logits, of hidden states at these positions and of the tokens after them."""
+    eps, H, K, E = (config[key] for key in ("rms_norm_eps", "num_attention_heads", "num_key_value_heads", "head_dim"))
+    T = len(token_ids_T)
+    embedded = t["model.embed_tokens.weight"][token_ids_T]
+    parts = (
+        norm(embedded, t["mtp.pre_fc_norm_embedding.weight"], eps),
+        norm(hidden_TD, t["mtp.pre_fc_norm_hidden.weight"], eps),
+    )
+    x_TD = linear(torch.cat(parts, dim=-1), t["mtp.fc.weight"])
+    y_TD = norm(x_TD, t[f"{LAYER}input_layernorm.weight"], eps)
+    q, k, v = (linear(y_TD, t[f"{LAYER}self_attn.{part}_proj.weight"]) for part in "qkv")
+    q_THE, gate_THE = q.view(T, H, 2 * E).chunk(2, dim=-1)
+    theta, size = config["rope_parameters"]["rope_theta"], int(E * 0.25)
+    q_THE = rotated(norm(q_THE, t[f"{LAYER}self_attn.q_norm.weight"], eps), positions_T, theta, size)
+    k_TKE = rotated(norm(k.view(T, K, E), t[f"{LAYER}self_attn.k_norm.weight"], eps), positions_T, theta, size)
+    k_THE, v_THE = (x.repeat_interleave(H // K, dim=1) for x in (k_TKE, v.view(T, K, E)))
+    scores_HTT = torch.einsum("the,she->hts", q_THE, k_THE) / math.sqrt(E)
+    scores_HTT = scores_HTT.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -math.inf)
+    out_THE = torch.einsum("hts,she->the", softmax(scores_HTT, dim=-1), v_THE) * torch.sigmoid(gate_THE)
+    x_TD = x_TD + linear(out_THE.flatten(1), t[f"{LAYER}self_attn.o_proj.weight"])
+    y_TD = norm(x_TD, t[f"{LAYER}post_attention_layernorm.weight"], eps)
+    x_TD = x_TD + feed_forward(t, y_TD, config.get("num_experts_per_tok", 0))
+    hidden_TD = norm(x_TD, t["mtp.norm.weight"], eps)
+    return hidden_TD, linear(hidden_TD, t.get("lm_head.weight", t["model.embed_tokens.weight"]))
+
+
+def loaded(folder: Path, *, draft_head: bool = True) -> Any:
+    """The checkpoint's model, and its config."""
+    assembly = Assembly(Settings.model_validate({"model": {"path": str(folder), "device": "cpu"}}), Plugins.discover())
+    family = assembly.chosen("model").registration
+    context = ModelContext(support.KERNELS, torch.float32, support.CPU, 128, draft_head)
+    model = family.factory(assembly.checkpoint.config, context, family.settings())
+    plain = Quantizer(None, [], "plain", model.vocab_size, support.KERNELS.quantize)
+    model.load(plain(model.unstack(assembly.weights.read())))
+    return model, assembly.checkpoint.config
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_head_computes_what_it_computes_in_plain_torch(family: Family, tied: bool, tmp_path: Path) -> None:
+    """From hidden states, in two chunks with a gap between their positions, and from its own."""
+    folder = with_head(tmp_path, family, tied=tied)
+    model, config = loaded(folder)
+    assert isinstance(model, DraftingModel)
+    head = model.draft_head
+    assert head is not None
+    tensors = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(1)
+    token_ids_T = torch.randint(VOCAB, (40,), generator=generator)
+    hidden_TD = torch.randn(40, head.hidden_size, generator=generator)
+    positions_T = torch.cat((torch.arange(17), torch.arange(30, 53)))
+    expected_TD, expected_TV = reference(tensors, config, token_ids_T, hidden_TD, positions_T)
+
+    pool = SlottedPool(CacheContext(head.attention, 1, 128, torch.float32, support.CPU, support.KERNELS))
+    pool.allocate(token_ids_T.tolist())
+    found = []
+    for begin, end in ((0, 17), (17, 40)):
+        view = pool.batched_chunked_prefill_view([0], [begin], [end - begin])
+        rows_N = torch.arange(end - begin) if begin else None
+        part = token_ids_T[begin:end], positions_T[begin:end], view, rows_N, hidden_TD[begin:end]
+        found.append(head.forward(Pass(*part)))
+    found_TD = torch.cat(found)
+    torch.testing.assert_close(found_TD, expected_TD, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(head.logits(found_TD), expected_TV, atol=1e-3, rtol=1e-4)
+
+    own = head.forward(Pass(torch.tensor([5]), torch.tensor([53]), pool.decode_view([0]), None, found_TD[-1:]))
+    more = (torch.cat(pair) for pair in ((token_ids_T, torch.tensor([5])), (hidden_TD, found_TD[-1:])))
+    expected_TD, _ = reference(tensors, config, *more, torch.cat((positions_T, torch.tensor([53]))))
+    torch.testing.assert_close(own, expected_TD[-1:], atol=1e-4, rtol=1e-4)
