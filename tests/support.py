@@ -24,7 +24,7 @@ from infer.contracts.cache import CacheContext, CachePoolProtocol
 from infer.contracts.kernels import KernelsProtocol
 from infer.contracts.model import ModelContext, ModelProtocol, StatefulModel
 from infer.contracts.params import SamplingParams
-from infer.contracts.proposer import DraftRequest, ProposerProtocol
+from infer.contracts.proposer import DraftRequest, ProposerProtocol, ReadingProposer
 from infer.contracts.records import RequestRecord, StepRecord
 from infer.contracts.request import Event, Request, ThinkingTokens
 from infer.contracts.scheduler import Sequence
@@ -322,10 +322,11 @@ def build_model(
     kernels: KernelsProtocol | None = None,
     quantization: Any = None,
     max_seq_len: int = MAX_SEQ_LEN,
+    draft_head: bool = False,
 ) -> ModelProtocol:
     architecture = config["architectures"][0]
     (family,) = [r for r in infer_models() if architecture in r.architectures]
-    context = ModelContext(kernels or KERNELS, dtype, CPU, max_seq_len)
+    context = ModelContext(kernels or KERNELS, dtype, CPU, max_seq_len, draft_head)
     model = family.factory(config, context, family.settings())
     model.load(
         Quantizer(quantization, [], "auto", model.vocab_size, context.kernels.quantize)(
@@ -575,7 +576,15 @@ def make_engine(
             vocab_size=VOCAB,
         )
     engine = Engine(
-        Runner(model, pool, kernels or KERNELS, CPU, chosen.max_batch_size, graphs),
+        Runner(
+            model,
+            pool,
+            kernels or KERNELS,
+            CPU,
+            chosen.max_batch_size,
+            graphs,
+            keep_hidden=isinstance(proposer, ReadingProposer),
+        ),
         scheduler,
         pool,
         tokenizer=tokenizer,

@@ -17,9 +17,8 @@ from torch.nn.functional import linear, silu, softmax
 from infer.assemble.assembly import Assembly
 from infer.checkpoint.quantize import Quantizer
 from infer.contracts.cache import CacheContext
-from infer.contracts.model import DraftHead, DraftingModel, ModelContext, Pass
+from infer.contracts.model import DraftingModel, ModelContext, Pass
 from infer.contracts.sections import Settings
-from infer.errors import CheckpointError
 from infer.plugins.discovery import Plugins
 from infer_cache_slotted import SlottedPool
 
@@ -75,18 +74,14 @@ def feed_forward(t: Tensors, x_TD: Tensor, top: int) -> Tensor:
     name = f"{LAYER}mlp"
     if f"{name}.gate.weight" not in t:
         return mlp(t, name, x_TD)
-    values, experts = softmax(linear(x_TD, t[f"{name}.gate.weight"]), dim=-1).topk(top)
-    shares = values / values.sum(-1, keepdim=True)
-    out = torch.stack(
-        [
-            torch.stack(
-                [share * mlp(t, f"{name}.experts.{expert}", x) for share, expert in zip(*pair, strict=True)]
-            ).sum(0)
-            for x, *pair in zip(x_TD, shares, experts.tolist(), strict=True)
-        ]
-    )
+    shares, experts = softmax(linear(x_TD, t[f"{name}.gate.weight"]), dim=-1).topk(top)
+    shares = shares / shares.sum(-1, keepdim=True)
+    out_TD = torch.zeros_like(x_TD)
+    for row, x in enumerate(x_TD):
+        for share, expert in zip(shares[row], experts[row].tolist(), strict=True):
+            out_TD[row] += share * mlp(t, f"{name}.experts.{expert}", x)
     shared = torch.sigmoid(linear(x_TD, t[f"{name}.shared_expert_gate.weight"]))
-    return out + shared * mlp(t, f"{name}.shared_expert", x_TD)
+    return out_TD + shared * mlp(t, f"{name}.shared_expert", x_TD)
 
 
 def reference(
@@ -159,6 +154,7 @@ def test_a_head_computes_what_it_computes_in_plain_torch(family: Family, tied: b
     torch.testing.assert_close(head.logits(found_TD), expected_TV, atol=1e-3, rtol=1e-4)
 
     own = head.forward(Pass(torch.tensor([5]), torch.tensor([53]), pool.decode_view([0]), None, found_TD[-1:]))
-    more = (torch.cat(pair) for pair in ((token_ids_T, torch.tensor([5])), (hidden_TD, found_TD[-1:])))
-    expected_TD, _ = reference(tensors, config, *more, torch.cat((positions_T, torch.tensor([53]))))
+    token_ids_T, positions_T = torch.cat((token_ids_T, torch.tensor([5]))), torch.cat((positions_T, torch.tensor([53])))
+    hidden_TD = torch.cat((hidden_TD, found_TD[-1:]))
+    expected_TD, _ = reference(tensors, config, token_ids_T, hidden_TD, positions_T)
     torch.testing.assert_close(own, expected_TD[-1:], atol=1e-4, rtol=1e-4)

@@ -27,7 +27,8 @@ from infer.errors import SettingsError
 log = logging.getLogger(__name__)
 
 KEPT = 32
-"""How many hidden states of a sequence's decoded tokens are kept, at least, until the head is asked about it."""
+"""How many hidden states of a sequence's last tokens are kept until the head is asked about it. No pass verifies as
+many drafts of a sequence."""
 
 
 @dataclass(eq=False, slots=True)
@@ -75,10 +76,9 @@ class MTPProposer:
         self._head, self._pool, self._truncate = own.head, own.pool, pool.truncate
         self._kernels, self._drawing = context.kernels, Drawing(context.device)
         self._last_token = context.vocab_size - 1
-        self._keep = max(KEPT, engine.max_draft_tokens + 2)
-        shape = engine.max_batch_size * self._keep, own.head.hidden_size
+        shape = engine.max_batch_size * KEPT, own.head.hidden_size
         self._kept = torch.zeros(shape, dtype=own.dtype, device=context.device)
-        """The last hidden states of each slot: that of position p in row p % keep."""
+        """The last hidden states of each slot: that of position p in row p % KEPT."""
         log.info("hidden states that are kept for drafts: %.1f MiB", self._kept.nbytes / 2**20)
         self._open: dict[str, _Sequence] = {}
 
@@ -102,8 +102,8 @@ class MTPProposer:
                 if span.begin < span.end and self._extends(span):
                     spans.append(span)
             else:
-                sequence.done = max(sequence.done, end - self._keep)
-            rest = range(max(sequence.done, each.start, end - self._keep), end)
+                sequence.done = max(sequence.done, end - KEPT)
+            rest = range(max(sequence.done, each.start, end - KEPT), end)
             rows += [position + shift for position in rest]
             places += [self._place(sequence, position) for position in rest]
         if spans:
@@ -134,10 +134,10 @@ class MTPProposer:
             self._pool.free(sequence.slot)
 
     def _opened(self, computed: Computed) -> _Sequence | None:
-        """What the head knows of the sequence; None if the head's pool has no room for it."""
+        """What the head knows of the sequence; None if the head's pool has no room for it, or it never decodes."""
         id = computed.request.id
         if id not in self._open:
-            place = self._pool.allocate([0], reuse=False)
+            place = None if computed.request.pooling else self._pool.allocate([0], reuse=False)
             if place is None:
                 return None
             self._open[id] = _Sequence(place.slot, computed.start, computed.start)
@@ -152,7 +152,7 @@ class MTPProposer:
         return self._pool.grow(sequence.slot, length + span.end - span.begin + more)
 
     def _place(self, sequence: _Sequence, position: int) -> int:
-        return sequence.slot * self._keep + position % self._keep
+        return sequence.slot * KEPT + position % KEPT
 
     @torch.inference_mode()
     def _drafts(self, asked: Seq[tuple[DraftRequest, _Span]]) -> list[list[int]]:
@@ -190,7 +190,7 @@ class MTPProposer:
         kept = np.concatenate([np.arange(span.begin, span.end) < span.kept for span in spans])
         token_ids = ints([token for span in spans for token in span.token_ids[span.begin + 1 : span.end + 1]])
         lens = [span.end - span.begin for span in spans]
-        places = np.repeat(ints([span.sequence.slot for span in spans]), lens) * self._keep + positions % self._keep
+        places = np.repeat(ints([span.sequence.slot for span in spans]), lens) * KEPT + positions % KEPT
         if hidden_TD is None:
             input_TD = self._kept.index_select(0, upload(places, self._device))
         else:
