@@ -8,15 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.core.engine.test_schedulers import documented
+from tests.models.checkpoints import edit_tensors, with_head, write_checkpoint
 from tests.support import Always
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from infer import LLM, InferError, SamplingParams, SettingsError, hookimpl
 from infer.assemble import assembly
 from infer.commands import cli
 from infer.contracts.cache import CacheRegistration
-from infer.contracts.records import RequestRecord
+from infer.contracts.records import RequestRecord, StepRecord
 from infer.plugins.discovery import Plugins
 from infer_cache_slotted import SlottedPool
 
@@ -35,6 +38,7 @@ class Watch:
 
     def __init__(self) -> None:
         self.records: list[RequestRecord] = []
+        self.steps = 0
 
     @hookimpl
     def infer_proposers(self) -> Any:
@@ -43,6 +47,10 @@ class Watch:
     @hookimpl
     def infer_request_finished(self, record: RequestRecord) -> None:
         self.records.append(record)
+
+    @hookimpl
+    def infer_step_finished(self, record: StepRecord) -> None:
+        self.steps += 1
 
 
 def answers(engine: dict[str, Any], watch: Watch | None = None) -> Any:
@@ -126,3 +134,74 @@ def test_plugins_shows_who_proposes(capsys: pytest.CaptureFixture[str]) -> None:
             "ngram": "yes" if name == "ngram" else "no",
             "draft": "no",
         }
+
+
+def successors(tensors: dict[str, Tensor]) -> None:
+    """Make token t + 1 follow token t, as the model and its head see it: their layers add nothing, and the output head
+    has each token's embedding in the next one's place. The draft head ignores hidden states."""
+    for name, x in tensors.items():
+        adds = name.endswith(("o_proj.weight", "down_proj.weight", "out_proj.weight"))
+        if adds or ("norm" in name and "linear_attn" not in name):
+            x.zero_()
+    embedding, fc = tensors["model.embed_tokens.weight"], tensors["mtp.fc.weight"]
+    tensors["lm_head.weight"] = embedding.roll(1, 0)
+    fc.zero_()
+    fc[:, : len(fc)] = torch.eye(len(fc))
+
+
+@pytest.fixture(scope="module")
+def predictable(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = with_head(tmp_path_factory.mktemp("mtp"), "qwen3_5_moe", tied=False)
+    edit_tensors(folder, successors)
+    return folder
+
+
+@pytest.mark.parametrize("quantization", [None, "int4"])
+@pytest.mark.parametrize("backend", ["slotted", "paged"])
+def test_a_models_own_head_saves_passes(
+    backend: str, quantization: str | None, predictable: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assembly, "Payoff", lambda costs, waits: Always())
+
+    def passes(**engine: Any) -> tuple[Any, int, list[RequestRecord]]:
+        watch = Watch()
+        keys: dict[str, Any] = {"engine": {"max_batch_size": 2, "max_seq_len": 64} | engine, "kernels": {"threads": 1}}
+        keys |= {"model": {"quantization": quantization}, "cache": {"backend": backend}}
+        with LLM(str(predictable), plugins=[watch], **keys) as llm:
+            outputs = llm.generate(["kettle", "a"], SamplingParams(temperature=0, max_tokens=25))
+        return [out.token_ids for out in outputs], watch.steps, watch.records
+
+    plain, many, _ = passes()
+    found, few, records = passes(speculation="mtp", max_draft_tokens=5)
+    assert found == plain
+    assert all(ids == [*range(ids[0], ids[0] + 25)] for ids in map(list, plain))
+    assert [(record.proposed, record.accepted) for record in records] == [(20, 20)] * 2
+    assert (many, few) == (25, 5)
+
+
+def test_a_model_without_a_draft_head_is_refused(tmp_path: Path) -> None:
+    """Before its weights are loaded."""
+
+    def refused(path: str) -> str:
+        with pytest.raises(SettingsError) as caught:
+            LLM(path, engine={"speculation": "mtp", "max_seq_len": 64}, **SMALL)
+        return str(caught.value)
+
+    why = (
+        'engine.speculation is "mtp", but the checkpoint has no draft head that the model plugin {!r} of infer-models '
+        "knows (no tensors mtp.*); choose ngram or draft."
+    )
+    assert refused("demo") == why.format("llama")
+    folder = str(write_checkpoint(tmp_path, "qwen3_5"))
+    assert refused(folder) == why.format("qwen3_5")
+    with LLM(folder, model={"load_format": "dummy"}, engine={"speculation": "mtp", "max_seq_len": 64}, **SMALL) as llm:
+        (out,) = llm.generate(["a"], SamplingParams(temperature=0, max_tokens=4))
+        assert len(out.token_ids) == 4
+
+
+def test_nothing_is_kept_for_a_head_that_is_not_asked(predictable: Path) -> None:
+    for name in ("mtp", "ngram"):
+        with LLM(str(predictable), engine={"speculation": name, "max_seq_len": 64}, **SMALL) as llm:
+            loaded: Any = llm.loop._engine
+            assert loaded._runner._keep_hidden == (name == "mtp")
+            assert (loaded._runner._model.draft_head is None) == (name != "mtp")

@@ -443,6 +443,32 @@ def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]
     save_file(tensors, folder / "model.safetensors")
 
 
+def with_head(folder: Path, family: Family, *, seed: int = 3, **config: Any) -> Path:
+    """A tiny checkpoint whose tensors include a head. The head's layer is shaped like the model's layer 1, which has
+    attention."""
+    write_checkpoint(folder, family, **config)
+    generator = torch.Generator().manual_seed(seed)
+
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        D = tensors["model.norm.weight"].shape[0]
+        shapes = {
+            "mtp.fc.weight": (D, 2 * D),
+            **{f"mtp.{name}.weight": (D,) for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")},
+            **{
+                name.replace("model.layers.1.", "mtp.layers.0."): tuple(x.shape)
+                for name, x in tensors.items()
+                if name.startswith("model.layers.1.")
+            },
+        }
+        for name, shape in shapes.items():
+            noise = torch.randn(shape, generator=generator)
+            scale = 0.3 if len(shape) == 1 else 1.2 / shape[-1] ** 0.5
+            tensors[name] = (scale * noise).to(tensors["model.norm.weight"].dtype)
+
+    edit_tensors(folder, add)
+    return folder
+
+
 def stacked(tensors: dict[str, torch.Tensor]) -> None:
     """The experts as transformers 5 has them in memory."""
     for name in [name for name in tensors if ".experts.0." in name]:

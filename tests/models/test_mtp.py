@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests import support
-from tests.models.checkpoints import VOCAB, Family, edit_tensors, write_checkpoint
+from tests.models.checkpoints import VOCAB, Family, edit_tensors, stacked, with_head
 from torch import Tensor
 from torch.nn.functional import linear, silu, softmax
 
@@ -19,38 +19,13 @@ from infer.checkpoint.quantize import Quantizer
 from infer.contracts.cache import CacheContext
 from infer.contracts.model import DraftingModel, ModelContext, Pass
 from infer.contracts.sections import Settings
+from infer.errors import CheckpointError
 from infer.plugins.discovery import Plugins
 from infer_cache_slotted import SlottedPool
 
 FAMILIES: tuple[Family, ...] = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 Tensors = dict[str, Tensor]
 LAYER = "mtp.layers.0."
-
-
-def with_head(folder: Path, family: Family, *, seed: int = 3, **config: Any) -> Path:
-    """A tiny checkpoint whose tensors include a head. The head's layer is shaped like the model's layer 1, which has
-    attention."""
-    write_checkpoint(folder, family, **config)
-    generator = torch.Generator().manual_seed(seed)
-
-    def add(tensors: Tensors) -> None:
-        D = tensors["model.norm.weight"].shape[0]
-        shapes = {
-            "mtp.fc.weight": (D, 2 * D),
-            **{f"mtp.{name}.weight": (D,) for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")},
-            **{
-                name.replace("model.layers.1.", LAYER): tuple(x.shape)
-                for name, x in tensors.items()
-                if name.startswith("model.layers.1.")
-            },
-        }
-        for name, shape in shapes.items():
-            noise = torch.randn(shape, generator=generator)
-            scale = 0.3 if len(shape) == 1 else 1.2 / shape[-1] ** 0.5
-            tensors[name] = (scale * noise).to(tensors["model.norm.weight"].dtype)
-
-    edit_tensors(folder, add)
-    return folder
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -158,3 +133,41 @@ def test_a_head_computes_what_it_computes_in_plain_torch(family: Family, tied: b
     hidden_TD = torch.cat((hidden_TD, found_TD[-1:]))
     expected_TD, _ = reference(tensors, config, token_ids_T, hidden_TD, positions_T)
     torch.testing.assert_close(own, expected_TD[-1:], atol=1e-4, rtol=1e-4)
+
+
+@torch.inference_mode()
+def test_a_heads_experts_may_be_stacked(tmp_path: Path) -> None:
+    """As Qwen3.5's published checkpoints have them."""
+    folder = with_head(tmp_path, "qwen3_5_moe")
+    given = torch.arange(9), torch.arange(9), None, torch.randn(9, 48, generator=torch.Generator().manual_seed(2))
+
+    def hidden() -> Tensor:
+        head = loaded(folder)[0].draft_head
+        pool = SlottedPool(CacheContext(head.attention, 1, 128, torch.float32, support.CPU, support.KERNELS))
+        pool.allocate([0] * 9)
+        view = pool.batched_chunked_prefill_view([0], [0], [9])
+        found: Tensor = head.forward(Pass(*given[:2], view, *given[2:]))
+        return found
+
+    before = hidden()
+    edit_tensors(folder, stacked)
+    assert f"{LAYER}mlp.experts.gate_up_proj" in load_file(folder / "model.safetensors")
+    assert torch.equal(hidden(), before)
+
+
+def test_a_head_is_left_out_unless_it_is_asked_for(tmp_path: Path) -> None:
+    folder = with_head(tmp_path, "qwen3_next")
+    whole, _ = loaded(folder)
+    model, _ = loaded(folder, draft_head=False)
+    assert model.draft_head is None
+    assert whole.expected().keys() - model.expected().keys() == whole.draft_head.expected().keys()
+    assert {name for name in load_file(folder / "model.safetensors") if name.startswith("mtp.")} == {
+        *whole.draft_head.expected()
+    }
+
+
+def test_a_head_of_several_layers_is_refused(tmp_path: Path) -> None:
+    folder = with_head(tmp_path, "qwen3_5", mtp_num_hidden_layers=2)
+    loaded(folder, draft_head=False)
+    with pytest.raises(CheckpointError, match="mtp_num_hidden_layers is 2; infer knows draft heads of 1 layer"):
+        loaded(folder)

@@ -20,7 +20,7 @@ from tests.formats import writers
 from tests.formats.gguf.files import write_gguf
 from tests.formats.writers import compressed, compressed_config, linear, scheme
 from tests.hub import serving
-from tests.models.checkpoints import write_checkpoint
+from tests.models.checkpoints import with_head, write_checkpoint
 from tests.models_transformers.checkpoints import write as by_transformers
 from tests.support import held, without
 from torch import Tensor
@@ -88,6 +88,10 @@ CASES: dict[str, tuple[Write, dict[str, Any]]] = {
     "Q4_0": (gguf("Q4_0"), {}),
     "Q8_0, experts": (gguf("Q8_0", "mixtral"), {}),
     "states": (plain("granite_hybrid"), {"engine": {"speculation": "ngram", "max_draft_tokens": 3}}),
+    "draft head": (
+        lambda folder: with_head(folder / "c", "qwen3_5_moe"),
+        {"engine": {"speculation": "mtp"}, "model": {"quantization": "int8"}},
+    ),
     "states, slotted": (plain("lfm2"), {"cache": {"backend": "slotted"}, "engine": {"max_batch_size": 3}}),
 }
 FAST = (
@@ -100,6 +104,7 @@ FAST = (
     "slotted",
     "reference",
     "states",
+    "draft head",
 )
 
 
@@ -135,6 +140,12 @@ def test_what_it_says_is_what_is_held_after_loading(case: str, tmp_path: Path, m
         assert cache["state_bytes"] == held(states)
         assert cache["positions"] == served.cache_tokens
         assert sequences["max_seq_len"] == served.max_seq_len
+        assert ("draft head" in report.data) == (case == "draft head")
+        if case == "draft head":
+            own = loaded._speculation._proposer._pool
+            assert report.data["draft head"]["bytes"] == held([own.storage.k, own.storage.v])
+            assert report.data["draft head"]["positions"] == own.free_tokens() == served.cache_tokens
+            assert not any("engine.speculation" in note for note in report.notes), "all of it is counted"
     finally:
         loop.close()
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from infer import device as devices
 from infer.assemble.served import Served
 from infer.assemble.texts import Texts, read_texts, read_tokenizer, tool_format
 from infer.assemble.weights import Weights
@@ -23,7 +24,6 @@ from infer.contracts.model import DraftHead, DraftingModel, ModelContext, ModelP
 from infer.contracts.proposer import OwnHead, ProposerContext, SecondModel
 from infer.contracts.scheduler import SchedulerContext
 from infer.contracts.sections import Settings, slow_dtype
-from infer.device import free_memory
 from infer.engine.checked import CheckedPool, CheckedScheduler
 from infer.engine.engine import Engine
 from infer.engine.exactness import LENGTH, self_check
@@ -244,7 +244,7 @@ class Assembly:
         if head is None:
             return yet_to_take
         own, others = (sum(spec.num_kv_heads * spec.head_size for spec in x.attention) for x in (head, model))
-        return yet_to_take + max(0, free_memory(self.device) - yet_to_take) * own // (own + others)
+        return yet_to_take + max(0, devices.free_memory(self.device) - yet_to_take) * own // (own + others)
 
     def in_words(self, pool: CachePoolProtocol) -> str:
         """How large a pool is."""
