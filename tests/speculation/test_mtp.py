@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
 from tests import support
+from tests.core.engine.test_graphs import TensorsOnly
 from tests.core.engine.test_speculation import EOS, answers, some_request
 from tests.core.engine.test_speculation import ascii as characters
 from tests.examples import seeds
@@ -27,18 +28,22 @@ from tests.support import (
     letters,
     make_engine,
     paged_pool,
+    random_prompt,
     slotted_pool,
 )
 from torch import Tensor
 
 from infer.contracts.model import DraftHead, DraftingModel, ModelProtocol, Pass
+from infer.contracts.params import SamplingParams
 from infer.contracts.proposer import Computed, DraftRequest, OwnHead, ProposerContext, SecondModel
 from infer.contracts.registration import NoSettings
 from infer.contracts.request import Request
 from infer.contracts.sections import EngineSettings
 from infer.engine.graphs import DecodeGraphs
+from infer.engine.payoff import Plan
 from infer.engine.sampler import Drawing
 from infer_cache_slotted import SlottedPool
+from infer_speculation import mtp
 from infer_speculation.mtp import MTPProposer
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -49,7 +54,7 @@ FAMILIES = ("qwen3_5", "qwen3_next", "qwen3_5 int8", "qwen3_next int4")
 def drafting(family: str, dtype: torch.dtype = F32) -> tuple[ModelProtocol, DraftHead]:
     """A tiny model with a draft head."""
     family, _, quantization = family.partition(" ")
-    model = build_model(CONFIGS[family], dtype, quantization=quantization or None, draft_head=True)
+    model = build_model(CONFIGS[family], dtype, TensorsOnly(), quantization or None, draft_head=True)
     assert isinstance(model, DraftingModel)
     assert model.draft_head is not None
     return model, model.draft_head
@@ -89,17 +94,20 @@ class Watched(MTPProposer):
 
 
 @torch.inference_mode()
-def alone(family: str, dtype: torch.dtype, request: Request, text: list[int], first: int, most: int) -> list[int]:
-    """The drafts of a head that attends to the positions from ``first`` on, computed at once."""
+def alone(
+    family: str, dtype: torch.dtype, request: Request, text: list[int], seen: Sequence[int], most: int
+) -> list[int]:
+    """The drafts of a head that attends to the positions ``seen``, computed at once."""
     model, head = drafting(family, dtype)
     pool, own = slotted_pool(model, dtype, 1), slotted_pool(head, dtype, 1)  # type: ignore[arg-type]
     assert pool.allocate(text)
     assert own.allocate(text)
     positions = torch.arange(len(text) - 1)
     view = pool.batched_chunked_prefill_view([0], [0], [len(text) - 1])
-    hidden = model.forward(Pass(torch.tensor(text[:-1]), positions, view))[first:]
-    view = own.batched_chunked_prefill_view([0], [0], [len(text) - 1 - first])
-    hidden = head.forward(Pass(torch.tensor(text[first + 1 :]), positions[first:], view, None, hidden))[-1:]
+    hidden = model.forward(Pass(torch.tensor(text[:-1]), positions, view))[[*seen]]
+    view = own.batched_chunked_prefill_view([0], [0], [len(seen)])
+    following = torch.tensor([text[position + 1] for position in seen])
+    hidden = head.forward(Pass(following, torch.tensor([*seen]), view, None, hidden))[-1:]
     drafts: list[int] = []
     while True:
         draws = Drawing(CPU)([request], [len(text) + len(drafts)])
@@ -128,14 +136,15 @@ def mix(seed: int) -> None:
         "tokenizer": characters(),
         "eos": frozenset({EOS}),
     }
-    wait, paged, recorded = draw.randint(0, 4), draw.choice([None, 20, 23, 200]), draw.random() < 0.4
+    wait, paged, recorded = draw.randint(0, 4), draw.choice([None, 10, 14, 200]), draw.random() < 0.4
 
     def stepper(**more: Any) -> Stepper:
         pool: Any = (
             slotted_pool(model, dtype, batch)
             if paged is None
-            else paged_pool(model, dtype, batch, num_blocks=paged, state_snapshots=draw.choice([2, 8]))
+            else paged_pool(model, dtype, batch, num_blocks=paged, state_snapshots=8)
         )
+        pool.storage.kernels = TensorsOnly()
         graphs = DecodeGraphs(model, pool, CPU, batch, Recorder(cheap=True)) if recorded else None
         return make_engine(model, dtype, pool=pool, graphs=graphs, **keys, **more)
 
@@ -149,7 +158,8 @@ def mix(seed: int) -> None:
     for draft_request, drafts in draw.sample(proposer.proposed, min(12, len(proposer.proposed))):
         if drafts:
             request, text, most = draft_request
-            assert drafts == alone(family, dtype, request, [*text], proposer.first[request.id], most)
+            seen = range(proposer.first[request.id], len(text) - 1)
+            assert drafts == alone(family, dtype, request, [*text], seen, most)
     if isinstance(pool, SlottedPool) and paged is None:
         assert all(drafts for _, drafts in proposer.proposed), "nothing is ever missed"
 
@@ -158,3 +168,101 @@ def mix(seed: int) -> None:
 @pytest.mark.parametrize("seed", [*seeds(8), *(pytest.param(i, marks=pytest.mark.slow) for i in seeds(120)[8:])])
 def test_any_mix_of_requests_has_the_same_events_and_the_drafts_of_the_whole_text(seed: int) -> None:
     mix(seed)
+
+
+def watched(family: str = "qwen3_5", batch: int = 2, backend: str = "slotted") -> Watched:
+    _, head = drafting(family)
+    return Watched(head, POOLS[backend](head, F32, batch), batch, F32)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_sequence_that_has_lost_its_slot_has_the_drafts_of_its_whole_text(lag: int) -> None:
+    model, _ = drafting("qwen3_5")
+    proposer, pool = watched(), paged_pool(model, F32, 2, num_blocks=9)
+    stepper = make_engine(model, F32, pool=pool, lag=lag, max_batch_size=2, prefill_chunk_size=8, proposer=proposer)
+    stepper.submit(random_prompt(30, seed=7), "grows", temperature=0, max_tokens=60)
+    stepper.submit(random_prompt(60), "long", temperature=0, max_tokens=30)
+    stepper.run()
+    (lost,) = [record.request_id for record in stepper.finished if record.preemptions]
+    works = [work for step in stepper.steps for work in step.work if work.request_id == lost]
+    assert "prefill" in [work.kind for work in works if work.start > works[0].length + 60], "it is computed again"
+    for (request, text, most), drafts in proposer.proposed:
+        assert drafts == alone("qwen3_5", F32, request, [*text], range(len(text) - 1), most)
+
+
+class Sleeping(Always):
+    """A payoff that asks for nothing at first."""
+
+    def __init__(self, plans: int) -> None:
+        super().__init__()
+        self.left = plans
+
+    def plan(self, rows: int, most: Mapping[Any, int]) -> Plan:
+        self.left -= 1
+        return super().plan(rows, most) if self.left < 0 else Plan({})
+
+
+@pytest.mark.parametrize("plans", [3, 17])
+def test_hidden_states_that_nobody_has_asked_about_for_long_are_missed(
+    plans: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head then attends to the prompt, and to the last tokens."""
+    monkeypatch.setattr(mtp, "KEPT", 10)
+    model, _ = drafting("qwen3_5")
+    proposer, prompt = watched(), random_prompt(20)
+    stepper = make_engine(model, F32, proposer=proposer, payoff=Sleeping(plans), max_batch_size=2)
+    stepper.submit(prompt, "a", temperature=0, max_tokens=40)
+    stepper.run()
+    count = 0
+    for (request, text, most), drafts in proposer.proposed:
+        end = len(proposer.proposed[0][0].token_ids) - 1
+        assert end == len(prompt) + plans
+        kept = range(max(len(prompt) - 1, end - 10), len(text) - 1)
+        assert drafts == alone("qwen3_5", F32, request, [*text], [*range(len(prompt) - 1), *kept], most)
+        count += len(drafts)
+    assert count > 20
+
+
+def test_a_head_without_room_misses_what_it_cannot_keep() -> None:
+    """Sequences that come while all of its slots are taken get drafts as soon as one is free."""
+    model, _ = drafting("qwen3_5")
+    proposer = watched(batch=1)
+    stepper = make_engine(model, F32, proposer=proposer, max_batch_size=2)
+    for id, length in (("a", 12), ("b", 30)):
+        stepper.submit(random_prompt(9), id, temperature=0, max_tokens=length)
+    stepper.run()
+    found = {id: [drafts for (request, *_), drafts in proposer.proposed if request.id == id] for id in "ab"}
+    assert all(found["a"])
+    assert not found["b"][0]
+    assert found["b"][-1]
+    (request, text, most), drafts = proposer.proposed[-1]
+    assert drafts == alone("qwen3_5", F32, request, [*text], range(proposer.first["b"], len(text) - 1), most)
+    assert proposer.pool.free_tokens() == proposer.room
+
+
+def test_a_request_that_is_aborted_leaves_nothing() -> None:
+    model, _ = drafting("qwen3_5")
+    proposer = watched(backend="paged")
+    stepper = make_engine(model, F32, proposer=proposer, max_batch_size=2, prefill_chunk_size=8)
+    stepper.submit(random_prompt(30), "prefilling", max_tokens=9)
+    stepper.submit(random_prompt(5), "decoding", max_tokens=90)
+    for id in ("prefilling", "decoding"):
+        for _ in range(2):
+            stepper.engine.step()
+        assert id in proposer._open
+        stepper.abort(id)
+        stepper.engine.step()
+        assert id not in proposer._open
+    stepper.run()
+    assert proposer.pool.free_tokens() == proposer.room
+
+
+def test_a_request_that_only_pools_is_not_read() -> None:
+    model, _ = drafting("qwen3_5")
+    proposer = watched()
+    stepper = make_engine(model, F32, proposer=proposer, max_batch_size=2)
+    params = SamplingParams(max_tokens=1)
+    stepper.engine.submit(Request(tuple(random_prompt(9)), params, id="a", pooling="last"))
+    stepper.run()
+    assert len(stepper.events["a"]) == 1
+    assert not proposer.first
