@@ -11,16 +11,19 @@ from typing import Any
 import pytest
 import torch
 from tests import support
-from tests.models.checkpoints import write_checkpoint
+from tests.models.checkpoints import with_head, write_checkpoint
 from tests.serving import Body, chatty, running
 
 from infer import LLM, CheckpointError, InferError, SamplingParams, SettingsError
-from infer.assemble.assembly import for_device
+from infer.assemble.assembly import Assembly, draft_head, for_device
 from infer.assemble.sizes import Meter
 from infer.commands.cli import main
+from infer.contracts.cache import StatefulPool
 from infer.contracts.sections import EngineSettings, Settings
 from infer.engine.batch import Batch
 from infer.engine.runner import Launched, Runner
+from infer.plugins.discovery import Plugins
+from infer.settings import load_settings
 
 ENGINE = {"max_batch_size": 4, "max_seq_len": 256}
 KERNELS = {"threads": 1}
@@ -258,3 +261,31 @@ def test_a_long_sequence_fills_its_cache_to_the_last_position(long: str) -> None
             assert (len(answer.token_ids), answer.finish_reason) == (20, "length")
             found.append(answer.token_ids)
     assert found[0] == found[1]
+
+
+def test_the_cache_leaves_room_for_that_of_the_draft_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For as many positions as it has itself; and how long a sequence may be follows from that."""
+    folder, free = with_head(tmp_path, "qwen3_next", max_position_embeddings=20_000), 2 << 20
+    plugins = Plugins.discover()
+    monkeypatch.setattr("infer.device.free_memory", lambda device: free)
+
+    def positions(name: str) -> tuple[int, int, int]:
+        """Of a sequence and of the model's cache, and the bytes that weights and all K and V of so many take."""
+        overrides = {
+            "model": {"path": str(folder)},
+            "engine": {"max_batch_size": 4, "speculation": name, "max_draft_tokens": 1},
+            "cache": {"paged": {"memory_fraction": 1.0, "prefix_caching": False}},
+        }
+        assembly = Assembly(load_settings(plugins, env={}, overrides=overrides, read_file=False).settings, plugins)
+        sketch = assembly.weights.sketch(assembly.context)
+        pool, head = assembly.make_pool(sketch.model, sketch.nbytes), draft_head(sketch.model)
+        assert isinstance(pool, StatefulPool)
+        kv = pool.nbytes - pool.state_bytes
+        taken = sketch.nbytes + pool.nbytes + (kv if head else 0)  # one layer each
+        return assembly.length[0], pool.free_tokens(), taken
+
+    (long, many, plain), (short, few, whole) = positions("ngram"), positions("mtp")
+    assert 0.9 * free < plain < 1.01 * free
+    assert 0.7 * free < whole < 1.01 * free
+    assert 0.3 * many < few < 0.6 * many
+    assert 0.3 * long < short < 0.6 * long

@@ -122,6 +122,7 @@ MORE_FIELDS: dict[str, dict[str, tuple[str, ...]]] = {
         "about": ("None", "'a\\nb'"),
     },
     "SchedulerRegistration": {"chunks": ("None", "1", "'no'")},
+    "ProposerRegistration": {"draft_head": ("None", "1", "'no'")},
     "ToolFormatRegistration": {"marks": ("'[CALL]'", "[1]", "None", "('a', b'b')")},
     "CommandRegistration": {
         "add_arguments": (
