@@ -94,17 +94,23 @@ class Watched(MTPProposer):
 
 
 @torch.inference_mode()
+def hidden_states(model: ModelProtocol, text: list[int], dtype: torch.dtype = F32) -> Tensor:
+    """Those of all tokens but the last."""
+    pool, end = slotted_pool(model, dtype, 1), len(text) - 1
+    assert pool.allocate(text)
+    view = pool.batched_chunked_prefill_view([0], [0], [end])
+    return model.forward(Pass(torch.tensor(text[:-1]), torch.arange(end), view))
+
+
+@torch.inference_mode()
 def alone(
     family: str, dtype: torch.dtype, request: Request, text: list[int], seen: Sequence[int], most: int
 ) -> list[int]:
     """The drafts of a head that attends to the positions ``seen``, computed at once."""
     model, head = drafting(family, dtype)
-    pool, own = slotted_pool(model, dtype, 1), slotted_pool(head, dtype, 1)  # type: ignore[arg-type]
-    assert pool.allocate(text)
+    own = slotted_pool(head, dtype, 1)  # type: ignore[arg-type]
     assert own.allocate(text)
-    positions = torch.arange(len(text) - 1)
-    view = pool.batched_chunked_prefill_view([0], [0], [len(text) - 1])
-    hidden = model.forward(Pass(torch.tensor(text[:-1]), positions, view))[[*seen]]
+    hidden = hidden_states(model, text, dtype)[[*seen]]
     view = own.batched_chunked_prefill_view([0], [0], [len(seen)])
     following = torch.tensor([text[position + 1] for position in seen])
     hidden = head.forward(Pass(following, torch.tensor([*seen]), view, None, hidden))[-1:]
@@ -266,3 +272,14 @@ def test_a_request_that_only_pools_is_not_read() -> None:
     stepper.run()
     assert len(stepper.events["a"]) == 1
     assert not proposer.first
+
+
+def test_a_prefix_that_another_has_computed_meanwhile_is_missed() -> None:
+    """A sequence may lose its slot half way, and find more in the cache than it had computed itself."""
+    proposer, (model, _), text = watched(), drafting("qwen3_5"), random_prompt(60)
+    request = Request(tuple(text), SamplingParams(temperature=0), id="a")
+    hidden = hidden_states(model, text)
+    for start, end in ((0, 10), (32, 59)):
+        proposer.read([Computed(request, text, start, end - start, True)], hidden[start:end].clone())
+    (drafts,) = proposer.propose([DraftRequest(request, text, 4)])
+    assert drafts == alone("qwen3_5", F32, request, text, [*range(9), *range(32, 59)], 4)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from infer.contracts.cache import KVCacheView, TruncatingPool
+from infer.contracts.cache import TruncatingPool
 from infer.contracts.model import Pass
 from infer.contracts.proposer import Computed, DraftRequest, ProposerContext
 from infer.contracts.registration import NoSettings
@@ -187,10 +187,10 @@ class MTPProposer:
     def _run(self, spans: Seq[_Span], hidden_TD: Tensor | None, rows_N: Ints) -> Tensor:
         """Compute the spans. Returns the hidden states that the head makes of the rows ``rows_N``."""
         positions = np.concatenate([np.arange(span.begin, span.end) for span in spans])
-        kept = np.concatenate([np.arange(span.begin, span.end) < span.kept for span in spans])
         token_ids = ints([token for span in spans for token in span.token_ids[span.begin + 1 : span.end + 1]])
-        lens = [span.end - span.begin for span in spans]
-        places = np.repeat(ints([span.sequence.slot for span in spans]), lens) * KEPT + positions % KEPT
+        slots, lens = [span.sequence.slot for span in spans], [span.end - span.begin for span in spans]
+        kept = positions < np.repeat(ints([span.kept for span in spans]), lens)
+        places = np.repeat(ints(slots), lens) * KEPT + positions % KEPT
         if hidden_TD is None:
             input_TD = self._kept.index_select(0, upload(places, self._device))
         else:
@@ -199,9 +199,6 @@ class MTPProposer:
             if kept.any():
                 at = upload(np.flatnonzero(kept), self._device)
                 input_TD.index_copy_(0, at, self._kept.index_select(0, upload(places[kept], self._device)))
-        view = self._view([span.sequence.slot for span in spans], lens)
+        view = self._pool.batched_chunked_prefill_view(slots, [self._pool.length(slot) for slot in slots], lens)
         given = upload(token_ids, self._device), upload(positions, self._device), view, upload(rows_N, self._device)
         return self._head.forward(Pass(*given, input_TD))
-
-    def _view(self, slots: Seq[int], lens: Seq[int]) -> KVCacheView:
-        return self._pool.batched_chunked_prefill_view(slots, [self._pool.length(slot) for slot in slots], lens)
