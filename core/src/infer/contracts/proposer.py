@@ -57,8 +57,9 @@ class Computed(NamedTuple):
     start: int
     length: int
     prefill: bool
-    """Whether the positions are of tokens that the sequence had when it was admitted. The others are a decoded token
-    and the drafts after it, some of which may turn out to be wrong; a later pass then starts at the first of these."""
+    """Whether the positions are of tokens that the sequence had when it was admitted, all of which are known. The
+    others are a decoded token and the drafts after it, some of which may turn out to be wrong; a later pass then starts
+    at the first of these."""
 
 
 @runtime_checkable

@@ -18,7 +18,6 @@ from infer.contracts.cache import TruncatingPool
 from infer.contracts.model import Pass
 from infer.contracts.proposer import Computed, DraftRequest, ProposerContext
 from infer.contracts.registration import NoSettings
-from infer.contracts.scheduler import PENDING
 from infer.device import download, mark, upload
 from infer.engine.batch import Ints, ints
 from infer.engine.sampler import Drawing
@@ -95,10 +94,7 @@ class MTPProposer:
             sequence.end = end
             shift = first - each.start
             if each.prefill:
-                known = end
-                while each.token_ids[known - 1] == PENDING:
-                    known -= 1
-                span = _Span(sequence, each.token_ids, sequence.done, known - 1, shift, each.start)
+                span = _Span(sequence, each.token_ids, sequence.done, end - 1, shift, each.start)
                 if span.begin < span.end and self._extends(span):
                     spans.append(span)
             else:
