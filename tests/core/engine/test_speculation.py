@@ -29,11 +29,12 @@ from tests.support import (
     tiny_model,
 )
 from tokenizers import Tokenizer, decoders, models
+from torch import Tensor
 
 from infer.contracts.attention import KVDtype
 from infer.contracts.model import ModelProtocol, Pass
 from infer.contracts.params import SamplingParams, StructuredOutputs
-from infer.contracts.proposer import DraftRequest
+from infer.contracts.proposer import Computed, DraftRequest
 from infer.contracts.request import Event, Request, ThinkingTokens
 from infer.engine.answer import NOT_FINITE
 from infer.engine.payoff import Plan
@@ -355,6 +356,7 @@ class Faulty:
             "too few": [],
             "no ids": [["x"]],
             "no list": None,
+            "reading": [[1]] * len(draft_requests),
         }[self.how]
 
     def end(self, request_id: str) -> None:
@@ -362,13 +364,18 @@ class Faulty:
 
 
 @pytest.mark.parametrize(
-    "how", ["raises", "exits", "endless", "too many", "too few", "no ids", "no list", "at the end"]
+    "how", ["raises", "exits", "endless", "too many", "too few", "no ids", "no list", "reading", "at the end"]
 )
 def test_a_proposer_that_fails_is_not_asked_again(how: str, caplog: pytest.LogCaptureFixture) -> None:
     class Ends(Knowing):
         end = Faulty.end
 
-    proposer = Ends({"a": [1] * 30}) if how == "at the end" else Faulty(how)
+    class Reads(Faulty):
+        def read(self, computed: Sequence[Computed], hidden_TD: Tensor) -> None:
+            if self.calls == 3:
+                raise ValueError("cannot read")
+
+    proposer = Ends({"a": [1] * 30}) if how == "at the end" else Reads(how) if how == "reading" else Faulty(how)
     stepper = run(proposer=proposer)
     assert stepper.events == run().events
     stepper.submit(PROMPT, "b", max_tokens=9)
