@@ -57,7 +57,8 @@ class Scorer:
                 raise SystemExit(f"{setting!r} is no SECTION.KEY=VALUE")
             sections.setdefault(section, {})[name] = value
         self.llm = LLM(model, **sections)
-        self._model: Any = self.llm.loop._engine._runner._model
+        runner: Any = self.llm.loop._engine._runner
+        self._model = runner._model
         self._logits = self._model.logits
 
     def logprobs(self, ids: Sequence[int]) -> Tensor:

@@ -127,7 +127,7 @@ class World:
         self.budget = budget
         self.scheduler = Fickle(self.pool, settings, draw if draw.random() < 0.3 else None)
         self.engine = Engine(
-            self.executor,  # type: ignore[arg-type]
+            self.executor,
             self.scheduler,
             self.pool,
             tokenizer=None,

@@ -17,7 +17,7 @@ from infer.contracts.records import RequestRecord
 from infer.contracts.request import Event, Request
 from infer.contracts.scheduler import Sequence, Work
 from infer.engine.batch import Draw, Score, pack
-from infer.engine.runner import SCORED_ROWS, Drawn
+from infer.engine.runner import SCORED_ROWS, Drawn, Runner
 
 F32 = torch.float32
 
@@ -480,6 +480,7 @@ def test_several_tokens_are_drawn_as_they_would_be_one_by_one(decode: bool) -> N
     """After each of a sequence's last positions, beside one that draws a single token and one that draws none."""
     stepper = make_engine(tiny_model("llama"), F32, max_batch_size=8)
     pool, runner = stepper.pool, stepper.engine._runner
+    assert isinstance(runner, Runner)
     text, begin, count = random_prompt(20), 12 if decode else 0, 4
 
     def sequence(tokens: list[int]) -> Sequence:

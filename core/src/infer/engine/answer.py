@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ class Answer:
     """
 
     __slots__ = (
+        "_clock",
         "_counts",
         "_decode",
         "_fault",
@@ -46,12 +47,18 @@ class Answer:
     )  # fmt: skip
 
     def __init__(
-        self, sequence: Sequence, texts: TokenTexts | None, eos_token_ids: frozenset[int], counts: Counts
+        self,
+        sequence: Sequence,
+        texts: TokenTexts | None,
+        eos_token_ids: frozenset[int],
+        counts: Counts,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         request = sequence.request
         params = request.params
         self._id = request.id
         self._counts = counts
+        self._clock = clock
         stops = frozenset() if params.ignore_eos else eos_token_ids
         self._stops = stops.union(params.stop_token_ids) if params.stop_token_ids else stops
         self._text: TextStream | None = None
@@ -62,7 +69,7 @@ class Answer:
         self.prompt_logprobs: list[TokenLogprobs | None] = [None]
         """Those that have been computed so far."""
         self.first_token: float | None = None
-        """When the first token was taken, on ``time.perf_counter``."""
+        """When the first token was taken, on the clock."""
         self.ended = False
         self._left = sequence.num_prompt if request.pooling == "mean" else 1
         """How many rows are still to be pooled, if the request asks for an embedding."""
@@ -115,7 +122,7 @@ class Answer:
         sequence = self.sequence
         prompt_logprobs = None
         if self.first_token is None:
-            self.first_token = time.perf_counter()
+            self.first_token = self._clock()
             self._count_prompt()
             if sequence.request.params.prompt_logprobs is not None:
                 prompt_logprobs = tuple(self.prompt_logprobs)

@@ -23,7 +23,7 @@ from infer.engine.batch import Batch, Draw, HiddenStates, Score, pack
 from infer.engine.isolation import Isolation
 from infer.engine.processors import LogitsProcessor
 from infer.engine.reporting import Notify, Reporter
-from infer.engine.runner import Drawn, Launched, Runner
+from infer.engine.runner import Drawn, Executor, Launched
 from infer.engine.speculation import Speculation
 from infer.errors import one_line
 from infer.text.detokenizer import TokenTexts
@@ -64,12 +64,12 @@ class Engine:
 
     A fault in a request's text or logits processor ends that request. If launching a pass fails, the requests that
     cause it end, and the others of that pass are computed again. Any other exception from ``step`` leaves an unknown
-    state, and the engine must not be used again.
+    state, and the engine must not be used again. ``clock`` gives the times in records, in seconds.
     """
 
     def __init__(
         self,
-        runner: Runner,
+        runner: Executor,
         scheduler: SchedulerProtocol,
         pool: CachePoolProtocol,
         *,
@@ -80,8 +80,10 @@ class Engine:
         publish: Callable[[list[Event]], None],
         notify: Notify,
         speculation: Speculation | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._runner = runner
+        self._clock = clock
         self._scheduler = scheduler
         self._texts = None if tokenizer is None else TokenTexts(tokenizer)
         self._eos_token_ids = eos_token_ids
@@ -90,7 +92,7 @@ class Engine:
         self._speculation = speculation
         self._isolation = Isolation()
         self._publish = publish
-        self._reporter = Reporter(pool, notify, speculative=speculation is not None)
+        self._reporter = Reporter(pool, notify, speculative=speculation is not None, clock=clock)
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._in_flight: deque[_Flight] = deque()
         self._answers: dict[str, Answer] = {}
@@ -114,7 +116,7 @@ class Engine:
         """One iteration: scheduled sequences advance by a token or a chunk. Observers are notified before the step's
         last events are published, so that a client that has received those finds them in what observers report.
         ``on_pass`` is called before each pass."""
-        started = time.perf_counter()
+        started = self._clock()
         self._drain_inbox()
         schedule = self._scheduler.schedule()
         isolating = self._isolation.active
@@ -164,7 +166,7 @@ class Engine:
             longest = min(longest, len(request.prompt_token_ids) + max_tokens)
         sequence = Sequence(request, self._arrivals, longest)
         self._arrivals += 1
-        answer = Answer(sequence, self._texts, self._eos_token_ids, self._reporter.counts)
+        answer = Answer(sequence, self._texts, self._eos_token_ids, self._reporter.counts, self._clock)
         self._answers[request.id] = answer
         self._scheduler.add(sequence)
         if answer.processor is not None:
@@ -209,7 +211,7 @@ class Engine:
                 sequence.tokens.append(PENDING)
                 sequence.pending += 1
         else:
-            _advance(works, batch)
+            _advance(works, batch, self._clock())
         return None
 
     def _isolate(self, works: Works, error: BaseException) -> list[Event]:
@@ -298,9 +300,8 @@ class Engine:
         )
 
 
-def _advance(works: Works, batch: Batch) -> None:
+def _advance(works: Works, batch: Batch, now: float) -> None:
     """Record in the sequences what a pass with more than decodes computes, draws and reads out of prompts."""
-    now = time.perf_counter()
     for sequence, start, length, draws, decode, _ in zip(*works.columns, strict=True):
         sequence.num_computed = start + length
         if draws:

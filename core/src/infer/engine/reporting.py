@@ -34,11 +34,19 @@ class Counts:
 class Reporter:
     """Makes the record of each step and of each finished request, and notifies the observers."""
 
-    def __init__(self, pool: CachePoolProtocol, notify: Notify, *, speculative: bool) -> None:
+    def __init__(
+        self,
+        pool: CachePoolProtocol,
+        notify: Notify,
+        *,
+        speculative: bool,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         """``speculative``: steps may verify draft tokens."""
         self._pool = pool
         self._block_states: Callable[[], bytes] | None = getattr(pool, "states", None)
         self._notify = notify
+        self._clock = clock
         self._speculative = speculative
         self._steps = 0
         self._accepted: dict[str, int] = {}
@@ -54,7 +62,7 @@ class Reporter:
 
     def step(self, started: float, passes: Seq[Works], slots: Seq[int | None]) -> None:
         """Report a step, of which at least one pass has not raised; ``passes`` are those. ``started`` is its beginning
-        on ``time.perf_counter``; ``slots`` has the slot of every open request, None for those that wait."""
+        on the clock; ``slots`` has the slot of every open request, None for those that wait."""
         waiting = slots.count(None)
         work = passes[0] if len(passes) == 1 else Works.of([*chain(*passes)])
         *_, decode, drafts = work.columns
@@ -64,7 +72,7 @@ class Reporter:
             StepRecord(
                 index=self._steps,
                 started=started,
-                finished=time.perf_counter(),
+                finished=self._clock(),
                 work=WorkRecords(work, self._accepted),
                 passes=len(passes),
                 decodes=decodes,
@@ -97,7 +105,7 @@ class Reporter:
                 arrival=sequence.request.arrival,
                 started=sequence.started,
                 first_token=first_token,
-                finished=time.perf_counter(),
+                finished=self._clock(),
                 preemptions=sequence.preemptions,
                 trace=sequence.request.trace,
                 free_tokens=self._pool.free_tokens(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -49,6 +49,13 @@ class Launched(NamedTuple):
         """Wait for the pass and read its results, one for each of the batch's readouts."""
         self.wait()
         return [read() for read in self.readers]
+
+
+class Executor(Protocol):
+    """Who runs the engine's passes: a Runner, or who only behaves like one."""
+
+    def launch(self, batch: Batch) -> Launched:
+        """Start a pass. The pool is told first which positions it writes, by asking it for a view."""
 
 
 class Runner:
