@@ -62,7 +62,9 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "plugins/demo/src": ("torch", "numpy", *TEXT, *ABOVE),
     "plugins/agents/src": SERVER,
     "plugins/ollama/src": SERVER,
-    "plugins/bench/src": ("torch", "infer.engine", "infer.server", "infer.cache", "infer.layers", "infer.kernels"),
+    "plugins/bench/src": ("infer.server", "infer.layers", "infer.kernels", "infer_testing"),
+    "plugins/bench/src/infer_bench/bench.py": ("torch", "infer.engine", "infer.cache"),
+    "plugins/bench/src/infer_bench/demo.py": ("torch", "infer.engine", "infer.cache"),
     "plugins/testing/src": ("pytest", "hypothesis", "aiohttp", "infer.server", "infer.commands"),
     "plugins/speculation/src": (
         *("infer.layers", "infer.kernels", "infer.checkpoint", "infer.server", "infer.commands", "infer.settings"),

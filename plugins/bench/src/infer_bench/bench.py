@@ -71,6 +71,7 @@ class Planned:
     at: float
     prompt_token_ids: tuple[int, ...]
     max_tokens: int
+    priority: int = 0
 
 
 @dataclass
@@ -166,6 +167,11 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
         cells.append(["padded/needed", *(f"{c['padded_tokens'] / c['useful_tokens']:.3f}" for c in counted)])
         cells.append(["tokens cached", *(f"{c['prefix_cache_hits']:.0f}" for c in counted)])
     cells.append(["errors", *(str(len(r["errors"])) for r in rows.values())])
+    return aligned(cells)
+
+
+def aligned(cells: Sequence[Sequence[str]]) -> str:
+    """The rows' cells in columns, the first to the left and the others to the right."""
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     return "\n".join(
         "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
@@ -256,9 +262,10 @@ async def served(url: str) -> dict[str, Any]:
 
 
 @contextmanager
-def server(settings_argv: Sequence[str]) -> Iterator[str]:
-    """Start an `infer serve` with these settings, yield its URL, and stop it at the end. Raises InferError."""
-    command = [sys.executable, "-m", "infer.commands.cli", "serve", *settings_argv, "--server.port", "0"]
+def server(settings_argv: Sequence[str], program: Sequence[str] = ("infer.commands.cli", "serve")) -> Iterator[str]:
+    """Start an `infer serve` with these settings, yield its URL, and stop it at the end. ``program`` is a module that
+    serves, and its arguments. Raises InferError."""
+    command = [sys.executable, "-m", *program, *settings_argv, "--server.port", "0"]
     env = os.environ | {"INFER_SERVER__ACCESS_LOG": "false"}  # which would bury the tables; a setting still asks for it
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
     assert process.stdout is not None
