@@ -72,6 +72,7 @@ class Planned:
     prompt_token_ids: tuple[int, ...]
     max_tokens: int
     priority: int = 0
+    user: str = ""
 
 
 @dataclass

@@ -8,7 +8,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from infer.plugins.discovery import Plugins
 from infer.settings import load_settings
 from infer_bench.bench import AUTO_LOAD, CALIBRATION, WORKLOADS, Planned, aligned, plan
 from infer_bench.timeline import new_timeline
+from infer_bench.trace import Row, check, read, requests
 
 if TYPE_CHECKING:
     from infer_bench.costs import Costs
@@ -111,6 +112,7 @@ def run(args: argparse.Namespace, context: CommandContext) -> int:
     if args.compare:
         words = [*context.argv, *(f"--{setting}" for setting in args.compare)]
         variants["compared"] = load_settings(context.plugins, file=args.settings, argv=words).settings
+    traces = {name: read(name) for name in names if name not in WORKLOADS}
     page = new_timeline("--timeline", args.timeline, context.plugins) if args.timeline else None
     costs = _costs(args, context, settings_argv)
     out = sys.stderr if args.json == "-" else sys.stdout
@@ -130,7 +132,7 @@ def run(args: argparse.Namespace, context: CommandContext) -> int:
         for title, settings in variants.items():
             began = time.perf_counter()
             watch = partial(_observer, context.plugins, settings, page, f"{name}, {title}")
-            columns[title], rate = simulated(name, args, settings, context.plugins, costs, rate, watch)
+            columns[title], rate = simulated(name, args, settings, context.plugins, costs, rate, traces, watch)
             log.info("%s, %s: simulated in %.1f s", name, title, time.perf_counter() - began)
         report["workloads"][name] = {"rate": rate, "runs": columns}
         of = f"scale {args.scale}, {rate or 0:.2f} requests/s" if name in WORKLOADS else "a trace"
@@ -197,18 +199,19 @@ def simulated(
     plugins: Plugins,
     costs: Costs,
     rate: float | None,
+    traces: Mapping[str, Sequence[Row]],
     observer: Any = lambda: None,
 ) -> tuple[dict[str, Any], float | None]:
     """Play a workload or a trace. Returns its figures and, of a workload, its rate in requests per second, which is
     chosen as `infer bench` chooses it."""
     from infer_bench.simulation import Simulation
-    from infer_bench.trace import read, requests
 
     watching = observer()
     simulation = Simulation(settings, plugins, costs, watching)
     try:
         if name not in WORKLOADS:
-            return simulation.play(requests(read(name, simulation.max_seq_len))), None
+            check(name, traces[name], simulation.max_seq_len)
+            return simulation.play(requests(traces[name])), None
         workload = WORKLOADS[name]
 
         def drawn(seed: int) -> list[Planned]:

@@ -192,7 +192,9 @@ class Simulation:
         self._ids += 1
         self._open[id] = BEFORE
         params = _params(one.max_tokens)
-        self._engine.submit(Request(one.prompt_token_ids, params, id, priority=one.priority, arrival=sent))
+        self._engine.submit(
+            Request(one.prompt_token_ids, params, id, priority=one.priority, user=one.user, arrival=sent)
+        )
 
     def _publish(self, events: list[Event]) -> None:
         now, open = self._executor.now, self._open

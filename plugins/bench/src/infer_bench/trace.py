@@ -10,7 +10,7 @@ from infer.errors import SettingsError
 from infer_bench.bench import Planned
 
 NEEDED = ("arrival_s", "prompt_tokens", "output_tokens")
-COLUMNS = (*NEEDED, "session", "prefix", "prefix_tokens", "priority")
+COLUMNS = (*NEEDED, "session", "prefix", "prefix_tokens", "priority", "user")
 
 
 class Row(NamedTuple):
@@ -23,20 +23,21 @@ class Row(NamedTuple):
     prefix: str = ""
     prefix_tokens: int = 0
     priority: int = 0
+    user: str = ""
 
 
-def read(path: str, max_seq_len: int) -> list[Row]:
+def read(path: str) -> list[Row]:
     """The file's rows, of which there is at least one. Raises SettingsError."""
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
-            return _rows(path, csv.reader(file), max_seq_len)
+            return _rows(path, csv.reader(file))
     except OSError as error:
         raise SettingsError(f"--workload {path} cannot be read: {error.strerror}.") from None
     except (UnicodeDecodeError, csv.Error) as error:
         raise SettingsError(f"--workload {path} is no CSV file: {error}.") from None
 
 
-def _rows(path: str, lines: Iterator[Sequence[str]], max_seq_len: int) -> list[Row]:
+def _rows(path: str, lines: Iterator[Sequence[str]]) -> list[Row]:
     names = [name.strip() for name in next(lines, [])]
     lacking = [name for name in NEEDED if name not in names]
     unknown = [name for name in names if name not in COLUMNS]
@@ -50,7 +51,7 @@ def _rows(path: str, lines: Iterator[Sequence[str]], max_seq_len: int) -> list[R
     for number, cells in enumerate(lines, 2):
         if not cells:
             continue
-        row = _row(f"--workload {path}, line {number}", names, cells, max_seq_len)
+        row = _row(f"--workload {path}, line {number}", names, cells)
         if row.arrival_s < before:
             raise SettingsError(
                 f"--workload {path}, line {number}: arrival_s is {row.arrival_s:g}, after {before:g}; sort the lines "
@@ -63,7 +64,7 @@ def _rows(path: str, lines: Iterator[Sequence[str]], max_seq_len: int) -> list[R
     return rows
 
 
-def _row(where: str, names: Sequence[str], cells: Sequence[str], max_seq_len: int) -> Row:
+def _row(where: str, names: Sequence[str], cells: Sequence[str]) -> Row:
     if len(cells) != len(names):
         raise SettingsError(f"{where} has {len(cells)} cells, but the first line has {len(names)}.")
     said = {name: cell for name, cell in zip(names, cells, strict=True) if cell}
@@ -89,13 +90,18 @@ def _row(where: str, names: Sequence[str], cells: Sequence[str], max_seq_len: in
         raise SettingsError(f"{where}: prefix and prefix_tokens go together; give both or neither.")
     if shared > prompt:
         raise SettingsError(f"{where}: prefix_tokens is {shared}, more than the {prompt} of prompt_tokens.")
-    if prompt + output > max_seq_len:
+    session, prefix, user = (said.get(name, "") for name in ("session", "prefix", "user"))
+    return Row(arrival_s, prompt, output, session, prefix, shared, number("priority", -(1 << 31)), user)
+
+
+def check(path: str, rows: Sequence[Row], max_seq_len: int) -> None:
+    """Raises SettingsError if a sequence cannot be so long as one of the rows."""
+    longest = max(rows, key=lambda row: row.prompt_tokens + row.output_tokens)
+    if (length := longest.prompt_tokens + longest.output_tokens) > max_seq_len:
         raise SettingsError(
-            f"{where}: prompt_tokens and output_tokens are {prompt + output} together, but a sequence has at most "
-            f"{max_seq_len} positions; raise engine.max_seq_len."
+            f"--workload {path} has a request of {length} tokens, prompt and answer together, at arrival_s "
+            f"{longest.arrival_s:g}, but a sequence has at most {max_seq_len} positions; raise engine.max_seq_len."
         )
-    session, prefix = said.get("session", ""), said.get("prefix", "")
-    return Row(arrival_s, prompt, output, session, prefix, shared, number("priority", -(1 << 31)))
 
 
 Runs = tuple[tuple[int, int], ...]
@@ -125,4 +131,4 @@ def requests(rows: Sequence[Row]) -> Iterator[Planned]:
         prompt: tuple[int, ...] = ()
         for token, count in runs:
             prompt += (token,) * count
-        yield Planned(row.arrival_s, prompt, row.output_tokens, row.priority)
+        yield Planned(row.arrival_s, prompt, row.output_tokens, row.priority, row.user)
