@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--workload",
         metavar="NAME",
         action="append",
-        help=f"{names}, or a trace, a file of the form FILE.csv; may be repeated; default: all but a trace",
+        help=f"one of {names}, or a trace, FILE.csv; may be repeated; default: all that have a name",
     )
     parser.add_argument("--costs", metavar="FILE", help="what passes cost; with --fit, the file to write")
     parser.add_argument(
