@@ -1,4 +1,4 @@
-"""python -m benchmarks.simulated [--model MODEL] [--fit SECONDS] [--scale SCALE] [--json FILE] [--section.key value ...]
+"""python -m benchmarks.simulated [--model MODEL] [--fit SECONDS] [--scale SCALE] [--json FILE] [--key.of.setting value]
 
 What ``infer simulate`` says beside what ``infer bench`` measures, at the same rates. See benchmarks/README.md.
 """

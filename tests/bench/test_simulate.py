@@ -449,8 +449,8 @@ def test_columns_are_variants(costs_file: str, tmp_path: Path, capsys: pytest.Ca
     [
         (["--workload", "nope"], "--workload nope: there are baseline, continuous_batching, paged_attention, "),
         (["--workload", "baseline"], "What do passes cost? --costs FILE names a file that says it; --fit measures it "),
-        (["--costs", "c", "--scale", "0"], "--scale, --rate and the seconds of --fit must be positive."),
-        (["--fit", "0"], "--scale, --rate and the seconds of --fit must be positive."),
+        (["--costs", "c", "--scale", "0"], "--scale and --rate must be positive."),
+        (["--fit", "0"], "--fit is 0; it is seconds, more than 0."),
         (["--costs", "c", "--shared", "2"], "--shared is 2.0; it is a part of a prompt, from 0 to 1."),
         (["--costs", "c", "--workload", "a.csv", "--rate", "2"], "a.csv is a trace; leave out --scale, --rate and"),
         (["--fit"], "model.path is not set"),

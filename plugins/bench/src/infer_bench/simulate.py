@@ -77,15 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         help=f"one of {names}, or a trace, FILE.csv; may be repeated; default: all that have a name",
     )
-    parser.add_argument("--costs", metavar="FILE", help="what passes cost; with --fit, the file to write")
-    parser.add_argument(
-        "--fit",
-        metavar="SECONDS",
-        type=float,
-        nargs="?",
-        const=FIT_S,
-        help=f"measure what passes cost here, for so long (default: {FIT_S:g})",
-    )
+    add_costs(parser)
     parser.add_argument("--scale", type=float, default=1.0, help="multiplies the number of requests and all lengths")
     parser.add_argument("--rate", type=float, help="requests per second; default: a fraction of the capacity")
     parser.add_argument(
@@ -103,6 +95,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_settings(parser, {"--scheduler": "engine.batching_mode"} | LOADING)
 
 
+def add_costs(parser: argparse.ArgumentParser) -> None:
+    """The arguments that say what passes cost, for ``costs_of``."""
+    parser.add_argument("--costs", metavar="FILE", help="what passes cost; with --fit, the file to write")
+    parser.add_argument(
+        "--fit",
+        metavar="SECONDS",
+        type=float,
+        nargs="?",
+        const=FIT_S,
+        help=f"measure what passes cost here, for so long (default: {FIT_S:g})",
+    )
+
+
 def run(args: argparse.Namespace, context: CommandContext) -> int:
     """Simulate the workloads and print a table for each."""
     _check(args)
@@ -114,9 +119,9 @@ def run(args: argparse.Namespace, context: CommandContext) -> int:
         variants["compared"] = load_settings(context.plugins, file=args.settings, argv=words).settings
     traces = {name: read(name) for name in names if name not in WORKLOADS}
     page = new_timeline("--timeline", args.timeline, context.plugins) if args.timeline else None
-    costs = _costs(args, context, settings_argv)
+    costs = costs_of(args, context, settings_argv)
     out = sys.stderr if args.json == "-" else sys.stdout
-    print(f"costs of {costs.model or 'a model'} on {costs.machine or 'a machine'}: {_fitted(costs)}", file=out)
+    print(f"costs of {costs.model or 'a model'} on {costs.machine or 'a machine'}: {fitted(costs)}", file=out)
     report: dict[str, Any] = {
         "costs": costs.model_dump(),
         "scale": args.scale,
@@ -149,24 +154,27 @@ def _check(args: argparse.Namespace) -> None:
     for name in traces:
         if not name.endswith(".csv"):
             raise SettingsError(f"--workload {name}: there are {', '.join(WORKLOADS)}, and files that end in .csv.")
-    if args.scale <= 0 or (args.rate is not None and args.rate <= 0) or (args.fit is not None and args.fit <= 0):
-        raise SettingsError("--scale, --rate and the seconds of --fit must be positive.")
+    if args.scale <= 0 or (args.rate is not None and args.rate <= 0):
+        raise SettingsError("--scale and --rate must be positive.")
     if args.shared is not None and not 0 <= args.shared <= 1:
         raise SettingsError(f"--shared is {args.shared}; it is a part of a prompt, from 0 to 1.")
     if traces and (args.scale != 1 or args.rate is not None or args.shared is not None):
         raise SettingsError(f"--workload {traces[0]} is a trace; leave out --scale, --rate and --shared.")
-    if args.costs is None and args.fit is None:
-        raise SettingsError(
-            "What do passes cost? --costs FILE names a file that says it; --fit measures it on this machine, and "
-            "writes such a file if --costs names one."
-        )
 
 
-def _costs(args: argparse.Namespace, context: CommandContext, settings_argv: list[str]) -> Costs:
+def costs_of(args: argparse.Namespace, context: CommandContext, settings_argv: list[str]) -> Costs:
+    """What passes cost, read or measured. Raises InferError."""
     from infer_bench.costs import Costs
     from infer_bench.fitting import measured
 
+    if args.fit is not None and args.fit <= 0:
+        raise SettingsError(f"--fit is {args.fit:g}; it is seconds, more than 0.")
     if args.fit is None:
+        if args.costs is None:
+            raise SettingsError(
+                "What do passes cost? --costs FILE names a file that says it; --fit measures it on this machine, and "
+                "writes such a file if --costs names one."
+            )
         return Costs.read(args.costs)
     costs = measured(context.settings, context.plugins, settings_argv, args.fit)
     if args.costs is not None:
@@ -177,7 +185,8 @@ def _costs(args: argparse.Namespace, context: CommandContext, settings_argv: lis
     return costs
 
 
-def _fitted(costs: Costs) -> str:
+def fitted(costs: Costs) -> str:
+    """Where costs come from, and how far they are off."""
     return (
         f"fitted to {costs.passes} passes, half of them within {100 * costs.error:.0f} %" if costs.passes else "given"
     )
