@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,7 @@ from infer_bench.costs import Coefficients, Costs, fit, non_negative
 from infer_bench.fitting import measured_passes
 from infer_bench.simulation import Simulation, percentiles
 from infer_bench.trace import read, requests
+from infer_bench.tune import PRECISION, Search
 
 
 class Fifo(ContinuousScheduler):
@@ -500,3 +502,83 @@ def test_costs_are_fitted_to_a_server_of_its_own(tmp_path: Path, capsys: pytest.
     assert found.passes > 50
     assert found.seconds.step + found.seconds.token + found.seconds.sequence > 0
     assert capsys.readouterr().out.startswith(f"costs of demo on {found.machine}: fitted to {found.passes} passes")
+
+
+# The search
+
+
+def test_a_search_finds_the_best_choice_and_its_rate() -> None:
+    """Made up: the rate that keeps to the goals is 10 times a factor of each value, and b = 2 needs a = 3."""
+    seen: list[float] = []
+
+    def play(choice: Mapping[str, int | None], rate: float) -> dict[str, Any]:
+        if choice.get("b") == 2 and choice.get("a") != 3:
+            raise SettingsError("they do not go together")
+        seen.append(rate)
+        most = 10.0 * (choice.get("a") or 1) * (choice.get("b") or 1)
+        return {"refused": 0, "itl_ms": {"p99": rate / most * 50}, "ttft_ms": {}}
+
+    search = Search(play, {"itl_ms": 50.0, "ttft_ms": 1.0})
+    search.run({"a": [1, 3, None], "b": [2, 1]})
+    assert search.best == {"a": 3, "b": 2}
+    assert 60 / PRECISION <= search.rate <= 60
+    assert 10 / PRECISION <= search.as_set <= 10
+    assert len(seen) == search.runs
+
+
+def test_refused_requests_are_no_way_to_a_goal() -> None:
+    figures = {"refused": 1, "itl_ms": {"p99": 1.0}}
+    search = Search(lambda choice, rate: figures | {"refused": int(rate > 8)}, {"itl_ms": 50.0})
+    search.run({})
+    assert 8 / PRECISION <= search.rate <= 8
+
+
+def test_tuned_settings_keep_to_the_goal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A token takes 1 ms, so that a chunk of 512 beside other answers holds them up for half a second."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("infer_bench.tune.CANDIDATES", {"max_batch_size": (8,), "prefill_chunk_size": (512, 64)})
+    (tmp_path / "costs.toml").write_text(COSTS.replace("512", "4096").replace("1e-4", "1e-3"))
+    argv = ["tune", "--workload", "chunked_prefill", "--costs", "costs.toml", "--requests", "6", "--json", "found"]
+    assert main([*argv, "--goal-itl-ms", "150"]) == 0
+    said = capsys.readouterr().out
+    found = json.loads((tmp_path / "found").read_text())
+    assert found["rate"] > found["as_set"]
+    assert found["engine"] == tomllib.loads(said[said.index("[engine]") :])["engine"]
+    assert found["engine"]["prefill_chunk_size"] == 64
+    assert main([*argv, "--goal-itl-ms", "1"]) == 1
+    assert "No settings that were tried keep to the goals at any rate" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "why"),
+    [
+        ([], "Give --goal-ttft-ms, --goal-itl-ms or both; they and --requests must be positive."),
+        (["--goal-itl-ms", "0"], "Give --goal-ttft-ms, --goal-itl-ms or both; they and --requests must be positive."),
+        (["--goal-itl-ms", "9", "--workload", "baseline"], "--workload baseline: there are continuous_batching, "),
+        (["--goal-itl-ms", "9", "--workload", "none.csv"], "--workload none.csv cannot be read: No such file"),
+        (["--goal-itl-ms", "9"], "What do passes cost?"),
+        (
+            ["--goal-itl-ms", "9", "--costs", "short.toml"],
+            "chunked_prefill needs 2234 positions, but a sequence has at ",
+        ),
+    ],
+)
+def test_what_cannot_be_tuned(
+    argv: list[str], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "short.toml").write_text(COSTS)
+    workload = [] if "--workload" in argv else ["--workload", "chunked_prefill"]
+    assert main(["tune", *workload, *argv]) == 2
+    assert why in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_trace_is_tuned_by_its_pace(costs_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Passes of 10 ms and 0.1 ms for each token: any pace keeps to 1 s."""
+    path = trace(tmp_path, f"{HEAD}\n0,32,2\n1,32,2\n")
+    assert main(["tune", "--workload", path, "--costs", costs_file, "--goal-ttft-ms", "1000"]) == 0
+    said = capsys.readouterr().out
+    assert "times the trace's pace" in said
+    assert "[engine]" not in said

@@ -34,7 +34,7 @@ CANDIDATES: Mapping[str, tuple[int | None, ...]] = {
 """What is tried for each key of [engine]."""
 PRECISION = 1.05
 """A rate is found up to this factor, and another value is better only if it allows more than this."""
-MOST, LEAST = 2.0**16, 2.0**-16
+MOST, LEAST = 2.0**14, 2.0**-10
 """Between these rates, one is looked for."""
 NAMED = [name for name, workload in WORKLOADS.items() if workload.arrivals in ("uniform", "poisson")]
 
@@ -56,21 +56,21 @@ class Search:
     """That without any choice."""
 
     def keeps(self, choice: Mapping[str, int | None], rate: float) -> bool:
-        self.runs += 1
         found = self.play(choice, rate)
+        self.runs += 1
         return not found["refused"] and all(found[name].get("p99", 0.0) <= most for name, most in self.goals.items())
 
     def highest(self, choice: Mapping[str, int | None], floor: float) -> float:
         """The highest rate at which the choice keeps to the goals, if it is more than ``floor``; else 0."""
-        low, high = max(floor * PRECISION, LEAST), MOST
-        if not self.keeps(choice, low):
-            return 0.0
-        step = 2.0
-        while low * step < high:
-            if self.keeps(choice, low * step):
-                low *= step
-            else:
-                high = low * step
+        low = high = floor * PRECISION or 1.0
+        if self.keeps(choice, low):
+            while (high := 2 * low) <= MOST and self.keeps(choice, high):
+                low = high
+        else:
+            while not floor and (low := high / 2) >= LEAST and not self.keeps(choice, low):
+                high = low
+            if floor or low < LEAST:
+                return 0.0
         while high / low > PRECISION:
             middle = (low * high) ** 0.5
             low, high = (middle, high) if self.keeps(choice, middle) else (low, middle)
