@@ -27,13 +27,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CANDIDATES: Mapping[str, tuple[int | None, ...]] = {
+    "max_tokens_per_step": (*(2**n for n in range(5, 14)), None),
     "max_batch_size": tuple(2**n for n in range(2, 10)),
     "prefill_chunk_size": tuple(2**n for n in range(5, 14)),
-    "max_tokens_per_step": (*(2**n for n in range(5, 14)), None),
 }
-"""What is tried for each key of [engine]."""
+"""What is tried for each key of [engine]: the budget first, because it bounds a pass whatever the others are."""
 PRECISION = 1.05
-"""A rate is found up to this factor, and another value is better only if it allows more than this."""
+"""A rate is found up to this factor."""
+BETTER = 1.1
+"""Another value is better only if it allows a rate so many times as high."""
 MOST, LEAST = 2.0**14, 2.0**-10
 """Between these rates, one is looked for."""
 NAMED = [name for name, workload in WORKLOADS.items() if workload.arrivals in ("uniform", "poisson")]
@@ -62,7 +64,7 @@ class Search:
 
     def highest(self, choice: Mapping[str, int | None], floor: float) -> float:
         """The highest rate at which the choice keeps to the goals, if it is more than ``floor``; else 0."""
-        low = high = floor * PRECISION or 1.0
+        low = high = floor * BETTER or 1.0
         if self.keeps(choice, low):
             while (high := 2 * low) <= MOST and self.keeps(choice, high):
                 low = high
