@@ -60,6 +60,7 @@ def expected(prompt: Seq[int], max_tokens: int) -> list[int]:
 @dataclass
 class Launched:
     tokens: list[int | None]
+    hidden_TD: None = None
 
     def results(self) -> list[Result]:
         return [Drawn(self.tokens, [None] * len(self.tokens))] if self.tokens else []
