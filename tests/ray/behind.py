@@ -107,19 +107,19 @@ async def running(plugins: Sequence[object] = (), **sections: Any) -> AsyncItera
     found = Plugins.discover(plugins)
     plan = planned(found, **sections)
 
-    def settings(kind: str, plugins: Plugins) -> Settings:
-        return load_settings(plugins, env={}, overrides=plan[kind], read_file=False).settings
+    def settings(kind: str) -> Settings:
+        return load_settings(found, env={}, overrides=plan[kind], read_file=False).settings
 
     async with AsyncExitStack() as stack:
         loops, table = [], {}
         for name in ("r0", "r1"):
             own = Plugins.discover(plugins)  # as in processes of their own: observers hear of one engine
-            engine_loop, served = await asyncio.to_thread(servers.start_checked_once, settings("engine", own), own)
+            engine_loop, served = await asyncio.to_thread(servers.start_checked_once, settings("engine"), own)
             stack.callback(engine_loop.close)
-            app = make_app(engine_loop, served, own, settings("engine", own))
+            app = make_app(engine_loop, served, own, settings("engine"))
             table[name] = {"url": await stack.enter_async_context(listen(app, bind("127.0.0.1", 0)))}
             loops.append(engine_loop)
-        ingress = Ingress(Fleet(key=plan["key"]), settings("ingress", found).server, poll_s=0.05)
+        ingress = Ingress(Fleet(key=plan["key"]), settings("ingress").server, poll_s=0.05)
         ingress.fleet.update(table)
         url = await stack.enter_async_context(serving_ingress(ingress, bind("127.0.0.1", 0)))
         yield Running(await stack.enter_async_context(aiohttp.ClientSession()), url, Loops(loops))

@@ -101,10 +101,8 @@ class Executor:
             self._states = np.zeros(pool.state_storage.manager.num_rows, np.uint64)
         self._last = np.zeros(max_batch_size, np.int64)
         """The token last drawn for each slot."""
-        self.passes = 0
 
     def launch(self, batch: Batch) -> Launched:
-        self.passes += 1
         self._fault("before", batch)
         if batch.decode_only:
             view = self._pool.decode_view(batch.slots)

@@ -1,4 +1,4 @@
-"""A world on a clock of its own: clients, faults and the real engine, scheduler, pool, trie, snapshots and speculation,
+"""A world of its own: clients, faults and the real engine, scheduler, pool, trie, snapshots and speculation,
 without a model. Everything that happens in it follows from a seed."""
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class InjectedError(Exception):
 
 @dataclass
 class World:
-    """One engine and its clients. ``step`` does what happens next; ``violations`` says what must not be so."""
+    """One engine and its clients. ``step`` does what happens next; ``check`` and ``finish`` raise for what must not
+    be."""
 
     seed: int
     faults: bool = True
