@@ -65,6 +65,8 @@ class Search:
     def highest(self, choice: Mapping[str, int | None], floor: float) -> float:
         """The highest rate at which the choice keeps to the goals, if it is more than ``floor``; else 0."""
         low = high = floor * BETTER or 1.0
+        if low > MOST:
+            return 0.0
         if self.keeps(choice, low):
             while (high := 2 * low) <= MOST and self.keeps(choice, high):
                 low = high
