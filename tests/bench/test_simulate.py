@@ -26,7 +26,7 @@ from infer_bench.costs import Coefficients, Costs, fit, non_negative
 from infer_bench.fitting import measured_passes
 from infer_bench.simulation import Simulation, percentiles
 from infer_bench.trace import read, requests
-from infer_bench.tune import PRECISION, Search
+from infer_bench.tune import MOST, PRECISION, Search
 
 
 class Fifo(ContinuousScheduler):
@@ -531,6 +531,21 @@ def test_refused_requests_are_no_way_to_a_goal() -> None:
     search = Search(lambda choice, rate: figures | {"refused": int(rate > 8)}, {"itl_ms": 50.0})
     search.run({})
     assert 8 / PRECISION <= search.rate <= 8
+
+
+@pytest.mark.parametrize("most", [MOST, 0.7 * MOST, 0.55 * MOST])
+def test_no_rate_above_the_limit_is_played(most: float) -> None:
+    """The last doubling would go beyond it, and what lies between would be bisected."""
+    seen: list[float] = []
+
+    def play(choice: Mapping[str, int | None], rate: float) -> dict[str, Any]:
+        seen.append(rate)
+        return {"refused": 0, "itl_ms": {"p99": rate / most * 50}}
+
+    search = Search(play, {"itl_ms": 50.0})
+    assert most / PRECISION <= search.highest({}, floor=1000.0) <= most
+    assert max(seen) <= MOST
+    assert search.highest({}, floor=MOST) == 0.0
 
 
 def test_tuned_settings_keep_to_the_goal(
