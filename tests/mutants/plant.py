@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import os
 import queue
 import shutil
@@ -116,13 +117,13 @@ class Workshop:
         if (ROOT / ".venv").is_dir():
             (folder / ".venv").symlink_to(ROOT / ".venv")  # where some tests look for other interpreters' packages
         sources = [folder / "core/src", *sorted(folder.glob("plugins/*/src"))]
-        # These come before the repository's own, which are installed as editable. No bytecode is kept: two versions of
-        # a file may be of one size and one second.
+        # These come before the repository's own, which are installed as editable.
         self._env = os.environ | {
             "PYTHONPATH": os.pathsep.join(map(str, sources)),
-            "PYTHONDONTWRITEBYTECODE": "1",
+            "PYTHONDONTWRITEBYTECODE": "",
             "OMP_NUM_THREADS": "1",  # several of these run side by side
         }
+        self._times = itertools.count(1)
 
     def test(self, tests: Sequence[str], *options: str) -> tuple[int | None, str]:
         """pytest's exit status, None where it did not end in time, and what it printed."""
@@ -143,18 +144,23 @@ class Workshop:
                 return None, process.communicate()[0]
             return process.returncode, output
 
+    def _write(self, file: Path, source: str) -> None:
+        """Each version has a time of its own: two of one size and one second would share their bytecode."""
+        file.write_text(source, encoding="utf-8")
+        os.utime(file, (at := next(self._times), at))
+
     def try_out(self, mutant: Mutant) -> tuple[Outcome, str]:
         """Plant it, run its tests, and take it out again. The second value says why it is broken, if so."""
         file = self._folder / mutant.file
         source = file.read_text(encoding="utf-8")
         try:
-            file.write_text(mutant.planted(source), encoding="utf-8")
+            self._write(file, mutant.planted(source))
         except (ValueError, SyntaxError) as error:
             return "broken", str(error)
         try:
             status, output = self.test(mutant.tests, "-x")
         finally:
-            file.write_text(source, encoding="utf-8")
+            self._write(file, source)
         if status == 0:
             return "SURVIVED", ""
         return ("killed", "") if status in (1, None) else ("broken", f"its tests cannot be run:\n{_end(output)}")

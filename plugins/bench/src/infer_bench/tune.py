@@ -63,7 +63,7 @@ class Search:
         return not found["refused"] and all(found[name].get("p99", 0.0) <= most for name, most in self.goals.items())
 
     def highest(self, choice: Mapping[str, int | None], floor: float) -> float:
-        """The highest rate up to ``MOST`` that keeps to the goals with this choice, if it is more than ``floor``; else 0."""
+        """The highest rate up to ``MOST`` at which the choice keeps to the goals, if above ``floor``; else 0."""
         low = high = floor * BETTER or 1.0
         if low > MOST:
             return 0.0
