@@ -22,15 +22,29 @@ STAMP := $(VENV)/.installed
 
 install: $(STAMP)
 
-$(STAMP): Makefile constraints.txt requirements-dev.txt $(PACKAGES:%=%/pyproject.toml) $(wildcard plugins/*/hatch_build.py plugins/*/src/*/native/*)
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt \
-		--requirement requirements-dev.txt $(PACKAGES:%=--editable %)
-	# What cannot be in one environment with the rest, or is no Python: for tests/clients, tests/kernels_triton, tests/console and
-	# tests/test_delivery.py.
-	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(VENV)/openai-3 openai==$(OPENAI_3) jiter==$(JITER)
+# What does not depend on each other is installed side by side: a compiler keeps processors busy, and downloads the disk.
+MAKEFLAGS += --jobs=3
+
+$(STAMP): $(VENV)/.packages $(VENV)/.apart
+	touch $@
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# Bytecode is made of what is imported, not of all that is installed, which takes a minute.
+PIP := $(BIN)/python -m pip install --quiet --no-compile
+
+$(VENV)/.packages: Makefile constraints.txt requirements-dev.txt $(PACKAGES:%=%/pyproject.toml) \
+		$(wildcard plugins/*/hatch_build.py plugins/*/src/*/native/*) | $(BIN)/python
+	$(PIP) --constraint constraints.txt --requirement requirements-dev.txt $(PACKAGES:%=--editable %)
+	touch $@
+
+# What cannot be in one environment with the rest, or is no Python: for tests/clients, tests/kernels_triton, tests/console and
+# tests/test_delivery.py.
+$(VENV)/.apart: Makefile | $(BIN)/python
+	$(PIP) --upgrade --no-deps --target $(VENV)/openai-3 openai==$(OPENAI_3) jiter==$(JITER)
 	for version in $(TRITONS); do \
-		$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(VENV)/triton-$$version triton==$$version || exit 1; \
+		$(PIP) --upgrade --no-deps --target $(VENV)/triton-$$version triton==$$version || exit 1; \
 	done
 	if command -v npm > /dev/null; then npm install --silent --no-audit --no-fund --prefix $(VENV)/node openai@$(OPENAI_NODE) axe-core@$(AXE) \
 		@grafana/schema@$(GRAFANA) typescript@$(TYPESCRIPT); fi
@@ -101,7 +115,7 @@ $(VENV)/clients/.installed: Makefile $(STAMP)
 	touch $@
 
 # For tests/agents/test_agents.py: hundreds of megabytes, which no other target needs.
-$(VENV)/agents/.installed: Makefile $(STAMP)
+$(VENV)/agents/.installed: Makefile | $(BIN)/python
 	mkdir -p $(@D)
 	if command -v npm > /dev/null; then npm install --silent --no-audit --no-fund --ignore-scripts --omit=optional \
 		--fetch-retries 5 --prefix $(@D) $(AGENTS); fi
