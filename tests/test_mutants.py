@@ -22,18 +22,19 @@ def test_every_mutant_can_be_planted_and_names_tests_that_exist() -> None:
 
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A repository of one module and two tests, one of which fails anyway."""
+    """A repository of one module and three tests, of which one fails anyway and one is skipped."""
     (tmp_path / "core/src").mkdir(parents=True)
     (tmp_path / "tests").mkdir()
     (tmp_path / "core/src/planted_on.py").write_text("def double(x):\n    return x * 2 + 0\n")
     (tmp_path / "tests/test_it.py").write_text(
-        "from planted_on import double\ndef test_it():\n    assert double(2) == 4\ndef test_red():\n    assert 0\n"
+        "import pytest\nfrom planted_on import double\ndef test_it():\n    assert double(2) == 4\n"
+        "def test_red():\n    assert 0\ndef test_skipped():\n    pytest.skip('no browser')\n"
     )
     monkeypatch.setattr(plant, "ROOT", tmp_path)
     return tmp_path
 
 
-@pytest.mark.slow  # nine runs of pytest
+@pytest.mark.slow  # ten runs of pytest
 def test_killed_survived_and_broken_are_told_apart(tree: Path) -> None:
     def mutant(name: str, old: str, new: str, test: str = "test_it") -> Mutant:
         return Mutant(name, "core/src/planted_on.py", old, new, (f"tests/test_it.py::{test}",))
@@ -46,6 +47,7 @@ def test_killed_survived_and_broken_are_told_apart(tree: Path) -> None:
         mutant("not python", "x * 2", "x * )"),
         mutant("red anyway", "x * 2", "x * 3", "test_red"),
         mutant("no such test", "x * 2", "x * 3", "test_none"),
+        mutant("no test runs", "x * 2", "x * 3", "test_skipped"),
     ]
     before = (tree / "core/src/planted_on.py").read_text()
     found = {mutant.name: outcome for mutant, outcome, _ in try_all(mutants, 2)}

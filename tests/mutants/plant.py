@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 120.0
 """For each test that a mutant names. It may make them hang: that is noticed, too."""
 LEFT_OUT = (".*", "__pycache__", "dist", "build", "*.egg-info")
-PYTEST = ("-m", "pytest", "--numprocesses", "0", "--tb=short", "-rfE", "-p", "no:cacheprovider")
+PYTEST = ("-m", "pytest", "--numprocesses", "0", "--tb=short", "-rfEs", "-p", "no:cacheprovider")
 
 Outcome = Literal["killed", "SURVIVED", "broken"]
 
@@ -162,7 +162,8 @@ class Workshop:
         finally:
             self._write(file, source)
         if status == 0:
-            return "SURVIVED", ""
+            ran = " passed" in _end(output).rpartition("\n")[2]
+            return ("SURVIVED", "") if ran else ("broken", f"its tests are skipped here:\n{_end(output)}")
         return ("killed", "") if status in (1, None) else ("broken", f"its tests cannot be run:\n{_end(output)}")
 
 
