@@ -22,8 +22,8 @@ from infer.errors import EngineDeadError, InferError
 from infer.server.http.access import announce, loopback
 from infer.server.http.keys import INGRESS
 from infer.settings import plugin_settings
-from infer_ray.process import FAULT
 from infer_ray.settings import RaySettings
+from infer_router.process import FAULT
 
 WATCH_S = 1.0
 CONNECT_S = 5.0

@@ -1,6 +1,6 @@
-"""Engines and ingresses are processes of their own, so that neither shares an interpreter with Ray.
+"""Engines and ingresses as processes of their own, which end with whoever started them.
 
-``python -m infer_ray.process engine|ingress`` is such a process. Its first line of input is a JSON object: the
+``python -m infer_router.process engine|ingress`` is such a process. Its first line of input is a JSON object: the
 ``settings`` (nested; nothing else is read, neither files nor variables) and, for an ingress, what its fleet takes. It
 says ``infer: ready on URL`` when it serves, or why it cannot. It ends when its input does, which is when its parent has
 ended in whatever way, and drains on SIGTERM."""
@@ -35,7 +35,7 @@ class Process:
 
     def __init__(self, kind: str, first: Mapping[str, Any]) -> None:
         self._process = subprocess.Popen(
-            (sys.executable, "-m", "infer_ray.process", kind),
+            (sys.executable, "-m", "infer_router.process", kind),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -111,8 +111,9 @@ def _ingress(first: Mapping[str, Any], source: IO[str]) -> None:
 async def _serve(first: Mapping[str, Any], source: IO[str], settings: Any) -> None:
     from infer.server.http.access import log_to_stderr
     from infer.server.http.sockets import bind
-    from infer_ray.ingress import Fleet, Ingress, serving
-    from infer_ray.router import Router
+    from infer_router.fleet import Fleet
+    from infer_router.ingress import Ingress, serving
+    from infer_router.router import Router
 
     log_to_stderr()
     router = Router(**first["router"])

@@ -11,7 +11,7 @@ from pydantic import model_validator
 from infer.errors import InferError
 from infer.server.http.bodies import Reader
 from infer.server.http.body import Body
-from infer_ray.prefixes import chain, prompt_bytes
+from infer_router.prefixes import chain, prompt_bytes
 
 MOST_USER = 512
 
