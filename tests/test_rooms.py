@@ -52,7 +52,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "plugins/models/src": ("infer.cache", "infer.kernels", "infer.checkpoint", *TEXT, *ABOVE),
     "plugins/decisions/src": SERVER,
     "plugins/console/src": SERVER,
-    "plugins/router/src": (*SERVER, "ray"),
+    "plugins/router/src": SERVER,
     "plugins/router/src/infer_router/router.py": ("aiohttp", "infer", "pydantic"),
     "plugins/router/src/infer_router/prefixes.py": ("aiohttp", "infer"),
     "plugins/router/src/infer_router/resume.py": ("aiohttp", "infer"),

@@ -1,4 +1,4 @@
-"""A server in front of infer servers, which chooses among them and passes bytes on."""
+"""A server in front of several infer servers."""
 
 from __future__ import annotations
 
