@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -63,11 +63,11 @@ class Ingress:
         self.closing = False
         """Whether connections end with the answer that is under way on them."""
         self.server = server
-        self._keys = Keys(server.api_keys)
+        self.keys = Keys(server.api_keys)
         self._poll_s = poll_s
-        self._reader = Reader()
-        self._reader.expect(Outline)
-        self._budget = BodyBudget(MOST_BODIES * server.max_body_bytes)
+        self.reader = Reader()
+        self.reader.expect(Outline)
+        self.budget = BodyBudget(MOST_BODIES * server.max_body_bytes)
         self.session: aiohttp.ClientSession
         self._asking: dict[str, set[asyncio.Timeout]] = {}
         """What ends the requests that a replica has, if it leaves: a machine that is gone closes no connection."""
@@ -90,24 +90,10 @@ class Ingress:
             task.cancel()
         await asyncio.gather(self._keeper, *self._polling.values(), return_exceptions=True)
         await self.session.close()
-        await self._reader.close()
+        await self.reader.close()
 
     def app(self) -> web.Application:
-        server, keys = self.server, self._keys
-        opened: set[web.AbstractRoute] = set()
-        app = web.Application(
-            middlewares=[
-                access_log(server.access_log),
-                errors,
-                *((preflight(server.cors_origins),) if server.cors_origins else ()),
-                authorize(keys, opened) if keys else guard(server.host),
-            ],
-            client_max_size=server.max_body_bytes,
-        )
-        app[WIRE_FORMATS] = lambda http: FORMATS.get(http.path, OPENAI)
-        if server.cors_origins:
-            app.on_response_prepare.append(allow_origin(server.cors_origins))
-        app.on_response_prepare.append(self._end_connection)
+        app, opened = application(self.server, self._end_connection)
         opened.add(app.router.add_get("/health", self._health))
         opened.add(app.router.add_get("/ready", self._ready))
         app.router.add_get("/metrics", self._metrics)
@@ -135,7 +121,11 @@ class Ingress:
         raise web.HTTPNotFound
 
     async def _metrics(self, http: web.Request) -> web.Response:
-        """The metrics of all replicas, each with the label ``replica``, and the ingress's own."""
+        merged = await asyncio.to_thread(merge_metrics, await self.replica_metrics())
+        return web.Response(text=self._own_metrics() + merged, content_type="text/plain", charset="utf-8")
+
+    async def replica_metrics(self) -> list[tuple[str, str]]:
+        """The metrics of each replica, by its name; nothing of one that does not answer."""
 
         async def one(name: str, url: str) -> tuple[str, str]:
             try:
@@ -147,9 +137,7 @@ class Ingress:
             except (aiohttp.ClientError, TimeoutError):
                 return name, ""
 
-        texts = await asyncio.gather(*(one(name, url) for name, url in self.fleet.urls.items()))
-        merged = await asyncio.to_thread(merge_metrics, texts)
-        return web.Response(text=self._own_metrics() + merged, content_type="text/plain", charset="utf-8")
+        return await asyncio.gather(*(one(name, url) for name, url in self.fleet.urls.items()))
 
     def _own_metrics(self) -> str:
         names = self.server.metrics_names
@@ -185,23 +173,30 @@ class Ingress:
         outgoing = Outgoing(seeded=True)
         self.open += 1
         try:
-            with self._budget.body() as grow:
+            with self.budget.body() as grow:
                 if http.can_read_body:
                     body = await arrived(http, self.server.max_body_bytes, grow, self.server.body_timeout_s)
                     outgoing = Outgoing(body)
                     if http.method == "POST" and "Content-Encoding" not in http.headers:
-                        outgoing = await outlined(body, self._reader, samples=http.path in SAMPLING)
-                http[CALLER].user = outgoing.user
-                headers = CIMultiDict((name, v) for name, v in http.headers.items() if name.lower() not in KEPT_BACK)
-                headers.update(self.fleet.headers)
-                headers[OWNER] = self._keys.owner(http)
-                # The blocks, so that the replica can tell every ingress what it holds.
-                if baggage := with_blocks(",".join(headers.popall("baggage", ())), outgoing.chain):
-                    headers["baggage"] = baggage
-                self.counts.requests += 1
-                return await Exchange(self, http, outgoing, headers).run()
+                        outgoing = await outlined(body, self.reader, samples=http.path in SAMPLING)
+                return await self.passed(http, outgoing)
         finally:
             self.open -= 1
+
+    async def passed(
+        self, http: web.Request, outgoing: Outgoing, without: frozenset[str] = frozenset()
+    ) -> web.StreamResponse:
+        """The answer of a replica, which gets the client's headers but for those ``without``."""
+        http[CALLER].user = outgoing.user
+        kept_back = KEPT_BACK | without
+        headers = CIMultiDict((name, v) for name, v in http.headers.items() if name.lower() not in kept_back)
+        headers.update(self.fleet.headers)
+        headers[OWNER] = self.keys.owner(http)
+        # The blocks, so that the replica can tell every ingress what it holds.
+        if baggage := with_blocks(",".join(headers.popall("baggage", ())), outgoing.chain):
+            headers["baggage"] = baggage
+        self.counts.requests += 1
+        return await Exchange(self, http, outgoing, headers).run()
 
     @asynccontextmanager
     async def asking(self, name: str) -> AsyncIterator[None]:
@@ -264,6 +259,27 @@ class Ingress:
                 if silent >= MOST_SILENT:
                     self._give_up(name)
             await asyncio.sleep(max(self._poll_s, len(self.fleet.urls) / MOST_POLLS))
+
+
+def application(
+    server: ServerSettings, prepare: Callable[[web.Request, web.StreamResponse], Awaitable[None]]
+) -> tuple[web.Application, set[web.AbstractRoute]]:
+    """A server's application without routes, and the set of those that need no key. ``prepare`` sees every answer."""
+    keys, opened = Keys(server.api_keys), set[web.AbstractRoute]()
+    app = web.Application(
+        middlewares=[
+            access_log(server.access_log),
+            errors,
+            *((preflight(server.cors_origins),) if server.cors_origins else ()),
+            authorize(keys, opened) if keys else guard(server.host),
+        ],
+        client_max_size=server.max_body_bytes,
+    )
+    app[WIRE_FORMATS] = lambda http: FORMATS.get(http.path, OPENAI)
+    if server.cors_origins:
+        app.on_response_prepare.append(allow_origin(server.cors_origins))
+    app.on_response_prepare.append(prepare)
+    return app, opened
 
 
 def merge_metrics(texts: Sequence[tuple[str, str]]) -> str:
