@@ -8,6 +8,7 @@ import random
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -93,7 +94,7 @@ class Machine:
 @asynccontextmanager
 async def loading(machine: Machine, keep_alive_s: float = math.inf, **rules: Any) -> AsyncIterator[Loader]:
     keeps = dict.fromkeys(machine.sizes, keep_alive_s)
-    given = Rules(**{"memory": machine.memory, "keep_alive_s": keeps, "health_s": 0.01, "backoff_s": 0.01} | rules)
+    given = replace(Rules(machine.memory, keeps, health_s=0.01, backoff_s=0.01), **rules)
     loader = Loader(machine, given, machine.urls.__setitem__)
     owning = asyncio.create_task(loader.run())
     try:
@@ -340,7 +341,7 @@ async def test_a_pinned_model_is_there_at_once_and_comes_back_by_itself_more_and
         began = asyncio.get_running_loop().time()
         for number in range(2, 6):
             machine.engine("a").die(1)
-            await until(lambda number=number: machine.loads["a"] == number and state(loader, "a") == "loaded")
+            await until(lambda: machine.loads["a"] == number and state(loader, "a") == "loaded")  # noqa: B023
         assert asyncio.get_running_loop().time() - began >= 0.01 + 0.02 + 0.04 + 0.08
         machine.faults["a"] = EngineDeadError("again")
         machine.engine("a").die(1)

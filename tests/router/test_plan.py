@@ -51,7 +51,8 @@ def test_each_table_overrides_what_is_common(tmp_path: Path) -> None:
     assert one["engine"] == {"max_batch_size": 2, "max_seq_len": "64"}
     assert other["engine"] == {"max_batch_size": 4}
     assert plan.names == {"qwen-1.5": "qwen-1.5", "opus": "qwen-1.5", "sonnet": "qwen-1.5", "b": "b"}
-    assert (plan.pinned, plan.keep_alive_s) == ({"qwen-1.5"}, {"qwen-1.5": 60.0, "b": math.inf})
+    assert plan.pinned == {"qwen-1.5"}
+    assert plan.keep_alive_s == {"qwen-1.5": 60.0, "b": math.inf}
     for name, settings in plan.engines.items():
         assert settings["server"]["api_keys"] == [plan.key]
         assert settings["server"]["served_model_name"] == name

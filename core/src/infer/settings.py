@@ -220,6 +220,8 @@ def _shown(value: Any) -> Any:
 def describe_schema(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, Any]]:
     """Every dotted key with its description and default."""
     for name, field in model.model_fields.items():
+        if f"{prefix}{name}" == MODELS:  # whose keys are those of the sections
+            continue
         default = field.get_default(call_default_factory=True)
         if isinstance(default, BaseModel):
             yield from describe_schema(type(default), f"{prefix}{name}.")

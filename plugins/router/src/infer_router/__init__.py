@@ -1,4 +1,4 @@
-"""A server in front of several infer servers."""
+"""Several models behind one address, and an ingress."""
 
 from __future__ import annotations
 
