@@ -62,14 +62,11 @@ def asked(rng: random.Random) -> tuple[str, dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.long
 async def test_requests_at_random_lose_nothing_and_change_no_bit(tmp_path: Path) -> None:
-    common = (
-        "[kernels]\nthreads = 1\n[engine]\nmax_batch_size = 4\nmax_seq_len = 128\n[server.router]\nmax_waiting = 400\n"
-    )
-    tables = [
-        f"[models.{name}]\nmodel = {{{', '.join(f'{k} = {json.dumps(v)}' for k, v in (more | {'path': 'demo'}).items())}}}"
-        for name, more in KINDS.items()
-    ]
-    (tmp_path / "settings.toml").write_text(common + "\n".join(tables))
+    sections = ("[kernels]", "threads = 1", "[engine]", "max_batch_size = 4", "max_seq_len = 128", "[server.router]")
+    lines = [*sections, "max_waiting = 400"]
+    for name, more in KINDS.items():
+        lines += [f"[models.{name}.model]", *(f"{key} = '{value}'" for key, value in (more | {"path": "demo"}).items())]
+    (tmp_path / "settings.toml").write_text("\n".join(lines))
     plugins = Plugins.discover()
     loaded = load_settings(plugins, file=str(tmp_path / "settings.toml"), env={})
     plan = several(CommandContext(loaded.settings, loaded.sources, plugins, ()))
@@ -86,21 +83,24 @@ async def test_requests_at_random_lose_nothing_and_change_no_bit(tmp_path: Path)
     memory = machine.memory = int(2.2 * (1 << 29))
     rng = random.Random(0)
     waves = 0
-    async with machine, aiohttp.ClientSession() as session:
-        async with gateway(plan, loaded.settings.server, machine, memory, bind("127.0.0.1", 0)) as (_, url, _):
+    async with (
+        machine,
+        aiohttp.ClientSession() as session,
+        gateway(plan, loaded.settings.server, machine, memory, bind("127.0.0.1", 0)) as (_, url, _),
+    ):
 
-            async def ask(name: str, body: dict[str, Any]) -> None:
-                async with session.post(f"{url}/v1/completions", json=body | {"model": name}) as response:
-                    assert response.status == 200, await response.text()
-                    assert (await response.json())["choices"] == expected[name + json.dumps(body)]
+        async def ask(name: str, body: dict[str, Any]) -> None:
+            async with session.post(f"{url}/v1/completions", json=body | {"model": name}) as response:
+                assert response.status == 200, await response.text()
+                assert (await response.json())["choices"] == expected[name + json.dumps(body)]
 
-            left = [*requests]
-            while left:
-                number = rng.randrange(20, 60)
-                now, left = left[:number], left[number:]
-                async with asyncio.timeout(HANG_S):
-                    await asyncio.gather(*(ask(*each) for each in now))
-                waves += 1
+        left = [*requests]
+        while left:
+            number = rng.randrange(20, 60)
+            now, left = left[:number], left[number:]
+            async with asyncio.timeout(HANG_S):
+                await asyncio.gather(*(ask(*each) for each in now))
+            waves += 1
     assert 0 < machine.most <= memory
     assert machine.loads <= 4 * waves, "each wave wakes a model once at most"
     assert not machine.pids
