@@ -1,7 +1,7 @@
 """python -m benchmarks.ingress [--scale X] [--rounds N] [--json FILE]
 
-What infer-ray's ingress costs and saves: a real Ray with two engines of the demo model, a thread each, asked directly,
-by way of a plain proxy that only passes bytes, and by way of the ingress. See benchmarks/README.md.
+What infer-router's ingress costs and saves: a real Ray with two engines of the demo model, a thread each, asked
+directly, by way of a plain proxy that only passes bytes, and by way of the ingress. See benchmarks/README.md.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from infer_ray.router import Router
+from infer_router.router import Router
 
 PREFILL = 8000.0
 """Tokens per second."""

@@ -52,11 +52,11 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "plugins/models/src": ("infer.cache", "infer.kernels", "infer.checkpoint", *TEXT, *ABOVE),
     "plugins/decisions/src": SERVER,
     "plugins/console/src": SERVER,
+    "plugins/router/src": SERVER,
+    "plugins/router/src/infer_router/router.py": ("aiohttp", "infer", "pydantic"),
+    "plugins/router/src/infer_router/prefixes.py": ("aiohttp", "infer"),
+    "plugins/router/src/infer_router/resume.py": ("aiohttp", "infer"),
     "plugins/ray/src": SERVER,
-    "plugins/ray/src/infer_ray/router.py": ("ray", "aiohttp", "infer", "pydantic"),
-    "plugins/ray/src/infer_ray/prefixes.py": ("ray", "aiohttp", "infer"),
-    "plugins/ray/src/infer_ray/resume.py": ("ray", "aiohttp", "infer"),
-    "plugins/ray/src/infer_ray/ingress.py": ("ray",),
     "plugins/models_transformers/src": ("infer.cache", "infer.kernels", "infer.checkpoint", *TEXT, *ABOVE),
     "plugins/otel/src": ("torch", "numpy", "aiohttp", "infer.cache", "infer.layers", "infer.kernels", *TEXT, *ABOVE),
     "plugins/demo/src": ("torch", "numpy", *TEXT, *ABOVE),
@@ -78,8 +78,8 @@ HTTP = ("infer.errors", "infer.contracts", "infer.server.http")
 """What a server without an engine is made of."""
 ONLY: dict[str, tuple[str, ...]] = {
     "core/src/infer/server/http": HTTP,
-    "plugins/ray/src/infer_ray/ingress.py": HTTP,
-    "plugins/ray/src/infer_ray/outline.py": HTTP,
+    "plugins/router/src/infer_router/ingress.py": HTTP,
+    "plugins/router/src/infer_router/outline.py": HTTP,
 }
 """Rooms that reach nothing else of infer."""
 

@@ -27,8 +27,9 @@ from infer.server.http.sockets import bind, listen
 from infer.server.testing import Serving
 from infer.settings import load_settings
 from infer_ray import command
-from infer_ray.ingress import Fleet, Ingress
-from infer_ray.ingress import serving as serving_ingress
+from infer_router.fleet import Fleet
+from infer_router.ingress import Ingress
+from infer_router.ingress import serving as serving_ingress
 
 OTHERWISE = {
     "usage is in the log of a replica alone": (

@@ -20,7 +20,7 @@ from typing import Any
 import aiohttp
 import psutil
 import pytest
-from tests.ray.test_ingress import frames, said
+from tests.router.test_ingress import frames, said
 from tests.serving import HANG_S, serving
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
@@ -49,7 +49,7 @@ class Cluster:
         found = []
         for each in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
-                if each.cmdline()[-2:] == ["infer_ray.process", "engine"]:
+                if each.cmdline()[-2:] == ["infer_router.process", "engine"]:
                     found.append(each)
         return found
 

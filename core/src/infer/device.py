@@ -26,12 +26,25 @@ VERSIONS = {"": ("", "max", "current"), "memory": ("memory", "limit_in_bytes", "
 """Of the groups of version 2 and of those of version 1 for memory: their folder, and the files of limit and use."""
 
 
+_bounds = (0, sys.maxsize)
+
+
+def bound_memory(least: int, most: int) -> None:
+    """From now on, ``free_memory`` says no less and no more than this in this process: what others may take later is
+    not this one's, and an arithmetic about a machine that is empty is done on one that is not."""
+    global _bounds
+    _bounds = (least, most)
+
+
 def free_memory(device: torch.device) -> int:
     """Bytes of memory that can be allocated now: the GPU's, or the machine's within the limits of the control groups
-    that the process is in, as containers and services set them."""
+    that the process is in, as containers and services set them; within the bounds of ``bound_memory``."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return max(0, min([psutil.virtual_memory().available, *_left_by_cgroups()]))
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        free = min([psutil.virtual_memory().available, *_left_by_cgroups()])
+    least, most = _bounds
+    return max(least, min(free, most))
 
 
 def _left_by_cgroups() -> Iterator[int]:

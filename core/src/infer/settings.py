@@ -29,12 +29,14 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import PydanticBaseSettingsSource
 
 from infer.contracts.registration import NoSettings, Registration
-from infer.contracts.sections import Settings
+from infer.contracts.sections import ModelTable, Settings
 from infer.errors import SettingsError, first_fault, installing, one_line
 from infer.plugins.extension_points import EXTENSION_POINTS
 
 SECRETS = (SecretStr, SecretBytes)
 DEFAULT_FILE = "settings.toml"
+MODELS = "models"
+"""The section with a table for each of several models."""
 ENV_PREFIX = "INFER_"
 ENV_FILE = "INFER_SETTINGS"
 SERVICE_LINK = re.compile(
@@ -91,6 +93,8 @@ def schema(plugins: Installed) -> type[Settings]:
     sections: dict[str, Any] = {}
     for name, field in Settings.model_fields.items():
         base: Any = field.annotation
+        if name == MODELS:
+            continue
         tables: dict[str, Any] = {
             offer.name: (
                 offer.registration.settings,
@@ -188,8 +192,20 @@ def describe(settings: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]
         value = getattr(settings, name)
         if isinstance(value, BaseModel):
             yield from describe(value, f"{prefix}{name}.")
+        elif f"{prefix}{name}" == MODELS:
+            yield from _models(type(settings), value)
         else:
             yield f"{prefix}{name}", _shown(value)
+
+
+def _models(model: type[BaseModel], tables: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """The keys of ``[models.NAME]``, whose types are those of the sections that they override. What is none of them
+    is not shown, for it may be a secret under a name that is misspelled."""
+    known = {key for key, _, _ in describe_schema(model)}
+    for name, table in tables.items():
+        for key, value in _leaves(table):
+            hidden = key not in ModelTable.model_fields and (key not in known or _secret(model, key.split(".")))
+            yield f"{MODELS}.{_quoted(name)}.{key}", "**********" if hidden else _shown(value)
 
 
 def _shown(value: Any) -> Any:
@@ -204,6 +220,8 @@ def _shown(value: Any) -> Any:
 def describe_schema(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, Any]]:
     """Every dotted key with its description and default."""
     for name, field in model.model_fields.items():
+        if f"{prefix}{name}" == MODELS:  # whose keys are those of the sections
+            continue
         default = field.get_default(call_default_factory=True)
         if isinstance(default, BaseModel):
             yield from describe_schema(type(default), f"{prefix}{name}.")
@@ -273,16 +291,26 @@ def _variables(env: Mapping[str, str], foreign: frozenset[str]) -> Iterator[tupl
 
 def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in table.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{name}.")
+        if isinstance(value, Mapping) and (value or prefix != f"{MODELS}."):
+            yield from _leaves(value, f"{prefix}{_quoted(name)}.")
         else:
-            yield f"{prefix}{name}", value
+            yield f"{prefix}{_quoted(name)}", value
+
+
+def _quoted(name: str) -> str:
+    """A part of a dotted key, in quotes if it has dots itself, as TOML has it: models have such names."""
+    return f'"{name}"' if "." in name else name
+
+
+def parts(key: str) -> list[str]:
+    """The parts of a dotted key, of which some may be in quotes."""
+    return [part.strip('"') for part in re.findall(r'"[^"]*"|[^."]+', key)]
 
 
 def _nest(entries: Mapping[str, tuple[Any, str]]) -> dict[str, Any]:
     nested: dict[str, Any] = {}
     for key, (value, origin) in entries.items():
-        *tables, name = key.split(".")
+        *tables, name = parts(key)
         at = nested
         for table in tables:
             at = at.setdefault(table, {})
@@ -311,7 +339,8 @@ def arguments(argv: Sequence[str]) -> Iterator[tuple[str, Any, str]]:
             if not rest:
                 raise SettingsError(f"--{key} needs a value: --{key} value.")
             value = rest.pop(0)
-        key = key.replace("-", "_")
+        if not key.startswith(f"{MODELS}."):  # what follows is a name
+            key = key.replace("-", "_")
         yield key, _none(value), f"--{key}"
 
 

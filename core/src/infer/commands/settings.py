@@ -33,7 +33,7 @@ def run(args: argparse.Namespace, context: CommandContext) -> int:
         return 0
     descriptions = {key: text for key, text, _ in describe_schema(schema(context.plugins))}
     shown = {key: "none" if value is None else json.dumps(value, default=str) for key, value in values.items()}
-    rows = [(key, text, context.sources[key], descriptions[key]) for key, text in shown.items()]
+    rows = [(key, text, context.sources[key], descriptions.get(key, "")) for key, text in shown.items()]
     print(table([("key", "value", "source", "what it is"), *rows]))
     return 0
 

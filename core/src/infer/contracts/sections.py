@@ -284,6 +284,14 @@ class LogSettings(Section):
         logging.basicConfig(level=self.level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
 
 
+class ModelTable(Section):
+    """What a table ``[models.NAME]`` has besides the sections' keys that it overrides."""
+
+    pinned: bool = Field(False, description="Load it at the start, and keep it.")
+    keep_alive_s: float | None = Field(None, ge=-1, le=1e9, description="In place of server.router.keep_alive_s.")
+    aliases: list[str] = Field([], description="Further names under which clients may ask for it; * is any name.")
+
+
 class ObserversSettings(Section):
     """The tables of observer plugins; core has no settings here."""
 
@@ -304,6 +312,9 @@ class Settings(BaseSettings):
     server: ServerSettings = ServerSettings()
     observers: ObserversSettings = ObserversSettings()
     log: LogSettings = LogSettings()
+    models: dict[str, dict[str, Any]] = Field(
+        {}, description="Several models behind one address: [models.NAME] for each, with what differs from the rest."
+    )
 
     @classmethod
     def settings_customise_sources(

@@ -175,6 +175,7 @@ EXTENSION_POINTS: Mapping[str, ExtensionPoint] = {
             "console": "infer-console",
             "decisions": "infer-decisions",
             "ollama": "infer-ollama",
+            "router": "infer-router",
         },
     ),
     "command": ExtensionPoint(
@@ -185,6 +186,7 @@ EXTENSION_POINTS: Mapping[str, ExtensionPoint] = {
             **dict.fromkeys(("bench", "demo"), "infer-bench"),
             **dict.fromkeys(("check", "new"), "infer-testing"),
             "launch": "infer-agents",
+            "models": "infer-router",
             "ray": "infer-ray",
         },
     ),

@@ -15,14 +15,12 @@ from infer.errors import RequestError
 from infer.server.events import Json
 from infer.server.http.body import Body
 from infer.server.http.errors import NotFoundError
-from infer.server.http.wire import Ollama
+from infer.server.http.wire import OLLAMA_ROOT, OLLAMA_VERSION, Ollama
 from infer_ollama.bodies import PullBody, ShowBody
 
 if TYPE_CHECKING:
     from infer.server.service import Service
 
-VERSION = "0.20.0"
-"""The version of Ollama whose API this is. Clients refuse to talk to much older ones."""
 FOREVER = "2318-01-01T00:00:00Z"
 """When Ollama says that a model expires that stays."""
 LATEST = ":latest"
@@ -176,10 +174,10 @@ class Models:
         ]
 
     async def root(self, http: web.Request) -> web.Response:
-        return web.Response(text="Ollama is running")
+        return web.Response(text=OLLAMA_ROOT)
 
     async def version(self, http: web.Request) -> web.Response:
-        return web.json_response({"version": VERSION})
+        return web.json_response({"version": OLLAMA_VERSION})
 
     async def tags(self, http: web.Request) -> web.Response:
         return web.json_response({"models": self._models()})

@@ -1,14 +1,11 @@
-"""Many infer servers as one: replicas that Ray Serve places and watches, and an ingress before them."""
+"""Many infer servers as one: replicas that Ray Serve places and watches, behind an ingress of ``infer_router``."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from infer import hookimpl
 from infer.contracts.command import CommandContext, CommandRegistration
-from infer.contracts.registration import Registration
-from infer.contracts.server import Route, RoutesFactory
 from infer_ray.settings import RaySettings
 
 if TYPE_CHECKING:
@@ -47,14 +44,3 @@ def infer_commands() -> list[CommandRegistration]:
             add_arguments=_add_arguments,
         )
     ]
-
-
-def _routes(service: Any, settings: object) -> Sequence[Route]:
-    from infer_ray.state import routes  # imported here, so that other commands need not wait for the server's part
-
-    return routes(service)
-
-
-@hookimpl
-def infer_routes() -> list[Registration[RoutesFactory]]:
-    return [Registration("ray", _routes, "what an ingress asks a replica")]

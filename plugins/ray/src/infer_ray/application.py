@@ -17,7 +17,7 @@ import ray
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
-from infer_ray.process import Process
+from infer_router.process import Process
 
 log = logging.getLogger("ray.serve")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import math
 import os
 import re
@@ -15,23 +14,18 @@ import threading
 import time
 from typing import Any, cast
 
-from pydantic import SecretStr
-
 from infer.contracts.command import CommandContext
 from infer.errors import EngineDeadError, InferError
 from infer.server.http.access import announce, loopback
 from infer.server.http.keys import INGRESS
-from infer.settings import plugin_settings
-from infer_ray.process import FAULT
+from infer.settings import MODELS, plugin_settings
 from infer_ray.settings import RaySettings
+from infer_router.plan import behind, given
+from infer_router.process import FAULT
 
 WATCH_S = 1.0
 CONNECT_S = 5.0
 VITAL = ("raylet", "gcs_server")
-PATIENCE_S = 86400.0
-"""An engine does not drop an ingress that does not read, for that waits for a client, and drops it in time."""
-SEED_BYTES = 64
-"""A body has room for the seed that an ingress adds."""
 
 
 def _own(context: CommandContext) -> RaySettings:
@@ -41,24 +35,19 @@ def _own(context: CommandContext) -> RaySettings:
 def plan(context: CommandContext, *, local: bool) -> dict[str, Any]:
     """What the application needs, as JSON: the settings of its processes, and how many there are."""
     settings, own = context.settings, _own(context)
-    given: dict[str, Any] = {}
-    for key, source in context.sources.items():
-        if not source.startswith("default") and not key.startswith("ray."):
-            *tables, name = key.split(".")
-            at = given
-            for table in tables:
-                at = at.setdefault(table, {})
-            at[name] = _plain(functools.reduce(getattr, (*tables, name), settings))
-    server = given.pop("server", {})
+    if settings.models:
+        raise InferError(
+            f"[models.{next(iter(settings.models))}] is for infer serve: infer ray has one model, model.path; use "
+            "another settings file."
+        )
+    common = given(context, "ray", MODELS)
+    server = common.pop("server", {})
     key = INGRESS + secrets.token_hex(32)
-    engine = {**given, "server": {**server, "host": "127.0.0.1", "port": 0, "api_keys": [key], "cors_origins": []}}
-    engine["server"]["access_log"] = False  # the ingress has one
-    engine["server"]["stall_timeout_s"] = PATIENCE_S
-    engine["server"]["max_body_bytes"] = settings.server.max_body_bytes + SEED_BYTES
+    engine = behind({**common, "server": server}, settings.server, key)
     if hasattr(settings.server, "console"):
         engine["server"]["console"] = {"enabled": False}
     if own.gpus == 0 and settings.kernels.threads is None:
-        engine["kernels"] = {**given.get("kernels", {}), "threads": max(1, int(own.cpus))}
+        engine["kernels"] = {**common.get("kernels", {}), "threads": max(1, int(own.cpus))}
     return {
         "name": own.name,
         "local": local,
@@ -67,7 +56,7 @@ def plan(context: CommandContext, *, local: bool) -> dict[str, Any]:
         "ray": own.model_dump(),
         "router": {"balance": own.balance, "slack": own.slack, "most_blocks": own.known_blocks},
         "engine": engine,
-        "ingress": {"server": server, **({"log": given["log"]} if "log" in given else {})},
+        "ingress": {"server": server, **({"log": common["log"]} if "log" in common else {})},
     }
 
 
@@ -195,9 +184,3 @@ def _deploy(context: CommandContext) -> int:
     _join(own)
     announce(f"infer: {own.name} is served on {serve(made)}")
     return 0
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, SecretStr):
-        return value.get_secret_value()
-    return [_plain(each) for each in value] if isinstance(value, list) else value

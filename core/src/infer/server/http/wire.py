@@ -111,6 +111,12 @@ class Anthropic(NamedEvents):
         return self.error(error, 400 if error["type"] == "invalid_request_error" else 500)
 
 
+OLLAMA_VERSION = "0.20.0"
+"""The version of Ollama whose API we speak. Clients refuse to talk to much older ones."""
+OLLAMA_ROOT = "Ollama is running"
+"""What its root page says, which clients ask first."""
+
+
 class OllamaError(TypedDict):
     error: str
 

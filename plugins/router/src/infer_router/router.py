@@ -2,7 +2,7 @@
 
 Pure code without a clock, a network or threads. An ingress has one ``Router``; it tells it which replicas there are,
 and asks for each request. A prompt is known by its ``chain``: a hash for each of its beginnings, the shortest first
-(``infer_ray.prefixes``).
+(``infer_router.prefixes``).
 
 Several ingresses do not talk to each other. They agree for two reasons: a prompt that an ingress has not seen goes to
 one of few replicas that a hash of its first beginning chooses, and replicas tell all of them what they hold."""

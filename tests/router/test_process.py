@@ -13,7 +13,7 @@ import pytest
 from tests.serving import HANG_S, holding, serving
 
 from infer.server.http.sockets import bind
-from infer_ray.process import FAULT, Process
+from infer_router.process import FAULT, Process
 
 SETTINGS = {"server": {"port": 0, "access_log": False, "drain_timeout_s": HANG_S}}
 ROUTER = {"balance": 1.25, "slack": 4, "most_blocks": 1024}

@@ -10,7 +10,7 @@ from aiohttp import web
 from infer.contracts.records import RequestRecord
 from infer.contracts.server import Route
 from infer.server.service import Service
-from infer_ray.held import HeldBlocks, from_baggage
+from infer_router.held import HeldBlocks, from_baggage
 
 MOST_ENDED = 4096
 """How many ended requests may wait to be accounted for; older ones are not."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from pydantic import model_validator
 from infer.errors import InferError
 from infer.server.http.bodies import Reader
 from infer.server.http.body import Body
-from infer_ray.prefixes import chain, prompt_bytes
+from infer_router.prefixes import chain, prompt_bytes
 
 MOST_USER = 512
 
@@ -27,13 +28,18 @@ class Outline(Body):
     @model_validator(mode="before")
     @classmethod
     def _outlined(cls, data: Any) -> Any:
-        salt, user = data.get("cache_salt"), data.get("safety_identifier") or data.get("user")
-        return {
-            "stream": data.get("stream") is True,
-            "seeded": data.get("seed") is not None,
-            "chain": chain(prompt_bytes(data), salt if isinstance(salt, str) else ""),
-            "user": user[:MOST_USER] if isinstance(user, str) else None,
-        }
+        return outline_of(data)
+
+
+def outline_of(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of an ``Outline``, of a body's."""
+    salt, user = data.get("cache_salt"), data.get("safety_identifier") or data.get("user")
+    return {
+        "stream": data.get("stream") is True,
+        "seeded": data.get("seed") is not None,
+        "chain": chain(prompt_bytes(data), salt if isinstance(salt, str) else ""),
+        "user": user[:MOST_USER] if isinstance(user, str) else None,
+    }
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,11 @@ async def outlined(body: bytes, reader: Reader, *, samples: bool) -> Outgoing:
         outline = await reader(body, Outline)
     except InferError:
         return Outgoing(body)
+    return outgoing(body, outline, samples=samples)
+
+
+def outgoing(body: bytes, outline: Outline, *, samples: bool) -> Outgoing:
+    """The request of a body that has been read."""
     seeded = outline.seeded
     if samples and outline.stream and not seeded:
         # Of a name that occurs twice, as with "seed": null, the last one counts.

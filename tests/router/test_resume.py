@@ -10,7 +10,7 @@ import pytest
 
 from infer.server.http.errors import error_body
 from infer.server.http.wire import OPENAI, ErrorBody, NamedEvents, Ollama
-from infer_ray.resume import ClientStream, DivergedError, complaint
+from infer_router.resume import ClientStream, DivergedError, complaint
 
 FIRST, SECOND = "5e1f00d5", "0ddba115"
 

@@ -1,9 +1,10 @@
-"""Engines and ingresses are processes of their own, so that neither shares an interpreter with Ray.
+"""Engines and ingresses as processes of their own, which end with whoever started them.
 
-``python -m infer_ray.process engine|ingress`` is such a process. Its first line of input is a JSON object: the
-``settings`` (nested; nothing else is read, neither files nor variables) and, for an ingress, what its fleet takes. It
-says ``infer: ready on URL`` when it serves, or why it cannot. It ends when its input does, which is when its parent has
-ended in whatever way, and drains on SIGTERM."""
+``python -m infer_router.process engine|ingress|sizes`` is such a process. Its first line of input is a JSON object: the
+``settings`` (nested; nothing else is read, neither files nor variables), for an ingress, what its fleet takes, and for
+an engine of several, the ``memory`` that all have. It says ``infer: ready on URL`` when it serves, or why it cannot.
+With ``sizes``, it says how much memory the model would take, or without ``memory``, how much is free. It ends when its
+input does, which is when its parent has ended in whatever way, and drains on SIGTERM."""
 
 from __future__ import annotations
 
@@ -21,7 +22,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import IO, Any
 
+from infer_router.sizes import PROCESS_BYTES, free, reckon
+
 READY = "infer: ready on "
+SIZES = "infer: sizes "
 FAULT = "infer: it cannot serve: "
 """Before the sentence that says why, in what a process says and in what its parent raises."""
 KNOWN_S = 10.0
@@ -35,7 +39,7 @@ class Process:
 
     def __init__(self, kind: str, first: Mapping[str, Any]) -> None:
         self._process = subprocess.Popen(
-            (sys.executable, "-m", "infer_ray.process", kind),
+            (sys.executable, "-m", "infer_router.process", kind),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -86,7 +90,7 @@ def main() -> None:
     kind, source = sys.argv[1], sys.stdin
     first = json.loads(source.readline())
     try:
-        (_engine if kind == "engine" else _ingress)(first, source)
+        {"engine": _engine, "ingress": _ingress, "sizes": _sizes}[kind](first, source)
     except InferError as error:
         print(f"{FAULT}{' '.join(str(error).split())}", flush=True)
         print(f"infer: {error}", file=sys.stderr)
@@ -99,7 +103,22 @@ def _engine(first: Mapping[str, Any], source: IO[str]) -> None:
 
     _listen(source, lambda line: None)
     plugins = Plugins.discover()
-    app.run(_settings(first, plugins), plugins)
+    settings = _settings(first, plugins)
+    if (memory := first.get("memory")) is not None:
+        from infer.device import bound_memory
+
+        bound_memory(0, max(0, memory - PROCESS_BYTES))  # no larger a cache than by the arithmetic
+    app.run(settings, plugins)
+
+
+def _sizes(first: Mapping[str, Any], source: IO[str]) -> None:
+    from infer.plugins.discovery import Plugins
+
+    _listen(source, lambda line: None)
+    plugins = Plugins.discover()
+    settings, memory = _settings(first, plugins), first["memory"]
+    found = {"bytes": free(settings)} if memory is None else reckon(settings, plugins, memory)
+    print(f"{SIZES}{json.dumps(found)}", flush=True)
 
 
 def _ingress(first: Mapping[str, Any], source: IO[str]) -> None:
@@ -111,8 +130,9 @@ def _ingress(first: Mapping[str, Any], source: IO[str]) -> None:
 async def _serve(first: Mapping[str, Any], source: IO[str], settings: Any) -> None:
     from infer.server.http.access import log_to_stderr
     from infer.server.http.sockets import bind
-    from infer_ray.ingress import Fleet, Ingress, serving
-    from infer_ray.router import Router
+    from infer_router.fleet import Fleet
+    from infer_router.ingress import Ingress, serving
+    from infer_router.router import Router
 
     log_to_stderr()
     router = Router(**first["router"])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from infer_ray.held import MOST_CHANGES, HeldBlocks, from_baggage, to_baggage
-from infer_ray.prefixes import MOST_BLOCKS
+from infer_router.held import MOST_CHANGES, HeldBlocks, from_baggage, to_baggage
+from infer_router.prefixes import MOST_BLOCKS
 
 
 def test_blocks_travel_as_baggage_beside_other_entries() -> None:

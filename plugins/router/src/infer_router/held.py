@@ -12,7 +12,7 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from itertools import islice
 
-from infer_ray.prefixes import LENGTHS, MOST_BLOCKS
+from infer_router.prefixes import LENGTHS, MOST_BLOCKS
 
 ENTRY = "infer.prefix"
 """The entry of the W3C header ``baggage`` that has a prompt's blocks."""

@@ -1,4 +1,4 @@
-"""What an ingress needs to know of a request: whether it is streamed and seeded, and by which prefixes its prompt may
+"""What an ingress reads of requests: whether it is streamed and seeded, and by which prefixes its prompt may
 be found in a replica's cache. No tokens: they would cost an ingress as much as its replicas.
 
 A prompt's text is written as bytes in a form of which a longer conversation's begins with a shorter one's, and hashed

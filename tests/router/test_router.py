@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from tests.examples import examples
 
-from infer_ray.prefixes import LENGTHS, MOST_BLOCKS, STEP, chain, prompt_bytes
-from infer_ray.router import CHOICES, Choice, Replica, Router
+from infer_router.prefixes import LENGTHS, MOST_BLOCKS, STEP, chain, prompt_bytes
+from infer_router.router import CHOICES, Choice, Replica, Router
 
 NAMES = [f"r{i}" for i in range(5)]
 CHAINS = [tuple(100 * i + j for j in range(1, length + 1)) for i, length in enumerate((1, 3, 4, 6))]

@@ -17,17 +17,19 @@ from aiohttp.test_utils import make_mocked_request
 from multidict import CIMultiDict
 from pydantic import SecretStr
 from pydantic_core import from_json
-from tests.ray.test_ingress import frames
+from tests.router.test_ingress import frames
 from tests.serving import HANG_S
 
 from infer.contracts.sections import ServerSettings
 from infer.server.http.keys import OWNER, Keys
 from infer.server.http.sockets import bind, listen
 from infer.server.http.wire import SHUTTING_DOWN
-from infer_ray import ingress as ingress_module
-from infer_ray.held import ENTRY, from_baggage, to_baggage
-from infer_ray.ingress import MOST_LOST, MOST_REFUSED, MOST_SILENT, STATE, Fleet, Ingress
-from infer_ray.ingress import serving as serving_ingress
+from infer_router import ingress as ingress_module
+from infer_router.exchange import MOST_LOST, MOST_REFUSED
+from infer_router.fleet import Fleet
+from infer_router.held import ENTRY, from_baggage, to_baggage
+from infer_router.ingress import MOST_SILENT, STATE, Ingress
+from infer_router.ingress import serving as serving_ingress
 
 KEY = "the key of the replicas"
 SHOWN = {"Authorization": "Bearer k"}
@@ -274,7 +276,7 @@ async def test_long_events_pass_without_being_parsed(monkeypatch: pytest.MonkeyP
         assert len(data) < 1 << 20
         return from_json(data)
 
-    monkeypatch.setattr("infer_ray.resume.from_json", limited)
+    monkeypatch.setattr("infer_router.resume.from_json", limited)
     async with front(talk) as f, f.post({"prompt": "x", "stream": True}) as response:
         assert await response.read() == event("a") + long + event("b") + b"data: [DONE]\n\n"
 

@@ -1,4 +1,4 @@
-"""What the client of a stream has been told, so that another replica can go on where one was lost.
+"""What a stream's client has been told, so that another replica can go on.
 
 Answers are exact: the same request with the same seed gives the same answer on every replica. So a lost stream is
 asked for again elsewhere, and what the client has already is left out of it. How an answer is divided into events may

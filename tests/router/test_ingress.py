@@ -20,9 +20,10 @@ from infer.contracts.sections import ServerSettings
 from infer.server.http.keys import INGRESS, OWNER, Keys
 from infer.server.http.sockets import bind
 from infer.server.testing import Serving
-from infer_ray.ingress import Fleet, Ingress
-from infer_ray.ingress import serving as serving_ingress
-from infer_ray.prefixes import chain as chain_of
+from infer_router.fleet import Fleet
+from infer_router.ingress import Ingress
+from infer_router.ingress import serving as serving_ingress
+from infer_router.prefixes import chain as chain_of
 
 PROMPT = "def parse(text):\n    return [int(part) for part in text.split(',')]\n\n" * 8
 Json = dict[str, Any]
@@ -234,7 +235,7 @@ async def test_a_client_that_cannot_be_written_to_is_no_lost_replica(
     async def fail(*args: object) -> None:
         raise aiohttp.ClientConnectionResetError
 
-    monkeypatch.setattr("infer_ray.ingress.write", fail)
+    monkeypatch.setattr("infer_router.exchange.write", fail)
     async with front(engines) as f:
         with pytest.raises(aiohttp.ClientError):
             await f.stream({"prompt": PROMPT, "max_tokens": 20})
@@ -323,7 +324,7 @@ async def test_equal_beginnings_go_to_one_replica_unless_their_salts_differ(engi
         await f.post({"prompt": PROMPT, "max_tokens": 4, "cache_salt": "t"})
         assert f.ingress.counts.known_blocks == known
         fleet = Hearing()
-        other = Ingress(fleet, f.ingress._server, poll_s=0.05)  # another ingress, which hears it from the replicas
+        other = Ingress(fleet, f.ingress.server, poll_s=0.05)  # another ingress, which hears it from the replicas
         async with other, asyncio.timeout(HANG_S):
             fleet.update({name: {"url": url} for name, url in f.ingress.fleet.urls.items()})
             chain = chain_of(PROMPT.encode(), "s")

@@ -1,0 +1,460 @@
+"""Which models are loaded: one task owns all that is known of them, and everybody else tells it what has happened.
+
+``Loader.run`` takes one message after the other from an inbox. Each changes the state of a model and is followed by
+``_advance``, which looks at all models and begins whatever is due: an arithmetic, a load, an unloading. What takes time
+runs in tasks that change nothing, and end with a message. So no two of them see a state that a third is changing, and
+whatever happens while something else is under way is seen when its message comes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, Protocol
+
+from infer.errors import EngineDeadError, InferError, QueueFullError, RequestError
+from infer_router.placement import Held, place
+
+log = logging.getLogger(__name__)
+
+State = Literal["unloaded", "loading", "loaded", "unloading", "failed"]
+HEALTH_S = 1.0
+BACKOFF_S, MOST_BACKOFF_S = 1.0, 60.0
+"""How long a model that ended by itself is left alone, unless somebody asks for it: twice as long each time."""
+END_S = 10.0
+"""How long a process that has no requests may take to end before it is killed."""
+
+
+class NeverFitsError(RequestError):
+    """The model takes more memory than it could ever have."""
+
+
+class Engine(Protocol):
+    """A process that serves a model."""
+
+    @property
+    def url(self) -> str: ...
+    async def wait(self) -> int:
+        """Until it has ended. Returns its exit code."""
+        ...
+
+    async def healthy(self) -> bool:
+        """Whether it says so, within a few seconds."""
+        ...
+
+    async def end(self, drain_s: float) -> None:
+        """Have it end: kill it if it has not after some seconds. Returns when it has ended."""
+        ...
+
+
+class Machine(Protocol):
+    """What models are loaded on."""
+
+    async def size(self, name: str) -> Mapping[str, Any]:
+        """What is known of a model before it is loaded; ``bytes`` are those that it takes. Raises InferError."""
+        ...
+
+    async def start(self, name: str) -> Engine:
+        """Load a model. Raises InferError. Whatever else ends it, no process is left."""
+        ...
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How a model is kept, and what limits all of them."""
+
+    memory: int
+    keep_alive_s: Mapping[str, float]
+    """By model, the default; math.inf for ever."""
+    pinned: frozenset[str] = frozenset()
+    max_waiting: int = 256
+    load_timeout_s: float = 600.0
+    stuck_timeout_s: float = 60.0
+    health_s: float = HEALTH_S
+    backoff_s: float = BACKOFF_S
+
+
+@dataclass(eq=False)
+class _Want:
+    """A request that needs a model."""
+
+    name: str
+    keep_alive_s: float | None
+    granted: asyncio.Future[None]
+    since: float
+
+
+@dataclass(eq=False)
+class _Model:
+    name: str
+    keep_alive_s: float
+    state: State = "unloaded"
+    about: Mapping[str, Any] | None = None
+    """The arithmetic's result, once it is there."""
+    asking: bool = False
+    """Whether the arithmetic is under way."""
+    engine: Engine | None = None
+    waiting: dict[_Want, None] = field(default_factory=dict)
+    open: int = 0
+    leaving: bool = False
+    """Whether it is to be unloaded once its open requests have ended. Later ones wait."""
+    used: float = 0.0
+    expires: float = math.inf
+    problem: str | None = None
+    revive: bool = False
+    """Whether it ended while it had requests, which may go on with the next process."""
+    failures: int = 0
+    retry_at: float = 0.0
+    loaded_at: float = 0.0
+    loads: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.about is None else int(self.about["bytes"])
+
+    @property
+    def since(self) -> float:
+        return min((want.since for want in self.waiting), default=math.inf)
+
+
+class Loader:
+    """``changed`` is told the URL of a model's process, or None when it is not to be asked any more."""
+
+    def __init__(self, machine: Machine, rules: Rules, changed: Callable[[str, str | None], None]) -> None:
+        self._machine, self._rules, self._changed = machine, rules, changed
+        self._models = {name: _Model(name, keep) for name, keep in rules.keep_alive_s.items()}
+        self._inbox: asyncio.Queue[Callable[[], None]] = asyncio.Queue()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._over: str | None = None
+
+    # What others ask and tell
+
+    @asynccontextmanager
+    async def use(self, name: str, keep_alive_s: float | None = None) -> AsyncIterator[None]:
+        """Have the model loaded until the end of the block. Raises QueueFullError if too many wait already,
+        NeverFitsError, or EngineDeadError if it cannot be loaded."""
+        if self._over is not None:
+            raise EngineDeadError(self._over)
+        want = _Want(name, keep_alive_s, asyncio.get_running_loop().create_future(), time.monotonic())
+        self._inbox.put_nowait(partial(self._wanted, want))
+        try:
+            await want.granted
+            yield
+        finally:
+            self._inbox.put_nowait(partial(self._left, want))
+
+    def keep(self, name: str, keep_alive_s: float) -> None:
+        """From now on, keep the model so long if it is loaded; 0 lets it go once its open requests have ended."""
+        self._inbox.put_nowait(partial(self._kept, name, keep_alive_s))
+
+    def status(self) -> list[dict[str, Any]]:
+        """Of each model: ``name``, ``state``, ``pinned``, ``open``, ``waiting``, ``size_bytes`` (None while it is not
+        known), ``expires_in_s`` (None if it does not), ``problem``, and what else the arithmetic says (``about``)."""
+        now = time.monotonic()
+        found = []
+        for each in self._models.values():
+            expires = each.expires if each.state == "loaded" and each.name not in self._rules.pinned else math.inf
+            wakes = each.state in ("unloaded", "failed") and bool(each.waiting)
+            found.append(
+                {
+                    "name": each.name,
+                    "state": "loading" if wakes else each.state,
+                    "pinned": each.name in self._rules.pinned,
+                    "open": each.open,
+                    "waiting": len(each.waiting),
+                    "size_bytes": None if each.about is None else each.nbytes,
+                    "expires_in_s": None if expires == math.inf else max(0.0, expires - now),
+                    "loads": each.loads,
+                    "problem": each.problem,
+                    "about": each.about,
+                }
+            )
+        return found
+
+    def latest(self) -> str | None:
+        """The loaded model that was used last."""
+        there = [each for each in self._models.values() if each.state == "loaded" and not each.leaving]
+        return max(there, key=lambda each: (each.open > 0, each.used)).name if there else None
+
+    # The task that owns everything
+
+    async def run(self) -> None:
+        """Serve the inbox for ever. When it ends, so do the tasks that it has begun, and who waits is told so."""
+        try:
+            while True:
+                self._advance()
+                try:
+                    async with asyncio.timeout_at(self._next()):
+                        message = await self._inbox.get()
+                except TimeoutError:
+                    continue
+                message()
+        finally:
+            self._over = "The server is shutting down; send the request again."
+            for task in self._tasks:
+                task.cancel()
+            while not self._inbox.empty():
+                message = self._inbox.get_nowait()
+                if isinstance(message, partial) and message.func == self._wanted:
+                    self._models[message.args[0].name].waiting[message.args[0]] = None
+            for each in self._models.values():
+                self._refuse(each, EngineDeadError(self._over))
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _next(self) -> float | None:
+        """When something is due though nothing happens, on the loop's clock."""
+        due, now = [math.inf], time.monotonic()
+        for each in self._models.values():
+            if each.state == "loaded" and not each.open and each.name not in self._rules.pinned:
+                due.append(each.expires)
+            if each.state in ("unloaded", "failed") and self._unasked(each) and each.retry_at > now:
+                due.append(each.retry_at)
+        return None if min(due) == math.inf else asyncio.get_running_loop().time() + min(due) - now
+
+    def _begin(self, work: Callable[[], Awaitable[Any]], then: Callable[[Any], None]) -> None:
+        """Have ``then`` told what the work returns or raises."""
+
+        async def run() -> None:
+            try:
+                result = await work()
+            except Exception as error:
+                result = error
+            self._inbox.put_nowait(partial(then, result))
+
+        task = asyncio.create_task(run())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # What has happened
+
+    def _wanted(self, want: _Want) -> None:
+        model = self._models[want.name]
+        if model.state == "loaded" and not model.leaving:
+            self._grant(model, want)
+            return
+        waiting = sum(len(each.waiting) for each in self._models.values())
+        if waiting >= self._rules.max_waiting:
+            want.granted.set_exception(
+                QueueFullError(
+                    f"The model {model.name!r} is not loaded, and {waiting} requests wait for models already; this one "
+                    f"would be number {waiting + 1} of at most server.router.max_waiting = {self._rules.max_waiting}. "
+                    "Try again later."
+                )
+            )
+            return
+        model.waiting[want] = None
+
+    def _grant(self, model: _Model, want: _Want) -> None:
+        if not want.granted.done():  # otherwise it has left, and the message about that is on its way
+            want.granted.set_result(None)
+            model.open += 1
+            model.used, model.expires = time.monotonic(), math.inf
+            model.keep_alive_s = (
+                self._rules.keep_alive_s[model.name] if want.keep_alive_s is None else want.keep_alive_s
+            )
+
+    def _left(self, want: _Want) -> None:
+        model = self._models[want.name]
+        model.waiting.pop(want, None)
+        granted = want.granted.done() and not want.granted.cancelled() and want.granted.exception() is None
+        if granted:
+            model.open -= 1
+            if not model.open:
+                model.used = time.monotonic()
+                model.expires = model.used + model.keep_alive_s
+                model.revive = False
+
+    def _kept(self, name: str, keep_alive_s: float) -> None:
+        model = self._models[name]
+        if model.state not in ("loading", "loaded") or name in self._rules.pinned:
+            return
+        model.keep_alive_s = keep_alive_s
+        if not model.open:
+            model.expires = time.monotonic() + keep_alive_s
+        model.leaving = model.leaving or keep_alive_s == 0
+
+    def _sized(self, model: _Model, result: Mapping[str, Any] | Exception) -> None:
+        model.asking = False
+        if isinstance(result, Exception):
+            self._fail(model, result, "its size cannot be told")
+        else:
+            model.about = result
+
+    def _loaded(self, model: _Model, result: Engine | Exception) -> None:
+        if isinstance(result, Exception):
+            self._fail(model, result, "it cannot be loaded")
+            model.leaving = False
+            return
+        log.info("model %s is loaded", model.name)
+        model.state, model.engine, model.problem, model.revive = "loaded", result, None, False
+        model.loaded_at = model.used = time.monotonic()
+        model.expires = model.loaded_at + model.keep_alive_s
+        self._begin(partial(self._watch, model, result), partial(self._ended, model))
+        self._changed(model.name, result.url)
+        for want in model.waiting:
+            self._grant(model, want)
+        model.waiting.clear()
+
+    def _ended(self, model: _Model, result: int | Exception) -> None:
+        if isinstance(result, Exception):
+            raise result
+        meant = model.state == "unloading"
+        model.state, model.engine, model.leaving = "unloaded", None, False
+        if meant:
+            log.info("model %s is unloaded", model.name)
+            return
+        self._changed(model.name, None)
+        model.problem = f"its process ended with code {result}"
+        model.revive = model.open > 0
+        log.error("model %s: %s", model.name, model.problem)
+        if time.monotonic() - model.loaded_at > MOST_BACKOFF_S:
+            model.failures = 0
+        self._back_off(model)
+
+    def _stuck(self, model: _Model, engine: Engine) -> None:
+        """Its process lives and does not answer: who comes now waits for the next one."""
+        if model.engine is engine:
+            log.error("model %s: its process does not answer; it is replaced", model.name)
+            model.leaving = True
+            self._changed(model.name, None)
+            self._begin(partial(engine.end, 0.0), self._done)
+
+    def _done(self, result: object) -> None:
+        if isinstance(result, Exception):
+            raise result
+
+    def _fail(self, model: _Model, error: Exception, what: str) -> None:
+        if isinstance(error, TimeoutError):
+            limit = self._rules.load_timeout_s
+            said = f"it took longer than server.router.load_timeout_s = {limit:g} s, and was stopped"
+        elif isinstance(error, InferError):
+            said = str(error)
+        else:
+            log.error("model %s: %s", model.name, what, exc_info=error)
+            said = f"{type(error).__name__}; the server's log says more"
+        model.state, model.problem = "failed", f"{what}: {said}"
+        log.error("model %s: %s", model.name, model.problem)
+        self._back_off(model)
+        self._refuse(model, EngineDeadError(f"The model {model.name!r} is not there: {model.problem}"))
+
+    def _back_off(self, model: _Model) -> None:
+        wait = min(MOST_BACKOFF_S, self._rules.backoff_s * 2 ** min(model.failures, 10))
+        model.failures += 1
+        model.retry_at = time.monotonic() + wait
+
+    def _refuse(self, model: _Model, error: InferError) -> None:
+        for want in model.waiting:
+            if not want.granted.done():
+                want.granted.set_exception(error)
+        model.waiting.clear()
+
+    # What is due
+
+    def _unasked(self, model: _Model) -> bool:
+        """Whether it is to be loaded though no request waits for it."""
+        return not model.waiting and (model.revive or model.name in self._rules.pinned)
+
+    def _advance(self) -> None:
+        now, pinned = time.monotonic(), self._rules.pinned
+        for each in self._models.values():
+            if each.state == "loaded" and not each.open:
+                each.leaving = each.leaving or (each.expires <= now and each.name not in pinned)
+                if each.leaving:
+                    self._unload(each)
+        due = [
+            each
+            for each in self._models.values()
+            if each.state in ("unloaded", "failed") and (each.waiting or (self._unasked(each) and each.retry_at <= now))
+        ]
+        for each in sorted(due, key=lambda each: each.since):
+            if each.about is None:
+                self._ask(each)
+            elif not self._fits(each):
+                continue
+            elif not self._placed(each):
+                break
+        if not any(each.asking for each in self._models.values()):  # one at a time of those that nobody waits for
+            for each in self._models.values():
+                if each.about is None and each.state == "unloaded":
+                    self._ask(each)
+                    break
+
+    def _ask(self, model: _Model) -> None:
+        if not model.asking and model.about is None:
+            model.asking = True
+            self._begin(partial(self._limited, self._machine.size, model.name), partial(self._sized, model))
+
+    def _fits(self, model: _Model) -> bool:
+        """Whether there could ever be room; if not, who waits is told so."""
+        others = [each for each in self._models.values() if each.name in self._rules.pinned and each is not model]
+        most = self._rules.memory - sum(each.nbytes for each in others)
+        if model.nbytes <= most:
+            return True
+        besides = f" beside the pinned models ({', '.join(each.name for each in others)})" if others else ""
+        model.state, model.retry_at, model.revive = "failed", math.inf, False
+        model.problem = (
+            f"it takes {_gib(model.nbytes)}, and models may have {_gib(max(0, most))}{besides}: raise "
+            "server.router.memory_gib if there is more memory, or lower its engine.max_batch_size or "
+            "engine.max_seq_len, or set its model.quantization"
+        )
+        self._refuse(model, NeverFitsError(f"The model {model.name!r} never fits: {model.problem}."))
+        return False
+
+    def _placed(self, model: _Model) -> bool:
+        """Load the model, or have others make room. Returns False if nobody behind it may take that room."""
+        pinned, there = self._rules.pinned, []
+        for each in self._models.values():
+            if each.state in ("loading", "loaded", "unloading"):
+                leaving = each.state == "unloading" or (each.state == "loaded" and each.leaving)
+                may_leave = each.state == "loaded" and each.name not in pinned
+                there.append(Held(each.name, each.nbytes, each.used, each.open > 0, may_leave, leaving))
+        placement = place(model.nbytes, self._rules.memory, there)
+        if placement.answer == "load":
+            log.info("model %s is being loaded: %s", model.name, _gib(model.nbytes))
+            model.state, model.loads = "loading", model.loads + 1
+            model.keep_alive_s = self._rules.keep_alive_s[model.name]
+            self._begin(partial(self._limited, self._machine.start, model.name), partial(self._loaded, model))
+            return True
+        for name in placement.evicted:
+            victim = self._models[name]
+            victim.leaving = True
+            if not victim.open:
+                self._unload(victim)
+        return placement.answer == "full"
+
+    def _unload(self, model: _Model) -> None:
+        engine = model.engine
+        if engine is not None:
+            model.state = "unloading"
+            self._changed(model.name, None)
+            self._begin(partial(engine.end, END_S), self._done)
+
+    # What takes time
+
+    async def _limited(self, work: Callable[[str], Awaitable[Any]], name: str) -> Any:
+        async with asyncio.timeout(self._rules.load_timeout_s):
+            return await work(name)
+
+    async def _watch(self, model: _Model, engine: Engine) -> int:
+        """Until the process has ended, which is seen to if it no longer answers."""
+        ended = asyncio.ensure_future(engine.wait())
+        good = time.monotonic()
+        try:
+            while not (await asyncio.wait((ended,), timeout=self._rules.health_s))[0]:
+                if await engine.healthy():
+                    good = time.monotonic()
+                elif time.monotonic() - good > self._rules.stuck_timeout_s:
+                    self._inbox.put_nowait(partial(self._stuck, model, engine))
+                    return await ended
+            return ended.result()
+        finally:
+            ended.cancel()
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB"

@@ -1,0 +1,161 @@
+"""This machine: the processes that serve models, and the arithmetic of what they take."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+
+from infer.errors import EngineDeadError, SettingsError
+from infer_router.process import FAULT, READY, SIZES
+
+HEALTH_TIMEOUT_S = 5.0
+PIECE_BYTES = 1 << 16
+
+
+class EngineProcess:
+    """A process that serves a model (``infer_router.loader.Engine``)."""
+
+    def __init__(self, process: Process, url: str, session: aiohttp.ClientSession) -> None:
+        self._process, self._session = process, session
+        self.url = url
+        self._reading = asyncio.create_task(_read(process))  # so that a full pipe never holds it up
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def wait(self) -> int:
+        return await self._process.wait()
+
+    async def healthy(self) -> bool:
+        try:
+            async with (
+                asyncio.timeout(HEALTH_TIMEOUT_S),
+                self._session.get(f"{self.url}/health") as response,
+            ):
+                return response.status == 200
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+
+    async def end(self, drain_s: float) -> None:
+        await _end(self._process, drain_s)
+
+
+class LocalMachine:
+    """Starts processes for models, each by its ``settings``. Use it as ``async with``; none of them outlives that."""
+
+    def __init__(self, settings: Mapping[str, Mapping[str, Any]]) -> None:
+        self.memory: int | None = None
+        """What models may take together; ``start`` and ``size`` need it."""
+        self._settings = settings
+        self._live: set[Process] = set()
+        self._session: aiohttp.ClientSession
+
+    async def __aenter__(self) -> LocalMachine:
+        self._session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        live = [process for process in self._live if process.returncode is None]
+        await asyncio.gather(*(_end(process, HEALTH_TIMEOUT_S) for process in live))
+        await self._session.close()
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes that have not ended."""
+        return [process.pid for process in self._live if process.returncode is None]
+
+    async def free(self) -> int:
+        """The memory that is free now where models run. Raises InferError."""
+        name = next(iter(self._settings))
+        return int((await self._sized(name, None))["bytes"])
+
+    async def size(self, name: str) -> Mapping[str, Any]:
+        return await self._sized(name, self.memory)
+
+    async def _sized(self, name: str, memory: int | None) -> Mapping[str, Any]:
+        async with self._started("sizes", name, memory) as (process, line):
+            await _end(process, 0.0)
+            found: Mapping[str, Any] = json.loads(line.removeprefix(SIZES))
+            return found
+
+    async def start(self, name: str) -> EngineProcess:
+        async with self._started("engine", name, self.memory) as (process, line):
+            return EngineProcess(process, line.removeprefix(READY).strip(), self._session)
+
+    @contextlib.asynccontextmanager
+    async def _started(self, kind: str, name: str, memory: int | None) -> Any:
+        """A process and the line by which it says that it is ready. An exception in the block ends it, as does one
+        before it, a cancellation among them. Raises InferError."""
+        settings = dict(self._settings[name])
+        if kind == "sizes":  # what it chooses, the engine says again
+            settings["log"] = {"level": "warning"}
+        first = json.dumps({"settings": settings, "memory": memory}) + "\n"
+        creating = asyncio.ensure_future(
+            asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "infer_router.process", kind),
+                stdin=PIPE,
+                stdout=PIPE,
+                start_new_session=True,  # Ctrl-C is for this process, which drains
+            )
+        )
+        try:
+            process = await asyncio.shield(creating)
+        except asyncio.CancelledError:
+            await _end(await creating, 0.0)
+            raise
+        self._live = {each for each in self._live if each.returncode is None} | {process}
+        try:
+            assert process.stdin is not None
+            with contextlib.suppress(ConnectionError):  # it has ended, and its output says why
+                process.stdin.write(first.encode())
+                await process.stdin.drain()
+            yield process, await _said(process, READY if kind == "engine" else SIZES)
+        except BaseException:
+            await _end(process, 0.0)
+            raise
+
+
+async def _said(process: Process, begin: str) -> str:
+    """The line of a process's output that begins so. Raises SettingsError with its own sentence, or EngineDeadError if
+    it ends without one."""
+    assert process.stdout is not None
+    try:
+        async for data in process.stdout:
+            line = data.decode(errors="replace")
+            if line.startswith(begin):
+                return line
+            if line.startswith(FAULT):
+                raise SettingsError(line.removeprefix(FAULT).strip())
+    except ValueError:
+        raise EngineDeadError("its process writes a line without end to stdout.") from None
+    raise EngineDeadError(f"its process ended with code {await process.wait()} before it served; the log says why.")
+
+
+async def _read(process: Process) -> None:
+    assert process.stdout is not None
+    while await process.stdout.read(PIECE_BYTES):
+        pass
+
+
+async def _end(process: Process, drain_s: float) -> None:
+    """Have a process end, and its children: kill them if it has not ended after some seconds."""
+    if process.returncode is None and drain_s > 0:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(drain_s):
+                await process.wait()
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # it leads a group of its own
+    await process.wait()

@@ -1,0 +1,170 @@
+"""The settings of the processes behind a server: what is theirs, and what is the server's alone."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic import SecretStr, ValidationError
+
+from infer.contracts.command import CommandContext
+from infer.contracts.sections import ModelTable, ServerSettings
+from infer.errors import SettingsError, first_fault
+from infer.server.http.keys import INGRESS
+from infer.settings import MODELS, load_settings, plugin_settings
+from infer_router.settings import RouterSettings
+
+PATIENCE_S = 86400.0
+"""An engine does not drop an ingress that does not read, for that waits for a client, and drops it in time."""
+SEED_BYTES = 64
+"""A body has room for the seed that an ingress adds."""
+NAME = re.compile(r'[^\s"*:][^\s"*]{0,199}')
+OURS = ("host", "port", "api_keys", "cors_origins", "access_log", "max_body_bytes", "stall_timeout_s", "router")
+"""Keys of ``[server]`` that are about the address, of which there is one."""
+THEIRS = ("served_model_name", "aliases")
+"""Keys of ``[server]`` that are about a single model."""
+
+
+def given(context: CommandContext, *without: str) -> dict[str, Any]:
+    """What any source says, nested, but for the sections ``without``."""
+    found: dict[str, Any] = {}
+    for key, source in context.sources.items():
+        if not source.startswith("default") and key.partition(".")[0] not in without:
+            *tables, name = key.split(".")
+            at = found
+            for table in tables:
+                at = at.setdefault(table, {})
+            at[name] = _plain(functools.reduce(getattr, (*tables, name), context.settings))
+    return found
+
+
+def behind(given: Mapping[str, Any], server: ServerSettings, key: str) -> dict[str, Any]:
+    """The settings of an engine that a server is in front of: it lets in who shows the ``key``."""
+    own = {name: value for name, value in given.get("server", {}).items() if name != "router"}
+    own |= {"host": "127.0.0.1", "port": 0, "api_keys": [key], "cors_origins": []}
+    own["access_log"] = False  # the server in front has one
+    own["stall_timeout_s"] = PATIENCE_S
+    own["max_body_bytes"] = server.max_body_bytes + SEED_BYTES
+    return {**given, "server": own}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Several models behind one address."""
+
+    engines: Mapping[str, Mapping[str, Any]]
+    """The settings of each model's process."""
+    keep_alive_s: Mapping[str, float]
+    pinned: frozenset[str]
+    names: Mapping[str, str]
+    """The model of each name that clients may use, aliases among them."""
+    key: str
+    """What the processes want to be shown."""
+    router: RouterSettings
+
+
+def several(context: CommandContext, words: Sequence[str] = ()) -> Plan:
+    """The plan for the models ``words``, names of tables or else what ``model.path`` may be, or without any, for those
+    of all tables. Every model's settings are checked. Raises SettingsError."""
+    tables = dict(context.settings.models)
+    server = context.settings.server
+    for name in THEIRS:
+        if getattr(server, name):
+            raise SettingsError(
+                f"server.{name} = {getattr(server, name)!r} is about one model, but there are several; leave it out, "
+                "and name each by its table, [models.NAME], and its aliases."
+            )
+    common = given(context, MODELS)
+    if len(words) > 1 and context.sources["model.path"].startswith("--"):
+        raise SettingsError(
+            f"--model.path = {context.settings.model.path!r} is given besides {len(words)} models; leave one out."
+        )
+    if words:
+        chosen = {word: tables[word] for word in words if word in tables}
+        for word in words:
+            if word not in tables:
+                chosen[_named(word, chosen)] = {"model": {"path": word}}
+        tables = chosen
+    router = cast(RouterSettings, plugin_settings(context.settings, "routes", "router"))
+    key = INGRESS + secrets.token_hex(32)
+    names: dict[str, str] = {}
+    engines: dict[str, Mapping[str, Any]] = {}
+    keeps: dict[str, float] = {}
+    pinned: set[str] = set()
+    for name, table in tables.items():
+        own = _own(name, table)
+        for each in (name, *own.aliases):
+            if each in names:
+                raise SettingsError(f"{MODELS}.{name}: the name {each!r} is that of {names[each]!r} already.")
+            names[each] = name
+        merged = _merged(common, {key: value for key, value in table.items() if key not in ModelTable.model_fields})
+        _check(name, merged, context)
+        called = [*own.aliases, *(f"{each}:latest" for each in (name, *own.aliases) if each != "*")]
+        settings = behind(merged, server, key)
+        settings["server"] |= {"served_model_name": name, "aliases": called}
+        engines[name] = settings
+        keep = router.keep_alive_s if own.keep_alive_s is None else own.keep_alive_s
+        keeps[name] = math.inf if keep < 0 else keep
+        if own.pinned:
+            pinned.add(name)
+    return Plan(engines, keeps, frozenset(pinned), names, key, router)
+
+
+def _own(name: str, table: Mapping[str, Any]) -> ModelTable:
+    where = f"{MODELS}.{name}"
+    if not NAME.fullmatch(name):
+        raise SettingsError(
+            f"{MODELS}.{name[:80]!r} is no name of a model: it has spaces, quotes, * or a leading colon."
+        )
+    for key in OURS:
+        if isinstance(table.get("server"), Mapping) and key in table["server"]:
+            raise SettingsError(f"{where}.server.{key} cannot differ by model: there is one address; set server.{key}.")
+    for key in THEIRS:
+        if isinstance(table.get("server"), Mapping) and key in table["server"]:
+            raise SettingsError(f"{where}.server.{key} is not needed: the table's name and {where}.aliases say it.")
+    try:
+        return ModelTable(**{key: value for key, value in table.items() if key in ModelTable.model_fields})
+    except ValidationError as error:
+        fault = first_fault(error)
+        raise SettingsError(f"{where}.{'.'.join(map(str, fault.path))} = {fault.value!r}: {fault.text}.") from None
+
+
+def _check(name: str, merged: Mapping[str, Any], context: CommandContext) -> None:
+    try:
+        settings = load_settings(context.plugins, env={}, overrides=merged, read_file=False).settings
+    except SettingsError as error:
+        raise SettingsError(f"{MODELS}.{name}: {error}") from None
+    if settings.model.path is None:
+        raise SettingsError(f"{MODELS}.{name}.model.path is not set: give a folder, file, hub id or bundled name.")
+
+
+def _merged(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(common)
+    for key, value in own.items():
+        there = merged.get(key)
+        both = isinstance(there, Mapping) and isinstance(value, Mapping)
+        merged[key] = _merged(there, value) if both else value  # type: ignore[arg-type]
+    return merged
+
+
+def _named(word: str, taken: Mapping[str, Any]) -> str:
+    """The name of a model that is given by its path: the last part of a path, a hub id as it is."""
+    path = Path(word).expanduser()
+    name = path.resolve().name.removesuffix(".gguf") if path.exists() else word.rstrip("/")
+    if name in taken:
+        raise SettingsError(
+            f"{word!r} would be called {name!r}, as another is; give them names by tables [models.NAME]."
+        )
+    return name
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, SecretStr):
+        return value.get_secret_value()
+    return [_plain(each) for each in value] if isinstance(value, list) else value

@@ -1,0 +1,45 @@
+"""How much memory a model will take: the arithmetic of ``infer doctor``, in a process of its own."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+PROCESS_BYTES = 1 << 29
+"""What a process takes besides weights and cache: an interpreter, torch's libraries, tokenizer and tables."""
+
+
+def free(settings: Any) -> int:
+    """The memory that is free now where the model would run."""
+    from infer.assemble.assembly import choose_device
+    from infer.device import free_memory
+
+    return free_memory(choose_device(settings.model.device))
+
+
+def reckon(settings: Any, plugins: Any, memory: int) -> dict[str, Any]:
+    """What is known of a model without its weights. ``bytes`` are the most that its process takes of ``memory``, of
+    which nothing else takes a part, while it loads and then. Raises InferError."""
+    from infer import device
+    from infer.assemble.assembly import Assembly, draft_head
+
+    most = max(0, memory - PROCESS_BYTES)
+    device.bound_memory(most, most)
+    with tempfile.TemporaryDirectory(prefix="infer-sizes-") as outlines:
+        assembly = Assembly(settings, plugins, outlines=Path(outlines))
+        plugins.check_names(settings)
+        sketch = assembly.weights.sketch(assembly.context)
+        positions, taken = assembly.length[0], sketch.nbytes
+        if sketch.peak <= most:
+            pool = assembly.make_pool(sketch.model, taken)
+            positions, taken = min(positions, pool.free_tokens()), taken + pool.nbytes
+            if (head := draft_head(sketch.model)) is not None:
+                taken += assembly.make_pool(head, taken).nbytes
+        return {
+            "bytes": max(sketch.peak, taken) + PROCESS_BYTES,
+            "weights_bytes": sketch.nbytes,
+            "max_model_len": positions,
+            "quantization": settings.model.quantization or assembly.checkpoint.quant_method or None,
+            "format": assembly.chosen("container").name,
+        }

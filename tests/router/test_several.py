@@ -1,0 +1,106 @@
+"""Four models, memory for two, and requests at random: processes as they are served."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from tests.serving import HANG_S, serving
+
+from infer.contracts.command import CommandContext
+from infer.plugins.discovery import Plugins
+from infer.server.http.sockets import bind
+from infer.settings import load_settings
+from infer_router.machine import LocalMachine
+from infer_router.plan import several
+from infer_router.serve import gateway
+
+REQUESTS = 300
+KINDS: dict[str, dict[str, Any]] = {
+    "a": {},
+    "b": {"dtype": "float32"},
+    "c": {"quantization": "int8"},
+    "d": {"quantization": "int4"},
+}
+
+
+class Machine(LocalMachine):
+    """Notes how much there is by the arithmetic whenever a load begins."""
+
+    def __init__(self, settings: Any) -> None:
+        super().__init__(settings)
+        self.sizes: dict[str, int] = {}
+        self.held: dict[int, str] = {}
+        self.most = 0
+        self.loads = 0
+
+    async def size(self, name: str) -> Any:
+        about = await super().size(name)
+        self.sizes[name] = about["bytes"]
+        return about
+
+    async def start(self, name: str) -> Any:
+        self.loads += 1
+        there = [each for pid, each in self.held.items() if pid in self.pids]
+        self.most = max(self.most, sum(self.sizes[each] for each in (*there, name)))
+        engine = await super().start(name)
+        self.held[engine.pid] = name
+        return engine
+
+
+def asked(rng: random.Random) -> tuple[str, dict[str, Any]]:
+    name = rng.choice("abcd")
+    body = {"prompt": rng.choice(("def ", "class ", "import ")), "max_tokens": 6, "seed": rng.randrange(3)}
+    return name, body | {"logprobs": 2, "ignore_eos": True}
+
+
+@pytest.mark.slow
+@pytest.mark.long
+async def test_requests_at_random_lose_nothing_and_change_no_bit(tmp_path: Path) -> None:
+    sections = ("[kernels]", "threads = 1", "[engine]", "max_batch_size = 4", "max_seq_len = 128", "[server.router]")
+    lines = [*sections, "max_waiting = 400"]
+    for name, more in KINDS.items():
+        lines += [f"[models.{name}.model]", *(f"{key} = '{value}'" for key, value in (more | {"path": "demo"}).items())]
+    (tmp_path / "settings.toml").write_text("\n".join(lines))
+    plugins = Plugins.discover()
+    loaded = load_settings(plugins, file=str(tmp_path / "settings.toml"), env={})
+    plan = several(CommandContext(loaded.settings, loaded.sources, plugins, ()))
+    requests = [asked(random.Random(seed)) for seed in range(REQUESTS)]
+    expected: dict[str, Any] = {}
+    for name, more in KINDS.items():
+        with serving(model={"path": "demo"} | more, kernels={"threads": 1}, engine={"max_batch_size": 4}) as alone:
+            async with aiohttp.ClientSession() as session:
+                for body in {json.dumps(body): body for each, body in requests if each == name}.values():
+                    async with session.post(alone.url + "/v1/completions", json=body) as response:
+                        expected[name + json.dumps(body)] = (await response.json())["choices"]
+
+    machine = Machine(plan.engines)
+    memory = machine.memory = int(2.2 * (1 << 29))
+    rng = random.Random(0)
+    waves = 0
+    async with (
+        machine,
+        aiohttp.ClientSession() as session,
+        gateway(plan, loaded.settings.server, machine, memory, bind("127.0.0.1", 0)) as (_, url, _),
+    ):
+
+        async def ask(name: str, body: dict[str, Any]) -> None:
+            async with session.post(f"{url}/v1/completions", json=body | {"model": name}) as response:
+                assert response.status == 200, await response.text()
+                assert (await response.json())["choices"] == expected[name + json.dumps(body)]
+
+        left = [*requests]
+        while left:
+            number = rng.randrange(20, 60)
+            now, left = left[:number], left[number:]
+            async with asyncio.timeout(HANG_S):
+                await asyncio.gather(*(ask(*each) for each in now))
+            waves += 1
+    assert 0 < machine.most <= memory
+    assert machine.loads <= 4 * waves, "each wave wakes a model once at most"
+    assert not machine.pids
