@@ -6,10 +6,11 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Self
 
 import numpy as np
-from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import BaseModel, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from infer import device, hookimpl
 from infer.cache import BlockManager, ExtendView, KVStorage, Pool, StateManager, StateStorage
@@ -54,6 +55,12 @@ class PagedSettings(BaseModel, extra="forbid"):
         description="for models with recurrent layers, how many states to keep where prefixes end; none: as many as "
         "take a fifth of the memory of K and V",
     )
+    disk: Path | None = Field(
+        None,
+        description="a folder of this server's own in which prefixes outlive it; none: they end with the process. What "
+        "is in there tells what was asked",
+    )
+    disk_gib: PositiveFloat = Field(10.0, description="the most that the folder may take, in GiB")
 
     @model_validator(mode="after")
     def _snapshots_of_prefixes(self) -> Self:
@@ -61,6 +68,14 @@ class PagedSettings(BaseModel, extra="forbid"):
             raise ValueError(
                 f"state_snapshots = {self.state_snapshots} has no effect while prefix_caching is false; leave it out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _prefixes_on_disk(self) -> Self:
+        if self.disk is not None and not self.prefix_caching:
+            raise ValueError("disk keeps prefixes, of which there are none while prefix_caching is false; leave one out")
+        if self.disk is None and "disk_gib" in self.model_fields_set:
+            raise ValueError(f"disk_gib = {self.disk_gib:g} has no effect without disk; leave it out, or set disk")
         return self
 
 
@@ -147,6 +162,11 @@ class PagedBlockManager(BlockManager):
     def states(self) -> bytes:
         return self.pages.states()
 
+    @property
+    def has_slot(self) -> bool:
+        """Whether a slot is free."""
+        return bool(self._free_slots)
+
     def _changing(self, slot: int) -> int:
         """The first index at which the slot's tables can change while its windows move on and it gets more room."""
         firsts = self.pages.holdings[slot].firsts
@@ -179,7 +199,7 @@ class PagedPool(Pool[Ints, ExtendView]):
     storage: KVStorage
 
     def __init__(self, context: CacheContext, settings: PagedSettings) -> None:
-        tables = _tables(context)
+        tables = block_tables(context)
         groups = _groups(tables, context, settings)
         batch, manager, states, number = context.max_batch_size, None, None, _num_pages(context, settings)
         if context.states:
@@ -207,7 +227,7 @@ class PagedPool(Pool[Ints, ExtendView]):
         super().__init__(PagedBlockManager(batch, context.max_seq_len, pages, manager), storage, states)
 
 
-def _tables(context: CacheContext) -> list[tuple[int | None, list[int]]]:
+def block_tables(context: CacheContext) -> list[tuple[int | None, list[int]]]:
     """(window, layers) of each block table, those without a window last. The layers of a table share their pages and
     have one shape, and all tables fill about as much of a page. A window that no sequence exceeds is none."""
     alike: dict[tuple[int, int, int], list[int]] = {}
@@ -239,7 +259,7 @@ def _groups(
 def longest(context: CacheContext, settings: PagedSettings, yet_to_take: int) -> int:
     """How many positions one sequence can have in all pages, of the memory that ``yet_to_take`` bytes leave."""
     context = replace(context, yet_to_take=yet_to_take)
-    groups = _groups(_tables(context), context, settings)
+    groups = _groups(block_tables(context), context, settings)
     if settings.num_blocks is not None:
         pages = settings.num_blocks * sum(group.pages for group in groups)
     else:
@@ -248,7 +268,7 @@ def longest(context: CacheContext, settings: PagedSettings, yet_to_take: int) ->
 
 
 def _page_bytes(context: CacheContext, settings: PagedSettings) -> int:
-    return settings.block_size * KVStorage.bytes_per_token(context, [layers for _, layers in _tables(context)])
+    return settings.block_size * KVStorage.bytes_per_token(context, [layers for _, layers in block_tables(context)])
 
 
 def _state_bytes(context: CacheContext) -> int:
@@ -267,7 +287,7 @@ def _num_snapshots(context: CacheContext, settings: PagedSettings, pages: int) -
 
 def _num_pages(context: CacheContext, settings: PagedSettings) -> int:
     """How many pages to make. The log shows how that was computed."""
-    groups, size = _groups(_tables(context), context, settings), _page_bytes(context, settings)
+    groups, size = _groups(block_tables(context), context, settings), _page_bytes(context, settings)
     if settings.num_blocks is not None:
         if settings.memory_fraction is not None:
             raise SettingsError(
@@ -320,12 +340,23 @@ def _fitting(context: CacheContext, settings: PagedSettings) -> tuple[int, float
     return int(room / page), fraction, free
 
 
+def make_pool(context: CacheContext, settings: PagedSettings) -> PagedPool:
+    """A pool; with a disk behind it if the settings ask for one, and the context says what K and V depend on."""
+    if settings.disk is None or context.identity is None:
+        return PagedPool(context, settings)
+    from infer_cache_paged.disk import DiskTier  # these import this module
+    from infer_cache_paged.tiered import TieredPool
+
+    folder, limit = settings.disk.expanduser(), int(settings.disk_gib * 2**30)
+    return TieredPool(context, settings, lambda generation: DiskTier(folder, generation, limit))
+
+
 @hookimpl
 def infer_cache_pools() -> list[Registration[CacheFactory]]:
     return [
         CacheRegistration(
             "paged",
-            PagedPool,
+            make_pool,
             "pages on demand, prefixes shared",
             PagedSettings,
             priority=10,
