@@ -18,6 +18,7 @@ import re
 import stat
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -66,18 +67,19 @@ class DiskTier:
         try:
             for each in (folder, self._own):
                 each.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = lock(folder)
-            self._entries = dict(files(folder, tidy=True)) if self._lock is not None else {}
+            held = lock(folder)
+            self._entries = dict(files(folder, tidy=True)) if held is not None else {}
             """All files, by GENERATION/NAME."""
         except OSError as error:
             raise SettingsError(
                 f"cache.paged.disk is {str(folder)!r}, which cannot be used: {error.strerror}; give a folder that can be "
                 "written to, or leave it out."
             ) from error
-        if self._lock is None:
+        if held is None:
             raise SettingsError(
                 f"cache.paged.disk is {str(folder)!r}, which another process uses; give each server a folder of its own."
             )
+        self._let_go = weakref.finalize(self, os.close, held)
         self._taken = sum(entry.nbytes for entry in self._entries.values())
         self._make_room(0)
         log.info(
@@ -145,9 +147,7 @@ class DiskTier:
             self._forget(name)
 
     def close(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        self._let_go()
 
     def _names(self) -> list[str]:
         """The files of this generation."""
