@@ -184,6 +184,7 @@ EXTENSION_POINTS: Mapping[str, ExtensionPoint] = {
         packages={
             **dict.fromkeys(("bench", "demo"), "infer-bench"),
             **dict.fromkeys(("check", "new"), "infer-testing"),
+            "cache": "infer-cache-paged",
             "launch": "infer-agents",
             "ray": "infer-ray",
         },

@@ -18,8 +18,10 @@ from infer.cache.arrays import Ints
 from infer.cache.state_manager import OTHERS
 from infer.cache.storage import parts_of_a_place, width
 from infer.contracts.cache import Allocation, CacheContext, CacheFactory, CacheRegistration
+from infer.contracts.command import CommandRegistration
 from infer.contracts.registration import Registration
 from infer.errors import SettingsError
+from infer_cache_paged.command import COMMAND
 from infer_cache_paged.pages import ENDLESS, Group, Pages, cost, fitting, numbers
 from infer_cache_paged.snapshots import Snapshots
 
@@ -365,3 +367,8 @@ def infer_cache_pools() -> list[Registration[CacheFactory]]:
             kv_dtypes=("int8",),
         )
     ]
+
+
+@hookimpl
+def infer_commands() -> list[CommandRegistration]:
+    return [COMMAND]
