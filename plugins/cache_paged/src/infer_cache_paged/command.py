@@ -88,7 +88,8 @@ def _about(entries: dict[Path, Entry]) -> str:
     for path, entry in entries.items():
         with suppress(OSError, ValueError):
             about = json.loads(read(path, entry.nbytes)[0].partition(b"\n")[0])
-            return f"checkpoint {about['checkpoint'][:12]}, {', '.join(about[word].strip() for word in WORDS)}"
+            words = [about[word].removesuffix("{}").strip() for word in WORDS]
+            return ", ".join([f"checkpoint {about['checkpoint'][:12]}", *words])
     return "nothing of it is whole"
 
 

@@ -16,7 +16,7 @@ import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from itertools import chain, islice
 from typing import Any
 
@@ -56,7 +56,7 @@ Part = tuple[int, int]
 
 class TieredPool(PagedPool):
     """A LastingPool over the tier that ``open_tier`` makes, which is told what all keys of its generation begin with.
-    ``clock`` is in seconds."""
+    ``clock`` is in seconds, and ``threads`` makes the threads that call the tier, as many as that."""
 
     def __init__(
         self,
@@ -65,6 +65,7 @@ class TieredPool(PagedPool):
         open_tier: Callable[[bytes], TierProtocol],
         *,
         clock: Callable[[], float] = time.monotonic,
+        threads: Callable[[int, str], Executor] = ThreadPoolExecutor,
     ) -> None:
         super().__init__(context, settings)
         pages = self._pages = self.block_manager.pages
@@ -92,8 +93,8 @@ class TieredPool(PagedPool):
         """Nodes of which the tier may lack a part, in the order in which they came."""
         self._used: list[str] = []
         """What the tier is yet to be told that it has been used."""
-        self._writer = ThreadPoolExecutor(1, "infer-tier-writer")
-        self._reader = ThreadPoolExecutor(READERS, "infer-tier-reader")
+        self._writer = threads(1, "infer-tier-writer")
+        self._reader = threads(READERS, "infer-tier-reader")
         self._writing: dict[str, Future[None]] = {}
         self._reading: OrderedDict[str, tuple[Future[Payload | None], float]] = OrderedDict()
         """What is read or waits to be entered, and when it was asked for."""
