@@ -169,7 +169,9 @@ class TieredPool(PagedPool):
         ):
             return {}
         all_parts = chain(self._reads(depth), ((i, k) for k in always for i in range(depth)))
-        return {(i, x): full for i, x in sorted(all_parts) if (full := there[i][x])}
+        # A node without the block of a group that has no window would be taken to have it, so that one comes first.
+        order = sorted(all_parts, key=lambda part: (part[0], part[1] in pages.windowed, part[1]))
+        return {(i, x): full for i, x in order if (full := there[i][x])}
 
     def _reads(self, depth: int) -> list[Part]:
         """What a sequence that begins with ``depth`` blocks reads, besides all blocks of layers without a window."""
