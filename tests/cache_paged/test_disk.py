@@ -58,7 +58,6 @@ def paths(folder: Path) -> list[Path]:
 
 def test_what_was_put_is_there_after_a_restart(opened: Callable[..., DiskTier]) -> None:
     tier = opened()
-    assert isinstance(tier, TierProtocol) if hasattr(TierProtocol, "_is_runtime_protocol") else True
     fill(tier, 3)
     for each in (tier, opened()):
         assert [each.contains(key(i).name) for i in range(4)] == [True, True, True, False]
@@ -214,6 +213,114 @@ def test_bytes_stay_below_the_limit_and_the_least_recently_used_go_first(
     assert len(kept) > 15
     for path in paths(tmp_path):
         os.utime(path, (now[0], now[0]))
-    tier = opened(limit - 3 * size, clock=lambda: now[0])
-    assert [i for i in range(60) if tier.contains(key(i).name)] == kept[: len(kept) - (60 - 0 - (60 - len(kept)) - 16)]
-    assert tier.contains(key(kept[0]).name), "of those that were used at one time, the longest prefixes go first"
+    tier = opened(limit - 3 * size, clock=lambda: now[0])  # of those that were used at one time, the longest go first
+    assert [i for i in range(60) if tier.contains(key(i).name)] == kept[:16]
+
+
+def test_what_is_no_tiers_is_named_and_left_alone(
+    opened: Callable[..., DiskTier], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fill(opened(), 2)
+    own = paths(tmp_path)[0].parent
+    foreign = [tmp_path / "kept" / "notes.txt", own / "notes.txt", own / f"{key(0).name}.bak"]
+    for path in foreign:
+        path.write_text("mine")
+    draft = own / f".{key(7).name}"
+    draft.write_bytes(b"half of it")
+    tier = opened()
+    assert not draft.exists()
+    assert [path.read_text() for path in foreign] == ["mine"] * 3
+    assert all(f"{path} is not a tier's, and ignored" in caplog.text for path in foreign)
+    tier.clear()
+    assert [path.read_text() for path in foreign] == ["mine"] * 3
+    assert not tier.contains(key(0).name)
+    assert paths(own) == sorted(foreign[1:])
+
+
+def test_a_folder_belongs_to_one_process(opened: Callable[..., DiskTier], tmp_path: Path) -> None:
+    tier = opened()
+    fill(tier, 1)
+    with pytest.raises(SettingsError, match=r"cache.paged.disk is '.*kept', which another process uses; give each"):
+        DiskTier(tmp_path / "kept", HEAD, 1 << 30)
+    assert tier.get(key(0)) == payload(0)
+    tier.close()
+    DiskTier(tmp_path / "kept", HEAD, 1 << 30).close()
+
+
+def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "within"):
+        with pytest.raises(SettingsError, match=r"cache.paged.disk is '.*file.*', which cannot be used: .*; give a fold"):
+            DiskTier(folder, HEAD, 1 << 30)
+
+
+def test_a_full_disk_is_logged_once_and_later_ones_are_kept(
+    opened: Callable[..., DiskTier], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The system refuses to make a file longer, as it does where there is no room."""
+    tier = opened()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (PAYLOAD // 2, before[1]))
+    try:
+        fill(tier, 5)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "nothing is kept for the time being" in caplog.text
+    assert paths(tmp_path) == []
+    assert not any(tier.contains(key(i).name) for i in range(5))
+    fill(tier, 2)
+    assert tier.get(key(1)) == payload(1)
+
+
+def test_a_payload_above_the_limit_removes_nothing(opened: Callable[..., DiskTier]) -> None:
+    tier = opened(3 * PAYLOAD)
+    fill(tier, 2)
+    tier.put(key(5, nbytes=4 * PAYLOAD), payload(5, 4 * PAYLOAD))
+    assert tier.get(key(0)) == payload(0)
+    assert not tier.contains(key(5).name)
+
+
+def killed(folder: Path, seed: int, limit: int) -> int:
+    """Let another process write, kill it after a number of blocks that the seed says, and return that number."""
+    draw = random.Random(seed)
+    count, (reader, writer) = draw.randint(0, 12), os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            tier = DiskTier(folder, HEAD, limit)
+            for index in range(seed % 7, 1000):
+                os.write(writer, b".")
+                tier.put(key(index % 40, nbytes=PAYLOAD), payload(index % 40))
+                tier.get(key(index % 3))
+        finally:
+            os._exit(1)
+    os.close(writer)
+    for _ in range(count):
+        os.read(reader, 1)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    os.close(reader)
+    return count
+
+
+@pytest.mark.parametrize(
+    ("rounds", "limit"),
+    [(10, 1 << 30), pytest.param(200, 1 << 30, marks=pytest.mark.slow), pytest.param(50, 90_000, marks=pytest.mark.slow)],
+)
+def test_a_killed_process_leaves_whole_files_or_none(
+    rounds: int, limit: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, found = tmp_path / "kept", 0
+    for seed in range(rounds):
+        killed(folder, seed, limit)
+        tier = DiskTier(folder, HEAD, limit)
+        for index in range(40):
+            got = tier.get(key(index))
+            assert got is None or got == payload(index)
+            found += got is not None
+        tier.close()
+        assert not list(folder.glob("*/.*"))
+        assert sum(path.stat().st_size for path in paths(folder)) <= limit
+    assert "is removed" not in caplog.text, "what has its name is whole"
+    assert found > 3 * rounds
