@@ -179,9 +179,7 @@ def test_the_first_whole_block_of_this_model_is_tried(
     assert "is of another model" in caplog.text
 
 
-def test_generations_do_not_see_each_other_but_share_the_limit(
-    opened: Callable[..., DiskTier], tmp_path: Path
-) -> None:
+def test_generations_do_not_see_each_other_but_share_the_limit(opened: Callable[..., DiskTier], tmp_path: Path) -> None:
     fill(opened(), 3)
     tier = opened(head=b"another")
     assert not tier.contains(key(0).name)
@@ -189,7 +187,7 @@ def test_generations_do_not_see_each_other_but_share_the_limit(
     size = paths(tmp_path)[0].stat().st_size
     tier = opened(limit=4 * size, head=b"another")
     for index in range(4):
-        tier.put(key(index, b"anothe" b"r" * 20), payload(index))
+        tier.put(key(index, b"another" * 20), payload(index))
     assert sum(path.stat().st_size for path in paths(tmp_path)) <= 4 * size
 
 
@@ -250,7 +248,9 @@ def test_a_folder_belongs_to_one_process(opened: Callable[..., DiskTier], tmp_pa
 def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file" / "within"):
-        with pytest.raises(SettingsError, match=r"cache.paged.disk is '.*file.*', which cannot be used: .*; give a fold"):
+        with pytest.raises(
+            SettingsError, match=r"cache.paged.disk is '.*file.*', which cannot be used: .*; give a fold"
+        ):
             DiskTier(folder, HEAD, 1 << 30)
 
 
@@ -306,7 +306,11 @@ def killed(folder: Path, seed: int, limit: int) -> int:
 
 @pytest.mark.parametrize(
     ("rounds", "limit"),
-    [(10, 1 << 30), pytest.param(200, 1 << 30, marks=pytest.mark.slow), pytest.param(50, 90_000, marks=pytest.mark.slow)],
+    [
+        (10, 1 << 30),
+        pytest.param(200, 1 << 30, marks=pytest.mark.slow),
+        pytest.param(50, 90_000, marks=pytest.mark.slow),
+    ],
 )
 def test_a_killed_process_leaves_whole_files_or_none(
     rounds: int, limit: int, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -31,12 +31,16 @@ STATES = [StateSpec(((3,), (2, 2)), (torch.float32, torch.bfloat16))]
 IDENTITY = {"checkpoint": "that one"}
 
 
-def context(layers: Sequence[AttentionSpec] = PLAIN, batch: int = 3, identity: Any = IDENTITY, **keys: Any) -> CacheContext:
+def context(
+    layers: Sequence[AttentionSpec] = PLAIN, batch: int = 3, identity: Any = IDENTITY, **keys: Any
+) -> CacheContext:
     given: dict[str, Any] = {"max_chunk": 8} | keys
     return CacheContext(layers, batch, 96, torch.float32, CPU, ReferenceKernels(), identity=lambda: identity, **given)
 
 
-def make(tier: TierProtocol, *given: Any, clock: Any = lambda: 0.0, threads: Any = Inline, blocks: int = 40, **keys: Any) -> TieredPool:
+def make(
+    tier: TierProtocol, *given: Any, clock: Any = lambda: 0.0, threads: Any = Inline, blocks: int = 40, **keys: Any
+) -> TieredPool:
     settings = PagedSettings(block_size=SIZE, num_blocks=blocks)
     return TieredPool(context(*given, **keys), settings, lambda head: tier, clock=clock, threads=threads)
 
@@ -216,7 +220,7 @@ def test_what_names_a_block_is_the_same_at_every_start_and_all_that_its_bits_dep
         {"identity": {"checkpoint": "another"}},
         {"kv_dtype": "int8"},
         {"layers": [spec()]},
-        {"layers": [spec(head_size=32)] * 2},
+        {"layers": [spec(size=32)] * 2},
         {"layers": WINDOWED},
     ):
         other = Memory()
@@ -363,9 +367,9 @@ def test_a_step_hands_over_copies_and_no_more_than_can_wait(monkeypatch: pytest.
     assert len(threads.waiting) == 2
     fill(pool, 3)  # the pages are used for something else
     threads.work()
-    assert {payload for _, payload in tier.kept.values()} == {
-        bits[0, i] + bits[1, i] for i in range(2)
-    }, "copies of what was there"
+    assert {payload for _, payload in tier.kept.values()} == {bits[0, i] + bits[1, i] for i in range(2)}, (
+        "copies of what was there"
+    )
     while pool.rest():
         threads.work()
     threads.work()

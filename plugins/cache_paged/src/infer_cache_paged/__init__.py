@@ -75,7 +75,9 @@ class PagedSettings(BaseModel, extra="forbid"):
     @model_validator(mode="after")
     def _prefixes_on_disk(self) -> Self:
         if self.disk is not None and not self.prefix_caching:
-            raise ValueError("disk keeps prefixes, of which there are none while prefix_caching is false; leave one out")
+            raise ValueError(
+                "disk keeps prefixes, of which there are none while prefix_caching is false; leave one out"
+            )
         if self.disk is None and "disk_gib" in self.model_fields_set:
             raise ValueError(f"disk_gib = {self.disk_gib:g} has no effect without disk; leave it out, or set disk")
         return self

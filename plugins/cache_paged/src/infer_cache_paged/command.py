@@ -24,7 +24,10 @@ WORDS = ("dtype", "device", "kernels")
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=("list", "purge"), metavar="ACTION", help="list or purge")
     parser.add_argument(
-        "generation", nargs="?", metavar="GENERATION", help="purge this one alone: the beginning of a name that is listed"
+        "generation",
+        nargs="?",
+        metavar="GENERATION",
+        help="purge this one alone: the beginning of a name that is listed",
     )
 
 

@@ -314,7 +314,9 @@ class Pages:
             node = child
         return found
 
-    def restore(self, token_ids: Sequence[int], salt: str, depth: int, lacking: Sequence[tuple[int, int]]) -> list[Node]:
+    def restore(
+        self, token_ids: Sequence[int], salt: str, depth: int, lacking: Sequence[tuple[int, int]]
+    ) -> list[Node]:
         """Enter the first ``depth`` blocks of the tokens into the trie, and pages for those that are ``lacking``, (index,
         group) each, whose K and V the caller writes there before anybody can read them. It is then as though a sequence
         that had all these blocks had just left. There have to be as many pages as they need, besides those that the trie
