@@ -64,7 +64,9 @@ def test_what_was_put_is_there_after_a_restart(opened: Callable[..., DiskTier]) 
         assert [each.get(key(i)) for i in range(3)] == [payload(i) for i in range(3)]
         assert each.get(key(3)) is None
     found = opened().first()
-    assert found is not None and found[0] == key(0).head and found[1] == payload(0)
+    assert found is not None
+    assert found[0] == key(0).head
+    assert found[1] == payload(0)
 
 
 def test_only_the_user_can_read_it(opened: Callable[..., DiskTier], tmp_path: Path) -> None:
@@ -175,7 +177,8 @@ def test_the_first_whole_block_of_this_model_is_tried(
     (other,) = paths(tmp_path / "foreign")
     other.rename(next(path for path in paths(tmp_path / "kept") if path.name == key(1).name))
     found = opened().first()
-    assert found is not None and found[0] == key(2).head
+    assert found is not None
+    assert found[0] == key(2).head
     assert "is of another model" in caplog.text
 
 

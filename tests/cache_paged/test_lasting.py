@@ -7,7 +7,6 @@ import json
 import random
 import shutil
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +126,8 @@ async def test_damaged_files_never_change_an_answer(
         bad[2].write_bytes(draw.choice(paths).read_bytes())
         cached, found = await ask(checkpoint, folder)
         assert found == choices
-        assert cached % 16 == 0 and cached < 96
+        assert cached % 16 == 0
+        assert cached < 96
         assert "is removed: " in caplog.text
 
 

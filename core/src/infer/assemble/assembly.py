@@ -37,7 +37,6 @@ from infer.engine.runner import Runner
 from infer.engine.speculation import Speculation
 from infer.errors import InferError, SettingsError
 from infer.plugins.discovery import Offer, Plugins
-from infer.plugins.extension_points import EXTENSION_POINTS
 from infer.plugins.inspection import Named
 from infer.settings import compose
 from infer.text.encoding import Encoder

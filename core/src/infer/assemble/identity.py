@@ -1,6 +1,6 @@
-"""What the bits of K and V depend on, in words that are the same at every start: the content of the checkpoint, how it is
-loaded, and who computes with it. Nothing is in there that may differ from start to start without a difference in bits:
-sizes of batches and of the cache, threads, free memory."""
+"""What the bits of K and V depend on, in words that are the same at every start: the content of the checkpoint, how it
+is loaded, and who computes with it. Nothing is in there that may differ from start to start without a difference in
+bits: sizes of batches and of the cache, threads, free memory."""
 
 from __future__ import annotations
 

@@ -72,12 +72,13 @@ class DiskTier:
             """All files, by GENERATION/NAME."""
         except OSError as error:
             raise SettingsError(
-                f"cache.paged.disk is {str(folder)!r}, which cannot be used: {error.strerror}; give a folder that can be "
-                "written to, or leave it out."
+                f"cache.paged.disk is {str(folder)!r}, which cannot be used: {error.strerror}; give a folder that can "
+                "be written to, or leave it out."
             ) from error
         if held is None:
             raise SettingsError(
-                f"cache.paged.disk is {str(folder)!r}, which another process uses; give each server a folder of its own."
+                f"cache.paged.disk is {str(folder)!r}, which another process uses; give each server a folder of its "
+                "own."
             )
         self._let_go = weakref.finalize(self, os.close, held)
         self._taken = sum(entry.nbytes for entry in self._entries.values())

@@ -317,10 +317,10 @@ class Pages:
     def restore(
         self, token_ids: Sequence[int], salt: str, depth: int, lacking: Sequence[tuple[int, int]]
     ) -> list[Node]:
-        """Enter the first ``depth`` blocks of the tokens into the trie, and pages for those that are ``lacking``, (index,
-        group) each, whose K and V the caller writes there before anybody can read them. It is then as though a sequence
-        that had all these blocks had just left. There have to be as many pages as they need, besides those that the trie
-        has of them. Returns the nodes."""
+        """Enter the first ``depth`` blocks of the tokens into the trie, and pages for those that are ``lacking``,
+        (index, group) each, whose K and V the caller writes there before anybody can read them. It is then as though a
+        sequence that had all these blocks had just left. There have to be as many pages as they need, besides those
+        that the trie has of them. Returns the nodes."""
         size, chain, node = self.block_size, list[Node](), self.root
         for begin in range(0, depth * size, size):
             edge: Hashable = tuple(token_ids[begin : begin + size])

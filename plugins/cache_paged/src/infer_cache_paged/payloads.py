@@ -88,4 +88,4 @@ class Payloads:
 
 def _copied(pieces: Iterator[Tensor]) -> Payload:
     parts = [piece.reshape(-1).view(torch.uint8) for piece in pieces]
-    return memoryview(torch.cat(parts).cpu().numpy()) if parts else bytearray()
+    return torch.cat(parts).cpu().numpy().data if parts else bytearray()

@@ -4,8 +4,8 @@ with the same tokens.
 The engine's thread decides what is kept and read. It copies blocks between the pool's tensors and host memory, and
 never waits for the tier, which other threads call. A block is kept when the engine has nothing else to do, when its
 pages are about to be used for something else, or when the engine ends. What the tier has of a prompt is read when the
-prompt is to be admitted, piece by piece: each attempt enters what has been read into the trie, as if a sequence that had
-computed it had just left. The last attempt finds everything there."""
+prompt is to be admitted, piece by piece: each attempt enters what has been read into the trie, as if a sequence that
+had computed it had just left. The last attempt finds everything there."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from typing import Any
 from infer.contracts.cache import Allocation, CacheContext
 from infer.contracts.tier import BlockKey, Payload, TierProtocol
 from infer.errors import SettingsError
-from infer_cache_paged import PagedPool, PagedSettings, block_tables
 from infer_cache_paged.pages import Node
 from infer_cache_paged.payloads import Payloads
+from infer_cache_paged.pool import PagedPool, PagedSettings, block_tables
 
 log = logging.getLogger(__name__)
 
@@ -138,8 +138,8 @@ class TieredPool(PagedPool):
         return False
 
     def _missing(self, token_ids: Sequence[int], salt: str) -> dict[Part, str]:
-        """What the pool lacks of the tokens' blocks and the tier has, in the order of the blocks, with the names that it
-        has in the tier; empty if the pool would gain nothing, or has no room for the sequence."""
+        """What the pool lacks of the tokens' blocks and the tier has, in the order of the blocks, with the names that
+        it has in the tier; empty if the pool would gain nothing, or has no room for the sequence."""
         pages, manager, contains = self._pages, self.block_manager, self.tier.contains
         nodes, size = pages.nodes(token_ids, salt), pages.block_size
         always = [k for k in self._parts if k != STATE and k not in pages.windowed]
@@ -204,7 +204,7 @@ class TieredPool(PagedPool):
 
     def rest(self) -> bool:
         for node in [*islice(self._unkept, AT_ONCE)]:
-            if not all([self._keep(node, part) for part in self._parts]):
+            if not all(self._keep(node, part) for part in self._parts):
                 wait([*self._writing.values()], NAP_S, "FIRST_COMPLETED")
                 return True
             del self._unkept[node]
