@@ -91,6 +91,19 @@ def test_planning_nothing_for_ever_ends(thorough: bool) -> None:
         scheduler.schedule()
 
 
+def test_a_scheduler_that_waits_for_a_pool_that_loads_is_not_stuck() -> None:
+    bad, loading = checked(lambda plan: Schedule([], []))._scheduler, [True]
+    scheduler = CheckedScheduler(bad, "The scheduler", thorough=True, patience_s=0.0, loading=lambda: loading[0])
+    scheduler.add(sequence("a"))
+    for _ in range(5):
+        scheduler.schedule()
+    loading.clear()
+    loading.append(False)
+    scheduler.schedule()
+    with pytest.raises(PluginError, match="has planned nothing"):
+        scheduler.schedule()
+
+
 @pytest.mark.parametrize("call", ["add", "finish"])
 @pytest.mark.parametrize("error", [ValueError("lost"), SystemExit(3)])
 def test_a_fault_in_any_method_names_the_scheduler(

@@ -7,18 +7,19 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from infer import device as devices
+from infer.assemble.identity import identity
 from infer.assemble.served import Served
 from infer.assemble.texts import Texts, read_texts, read_tokenizer, tool_format
-from infer.assemble.weights import Weights
-from infer.checkpoint import Checkpoint, ending, locate
-from infer.contracts.cache import CacheContext, CachePoolProtocol, StatefulPool, TruncatingPool
+from infer.assemble.weights import Weights, open_checkpoint
+from infer.checkpoint import Checkpoint, ending
+from infer.contracts.cache import CacheContext, CachePoolProtocol, LastingPool, StatefulPool, TruncatingPool
 from infer.contracts.kernels import KernelsProtocol
 from infer.contracts.model import DraftHead, DraftingModel, ModelContext, ModelProtocol, StatefulModel
 from infer.contracts.proposer import OwnHead, ProposerContext, SecondModel
@@ -29,13 +30,13 @@ from infer.engine.engine import Engine
 from infer.engine.exactness import LENGTH, self_check
 from infer.engine.graphs import DecodeGraphs
 from infer.engine.largest import activation_bytes
+from infer.engine.lasting import computing
 from infer.engine.loop import EngineLoop
 from infer.engine.payoff import Costs, Payoff, measure
 from infer.engine.runner import Runner
 from infer.engine.speculation import Speculation
 from infer.errors import InferError, SettingsError
 from infer.plugins.discovery import Offer, Plugins
-from infer.plugins.extension_points import EXTENSION_POINTS
 from infer.plugins.inspection import Named
 from infer.settings import compose
 from infer.text.encoding import Encoder
@@ -207,16 +208,20 @@ class Assembly:
     # The cache, for a model with weights or a sketch of one
 
     def make_pool(
-        self, model: ModelProtocol | DraftHead, yet_to_take: int = 0, what: str = "cache"
+        self, model: ModelProtocol | DraftHead, yet_to_take: int = 0, what: str = "cache", *, lasting: bool = False
     ) -> CachePoolProtocol:
         """The cache pool of the model, or of its draft head, which others leave ``yet_to_take`` bytes less than are
-        free now. The log calls it ``what``. Raises InferError if there is too little memory."""
+        free now. The log calls it ``what``. What is in it may outlive the process if it is ``lasting``. Raises
+        InferError if there is too little memory."""
         engine, offer, context = self.settings.engine, self.chosen("cache"), self.context
         batch, max_seq_len, enough = engine.max_batch_size, context.max_seq_len, None
         if engine.max_seq_len is None and max_seq_len > DEFAULT_MAX_SEQ_LEN:
             # Unless the settings ask for long sequences, the cache takes no more memory than it would for shorter ones.
             enough = max(batch * DEFAULT_MAX_SEQ_LEN, max_seq_len)
         given = self._cache_context(model, context, self._besides(model, yet_to_take), enough)
+        if lasting:
+            chosen = [self.chosen(point) for point in ("model", "weights", "kernels")]
+            given = replace(given, identity=partial(identity, self.settings, self.checkpoint, context, chosen))
         if given.states and not offer.states:
             raise SettingsError(
                 f'The model has recurrent layers, whose states cache.backend "{offer.name}" of {offer.distribution} '
@@ -290,7 +295,7 @@ class Assembly:
 
     @cached_property
     def pool(self) -> CachePoolProtocol:
-        return self.make_pool(self.model, self._activations)
+        return self.make_pool(self.model, self._activations, lasting=True)
 
     @cached_property
     def max_seq_len(self) -> int:
@@ -349,6 +354,9 @@ class Assembly:
                 max_drafts=0 if engine.speculation is None else engine.max_draft_tokens,
                 device=self.device,
             )
+            if isinstance(self.pool, LastingPool):
+                compute = computing(self.model, self.pool, self.device, self.max_seq_len, self._max_chunk)
+                self.pool.verify(compute)
         for fault in faults:
             log.warning("not exact: %s", fault)
         return graphs, not faults
@@ -392,7 +400,8 @@ class Assembly:
         pool: Any = CheckedPool(self.pool, self.chosen("cache").whose)
         made = offer.build(self.settings, SchedulerContext(pool, self.settings.engine))
         # Core's own schedulers are tested, and checking their plans would take longer than planning.
-        return CheckedScheduler(made, offer.whose, thorough=offer.distribution != "infer-core")
+        thorough, loading = offer.distribution != "infer-core", lambda: getattr(self.pool, "loading", False)
+        return CheckedScheduler(made, offer.whose, thorough=thorough, loading=loading)
 
     def _speculation(self, runner: Runner, texts: Texts) -> Speculation | None:
         """None if the settings ask for no speculation."""
@@ -457,21 +466,6 @@ class Assembly:
             exact=exact,
             engine=settings.engine,
         )
-
-
-def open_checkpoint(
-    settings: Settings, path: str | None, plugins: Plugins, *, outlines: Path | None = None
-) -> Checkpoint:
-    """The checkpoint of that name, downloaded if it has to be, into the folder ``outlines`` without the weights' values
-    if it is given. Raises SettingsError, CheckpointError and PluginError."""
-    if path is None:
-        raise SettingsError("model.path is not set: give a folder, file, hub id or bundled name, e.g. --model demo.")
-    plugins.check_bundled(path)
-    point = EXTENSION_POINTS["container"]
-    suffixes = [suffix for offer in plugins.offers["container"] for suffix in point.named(offer.registration)]
-    revision = settings.model.revision
-    place = locate(path, bundled=plugins.checkpoints, suffixes=suffixes, revision=revision, outlines=outlines)
-    return Checkpoint(plugins.choose("container", settings, [ending(place)]).build(settings, place))
 
 
 def draft_head(model: ModelProtocol | DraftHead) -> DraftHead | None:

@@ -7,11 +7,12 @@ import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
 from infer.assemble.sizes import Meter, Sketch
-from infer.checkpoint import Checkpoint, Outlines, dummy_tensors
+from infer.checkpoint import Checkpoint, Outlines, dummy_tensors, ending, locate
 from infer.checkpoint.quantize import Quantize, Quantizer
 from infer.contracts.model import DraftingModel, ModelContext, ModelProtocol, SparingModel, UnstackingModel
 from infer.contracts.sections import Settings
@@ -19,7 +20,8 @@ from infer.contracts.weights import WeightFormatProtocol
 from infer.device import blocks_given_back
 from infer.errors import PluginError, SettingsError
 from infer.kernels.quantize import unfilled
-from infer.plugins.discovery import Offer
+from infer.plugins.discovery import Offer, Plugins
+from infer.plugins.extension_points import EXTENSION_POINTS
 from infer.plugins.inspection import Named
 from infer.progress import track
 from infer.weight import Weight, form_of
@@ -152,3 +154,18 @@ def stored(settings: Settings, format: Offer, checkpoint: Checkpoint) -> Stored:
             for name in {names[0], names[len(names) // 2], names[-1]}:
                 forms[form_of(outlines.weight(name, read))] = None
     return Stored(checkpoint.quant_method or None, sorted(forms), checkpoint.nbytes)
+
+
+def open_checkpoint(
+    settings: Settings, path: str | None, plugins: Plugins, *, outlines: Path | None = None
+) -> Checkpoint:
+    """The checkpoint of that name, downloaded if it has to be, into the folder ``outlines`` without the weights' values
+    if it is given. Raises SettingsError, CheckpointError and PluginError."""
+    if path is None:
+        raise SettingsError("model.path is not set: give a folder, file, hub id or bundled name, e.g. --model demo.")
+    plugins.check_bundled(path)
+    point = EXTENSION_POINTS["container"]
+    suffixes = [suffix for offer in plugins.offers["container"] for suffix in point.named(offer.registration)]
+    revision = settings.model.revision
+    place = locate(path, bundled=plugins.checkpoints, suffixes=suffixes, revision=revision, outlines=outlines)
+    return Checkpoint(plugins.choose("container", settings, [ending(place)]).build(settings, place))

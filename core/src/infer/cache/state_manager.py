@@ -63,6 +63,10 @@ class StateManager:
                 self._recent[slot] = start + length, rows
         return read_B, save_T
 
+    def row(self, slot: int) -> int:
+        """The row with the slot's state, once all passes that extend it have been launched."""
+        return int(self._row_S[slot])
+
     def least(self, slot: int) -> int:
         """The fewest positions, besides none at all, that the slot can be truncated to."""
         length, rows = self._recent.get(slot, (0, [0]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import IntEnum
@@ -70,7 +70,7 @@ class CachePoolProtocol(Protocol):
 
     A pool that does not share K/V between sequences ignores ``reuse``, ``salt`` and ``commit``. What a pool may have
     besides is in protocols of its own: ``SharingPool``, ``TruncatingPool``, ``RoomyPool``,
-    ``StatefulPool`` and ``MappedPool``.
+    ``StatefulPool``, ``LastingPool`` and ``MappedPool``.
     """
 
     @property
@@ -78,7 +78,8 @@ class CachePoolProtocol(Protocol):
         """Bytes of the K/V of all positions, and of all states."""
 
     def allocate(self, token_ids: Sequence[int], *, reuse: bool = True, salt: str = "") -> Allocation | None:
-        """Allocate a slot with room for all of ``token_ids``; None if there is no room now.
+        """Allocate a slot with room for all of ``token_ids``; None if there is no room now, or if a ``LastingPool`` is
+        ``loading`` K/V of them.
 
         ``reuse=False`` asks that no cached tokens be used (prompt logprobs need every position computed). Only
         sequences of equal ``salt`` share cached tokens."""
@@ -150,6 +151,26 @@ class StatefulPool(Protocol):
 
 
 @runtime_checkable
+class LastingPool(Protocol):
+    """A pool that keeps K/V of prefixes where they outlive the process. The engine's thread calls it."""
+
+    @property
+    def loading(self) -> bool:
+        """Whether the last ``allocate`` was None only because K/V of its tokens are being read; to be tried again."""
+
+    def verify(self, compute: Callable[[Sequence[int]], int | None]) -> None:
+        """Called once, while no slot is allocated: compare what was kept with what is computed now, and drop it if it
+        differs. ``compute`` returns a slot of these tokens, all computed, which the pool frees; None if it cannot."""
+
+    def rest(self) -> bool:
+        """Called while there is nothing to compute: do a little of what is left to keep. False if nothing is left. It
+        takes no longer than a step."""
+
+    def close(self) -> None:
+        """The engine has ended: keep what is left, as far as a few seconds allow."""
+
+
+@runtime_checkable
 class MappedPool(Protocol):
     """A pool that shows observers a map of itself (``StepRecord.blocks``)."""
 
@@ -181,6 +202,9 @@ class CacheContext:
     max_drafts: int = 0
     """How many of the positions by which a pass extends a sequence may be taken back, as far as states are concerned:
     K and V can always be. With 0, a pool with states is no TruncatingPool."""
+    identity: Callable[[], Mapping[str, str]] | None = None
+    """Computes all that the bits of a token's K, V and states depend on, besides the tokens up to it and what is above:
+    the checkpoint's content, for example, which takes a while to read. None if they are not to outlive the process."""
 
 
 class CacheFactory(Protocol):

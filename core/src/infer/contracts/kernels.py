@@ -243,4 +243,5 @@ class KernelsRegistration(Registration[KernelsFactory]):
     """The values of ``cache.kv_dtype`` other than ``auto`` with which it stores and attends: with ``int8``, caches are
     ``QuantizedKV``."""
     about: str = ""
-    """Which variant of it runs on this machine, and why: a line for ``infer plugins``, ``infer doctor`` and the log."""
+    """Which variant of it runs on this machine and, after a comma or a colon, why: a line for ``infer plugins``,
+    ``infer doctor`` and the log. Variants may compute other bits."""

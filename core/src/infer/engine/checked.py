@@ -52,9 +52,17 @@ class CheckedScheduler:
     work only if ``thorough``, which takes as long as core's schedulers take to plan."""
 
     def __init__(
-        self, scheduler: SchedulerProtocol, whose: str, *, thorough: bool, patience_s: float = PATIENCE_S
+        self,
+        scheduler: SchedulerProtocol,
+        whose: str,
+        *,
+        thorough: bool,
+        patience_s: float = PATIENCE_S,
+        loading: Callable[[], bool] = lambda: False,
     ) -> None:
+        """While the pool is ``loading``, a scheduler that plans nothing is not stuck."""
         self._scheduler = scheduler
+        self._loading = loading
         self._whose = whose
         self._named = Named(f"{whose} failed")
         self._thorough = thorough
@@ -98,7 +106,10 @@ class CheckedScheduler:
         if not self._here:
             return
         now = time.monotonic()
-        if self._idle_since is None:
+        if self._loading():
+            self._idle_since = None
+            time.sleep(PAUSE_S)
+        elif self._idle_since is None:
             self._idle_since = now
         elif now - self._idle_since >= self._patience_s:
             raise PluginError(

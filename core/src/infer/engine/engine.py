@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from tokenizers import Tokenizer
 
-from infer.contracts.cache import CachePoolProtocol
+from infer.contracts.cache import CachePoolProtocol, LastingPool
 from infer.contracts.request import Event, FinishReason, Request, TokenLogprobs
 from infer.contracts.scheduler import PENDING, Schedule, SchedulerProtocol, Sequence, Works
 from infer.engine.answer import Answer
@@ -89,6 +89,7 @@ class Engine:
         self._eos_token_ids = eos_token_ids
         self._max_seq_len = max_seq_len
         self._lag = lag
+        self._lasting = pool if isinstance(pool, LastingPool) else None
         self._speculation = speculation
         self._isolation = Isolation()
         self._publish = publish
@@ -109,7 +110,9 @@ class Engine:
         return self._scheduler.has_work() or bool(self._in_flight) or not self._inbox.empty()
 
     def wait(self) -> None:
-        """Block until a message arrives, and take it."""
+        """Block until a message arrives, and take it. Meanwhile, a pool keeps what is to outlive the process."""
+        while self._lasting is not None and self._inbox.empty() and self._lasting.rest():
+            pass
         self._receive(self._inbox.get())
 
     def step(self, on_pass: Callable[[], None] = lambda: None) -> None:
@@ -144,6 +147,8 @@ class Engine:
         self._drain_inbox()
         self._in_flight.clear()
         self._publish([self._end(answer, reason, error) for answer in list(self._answers.values())])
+        if self._lasting is not None:
+            self._lasting.close()
 
     def _drain_inbox(self) -> None:
         while not self._inbox.empty():

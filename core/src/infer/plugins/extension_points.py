@@ -185,6 +185,7 @@ EXTENSION_POINTS: Mapping[str, ExtensionPoint] = {
         packages={
             **dict.fromkeys(("bench", "demo"), "infer-bench"),
             **dict.fromkeys(("check", "new"), "infer-testing"),
+            "cache": "infer-cache-paged",
             "launch": "infer-agents",
             "models": "infer-router",
             "ray": "infer-ray",

@@ -97,6 +97,8 @@ class Node:
     """How many sequences have the node in ``Holding.nodes``."""
     state: int | None = None
     """The row with the recurrent layers' state after the block's last token; None if it is not kept."""
+    name: str = ""
+    """What a tier calls the block and all before it; empty until somebody asks for it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -148,6 +150,8 @@ class Pages:
         of it and of them: ``free`` enters them in this order, and whoever uses a block owns the node's ancestors. So
         whatever is evicted there is a leaf that no group has pages of."""
         self.forget = forget
+        self.leaving: Callable[[Node, int], object] | None = None
+        """Called before the pages of a cached block are freed: the node, and the index of its group."""
         self.clock = 0
         self.holdings: dict[int, Holding] = {}
 
@@ -179,22 +183,17 @@ class Pages:
         chains: list[list[Node]] = [[]]
         known = 0
         if reuse and self.share:
-            found, known = self._find(token_ids, salt)
+            found, known = self.find(token_ids, salt)
             chains = [found]
         if self.windowed and chains[0]:
             chains.append([])  # A long prompt needs more pages at a time with a prefix than without.
         for found in chains:
-            depth, needed = len(found), 0
-            firsts, lasts = [], []
-            for k, group in enumerate(self.groups):
-                firsts.append(first := max(0, depth - group.tail))
-                lasts.append(last := min(room, depth + group.span))
-                unused = [node.users[k] for node in found[first:]].count(0)
-                needed += group.pages * (last - depth + unused)
-            if needed <= self.num_available:
+            depth = len(found)
+            if self.needed(found, depth, room) <= self.num_available:
                 break
         else:
             return None
+        firsts = [max(0, depth - group.tail) for group in self.groups]
         for node in found:
             node.owners += 1
         tables: list[list[Block | None]] = []
@@ -204,10 +203,20 @@ class Pages:
             table: list[Block | None] = [None] * first
             table += [node.blocks[k] for node in found[first:]]
             tables.append(table)
-        for k, last in enumerate(lasts):  # once all that was found is used, so that none of it is evicted
-            self._extend(holding, k, last)
+        for k, group in enumerate(self.groups):  # once all that was found is used, so that none of it is evicted
+            self._extend(holding, k, depth + group.span)
         self.holdings[owner] = holding
         return depth * self.block_size
+
+    def needed(self, nodes: Sequence[Node], depth: int, room: int) -> int:
+        """How many pages a sequence of ``room`` blocks takes of the available ones, if it begins with ``depth`` blocks
+        that others have computed, of which the trie has these ``nodes``."""
+        needed = 0
+        for k, group in enumerate(self.groups):
+            first, last = max(0, depth - group.tail), min(room, depth + group.span)
+            used = sum(1 for node in nodes[first:depth] if node.users[k])
+            needed += group.pages * (last - first - used)
+        return needed
 
     def grow(self, owner: int, num_tokens: int, length: int = 0) -> bool:
         """Give the owner, which has computed ``length`` tokens, room for ``num_tokens`` tokens in all. Return False if
@@ -293,9 +302,8 @@ class Pages:
     def _node(self, edge: Hashable, parent: Node | None) -> Node:
         return Node(edge, parent, [None] * len(self.groups), [0] * len(self.groups))
 
-    def _find(self, token_ids: Sequence[int], salt: str) -> tuple[list[Node], int]:
-        """The longest chain of nodes that hold a proper prefix of the tokens after which all groups, and the recurrent
-        layers, can go on; and how long it would be without the latter."""
+    def nodes(self, token_ids: Sequence[int], salt: str) -> list[Node]:
+        """The longest chain of nodes that hold a proper prefix of the tokens, whatever is left of their blocks."""
         size, found, node = self.block_size, [], self.root
         for begin in range(0, len(token_ids) - size, size):
             edge: Hashable = tuple(token_ids[begin : begin + size])
@@ -304,6 +312,52 @@ class Pages:
                 break
             found.append(child)
             node = child
+        return found
+
+    def restore(
+        self, token_ids: Sequence[int], salt: str, depth: int, lacking: Sequence[tuple[int, int]]
+    ) -> list[Node]:
+        """Enter the first ``depth`` blocks of the tokens into the trie, and pages for those that are ``lacking``,
+        (index, group) each, whose K and V the caller writes there before anybody can read them. It is then as though a
+        sequence that had all these blocks had just left. There have to be as many pages as they need, besides those
+        that the trie has of them. Returns the nodes."""
+        size, chain, node = self.block_size, list[Node](), self.root
+        for begin in range(0, depth * size, size):
+            edge: Hashable = tuple(token_ids[begin : begin + size])
+            if not begin:
+                edge = (salt, edge)
+            if (child := node.children.get(edge)) is None:
+                child = node.children[edge] = self._node(edge, node)
+            child.owners += 1  # while others are evicted
+            chain.append(child)
+            node = child
+        self._renew(chain)
+        needed = sum(self.groups[k].pages for _, k in lacking)
+        while len(self.free_list) < needed:
+            self._evict()
+        for i, k in lacking:
+            chain[i].blocks[k] = tuple(self.free_list.pop() for _ in range(self.groups[k].pages))
+        self._renew(chain)
+        for node in reversed(chain):
+            node.owners -= 1
+        if chain and not chain[-1].owners and not chain[-1].children:
+            self._prune(chain[-1])
+        return chain
+
+    def _renew(self, chain: Sequence[Node]) -> None:
+        """Let those blocks of a chain that nobody uses be the last to be evicted, the first ones after all others."""
+        self.clock += 2 * len(chain)
+        time = self.clock - len(chain)
+        for k, cached in enumerate(self.cached):
+            for i, node in reversed([*enumerate(chain)]):
+                if node.blocks[k] is not None and not node.users[k]:
+                    cached.pop(node, None)
+                    cached[node] = time - i
+
+    def find(self, token_ids: Sequence[int], salt: str) -> tuple[list[Node], int]:
+        """The longest chain of nodes that hold a proper prefix of the tokens after which all groups, and the recurrent
+        layers, can go on; and how long it would be without the latter."""
+        found = self.nodes(token_ids, salt)
         depth = self._windows(found, len(found))
         known = depth
         if self.forget is not None:
@@ -395,6 +449,8 @@ class Pages:
             times = [next(iter(cached.values()), ENDLESS) for cached in self.cached]
             k = times.index(min(times))
         node, _ = self.cached[k].popitem(last=False)
+        if self.leaving is not None:
+            self.leaving(node, k)
         block, node.blocks[k] = node.blocks[k], None
         assert block is not None
         self.free_list.extend(block)

@@ -15,7 +15,7 @@ near the end of a prompt, as long as nobody has begun with them. Then goes the l
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -65,6 +65,8 @@ class Snapshots(StateManager):
         self._next_S: Ints64 = np.full(num_slots, NEVER)
         """The position of each slot's next snapshot."""
         self._plans: dict[int, Plan] = {}
+        self.leaving: Callable[[Node], object] | None = None
+        """Called before a node's snapshot is given up."""
         self._reading: dict[int, int] = {}
         """The snapshot's row that a slot reads in its next pass."""
 
@@ -165,6 +167,8 @@ class Snapshots(StateManager):
     def forget(self, node: Node) -> None:
         """The node leaves the trie, or its snapshot is to go."""
         assert node.state is not None
+        if self.leaving is not None:
+            self.leaving(node)
         self._drop(node)
         self._release(node.state)
         node.state = None
@@ -186,6 +190,12 @@ class Snapshots(StateManager):
         plan = self._plans[slot]
         if border > plan.prompt and plan.saved and plan.saved[-1][0] > plan.prompt:
             self._release(plan.saved.pop()[1])
+        if (row := self._row()) is not None:
+            plan.saved.append((border, row))
+        return row
+
+    def _row(self) -> int | None:
+        """A row that nobody needs, or whose snapshot goes first; None if all are in use."""
         if not self._free:
             nodes = chain(self._served, self._kept)
             unused = (node for node in nodes if node.state is not None and self._uses[node.state] == 1)
@@ -194,7 +204,13 @@ class Snapshots(StateManager):
             self.forget(node)
         row = self._free.pop()
         self._uses[row] = 1
-        plan.saved.append((border, row))
+        return row
+
+    def restore(self, node: Node) -> int | None:
+        """A row for a snapshot of the node, which has none; the caller writes it. None if all are in use."""
+        node.state = row = self._row()
+        if row is not None:
+            self._kept[node] = 0
         return row
 
     def _read(self, slot: int, row: int) -> None:

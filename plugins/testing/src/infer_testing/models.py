@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from infer.assemble.assembly import open_checkpoint
-from infer.assemble.weights import Weights
+from infer.assemble.weights import Weights, open_checkpoint
 from infer.cache import KVStorage, StateManager, StateStorage
 from infer.checkpoint import Checkpoint
 from infer.contracts.attention import AttentionSpec

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from infer.contracts.attention import KV, AttentionSpec, Ragged, Rotary
-from infer.contracts.cache import Allocation, CacheContext, CachePoolProtocol, KVCacheView, SharingPool
+from infer.contracts.cache import Allocation, CacheContext, CachePoolProtocol, KVCacheView, LastingPool, SharingPool
 from infer.engine.graphs import Recording
 from infer.kernels.reference import ReferenceKernels
 from infer_testing.states import SPECS, States
@@ -118,6 +118,8 @@ class Machine:
         acts = [self.allocate, self.allocate, self.extend, self.extend, self.decode, self.commit, self.leave]
         if self.truncate is not None:
             acts.append(self.verify)
+        if isinstance(self.pool, LastingPool):
+            acts.append(self.pool.rest)
         for _ in range(steps):
             self.draw.choice(acts)()
             self.watch()
@@ -151,6 +153,8 @@ class Machine:
         salt, reuse = draw.choice(("x", "x", "x", "y")), draw.random() < 0.85 if reuse is None else reuse
         before = self.pool.free_tokens()
         place = self.pool.allocate(tokens, reuse=reuse, salt=salt)
+        while place is None and isinstance(self.pool, LastingPool) and self.pool.loading:
+            place = self.pool.allocate(tokens, reuse=reuse, salt=salt)
         what = f"allocate of {length} tokens"
         if place is None:
             if len(self.lives) < self.context.max_batch_size and before >= LONGEST:
