@@ -73,6 +73,16 @@ def start(settings: Settings, plugins: Plugins) -> tuple[EngineLoop, Served]:
         raise
 
 
+def free_memory(settings: Settings) -> int:
+    """Bytes that are free where the model would be."""
+    return devices.free_memory(choose_device(settings.model.device))
+
+
+def bound_memory(least: int, most: int) -> None:
+    """Have every engine of this process reckon with no less and no more free memory than this."""
+    devices.bound_memory(least, most)
+
+
 class Assembly:
     """An engine in the making. Each part is chosen and made when it is first asked for, and kept; what keeps a part
     from being made raises an InferError. ``load`` makes them all; ``infer doctor`` asks for those that need no weights,

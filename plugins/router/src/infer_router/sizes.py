@@ -12,20 +12,18 @@ PROCESS_BYTES = 1 << 29
 
 def free(settings: Any) -> int:
     """The memory that is free now where the model would run."""
-    from infer.assemble.assembly import choose_device
-    from infer.device import free_memory
+    from infer.assemble.assembly import free_memory
 
-    return free_memory(choose_device(settings.model.device))
+    return free_memory(settings)
 
 
 def reckon(settings: Any, plugins: Any, memory: int) -> dict[str, Any]:
     """What is known of a model without its weights. ``bytes`` are the most that its process takes of ``memory``, of
     which nothing else takes a part, while it loads and then. Raises InferError."""
-    from infer import device
-    from infer.assemble.assembly import Assembly, draft_head
+    from infer.assemble.assembly import Assembly, bound_memory, draft_head
 
     most = max(0, memory - PROCESS_BYTES)
-    device.bound_memory(most, most)
+    bound_memory(most, most)
     with tempfile.TemporaryDirectory(prefix="infer-sizes-") as outlines:
         assembly = Assembly(settings, plugins, outlines=Path(outlines))
         plugins.check_names(settings)
