@@ -72,7 +72,7 @@ async def test_a_restart_finds_what_was_served(checkpoint: Path, folder: Path) -
     ],
 )
 def test_text_and_logprobs_keep_their_bits(family: Any, found: int, kv_dtype: str, tmp_path: Path) -> None:
-    window = {"window": 24} if family == "gemma3" else {}
+    window: Body = {"window": 24} if family == "gemma3" else {}
     path, answers = write_checkpoint(tmp_path / "model", family, **window), []
     for kept in (None, tmp_path / "kept", tmp_path / "kept"):
         with LLM(**_llm(path, kept, kv_dtype)) as llm:
@@ -164,7 +164,7 @@ def test_commands_without_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture
     assert not (tmp_path / "none").exists()
 
 
-SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "max_position_embeddings": 8448}
+SHAPE: Body = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "max_position_embeddings": 8448}
 
 
 @pytest.mark.slow
