@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,21 @@ def machine(**settings: Any) -> LocalMachine:
     made = LocalMachine({"a": SMALL | settings})
     made.memory = MEMORY
     return made
+
+
+@contextlib.contextmanager
+def command(folder: Path, **outputs: int) -> Iterator[subprocess.Popen[str]]:
+    """``infer serve`` in a folder, which is killed at the end of the block whatever happens in it."""
+    words = (sys.executable, "-m", "infer.commands.cli", "serve")
+    with subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, text=True, **outputs) as server:
+        try:
+            yield server
+        finally:
+            server.kill()
+
+
+def family(pid: int) -> list[psutil.Process]:
+    return psutil.Process(pid).children(recursive=True)
 
 
 def alive(pid: int) -> bool:
@@ -112,21 +128,21 @@ async def test_a_signal_during_the_start_ends_the_server_with_all_children(momen
         f"[server]\nport = 0\n[server.router]\n{'memory_gib = 8' if moment == 'load' else ''}\n"
         "[models.a]\npinned = true\nmodel = {path = 'demo'}\nkernels = {threads = 1}\n"
     )
-    command = (sys.executable, "-m", "infer.commands.cli", "serve")
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+    kind = "engine" if moment == "load" else "sizes"
+    with command(tmp_path, stderr=subprocess.PIPE) as server:
 
-        def children() -> list[psutil.Process]:
-            found = psutil.Process(server.pid).children(recursive=True)
-            wanted = "engine" if moment == "load" else "sizes"
-            return [each for each in found if each.cmdline()[-1:] == [wanted]]
+        def started() -> bool:
+            with contextlib.suppress(psutil.NoSuchProcess):  # one of them has just ended
+                return server.poll() is not None or any(each.cmdline()[-1:] == [kind] for each in family(server.pid))
+            return False
 
-        await until(lambda: server.poll() is not None or children())
-        there = psutil.Process(server.pid).children(recursive=True)
+        await until(started)
+        there = family(server.pid)
         server.terminate()
         _, said = await asyncio.to_thread(server.communicate, timeout=HANG_S)
     assert server.returncode == 0, said
     assert "Traceback" not in said
-    assert not [each for each in there if alive(each.pid)]
+    await until(lambda: not any(alive(each.pid) for each in there))
 
 
 async def test_a_server_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
@@ -134,15 +150,14 @@ async def test_a_server_that_is_killed_leaves_no_process(tmp_path: Path) -> None
         "[server]\nport = 0\n[server.router]\nmemory_gib = 8\n[engine]\nmax_batch_size = 2\nmax_seq_len = 256\n"
         "[kernels]\nthreads = 1\n[models.a]\npinned = true\nmodel = {path = 'demo'}\n"
     )
-    command = (sys.executable, "-m", "infer.commands.cli", "serve")
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as server:
+    with command(tmp_path) as server:
         assert server.stdout is not None
         url = (await asyncio.to_thread(server.stdout.readline)).removeprefix("infer: ready on ").strip()
         async with asyncio.timeout(HANG_S), aiohttp.ClientSession() as session:
             body = {"model": "a", "prompt": "x", "max_tokens": 2}
             async with session.post(f"{url}/v1/completions", json=body) as response:
                 assert response.status == 200, await response.text()
-        there = psutil.Process(server.pid).children(recursive=True)
+        there = family(server.pid)
         assert there
         server.kill()
-    await until(lambda: not [each for each in there if alive(each.pid)])
+    await until(lambda: not any(alive(each.pid) for each in there))
