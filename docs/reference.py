@@ -30,6 +30,7 @@ SECTIONS: dict[str, tuple[str, str, Sequence[str]]] = {
             ("Attention", "whoever writes caches, kernels or models", "attention"),
             ("States", "whoever writes recurrent layers, or kernels for them", "states"),
             ("Caches", "the author of a cache pool", "cache"),
+            ("Tiers", "the author of a tier", "tier"),
             ("Kernels", "the author of kernels", "kernels"),
             ("Models", "the author of a model family", "model"),
             ("Checkpoints", "the author of a container or a weight format", "weights"),

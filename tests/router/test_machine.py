@@ -43,10 +43,10 @@ def machine(**settings: Any) -> LocalMachine:
 
 
 @contextlib.contextmanager
-def command(folder: Path, **outputs: int) -> Iterator[subprocess.Popen[str]]:
+def command(folder: Path, stderr: int | None = None) -> Iterator[subprocess.Popen[str]]:
     """``infer serve`` in a folder, which is killed at the end of the block whatever happens in it."""
     words = (sys.executable, "-m", "infer.commands.cli", "serve")
-    with subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, text=True, **outputs) as server:
+    with subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, stderr=stderr, text=True) as server:
         try:
             yield server
         finally:

@@ -55,7 +55,7 @@ def main(url: str) -> None:
 
     threading.Thread(target=wait, daemon=True).start()
     print("singing", flush=True)
-    while not ended.is_set():
+    while not (ended.is_set() and (texts or refused or cut)):  # once at least, however short the others are
         try:
             text, times = stream((parts.hostname, parts.port))
         except (BusyError, ConnectionRefusedError):

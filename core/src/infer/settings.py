@@ -382,6 +382,8 @@ def _explain(
     for point, about in EXTENSION_POINTS.items():
         for offer in plugins.offers[point]:
             table = f"{about.section}.{offer.name}" if about.section else offer.name
+            if table in Settings.model_fields:  # a command may be called as a section is; it has no table
+                continue
             if key == table:
                 return SettingsError(f"{key}{origin}: the plugin {offer.name!r} has no settings; leave it out.")
             if key.startswith(f"{table}."):

@@ -51,8 +51,9 @@ def main(argv: list[str]) -> int:
     loaded = load_settings(plugins, file=named[1] if named else None, argv=words)
     loaded.settings.log.begin()
     context = CommandContext(loaded.settings, loaded.sources, plugins, tuple(words))
-    serve = plugins.get("command", "serve", "the command line").registration.factory
-    code: int = serve(argparse.Namespace(), context)
+    serve, parser = plugins.get("command", "serve", "the command line").registration, argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    code: int = serve.factory(parser.parse_args([]), context)
     Path(argv[0]).write_text(json.dumps(vars(watcher)))
     return code
 
