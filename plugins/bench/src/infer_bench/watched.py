@@ -10,7 +10,7 @@ import json
 import sys
 from pathlib import Path
 
-from infer.contracts.command import CommandContext
+from infer.contracts.command import CommandContext, CommandRegistration
 from infer.contracts.records import RequestRecord, StepRecord
 from infer.contracts.registration import hookimpl
 from infer.plugins.discovery import Plugins
@@ -52,7 +52,9 @@ def main(argv: list[str]) -> int:
     loaded.settings.log.begin()
     context = CommandContext(loaded.settings, loaded.sources, plugins, tuple(words))
     serve, parser = plugins.get("command", "serve", "the command line").registration, argparse.ArgumentParser()
-    serve.add_arguments(parser)
+    assert isinstance(serve, CommandRegistration)
+    if serve.add_arguments is not None:
+        serve.add_arguments(parser)
     code: int = serve.factory(parser.parse_args([]), context)
     Path(argv[0]).write_text(json.dumps(vars(watcher)))
     return code
