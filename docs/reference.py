@@ -34,6 +34,7 @@ SECTIONS: dict[str, tuple[str, str, Sequence[str]]] = {
             ("Kernels", "the author of kernels", "kernels"),
             ("Models", "the author of a model family", "model"),
             ("Checkpoints", "the author of a container or a weight format", "weights"),
+            ("Adapters", "the author of a reader of adapters", "adapters"),
             ("Schedulers", "the author of a scheduler", "scheduler"),
             ("Proposers", "the author of a proposer", "proposer"),
             ("Text formats", "the author of a tool format or a reasoning format", "text"),

@@ -455,7 +455,7 @@ def wrong(*given: object) -> object:
     [
         ({"cache": {"backend": "mine"}}, r"allocate, .* of CachePoolProtocol"),
         ({"model": {"family": "mine"}}, r"attention, expected, .* of ModelProtocol"),
-        ({"kernels": {"backend": "mine"}}, r"add_rms_norm, .* of KernelsProtocol"),
+        ({"kernels": {"backend": "mine"}}, r"adapter_table, .* of KernelsProtocol"),
         ({"engine": {"batching_mode": "mine"}}, r"add, .* of SchedulerProtocol"),
     ],
     ids=["cache", "model", "kernels", "scheduler"],

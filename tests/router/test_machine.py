@@ -21,7 +21,7 @@ from infer.errors import SettingsError
 from infer_router.machine import LocalMachine
 from infer_router.sizes import PROCESS_BYTES
 
-SMALL = {
+SMALL: dict[str, Any] = {
     "model": {"path": "demo"},
     "kernels": {"threads": 1},
     "engine": {"max_batch_size": 2, "max_seq_len": 256},
@@ -75,6 +75,17 @@ async def test_a_process_takes_no_more_than_was_reckoned_and_ends_with_the_machi
         assert await engine.healthy()
     assert not alive(engine.pid)
     assert not made.pids
+
+
+async def test_a_draft_model_is_reckoned_with_its_cache() -> None:
+    engine = SMALL["engine"] | {"speculation": "draft", "draft": {"path": "demo"}}
+    async with asyncio.timeout(HANG_S), machine() as plain, machine(engine=engine) as drafting:
+        one, two = await plain.size("a"), await drafting.size("a")
+        assert two["weights_bytes"] == one["weights_bytes"]
+        assert two["bytes"] - PROCESS_BYTES == 2 * (one["bytes"] - PROCESS_BYTES)
+    async with asyncio.timeout(HANG_S), machine(engine=engine | {"draft": {"path": "nosuch"}}) as made:
+        with pytest.raises(SettingsError, match="'nosuch' is neither a folder or file"):
+            await made.size("a")
 
 
 async def test_what_cannot_be_loaded_is_said_in_its_own_words_and_leaves_no_process() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,7 @@ class Machine(LocalMachine):
     async def start(self, name: str) -> Any:
         self.loads += 1
         there = [each for pid, each in self.held.items() if pid in self.pids]
+        assert name not in there, "two processes of one model"
         self.most = max(self.most, sum(self.sizes[each] for each in (*there, name)))
         engine = await super().start(name)
         self.held[engine.pid] = name
@@ -104,3 +107,43 @@ async def test_requests_at_random_lose_nothing_and_change_no_bit(tmp_path: Path)
     assert 0 < machine.most <= memory
     assert machine.loads <= 4 * waves, "each wave wakes a model once at most"
     assert not machine.pids
+
+
+@pytest.mark.slow
+async def test_a_stream_goes_on_when_its_process_is_killed_and_other_models_do_not_notice(tmp_path: Path) -> None:
+    (tmp_path / "settings.toml").write_text(
+        "[kernels]\nthreads = 1\n[engine]\nmax_batch_size = 4\nmax_seq_len = 512\n"
+        "[models.a.model]\npath = 'demo'\n[models.b.model]\npath = 'demo'\n"
+    )
+    plugins = Plugins.discover()
+    loaded = load_settings(plugins, file=str(tmp_path / "settings.toml"), env={})
+    plan = several(CommandContext(loaded.settings, loaded.sources, plugins, ()))
+    machine = Machine(plan.engines)
+    memory = machine.memory = 4 << 30
+    body = {"prompt": "def parse(text):", "seed": 5, "max_tokens": 400, "ignore_eos": True, "stream": True}
+    async with (
+        machine,
+        aiohttp.ClientSession() as session,
+        gateway(plan, loaded.settings.server, machine, memory, bind("127.0.0.1", 0)) as (_, url, _),
+        asyncio.timeout(HANG_S),
+    ):
+
+        async def stream(name: str, after: int | None = None) -> str:
+            """The answer's text; after so many events, the model's process is killed."""
+            text = ""
+            async with session.post(f"{url}/v1/completions", json=body | {"model": name}) as response:
+                number = 0
+                async for line in response.content:
+                    if line.startswith(b"data: {"):
+                        event = json.loads(line.removeprefix(b"data: "))
+                        text += event["choices"][0]["text"] if event.get("choices") else ""
+                        assert "error" not in event
+                        number += 1
+                        if number == after:
+                            pid = next(pid for pid in machine.pids if machine.held.get(pid) == name)
+                            os.kill(pid, signal.SIGKILL)
+            return text
+
+        expected = await stream("a")
+        assert [*await asyncio.gather(stream("a", 5), stream("b"))] == [expected, expected]
+    assert [machine.loads, *map([*machine.held.values()].count, "ab")] == [3, 2, 1]

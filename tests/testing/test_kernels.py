@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from tests.support import Recorder
 from tests.testing.planted import Bug, Bugs, caught
 from torch import Tensor
 
+from infer.contracts.adapters import AdapterPart, AdapterRows
 from infer.contracts.attention import KV, AttentionSpec, HeadNorms, Ragged, Rotary
 from infer.contracts.kernels import Activation, Draws, Expert, Routing
 from infer.contracts.states import DeltaRule, StateRows, StateSpace
@@ -223,6 +224,27 @@ class TwiceBias(ReferenceKernels):
     def linear(self, x_TK: Tensor, packed: Any) -> Tensor:
         out = super().linear(x_TK, packed)
         return out if packed.bias_N is None else out + packed.bias_N
+
+
+@planted("adapters are not scaled", "adapters", "add_adapters")
+class Unscaled(ReferenceKernels):
+    def pack_adapter(self, parts: Sequence[AdapterPart]) -> Any:
+        return super().pack_adapter([part._replace(low_rank=part.low_rank._replace(scale=1.0)) for part in parts])
+
+
+@planted("adapters are added to all rows", "adapters", "add_adapters")
+class Everywhere(ReferenceKernels):
+    def add_adapters(self, product_TN: Tensor, x_TK: Tensor, rows: AdapterRows, table: Any) -> None:
+        slots = [slot for slot, _ in rows.groups][:1]
+        every = torch.arange(len(x_TK))
+        super().add_adapters(product_TN, x_TK, rows._replace(groups=[(slot, every) for slot in slots]), table)
+
+
+@planted("an adapter stays where it was", "adapters", "add_adapters, of an adapter that is gone")
+class Stays(ReferenceKernels):
+    def set_adapter(self, table: Any, slot: int, packed: Any | None) -> None:
+        if packed is not None:
+            super().set_adapter(table, slot, packed)
 
 
 @planted("gate and values are swapped", "gated_linear", "gated_linear with")

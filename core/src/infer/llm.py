@@ -103,16 +103,18 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Any],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        adapter: str | None = None,
     ) -> list[Completion]:
         """Answer all prompts; the answers are in the prompts' order. Without ``params``, the checkpoint's sampling
-        parameters apply. Raises RequestError, before anything is generated, if a prompt cannot be served, and
-        EngineDeadError if the engine fails. An answer that fails alone has the ``finish_reason`` "error" and an
-        ``error``."""
+        parameters apply; with ``adapter``, the model is as the adapter of that name changes it. Raises RequestError,
+        before anything is generated, if a prompt cannot be served, and EngineDeadError if the engine fails. An answer
+        that fails alone has the ``finish_reason`` "error" and an ``error``."""
         many: Sequence[Any] = [prompts] if _is_one(prompts) else prompts
         each = [params or self.served.defaulted()] * len(many) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(many):
             raise RequestError(f"{len(many)} prompts came with {len(each)} SamplingParams.", param="params")
-        waiting = [self.request(prompt, p) for prompt, p in zip(many, each, strict=True)]
+        waiting = [self.request(prompt, p, adapter=adapter) for prompt, p in zip(many, each, strict=True)]
         answers = {request.id: Completion(request.prompt_token_ids) for request in waiting}
         mailbox: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
         left, running = len(waiting), 0
@@ -164,9 +166,10 @@ class LLM:
         cache_salt: str | None = None,
         priority: int = 0,
         user: str = "",
+        adapter: str | None = None,
     ) -> Handle:
         """Submit a request and return at once. May be called from any thread."""
-        return Handle(self, self.request(prompt, params, id, cache_salt, priority, user))
+        return Handle(self, self.request(prompt, params, id, cache_salt, priority, user, adapter))
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Event]:
         """Yield a request's events as they come. Leaving the loop early aborts the request."""
@@ -196,9 +199,15 @@ class LLM:
         cache_salt: str | None = None,
         priority: int = 0,
         user: str = "",
+        adapter: str | None = None,
     ) -> Request:
         """Tokenize and check a request. Raises RequestError."""
         fields: dict[str, Any] = {"id": id, "cache_salt": cache_salt, "priority": priority, "user": user}
+        if adapter is not None:
+            adapters = self.served.adapters
+            fields["adapter"] = found = None if adapters is None else adapters.find(adapter)
+            if found is None:
+                raise RequestError(f"There is no adapter {adapter!r}; load it with adapters.load.", param="adapter")
         return self.served.request(prompt, params or self.served.defaulted(), **fields)
 
     def close(self, drain_s: float = 0.0) -> None:

@@ -14,17 +14,22 @@ from typing import Any
 import torch
 
 from infer import device as devices
+from infer.assemble.adapters import LoadedAdapters
+from infer.assemble.devices import choose_device, for_device
+from infer.assemble.drafts import speculation
 from infer.assemble.identity import identity
 from infer.assemble.served import Served
+from infer.assemble.sizes import Taken
 from infer.assemble.texts import Texts, read_texts, read_tokenizer, tool_format
 from infer.assemble.weights import Weights, open_checkpoint
 from infer.checkpoint import Checkpoint, ending
-from infer.contracts.cache import CacheContext, CachePoolProtocol, LastingPool, StatefulPool, TruncatingPool
+from infer.contracts.cache import CacheContext, CachePoolProtocol, LastingPool, StatefulPool
 from infer.contracts.kernels import KernelsProtocol
 from infer.contracts.model import DraftHead, DraftingModel, ModelContext, ModelProtocol, StatefulModel
-from infer.contracts.proposer import OwnHead, ProposerContext, SecondModel
+from infer.contracts.proposer import OwnHead, ProposerContext, ProposerProtocol, SecondModel
 from infer.contracts.scheduler import SchedulerContext
 from infer.contracts.sections import Settings, slow_dtype
+from infer.engine.adapters import AdapterSlots
 from infer.engine.checked import CheckedPool, CheckedScheduler
 from infer.engine.engine import Engine
 from infer.engine.exactness import LENGTH, self_check
@@ -32,7 +37,6 @@ from infer.engine.graphs import DecodeGraphs
 from infer.engine.largest import activation_bytes
 from infer.engine.lasting import computing
 from infer.engine.loop import EngineLoop
-from infer.engine.payoff import Costs, Payoff, measure
 from infer.engine.runner import Runner
 from infer.engine.speculation import Speculation
 from infer.errors import InferError, SettingsError
@@ -44,9 +48,6 @@ from infer.text.grammar import Grammars
 
 log = logging.getLogger(__name__)
 
-GPU_STEP, GPU_CHUNK = 8192, 2048
-"""``engine.max_tokens_per_step`` and ``engine.prefill_chunk_size`` on a GPU if the settings do not say: enough tokens
-to keep it busy, and a bound on the memory that a pass takes."""
 DEFAULT_MAX_SEQ_LEN = 4096
 """``engine.max_seq_len`` if neither settings nor checkpoint nor cache limit it. If the settings do not ask for longer
 sequences, this is also how many positions per sequence of a full batch the cache should hold."""
@@ -56,21 +57,31 @@ def start(settings: Settings, plugins: Plugins) -> tuple[EngineLoop, Served]:
     """Start the engine's thread, and load the model in it. torch's operations run on OpenMP, which gives every thread
     that computes a team of its own; with more than one team, the members would sleep after every operation."""
     served: Served
+    settings = compose(settings, plugins)
+    assembly, slots = Assembly(settings, plugins), AdapterSlots(settings.adapters.slots)
 
     def make_engine(publish: Callable[..., None]) -> Engine:
         nonlocal served
-        engine, served = Assembly(settings, plugins).load(publish)
+        engine, served = assembly.load(publish)
         return engine
 
-    settings = compose(settings, plugins)
     close_observers = plugins.observe(settings)
     try:
         max_open = settings.engine.max_batch_size + settings.engine.max_waiting_requests
         step_timeout_s = settings.engine.step_timeout_s
-        return EngineLoop(make_engine, max_open, close_observers, step_timeout_s=step_timeout_s), served
+        engine_loop = EngineLoop(make_engine, max_open, close_observers, step_timeout_s=step_timeout_s, adapters=slots)
     except BaseException:
         close_observers()
         raise
+    if not settings.adapters.slots:
+        return engine_loop, served
+    model, config = assembly.model, assembly.checkpoint.config
+    try:
+        adapters = LoadedAdapters(engine_loop, slots, model, settings, plugins, served.name, config)
+    except BaseException:
+        engine_loop.close()
+        raise
+    return engine_loop, replace(served, adapters=adapters)
 
 
 def free_memory(settings: Settings) -> int:
@@ -194,7 +205,8 @@ class Assembly:
     @cached_property
     def context(self) -> ModelContext:
         """What the model is made from."""
-        return ModelContext(self.kernels, self.dtype, self.device, self.length[0], self._wants_head)
+        slots = self.settings.adapters.slots
+        return ModelContext(self.kernels, self.dtype, self.device, self.length[0], self._wants_head, slots)
 
     @property
     def _wants_head(self) -> bool:
@@ -297,6 +309,92 @@ class Assembly:
             0 if engine.speculation is None else engine.max_draft_tokens,
         )
 
+    def taken(self, most: int) -> Taken:
+        """What the model would take of ``most`` bytes, found without its weights. Where these are too few for the
+        weights, the rest is not counted. Raises InferError."""
+        sketch = self.weights.sketch(self.context)
+        peak, held, positions = sketch.peak, sketch.nbytes, self.length[0]
+        if peak <= most:
+            pool = self.make_pool(sketch.model, held)
+            positions, held = min(positions, pool.free_tokens()), held + pool.nbytes
+            if (head := draft_head(sketch.model)) is not None:
+                held += self.make_pool(head, held).nbytes
+            for other in self._others(sketch.model, positions):
+                draft = other.weights.sketch(other.context)
+                peak, held = max(peak, held + draft.peak), held + draft.nbytes
+                if max(peak, held) <= most:
+                    held += other.make_pool(draft.model, held).nbytes
+        return Taken(max(peak, held), sketch.nbytes, positions)
+
+    # Speculation
+
+    def _speculation(self, runner: Runner, texts: Texts) -> Speculation | None:
+        """None if the settings ask for no speculation."""
+        engine, vocab_size, max_seq_len = self.settings.engine, self.model.vocab_size, self.max_seq_len
+        if engine.speculation is None:
+            return None
+        offer = self.chosen("proposer")
+
+        def make() -> ProposerProtocol:
+            head, own = draft_head(self.model), None
+            if head is not None:
+                own = OwnHead(head, self.make_pool(head, self._activations, "the draft head's cache"), self.dtype)
+            given = self._proposer_context(texts, vocab_size, max_seq_len, self.second, own)
+            proposer: ProposerProtocol = offer.build(self.settings, given)
+            return proposer
+
+        bounds = {"max_seq_len": max_seq_len, "vocab_size": vocab_size, "lag": self._lag}
+        return speculation(offer, make, runner, self.pool, engine, **bounds)
+
+    def _proposer_context(
+        self,
+        texts: Texts,
+        vocab_size: int,
+        max_seq_len: int,
+        load: Callable[[str], SecondModel],
+        own: OwnHead | None = None,
+    ) -> ProposerContext:
+        engine, tokenizer = self.settings.engine, texts.tokenizer
+        return ProposerContext(engine, tokenizer, vocab_size, max_seq_len, self.device, self.kernels, load, own)
+
+    def second(self, path: str) -> SecondModel:
+        """A further checkpoint, loaded as the first except for what the settings say of that one alone."""
+        other = self._beside(path, self.max_seq_len)
+        model = other.model
+        tokenizer = read_tokenizer(None, other.checkpoint, model.vocab_size, frozenset())
+        return SecondModel(model, other.make_pool(model), tokenizer, other.context.max_seq_len)
+
+    def _beside(self, path: str, max_seq_len: int) -> Assembly:
+        own = {"path": path, "family": "auto", "tokenizer": None, "revision": None}
+        update = {
+            "model": self.settings.model.model_copy(update=own),
+            "engine": self.settings.engine.model_copy(update={"speculation": None}),
+        }
+        other = Assembly(self.settings.model_copy(update=update), self.plugins, outlines=self._outlines)
+        positions = min(max_seq_len, other.checkpoint.max_positions)
+        other.context = ModelContext(self.kernels, other.dtype, self.device, positions)
+        return other
+
+    def _others(self, sketch: ModelProtocol, max_seq_len: int) -> list[Assembly]:
+        """Those of the checkpoints that the proposer would load besides the model, found without weights: it is made up
+        to where it asks for the first of them."""
+        found = list[Assembly]()
+        if self.settings.engine.speculation is None or self._wants_head:
+            return found
+
+        def load(path: str) -> SecondModel:
+            found.append(self._beside(path, max_seq_len))
+            raise InferError("There are no weights yet.")
+
+        texts = self.texts(sketch.vocab_size)
+        given = self._proposer_context(texts, sketch.vocab_size, max_seq_len, load)
+        try:
+            self.chosen("proposer").build(self.settings, given)
+        except InferError:
+            if not found:
+                raise
+        return found
+
     # What runs, once the model is loaded
 
     @cached_property
@@ -320,21 +418,6 @@ class Assembly:
     def _lag(self) -> int:
         """How many passes may be in flight while the next is planned."""
         return 0 if self.device.type == "cpu" else 1
-
-    def second(self, path: str) -> SecondModel:
-        """A further checkpoint, loaded as the first except for what the settings say of that one alone."""
-        own = {"path": path, "family": "auto", "tokenizer": None, "revision": None}
-        engine = self.settings.engine.model_copy(update={"speculation": None})
-        settings = self.settings.model_copy(
-            update={"model": self.settings.model.model_copy(update=own), "engine": engine}
-        )
-        other = Assembly(settings, self.plugins)
-        weights, checkpoint = other.weights, other.checkpoint
-        max_seq_len = min(self.max_seq_len, checkpoint.max_positions)
-        other.context = ModelContext(self.kernels, other.dtype, self.device, max_seq_len)
-        model = weights.load(other.context)
-        pool = other.make_pool(model)
-        return SecondModel(model, pool, read_tokenizer(None, checkpoint, model.vocab_size, frozenset()), max_seq_len)
 
     @cached_property
     def _activations(self) -> int:
@@ -413,49 +496,6 @@ class Assembly:
         thorough, loading = offer.distribution != "infer-core", lambda: getattr(self.pool, "loading", False)
         return CheckedScheduler(made, offer.whose, thorough=thorough, loading=loading)
 
-    def _speculation(self, runner: Runner, texts: Texts) -> Speculation | None:
-        """None if the settings ask for no speculation."""
-        engine, pool, vocab_size = self.settings.engine, self.pool, self.model.vocab_size
-        if engine.speculation is None:
-            return None
-        offer = self.chosen("proposer")
-        if not isinstance(pool, TruncatingPool):
-            raise SettingsError(
-                f'engine.speculation is "{offer.name}", but {type(pool).__name__} cannot take positions back '
-                "(truncate), as wrong draft tokens require; choose another cache.backend, or none."
-            )
-        head = draft_head(self.model)
-        own = None
-        if head is not None:
-            own = OwnHead(head, self.make_pool(head, self._activations, "the draft head's cache"), self.dtype)
-        given = ProposerContext(
-            engine, texts.tokenizer, vocab_size, self.max_seq_len, self.device, self.kernels, self.second, own
-        )
-        proposer = offer.build(self.settings, given)
-        costs = self._costs(runner, pool.truncate, offer.name)
-        return Speculation(
-            proposer,
-            offer.whose,
-            pool,
-            Payoff(costs, waits=self._lag > 0),
-            truncate=pool.truncate,
-            most=engine.max_draft_tokens,
-            max_tokens_per_step=engine.max_tokens_per_step,
-            vocab_size=vocab_size,
-        )
-
-    def _costs(self, runner: Runner, truncate: Callable[[int, int], None], proposer: str) -> Costs:
-        """What passes with drafts and without take, measured."""
-        engine, began = self.settings.engine, time.perf_counter()
-        rows = min(engine.max_batch_size * (1 + engine.max_draft_tokens), self.max_seq_len)
-        plain, drafts = measure(runner, self.pool, truncate, rows)
-        times = ", ".join(f"{1e3 * plain[rows]:.1f} or {1e3 * drafts[rows]:.1f} for {rows}" for rows in plain)
-        seconds = time.perf_counter() - began
-        log.info(
-            "speculation by %s; ms of a pass without or with drafts, by rows: %s (%.1f s)", proposer, times, seconds
-        )
-        return Costs(plain, drafts)
-
     def _served(self, texts: Texts, formats: Sequence[Offer], sampling: Mapping[str, Any], exact: bool) -> Served:
         settings, checkpoint, vocab_size = self.settings, self.checkpoint, self.model.vocab_size
         return Served(
@@ -481,24 +521,6 @@ class Assembly:
 def draft_head(model: ModelProtocol | DraftHead) -> DraftHead | None:
     """The model's draft head, if it is loaded."""
     return model.draft_head if isinstance(model, DraftingModel) else None
-
-
-def choose_device(name: str) -> torch.device:
-    """The device that ``model.device`` stands for. Raises SettingsError."""
-    available = torch.cuda.is_available()
-    if name == "cuda" and not available:
-        raise SettingsError('model.device is "cuda", but torch sees no GPU here; use "cpu" or "auto".')
-    return torch.device("cuda" if available and name != "cpu" else "cpu")
-
-
-def for_device(settings: Settings, device: torch.device) -> Settings:
-    """The settings with the device's defaults: on a GPU, longer chunks, and a limit on the tokens of a step."""
-    engine, more = settings.engine, {"prefill_chunk_size": GPU_CHUNK}
-    if device.type == "cpu" or not engine.use_chunked_prefill:
-        return settings
-    more["max_tokens_per_step"] = max(GPU_STEP, engine.max_batch_size)
-    unset = {name: value for name, value in more.items() if name not in engine.model_fields_set}
-    return settings.model_copy(update={"engine": engine.model_copy(update=unset)})
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
@@ -16,6 +16,9 @@ from infer.text.encoding import Encoder, TooLongError
 from infer.text.grammar import Grammar, Grammars
 from infer.text.templates import ChatTemplate
 from infer.text.tool_formats import ToolFormat
+
+if TYPE_CHECKING:
+    from infer.assemble.adapters import LoadedAdapters
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,8 @@ class Served:
     """Whether the start-up check found that answers do not depend, bit for bit, on batching and chunking."""
     engine: EngineSettings
     """As they are on this device: see ``for_device``."""
+    adapters: LoadedAdapters | None = None
+    """None if the settings ask for none and let none be loaded."""
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         """The token ids of a text. Raises RequestError if it is too long for the model."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -67,3 +67,14 @@ class Meter(TorchDispatchMode):
         self._held[place] = weakref.ref(storage, gone)
         self.live += nbytes
         self.peak = max(self.peak, self.live)
+
+
+class Taken(NamedTuple):
+    """What a model takes of a machine's memory."""
+
+    nbytes: int
+    """The most at a time, while it is loaded and then: weights and cache, and those of what drafts for it."""
+    weights: int
+    """Bytes of the weights as the kernels hold them."""
+    positions: int
+    """How many a sequence may have."""

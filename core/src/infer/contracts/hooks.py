@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from infer.contracts.adapters import AdapterRegistration
 from infer.contracts.cache import CacheFactory
 from infer.contracts.command import CommandRegistration
 from infer.contracts.kernels import KernelsRegistration
@@ -36,6 +37,11 @@ def infer_containers() -> list[ContainerRegistration]:  # type: ignore[empty-bod
 @hookspec
 def infer_weight_formats() -> list[WeightFormatRegistration]:  # type: ignore[empty-body]
     """Ways to store weights, chosen by the checkpoint's quantization."""
+
+
+@hookspec
+def infer_adapters() -> list[AdapterRegistration]:  # type: ignore[empty-body]
+    """What adapters (LoRA) are kept in, chosen by the ending of the file's name."""
 
 
 @hookspec

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
+from infer.contracts.adapters import AdapterPart, AdapterRows
 from infer.contracts.attention import KV, AttentionSpec, Ragged, Rotary
 from infer.contracts.registration import Registration
 from infer.contracts.states import DeltaRule, StateRows, StateSpace
@@ -134,6 +135,23 @@ class KernelsProtocol(Protocol):
         An expert's result is what ``linear`` of ``gated_linear`` yields. Multiplied by their shares, the results are
         added up in fp32 in the order of the token's row of ``experts_TJ``, and the sum is rounded. With a recorder, the
         kernels find out on their device which rows each expert has."""
+
+    def pack_adapter(self, parts: Sequence[AdapterPart]) -> Any:
+        """Convert what an adapter changes in one product to the layout that ``add_adapters`` works on. The parts change
+        different columns, in ascending order. The result is a copy. Any thread may call it while passes run."""
+
+    def adapter_table(self, slots: int) -> Any:
+        """The adapters of one product, by slot; there are none yet."""
+
+    def set_adapter(self, table: Any, slot: int, packed: Any | None) -> None:
+        """Put what ``pack_adapter`` has made, or nothing, into a slot of a table. No pass is under way."""
+
+    def add_adapters(self, product_TN: Tensor, x_TK: Tensor, rows: AdapterRows, table: Any) -> None:
+        """Add scale * B (A x) to each row whose adapter is in the table, in place.
+
+        The product has been rounded. A x, multiplied by the scale, and B times that are summed in fp32, each in an
+        order that depends on nothing but the adapter, and the sum with the product is rounded once more. Other rows
+        keep their bits."""
 
     def embedding(self, token_ids_T: Tensor, packed: Any) -> Tensor:
         """Rows of a weight [V, D] that ``pack`` has packed, so that a model whose output head is tied to its embedding

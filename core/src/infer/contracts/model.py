@@ -134,6 +134,8 @@ class ModelContext:
     max_seq_len: int
     draft_head: bool = False
     """Whether a ``DraftingModel`` is to have its draft head. If not, it leaves out the head's tensors."""
+    adapter_slots: int = 0
+    """How many adapters an ``AdaptingModel`` is to have slots for; 0 if it need not apply any."""
 
 
 class ModelFactory(Protocol):

@@ -12,6 +12,7 @@ from infer.contracts.params import SamplingParams
 from infer.errors import RequestError
 
 if TYPE_CHECKING:
+    from infer.contracts.adapters import Adapter
     from infer.text.grammar import Grammar
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -26,6 +27,10 @@ class ThinkingTokens(NamedTuple):
     closing: tuple[int, ...]
     opened: bool
     """Whether the prompt ends with the opening ones."""
+
+
+NAMESPACE = "\0"
+"""Begins the salts of requests with adapters."""
 
 
 def new_request_id() -> str:
@@ -52,7 +57,7 @@ class Request:
     seed: int = 0
     """``params.seed``, or a random one if the client gave none."""
     cache_salt: str = ""
-    """Only requests of equal salt share cached tokens."""
+    """Only requests of equal salt, and of adapters of equal content, share cached tokens."""
     priority: int = 0
     """Requests with lower numbers are admitted earlier and preempted later."""
     user: str = ""
@@ -70,6 +75,8 @@ class Request:
     """If set, nothing is generated: the answer is the prompt's embedding."""
     trace: Mapping[str, str] = field(default_factory=dict)
     """The client's trace headers, for observers."""
+    adapter: Adapter | None = None
+    """The adapter that changes the model for this request alone; None for the base."""
     arrival: float = field(default_factory=time.perf_counter)
 
     @classmethod
@@ -90,6 +97,7 @@ class Request:
         thinking: ThinkingTokens | None = None,
         pooling: Pooling | None = None,
         trace: Mapping[str, str] | None = None,
+        adapter: Adapter | None = None,
     ) -> Request:
         """Check token ids and length against the model. ``params.max_tokens`` may be more than the context has room
         for: the answer then ends where the context does. Raises RequestError with a message meant for the client."""
@@ -139,7 +147,16 @@ class Request:
             thinking,
             pooling,
             trace or {},
+            adapter,
         )
+
+    @property
+    def prefix_salt(self) -> str:
+        """What stands before the prompt where a cache shares tokens: the salt and the adapter's content. No salt that a
+        client may choose makes a request share tokens with another adapter's, or the base's with an adapter's."""
+        if self.adapter is not None:
+            return f"{NAMESPACE}{self.adapter.digest}{NAMESPACE}{self.cache_salt}"
+        return NAMESPACE + self.cache_salt if self.cache_salt.startswith(NAMESPACE) else self.cache_salt
 
 
 class TokenLogprobs(NamedTuple):

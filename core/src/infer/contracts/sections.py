@@ -225,6 +225,40 @@ class KernelsSettings(Section):
     threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of the kernels; none for torch's choice.")
 
 
+class AdaptersSettings(Section):
+    load: list[str] = Field(
+        [], description="Adapters to load at the start: NAME=PATH of a folder or file, separated by commas."
+    )
+    max_loaded: int = Field(8, ge=1, le=1024, description="The most adapters at a time.")
+    max_rank: int = Field(64, ge=1, le=4096, description="The highest rank that an adapter may have.")
+    folder: str | None = Field(
+        None,
+        description="The folder in which POST /v1/load_lora_adapter may name adapters; none: that route loads none.",
+    )
+
+    @field_validator("load")
+    @classmethod
+    def _named(cls, value: list[str]) -> list[str]:
+        if bad := [each for each in value if not re.fullmatch("[^=]+=.+", each)]:
+            raise ValueError(f"{bad[0]!r} is not NAME=PATH")
+        return value
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if len(self.load) > self.max_loaded:
+            raise _rule(
+                f"adapters.load names {len(self.load)} adapters, more than adapters.max_loaded = {self.max_loaded}; "
+                "raise it, or load fewer.",
+                of=f"adapters.max_loaded = {self.max_loaded}",
+            )
+        return self
+
+    @property
+    def slots(self) -> int:
+        """How many adapters there may be at a time; 0 if none can ever be loaded."""
+        return self.max_loaded if self.load or self.folder is not None else 0
+
+
 class ServerSettings(Section):
     host: str = Field("127.0.0.1", description="The address to bind.")
     port: int = Field(8000, ge=0, le=65535, description="The port to bind; 0 for any free one.")
@@ -309,6 +343,7 @@ class Settings(BaseSettings):
     cache: CacheSettings = CacheSettings()
     engine: EngineSettings = EngineSettings()
     kernels: KernelsSettings = KernelsSettings()
+    adapters: AdaptersSettings = AdaptersSettings()
     server: ServerSettings = ServerSettings()
     observers: ObserversSettings = ObserversSettings()
     log: LogSettings = LogSettings()

@@ -80,6 +80,8 @@ class Batch(NamedTuple):
     """The rows of T whose hidden states are wanted."""
     readouts: list[Score | HiddenStates | Draw]
     """What to compute from the wanted rows; a Draw comes last."""
+    adapters_T: Ints | None = None
+    """The slot of each row's adapter, -1 for none; None if no row has an adapter."""
 
     def pad(self, rows: int) -> Batch:
         """A decode batch padded to ``rows`` rows by repeating its last row. A repeated row writes the same values to
@@ -183,4 +185,9 @@ def pack(works: Seq[Work], processors: Mapping[Sequence, LogitsProcessor] | None
         positions_T=positions_T,
         rows_N=rows_N,
         readouts=readouts,
+        adapters_T=np.repeat(_adapters(sequences), lens) if any(s.request.adapter for s in sequences) else None,
     )
+
+
+def _adapters(sequences: Seq[Sequence]) -> Ints:
+    return ints([-1 if s.request.adapter is None else s.request.adapter.slot for s in sequences])

@@ -38,7 +38,14 @@ class Abort:
     request_id: str
 
 
-Message = Request | tuple[Request, ...] | Abort | None
+@dataclass(frozen=True, slots=True)
+class Errand:
+    """Is done between two steps. ``run`` does not raise."""
+
+    run: Callable[[], None]
+
+
+Message = Request | tuple[Request, ...] | Abort | Errand | None
 
 
 _Token = tuple[Answer, int | None, TokenLogprobs | None]
@@ -161,6 +168,8 @@ class Engine:
                     self._admit(request)
             case Request():
                 self._admit(message)
+            case Errand(run):
+                run()
             case Abort(request_id) if known := self._answers.get(request_id):
                 self._publish([self._end(known, "abort")])
 

@@ -12,8 +12,10 @@ from collections import Counter, defaultdict, deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 
+from infer.contracts.adapters import Adapter
 from infer.contracts.request import Event, Request
-from infer.engine.engine import Abort, Engine
+from infer.engine.adapters import AdapterSlots
+from infer.engine.engine import Abort, Engine, Errand
 from infer.errors import EngineDeadError, InferError, QueueFullError, one_line
 
 log = logging.getLogger(__name__)
@@ -51,15 +53,19 @@ class EngineLoop:
         *,
         step_timeout_s: float = math.inf,
         clock: Callable[[], float] = time.monotonic,
+        adapters: AdapterSlots | None = None,
     ) -> None:
+        self._adapters = adapters or AdapterSlots(0)
         self._max_open = max_open
         self._after = after
         self._step_timeout_s = step_timeout_s
         self._clock = clock
         self._stepping: float | None = None
         """When the step that runs now began its last pass, on ``clock``."""
-        self._open: dict[str, tuple[Mailbox, str]] = {}
-        """The mailbox and the group of each open request, by request id."""
+        self._open: dict[str, tuple[Mailbox, str, Adapter | None]] = {}
+        """The mailbox, group and adapter of each open request, by request id."""
+        self._errands: set[Future[None]] = set()
+        """What is still to be done between two steps."""
         self._sharing: Counter[str] = Counter()
         """How many requests share the place of each group."""
         self._ends: deque[float] = deque(maxlen=LAST_ENDS)
@@ -67,7 +73,7 @@ class EngineLoop:
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._draining = self._closing = False
-        self._stop = False
+        self._stop = self._over = False
         self._fault: str | None = None
         self.ended: Future[None] = Future()
         self.ended.set_running_or_notify_cancel()  # nobody who waits for it can cancel it
@@ -108,8 +114,8 @@ class EngineLoop:
 
     def submit_all(self, requests: Sequence[Request], mailbox: Mailbox) -> int:
         """Accept as many of the requests as there are places for, from the first on, and return how many. They arrive
-        together: a step sees all of them or none. Raises QueueFullError if there is no place at all, or
-        EngineDeadError."""
+        together: a step sees all of them or none. Raises QueueFullError if there is no place at all, RequestError if
+        an adapter is gone, or EngineDeadError."""
         with self._lock:
             self.check()
             if self._closing:
@@ -120,7 +126,8 @@ class EngineLoop:
             for request in accepted:
                 if request.id in self._open:
                     raise ValueError(f"request id {request.id!r} is in use")
-            self._open.update((request.id, (mailbox, request.group)) for request in accepted)
+            self._adapters.take(accepted)
+            self._open.update((request.id, (mailbox, request.group, request.adapter)) for request in accepted)
             self._sharing.update(request.group for request in accepted if request.group)
             self._engine.submit(accepted)
         return len(accepted)
@@ -160,6 +167,29 @@ class EngineLoop:
     def abort(self, request_id: str) -> None:
         """End a request within a step. A request that has ended already is not affected."""
         self._engine.submit(Abort(request_id))
+
+    def between_steps(self, run: Callable[[], None]) -> Future[None]:
+        """Call ``run`` in the engine's thread, between two steps. The future holds what it raises, or an
+        EngineDeadError if the engine ends before."""
+        done: Future[None] = Future()
+
+        def errand() -> None:
+            with self._lock:
+                self._errands.discard(done)
+            try:
+                run()
+            except BaseException as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        with self._lock:
+            if self._over:
+                done.set_exception(EngineDeadError("The engine has stopped."))
+            else:
+                self._errands.add(done)
+                self._engine.submit(Errand(errand))
+        return done
 
     def drain(self) -> None:
         """Do not count as accepting any more. Requests that are on their way are taken until ``close``."""
@@ -206,6 +236,11 @@ class EngineLoop:
         else:
             self.ended.set_result(None)
         finally:
+            with self._lock:
+                self._over, left = True, [*self._errands]
+                self._errands.clear()
+            for errand in left:
+                errand.set_exception(EngineDeadError("The engine has stopped."))
             self._after()
 
     def _gets_on(self) -> None:
@@ -213,21 +248,25 @@ class EngineLoop:
         self._stepping = self._clock()
 
     def _publish(self, events: list[Event]) -> None:
+        ended: list[Adapter | None] = []
         with self._lock:
             letters: defaultdict[Mailbox, list[Event]] = defaultdict(list)
             for event in events:
                 found = self._open.get(event.request_id)
                 if found is None:
                     continue  # its end was published before the engine stopped
-                mailbox, group = found
+                mailbox, group, adapter = found
                 if group:
                     self._sharing.pop(group, None)
                 letters[mailbox].append(event)
                 if event.finish_reason is not None:
                     del self._open[event.request_id]
                     self._ends.append(self._clock())
+                    ended.append(adapter)
             if not self._open:
                 self._idle.notify_all()
+        for adapter in ended:  # not under the lock: an adapter that nobody uses any more leaves between two steps
+            self._adapters.end(adapter)
         for mailbox, mine in letters.items():
             try:
                 mailbox(mine)

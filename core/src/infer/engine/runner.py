@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from infer.contracts.adapters import AdapterRows, AdaptingModel
 from infer.contracts.cache import CachePoolProtocol
 from infer.contracts.kernels import KernelsProtocol
 from infer.contracts.model import ModelProtocol, Pass
@@ -88,11 +89,11 @@ class Runner:
     def launch(self, batch: Batch) -> Launched:
         """Start a pass: forward, then logits of the rows that need them, then sampling. Nothing here waits for the
         device."""
-        hidden_ND, hidden_TD = self._forward(batch), None
-        if self._keep_hidden:
-            hidden_TD = hidden_ND
+        hidden_ND, hidden_TD = self._adapted(batch), None
+        if self._keeps_rows(batch):
+            hidden_TD = hidden_ND if self._keep_hidden else None
             if not batch.decode_only:
-                hidden_ND = hidden_TD.index_select(0, upload(batch.rows_N, self._device))
+                hidden_ND = hidden_ND.index_select(0, upload(batch.rows_N, self._device))
         readers = [self._read(readout, hidden_ND) for readout in batch.readouts]
         return Launched(readers, mark(self._device), hidden_TD)
 
@@ -143,14 +144,33 @@ class Runner:
             found.append(score(logits_NV, part, [readout.count] * len(part)))
         return lambda: [entry for part in found for entry in part.read()]
 
+    def _keeps_rows(self, batch: Batch) -> bool:
+        """Whether the last layer computes all rows, and not only those that are wanted."""
+        return self._keep_hidden or batch.adapters_T is not None
+
+    def _adapted(self, batch: Batch) -> Tensor:
+        """``_forward``, with the adapters that the rows have."""
+        if batch.adapters_T is None:
+            return self._forward(batch)
+        assert isinstance(self._model, AdaptingModel)
+        assert self._model.adapters is not None
+        slots_T = batch.adapters_T
+        groups = [(slot, np.flatnonzero(slots_T == slot)) for slot in np.unique(slots_T).tolist() if slot >= 0]
+        rows = AdapterRows(
+            upload(slots_T.astype(np.int32), self._device),
+            [(slot, upload(rows, self._device)) for slot, rows in groups],
+        )
+        with self._model.adapters.applied(rows):
+            return self._forward(batch)
+
     def _forward(self, batch: Batch) -> Tensor:
         """Hidden states of the wanted rows, or of all if they are kept; a replayed pass returns padding rows after
-        them."""
+        them. Passes with adapters are not recorded."""
         if not batch.decode_only:
             view = self._pool.batched_chunked_prefill_view(batch.slots, batch.starts, batch.lens)
-            rows_N = None if self._keep_hidden else upload(batch.rows_N, self._device)
+            rows_N = None if self._keeps_rows(batch) else upload(batch.rows_N, self._device)
             return self._model.forward(Pass(*self._inputs(batch), view, rows_N))
-        if self._graphs is None:
+        if self._graphs is None or batch.adapters_T is not None:
             return self._model.forward(Pass(*self._inputs(batch), self._pool.decode_view(batch.slots)))
         rows = self._graphs.rows(len(batch.slots))
         view = self._pool.decode_view(batch.slots, rows)

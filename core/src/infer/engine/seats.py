@@ -134,7 +134,7 @@ class Seats:
         if not step.has_room(len(sequence.tokens)):
             return False
         request = sequence.request
-        place = self._pool.allocate(sequence.tokens, reuse=_reuses(request), salt=request.cache_salt)
+        place = self._pool.allocate(sequence.tokens, reuse=_reuses(request), salt=request.prefix_salt)
         if place is None:
             return False
         sequence.slot, sequence.num_computed = place.slot, place.num_cached

@@ -13,13 +13,14 @@ Shapes: T tokens, D hidden, H query heads, K key/value heads, G = H / K, E head 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from infer.contracts.adapters import AdapterPart, AdapterRows
 from infer.contracts.attention import KV, AttentionSpec, QuantizedKV, Ragged, Rotary
 from infer.contracts.kernels import Activation, Draws, Expert, KernelsProtocol, RecorderProtocol, Routing
 from infer.contracts.states import DeltaRule, StateRows, StateSpace
@@ -39,6 +40,8 @@ EXACT_ROWS = 16
 """Matrix products of at least this many rows are taken to treat all rows alike, if samples of them do; otherwise
 they are computed this many rows at a time. Below, ``exact_rows`` finds out from how many rows on rows are treated
 alike, and products of fewer rows are padded."""
+LEAST_RANK = 16
+"""Adapters' ranks are padded to multiples of it: products with fewer columns are not found to treat rows alike."""
 MANY_ROWS = (24, 96, 128, 256, 400)
 """The samples."""
 
@@ -122,6 +125,28 @@ class ReferenceKernels(KernelsProtocol):
 
     def gated_linear(self, x_TK: Tensor, packed: Any, activation: Activation) -> Tensor:
         return self.gated(self.linear(x_TK, packed), activation)
+
+    def pack_adapter(self, parts: Sequence[AdapterPart]) -> Any:
+        packed = []
+        for begin, (a_RK, b_NR, scale) in parts:
+            more = -len(a_RK) % LEAST_RANK
+            a_RK = torch.nn.functional.pad(a_RK.float(), (0, 0, 0, more))
+            b_NR = torch.nn.functional.pad(b_NR.float() * scale, (0, more))
+            packed.append((begin, len(b_NR), self.pack(a_RK), self.pack(b_NR)))
+        return packed
+
+    def adapter_table(self, slots: int) -> Any:
+        return [None] * slots
+
+    def set_adapter(self, table: Any, slot: int, packed: Any | None) -> None:
+        table[slot] = packed
+
+    def add_adapters(self, product_TN: Tensor, x_TK: Tensor, rows: AdapterRows, table: Any) -> None:
+        for slot, rows_M in rows.groups:
+            for begin, N, a, b in table[slot] or ():
+                columns_TN = product_TN[:, begin : begin + N]
+                added_MN = self.linear(self.linear(x_TK[rows_M].float(), a), b)
+                columns_TN[rows_M] = (columns_TN[rows_M].float() + added_MN).to(product_TN.dtype)
 
     def route(self, logits_TX: Tensor, routing: Routing, bias_X: Tensor | None = None) -> tuple[Tensor, Tensor]:
         logits_TX = logits_TX.float()

@@ -17,6 +17,7 @@ from infer.contracts.cache import KVCacheView
 from infer.contracts.model import ModelContext, Pass
 from infer.contracts.states import StateSpec
 from infer.errors import CheckpointError
+from infer.layers.adapters import Adapters
 from infer.layers.config import PositiveNumber, read_config
 from infer.layers.linear import Embedding, Head, Norm, RMSNorm
 from infer.layers.rotary import RopeParameters, RotaryEmbedding
@@ -172,10 +173,10 @@ class DecoderLayer(Protocol):
 
 
 class Decoder:
-    """A ModelProtocol, UnstackingModel, SparingModel and StatefulModel: embedding, layers, final norm, head. ``schema``
-    validates config.json, and names these parts in the checkpoint; ``layer`` makes one layer from (weights, name,
-    index, config, AttentionSpec or None, RopeParameters or None). Raises CheckpointError if no layer has attention, or
-    config.json is not as it has to be."""
+    """A ModelProtocol, UnstackingModel, SparingModel, StatefulModel and AdaptingModel: embedding, layers, final norm,
+    head. ``schema`` validates config.json, and names these parts in the checkpoint; ``layer`` makes one layer from
+    (weights, name, index, config, AttentionSpec or None, RopeParameters or None). Raises CheckpointError if no layer
+    has attention, or config.json is not as it has to be."""
 
     def __init__(
         self,
@@ -235,6 +236,11 @@ class Decoder:
 
     def expected(self) -> Mapping[str, tuple[int, ...]]:
         return self.weights.shapes()
+
+    @property
+    def adapters(self) -> Adapters | None:
+        """Those of its products, for which there are slots; None if there are no slots."""
+        return self.weights.adapters
 
     @property
     def spared(self) -> Collection[str]:

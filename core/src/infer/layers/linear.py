@@ -11,6 +11,7 @@ from torch import Tensor
 
 from infer.contracts.kernels import Activation
 from infer.device import zeros
+from infer.layers.adapters import AdaptedLinear
 from infer.layers.table import Weights
 from infer.weight import GroupedWeight, Weight
 
@@ -38,8 +39,8 @@ class Linear:
         names = [names] if isinstance(names, str) else list(names)
         self.sizes = [out_features] if isinstance(out_features, int) else list(out_features)
         biases = [bias] * len(self.sizes) if isinstance(bias, bool) else list(bias)
-        kernels = self._kernels = weights.context.kernels
-        self._activation = activation
+        kernels, context = weights.context.kernels, weights.context
+        self._kernels, self._activation = kernels, activation
         self._packed: list[Any] = []
         rows, left = sum(self.sizes), 0
         parts: dict[str, Tensor] = {}
@@ -76,7 +77,9 @@ class Linear:
             elif len(quantized) == len(pieces) > 1 and all(map(quantized[0].stacks_with, quantized)):
                 pieces = [GroupedWeight.stack(quantized)]
             del quantized
-            pack = kernels.pack if activation is None or len(pieces) > 1 else kernels.pack_gated
+            apart = activation is None or len(pieces) > 1 or self._adapted is not None
+            pack = kernels.pack if apart else kernels.pack_gated
+            self._fused = not apart
             begin = 0
             while pieces:
                 piece = pieces.pop(0)
@@ -85,6 +88,13 @@ class Linear:
                 begin = end
 
         stacked = len(names) == 1
+        self._fused = False
+        """Whether the activation is computed with the product, which adapters would have to come between."""
+        self._adapted: AdaptedLinear | None = None
+        if weights.adapters is not None:
+            parts_of = [rows] if stacked else self.sizes
+            place = names, parts_of, in_features, order, dtype or context.dtype, context.device
+            self._adapted = weights.adapters.linear(*place)
         spans: list[tuple[int, int]] = []
         row = 0
         for name, size, biased in zip(
@@ -98,10 +108,12 @@ class Linear:
             row += size
 
     def __call__(self, x_TK: Tensor) -> Tensor:
-        if self._activation is not None and len(self._packed) == 1:
+        if self._fused and self._activation is not None:
             return self._kernels.gated_linear(x_TK, self._packed[0], self._activation)
         products = [self._kernels.linear(x_TK, packed) for packed in self._packed]
         product = products[0] if len(products) == 1 else torch.cat(products, dim=-1)
+        if self._adapted is not None and self._adapted.wanted:
+            self._adapted.add(x_TK, product)
         return product if self._activation is None else self._kernels.gated(product, self._activation)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from infer.contracts.model import ModelContext
 from infer.errors import CheckpointError
+from infer.layers.adapters import Adapters
 from infer.weight import Weight
 
 
@@ -33,6 +34,7 @@ class Weights:
 
     def __init__(self, context: ModelContext) -> None:
         self.context = context
+        self.adapters = Adapters(context.kernels, context.adapter_slots) if context.adapter_slots else None
         self.spared: set[str] = set()
         """Names of tensors that ``model.quantization`` leaves as they are."""
         self._expected: dict[str, _Expected] = {}

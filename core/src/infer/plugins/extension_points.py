@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from infer.contracts.adapters import AdapterReaderProtocol, AdapterRegistration
 from infer.contracts.cache import CachePoolProtocol, CacheRegistration
 from infer.contracts.command import CommandRegistration
 from infer.contracts.kernels import KernelsProtocol, KernelsRegistration
@@ -129,6 +130,18 @@ EXTENSION_POINTS: Mapping[str, ExtensionPoint] = {
         "{advice}infer loads float32, float16 and bfloat16 weights{known}.",
         tie="{names} both read weights of quant_method {there!r}; uninstall one of them.",
         packages=dict.fromkeys(("awq", "compressed-tensors", "fp8", "gptq", "mxfp4"), "infer-formats"),
+    ),
+    "adapter": ExtensionPoint(
+        "infer_adapters",
+        "adapters",
+        AdapterRegistration,
+        AdapterReaderProtocol,
+        fits="suffixes",
+        when="by the ending of the adapter's file",
+        missing="The adapter's path leads to {there}, which no installed plugin reads; {install} brings PEFT's "
+        "folders and GGUF files.",
+        tie="{names} both read adapters in {there}; uninstall one of them.",
+        packages=dict.fromkeys(("gguf", "peft"), "infer-formats"),
     ),
     "scheduler": ExtensionPoint(
         "infer_schedulers", "engine", SchedulerRegistration, SchedulerProtocol, "engine.batching_mode"

@@ -13,6 +13,7 @@ from typing import TypeVar, cast
 from aiohttp import web
 
 from infer.assemble.served import Served
+from infer.contracts.adapters import Adapter
 from infer.contracts.params import SamplingParams
 from infer.contracts.request import Event, Pooling, Request, ThinkingTokens, TokenLogprobs
 from infer.contracts.sections import Settings
@@ -140,8 +141,22 @@ class Service:
         return await self._reader(data, model)
 
     def is_model(self, name: str) -> bool:
-        """Whether clients may ask for the model by this name."""
-        return name == self.served.name or name in self._settings.aliases or "*" in self._settings.aliases
+        """Whether clients may ask for the model, or for an adapter of it, by this name."""
+        return (
+            self._adapter(name) is not None
+            or name == self.served.name
+            or name in self._settings.aliases
+            or "*" in self._settings.aliases
+        )
+
+    def _adapter(self, name: str) -> Adapter | None:
+        adapters = self.served.adapters
+        return None if adapters is None else adapters.find(name)
+
+    def adapter(self, http: web.Request) -> Adapter | None:
+        """The adapter that the body's ``model`` names; None for the base."""
+        name: str | None = getattr(http.get(BODY), "model", None)
+        return None if name is None else self._adapter(name)
 
     def check_choices(self, count: int, param: str) -> None:
         """Raise RequestError if one body asks for more answers than may be."""
@@ -168,7 +183,7 @@ class Service:
         """Make ``n`` requests for each prompt, in order. Raises RequestError."""
         self.check_choices(len(prompts) * n, "n" if n > 1 else "prompt")
         trace = {name: http.headers[name] for name in ("traceparent", "tracestate", "baggage") if name in http.headers}
-        grammar = await self._compile(params.structured_outputs)
+        grammar, adapter = await self._compile(params.structured_outputs), self.adapter(http)
 
         def make() -> list[Request]:
             made: list[Request] = []
@@ -192,6 +207,7 @@ class Service:
                         thinking=thinking,
                         pooling=pooling,
                         trace=trace,
+                        adapter=adapter,
                     )
                     made.append(request)
             return made
@@ -332,9 +348,10 @@ class Service:
     async def _write(self, http: web.Request, response: web.StreamResponse, data: bytes) -> None:
         await write(http, response, data, self._settings.stall_timeout_s)
 
-    def frame(self, id: str, kind: str) -> Json:
+    def frame(self, id: str, kind: str, adapter: Adapter | None = None) -> Json:
         """The fields that every answer begins with."""
-        return {"id": id, "object": kind, "created": int(time.time()), "model": self.served.name}
+        name = self.served.name if adapter is None else adapter.name
+        return {"id": id, "object": kind, "created": int(time.time()), "model": name}
 
     async def prompt_logprobs(self, answer: Completion | Event) -> Array | None:
         """The prompt's logprobs, keyed by token id as in vLLM."""

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from infer.assemble.assembly import Assembly, for_device
+from infer.assemble.assembly import Assembly
+from infer.assemble.devices import for_device
 from infer.cache import BlockManager, Pool
 from infer.contracts.attention import AttentionSpec
 from infer.contracts.cache import CacheContext, CachePoolProtocol

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from infer import hookimpl
+from infer.contracts.adapters import AdapterRegistration
 from infer.contracts.weights import (
     ContainerRegistration,
     TensorFilesProtocol,
@@ -16,8 +17,10 @@ from infer_formats.awq import Awq
 from infer_formats.compressed import CompressedTensors
 from infer_formats.fp8 import Fp8
 from infer_formats.gguf import GGUF, GGUFFormat
+from infer_formats.gguf.adapters import GGUFAdapter
 from infer_formats.gptq import Gptq
 from infer_formats.mxfp4 import Mxfp4
+from infer_formats.peft import PeftAdapter
 
 INFER_PLUGIN_API = 2
 
@@ -38,6 +41,21 @@ def infer_containers() -> list[ContainerRegistration]:
         ContainerRegistration(
             "gguf", lambda path, settings: GGUF(path), "llama.cpp's files, with all in one", suffixes=(".gguf",)
         )
+    ]
+
+
+@hookimpl
+def infer_adapters() -> list[AdapterRegistration]:
+    return [
+        AdapterRegistration(
+            "peft",
+            lambda path, config, settings: PeftAdapter(path),
+            "PEFT's folders: LoRA of linear layers, in safetensors",
+            suffixes=("/",),
+        ),
+        AdapterRegistration(
+            "gguf", lambda path, config, settings: GGUFAdapter(path, config), "llama.cpp's files", suffixes=(".gguf",)
+        ),
     ]
 
 

@@ -58,6 +58,23 @@ class Mixture(ctypes.Structure):
     )
 
 
+class AdapterPart(ctypes.Structure):
+    """An adapter's change of some columns of a product; ``AdapterPart`` in adapters.hpp."""
+
+    _fields_ = (
+        ("a", c_void_p),
+        ("b", c_void_p),
+        *((name, c_int64) for name in ("begin", "N", "R")),
+        ("scale", c_float),
+    )
+
+
+class Adapter(ctypes.Structure):
+    """An adapter's changes of one product; ``Adapter`` in adapters.hpp."""
+
+    _fields_ = (("parts", ctypes.POINTER(AdapterPart)), ("count", c_int64), ("ranks", c_int64))
+
+
 _KIND, _SIZE, _POINTER, _REAL = c_int, c_int64, c_void_p, c_float
 _TENSOR = [_POINTER, _SIZE, _SIZE]  # a pointer and two strides
 _CACHE = [_POINTER, _POINTER]  # of values, or of codes and of their scales
@@ -72,6 +89,7 @@ FUNCTIONS: dict[str, list[type]] = {
     "grouped_linear": [_KIND, _POINTER, _POINTER, _SIZE, _SIZE, _POINTER, c_int, _POINTER],
     "route": [_KIND, _POINTER, _SIZE, _SIZE, _SIZE, c_int, c_int, _REAL, _POINTER, _POINTER, _POINTER],
     "gated_experts": [_KIND, _POINTER, _POINTER, _SIZE, _SIZE, _POINTER, _POINTER, _SIZE, c_int, _POINTER],
+    "add_adapters": [*(_KIND, _POINTER, _SIZE, _SIZE, _SIZE, _POINTER, _POINTER, _SIZE, _POINTER, _SIZE)],
     "rms_norm": [_KIND, *_TENSOR, _SIZE, _SIZE, _SIZE, _POINTER, _REAL, c_int, _POINTER, _POINTER, _POINTER],
     "rope_store_kv": [
         *(_KIND, *_TENSOR, *_TENSOR, *_TENSOR, _POINTER, _POINTER, _SIZE),

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from infer.contracts.adapters import AdapterPart, AdapterRows
 from infer.contracts.attention import KV, AttentionSpec, QuantizedKV, Ragged, Rotary
 from infer.contracts.kernels import Activation, Draws, Expert, RecorderProtocol, Routing
 from infer.contracts.states import DeltaRule, StateRows, StateSpace
@@ -64,6 +65,24 @@ class Mixture(PackedExperts):
     native: native.Mixture
     pointed: tuple[Any, ...]
     """The arrays that the structure points to."""
+
+
+@dataclass(frozen=True)
+class PackedAdapter:
+    """What an adapter changes in one product, as the native code reads it."""
+
+    native: native.Adapter
+    pointed: tuple[Any, ...]
+    """What the structure points to."""
+
+
+class AdapterTable:
+    """The adapters of one product by slot, as pointers that stay where they are."""
+
+    def __init__(self, slots: int) -> None:
+        self.pointers = (ctypes.c_void_p * slots)()
+        self.address = ctypes.addressof(self.pointers)
+        self.kept: list[PackedAdapter | None] = [None] * slots
 
 
 class Shelf:
@@ -184,6 +203,39 @@ class CpuKernels(ReferenceKernels):
             words, N, K = packed.words.data_ptr(), packed.N, packed.K
             self.native.infer_linear(kind, *x, words, N, K, bias, gate, out.data_ptr())
         return out
+
+    def pack_adapter(self, parts: Sequence[AdapterPart]) -> PackedAdapter:
+        made, pointed = (native.AdapterPart * len(parts))(), list[Any]()
+        for part, (begin, (a_RK, b_NR, scale)) in zip(made, parts, strict=True):
+            a_RK, b_RN = a_RK.clone(memory_format=torch.contiguous_format), b_NR.t().contiguous().clone()
+            pointed += [a_RK, b_RN]
+            part.a, part.b, part.scale = a_RK.data_ptr(), b_RN.data_ptr(), scale
+            part.begin, part.N, part.R = begin, *b_NR.shape
+        ranks = sum(part.R for part in made)
+        return PackedAdapter(native.Adapter(made, len(made), ranks), (made, *pointed))
+
+    def adapter_table(self, slots: int) -> AdapterTable:
+        return AdapterTable(slots)
+
+    def set_adapter(self, table: Any, slot: int, packed: Any | None) -> None:
+        table.pointers[slot] = None if packed is None else ctypes.addressof(packed.native)
+        table.kept[slot] = packed
+
+    def add_adapters(self, product_TN: Tensor, x_TK: Tensor, rows: AdapterRows, table: Any) -> None:
+        x_TK = _lines(x_TK)
+        assert product_TN.stride(1) == 1
+        assert rows.slots_T.dtype == torch.int32
+        self.native.infer_add_adapters(
+            _one_kind(product_TN, x_TK),
+            x_TK.data_ptr(),
+            x_TK.stride(0),
+            *x_TK.shape,
+            rows.slots_T.data_ptr(),
+            table.address,
+            len(table.kept),
+            product_TN.data_ptr(),
+            product_TN.stride(0),
+        )
 
     def route(self, logits_TX: Tensor, routing: Routing, bias_X: Tensor | None = None) -> tuple[Tensor, Tensor]:
         logits_TX = logits_TX.contiguous()

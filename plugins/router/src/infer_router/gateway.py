@@ -157,6 +157,7 @@ class Gateway:
             "open": status["open"],
             "waiting": status["waiting"],
             "loads": status["loads"],
+            "retry_in_s": status["retry_in_s"],
             "problem": status["problem"],
         }
 

@@ -154,7 +154,9 @@ class Loader:
 
     def status(self) -> list[dict[str, Any]]:
         """Of each model: ``name``, ``state``, ``pinned``, ``open``, ``waiting``, ``size_bytes`` (None while it is not
-        known), ``expires_in_s`` (None if it does not), ``problem``, and what else the arithmetic says (``about``)."""
+        known), ``expires_in_s`` (None if it does not), ``retry_in_s`` (how long it is left alone after it has ended by
+        itself, unless somebody asks for it; None if it is not), ``problem``, and what else the arithmetic says
+        (``about``)."""
         now = time.monotonic()
         found = []
         for each in self._models.values():
@@ -169,6 +171,7 @@ class Loader:
                     "waiting": len(each.waiting),
                     "size_bytes": None if each.about is None else each.nbytes,
                     "expires_in_s": None if expires == math.inf else max(0.0, expires - now),
+                    "retry_in_s": self._resting(each, now),
                     "loads": each.loads,
                     "problem": each.problem,
                     "about": each.about,
@@ -212,8 +215,8 @@ class Loader:
         for each in self._models.values():
             if each.state == "loaded" and not each.open and each.name not in self._rules.pinned:
                 due.append(each.expires)
-            if each.state in ("unloaded", "failed") and self._unasked(each) and each.retry_at > now:
-                due.append(each.retry_at)
+            if (left := self._resting(each, now)) is not None:
+                due.append(now + left)
         return None if min(due) == math.inf else asyncio.get_running_loop().time() + min(due) - now
 
     def _begin(self, work: Callable[[], Awaitable[Any]], then: Callable[[Any], None]) -> None:
@@ -358,6 +361,11 @@ class Loader:
     def _unasked(self, model: _Model) -> bool:
         """Whether it is to be loaded though no request waits for it."""
         return not model.waiting and (model.revive or model.name in self._rules.pinned)
+
+    def _resting(self, model: _Model, now: float) -> float | None:
+        """How long it is left alone before it is loaded again by itself, if it is to be."""
+        rests = model.state in ("unloaded", "failed") and self._unasked(model) and now < model.retry_at < math.inf
+        return model.retry_at - now if rests else None
 
     def _advance(self) -> None:
         now, pinned = time.monotonic(), self._rules.pinned

@@ -20,24 +20,18 @@ def free(settings: Any) -> int:
 def reckon(settings: Any, plugins: Any, memory: int) -> dict[str, Any]:
     """What is known of a model without its weights. ``bytes`` are the most that its process takes of ``memory``, of
     which nothing else takes a part, while it loads and then. Raises InferError."""
-    from infer.assemble.assembly import Assembly, bound_memory, draft_head
+    from infer.assemble.assembly import Assembly, bound_memory
 
     most = max(0, memory - PROCESS_BYTES)
     bound_memory(most, most)
     with tempfile.TemporaryDirectory(prefix="infer-sizes-") as outlines:
         assembly = Assembly(settings, plugins, outlines=Path(outlines))
         plugins.check_names(settings)
-        sketch = assembly.weights.sketch(assembly.context)
-        positions, taken = assembly.length[0], sketch.nbytes
-        if sketch.peak <= most:
-            pool = assembly.make_pool(sketch.model, taken)
-            positions, taken = min(positions, pool.free_tokens()), taken + pool.nbytes
-            if (head := draft_head(sketch.model)) is not None:
-                taken += assembly.make_pool(head, taken).nbytes
+        taken = assembly.taken(most)
         return {
-            "bytes": max(sketch.peak, taken) + PROCESS_BYTES,
-            "weights_bytes": sketch.nbytes,
-            "max_model_len": positions,
+            "bytes": taken.nbytes + PROCESS_BYTES,
+            "weights_bytes": taken.weights,
+            "max_model_len": taken.positions,
             "quantization": settings.model.quantization or assembly.checkpoint.quant_method or None,
             "format": assembly.chosen("container").name,
         }

@@ -67,7 +67,7 @@ def _words(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _kernels(args: argparse.Namespace, context: CommandContext, offer: Offer) -> tuple[Suite[Any], Any]:
-    from infer.assemble.assembly import choose_device
+    from infer.assemble.devices import choose_device
     from infer_testing import kernels
 
     device = choose_device(context.settings.model.device)

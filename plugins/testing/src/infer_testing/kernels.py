@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from infer.cache import KVStorage
+from infer.contracts.adapters import AdapterPart, AdapterRows, LowRank
 from infer.contracts.attention import HeadNorms, KVDtype, QuantizedKV, Rotary
 from infer.contracts.cache import CacheContext
 from infer.contracts.kernels import Activation, Draws, Expert, KernelsProtocol, Routing
@@ -258,6 +259,45 @@ def gated_linear(p: Provider, draw: random.Random) -> None:
     found = p.kernels.gated_linear(x, p.kernels.pack_gated(weight, bias), activation)
     gate_up = p.kernels.linear(x, p.kernels.pack(weight, bias))
     compare(f"gated_linear with {activation} of {rows} rows", found, EXACT.gated(wide(gate_up), activation), dtype)
+
+
+@check("add_adapters adds scale * B (A x) to the rows with an adapter, each as alone, and to no others", 8)
+def adapters(p: Provider, draw: random.Random) -> None:
+    dtype, k, sizes, rows = p.dtype(draw), draw.choice([17, 48, 256]), draw.choice([[32], [48, 16, 19]]), 40
+    table, exact, slots = p.kernels.adapter_table(4), {}, [draw.choice([-1, 0, 2, 3]) for _ in range(rows)]
+    for slot in (0, 2, 3):
+        begins = [sum(sizes[:i]) for i in range(len(sizes))]
+        parts = [
+            AdapterPart(
+                begin, LowRank(p.tensor(r, k, dtype=dtype, draw=draw), p.tensor(n, r, dtype=dtype, draw=draw), 0.3)
+            )
+            for begin, n, r in zip(begins, sizes, draw.sample([1, 8, 21, 40], len(sizes)), strict=True)
+        ][draw.randrange(len(sizes)) :]
+        p.kernels.set_adapter(table, slot, p.kernels.pack_adapter(parts))
+        exact[slot] = parts
+    x = p.tensor(rows, k, dtype=dtype, draw=draw)
+    product = p.tensor(rows, sum(sizes), dtype=dtype, draw=draw)
+
+    def added(order: Sequence[int]) -> Tensor:
+        own = torch.tensor([slots[row] for row in order], dtype=torch.int32, device=p.device)
+        groups = [(slot, (own == slot).nonzero().flatten()) for slot in exact if bool((own == slot).any())]
+        to = product[order].clone()
+        p.kernels.add_adapters(to, x[order], AdapterRows(own, groups), table)
+        return to
+
+    found, wanted = added(range(rows)), wide(product).clone()
+    for row, slot in enumerate(slots):
+        for begin, (a, b, scale) in exact.get(slot, ()):
+            wanted[row, begin : begin + len(b)] += scale * (wide(b) @ (wide(a) @ wide(x)[row]))
+    compare("add_adapters", found, wanted, dtype)
+    bare = [row for row, slot in enumerate(slots) if slot < 0]
+    equal_bits("add_adapters, of rows without an adapter,", found[bare], product[bare])
+    for order in ([5], [*range(20, 29)], draw.sample(range(rows), rows)):
+        if not _same(added(order), found[order]):
+            raise Violation(f"add_adapters gives a row other bits among {len(order)} rows than among {rows}")
+    p.kernels.set_adapter(table, 2, None)
+    gone = [row for row, slot in enumerate(slots) if slot == 2]
+    equal_bits("add_adapters, of an adapter that is gone,", added(range(rows))[gone], product[gone])
 
 
 @check("embedding gives the rows of a packed weight", 4)

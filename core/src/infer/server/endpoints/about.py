@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NotRequired
 
 from aiohttp import web
 from typing_extensions import TypedDict
 
+from infer.contracts.adapters import Adapter
 from infer.contracts.server import Route
 from infer.server.http.errors import NotFoundError
 
@@ -25,6 +26,10 @@ class Model(TypedDict):
     quantization: str | None
     exact: bool
     default_sampling_params: dict[str, float]
+    root: NotRequired[str]
+    """Where an adapter was loaded from."""
+    parent: NotRequired[str]
+    """The model that an adapter changes."""
 
 
 class Models(TypedDict):
@@ -50,9 +55,15 @@ def routes(service: Service, settings: object) -> list[Route]:
         "default_sampling_params": dict(served.sampling),
     }
 
+    def described(adapter: Adapter) -> Model:
+        return {**entry, "id": adapter.name, "root": adapter.path, "parent": served.name}
+
+    def adapters() -> list[Model]:
+        return [] if served.adapters is None else [described(adapter) for adapter in served.adapters.loaded()]
+
     async def models(http: web.Request) -> web.Response:
         names = [served.name, *(name for name in service.settings.server.aliases if name != "*")]
-        return web.json_response({"object": "list", "data": [entry | {"id": name} for name in names]})
+        return web.json_response({"object": "list", "data": [*({**entry, "id": name} for name in names), *adapters()]})
 
     async def model(http: web.Request) -> web.Response:
         name = http.match_info["model"]
@@ -60,7 +71,9 @@ def routes(service: Service, settings: object) -> list[Route]:
             raise NotFoundError(
                 f"The model {name!r} is not served here; this server has {served.name!r}.", code="model_not_found"
             )
-        return web.json_response(entry | {"id": name})
+        if served.adapters is not None and (adapter := served.adapters.find(name)):
+            return web.json_response(described(adapter))
+        return web.json_response({**entry, "id": name})
 
     def status(good: str | None, otherwise: str) -> web.Response:
         """200 if ``good`` is not None."""

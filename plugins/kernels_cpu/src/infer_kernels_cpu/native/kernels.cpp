@@ -13,6 +13,7 @@
 #endif
 #endif
 
+#include "adapters.hpp"
 #include "attention.hpp"
 #include "experts.hpp"
 #include "grouped.hpp"
@@ -159,6 +160,14 @@ EXPORT void infer_gated_experts(int kind, const Mixture* m, const void* x, int64
                                 const int32_t* experts, const float* shares, int64_t J, int gate, void* out) {
     TYPED(kind)
         gated_experts(*m, static_cast<const T*>(x), stride, tokens, experts, shares, J, Gate(gate), static_cast<T*>(out));
+    END
+}
+
+EXPORT void infer_add_adapters(int kind, const void* x, int64_t stride, int64_t rows, int64_t K, const int32_t* slots,
+                               const Adapter* const* table, int64_t table_size, void* product, int64_t stride_product) {
+    TYPED(kind)
+        add_adapters(static_cast<const T*>(x), stride, rows, K, slots, table, table_size, static_cast<T*>(product),
+                     stride_product);
     END
 }
 

@@ -1,0 +1,212 @@
+"""Adapters that come and go while others are served."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from tests.adapters.checkpoints import write_adapter
+from tests.models.checkpoints import write_checkpoint
+
+from infer import LLM
+from infer.assemble.adapters import LoadedAdapters
+from infer.contracts.adapters import Adapter
+from infer.contracts.params import SamplingParams
+from infer.contracts.request import Request
+from infer.engine.adapters import AdapterSlots
+from infer.errors import RequestError
+from infer.server.testing import Serving, serving
+
+PROMPT = [*range(5, 60)]
+WAIT_S = 300.0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adapters")
+    base = write_checkpoint(folder / "base", "qwen3")
+    for seed, name in enumerate("ab"):
+        write_adapter(base, folder / "all" / name, seed=seed)
+    return folder
+
+
+@pytest.fixture
+def llm(folder: Path) -> Iterator[LLM]:
+    with LLM(str(folder / "base"), adapters={"folder": str(folder / "all"), "max_loaded": 1}) as llm:
+        yield llm
+
+
+def adapters(llm: LLM) -> LoadedAdapters:
+    assert llm.served.adapters is not None
+    return llm.served.adapters
+
+
+def text(llm: LLM, adapter: str | None, tokens: int = 12) -> list[int]:
+    return llm.generate([PROMPT], SamplingParams(max_tokens=tokens, temperature=0), adapter=adapter)[0].token_ids
+
+
+def test_an_adapter_in_use_stays_until_its_last_request_ends(llm: LLM, folder: Path) -> None:
+    """Held up between two steps, the engine has the request open while the adapter is let go."""
+    loaded = adapters(llm)
+    loaded.load("a", folder / "all" / "a")
+    alone = text(llm, "a")
+    held, go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        held.set()
+        assert go.wait(WAIT_S)
+
+    llm.loop.between_steps(hold)
+    assert held.wait(WAIT_S)
+    handle = llm.submit(PROMPT, SamplingParams(max_tokens=12, temperature=0), adapter="a")
+    late = llm.request(PROMPT, adapter="a")
+    assert loaded.unload("a") is not None
+    assert loaded.unload("a") is None
+    with pytest.raises(RequestError, match="There is no adapter 'a'"):
+        llm.request(PROMPT, adapter="a")
+    with pytest.raises(RequestError, match="The adapter 'a' has been unloaded"):
+        llm.loop.submit(late, lambda events: None)
+    with pytest.raises(RequestError, match="All 1 slots of adapters are taken"):
+        loaded.load("b", folder / "all" / "b")
+    go.set()
+    assert [token for event in handle.events() for token in event.token_ids] == alone
+    llm.loop.between_steps(lambda: None).result(WAIT_S)  # behind that which frees the slot
+    llm.loop.between_steps(lambda: None).result(WAIT_S)
+    loaded.load("b", folder / "all" / "b")
+    assert text(llm, "b") != alone
+
+
+def test_prefixes_are_those_of_the_content(llm: LLM, folder: Path) -> None:
+    """Another adapter in the same slot, and by the same name, finds nothing of the first one's; the first finds it
+    again, by another name."""
+    loaded, params = adapters(llm), SamplingParams(max_tokens=12, temperature=0)
+
+    def ask(name: str | None, path: str, salt: str | None = None) -> tuple[list[int], int]:
+        if name is not None:
+            loaded.load(name, folder / "all" / path)
+        events = [*llm.submit(PROMPT, params, adapter=name, cache_salt=salt).events()]
+        if name is not None:
+            loaded.unload(name)
+            llm.loop.between_steps(lambda: None).result(WAIT_S)
+            llm.loop.between_steps(lambda: None).result(WAIT_S)
+        return [token for event in events for token in event.token_ids], max(event.num_cached for event in events)
+
+    loaded.load("a", folder / "all" / "a")
+    adapter = loaded.find("a")
+    assert adapter is not None
+    loaded.unload("a")
+    llm.loop.between_steps(lambda: None).result(WAIT_S)
+    first, cached = ask("a", "a")
+    assert cached == 0
+    base, cached = ask(None, "")
+    assert cached == 0
+    assert ask(None, "", f"\0{adapter.digest}\0") == (base, 0)
+    other, cached = ask("a", "b")
+    assert cached == 0
+    assert len({tuple(first), tuple(base), tuple(other)}) == 3
+    again, cached = ask("c", "a")
+    assert (again, cached > 0) == (first, True)
+
+
+def test_what_is_done_between_steps_ends_with_the_engine(folder: Path) -> None:
+    with LLM(str(folder / "base")) as llm:
+        with pytest.raises(ZeroDivisionError):
+            llm.loop.between_steps(lambda: 1 / 0).result(WAIT_S)  # type: ignore[arg-type]
+        assert llm.loop.healthy
+    with pytest.raises(Exception, match="The engine has stopped"):
+        llm.loop.between_steps(lambda: None).result(WAIT_S)
+
+
+def test_slots_are_counted() -> None:
+    slots, freed = AdapterSlots(2), list[int]()
+    slot = slots.reserve("x")
+    slots.give_up("x", slot)
+    adapter = Adapter("x", slots.reserve("x"), "", "")
+    slots.open(adapter)
+    mine = [Request((1,), adapter=adapter), Request((2,)), Request((3,), adapter=adapter)]
+    slots.take(mine)
+    assert slots.let_go("x", freed.append) is adapter
+    for request in mine:
+        assert freed == []
+        slots.end(request.adapter)
+    assert freed == [adapter.slot]
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Serving]:
+    with serving(
+        str(folder / "base"),
+        server={"served_model_name": "base", "aliases": ["other"], "api_keys": ["secret"]},
+        adapters={"folder": str(folder / "all"), "load": [f"first={folder / 'all' / 'a'}"]},
+    ) as server:
+        yield server
+
+
+def post(server: Serving, path: str, key: str = "secret", **body: Any) -> tuple[int, str]:
+    answer = httpx.post(f"{server.url}/v1/{path}", json=body, headers={"Authorization": f"Bearer {key}"}, timeout=60)
+    return answer.status_code, answer.text
+
+
+def test_routes(server: Serving, folder: Path) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="secret")
+
+    def complete(model: str) -> Any:
+        return client.completions.create(model=model, prompt=PROMPT, max_tokens=8, temperature=0, logprobs=1)
+
+    assert post(server, "load_lora_adapter", "wrong", lora_name="b", lora_path="b")[0] == 401
+    assert post(server, "unload_lora_adapter", "wrong", lora_name="first")[0] == 401
+    done = post(server, "load_lora_adapter", lora_name="b", lora_path="b")
+    assert done == (200, "Success: LoRA adapter 'b' added successfully.")
+    assert "is loaded already" in post(server, "load_lora_adapter", lora_name="b", lora_path="b")[1]
+    models = {model.id: model for model in client.models.list()}
+    assert sorted(models) == ["b", "base", "first", "other"]
+    about: Any = models["b"]
+    assert (about.parent, about.root) == ("base", str(folder / "all" / "b"))
+    assert not hasattr(models["base"], "parent")
+    assert client.models.retrieve("base:b").id == "b"
+    answers = {model: complete(model) for model in ("base", "other", "first", "base:first", "b", "other:b")}
+    texts = [answer.choices[0].logprobs.token_logprobs for answer in answers.values()]
+    assert texts[0] == texts[1]
+    assert texts[2] == texts[3]
+    assert texts[4] == texts[5]
+    assert len({str(each) for each in texts}) == 3
+    assert [answer.model for answer in answers.values()] == ["base", "base", "first", "first", "b", "b"]
+    chat = client.chat.completions
+    for name in ("stranger", "base:stranger", "stranger:b"):
+        with pytest.raises(openai.NotFoundError, match="is not served here"):
+            complete(name)
+        with pytest.raises(openai.NotFoundError, match="is not served here"):
+            chat.create(model=name, messages=[{"role": "user", "content": "x"}])
+    done = post(server, "unload_lora_adapter", lora_name="b")
+    assert done == (200, "Success: LoRA adapter 'b' removed successfully.")
+    assert post(server, "unload_lora_adapter", lora_name="b")[0] == 404
+    with pytest.raises(openai.NotFoundError):
+        complete("b")
+
+
+@pytest.mark.parametrize("path", ["../base", "/", ".", "b/../../base", "\0", "link"])
+def test_paths_outside_the_folder(path: str, server: Serving, folder: Path) -> None:
+    if not (link := folder / "all" / "link").exists():
+        link.symlink_to(folder / "base")
+    status, said = post(server, "load_lora_adapter", lora_name="x", lora_path=path)
+    assert (status, "is not within adapters.folder" in said) == (400, True)
+
+
+def test_what_is_damaged_is_a_bad_request(server: Serving) -> None:
+    status, said = post(server, "load_lora_adapter", lora_name="x", lora_path="nowhere")
+    assert (status, "There is no adapter at" in said) == (400, True)
+
+
+def test_servers_that_load_none(folder: Path) -> None:
+    with serving(str(folder / "base")) as plain:
+        status, said = post(plain, "load_lora_adapter", lora_name="x", lora_path="b")
+        assert (status, "This server has no adapters" in said) == (400, True)
+    with serving(str(folder / "base"), adapters={"load": [f"first={folder / 'all' / 'a'}"]}) as closed:
+        status, said = post(closed, "load_lora_adapter", lora_name="x", lora_path="b")
+        assert (status, "loads adapters at its start only" in said) == (400, True)
+        assert post(closed, "unload_lora_adapter", lora_name="first")[0] == 200

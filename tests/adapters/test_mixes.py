@@ -1,0 +1,104 @@
+"""Answers with adapters have the same bits in any company."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.adapters.checkpoints import linear, write_adapter
+from tests.models.checkpoints import VOCAB, Family, write_checkpoint
+
+from infer import LLM
+from infer.contracts.params import SamplingParams
+from infer.llm import Completion
+
+NAMES = [None, "a", "b", "c"]
+ASKED = 5
+"""How many requests a mix has."""
+
+
+def ask(seed: int) -> list[tuple[list[int], SamplingParams, str | None]]:
+    """The requests of a mix. Some prompts begin alike, so that prefixes are found."""
+    draw = random.Random(seed)
+    common = [draw.randrange(2, VOCAB) for _ in range(40)]
+    asked = []
+    for _ in range(ASKED):
+        own = [draw.randrange(2, VOCAB) for _ in range(draw.choice([1, 3, 20, 70]))]
+        prompt = common[: draw.choice([0, 16, 40])] + own
+        wanted = draw.choice([None, None, 0])
+        params = SamplingParams(
+            max_tokens=draw.choice([1, 4, 9]), seed=draw.randrange(99), logprobs=2, prompt_logprobs=wanted
+        )
+        asked.append((prompt, params, draw.choice(NAMES)))
+    return asked
+
+
+def bits(answer: Completion) -> object:
+    return answer.token_ids, answer.logprobs, answer.prompt_logprobs
+
+
+def together(llm: LLM, asked: list[tuple[list[int], SamplingParams, str | None]]) -> list[object]:
+    handles = [llm.submit(prompt, params, adapter=adapter) for prompt, params, adapter in asked]
+    answers = []
+    for handle, (prompt, _, _) in zip(handles, asked, strict=True):
+        answers.append(Completion(tuple(prompt)))
+        for event in handle.events():
+            answers[-1].add(event)
+    return [bits(answer) for answer in answers]
+
+
+KINDS: dict[str, tuple[Family, torch.dtype, dict[str, dict[str, Any]]]] = {
+    "bfloat16": ("qwen3", torch.bfloat16, {}),
+    "quantized": ("qwen3", torch.bfloat16, {"model": {"quantization": "int4"}}),
+    "mixture": ("qwen3_moe", torch.float32, {}),
+    "reference": ("llama", torch.float32, {"kernels": {"backend": "reference"}}),
+    "recurrent": ("qwen3_5", torch.float32, {}),
+    "drafts": ("qwen3", torch.float32, {"engine": {"speculation": "ngram", "max_batch_size": 3}}),
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, LLM]]:
+    """A model with three adapters, and the same without a place for any."""
+    family, dtype, sections = KINDS[request.param]
+    folder: Path = tmp_path_factory.mktemp(request.param)
+    base, load = write_checkpoint(folder / "base", family, dtype=dtype), []
+    for seed, name in enumerate("abc"):
+        targets = linear(family) if name == "a" else ["q_proj", "v_proj", *["down_proj"] * (family != "qwen3_moe")]
+        write_adapter(base, folder / name, seed=seed, r=3 + 4 * seed, target_modules=targets)
+        load.append(f"{name}={folder / name}")
+    engine = {"prefill_chunk_size": 24, "max_seq_len": 160} | sections.get("engine", {})
+    how: Any = sections | {"engine": engine}
+    with LLM(str(base), adapters={"load": load}, **how) as llm, LLM(str(base), **how) as bare:
+        yield llm, bare
+
+
+def check(pair: tuple[LLM, LLM], seed: int) -> None:
+    llm, bare = pair
+    asked = ask(seed)
+    found = together(llm, asked)
+    for one, (prompt, params, adapter) in zip(found, asked, strict=True):
+        (alone,) = together(llm if adapter else bare, [(prompt, params, adapter)])
+        assert one == alone, (seed, prompt, params, adapter)
+
+
+def test_mixes(pair: tuple[LLM, LLM]) -> None:
+    for seed in range(4):
+        check(pair, seed)
+
+
+@pytest.mark.slow
+def test_many_mixes(pair: tuple[LLM, LLM]) -> None:
+    for seed in range(100, 150):
+        check(pair, seed)
+
+
+def test_adapters_change_answers(pair: tuple[LLM, LLM]) -> None:
+    llm, _ = pair
+    params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+    answers = [llm.generate([[5, 6, 7, 8, 9]], params, adapter=name)[0].prompt_logprobs for name in NAMES]
+    assert len({str(answer) for answer in answers}) == len(NAMES)
