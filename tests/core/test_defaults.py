@@ -15,7 +15,8 @@ from tests.models.checkpoints import with_head, write_checkpoint
 from tests.serving import Body, chatty, running
 
 from infer import LLM, CheckpointError, InferError, SamplingParams, SettingsError
-from infer.assemble.assembly import Assembly, draft_head
+from infer.assemble.assembly import Assembly
+from infer.assemble.blueprint import draft_head
 from infer.assemble.devices import for_device
 from infer.assemble.sizes import Meter
 from infer.commands.cli import main

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from infer import LLM, InferError, SamplingParams, SettingsError, hookimpl
-from infer.assemble import assembly
+from infer.assemble import drafts
 from infer.commands import cli
 from infer.contracts.cache import CacheRegistration
 from infer.contracts.records import RequestRecord, StepRecord
@@ -67,7 +67,7 @@ def plain() -> Any:
 
 @pytest.mark.parametrize("name", ["ngram", "draft", "cycle"])
 def test_answers_are_the_same_whoever_proposes(name: str, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assembly, "Payoff", lambda costs, waits: Always())
+    monkeypatch.setattr(drafts, "Payoff", lambda costs, waits: Always())
     watch = Watch()
     more = {"draft": {"path": "demo"}, "max_draft_tokens": 5} if name == "draft" else {}
     assert answers({"speculation": name, **more}, watch) == plain
@@ -161,7 +161,7 @@ def predictable(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_models_own_head_saves_passes(
     backend: str, quantization: str | None, predictable: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(assembly, "Payoff", lambda costs, waits: Always())
+    monkeypatch.setattr(drafts, "Payoff", lambda costs, waits: Always())
 
     def passes(**engine: Any) -> tuple[Any, int, list[RequestRecord]]:
         watch = Watch()

@@ -11,7 +11,7 @@ from tests.models.checkpoints import write_checkpoint
 from tests.support import Always
 
 from infer import LLM, SamplingParams, SettingsError, hookimpl
-from infer.assemble import assembly
+from infer.assemble import drafts
 from infer.contracts.cache import CacheRegistration
 from infer.contracts.records import RequestRecord
 from infer_cache_slotted import SlottedPool
@@ -75,7 +75,7 @@ def test_a_conversation_finds_all_but_its_last_turn(hybrid: Path) -> None:
 def test_drafts_leave_answers_as_they_are(backend: str, hybrid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts, watch = [[*range(30, 60)] * 3, [7, 8] * 20], Watch()
     plain = answers(hybrid, prompts, cache={"backend": backend})
-    monkeypatch.setattr(assembly, "Payoff", lambda costs, waits: Always())
+    monkeypatch.setattr(drafts, "Payoff", lambda costs, waits: Always())
     engine = ENGINE | {"speculation": "ngram", "max_draft_tokens": 3}
     assert answers(hybrid, prompts, watch, cache={"backend": backend}, engine=engine) == plain
     assert sum(record.proposed for record in watch.records) > 0

@@ -1,45 +1,37 @@
-"""Makes a running engine from settings. Every backend is chosen here, once, and the log says which."""
+"""Makes a running engine from settings."""
 
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
-from pathlib import Path
+from functools import cached_property
 from typing import Any
 
 import torch
 
-from infer import device as devices
 from infer.assemble.adapters import LoadedAdapters
-from infer.assemble.devices import choose_device, for_device
+from infer.assemble.blueprint import Blueprint, draft_head, dtype_name
 from infer.assemble.drafts import speculation
-from infer.assemble.identity import identity
 from infer.assemble.served import Served
-from infer.assemble.sizes import Taken
-from infer.assemble.texts import Texts, read_texts, read_tokenizer, tool_format
-from infer.assemble.weights import Weights, open_checkpoint
-from infer.checkpoint import Checkpoint, ending
-from infer.contracts.cache import CacheContext, CachePoolProtocol, LastingPool, StatefulPool
-from infer.contracts.kernels import KernelsProtocol
-from infer.contracts.model import DraftHead, DraftingModel, ModelContext, ModelProtocol, StatefulModel
-from infer.contracts.proposer import OwnHead, ProposerContext, ProposerProtocol, SecondModel
+from infer.assemble.texts import Texts, read_tokenizer, tool_format
+from infer.contracts.cache import CachePoolProtocol, LastingPool
+from infer.contracts.model import ModelProtocol
+from infer.contracts.proposer import OwnHead, ProposerProtocol, SecondModel
 from infer.contracts.scheduler import SchedulerContext
-from infer.contracts.sections import Settings, slow_dtype
+from infer.contracts.sections import Settings
 from infer.engine.adapters import AdapterSlots
 from infer.engine.checked import CheckedPool, CheckedScheduler
 from infer.engine.engine import Engine
-from infer.engine.exactness import LENGTH, self_check
+from infer.engine.exactness import self_check
 from infer.engine.graphs import DecodeGraphs
 from infer.engine.largest import activation_bytes
 from infer.engine.lasting import computing
 from infer.engine.loop import EngineLoop
 from infer.engine.runner import Runner
 from infer.engine.speculation import Speculation
-from infer.errors import InferError, SettingsError
+from infer.errors import SettingsError
 from infer.plugins.discovery import Offer, Plugins
 from infer.plugins.inspection import Named
 from infer.settings import compose
@@ -47,10 +39,6 @@ from infer.text.encoding import Encoder
 from infer.text.grammar import Grammars
 
 log = logging.getLogger(__name__)
-
-DEFAULT_MAX_SEQ_LEN = 4096
-"""``engine.max_seq_len`` if neither settings nor checkpoint nor cache limit it. If the settings do not ask for longer
-sequences, this is also how many positions per sequence of a full batch the cache should hold."""
 
 
 def start(settings: Settings, plugins: Plugins) -> tuple[EngineLoop, Served]:
@@ -84,28 +72,8 @@ def start(settings: Settings, plugins: Plugins) -> tuple[EngineLoop, Served]:
     return engine_loop, replace(served, adapters=adapters)
 
 
-def free_memory(settings: Settings) -> int:
-    """Bytes that are free where the model would be."""
-    return devices.free_memory(choose_device(settings.model.device))
-
-
-def bound_memory(least: int, most: int) -> None:
-    """Have every engine of this process reckon with no less and no more free memory than this."""
-    devices.bound_memory(least, most)
-
-
-class Assembly:
-    """An engine in the making. Each part is chosen and made when it is first asked for, and kept; what keeps a part
-    from being made raises an InferError. ``load`` makes them all; ``infer doctor`` asks for those that need no weights,
-    and goes on where one of them fails."""
-
-    def __init__(self, settings: Settings, plugins: Plugins, *, outlines: Path | None = None) -> None:
-        """A checkpoint that has to be downloaded goes into the folder ``outlines``, without the weights' values, if one
-        is given. Raises SettingsError if there is no such device."""
-        self.device = choose_device(settings.model.device)
-        self.settings, self.plugins = for_device(settings, self.device), plugins
-        self._outlines = outlines
-        self._chosen: dict[str, Offer] = {}
+class Assembly(Blueprint):
+    """An engine in the making: the parts of its blueprint and those that need the weights. ``load`` makes them all."""
 
     def load(self, publish: Callable[..., None]) -> tuple[Engine, Served]:
         """The engine with its model, tried out. What the settings and the checkpoint say is refused before the weights
@@ -123,277 +91,10 @@ class Assembly:
         engine = self._engine(publish, texts, graphs)
         log.info(
             "%s: %s on %s, %d positions, exact: %s, loaded in %.1f s",
-            *(settings.model.path, _name(dtype), self.device, max_seq_len, str(exact).lower()),
+            *(settings.model.path, dtype_name(dtype), self.device, max_seq_len, str(exact).lower()),
             time.perf_counter() - began,
         )
         return engine, self._served(texts, formats, sampling, exact)
-
-    # Choices, which need no weights
-
-    def there(self, point: str) -> Sequence[str]:
-        """What decides among an extension point's offers: the device, or what the checkpoint says."""
-        if point == "kernels":
-            return [self.device.type]
-        if point == "container":
-            return [ending(self.checkpoint.path)]
-        if point == "model":
-            return self.checkpoint.architectures or ["not stated"]
-        return [self.checkpoint.quant_method] if point == "weights" else []
-
-    def chosen(self, point: str) -> Offer:
-        """The offer that settings, device and checkpoint choose for an extension point."""
-        if point not in self._chosen:
-            self._chosen[point] = self.plugins.choose(point, self.settings, self.there(point))
-        return self._chosen[point]
-
-    @cached_property
-    def checkpoint(self) -> Checkpoint:
-        return open_checkpoint(self.settings, self.settings.model.path, self.plugins, outlines=self._outlines)
-
-    @cached_property
-    def weights(self) -> Weights:
-        return Weights(self.settings, self.chosen("model"), self.chosen("weights"), self.checkpoint)
-
-    @cached_property
-    def dtype(self) -> torch.dtype:
-        """The type that ``model.dtype`` stands for."""
-        name = self.settings.model.dtype
-        dtype = self.checkpoint.dtype if name == "auto" else getattr(torch, name)
-        if why := slow_dtype(_name(dtype), self.device.type):
-            if name != "auto":
-                raise SettingsError(why)
-            log.info("model.dtype: the checkpoint's float16 is slow on a CPU; using bfloat16")
-            return torch.bfloat16
-        assert isinstance(dtype, torch.dtype)
-        return dtype
-
-    @cached_property
-    def kernels(self) -> KernelsProtocol:
-        cache, backend = self.chosen("cache"), self.chosen("kernels")
-        self._check_kv_dtype(backend, cache)
-        made: KernelsProtocol = backend.build(self.settings, self.device)
-        log.info("kernels %s: %s", backend.name, backend.about or backend.registration.description)
-        return made
-
-    @cached_property
-    def length(self) -> tuple[int, str]:
-        """``engine.max_seq_len``, or else as many positions as the checkpoint was made for and the cache can hold, and
-        a sentence that says which."""
-        least = ModelContext(self.kernels, self.dtype, self.device, 2, self._wants_head)
-        asked, own, cache = self.settings.engine.max_seq_len, self.checkpoint.max_positions, self.chosen("cache")
-        if asked is not None:
-            if asked > own:
-                raise SettingsError(
-                    f"engine.max_seq_len is {asked}, but the checkpoint was made for {own} positions; lower it or "
-                    "leave it out."
-                )
-            return asked, f"{asked} positions, as set"
-        held, why = DEFAULT_MAX_SEQ_LEN, f"cache.backend {cache.name} reserves them for every request"
-        if own == sys.maxsize:
-            own, why = DEFAULT_MAX_SEQ_LEN, "config.json does not say how many there are"
-        elif own > DEFAULT_MAX_SEQ_LEN and cache.longest is not None:
-            sketch = self.weights.sketch(least)
-            pool = self._cache_context(sketch.model, replace(least, max_seq_len=own))
-            with Named(f"{cache.whose} cannot say how long a sequence may be"):
-                held = cache.longest(pool, cache.own(self.settings), self._besides(sketch.model, sketch.nbytes))
-            why = "memory holds no more"
-        length = max(2, min(held, own))
-        if length < self.checkpoint.max_positions:
-            return length, f"{length} positions, fewer than the checkpoint may allow: {why}"
-        return length, f"{length} positions, all that the checkpoint was made for"
-
-    @cached_property
-    def context(self) -> ModelContext:
-        """What the model is made from."""
-        slots = self.settings.adapters.slots
-        return ModelContext(self.kernels, self.dtype, self.device, self.length[0], self._wants_head, slots)
-
-    @property
-    def _wants_head(self) -> bool:
-        """Whether the model is to have its draft head."""
-        return self.settings.engine.speculation is not None and self.chosen("proposer").draft_head
-
-    def texts(self, vocab_size: int) -> Texts:
-        return read_texts(self.settings, self.plugins, self.checkpoint, vocab_size)
-
-    def _check_kv_dtype(self, *offers: Offer) -> None:
-        """Raises SettingsError unless all offers know ``cache.kv_dtype``."""
-        asked = self.settings.cache.kv_dtype
-        for offer in offers:
-            if asked not in ("auto", *offer.kv_dtypes):
-                setting = f"{offer.point}.backend"
-                raise SettingsError(
-                    f'cache.kv_dtype is "{asked}", which {setting} {offer.name!r} of {offer.distribution} does not '
-                    f'know: it has K and V in the model\'s dtype; use "auto", or another {setting}.'
-                )
-
-    # The cache, for a model with weights or a sketch of one
-
-    def make_pool(
-        self, model: ModelProtocol | DraftHead, yet_to_take: int = 0, what: str = "cache", *, lasting: bool = False
-    ) -> CachePoolProtocol:
-        """The cache pool of the model, or of its draft head, which others leave ``yet_to_take`` bytes less than are
-        free now. The log calls it ``what``. What is in it may outlive the process if it is ``lasting``. Raises
-        InferError if there is too little memory."""
-        engine, offer, context = self.settings.engine, self.chosen("cache"), self.context
-        batch, max_seq_len, enough = engine.max_batch_size, context.max_seq_len, None
-        if engine.max_seq_len is None and max_seq_len > DEFAULT_MAX_SEQ_LEN:
-            # Unless the settings ask for long sequences, the cache takes no more memory than it would for shorter ones.
-            enough = max(batch * DEFAULT_MAX_SEQ_LEN, max_seq_len)
-        given = self._cache_context(model, context, self._besides(model, yet_to_take), enough)
-        if lasting:
-            chosen = [self.chosen(point) for point in ("model", "weights", "kernels")]
-            given = replace(given, identity=partial(identity, self.settings, self.checkpoint, context, chosen))
-        if given.states and not offer.states:
-            raise SettingsError(
-                f'The model has recurrent layers, whose states cache.backend "{offer.name}" of {offer.distribution} '
-                "does not keep; choose another."
-            )
-        try:
-            pool: CachePoolProtocol = offer.build(self.settings, given)
-        except (MemoryError, RuntimeError, OSError) as error:
-            raise InferError(
-                f"The cache for engine.max_batch_size {batch} and {max_seq_len} positions does "
-                f"not fit into memory ({error}); lower engine.max_batch_size or engine.max_seq_len."
-            ) from error
-        if pool.free_tokens() < (2 if engine.max_seq_len is None else max_seq_len):
-            raise SettingsError(
-                f"The cache has room for {pool.free_tokens()} positions, but one sequence may need engine.max_seq_len "
-                f"= {max_seq_len}; enlarge the cache or lower engine.max_seq_len."
-            )
-        log.info("%s %s: %s", what, offer.name, self.in_words(pool))
-        return pool
-
-    def _besides(self, model: ModelProtocol | DraftHead, yet_to_take: int) -> int:
-        """``yet_to_take``, and of the rest of memory what the K and V of the model's draft head need if the two pools
-        have as many positions."""
-        head = draft_head(model)
-        if head is None:
-            return yet_to_take
-        own, others = (sum(spec.num_kv_heads * spec.head_size for spec in x.attention) for x in (head, model))
-        return yet_to_take + max(0, devices.free_memory(self.device) - yet_to_take) * own // (own + others)
-
-    def in_words(self, pool: CachePoolProtocol) -> str:
-        """How large a pool is."""
-        positions, kv_dtype = pool.free_tokens(), self.settings.cache.kv_dtype
-        states = pool.state_bytes if isinstance(pool, StatefulPool) else 0
-        nbytes = pool.nbytes - states
-        how = _name(self.dtype) if kv_dtype == "auto" else kv_dtype
-        text = f"{positions} positions of {nbytes // positions} bytes ({how}) = {nbytes / 2**20:.1f} MiB"
-        return f"{text}, and states of recurrent layers = {states / 2**20:.1f} MiB" if states else text
-
-    @property
-    def _max_chunk(self) -> int | None:
-        """The most positions by which a pass extends a sequence, also in the check at the start; None: any number."""
-        engine = self.settings.engine
-        if not engine.use_chunked_prefill:
-            return None
-        return max(LENGTH, min(engine.prefill_chunk_size, engine.max_tokens_per_step or sys.maxsize))
-
-    def _cache_context(
-        self, model: ModelProtocol | DraftHead, context: ModelContext, yet_to_take: int = 0, enough: int | None = None
-    ) -> CacheContext:
-        engine = self.settings.engine
-        return CacheContext(
-            model.attention,
-            engine.max_batch_size,
-            context.max_seq_len,
-            context.dtype,
-            context.device,
-            context.kernels,
-            enough,
-            self.settings.cache.kv_dtype,
-            self._max_chunk,
-            yet_to_take,
-            model.states if isinstance(model, StatefulModel) else (),
-            0 if engine.speculation is None else engine.max_draft_tokens,
-        )
-
-    def taken(self, most: int) -> Taken:
-        """What the model would take of ``most`` bytes, found without its weights. Where these are too few for the
-        weights, the rest is not counted. Raises InferError."""
-        sketch = self.weights.sketch(self.context)
-        peak, held, positions = sketch.peak, sketch.nbytes, self.length[0]
-        if peak <= most:
-            pool = self.make_pool(sketch.model, held)
-            positions, held = min(positions, pool.free_tokens()), held + pool.nbytes
-            if (head := draft_head(sketch.model)) is not None:
-                held += self.make_pool(head, held).nbytes
-            for other in self._others(sketch.model, positions):
-                draft = other.weights.sketch(other.context)
-                peak, held = max(peak, held + draft.peak), held + draft.nbytes
-                if max(peak, held) <= most:
-                    held += other.make_pool(draft.model, held).nbytes
-        return Taken(max(peak, held), sketch.nbytes, positions)
-
-    # Speculation
-
-    def _speculation(self, runner: Runner, texts: Texts) -> Speculation | None:
-        """None if the settings ask for no speculation."""
-        engine, vocab_size, max_seq_len = self.settings.engine, self.model.vocab_size, self.max_seq_len
-        if engine.speculation is None:
-            return None
-        offer = self.chosen("proposer")
-
-        def make() -> ProposerProtocol:
-            head, own = draft_head(self.model), None
-            if head is not None:
-                own = OwnHead(head, self.make_pool(head, self._activations, "the draft head's cache"), self.dtype)
-            given = self._proposer_context(texts, vocab_size, max_seq_len, self.second, own)
-            proposer: ProposerProtocol = offer.build(self.settings, given)
-            return proposer
-
-        bounds = {"max_seq_len": max_seq_len, "vocab_size": vocab_size, "lag": self._lag}
-        return speculation(offer, make, runner, self.pool, engine, **bounds)
-
-    def _proposer_context(
-        self,
-        texts: Texts,
-        vocab_size: int,
-        max_seq_len: int,
-        load: Callable[[str], SecondModel],
-        own: OwnHead | None = None,
-    ) -> ProposerContext:
-        engine, tokenizer = self.settings.engine, texts.tokenizer
-        return ProposerContext(engine, tokenizer, vocab_size, max_seq_len, self.device, self.kernels, load, own)
-
-    def second(self, path: str) -> SecondModel:
-        """A further checkpoint, loaded as the first except for what the settings say of that one alone."""
-        other = self._beside(path, self.max_seq_len)
-        model = other.model
-        tokenizer = read_tokenizer(None, other.checkpoint, model.vocab_size, frozenset())
-        return SecondModel(model, other.make_pool(model), tokenizer, other.context.max_seq_len)
-
-    def _beside(self, path: str, max_seq_len: int) -> Assembly:
-        own = {"path": path, "family": "auto", "tokenizer": None, "revision": None}
-        update = {
-            "model": self.settings.model.model_copy(update=own),
-            "engine": self.settings.engine.model_copy(update={"speculation": None}),
-        }
-        other = Assembly(self.settings.model_copy(update=update), self.plugins, outlines=self._outlines)
-        positions = min(max_seq_len, other.checkpoint.max_positions)
-        other.context = ModelContext(self.kernels, other.dtype, self.device, positions)
-        return other
-
-    def _others(self, sketch: ModelProtocol, max_seq_len: int) -> list[Assembly]:
-        """Those of the checkpoints that the proposer would load besides the model, found without weights: it is made up
-        to where it asks for the first of them."""
-        found = list[Assembly]()
-        if self.settings.engine.speculation is None or self._wants_head:
-            return found
-
-        def load(path: str) -> SecondModel:
-            found.append(self._beside(path, max_seq_len))
-            raise InferError("There are no weights yet.")
-
-        texts = self.texts(sketch.vocab_size)
-        given = self._proposer_context(texts, sketch.vocab_size, max_seq_len, load)
-        try:
-            self.chosen("proposer").build(self.settings, given)
-        except InferError:
-            if not found:
-                raise
-        return found
 
     # What runs, once the model is loaded
 
@@ -496,6 +197,33 @@ class Assembly:
         thorough, loading = offer.distribution != "infer-core", lambda: getattr(self.pool, "loading", False)
         return CheckedScheduler(made, offer.whose, thorough=thorough, loading=loading)
 
+    # Speculation
+
+    def _speculation(self, runner: Runner, texts: Texts) -> Speculation | None:
+        """None if the settings ask for no speculation."""
+        engine, vocab_size, max_seq_len = self.settings.engine, self.model.vocab_size, self.max_seq_len
+        if engine.speculation is None:
+            return None
+        offer = self.chosen("proposer")
+
+        def make() -> ProposerProtocol:
+            head, own = draft_head(self.model), None
+            if head is not None:
+                own = OwnHead(head, self.make_pool(head, self._activations, "the draft head's cache"), self.dtype)
+            given = self._proposer_context(texts, vocab_size, max_seq_len, self.second, own)
+            proposer: ProposerProtocol = offer.build(self.settings, given)
+            return proposer
+
+        bounds = {"max_seq_len": max_seq_len, "vocab_size": vocab_size, "lag": self._lag}
+        return speculation(offer, make, runner, self.pool, engine, **bounds)
+
+    def second(self, path: str) -> SecondModel:
+        """A further checkpoint, loaded as the first except for what the settings say of that one alone."""
+        other = self._beside(path, self.max_seq_len)
+        model = other.model
+        tokenizer = read_tokenizer(None, other.checkpoint, model.vocab_size, frozenset())
+        return SecondModel(model, other.make_pool(model), tokenizer, other.context.max_seq_len)
+
     def _served(self, texts: Texts, formats: Sequence[Offer], sampling: Mapping[str, Any], exact: bool) -> Served:
         settings, checkpoint, vocab_size = self.settings, self.checkpoint, self.model.vocab_size
         return Served(
@@ -516,12 +244,3 @@ class Assembly:
             exact=exact,
             engine=settings.engine,
         )
-
-
-def draft_head(model: ModelProtocol | DraftHead) -> DraftHead | None:
-    """The model's draft head, if it is loaded."""
-    return model.draft_head if isinstance(model, DraftingModel) else None
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

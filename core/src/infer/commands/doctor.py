@@ -19,7 +19,7 @@ from infer.errors import InferError
 from infer.flags import LOADING, NAMED, add_settings
 
 if TYPE_CHECKING:
-    from infer.assemble.assembly import Assembly
+    from infer.assemble.blueprint import Blueprint
     from infer.assemble.sizes import Sketch
     from infer.contracts.model import ModelContext
     from infer.contracts.sections import Settings
@@ -59,14 +59,14 @@ class Doctor:
     def __init__(self, settings: Settings, sources: Mapping[str, str], plugins: Plugins) -> None:
         self.settings, self.sources, self.plugins = settings, sources, plugins
         self.report = Report()
-        self.assembly: Assembly
+        self.blueprint: Blueprint
 
     def examine(self) -> Report:
         """Raises InferError if there is no such checkpoint, or the settings cannot be."""
-        from infer.assemble.assembly import Assembly
+        from infer.assemble.blueprint import Blueprint
 
         with tempfile.TemporaryDirectory(prefix="infer-doctor-") as outlines:
-            self.assembly = Assembly(self.settings, self.plugins, outlines=Path(outlines))
+            self.blueprint = Blueprint(self.settings, self.plugins, outlines=Path(outlines))
             self._place(Path(outlines))
             self._parts()
         return self.report
@@ -85,14 +85,14 @@ class Doctor:
         proposer = True
         if self.settings.engine.speculation is not None:
             proposer = self._tries(self._choice, "proposer", "proposer")
-            if not (proposer and self.assembly.chosen("proposer").draft_head):
+            if not (proposer and self.blueprint.chosen("proposer").draft_head):
                 self.report.notes.append(
                     "What engine.speculation takes is not counted: a draft model's weights and cache."
                 )
-        kernels = cache and backend and self._tries(lambda: self.assembly.kernels)
+        kernels = cache and backend and self._tries(lambda: self.blueprint.kernels)
         if kernels:
             self._kernels()
-        dtype = self._tries(lambda: self.assembly.dtype)
+        dtype = self._tries(lambda: self.blueprint.dtype)
         if dtype:
             self._tries(self._dtype)
         if family and format and kernels and dtype and proposer:
@@ -109,7 +109,7 @@ class Doctor:
 
     def _place(self, outlines: Path) -> None:
         """Where the checkpoint is, and where the model would be."""
-        path, checkpoint, device = self.settings.model.path, self.assembly.checkpoint, self.assembly.device
+        path, checkpoint, device = self.settings.model.path, self.blueprint.checkpoint, self.blueprint.device
         if checkpoint.path.is_relative_to(outlines):
             size = checkpoint.nbytes
             self.report.add("model", f"{path}: not downloaded, {mib(size)}", path=path, place=None, download_bytes=size)
@@ -125,10 +125,10 @@ class Doctor:
         """The offer that is chosen for an extension point, and why."""
         from infer.plugins.extension_points import EXTENSION_POINTS
 
-        about, offer = EXTENSION_POINTS[point], self.assembly.chosen(point)
+        about, offer = EXTENSION_POINTS[point], self.blueprint.chosen(point)
         why = self._why(about.setting) if about.setting else about.when
         if about.chosen(self.settings) == "auto":
-            why = "; ".join(filter(None, (why, self.plugins.rank(offer, self.assembly.there(point)))))
+            why = "; ".join(filter(None, (why, self.plugins.rank(offer, self.blueprint.there(point)))))
         summary = f"{offer.name} of {offer.distribution} {offer.version}: {offer.registration.description} ({why})"
         data = {"name": offer.name, "distribution": offer.distribution, "version": offer.version, "why": why}
         self.report.add(part, summary, **data, priority=offer.registration.priority)
@@ -140,16 +140,16 @@ class Doctor:
     def _kernels(self) -> None:
         import torch
 
-        backend = self.assembly.chosen("kernels")
+        backend = self.blueprint.chosen("kernels")
         if backend.about:
             self.report.rows["kernels"] += f"; {backend.about}"
         self.report.data["kernels"]["about"] = backend.about or None
-        if self.assembly.device.type == "cpu":
+        if self.blueprint.device.type == "cpu":
             threads = self.settings.kernels.threads or torch.get_num_threads()
             self.report.add("threads", f"{threads} ({self._why('kernels.threads')})", count=threads)
 
     def _dtype(self) -> None:
-        dtype, stored = self.assembly.dtype, self.assembly.checkpoint.dtype
+        dtype, stored = self.blueprint.dtype, self.blueprint.checkpoint.dtype
         name, own = (str(each).removeprefix("torch.") for each in (dtype, stored))
         why = self._why("model.dtype")
         if self.settings.model.dtype == "auto":
@@ -160,9 +160,9 @@ class Doctor:
         """How much memory weights and cache take, of how much. Raises InferError if a weight is not as it has to be."""
         from infer.device import free_memory
 
-        free = free_memory(self.assembly.device)
-        context = self.assembly.context
-        sketch = self.assembly.weights.sketch(context)
+        free = free_memory(self.blueprint.device)
+        context = self.blueprint.context
+        sketch = self.blueprint.weights.sketch(context)
         self._weights(sketch)
         sizes = self._quantizations(context, sketch.nbytes)
         self.report.add(
@@ -181,7 +181,7 @@ class Doctor:
     def _weights(self, sketch: Sketch) -> None:
         if sketch.approximate is not None:
             self.report.notes.append(f"The weights' size is that before they are packed: {sketch.approximate}")
-        checkpoint = self.assembly.checkpoint
+        checkpoint = self.blueprint.checkpoint
         method = self.settings.model.quantization or checkpoint.quant_method or None
         self.report.add(
             "weights",
@@ -199,14 +199,14 @@ class Doctor:
         """The bytes of the weights by what else ``model.quantization`` could say."""
         asked, why = self.settings.model.quantization, self._why("model.quantization")
         sizes: dict[str, int] = {}
-        if method := self.assembly.checkpoint.quant_method:
+        if method := self.blueprint.checkpoint.quant_method:
             summary = f"the checkpoint is quantized ({method}), and only plain weights are ({why})"
         else:
             for name in QUANTIZATIONS:
                 if name != asked:
                     model = self.settings.model.model_copy(update={"quantization": name})
                     other = self.settings.model_copy(update={"model": model})
-                    weights = replace(self.assembly.weights, settings=other)
+                    weights = replace(self.blueprint.weights, settings=other)
                     sizes[str(name).lower()] = weights.sketch(context).nbytes
             summary = ", ".join(f"{name} would take {mib(size)}" for name, size in sizes.items()) + f" ({why})"
         self.report.add("quantization", summary, asked=asked, bytes={str(asked).lower(): nbytes} | sizes)
@@ -214,10 +214,10 @@ class Doctor:
 
     def _cache(self, sketch: Sketch, free: int) -> None:
         """How many positions there would be, and whether they fit beside the weights."""
-        from infer.assemble.assembly import draft_head
+        from infer.assemble.blueprint import draft_head
 
-        report, (length, why) = self.report, self.assembly.length
-        pool = self.assembly.make_pool(sketch.model, sketch.nbytes)
+        report, (length, why) = self.report, self.blueprint.length
+        pool = self.blueprint.make_pool(sketch.model, sketch.nbytes)
         positions = pool.free_tokens()
         states = pool.state_bytes if isinstance(pool, StatefulPool) else 0
         each = (pool.nbytes - states) // positions
@@ -228,7 +228,7 @@ class Doctor:
         report.add("sequences", f"{batch} at a time, each of at most {why}", max_seq_len=length, max_batch_size=batch)
         report.add(
             "cache",
-            f"{self.assembly.in_words(pool)}; free memory would hold {holds} positions",
+            f"{self.blueprint.in_words(pool)}; free memory would hold {holds} positions",
             positions=positions,
             bytes=pool.nbytes,
             bytes_per_token=each,
@@ -238,9 +238,9 @@ class Doctor:
         )
         taken = sketch.nbytes + pool.nbytes
         if (head := draft_head(sketch.model)) is not None:
-            other = self.assembly.make_pool(head, taken, "the draft head's cache")
+            other = self.blueprint.make_pool(head, taken, "the draft head's cache")
             taken += other.nbytes
-            words = f"{self.assembly.in_words(other)}; its weights are among the model's"
+            words = f"{self.blueprint.in_words(other)}; its weights are among the model's"
             report.add("draft head", words, positions=other.free_tokens(), bytes=other.nbytes)
         if taken > free:
             report.problems.append(
@@ -249,7 +249,7 @@ class Doctor:
             )
 
     def _texts(self, vocab_size: int) -> None:
-        tokenizer, template, _ = self.assembly.texts(vocab_size)
+        tokenizer, template, _ = self.blueprint.texts(vocab_size)
         summary = f"{tokenizer.get_vocab_size()} tokens, {'a' if template else 'no'} chat template"
         self.report.add("texts", summary, tokens=tokenizer.get_vocab_size(), chat_template=template is not None)
         if template is None:

@@ -35,17 +35,17 @@ class Survey:
 
     def _look(self) -> None:
         """Find out about the device and, if it is on this machine, about the checkpoint."""
-        from infer.assemble.assembly import Assembly
+        from infer.assemble.blueprint import Blueprint
         from infer.assemble.weights import stored
 
-        assembly = Assembly(self._settings, self._plugins)
-        self._there["kernels"] = assembly.there("kernels")
+        blueprint = Blueprint(self._settings, self._plugins)
+        self._there["kernels"] = blueprint.there("kernels")
         path = self._settings.model.path
         if path is None or not (path in self._plugins.checkpoints or Path(path).expanduser().exists()):
             return
         for point in ("container", "model", "weights"):
-            self._there[point] = assembly.there(point)
-        self._stored = stored(self._settings, assembly.chosen("weights"), assembly.checkpoint)
+            self._there[point] = blueprint.there(point)
+        self._stored = stored(self._settings, blueprint.chosen("weights"), blueprint.checkpoint)
 
     def _choices(self, point: str) -> list[Offer]:
         """The offers that are chosen. For an extension point whose choice is made later, and for one of which

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from infer.assemble.assembly import Assembly
+from infer.assemble.blueprint import Blueprint
 from infer.contracts.model import ModelContext, StatefulModel
 from infer.contracts.sections import Settings
 from infer.errors import InferError
@@ -31,9 +31,9 @@ Steps = Sequence[tuple[float, list[int], list[int], bool, bool]]
 
 def measured(settings: Settings, plugins: Plugins, settings_argv: Sequence[str], seconds: float) -> Costs:
     """Send a server with these settings traffic for about as many seconds, and fit its costs. Raises InferError."""
-    assembly = Assembly(settings, plugins)
-    least = ModelContext(assembly.kernels, assembly.dtype, assembly.device, 2)
-    model = assembly.weights.sketch(least).model
+    blueprint = Blueprint(settings, plugins)
+    least = ModelContext(blueprint.kernels, blueprint.dtype, blueprint.device, 2)
+    model = blueprint.weights.sketch(least).model
     if isinstance(model, StatefulModel) and model.states:
         raise InferError(
             f"--fit: {settings.model.path} has recurrent layers, whose states infer simulate does not know; use "
@@ -45,7 +45,7 @@ def measured(settings: Settings, plugins: Plugins, settings_argv: Sequence[str],
             entry = asyncio.run(served(url))
             alone = asyncio.run(_traffic(url, entry, settings.engine.max_batch_size, seconds))
         seen = json.loads(file.read_text())
-    passes = measured_passes(seen["steps"], lag=0 if assembly.device.type == "cpu" else 1)
+    passes = measured_passes(seen["steps"], lag=0 if blueprint.device.type == "cpu" else 1)
     if not passes:
         raise InferError(f"--fit {seconds:g}: the server has computed no two passes in a row; give it more seconds.")
     inside = [first - arrival for arrival, first in sorted(seen["requests"])[1:ALONE]]
@@ -54,7 +54,7 @@ def measured(settings: Settings, plugins: Plugins, settings_argv: Sequence[str],
     return Costs(
         model=str(settings.model.path),
         machine=f"{machine()['cpu']}, {machine()['cores']} cores",
-        device=assembly.device.type,
+        device=blueprint.device.type,
         max_seq_len=entry["max_model_len"],
         cache_tokens=seen["free_tokens"],
         windows=tuple(spec.window or 0 for spec in model.attention),

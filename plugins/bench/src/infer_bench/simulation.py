@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from infer.assemble.assembly import Assembly
+from infer.assemble.blueprint import Blueprint
 from infer.assemble.devices import for_device
 from infer.cache import BlockManager, Pool
 from infer.contracts.attention import AttentionSpec
@@ -101,9 +101,9 @@ class Simulation:
         self.max_seq_len = engine.max_seq_len or costs.max_seq_len
         # The model is elsewhere, and so is its device.
         here = settings.model.model_copy(update={"device": "cpu"})
-        assembly = Assembly(settings.model_copy(update={"model": here}), plugins)
-        cache, scheduler = assembly.chosen("cache"), assembly.chosen("scheduler")
-        self.pool: CachePoolProtocol = cache.build(settings, self._context(assembly))
+        blueprint = Blueprint(settings.model_copy(update={"model": here}), plugins)
+        cache, scheduler = blueprint.chosen("cache"), blueprint.chosen("scheduler")
+        self.pool: CachePoolProtocol = cache.build(settings, self._context(blueprint))
         self._check_pool(cache.name)
         given: Any = CheckedPool(self.pool, cache.whose)
         made = scheduler.build(settings, SchedulerContext(given, engine))
@@ -126,7 +126,7 @@ class Simulation:
         self._open: dict[str, float] = {}
         """By the id of each open request, when its last token came; BEFORE if none has come yet."""
 
-    def _context(self, assembly: Assembly) -> CacheContext:
+    def _context(self, blueprint: Blueprint) -> CacheContext:
         """The pool's, as small as it can be per position. Layers that all read as far back need only be one."""
         engine, windows = self._settings.engine, self._costs.windows
         return CacheContext(
@@ -135,7 +135,7 @@ class Simulation:
             self.max_seq_len,
             torch.float32,
             torch.device("cpu"),
-            assembly.kernels,
+            blueprint.kernels,
             self._costs.cache_tokens,
             max_chunk=engine.prefill_chunk_size if engine.use_chunked_prefill else None,
         )

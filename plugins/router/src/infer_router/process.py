@@ -105,7 +105,7 @@ def _engine(first: Mapping[str, Any], source: IO[str]) -> None:
     plugins = Plugins.discover()
     settings = _settings(first, plugins)
     if (memory := first.get("memory")) is not None:
-        from infer.assemble.assembly import bound_memory
+        from infer.assemble.blueprint import bound_memory
 
         bound_memory(0, max(0, memory - PROCESS_BYTES))  # no larger a cache than by the arithmetic
     app.run(settings, plugins)

@@ -12,7 +12,7 @@ PROCESS_BYTES = 1 << 29
 
 def free(settings: Any) -> int:
     """The memory that is free now where the model would run."""
-    from infer.assemble.assembly import free_memory
+    from infer.assemble.blueprint import free_memory
 
     return free_memory(settings)
 
@@ -20,18 +20,18 @@ def free(settings: Any) -> int:
 def reckon(settings: Any, plugins: Any, memory: int) -> dict[str, Any]:
     """What is known of a model without its weights. ``bytes`` are the most that its process takes of ``memory``, of
     which nothing else takes a part, while it loads and then. Raises InferError."""
-    from infer.assemble.assembly import Assembly, bound_memory
+    from infer.assemble.blueprint import Blueprint, bound_memory
 
     most = max(0, memory - PROCESS_BYTES)
     bound_memory(most, most)
     with tempfile.TemporaryDirectory(prefix="infer-sizes-") as outlines:
-        assembly = Assembly(settings, plugins, outlines=Path(outlines))
+        blueprint = Blueprint(settings, plugins, outlines=Path(outlines))
         plugins.check_names(settings)
-        taken = assembly.taken(most)
+        taken = blueprint.taken(most)
         return {
             "bytes": taken.nbytes + PROCESS_BYTES,
             "weights_bytes": taken.weights,
             "max_model_len": taken.positions,
-            "quantization": settings.model.quantization or assembly.checkpoint.quant_method or None,
-            "format": assembly.chosen("container").name,
+            "quantization": settings.model.quantization or blueprint.checkpoint.quant_method or None,
+            "format": blueprint.chosen("container").name,
         }
