@@ -258,9 +258,10 @@ class Empty:
         self.folder, self._bin = folder, folder / "env" / "bin"
 
     def pip(self, *arguments: str, **variables: str) -> str:
-        """PIP_RETRIES: an index that cannot be reached from here is asked for every package."""
+        """PIP_RETRIES: an index that cannot be reached from here is asked for every package. PIP_NO_COMPILE: most of
+        what is installed is never imported."""
         command = [str(self._bin / "python"), "-m", "pip", "install", "--quiet", *arguments]
-        return self._run(command, **{"PIP_RETRIES": "1", **variables})
+        return self._run(command, **{"PIP_RETRIES": "1", "PIP_NO_COMPILE": "1", **variables})
 
     def named(self) -> set[str]:
         """The distributions that are installed."""

@@ -38,8 +38,6 @@ KIB = 1024
 SHARED_MEMORY = {80: 99 * KIB, 90: 227 * KIB, 100: 227 * KIB}
 """Of a block, at the most. An A100 has 163 KiB, but the smaller GPUs that take its configurations have 99."""
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
-SERVED = {80: ("bf16",), 90: ("bf16", "fp16"), 100: ("bf16",)}
-"""What is compiled unless another type is asked for. float16 is as wide as bfloat16: one GPU is enough."""
 SPILL = {80: 128, 90: 256, 100: 256}
 """Bytes of registers per thread that may go to memory."""
 CURRENT = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
@@ -71,6 +69,16 @@ MODELS = {
     "Granite-3.1-1B-A400M": Shape(1024, 16, 8, 64, experts=32),
 }
 
+LARGEST = ("Llama-3.2-3B", "Gemma-4-E2B")
+"""Heads of 128, which most models have, and of 512, which take the most memory."""
+EACH = (*LARGEST, "Gemma-3-1B", "gpt-oss-20b", "Granite-3.1-1B-A400M")
+"""A model for each size of heads, with windows, sinks and experts."""
+SERVED: dict[int, dict[str, tuple[str, ...]]] = {
+    80: {"bf16": EACH, "fp32": LARGEST},
+    90: {"bf16": tuple(MODELS), "fp16": LARGEST, "fp32": LARGEST},
+    100: {"bf16": EACH, "fp32": LARGEST},
+}
+"""What is compiled unless something else is asked for. float16 is as wide as bfloat16: one GPU is enough."""
 
 RECURRENT: tuple[Layer, ...] = (
     conv(6144, 4),
@@ -186,12 +194,14 @@ def launches(arch: int, dtype: torch.dtype, models: tuple[str, ...], forms: bool
 
 
 def _grouped(arch: int, dtype: torch.dtype, models: tuple[str, ...], forms: bool) -> Iterator[tuple[Form, int, int]]:
-    """Quantized weights and their shapes; if all ``forms`` are asked for, or all models are compiled, of every form."""
-    everything = forms or len(models) == len(MODELS)
+    """Quantized weights and their shapes: of every form if all ``forms`` are asked for, or a model of each kind on an
+    H100."""
+    everything = forms or {*EACH} <= {*models}
     if everything:
         yield FORMS[0], 17000, 256
-    if everything or (arch, dtype) == (90, torch.bfloat16):
-        for form in FORMS if everything and dtype == torch.bfloat16 else FORMS[:1]:
+    if everything or dtype != torch.float32:
+        some = FORMS if forms or arch == 90 else FORMS[::3]  # they differ in what is decoded, not in products
+        for form in some if everything else FORMS[:1]:
             yield form, 96, 2048  # in segments, where there are any
 
 
@@ -360,14 +370,15 @@ def main() -> int:
     parser.add_argument("--forms", action="store_true", help="all forms of quantized weights, also for few models")
     args = parser.parse_args()
     print(f"Triton {triton.__version__}")
-    models = tuple(args.model or MODELS)
-    jobs = [
-        (arch, dtype, models, args.forms, index)
-        for arch in args.arch or SHARED_MEMORY
-        for dtype in args.dtype or SERVED[arch]
-        for index in range(len(launches(arch, DTYPES[dtype], models, args.forms)))
-    ]
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+    torch.set_num_threads(1)  # more would not survive the fork
+    jobs = []
+    for arch in args.arch or SHARED_MEMORY:
+        for dtype in args.dtype or SERVED[arch]:
+            models = tuple(args.model or SERVED[arch].get(dtype, EACH))
+            found = launches(arch, DTYPES[dtype], models, args.forms)
+            jobs += [(arch, dtype, models, args.forms, index) for index in range(len(found))]
+    # Forked, so that launches are recorded once.
+    with ProcessPoolExecutor(2, mp_context=get_context("fork")) as pool:
         results = list(pool.map(compile_one, *zip(*jobs, strict=True), chunksize=8))
     sums: dict[str, set[str]] = {}
     for attention, line, wrong, added in results:

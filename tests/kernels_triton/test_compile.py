@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests.kernels_triton.compile_kernels import SERVED
 
 pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[2]
-OLDER = ("3.6.0", "3.8.0")
+OLDER = {"3.6.0": ["--model", "gpt-oss-20b", "--forms"], "3.8.0": list[str]()}
 """Releases of Triton that `make install` puts beside the environment: the oldest that the package allows, that of
-torch 2.11, and one in between."""
+torch 2.11, and one in between; with what either compiles besides a model."""
 
 
 def compiled(*narrow: str, triton: str | None = None) -> list[str]:
@@ -32,52 +34,27 @@ def compiled(*narrow: str, triton: str | None = None) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "narrow",
-    [
-        ["--arch", "90", "--dtype", "bf16", "--model", "Llama-3.2-3B"],
-        pytest.param(
-            ["--dtype", "fp32", "--model", "Llama-3.2-3B", "--model", "Gemma-3-1B", "--model", "Gemma-4-E2B"],
-            marks=pytest.mark.slow,
-        ),
-        *(pytest.param(["--arch", arch], marks=pytest.mark.slow) for arch in ("80", "90", "100")),
-    ],
-    ids=["few", "fp32", "sm_80", "sm_90", "sm_100"],
-)
-def test_every_kernel_compiles_and_fits(narrow: list[str]) -> None:
+@pytest.mark.parametrize("arch", SERVED)
+def test_every_kernel_compiles_and_fits(arch: int) -> None:
     """And attention waits for the matrix unit once per product, not per instruction of it; loads go on meanwhile;
     decodes add their weights up in the order in which prefills do; and decoded weights reach the matrix unit in
     registers."""
-    said = compiled(*narrow)
-    kernels = [
-        "extend",
-        "merge",
-        "linear",
-        "norm",
-        "rope_store",
-        "gated",
-        "sample",
-        "conv",
-        "delta",
-        "space",
-        "gated_norm",
-    ]
-    if "fp32" not in narrow:
-        kernels += ["grouped", "rows"]
-    if "--model" not in narrow:
-        kernels += ["route", "plan", "experts", "combine"]
-    for arch in [narrow[1]] if "--arch" in narrow else ["80", "90", "100"]:
-        lines = [line for line in said if line.startswith(f"sm_{arch} ")]
-        expected = [*kernels, "add"] if arch == "90" and "grouped" in kernels else kernels  # of segments of products
-        assert [kernel for kernel in expected if not any(f" {kernel}_kernel " in line for line in lines)] == []
+    said = compiled("--arch", str(arch))
+    anywhere = {"extend", "merge", "linear", "norm", "rope_store", "gated", "sample"}
+    anywhere |= {"conv", "delta", "space", "gated_norm"}
+    half = {"grouped", "rows"} | ({"add"} if arch == 90 else set())  # of segments of products
+    experts = {"route", "plan", "experts", "combine"}
+    expected = {"fp32": anywhere, "fp16": anywhere | half, "bf16": anywhere | half | experts}
+    for dtype in SERVED[arch]:
+        found = {kernel for line in said for kernel in re.findall(rf"^sm_{arch} {dtype} .*? (\w+)_kernel ", line)}
+        assert expected[dtype] - found == set(), dtype
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("version", OLDER)
-def test_every_kernel_compiles_under_an_older_triton(version: str) -> None:
+@pytest.mark.parametrize(("version", "narrow"), OLDER.items())
+def test_every_kernel_compiles_under_an_older_triton(version: str, narrow: list[str]) -> None:
     """And fits into shared memory; that it is slower there is no fault."""
-    models = [word for name in ("gpt-oss-20b", "Granite-3.1-1B-A400M") for word in ("--model", name)]
-    said = compiled("--arch", "90", "--dtype", "bf16", *models, "--forms", triton=version)
+    said = compiled("--arch", "90", "--dtype", "bf16", "--model", "Granite-3.1-1B-A400M", *narrow, triton=version)
     assert f"Triton {version}" in said
     kernels = ("extend", "linear", "grouped", "rows", "experts", "sample")
     assert [kernel for kernel in kernels if not any(f" {kernel}_kernel " in line for line in said)] == []
