@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +13,9 @@ import openai
 import pytest
 from tests.adapters.checkpoints import write_adapter
 from tests.models.checkpoints import write_checkpoint
+from tests.serving import TEMPLATE
 
-from infer import LLM
+from infer import LLM, PLUGIN_API, hookimpl
 from infer.assemble.adapters import LoadedAdapters
 from infer.contracts.adapters import Adapter
 from infer.contracts.params import SamplingParams
@@ -21,6 +23,7 @@ from infer.contracts.request import Request
 from infer.engine.adapters import AdapterSlots
 from infer.errors import RequestError
 from infer.server.testing import Serving, serving
+from infer_testing import tiny_checkpoint
 
 PROMPT = [*range(5, 60)]
 WAIT_S = 300.0
@@ -210,3 +213,81 @@ def test_servers_that_load_none(folder: Path) -> None:
         status, said = post(closed, "load_lora_adapter", lora_name="x", lora_path="b")
         assert (status, "loads adapters at its start only" in said) == (400, True)
         assert post(closed, "unload_lora_adapter", lora_name="first")[0] == 200
+
+
+TEXT = "how many of them are left"
+CHAT = {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 9, "temperature": 0}
+OPTIONS = {"num_predict": 9, "temperature": 0}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/messages": CHAT,
+    "/v1/responses": {"input": TEXT, "max_output_tokens": 9, "temperature": 0},
+    "/v1/embeddings": {"input": [TEXT] * 3},
+    "/v1/rerank": {"query": "left", "documents": [TEXT] * 3},
+    "/v1/score": {"text_1": "left", "text_2": [TEXT] * 3},
+    "/v1/decisions": {"input": TEXT, "questions": [{"type": "predicate", "instructions": "left?"}] * 3},
+    "/api/chat": {"messages": CHAT["messages"], "stream": False, "options": OPTIONS},
+    "/api/generate": {"prompt": TEXT, "raw": True, "stream": False, "options": OPTIONS},
+    "/api/embed": {"input": TEXT},
+    "/api/embeddings": {"prompt": TEXT},
+}
+VARIES = {"id", "created", "created_at", "completed_at", "model", "usage", "store"}
+
+
+@pytest.fixture(scope="module")
+def talking(folder: Path) -> Iterator[Serving]:
+    """With a tokenizer and a chat template."""
+    base = tiny_checkpoint("Qwen3ForCausalLM", folder / "talking", model_type="qwen3", max_position_embeddings=4096)
+    (base / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    write_adapter(base, folder / "polite")
+    with serving(
+        str(base), server={"served_model_name": "base"}, adapters={"load": [f"polite={folder / 'polite'}"]}
+    ) as server:
+        yield server
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_every_route_answers_by_the_adapter_that_is_asked_for(path: str, talking: Serving) -> None:
+    def ask(model: str) -> tuple[str, dict[str, Any]]:
+        answer = httpx.post(f"{talking.url}{path}", json=BODIES[path] | {"model": model}, timeout=60)
+        assert answer.status_code == 200, answer.text
+        said = answer.json()
+        plain = {key: value for key, value in said.items() if key not in VARIES and not key.endswith("_duration")}
+        return said.get("model", model), plain
+
+    (base, plain), (named, adapted), (_, again) = ask("base"), ask("polite"), ask("base:polite")
+    assert (base, named) == ("base", "polite")
+    assert str(adapted) != str(plain)
+    if path.startswith("/api"):
+        assert ask("polite:latest")[1] == again == adapted
+
+
+def test_ollama_lists_adapters(talking: Serving) -> None:
+    listed = httpx.get(f"{talking.url}/api/tags", timeout=60).json()["models"]
+    assert [model["name"] for model in listed] == ["base:latest", "polite:latest"]
+
+
+class Unloads:
+    """A plugin whose observer unloads an adapter as soon as a request has ended."""
+
+    INFER_PLUGIN_API = PLUGIN_API
+    url = ""
+
+    @hookimpl
+    def infer_request_finished(self, record: object) -> None:
+        httpx.post(f"{self.url}/v1/unload_lora_adapter", json={"lora_name": "first"}, timeout=60)
+
+
+def test_an_adapter_that_goes_while_a_body_is_answered_is_not_replaced_by_the_base(folder: Path) -> None:
+    """The body's second text is embedded once its first is."""
+    plugin = Unloads()
+    with serving(
+        str(folder / "base"),
+        plugins=[plugin],
+        engine={"max_batch_size": 1, "max_waiting_requests": 0},
+        server={"served_model_name": "base"},
+        adapters={"load": [f"first={folder / 'all' / 'a'}"]},
+    ) as server:
+        plugin.url = server.url
+        status, said = post(server, "embeddings", model="first", input=[PROMPT, PROMPT[1:]])
+        assert (status, "has been unloaded" in said) == (404, True)

@@ -45,6 +45,8 @@ INLINE_CHARS = 4096
 continue."""
 SILENCE_S = 15.0
 """A stream that has nothing to send before its first event sends its wire format's ``IDLE`` after so many seconds."""
+ADAPTER = web.RequestKey("adapter", Adapter)
+"""What a request has chosen, if it is not the base."""
 T = TypeVar("T", bound=Body)
 R = TypeVar("R")
 
@@ -127,7 +129,7 @@ class Service:
             parsed = await self._reader(body, model)
         http[BODY] = cast(Body, parsed)
         name: str | None = getattr(parsed, "model", None)
-        if name is not None and not self.is_model(name):
+        if name is not None and not self.choose(http, name):
             raise NotFoundError(
                 f"The model {name!r} is not served here; this server has {self.served.name!r}.",
                 param="model",
@@ -143,20 +145,33 @@ class Service:
     def is_model(self, name: str) -> bool:
         """Whether clients may ask for the model, or for an adapter of it, by this name."""
         return (
-            self._adapter(name) is not None
+            self.adapter(name) is not None
             or name == self.served.name
             or name in self._settings.aliases
             or "*" in self._settings.aliases
         )
 
-    def _adapter(self, name: str) -> Adapter | None:
+    def choose(self, http: web.Request, name: str) -> bool:
+        """Have a request answered by the model, or by its adapter, of this name. Returns whether there is one. What
+        has been chosen stays, even if another adapter of that name is loaded before all of the request is answered."""
+        if (adapter := self.adapter(name)) is not None:
+            http[ADAPTER] = adapter
+        return self.is_model(name)
+
+    def names(self) -> list[str]:
+        """What clients may ask for by name: the model, its aliases and its adapters."""
+        adapters = self.served.adapters
+        own = [self.served.name, *(name for name in self._settings.aliases if name != "*")]
+        return [*own, *(adapter.name for adapter in (adapters.loaded() if adapters is not None else ()))]
+
+    def adapter(self, name: str) -> Adapter | None:
+        """The adapter that clients may ask for by this name."""
         adapters = self.served.adapters
         return None if adapters is None else adapters.find(name)
 
-    def adapter(self, http: web.Request) -> Adapter | None:
-        """The adapter that the body's ``model`` names; None for the base."""
-        name: str | None = getattr(http.get(BODY), "model", None)
-        return None if name is None else self._adapter(name)
+    def model_name(self, http: web.Request) -> str:
+        """The name of what answers a request: of the adapter that it asks for, or of the model."""
+        return http[ADAPTER].name if ADAPTER in http else self.served.name
 
     def check_choices(self, count: int, param: str) -> None:
         """Raise RequestError if one body asks for more answers than may be."""
@@ -183,7 +198,7 @@ class Service:
         """Make ``n`` requests for each prompt, in order. Raises RequestError."""
         self.check_choices(len(prompts) * n, "n" if n > 1 else "prompt")
         trace = {name: http.headers[name] for name in ("traceparent", "tracestate", "baggage") if name in http.headers}
-        grammar, adapter = await self._compile(params.structured_outputs), self.adapter(http)
+        grammar, adapter = await self._compile(params.structured_outputs), http.get(ADAPTER)
 
         def make() -> list[Request]:
             made: list[Request] = []
@@ -348,10 +363,9 @@ class Service:
     async def _write(self, http: web.Request, response: web.StreamResponse, data: bytes) -> None:
         await write(http, response, data, self._settings.stall_timeout_s)
 
-    def frame(self, id: str, kind: str, adapter: Adapter | None = None) -> Json:
+    def frame(self, http: web.Request, id: str, kind: str) -> Json:
         """The fields that every answer begins with."""
-        name = self.served.name if adapter is None else adapter.name
-        return {"id": id, "object": kind, "created": int(time.time()), "model": name}
+        return {"id": id, "object": kind, "created": int(time.time()), "model": self.model_name(http)}
 
     async def prompt_logprobs(self, answer: Completion | Event) -> Array | None:
         """The prompt's logprobs, keyed by token id as in vLLM."""

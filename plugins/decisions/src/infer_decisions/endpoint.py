@@ -350,7 +350,11 @@ class Decisions:
 
         rows = zip(questions, labels, answers, names or repeat(b""), strict=False)
         decided = await self._service.writer.each(lambda row: decide(*row), rows, len(questions))
-        frame: Json = {"id": f"decision-{http[REQUEST_ID]}", "object": "decision", "model": self._service.served.name}
+        frame: Json = {
+            "id": f"decision-{http[REQUEST_ID]}",
+            "object": "decision",
+            "model": self._service.model_name(http),
+        }
         if isinstance(body, SystemOneRequest):
             return await self._service.answer(http, frame | {"answers": Array(decided, (b"{", b"}")), "usage": usage})
         more = {

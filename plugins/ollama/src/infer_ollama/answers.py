@@ -133,7 +133,7 @@ class Answers:
     async def chat(self, http: web.Request) -> web.StreamResponse:
         began = time.perf_counter_ns()
         body = await self._service.read(http, ChatBody, place=True)
-        self._check(body)
+        self._check(http, body)
         turns, continues = body.history
         if not turns:
             return await self._nothing(http, body, _message)
@@ -143,7 +143,7 @@ class Answers:
     async def generate(self, http: web.Request) -> web.StreamResponse:
         began = time.perf_counter_ns()
         body = await self._service.read(http, GenerateBody, place=True)
-        self._check(body)
+        self._check(http, body)
         if not body.prompt:
             return await self._nothing(http, body, _response)
         # Without a chat template, Ollama's is the prompt alone.
@@ -154,9 +154,9 @@ class Answers:
         requests = await self._service.requests(http, [body.prompt], params, body, prefix="ollama")
         return await self._answered(http, body, requests, _Output(self._service, body, _response, None, began))
 
-    def _check(self, body: Answered) -> None:
+    def _check(self, http: web.Request, body: Answered) -> None:
         """Raise RequestError if a body is about another model, or asks this one for what it does not do."""
-        check_served(self._service, body)
+        check_served(self._service, http, body)
         if body.think and self._service.served.reasoning is None:
             raise RequestError(f"{body.model_name[:200]!r} does not support thinking; leave think out.", param="think")
 

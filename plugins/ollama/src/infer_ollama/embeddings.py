@@ -52,7 +52,7 @@ class Embeddings:
     async def embed(self, http: web.Request) -> web.StreamResponse:
         began = time.perf_counter_ns()
         body = await self._service.read(http, EmbedBody, place=True)
-        check_served(self._service, body)
+        check_served(self._service, http, body)
         answer: Json = {"model": body.model_name, "embeddings": []}
         if not body.input:  # as Ollama does for a model that is to be loaded
             return await self._service.answer(http, answer)
@@ -72,7 +72,7 @@ class Embeddings:
 
     async def old(self, http: web.Request) -> web.StreamResponse:
         body = await self._service.read(http, OldEmbedBody, place=True)
-        check_served(self._service, body)
+        check_served(self._service, http, body)
         if not body.prompt:
             return await self._service.answer(http, {"embedding": []})
         (vector,), _ = await self._vectors(http, [body.prompt], body, "prompt", None)

@@ -92,9 +92,10 @@ def is_served(service: Service, name: str) -> bool:
     return service.is_model(name) or service.is_model(name.removesuffix(LATEST))
 
 
-def check_served(service: Service, body: Asked) -> None:
-    """Raises NotFoundError, in Ollama's words, if a body is about another model."""
-    if not is_served(service, body.asked):
+def check_served(service: Service, http: web.Request, body: Asked) -> None:
+    """Have a request answered by the model, or by its adapter, that the body names. Raises NotFoundError, in Ollama's
+    words, if there is none."""
+    if not (service.choose(http, body.asked) or service.choose(http, body.asked.removesuffix(LATEST))):
         raise NotFoundError(f"model {body.asked[:200]!r} not found", code="model_not_found")
 
 
@@ -159,8 +160,6 @@ class Models:
         self._digest = hashlib.sha256(served.name.encode()).hexdigest()
 
     def _models(self) -> list[Model]:
-        service = self._service
-        names = [service.served.name, *(name for name in service.settings.server.aliases if name != "*")]
         return [
             {
                 "name": listed(name),
@@ -170,7 +169,7 @@ class Models:
                 "digest": self._digest,
                 "details": self._details,
             }
-            for name in names
+            for name in self._service.names()
         ]
 
     async def root(self, http: web.Request) -> web.Response:
@@ -189,7 +188,7 @@ class Models:
     async def show(self, http: web.Request) -> web.StreamResponse:
         service, served = self._service, self._service.served
         body = await service.read(http, ShowBody)
-        check_served(service, body)
+        check_served(service, http, body)
         capabilities = ["completion"]
         if service.conversation.tool_format is not None:
             capabilities.append("tools")

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Literal, NotRequired
 from aiohttp import web
 from typing_extensions import TypedDict
 
-from infer.contracts.adapters import Adapter
 from infer.contracts.server import Route
 from infer.server.http.errors import NotFoundError
 
@@ -55,15 +54,13 @@ def routes(service: Service, settings: object) -> list[Route]:
         "default_sampling_params": dict(served.sampling),
     }
 
-    def described(adapter: Adapter) -> Model:
+    def described(name: str) -> Model:
+        if (adapter := service.adapter(name)) is None:
+            return {**entry, "id": name}
         return {**entry, "id": adapter.name, "root": adapter.path, "parent": served.name}
 
-    def adapters() -> list[Model]:
-        return [] if served.adapters is None else [described(adapter) for adapter in served.adapters.loaded()]
-
     async def models(http: web.Request) -> web.Response:
-        names = [served.name, *(name for name in service.settings.server.aliases if name != "*")]
-        return web.json_response({"object": "list", "data": [*({**entry, "id": name} for name in names), *adapters()]})
+        return web.json_response({"object": "list", "data": [described(name) for name in service.names()]})
 
     async def model(http: web.Request) -> web.Response:
         name = http.match_info["model"]
@@ -71,9 +68,7 @@ def routes(service: Service, settings: object) -> list[Route]:
             raise NotFoundError(
                 f"The model {name!r} is not served here; this server has {served.name!r}.", code="model_not_found"
             )
-        if served.adapters is not None and (adapter := served.adapters.find(name)):
-            return web.json_response(described(adapter))
-        return web.json_response({**entry, "id": name})
+        return web.json_response(described(name))
 
     def status(good: str | None, otherwise: str) -> web.Response:
         """200 if ``good`` is not None."""

@@ -284,7 +284,7 @@ class Chat:
         id = f"chatcmpl-{http[REQUEST_ID]}"
         metadata = {} if body.metadata is None else {"metadata": body.metadata}
         if body.stream:
-            frame = self._service.frame(id, "chat.completion.chunk", requests[0].adapter)
+            frame = self._service.frame(http, id, "chat.completion.chunk")
             response = await self._service.stream(
                 http, requests, functools.partial(self._frames, frame, body, reply, requests, thoughts)
             )
@@ -295,7 +295,7 @@ class Chat:
             await self._service.writer.each(thought.push, answer.token_ids, len(answer.token_ids))
         http[CALLER].usage = usage = _detailed(usage, thoughts)
         choices = [await self._choice(i, body, reply, answer) for i, answer in enumerate(answers)]
-        frame = self._service.frame(id, "chat.completion", requests[0].adapter) | metadata
+        frame = self._service.frame(http, id, "chat.completion") | metadata
         return await self._service.answer(http, frame | {"choices": choices, "usage": usage})
 
     async def _choice(self, index: int, body: ChatRequest, reply: Reply, answer: Completion) -> Json:

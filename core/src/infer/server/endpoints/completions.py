@@ -111,7 +111,7 @@ class Completions:
         requests = await self._service.requests(
             http, body.prompts, params, body, n=body.n, special=body.add_special_tokens
         )
-        frame = self._service.frame(requests[0].id.removesuffix("-0"), "text_completion", requests[0].adapter)
+        frame = self._service.frame(http, requests[0].id.removesuffix("-0"), "text_completion")
         if body.stream:
             frames = functools.partial(self._frames, frame, body, requests)
             response = await self._service.stream(http, requests, frames)

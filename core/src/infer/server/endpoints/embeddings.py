@@ -87,7 +87,7 @@ class Embedder:
         )
         made = functools.partial(written, body.dimensions, body.encoding_format == "base64")
         data = Array(await service.writer.each(lambda row: made(*row), rows, len(rows)))
-        frame: Json = {"object": "list", "data": data, "model": service.served.name, "usage": usage}
+        frame: Json = {"object": "list", "data": data, "model": service.model_name(http), "usage": usage}
         return await service.answer(http, frame)
 
     async def pooled(

@@ -153,7 +153,7 @@ class Rerank:
             return json.dumps({"index": i, **shown, "relevance_score": scores[i]}, ensure_ascii=False).encode()
 
         results = Array(await self._service.writer.each(written, ranked, len(ranked)))
-        frame: Json = {"id": f"rerank-{http[REQUEST_ID]}", "model": self._service.served.name}
+        frame: Json = {"id": f"rerank-{http[REQUEST_ID]}", "model": self._service.model_name(http)}
         return await self._service.answer(http, frame | {"results": results, "usage": usage})
 
     async def score(self, http: web.Request) -> web.StreamResponse:
@@ -168,7 +168,7 @@ class Rerank:
         pairs = list(zip(first * (len(second) // len(first)), second, strict=True))
         scores, usage = await self._scores(http, body, pairs, body.instruction, "text_2")
         data = Array([b'{"index": %d, "object": "score", "score": %.17g}' % each for each in enumerate(scores)])
-        frame = self._service.frame(f"score-{http[REQUEST_ID]}", "list")
+        frame = self._service.frame(http, f"score-{http[REQUEST_ID]}", "list")
         return await self._service.answer(http, frame | {"data": data, "usage": usage})
 
     async def _scores(

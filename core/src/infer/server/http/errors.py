@@ -124,7 +124,7 @@ def _response(request: web.Request, error: Exception) -> web.Response:
     headers: dict[str, str] = {}
     kind, message = "invalid_request_error", None
     match error:
-        case NotFoundError():
+        case NotFoundError() | RequestError(code="model_not_found"):
             status = 404
         case ForbiddenError():
             status, kind = 403, "permission_error"
