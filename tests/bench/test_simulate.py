@@ -500,7 +500,7 @@ def test_costs_are_fitted_to_a_server_of_its_own(tmp_path: Path, capsys: pytest.
     found = Costs.read(str(file))
     assert (found.model, found.device, found.max_seq_len, found.cache_tokens) == ("demo", "cpu", 2048, 4096)
     assert found.passes > 0
-    assert found.seconds.step + found.seconds.token + found.seconds.sequence > 0
+    assert max(found.seconds.model_dump(exclude={"request"}).values()) > 0  # which of them is a matter of the clock
     assert capsys.readouterr().out.startswith(f"costs of demo on {found.machine}: fitted to {found.passes} passes")
 
 

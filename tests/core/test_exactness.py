@@ -3,7 +3,9 @@ hits, preemption or draft tokens."""
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -36,15 +38,26 @@ from infer.engine.exactness import self_check
 
 pytestmark = pytest.mark.usefixtures("each_provider")
 FIRST = ("llama", "qwen3", "gemma3", "granite_hybrid")
-families = pytest.mark.parametrize(
-    ("each_provider", "family"),
-    [
-        *(pytest.param("native", f, marks=() if f in FIRST else pytest.mark.slow) for f in FAMILIES + QUANTIZED),
-        *(pytest.param("reference", f, marks=pytest.mark.slow) for f in (*FIRST, "qwen3_moe", QUANTIZED[0])),
-    ],
-    indirect=["each_provider"],
-)
-"""Every family, with plain and with quantized weights, by the native kernels, and one of each kind by the reference."""
+EACH = [
+    *(("native", family, family not in FIRST) for family in FAMILIES + QUANTIZED),
+    *(("reference", family, True) for family in (*FIRST, "qwen3_moe", QUANTIZED[0])),
+]
+"""Provider, family and whether it is slow: every family, with plain and with quantized weights, by the native kernels,
+and one of each kind by the reference."""
+
+
+def families(*names: str, plain: Sequence[Any] = ((),), quantized: Sequence[Any] | None = None) -> pytest.MarkDecorator:
+    """``EACH``, with all values of further arguments, or fewer for quantized weights, which only products see."""
+    return pytest.mark.parametrize(
+        ("each_provider", "family", *names),
+        [
+            pytest.param(provider, family, *values, marks=pytest.mark.slow if slow else ())
+            for provider, family, slow in EACH
+            for values in (quantized if quantized is not None and family in QUANTIZED else plain)
+        ],
+        indirect=["each_provider"],
+    )
+
 
 CHUNK = 16
 KV_DTYPES: tuple[KVDtype, ...] = ("auto", "int8")
@@ -77,9 +90,11 @@ def prefill(
     return model.logits(hidden[-1:]), place.num_cached
 
 
-@families
+LENGTHS = [(n,) for n in (1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 1, 127, 128, 129, 300)]
+
+
+@families("length", plain=LENGTHS, quantized=LENGTHS[2::3])
 @both
-@pytest.mark.parametrize("length", [1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 1, 127, 128, 129, 300])
 def test_logits_of_chunked_and_full_prefill(family: str, dtype: torch.dtype, length: int) -> None:
     model, prompt = tiny_model(family, dtype), random_prompt(length)
     full = prefill_logits(model, dtype, prompt, [length])
@@ -89,7 +104,7 @@ def test_logits_of_chunked_and_full_prefill(family: str, dtype: torch.dtype, len
         assert torch.equal(full, prefill_logits(model, dtype, prompt, cuts)), chunk
 
 
-@families
+@families()
 @both
 @torch.inference_mode()
 def test_hidden_states_of_some_rows_are_those_of_all(family: str, dtype: torch.dtype) -> None:
@@ -278,7 +293,7 @@ def test_any_mix_of_arrivals_chunks_budgets_and_pools(
     assert stepper.pool.free_tokens() == stepper.room
 
 
-@families
+@families()
 @both
 def test_static_batches_answer_the_same(family: str, dtype: torch.dtype) -> None:
     stepper = make_engine(tiny_model(family, dtype), dtype, static=True, use_chunked_prefill=False)
@@ -289,7 +304,7 @@ def test_static_batches_answer_the_same(family: str, dtype: torch.dtype) -> None
         assert same(stepper.answer(str(index)), alone(family, dtype, index))
 
 
-@families
+@families()
 @both
 def test_preemption_does_not_change_the_answer(family: str, dtype: torch.dtype) -> None:
     """A pool that refuses to grow now and then forces recomputation of prompt and answer so far."""
@@ -322,11 +337,11 @@ def test_quantized_keys_and_values_are_shared_and_computed_again(dtype: torch.dt
     check_paged_pool("llama", dtype, "int8", True, spare, True)
 
 
-@families
+PAGED = [*itertools.product([False, True], [0, 180], [False, True])]
+
+
+@families("mixed", "spare", "prefix_caching", plain=PAGED, quantized=[(False, 180, False), (True, 0, True)])
 @both
-@pytest.mark.parametrize("mixed", [False, True], ids=["separate", "mixed"])
-@pytest.mark.parametrize("spare", [0, 180], ids=["preempted", "roomy"])
-@pytest.mark.parametrize("prefix_caching", [False, True], ids=["miss", "hit"])
 def test_paged_pool_answers_the_same(
     family: str, dtype: torch.dtype, mixed: bool, spare: int, prefix_caching: bool
 ) -> None:
@@ -350,7 +365,7 @@ def check_paged_pool(
         assert same(stepper.answer(str(index)), alone(family, dtype, index, kv_dtype))
 
 
-@families
+@families()
 @both
 def test_self_check_holds(family: str, dtype: torch.dtype) -> None:
     model = tiny_model(family, dtype)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -55,42 +57,38 @@ def attend(
     assert torch.equal(found, unsplit.attend())
 
 
-@pytest.mark.parametrize(
-    "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=["fp32", "bf16"]
-)
-@pytest.mark.parametrize(
-    "window", [9, *(pytest.param(window, marks=pytest.mark.slow) for window in (None, 1, 33, 63, 64, 65))]
-)
+def first_in_each(first: Sequence[Any], others: Sequence[Any], *dtypes: torch.dtype) -> list[Any]:
+    """Cases of bfloat16, and the first of them in other types, too. ``first`` alone is quick."""
+    slow = [(case, torch.bfloat16) for case in others] + [(first[0], dtype) for dtype in dtypes]
+    return [
+        *((case, torch.bfloat16) for case in first),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in slow),
+    ]
+
+
+@pytest.mark.parametrize(("window", "dtype"), first_in_each([9], [None, 1, 33, 63, 64, 65], torch.float32))
 @pytest.mark.parametrize("extends", [MIXED, DECODES], ids=["mixed", "decodes"])
 def test_windows(extends: list[tuple[int, int]], window: int | None, dtype: torch.dtype, device: str) -> None:
     attend(extends, spec(window=window), 16, dtype, device)
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.bfloat16, *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float32, torch.float16))],
-    ids=["bf16", "fp32", "fp16"],
-)
-@pytest.mark.parametrize("block_size", [16, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 500))])
+@pytest.mark.parametrize(("block_size", "dtype"), first_in_each([16], [1, 500], torch.float32, torch.float16))
 def test_blocks_and_soft_cap_and_sinks(block_size: int, dtype: torch.dtype, device: str) -> None:
     attend(MIXED, spec(cap=0.7, sinks=SINKS if block_size == 16 else ()), block_size, dtype, device)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "dtype",
-    [torch.bfloat16, *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float32, torch.float16))],
-    ids=["bf16", "fp32", "fp16"],
+    ("where", "dtype"),
+    first_in_each(
+        [(spec(6, 2, cap=0.7, window=33, sinks=SINKS), 16)],
+        [(spec(6, 2, 20), 500), (spec(4, 4, 128), 1)],
+        torch.float32,
+        torch.float16,
+    ),
 )
-@pytest.mark.parametrize(
-    ("where", "block_size"),
-    [
-        (spec(6, 2, cap=0.7, window=33, sinks=SINKS), 16),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((spec(6, 2, 20), 500), (spec(4, 4, 128), 1))),
-    ],
-)
-def test_quantized_keys_and_values(where: AttentionSpec, block_size: int, dtype: torch.dtype, device: str) -> None:
-    attend(MIXED, where, block_size, dtype, device, "int8")
+def test_quantized_keys_and_values(where: tuple[AttentionSpec, int], dtype: torch.dtype, device: str) -> None:
+    attend(MIXED, *where, dtype, device, "int8")
 
 
 def test_small_weights_do_not_vanish_with_int8_in_float16(device: str) -> None:
@@ -104,22 +102,13 @@ def test_small_weights_do_not_vanish_with_int8_in_float16(device: str) -> None:
     torch.testing.assert_close(scene.attend().cpu().double(), expected, rtol=2e-2, atol=0)
 
 
-@pytest.mark.parametrize(
-    "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=["fp32", "bf16"]
-)
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "size"),
-    [
-        (6, 2, 20),
-        (3, 1, 256),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in ((1, 1, 64), (8, 1, 96), (4, 4, 128), (32, 2, 16), (70, 1, 16))
-        ),
-    ],
-)
-def test_head_counts_and_sizes(heads: int, kv_heads: int, size: int, dtype: torch.dtype, device: str) -> None:
-    attend([(40, 1), (90, 1), (0, 33), (50, 30)], spec(heads, kv_heads, size), 16, dtype, device)
+HEADS = [(1, 1, 64), (8, 1, 96), (4, 4, 128), (32, 2, 16), (70, 1, 16)]
+
+
+@pytest.mark.parametrize(("heads", "dtype"), first_in_each([(6, 2, 20), (3, 1, 256)], HEADS, torch.float32))
+def test_head_counts_and_sizes(heads: tuple[int, int, int], dtype: torch.dtype, device: str) -> None:
+    """Query heads, K/V heads and their size."""
+    attend([(40, 1), (90, 1), (0, 33), (50, 30)], spec(*heads), 16, dtype, device)
 
 
 def test_large_scores(device: str) -> None:

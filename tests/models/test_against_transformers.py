@@ -57,6 +57,8 @@ MIXTURES = (
 NEW_FAMILIES: tuple[Family, ...] = FAMILIES[7:]
 MANY = rf"(qwen2|mistral|phi3|olmo2|{'|'.join(NEW_FAMILIES)})-(tied-.|untied-[14])|({'|'.join(MIXTURES)})-untied-2"
 """Cases of families that share nearly everything with Llama."""
+HEADS = ((True, 2), (False, 1), (False, 2), (False, 4))
+"""Whether embeddings are tied, and how many heads K and V have."""
 CASES: dict[str, dict[str, Any]] = {
     f"{family}-{'tied' if tied else 'untied'}-{kv_heads}": {
         "family": family,
@@ -65,7 +67,8 @@ CASES: dict[str, dict[str, Any]] = {
         "window": 9 if family in ("gemma2", "gemma3", "mistral", "ministral", "exaone4", "gpt_oss") else None,
         "seed": int(family in ("qwen3_moe", "qwen3_next")),
     }
-    for family, tied, kv_heads in itertools.product(FAMILIES, (True, False), (1, 2, 4))
+    for family in FAMILIES
+    for tied, kv_heads in (HEADS if family in NEW_FAMILIES else itertools.product((True, False), (1, 2, 4)))
 } | {
     "llama-llama3-rope": {"family": "llama", "rope": "llama3"},
     "llama-linear-rope": {"family": "llama", "rope": "linear"},

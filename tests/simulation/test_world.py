@@ -44,4 +44,4 @@ def test_written_worlds() -> None:
 @pytest.mark.draws
 @seeded(160)
 def test_more_worlds(seed: int) -> None:
-    run(1000 + seed, 500)
+    run(1000 + seed, 300)

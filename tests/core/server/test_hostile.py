@@ -18,6 +18,8 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+import httpx
 import psutil
 import pytest
 from prometheus_client import generate_latest
@@ -688,6 +690,13 @@ async def test_bodies_on_their_way_take_so_much_memory_together(chatty: Body, mo
         while (await server.post(body))[0] == 503:
             await asyncio.sleep(0)
         assert (await server.post(body))[0] == 200
+
+
+async def test_idle_connections_are_kept_longer_than_clients_keep_them() -> None:
+    """Else a client would send a request while the server closes the connection."""
+    async with aiohttp.TCPConnector() as connector:
+        assert (connector._keepalive_timeout or 0) < sockets.KEEPALIVE_S
+    assert (httpx.Limits().keepalive_expiry or 0) < sockets.KEEPALIVE_S
 
 
 async def test_headers_that_do_not_end_are_not_waited_for(chatty: Body, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,9 @@ from aiohttp import web
 from infer.errors import SettingsError
 from infer.server.http.errors import Protocol
 
-KEEPALIVE_S = 15.0
+KEEPALIVE_S = 75.0
+"""How long, in seconds, a connection may be idle. Clients that keep theirs as long or longer would send a request while
+the server closes the connection, and lose it: aiohttp keeps them for 15 s, nginx for 60."""
 MAX_CONNECTIONS = 8192
 """How many connections there may be at a time, if the process may open twice as many files."""
 
