@@ -28,9 +28,9 @@ from infer.server.conversation import Conversation
 from infer.server.endpoints.chat_completions import ChatRequest
 from infer.server.http.bodies import INLINE_BYTES
 from infer.server.http.parsing import parse
-from infer_agents import responses
 from infer_agents.messages import MAX_COUNTED
 from infer_agents.response_bodies import ResponsesRequest
+from infer_agents.response_shapes import Response
 from infer_agents.response_tools import Offer
 
 PATH, COUNT = "/v1/responses", "/v1/responses/input_tokens"
@@ -141,7 +141,7 @@ def built(events: Sequence[Any]) -> list[Any]:
 async def test_calls_are_items_of_their_own_with_their_namespaces_apart(server: Running) -> None:
     await told(server, ASKED, SAID)
     whole = await ask(server, ASKED)
-    TypeAdapter(responses.Response).validate_python(whole)
+    TypeAdapter(Response).validate_python(whole)
     assert whole["status"] == "completed"
     content = {"type": "output_text", "text": "Well. ", "annotations": [], "logprobs": []}
     thought = {"type": "reasoning_text", "text": "hm, which"}
@@ -630,7 +630,7 @@ async def test_a_failure_ends_a_response_as_failed(tmp_path: Path) -> None:
         *_, failed, error = await stream(server, asked)
         assert (failed["type"], error["type"]) == ("response.failed", "error")
         assert failed["response"]["status"] == "failed"
-        TypeAdapter(responses.Response).validate_python(failed["response"])
+        TypeAdapter(Response).validate_python(failed["response"])
         assert failed["response"]["error"] == {"code": "server_error", "message": error["message"]}
         assert "KeyError" in error["message"]
         assert (await server.post(asked, PATH))[0] == 500

@@ -27,7 +27,7 @@ from infer.errors import SettingsError
 from infer.server import app
 from infer.server.http import access, parsing
 from infer.server.input_items import conversation
-from infer_agents import response_bodies, responses
+from infer_agents import background, records, response_bodies, responses
 from infer_agents.continuing import following, unpacked
 from infer_agents.store import FullError, Record, Store, StoreError, TooLargeError, open_store
 
@@ -275,13 +275,13 @@ async def test_the_vocabulary_is_read_at_the_start_in_a_thread_and_for_a_store_a
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: bool
 ) -> None:
     threads: list[str] = []
-    vocabulary = responses._vocabulary
+    vocabulary = records._vocabulary
 
     def read(served: Any) -> str:
         threads.append(threading.current_thread().name)
         return vocabulary(served)
 
-    monkeypatch.setattr(responses, "_vocabulary", read)
+    monkeypatch.setattr(records, "_vocabulary", read)
     made = settings(tmp_path, **({} if store else {"agents": {"store_max_bytes": 0}}))
     async with running([Puppets()], **made) as server:
         for _ in range(2):
@@ -347,7 +347,7 @@ async def test_a_client_that_leaves_at_once_leaves_a_response_that_is_computed(
         put(store, owner, record)
 
     monkeypatch.setattr(Store, "put", held)
-    begin, left = responses.Responses._begin, asyncio.Event()
+    begin, left = background.Background.begin, asyncio.Event()
 
     async def begun(*given: Any) -> Any:
         try:
@@ -355,7 +355,7 @@ async def test_a_client_that_leaves_at_once_leaves_a_response_that_is_computed(
         finally:
             left.set()
 
-    monkeypatch.setattr(responses.Responses, "_begin", begun)
+    monkeypatch.setattr(background.Background, "begin", begun)
     post = asyncio.create_task(server.post({"input": "x", "background": True}, "/v1/responses"))
     await asyncio.to_thread(entered.wait, HANG_S)
     post.cancel()
@@ -368,7 +368,7 @@ async def test_a_client_that_leaves_at_once_leaves_a_response_that_is_computed(
 async def test_responses_in_the_background_leave_places_to_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(responses, "MOST_BACKGROUND", 3)
+    monkeypatch.setattr(background, "MOST_BACKGROUND", 3)
     made = settings(tmp_path) | {"engine": ENGINE | {"max_batch_size": 1}}
     asked = {"input": "x", "background": True}
     async with running([Puppets()], **made) as server:
@@ -409,7 +409,7 @@ async def test_a_response_in_the_background_is_cancelled(
     server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, elsewhere: bool
 ) -> None:
     """Here, or by a server that shares the file."""
-    monkeypatch.setattr(responses, "WATCH_S", 0)
+    monkeypatch.setattr(background, "WATCH_S", 0)
     with holding(1):
         async with asking(server) as client:
             begun = await client.responses.create(model="demo", input="x", background=True)
@@ -420,7 +420,7 @@ async def test_a_response_in_the_background_is_cancelled(
                 record = store.get(store.owner(""), begun.id)
                 assert record is not None
                 assert not store.is_gone(record.runner)
-                assert responses._finish(store, record, "cancelled")
+                assert records.finish(store, record, "cancelled")
                 store.close()
             else:
                 assert (await client.responses.cancel(begun.id)).status == "cancelled"
@@ -435,7 +435,7 @@ async def test_a_response_in_the_background_is_cancelled(
 async def test_a_response_that_cannot_be_kept_at_its_end_fails_as_soon_as_it_can_be_kept(
     server: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(responses, "WATCH_S", 0)
+    monkeypatch.setattr(background, "WATCH_S", 0)
     finish = Store.finish
     tried: list[str] = []
 

@@ -24,7 +24,8 @@ from infer.plugins.discovery import Plugins
 from infer_kernels_cpu.provider import CpuKernels
 from infer_models_transformers import exact
 from infer_models_transformers.attention import FAR, window_of
-from infer_models_transformers.model import TransformersModel, _plain
+from infer_models_transformers.model import TransformersModel
+from infer_models_transformers.preparing import plain
 from infer_testing import check_model
 from infer_testing.models import Models, Stage
 
@@ -142,7 +143,7 @@ def test_no_part_of_a_config_names_code(tmp_path: Path, monkeypatch: pytest.Monk
     fields = {"architectures": ["FuyuForCausalLM"], "num_hidden_layers": 2, "text_config": part}
     with pytest.raises(CheckpointError, match="may name any other architecture"):
         TransformersModel(fields, context())
-    assert _plain(fields)["text_config"] == {"model_type": "trocr", "name_or_path": str(tmp_path)}
+    assert plain(fields)["text_config"] == {"model_type": "trocr", "name_or_path": str(tmp_path)}
 
 
 @pytest.mark.parametrize("fields", [["num_experts", "num_local_experts"], ["num_hidden_layers"]])

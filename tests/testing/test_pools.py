@@ -24,7 +24,8 @@ from infer_cache_paged.pages import Pages
 from infer_cache_paged.snapshots import Snapshots
 from infer_cache_slotted import SlottedBlockManager, SlottedPool
 from infer_testing import check_pool
-from infer_testing.pools import SUITE, Pools
+from infer_testing.pool_machine import Pools
+from infer_testing.pools import SUITE
 
 MakePool = Callable[[CacheContext], CachePoolProtocol]
 planted: Bugs[MakePool] = Bugs([])

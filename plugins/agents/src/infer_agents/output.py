@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from aiohttp import web
 
 from infer.contracts.request import Event, FinishReason
 from infer.contracts.text import PartProtocol, Piece
-from infer.server.events import Json
+from infer.server.events import Events, Json
+from infer.server.http.errors import error_of
 from infer.server.http.streams import Array
 from infer.server.http.wire import ErrorBody
 from infer.server.thoughts import Thoughts
 from infer.server.tokens import Tokens
 from infer.text.tools import call_id
 from infer_agents.response_tools import Offer
+
+if TYPE_CHECKING:
+    from infer_agents.records import Save
 
 Kind = Literal["reasoning", "message", "function_call", "custom_tool_call"]
 PREFIXES: Mapping[Kind, str] = {
@@ -210,3 +216,38 @@ class Output:
         if self._item["type"] == "reasoning":
             return {"type": "reasoning_text", "text": self._text}
         return {"type": "output_text", "text": self._text, "annotations": [], "logprobs": Array(self._logprobs)}
+
+
+async def frames(
+    http: web.Request,
+    output: Output,
+    save: Save | None,
+    events: Events,
+    usage: Callable[[], Json],
+    *,
+    failures: bool = False,
+) -> AsyncGenerator[Json]:
+    """The events of a response. Before its last one, ``save`` keeps it, and also if it fails, if ``failures``."""
+    for frame in output.begin():
+        yield frame
+    last: Event | None = None
+    tokens: list[int] = []
+    try:
+        async for _, news in events:
+            last = news
+            tokens += news.token_ids
+            for frame in output.push(news):
+                yield frame
+        reason, stop = (None, None) if last is None else (last.finish_reason, last.stop_reason)
+        for frame in output.end(reason, usage()):
+            if save is not None and "response" in frame:
+                await save(frame["response"], tokens, reason, stop)
+            yield frame
+    except Exception as error:
+        frame = output.failed(error_of(http, error))
+        if failures and save is not None:
+            await save(frame["response"], tokens, "error", None)
+        else:
+            frame["response"]["store"] = False
+        yield frame
+        raise

@@ -5,20 +5,16 @@ Shapes: T tokens, N wanted rows, D hidden size, V vocabulary size."""
 from __future__ import annotations
 
 import inspect
-import itertools
 import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.utils.generic import ModelOutput
 
 from infer.contracts.attention import AttentionSpec, Rotary
 from infer.contracts.cache import KVCacheView
@@ -36,7 +32,6 @@ from infer_models_transformers.attention import (
     Rotations,
     Trial,
     UnfitError,
-    adaptable,
 )
 from infer_models_transformers.attention import rotate_in_cache as rotate
 from infer_models_transformers.exact import Exactly, Guard
@@ -57,6 +52,8 @@ from infer_models_transformers.modules import (
     is_transposed_linear,
     rms_norm_of,
 )
+from infer_models_transformers.parts import Head, Loose, Renaming, computes
+from infer_models_transformers.preparing import STATE, architecture, fill_buffers, plain, unfit, widen
 
 log = logging.getLogger(__name__)
 
@@ -67,26 +64,8 @@ ROWS = (1, 2, 5, 19)
 TRANSPOSED = "transposed_weight"
 """The name of a weight whose rows are its outputs, where the checkpoint's has them as columns."""
 GATED_MLP = (["gate_proj", "up_proj", "down_proj"], "act_fn")
-MAX_LAYERS, MAX_EXPERTS = 1024, 1 << 15
-"""Each layer and each expert takes memory before a weight is read."""
-MAX_NAMES, MAX_NAME = 4, 80
-"""How many of a config's architectures a message repeats, and how many characters of each."""
-MAX_BUFFERS = 1 << 30
-"""The most bytes of buffers that no checkpoint holds."""
 MASKS = (r"\.(attn|attention|self_attn)\.(bias|masked_bias|causal_mask)$",)
 """The names of causal masks, which older checkpoints hold."""
-ELSEWHERE = {"auto_map", "quantization_config", "attn_implementation", "_attn_implementation", "experts_implementation"}
-"""Fields of config.json, in any of its tables, that say who computes, or name code."""
-EXPERTS_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-STATE = "it keeps a state besides K and V (a state-space model or linear attention), for which infer has no cache"
-ATTENTION = frozenset(
-    ["full_attention", "sliding_attention", "chunked_attention", "global", "local", "dense", "sparse"]
-)
-"""The types of layers that attend over K and V."""
-OTHERS = ("vision", "audio", "speech", "image", "video")
-EXPERTS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
-"""Other names of an expert's weights."""
-IDLE = (nn.Dropout, nn.Identity, nn.ModuleList, nn.ModuleDict)
 
 
 class TransformersModel:
@@ -96,11 +75,11 @@ class TransformersModel:
     @torch.inference_mode(False)  # there, operations do not reach the guard as what they are made of
     def __init__(self, config: Mapping[str, Any], context: ModelContext) -> None:
         self._context = context
-        self._name = _architecture(config)
+        self._name = architecture(config)
         self._trying = True
         self._weights = Weights(context)
         self._team = Team(context.device)
-        self._loose = _Loose(self._weights, self._team)
+        self._loose = Loose(self._weights, self._team)
         self._mode = Exactly(self._loose)
         self._replaced: Counter[str] = Counter()
         with self._blame("cannot be made"):
@@ -112,15 +91,15 @@ class TransformersModel:
         self._empty = list(whole.parameters())
         """The module's own parameters, which are told apart by their ids."""
         self._prefix, self._base = self._base_of(whole)
-        self._renamed = _Renaming(whole, self._prefix)
+        self._renamed = Renaming(whole, self._prefix)
         self._replace()
         self._loose.names = {id(x): name for name, x in whole.named_parameters()}
         self._points: list[Point] = []
         self.attention: Sequence[AttentionSpec] = self._tried()
         self._expect_rest()
         with self._blame("cannot be made"):
-            _fill_buffers(whole, list(whole.modules()), context.device)
-        self._head = _Head()
+            fill_buffers(whole, list(whole.modules()), context.device)
+        self._head = Head()
         whole._modules[self._prefix] = self._head
         with self._blame("has an output head that cannot be tried"):
             logits = self._run_head(torch.empty((1, TRIED, self._hidden_size), dtype=context.dtype, device="meta"))
@@ -151,7 +130,7 @@ class TransformersModel:
         if self._context.device.type == "meta":  # there are no values to compare
             return
         self._prove()
-        rest = Counter(type(m).__name__ for m in self._base.modules() if _computes(m))
+        rest = Counter(type(m).__name__ for m in self._base.modules() if computes(m))
         plain = ", ".join(f"{count} {name}" for name, count in rest.most_common()) or "nothing"
         packed = ", ".join(f"{count} {name}" for name, count in self._replaced.most_common())
         log.info(
@@ -168,8 +147,8 @@ class TransformersModel:
         kind = getattr(transformers, self._name)
         if getattr(kind, "_is_stateful", False):
             raise self._refusal(STATE)
-        theirs = kind.config_class.from_dict(_plain(config))
-        if reason := _unfit(kind, theirs):
+        theirs = kind.config_class.from_dict(plain(config))
+        if reason := unfit(kind, theirs):
             raise self._refusal(reason)
         made_for = getattr(theirs, "max_position_embeddings", None)
         if isinstance(made_for, int) and made_for < self._context.max_seq_len:
@@ -187,7 +166,7 @@ class TransformersModel:
                 dtype=self._context.dtype,
             )
         whole.eval().requires_grad_(False)
-        _widen(whole, self._context.dtype)
+        widen(whole, self._context.dtype)
         whole.tie_weights()
         for module in whole.modules():
             if hasattr(module, "create_position_ids_from_input_ids"):
@@ -198,7 +177,7 @@ class TransformersModel:
             if type(module).__name__ in ADAPTED:
                 ADAPTED[type(module).__name__](module)
         known = [module for module in whole.modules() if is_rotary(module) or isinstance(module, nn.Embedding)]
-        _fill_buffers(whole, known, torch.device("cpu"))  # which tell what these modules compute
+        fill_buffers(whole, known, torch.device("cpu"))  # which tell what these modules compute
         return whole
 
     def _base_of(self, whole: Any) -> tuple[str, nn.Module]:
@@ -478,32 +457,6 @@ class TransformersModel:
             raise self._refusal(f"its module {what}: {one_line(error)}") from error
 
 
-@dataclass
-class _Hidden(ModelOutput):
-    """What base models return, as far as output heads hand it on."""
-
-    last_hidden_state: Tensor | None = None
-    past_key_values: None = None
-    hidden_states: None = None
-    attentions: None = None
-    cross_attentions: None = None
-    router_logits: None = None
-
-
-class _Head(nn.Module):
-    """Stands in for the base model when logits are computed: it has the hidden states already."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden: Tensor
-
-    def __getattr__(self, name: str) -> Any:
-        return self  # some models call a part of their base model
-
-    def forward(self, *_: Any, **__: Any) -> _Hidden:
-        return _Hidden(last_hidden_state=self.hidden)
-
-
 class _Alone:
     """A view in which each token attends to something of its own q, K and V only."""
 
@@ -519,164 +472,3 @@ class _Alone:
             q_THE, k_TKE = self._model._context.kernels.rope(q_THE, k_TKE, rotary)
         groups = q_THE.shape[1] // k_TKE.shape[1]
         return 0.5 * q_THE + (k_TKE + v_TKE).repeat_interleave(groups, dim=1)
-
-
-class _Renaming:
-    """A checkpoint's names -> those of the module, where they differ."""
-
-    def __init__(self, whole: Any, prefix: str) -> None:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, rename_source_key
-
-        transforms: list[Any] = get_model_conversion_mapping(whole)
-        self._renamings = [each for each in transforms if not isinstance(each, WeightConverter)]
-        self._rename = rename_source_key
-        self._prefix = prefix
-
-    def __call__(self, name: str, expected: Mapping[str, Any]) -> str:
-        found: str = self._rename(name, self._renamings, [])[0]
-        for theirs, ours in EXPERTS.items():
-            found = re.sub(rf"(\.experts\.\d+)\.{theirs}\.", rf"\1.{ours}.", found)
-        return f"{self._prefix}.{found}" if f"{self._prefix}.{found}" in expected else found
-
-
-def _architecture(config: Mapping[str, Any]) -> str:
-    """The architecture, one that transformers has for decoder-only language models. Raises CheckpointError."""
-    names = config.get("architectures") or []
-    known = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
-    if found := [name for name in names if name in known]:
-        return str(found[0])
-    if not names:
-        raise CheckpointError("config.json names no architecture, by which infer finds a model family.")
-    ours = ", ".join(repr(str(name)[:MAX_NAME]) for name in names[:MAX_NAMES])
-    why = "transformers has it, but not as a decoder-only language model with an output head"
-    if not any(hasattr(transformers, str(name)) for name in names):
-        why = f"no installed plugin knows it, nor does transformers {transformers.__version__}"
-        if config.get("auto_map"):
-            why += ", and the code that the checkpoint brings (auto_map) is never run"
-    raise CheckpointError(f"config.json names the architecture {ours}: {why}.")
-
-
-def _plain(config: Any) -> Any:
-    """config.json without the fields of ``ELSEWHERE``, in any of its tables."""
-    if isinstance(config, Mapping):
-        return {key: _plain(value) for key, value in config.items() if key not in ELSEWHERE}
-    return [_plain(value) for value in config] if isinstance(config, list) else config
-
-
-def _unfit(kind: Any, config: Any) -> str | None:
-    """Why an architecture cannot be run; None if it may be."""
-    if transformers.AutoConfig in config.sub_configs.values():
-        return "its config.json may name any other architecture as a part of it"
-    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
-        return "it has an encoder, and infer serves decoders only"
-    tables = (getattr(config, key, None) for key in config.sub_configs)
-    parts = [config, *(table for table in tables if hasattr(table, "num_hidden_layers"))]
-    for layers in [getattr(part, "num_hidden_layers", None) for part in parts]:
-        if not (isinstance(layers, int) and 0 < layers <= MAX_LAYERS):
-            return f"it has {layers} layers, and infer runs 1 to {MAX_LAYERS}"
-    for part, field in itertools.product(parts, EXPERTS_FIELDS):
-        if isinstance(count := getattr(part, field, None), int) and count > MAX_EXPERTS:
-            return f"it has {count} experts, and infer runs up to {MAX_EXPERTS}"
-    odd = sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION)
-    if odd:
-        return f"it has layers of type {odd[0]!r}, which are no attention over K and V"
-    others = [key for key in config.sub_configs if key.startswith(OTHERS) and getattr(config, key, None) is not None]
-    if others:
-        return f"it has parts for other things than text ({others[0]})"
-    if not kind._can_set_attn_implementation() and not adaptable(kind):
-        return "its attention does not go through transformers' attention interface"
-    return None
-
-
-def _widen(whole: Any, dtype: torch.dtype) -> None:
-    """Give another dtype to the parameters and buffers that transformers holds in one of their own, as it does when it
-    loads a model: float32, mostly for what routers choose by."""
-    plan = [(re.compile(glob.replace("*", ".*")), kept) for glob, kept in whole._get_dtype_plan(dtype).items()]
-    made: dict[int, Tensor] = {}
-    for prefix, module in whole.named_modules():
-        kept_apart = module._non_persistent_buffers_set
-        for held in (module._parameters, module._buffers):
-            for own, x in held.items():
-                name = f"{prefix}.{own}".removeprefix(".")
-                wide = next((kept for pattern, kept in plan if pattern.search(name)), None)
-                if x is None or wide is None or own in kept_apart or not x.is_floating_point():
-                    continue
-                if id(x) not in made:  # weights that are tied stay so
-                    empty = torch.empty_like(x, dtype=wide)
-                    made[id(x)] = nn.Parameter(empty, requires_grad=False) if held is module._parameters else empty
-                held[own] = made[id(x)]
-
-
-def _fill_buffers(whole: Any, modules: Sequence[nn.Module], device: torch.device) -> None:
-    """Compute the buffers that no checkpoint holds, such as rotary frequencies, as transformers does when it loads a
-    model; on the meta device they have no values."""
-    size = sum(x.nbytes for m in modules for n, x in m._buffers.items() if x is not None and x.is_meta)
-    if size > MAX_BUFFERS:
-        raise ValueError(f"it has tables of {size >> 20} MiB, and infer makes them up to {MAX_BUFFERS >> 20} MiB")
-    for module in modules:
-        held = {n: x for n, x in module._buffers.items() if x is not None and x.is_meta}
-        held = {n: x for n, x in held.items() if n in module._non_persistent_buffers_set}
-        if not held:
-            continue
-        for name, old in held.items():
-            fill = float("nan") if old.is_floating_point() else 0
-            module._buffers[name] = torch.full_like(old, fill, device="cpu")
-        with torch.no_grad():
-            whole._init_weights(module)
-        for name, old in held.items():
-            new = module._buffers[name]
-            assert new is not None
-            if old.is_floating_point() and new.isnan().any():
-                raise ValueError(f"{type(module).__name__} does not say what its buffer {name} holds")
-            module._buffers[name] = new.to(device)
-
-
-class _Loose:
-    """``Loose`` of ``exact``: the parameters that modules multiply by themselves, as routers do."""
-
-    def __init__(self, weights: Weights, team: Team) -> None:
-        self._team = team
-        self.names: dict[int, str] = {}
-        """The names of the module's own parameters by their ids."""
-        self.expected: set[int] = set()
-        self._weights = weights
-        self._known: dict[int, list[Any]] = {}
-        """By the id of a parameter or its conversion: its kernels' weight, once it is loaded."""
-        self._converted: dict[tuple[int, torch.dtype], Tensor] = {}
-        self._of: dict[int, int] = {}
-        """The id of a conversion -> that of its parameter."""
-
-    def linear(self, x: Tensor, weight: Tensor) -> Tensor | None:
-        if (held := self._known.get(id(weight))) is None:
-            origin = self._of.get(id(weight), id(weight))
-            if not weight.is_meta or weight.dim() != 2 or origin not in self.names or origin in self.expected:
-                return None
-            held = self._known[id(weight)] = []
-            kernels = self._weights.context.kernels
-            name, shape = self.names[origin], tuple(weight.shape)
-            self._weights.expect(name, shape, lambda w: held.append(kernels.pack(w)), weight.dtype)
-            self.expected.add(origin)
-        shape = (*x.shape[:-1], weight.shape[0])
-        if x.is_meta:
-            return x.new_empty(shape) if x.dtype == weight.dtype else None
-        with self._team:
-            out: Tensor = self._weights.context.kernels.linear(x.reshape(-1, x.shape[-1]), held[0])
-        return out.view(shape)
-
-    def converted(self, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
-        if id(weight) not in self.names or weight.dim() != 2:
-            return None
-        if weight.dtype == dtype:
-            return weight
-        key = id(weight), dtype
-        if key not in self._converted:
-            self._converted[key] = torch.empty_like(weight, dtype=dtype)
-            self._of[id(self._converted[key])] = id(weight)
-        return self._converted[key]
-
-
-def _computes(module: nn.Module) -> bool:
-    """Whether a module is a leaf that plain torch computes."""
-    ours = type(module).__module__.startswith("infer_models_transformers")
-    return not ours and not isinstance(module, IDLE) and not any(True for _ in module.children())
