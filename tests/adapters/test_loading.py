@@ -291,3 +291,22 @@ def test_an_adapter_that_goes_while_a_body_is_answered_is_not_replaced_by_the_ba
         plugin.url = server.url
         status, said = post(server, "embeddings", model="first", input=[PROMPT, PROMPT[1:]])
         assert (status, "has been unloaded" in said) == (404, True)
+
+
+def test_prefixes_of_adapters_outlive_the_process(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is compared at the next start is not what an adapter computed."""
+    sections: Any = {
+        "adapters": {"load": [f"a={folder / 'all' / 'a'}"]},
+        "cache": {"paged": {"disk": str(tmp_path / "kept")}},
+    }
+
+    def ask() -> tuple[list[int], int]:
+        with LLM(str(folder / "base"), **sections) as llm:
+            events = [*llm.submit(PROMPT, SamplingParams(max_tokens=9, temperature=0), adapter="a").events()]
+        return [token for event in events for token in event.token_ids], max(event.num_cached for event in events)
+
+    (first, cold), (again, warm) = ask(), ask()
+    assert (again, cold, warm) == (first, 0, 48)
+    assert not [record for record in caplog.records if "disk" in record.message and record.levelname == "WARNING"]

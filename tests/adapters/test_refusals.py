@@ -163,7 +163,7 @@ def test_settings(base: Path, folder: Path, tmp_path: Path) -> None:
     refused("adapters.load names 2 adapters, more than adapters.max_loaded = 1", load=["a=x", "b=y"], max_loaded=1)
     refused("There is no adapter at nowhere", load=["one=nowhere"])
     refused("has rank 4, but adapters.max_rank is 3; raise it.", load=[f"one={folder}"], max_rank=3)
-    refused("An adapter 'one' is loaded already", load=[f"one={folder}", f"one={folder}"])
+    refused("'one' is the name of two adapters; choose another", load=[f"one={folder}", f"one={folder}"])
     refused("is the name of the model itself", load=[f"{base}={folder}"])
     refused("TransformersModel applies no adapters; leave out", family="transformers", load=[f"one={folder}"])
     (tmp_path / "one.bin").write_bytes(b"")

@@ -480,6 +480,12 @@ def test_settings_that_cannot_be_simulated(argv: list[str], why: str) -> None:
     assert why in str(caught.value)
 
 
+def test_no_memory_is_taken_by_a_pool_that_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infer_cache_paged.pool.PagedPool.__init__", lambda *args, **keys: pytest.fail("it is made"))
+    with pytest.raises(SettingsError, match="no memory is simulated"):
+        simulation("--cache.paged.memory_fraction=0.5")
+
+
 def test_a_workload_that_is_too_long(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "costs.toml").write_text(COSTS.replace("512", "256"))
     assert main(["simulate", "--costs", str(tmp_path / "costs.toml"), "--workload", "baseline"]) == 2

@@ -14,8 +14,10 @@ from tests.attention import spec
 from tests.cache_paged.tiers import Inline, Memory, Patient
 from tests.support import CPU
 
+from infer.contracts.adapters import Adapter
 from infer.contracts.attention import AttentionSpec, QuantizedKV
 from infer.contracts.cache import Allocation, CacheContext, LastingPool
+from infer.contracts.request import Request
 from infer.contracts.states import StateSpec
 from infer.contracts.tier import BlockKey, TierProtocol
 from infer.errors import SettingsError
@@ -463,3 +465,19 @@ def test_a_pool_whose_bits_nobody_names_lasts_only_in_memory(tmp_path: Any) -> N
     assert type(pool) is PagedPool
     assert not isinstance(pool, LastingPool)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_block_that_is_computed_again_is_the_bases(caplog: pytest.LogCaptureFixture) -> None:
+    """An adapter would have computed other bits of the same tokens."""
+    caplog.set_level(logging.INFO)
+    tier, adapted = Memory(), Request((1,), adapter=Adapter("mine", 0, "f" * 32, "")).prefix_salt
+    served(tier, range(40), adapted)
+    restarted(tier).verify(lambda token_ids: pytest.fail("the base has computed nothing"))
+    assert len(tier.kept) == 10
+    bits = served(tier, range(40))
+    assert serve(restarted(tier), range(40), adapted)[0] == serve(restarted(tier), range(40))[0] == 36
+    pool = restarted(tier)
+    pool.verify(compute(pool, bits))
+    assert "what was kept is what is computed now" in caplog.text
+    pool.verify(compute(pool, bits, flip=True))
+    assert not tier.kept

@@ -44,6 +44,22 @@ def planned(text: str, tmp_path: Path, words: tuple[str, ...] = (), argv: tuple[
     return several(CommandContext(loaded.settings, loaded.sources, plugins, argv), words)
 
 
+def test_adapters_are_asked_for_by_name(tmp_path: Path) -> None:
+    text = FILE + '[models.b.adapters]\nload = ["sql=adapters/sql", "tone=adapters/tone"]\n'
+    plan = planned(text, tmp_path)
+    expected = {
+        "sql": "b",
+        "tone:latest": "b",
+        "b:sql": "b",
+        "b:loaded later": "b",
+        "qwen-1.5:sql": None,
+        "c:sql": None,
+    }
+    assert {name: plan.meant(name) for name in expected} == expected
+    with pytest.raises(SettingsError, match=r"models.b: the name 'opus' is that of 'qwen-1.5' already"):
+        planned(text.replace("sql=", "opus="), tmp_path)
+
+
 def test_each_table_overrides_what_is_common(tmp_path: Path) -> None:
     plan = planned(FILE, tmp_path, argv=('--models."qwen-1.5".engine.max_seq_len=64',))
     one, other = plan.engines["qwen-1.5"], plan.engines["b"]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from infer.checkpoint import ending
-from infer.contracts.adapters import Adapter, AdapterReaderProtocol, AdaptingModel, LowRank
+from infer.contracts.adapters import Adapter, AdapterReaderProtocol, AdaptersProtocol, AdaptingModel, LowRank
 from infer.contracts.model import ModelProtocol
 from infer.contracts.sections import Settings
 from infer.engine.adapters import AdapterSlots
@@ -21,6 +23,19 @@ from infer.plugins.discovery import Plugins
 from infer.plugins.inspection import Named
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PreparedAdapter:
+    """An adapter that has been read, and that the model's ``AdaptersProtocol.put`` takes."""
+
+    path: Path
+    layers: int
+    """How many layers it changes."""
+    values: int
+    """How many values it has, each in the model's type."""
+    digest: str
+    parts: Any
 
 
 class LoadedAdapters:
@@ -35,24 +50,16 @@ class LoadedAdapters:
         plugins: Plugins,
         name: str,
         config: Mapping[str, Any],
+        first: Mapping[str, PreparedAdapter],
     ) -> None:
-        """Load those that the settings name. ``name`` is that of the base, ``config`` its config.json. Raises
-        InferError."""
-        made = model.adapters if isinstance(model, AdaptingModel) else None
-        if made is None:
-            raise SettingsError(
-                f"{type(model).__name__} applies no adapters; leave out adapters.load and adapters.folder, or choose "
-                "another model.family."
-            )
-        self._engine_loop, self._slots, self._model = engine_loop, slots, made
+        """``name`` is that of the base, ``config`` its config.json, and ``first`` what ``adapters_to_load`` has read.
+        Raises InferError."""
+        self._engine_loop, self._slots, self._model = engine_loop, slots, adapters_of(model)
         self._settings, self._plugins, self._names = settings, plugins, [name, *settings.server.aliases]
         self._config = config
-        for entry in settings.adapters.load:
-            name, _, path = entry.partition("=")
-            try:
-                self.load(name, Path(path))
-            except (CheckpointError, PluginError, RequestError) as error:
-                raise SettingsError(f"adapters.load has {entry!r}: {error}") from error
+        for name, prepared in first.items():
+            with _blamed(name, prepared.path), self._slot(name) as slot:
+                self._put(name, slot, prepared)
 
     def loaded(self) -> Sequence[Adapter]:
         return self._slots.loaded
@@ -67,19 +74,27 @@ class LoadedAdapters:
     def load(self, name: str, path: Path) -> Adapter:
         """Load an adapter, while the engine serves others. Raises RequestError if it cannot have this name or no more
         adapters fit, and CheckpointError if it is damaged, not computed here, or made for another base."""
+        with self._slot(name) as slot:
+            prepared = prepare_adapter(path, self._model, self._settings, self._plugins, self._config)
+            return self._put(name, slot, prepared)
+
+    @contextmanager
+    def _slot(self, name: str) -> Iterator[int]:
+        """A slot for an adapter of this name, free again if it gets none. Raises RequestError."""
         if name in self._names:
             raise RequestError(f"{name!r} is the name of the model itself; choose another.", param="lora_name")
         slot = self._slots.reserve(name)
         try:
-            changes = self._read(path)
-            prepared = self._model.prepare(changes)
-            adapter = Adapter(name, slot, _digest(changes), str(path))
-            self._engine_loop.between_steps(lambda: self._model.put(slot, prepared)).result()
+            yield slot
         except BaseException:
             self._slots.give_up(name, slot)
             raise
+
+    def _put(self, name: str, slot: int, prepared: PreparedAdapter) -> Adapter:
+        adapter = Adapter(name, slot, prepared.digest, str(prepared.path))
+        self._engine_loop.between_steps(lambda: self._model.put(slot, prepared.parts)).result()
         self._slots.open(adapter)
-        log.info("adapter %s: %d layers changed, from %s", name, len(changes), path)
+        log.info("adapter %s: %d layers changed, from %s", name, prepared.layers, prepared.path)
         return adapter
 
     def unload(self, name: str) -> Adapter | None:
@@ -96,24 +111,68 @@ class LoadedAdapters:
 
         self._engine_loop.between_steps(empty)
 
-    def _read(self, path: Path) -> Mapping[str, LowRank]:
-        """Raises CheckpointError."""
-        if not path.exists():
-            raise CheckpointError(f"There is no adapter at {path}.")
-        offer = self._plugins.choose("adapter", self._settings, [ending(path)])
-        with Named(f"{offer.whose} cannot read {path}"):
-            reader: AdapterReaderProtocol = offer.build(self._settings, path, self._config)
-            changes = reader.changes()
-        most = self._settings.adapters.max_rank
-        for place, change in changes.items():
-            if len(change.a_RK) > most:
-                raise CheckpointError(
-                    f"The adapter's change of {place!r} has rank {len(change.a_RK)}, but adapters.max_rank is {most}; "
-                    "raise it."
-                )
-        if not changes:
-            raise CheckpointError(f"The adapter at {path} changes nothing.")
-        return changes
+
+def adapters_of(model: ModelProtocol) -> AdaptersProtocol:
+    """The adapters of a model that is to have some. Raises SettingsError if it applies none."""
+    made = model.adapters if isinstance(model, AdaptingModel) else None
+    if made is None:
+        raise SettingsError(
+            f"{type(model).__name__} applies no adapters; leave out adapters.load and adapters.folder, or choose "
+            "another model.family."
+        )
+    return made
+
+
+def adapters_to_load(
+    model: ModelProtocol, settings: Settings, plugins: Plugins, config: Mapping[str, Any]
+) -> Mapping[str, PreparedAdapter]:
+    """The adapters that the settings name, read and prepared for the model, of which a sketch will do where only their
+    sizes are wanted. Raises SettingsError."""
+    if not settings.adapters.slots:
+        return {}
+    adapters, prepared = adapters_of(model), dict[str, PreparedAdapter]()
+    for name, path in settings.adapters.paths.items():
+        with _blamed(name, path):
+            prepared[name] = prepare_adapter(path, adapters, settings, plugins, config)
+    return prepared
+
+
+def prepare_adapter(
+    path: Path, adapters: AdaptersProtocol, settings: Settings, plugins: Plugins, config: Mapping[str, Any]
+) -> PreparedAdapter:
+    """Read an adapter, and convert it for the model that applies it. Raises CheckpointError."""
+    changes = _read(path, settings, plugins, config)
+    values = sum(a_RK.numel() + b_NR.numel() for a_RK, b_NR, _ in changes.values())
+    return PreparedAdapter(path, len(changes), values, _digest(changes), adapters.prepare(changes))
+
+
+def _read(path: Path, settings: Settings, plugins: Plugins, config: Mapping[str, Any]) -> Mapping[str, LowRank]:
+    """What an adapter changes of the base with this config.json. Raises CheckpointError."""
+    if not path.exists():
+        raise CheckpointError(f"There is no adapter at {path}.")
+    offer = plugins.choose("adapter", settings, [ending(path)])
+    with Named(f"{offer.whose} cannot read {path}"):
+        reader: AdapterReaderProtocol = offer.build(settings, path, config)
+        changes = reader.changes()
+    most = settings.adapters.max_rank
+    for place, change in changes.items():
+        if len(change.a_RK) > most:
+            raise CheckpointError(
+                f"The adapter's change of {place!r} has rank {len(change.a_RK)}, but adapters.max_rank is {most}; "
+                "raise it."
+            )
+    if not changes:
+        raise CheckpointError(f"The adapter at {path} changes nothing.")
+    return changes
+
+
+@contextmanager
+def _blamed(name: str, path: Path) -> Iterator[None]:
+    """What is wrong with an adapter is a fault of the setting that names it."""
+    try:
+        yield
+    except (CheckpointError, PluginError, RequestError) as error:
+        raise SettingsError(f"adapters.load has '{name}={path}': {error}") from error
 
 
 def _digest(changes: Mapping[str, LowRank]) -> str:

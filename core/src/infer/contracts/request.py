@@ -33,6 +33,11 @@ NAMESPACE = "\0"
 """Begins the salts of requests with adapters."""
 
 
+def is_of_base(prefix_salt: str) -> bool:
+    """Whether requests with this ``Request.prefix_salt`` have no adapter."""
+    return not prefix_salt.startswith(NAMESPACE) or prefix_salt.startswith(2 * NAMESPACE)
+
+
 def new_request_id() -> str:
     return f"req-{secrets.token_hex(12)}"
 

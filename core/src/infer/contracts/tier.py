@@ -41,7 +41,8 @@ class TierProtocol(Protocol):
         """These blocks have been used, as far as there are any."""
 
     def first(self) -> tuple[bytes, Payload] | None:
-        """The head and payload of a block that has as few tokens before it as any; None if there is none."""
+        """The head and payload of the block whose name sorts first, which has few tokens before it; None if there is
+        none."""
 
     def clear(self) -> None:
         """Forget all blocks of this generation."""

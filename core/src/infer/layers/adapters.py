@@ -140,7 +140,8 @@ def _fitted(path: str, change: LowRank, place: _Place) -> LowRank:
         )
     if place.order_N is not None:
         b_NR = b_NR[place.order_N]
-    a_RK, b_NR = (x.to(device=linear.device, dtype=linear.dtype).contiguous() for x in (a_RK, b_NR))
-    if not all(bool(x.isfinite().all()) for x in (a_RK, b_NR)):
+    factors = [x.to(linear.dtype) for x in (a_RK, b_NR)]
+    if not all(bool(x.isfinite().all()) for x in factors):
         raise CheckpointError(f"The adapter's change of {path!r} holds values that are not finite.")
+    a_RK, b_NR = (x.to(linear.device).contiguous() for x in factors)
     return LowRank(a_RK, b_NR, scale)

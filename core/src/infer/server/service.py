@@ -130,11 +130,7 @@ class Service:
         http[BODY] = cast(Body, parsed)
         name: str | None = getattr(parsed, "model", None)
         if name is not None and not self.choose(http, name):
-            raise NotFoundError(
-                f"The model {name!r} is not served here; this server has {self.served.name!r}.",
-                param="model",
-                code="model_not_found",
-            )
+            raise self.unknown(name)
         http[CALLER].user = getattr(parsed, "safety_identifier", None) or getattr(parsed, "user", None)
         return parsed
 
@@ -151,12 +147,21 @@ class Service:
             or "*" in self._settings.aliases
         )
 
+    def unknown(self, name: str) -> NotFoundError:
+        """The refusal of a request for a model of this name."""
+        return NotFoundError(
+            f"The model {name!r} is not served here; this server has {self.served.name!r}.",
+            param="model",
+            code="model_not_found",
+        )
+
     def choose(self, http: web.Request, name: str) -> bool:
         """Have a request answered by the model, or by its adapter, of this name. Returns whether there is one. What
         has been chosen stays, even if another adapter of that name is loaded before all of the request is answered."""
-        if (adapter := self.adapter(name)) is not None:
-            http[ADAPTER] = adapter
-        return self.is_model(name)
+        if (adapter := self.adapter(name)) is None:
+            return self.is_model(name)
+        http[ADAPTER] = adapter
+        return True
 
     def names(self) -> list[str]:
         """What clients may ask for by name: the model, its aliases and its adapters."""

@@ -103,8 +103,9 @@ class Simulation:
         here = settings.model.model_copy(update={"device": "cpu"})
         blueprint = Blueprint(settings.model_copy(update={"model": here}), plugins)
         cache, scheduler = blueprint.chosen("cache"), blueprint.chosen("scheduler")
+        self._check_size(cache.name)
         self.pool: CachePoolProtocol = cache.build(settings, self._context(blueprint))
-        self._check_pool(cache.name)
+        self._check_room()
         given: Any = CheckedPool(self.pool, cache.whose)
         made = scheduler.build(settings, SchedulerContext(given, engine))
         self._whose = scheduler.whose
@@ -140,13 +141,16 @@ class Simulation:
             max_chunk=engine.prefill_chunk_size if engine.use_chunked_prefill else None,
         )
 
-    def _check_pool(self, name: str) -> None:
+    def _check_size(self, name: str) -> None:
+        """Before the pool is made, since it would take that memory."""
         own = getattr(self._settings.cache, name, None)
         if (fraction := getattr(own, "memory_fraction", None)) is not None:
             raise SettingsError(
                 f"cache.{name}.memory_fraction = {fraction}, but no memory is simulated; leave it out, and say how "
                 "many positions the pool has by the costs' cache_tokens."
             )
+
+    def _check_room(self) -> None:
         if (room := self.pool.free_tokens()) < self.max_seq_len:
             raise SettingsError(
                 f"The cache has room for {room} positions, but one sequence may need {self.max_seq_len}; enlarge it "

@@ -21,6 +21,7 @@ from itertools import chain, islice
 from typing import Any
 
 from infer.contracts.cache import Allocation, CacheContext
+from infer.contracts.request import is_of_base
 from infer.contracts.tier import BlockKey, Payload, TierProtocol
 from infer.errors import SettingsError
 from infer_cache_paged.pages import Node
@@ -49,6 +50,8 @@ MANY = 256
 """How many blocks the tier is told at a time that they have been used."""
 INDEX = 6
 """Hexadecimal digits of a block's index, with which its name begins."""
+ADAPTED = 1 << 4 * INDEX - 1
+"""The index of a first block that was computed with an adapter: what comes first in a tier is the base's."""
 
 Part = tuple[int, int]
 """The index of a block, and of a group or STATE."""
@@ -148,7 +151,8 @@ class TieredPool(PagedPool):
         name, gains = self._salted(salt), False
         for i in range((len(token_ids) - 1) // size):
             node, parts = nodes[i] if i < len(nodes) else None, dict[int, str]()
-            name = _named(i, name, token_ids[i * size : (i + 1) * size]) if node is None else self._name(node)
+            own = token_ids[i * size : (i + 1) * size]
+            name = _named(_first(salt) + i, name, own) if node is None else self._name(node)
             for part in self._parts:
                 if node is not None and _has(node, part):
                     parts[part] = ""
@@ -275,9 +279,10 @@ class TieredPool(PagedPool):
             return
         head, payload = found
         about, _, tokens = head.removeprefix(self._head + b"\n").partition(b"\n")
-        token_ids, part = array("I", tokens).tolist(), json.loads(about)["part"]
-        if (slot := compute(token_ids)) is None:
+        token_ids, facts = array("I", tokens).tolist(), json.loads(about)
+        if not facts["base"] or (slot := compute(token_ids)) is None:
             return
+        part = facts["part"]
         if part == STATE and self.block_manager.state_manager is not None:
             computed = self._payloads.state(self.block_manager.state_manager.row(slot))
         else:
@@ -308,7 +313,7 @@ class TieredPool(PagedPool):
             assert each.parent is not None, "the root is no block"
             salt, tokens = _edge(each)
             if each.parent.parent is None:
-                each.name = _named(0, self._salted(salt), tokens)
+                each.name = _named(_first(salt), self._salted(salt), tokens)
             else:
                 each.name = _named(int(each.parent.name[:INDEX], 16) + 1, each.parent.name, tokens)
         return node.name
@@ -318,12 +323,17 @@ class TieredPool(PagedPool):
         return _digest(self._head + _digest(salt.encode()).encode())
 
     def _key(self, name: str, part: int, salt: str, token_ids: Sequence[int]) -> BlockKey:
-        about = json.dumps({"part": part, "salt": _digest(salt.encode())}).encode()
+        about = json.dumps({"part": part, "salt": _digest(salt.encode()), "base": is_of_base(salt)}).encode()
         return BlockKey(name, b"\n".join((self._head, about, _packed(token_ids))), self._nbytes[part])
 
 
 def _has(node: Node, part: int) -> bool:
     return (node.state if part == STATE else node.blocks[part]) is not None
+
+
+def _first(salt: str) -> int:
+    """The index of the first block of sequences with a salt."""
+    return 0 if is_of_base(salt) else ADAPTED
 
 
 def _edge(node: Node) -> tuple[str, Sequence[int]]:

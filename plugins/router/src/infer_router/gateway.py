@@ -25,9 +25,8 @@ from infer_router.fleet import Fleet
 from infer_router.ingress import SAMPLING, Ingress, application, merge_metrics
 from infer_router.loader import Loader
 from infer_router.outline import Outgoing, Outline, outgoing, outline_of
-from infer_router.plan import Plan
+from infer_router.plan import LATEST, Plan
 
-LATEST = ":latest"
 FOREVER = datetime(2318, 1, 1, tzinfo=UTC)
 """When Ollama says that a model expires that stays."""
 OLLAMA = "/api/"
@@ -226,10 +225,8 @@ class Gateway:
 
     def _meant(self, name: str) -> str:
         """The model of a name that a client uses. Raises NotFoundError."""
-        names = self._plan.names
-        model = names.get(name) or names.get(name.removesuffix(LATEST)) or names.get("*")
-        if model is None:
-            there = ", ".join(repr(each) for each in names)
+        if (model := self._plan.meant(name)) is None:
+            there = ", ".join(repr(each) for each in self._plan.names)
             raise NotFoundError(
                 f"model {name[:200]!r} not found: it is not served here; this server has {there}.",
                 param="model",

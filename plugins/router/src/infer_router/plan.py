@@ -14,7 +14,7 @@ from typing import Any, cast
 from pydantic import SecretStr, ValidationError
 
 from infer.contracts.command import CommandContext
-from infer.contracts.sections import ModelTable, ServerSettings
+from infer.contracts.sections import ModelTable, ServerSettings, Settings
 from infer.errors import SettingsError, first_fault
 from infer.server.http.keys import INGRESS
 from infer.settings import MODELS, load_settings, plugin_settings
@@ -27,6 +27,8 @@ SEED_BYTES = 64
 NAME = re.compile(r'[^\s"*:][^\s"*]{0,199}')
 OURS = ("host", "port", "api_keys", "cors_origins", "access_log", "max_body_bytes", "stall_timeout_s", "router")
 """Keys of ``[server]`` that are about the address, of which there is one."""
+LATEST = ":latest"
+"""What Ollama's clients may add to a name."""
 THEIRS = ("served_model_name", "aliases")
 """Keys of ``[server]`` that are about a single model."""
 
@@ -67,6 +69,14 @@ class Plan:
     key: str
     """What the processes want to be shown."""
     router: RouterSettings
+    adapted: frozenset[str] = frozenset()
+    """The models that may have adapters."""
+
+    def meant(self, name: str) -> str | None:
+        """The model that a client means: by its name or an alias, by an adapter's, or by both with a colon between."""
+        names, base = self.names, self.names.get(name.rpartition(":")[0])
+        named = names.get(name) or names.get(name.removesuffix(LATEST))
+        return named or (base if base in self.adapted else names.get("*"))
 
 
 def several(context: CommandContext, words: Sequence[str] = ()) -> Plan:
@@ -96,16 +106,18 @@ def several(context: CommandContext, words: Sequence[str] = ()) -> Plan:
     names: dict[str, str] = {}
     engines: dict[str, Mapping[str, Any]] = {}
     keeps: dict[str, float] = {}
-    pinned: set[str] = set()
+    pinned, adapted = set[str](), set[str]()
     for name, table in tables.items():
         own = _own(name, table)
-        for each in (name, *own.aliases):
+        merged = _merged(common, {key: value for key, value in table.items() if key not in ModelTable.model_fields})
+        adapters = _checked(name, merged, context).adapters
+        for each in (name, *own.aliases, *adapters.paths):
             if each in names:
                 raise SettingsError(f"{MODELS}.{name}: the name {each!r} is that of {names[each]!r} already.")
             names[each] = name
-        merged = _merged(common, {key: value for key, value in table.items() if key not in ModelTable.model_fields})
-        _check(name, merged, context)
-        called = [*own.aliases, *(f"{each}:latest" for each in (name, *own.aliases) if each != "*")]
+        if adapters.slots:
+            adapted.add(name)
+        called = [*own.aliases, *(f"{each}{LATEST}" for each in (name, *own.aliases) if each != "*")]
         settings = behind(merged, server, key)
         settings["server"] |= {"served_model_name": name, "aliases": called}
         engines[name] = settings
@@ -113,7 +125,7 @@ def several(context: CommandContext, words: Sequence[str] = ()) -> Plan:
         keeps[name] = math.inf if keep < 0 else keep
         if own.pinned:
             pinned.add(name)
-    return Plan(engines, keeps, frozenset(pinned), names, key, router)
+    return Plan(engines, keeps, frozenset(pinned), names, key, router, frozenset(adapted))
 
 
 def _own(name: str, table: Mapping[str, Any]) -> ModelTable:
@@ -135,13 +147,15 @@ def _own(name: str, table: Mapping[str, Any]) -> ModelTable:
         raise SettingsError(f"{where}.{'.'.join(map(str, fault.path))} = {fault.value!r}: {fault.text}.") from None
 
 
-def _check(name: str, merged: Mapping[str, Any], context: CommandContext) -> None:
+def _checked(name: str, merged: Mapping[str, Any], context: CommandContext) -> Settings:
+    """The settings of a model's process. Raises SettingsError."""
     try:
         settings = load_settings(context.plugins, env={}, overrides=merged, read_file=False).settings
     except SettingsError as error:
         raise SettingsError(f"{MODELS}.{name}: {error}") from None
     if settings.model.path is None:
         raise SettingsError(f"{MODELS}.{name}.model.path is not set: give a folder, file, hub id or bundled name.")
+    return settings
 
 
 def _merged(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

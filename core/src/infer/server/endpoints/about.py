@@ -9,7 +9,6 @@ from aiohttp import web
 from typing_extensions import TypedDict
 
 from infer.contracts.server import Route
-from infer.server.http.errors import NotFoundError
 
 if TYPE_CHECKING:
     from infer.server.service import Service
@@ -42,21 +41,22 @@ class Status(TypedDict):
 
 def routes(service: Service, settings: object) -> list[Route]:
     served, engine_loop = service.served, service.engine_loop
-    entry: Model = {
-        "id": served.name,
-        "object": "model",
-        "created": int(time.time()),
-        "owned_by": "infer",
-        "max_model_len": served.max_seq_len,
-        "vocab_size": served.vocab_size,
-        "quantization": served.quantization,
-        "exact": served.exact,
-        "default_sampling_params": dict(served.sampling),
-    }
+    created = int(time.time())
 
     def described(name: str) -> Model:
+        entry: Model = {
+            "id": name,
+            "object": "model",
+            "created": created,
+            "owned_by": "infer",
+            "max_model_len": served.max_seq_len,
+            "vocab_size": served.vocab_size,
+            "quantization": served.quantization,
+            "exact": served.exact,
+            "default_sampling_params": dict(served.sampling),
+        }
         if (adapter := service.adapter(name)) is None:
-            return {**entry, "id": name}
+            return entry
         return {**entry, "id": adapter.name, "root": adapter.path, "parent": served.name}
 
     async def models(http: web.Request) -> web.Response:
@@ -65,9 +65,7 @@ def routes(service: Service, settings: object) -> list[Route]:
     async def model(http: web.Request) -> web.Response:
         name = http.match_info["model"]
         if not service.is_model(name):
-            raise NotFoundError(
-                f"The model {name!r} is not served here; this server has {served.name!r}.", code="model_not_found"
-            )
+            raise service.unknown(name)
         return web.json_response(described(name))
 
     def status(good: str | None, otherwise: str) -> web.Response:

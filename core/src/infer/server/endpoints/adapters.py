@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from infer.server.service import Service
 
 MAX_BODY_BYTES = 1 << 14
+BASE = "The base's name; needed where several models are served."
 NAME = r"[^\x00-\x1f\x7f]+"
 
 
@@ -30,12 +31,14 @@ class LoadRequest(Body):
     lora_path: str = Field(
         min_length=1, max_length=4096, description="A folder or file within adapters.folder, from there on or in full."
     )
+    model: str | None = Field(None, description=BASE)
 
 
 class UnloadRequest(Body):
     """The body of POST /v1/unload_lora_adapter."""
 
     lora_name: str = Field(min_length=1, max_length=256, description="The adapter's name.")
+    model: str | None = Field(None, description=BASE)
 
 
 def routes(service: Service, settings: object) -> list[Route]:
