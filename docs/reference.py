@@ -79,7 +79,16 @@ SECTIONS: dict[str, tuple[str, str, Sequence[str]]] = {
         tuple(
             f"{KIT}/{name}.py"
             for name in (
-                *("checkpoints", "models", "pools", "schedulers", "kernels", "formats", "proposers", "tool_formats"),
+                *(
+                    "checkpoints",
+                    "models",
+                    "pools",
+                    "schedulers",
+                    "kernels/__init__",
+                    "formats",
+                    "proposers",
+                    "tool_formats",
+                ),
                 *("commands", "suite"),
             )
         ),

@@ -16,6 +16,19 @@ LEAST = 2.0**-100
 normal floats."""
 
 
+def exponential(x: Tensor) -> Tensor:
+    """e^x. On the meta device, torch would import its compiler for that, which takes seconds."""
+    return torch.empty_like(x) if x.is_meta else x.exp()
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """The rows of all parts; as for ``exponential``, not by torch on the meta device."""
+    first = parts[0]
+    if first.is_meta:
+        return first.new_empty(sum(map(len, parts)), *first.shape[1:])
+    return torch.cat(list(parts))
+
+
 @dataclass(frozen=True)
 class GroupedWeight:
     """A quantized weight [N, K]: a code of ``bits`` per value, and a scale per group of K / G neighbors in a row.
@@ -124,9 +137,9 @@ class GroupedWeight:
         first, minima = parts[0], [x for part in parts if (x := part.minimum_NG) is not None]
         return replace(
             first,
-            codes=torch.cat([part.codes for part in parts]),
-            scales_NG=torch.cat([part.scales_NG for part in parts]),
-            minimum_NG=torch.cat(minima) if minima else None,
+            codes=joined([part.codes for part in parts]),
+            scales_NG=joined([part.scales_NG for part in parts]),
+            minimum_NG=joined(minima) if minima else None,
         )
 
     def dequantize(self) -> Tensor:

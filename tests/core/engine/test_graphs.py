@@ -69,7 +69,7 @@ WAYS = [
     ("unable", 1, True, torch.bfloat16),
     ("dear", 1, True, torch.float32),
 ]
-"""Each two of recorder, lag and pool meet in one of them."""
+"""Each two of recorder, lag and pool meet in one of them; those that replay nothing are tried once."""
 
 
 @pytest.mark.parametrize(("kind", "lag", "paged", "dtype"), WAYS)

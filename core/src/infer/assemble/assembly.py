@@ -6,25 +6,30 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from infer.assemble.adapters import LoadedAdapters
+from infer.assemble.adapters import LoadedAdapters, PreparedAdapter
 from infer.assemble.blueprint import Blueprint, draft_head, dtype_name
 from infer.assemble.drafts import speculation
+from infer.assemble.identity import packed_identity
+from infer.assemble.kept import KeptVerdict, KeptWeights, weights_folder
 from infer.assemble.served import Served
 from infer.assemble.texts import Texts, read_tokenizer, tool_format
 from infer.contracts.cache import CachePoolProtocol, LastingPool
+from infer.contracts.kernels import KeepingKernels
 from infer.contracts.model import ModelProtocol
 from infer.contracts.proposer import OwnHead, ProposerProtocol, SecondModel
 from infer.contracts.scheduler import SchedulerContext
 from infer.contracts.sections import Settings
 from infer.engine.adapters import AdapterSlots
 from infer.engine.checked import CheckedPool, CheckedScheduler
+from infer.engine.confirmation import Confirmation, Verdict
 from infer.engine.engine import Engine
-from infer.engine.exactness import self_check
+from infer.engine.exactness import checking, self_check
 from infer.engine.graphs import DecodeGraphs
 from infer.engine.largest import activation_bytes
 from infer.engine.lasting import computing
@@ -65,7 +70,9 @@ def start(settings: Settings, plugins: Plugins) -> tuple[EngineLoop, Served]:
         return engine_loop, served
     model, config = assembly.model, assembly.checkpoint.config
     try:
-        adapters = LoadedAdapters(engine_loop, slots, model, settings, plugins, served.name, config)
+        first = assembly.first_adapters
+        del assembly.first_adapters  # an adapter that is unloaded leaves no memory behind
+        adapters = LoadedAdapters(engine_loop, slots, model, settings, plugins, served.name, config, first)
     except BaseException:
         engine_loop.close()
         raise
@@ -87,24 +94,43 @@ class Assembly(Blueprint):
         sampling = weights.checkpoint.sampling if settings.model.generation_config == "auto" else {}
         log.info("engine.max_seq_len: %s", self.length[1])
         max_seq_len, texts = self.max_seq_len, self.texts(self.model.vocab_size)
-        graphs, exact = self._checked()
-        engine = self._engine(publish, texts, graphs)
+        graphs, verdict, confirmation = self._checked()
+        engine = self._engine(publish, texts, graphs, confirmation)
         log.info(
             "%s: %s on %s, %d positions, exact: %s, loaded in %.1f s",
-            *(settings.model.path, dtype_name(dtype), self.device, max_seq_len, str(exact).lower()),
+            *(settings.model.path, dtype_name(dtype), self.device, max_seq_len, str(verdict.exact).lower()),
             time.perf_counter() - began,
         )
-        return engine, self._served(texts, formats, sampling, exact)
+        return engine, self._served(texts, formats, sampling, verdict)
 
     # What runs, once the model is loaded
 
     @cached_property
     def model(self) -> ModelProtocol:
-        return self.weights.load(self.context)
+        return self.weights.load(self.context, self.kept_weights)
+
+    @cached_property
+    def kept_weights(self) -> KeptWeights | None:
+        """Where packed weights are kept; None if they are not."""
+        asked, kernels = self.settings.model, self.kernels
+        if asked.weight_cache is None or asked.load_format == "dummy" or not isinstance(kernels, KeepingKernels):
+            return None
+        chosen = [self.chosen(point) for point in ("model", "weights", "kernels")]
+        identity = packed_identity(self.settings, self.checkpoint, self.context, chosen, kernels.layout)
+        folder = weights_folder() if asked.weight_cache == "auto" else Path(asked.weight_cache).expanduser()
+        return KeptWeights(folder, int(asked.weight_cache_gib * 2**30), identity)
 
     @cached_property
     def pool(self) -> CachePoolProtocol:
-        return self.make_pool(self.model, self._activations, lasting=True)
+        besides = self._activations + sum(self.adapter_sizes(self.first_adapters).values())
+        if self.kept_weights is not None:
+            besides += self.kept_weights.mapped
+        return self.make_pool(self.model, besides, lasting=True)
+
+    @cached_property
+    def first_adapters(self) -> Mapping[str, PreparedAdapter]:
+        """Those that are loaded at the start."""
+        return self.adapters(self.model)
 
     @cached_property
     def max_seq_len(self) -> int:
@@ -130,30 +156,54 @@ class Assembly(Blueprint):
             log.info("a pass of the largest size takes %.1f MiB besides weights and cache", nbytes / 2**20)
         return nbytes
 
-    def _checked(self) -> tuple[DecodeGraphs | None, bool]:
-        """The recorded decode passes, if there are any, and whether answers are exact. Raises InferError if the model
-        cannot compute."""
-        engine = self.settings.engine
+    def _checked(self) -> tuple[DecodeGraphs | None, Verdict, Confirmation | None]:
+        """The recorded decode passes, if there are any, and whether answers are exact: as was found at an earlier
+        start, which is to be confirmed, or as is found now. Raises InferError if the model cannot compute."""
+        engine, confirmation = self.settings.engine, None
         with Named("The check at the start failed"):
             graphs = self._graphs()
-            faults = self_check(
-                self.model,
-                self.pool,
-                self.kernels,
-                graphs,
-                max_batch_size=engine.max_batch_size,
-                max_seq_len=self.max_seq_len,
-                max_chunk=self._max_chunk,
-                max_tokens=engine.max_tokens_per_step,
-                max_drafts=0 if engine.speculation is None else engine.max_draft_tokens,
-                device=self.device,
-            )
+            parts = self.model, self.pool, self.kernels, graphs
+            sizes: dict[str, Any] = {
+                "max_batch_size": engine.max_batch_size,
+                "max_seq_len": self.max_seq_len,
+                "max_chunk": self._max_chunk,
+                "max_tokens": engine.max_tokens_per_step,
+                "max_drafts": 0 if engine.speculation is None else engine.max_draft_tokens,
+                "device": self.device,
+            }
+            kept = self._kept_verdict(sizes)
+            if kept is not None and (faults := kept.read()) is not None:
+                verdict = Verdict(faults)
+                settled = partial(_settled, verdict, kept)
+                confirmation = Confirmation(partial(checking, *parts, **sizes), settled)
+                log.info("exactness: as was found at an earlier start; it is confirmed while nothing is asked")
+            else:
+                verdict = Verdict(self_check(*parts, **sizes))
+                if kept is not None:
+                    kept.write(verdict.faults)
             if isinstance(self.pool, LastingPool):
                 compute = computing(self.model, self.pool, self.device, self.max_seq_len, self._max_chunk)
                 self.pool.verify(compute)
-        for fault in faults:
+        for fault in verdict.faults:
             log.warning("not exact: %s", fault)
-        return graphs, not faults
+        return graphs, verdict, confirmation
+
+    def _kept_verdict(self, sizes: Mapping[str, Any]) -> KeptVerdict | None:
+        """Where the verdict on this engine is kept; None if its weights are not."""
+        if self.kept_weights is None:
+            return None
+        cache, settings = self.chosen("cache"), self.settings
+        positions = min(self.pool.free_tokens(), 2 * self.max_seq_len)  # the check tries no more
+        return self.kept_weights.verdict(
+            {
+                **sizes,
+                "cache": [cache.name, cache.distribution, cache.version, cache.own(settings).model_dump_json()],
+                "kv_dtype": settings.cache.kv_dtype,
+                "positions": positions,
+                "graphs": settings.engine.graphs,
+                "threads": torch.get_num_threads(),
+            }
+        )
 
     def _graphs(self) -> DecodeGraphs | None:
         asked = self.settings.engine.graphs
@@ -172,7 +222,13 @@ class Assembly(Blueprint):
             log.info("decode passes of %d batch sizes recorded in %.1f s", len(graphs.sizes), seconds)
         return graphs
 
-    def _engine(self, publish: Callable[..., None], texts: Texts, graphs: DecodeGraphs | None) -> Engine:
+    def _engine(
+        self,
+        publish: Callable[..., None],
+        texts: Texts,
+        graphs: DecodeGraphs | None,
+        confirmation: Confirmation | None,
+    ) -> Engine:
         scheduler = self._scheduler()
         size, keep = self.settings.engine.max_batch_size, self._wants_head
         runner = Runner(self.model, self.pool, self.kernels, self.device, size, graphs, keep_hidden=keep)
@@ -187,6 +243,7 @@ class Assembly(Blueprint):
             publish=publish,
             notify=self.plugins.notify,
             speculation=self._speculation(runner, texts),
+            confirmation=confirmation,
         )
 
     def _scheduler(self) -> CheckedScheduler:
@@ -224,7 +281,7 @@ class Assembly(Blueprint):
         tokenizer = read_tokenizer(None, other.checkpoint, model.vocab_size, frozenset())
         return SecondModel(model, other.make_pool(model), tokenizer, other.context.max_seq_len)
 
-    def _served(self, texts: Texts, formats: Sequence[Offer], sampling: Mapping[str, Any], exact: bool) -> Served:
+    def _served(self, texts: Texts, formats: Sequence[Offer], sampling: Mapping[str, Any], verdict: Verdict) -> Served:
         settings, checkpoint, vocab_size = self.settings, self.checkpoint, self.model.vocab_size
         return Served(
             name=settings.server.served_model_name or str(settings.model.path),
@@ -241,6 +298,19 @@ class Assembly(Blueprint):
             quantization=settings.model.quantization or checkpoint.quant_method or None,
             hidden_size=checkpoint.hidden_size,
             pooling=checkpoint.pooling,
-            exact=exact,
+            verdict=verdict,
             engine=settings.engine,
         )
+
+
+def _settled(verdict: Verdict, kept: KeptVerdict, faults: list[str]) -> None:
+    """The check that an earlier start spared this one has been made."""
+    if faults == verdict.faults:
+        log.info("exactness: the check finds what an earlier start had found")
+        return
+    log.error(
+        "exactness: the check finds what an earlier start had not: %s; from now on, /v1/models says so",
+        "; ".join(faults) or "nothing varies",
+    )
+    verdict.faults = faults
+    kept.write(faults)

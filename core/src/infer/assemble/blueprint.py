@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Self
 import torch
 
 from infer import device as devices
+from infer.assemble.adapters import PreparedAdapter, adapters_to_load
 from infer.assemble.devices import choose_device, for_device
 from infer.assemble.identity import identity
 from infer.assemble.sizes import Taken
@@ -241,12 +242,22 @@ class Blueprint:
             0 if engine.speculation is None else engine.max_draft_tokens,
         )
 
+    def adapters(self, model: ModelProtocol) -> Mapping[str, PreparedAdapter]:
+        """The adapters that are loaded at the start; a sketch of the model will do for their sizes. Raises
+        SettingsError if one cannot be."""
+        return adapters_to_load(model, self.settings, self.plugins, self.checkpoint.config)
+
+    def adapter_sizes(self, adapters: Mapping[str, PreparedAdapter]) -> Mapping[str, int]:
+        """The bytes of each."""
+        return {name: adapter.values * self.dtype.itemsize for name, adapter in adapters.items()}
+
     def taken(self, most: int) -> Taken:
         """What the model would take of ``most`` bytes, found without its weights. Where these are too few for the
         weights, the rest is not counted. Raises InferError."""
         sketch = self.weights.sketch(self.context)
         peak, held, positions = sketch.peak, sketch.nbytes, self.length[0]
         if peak <= most:
+            held += sum(self.adapter_sizes(self.adapters(sketch.model)).values())
             pool = self.make_pool(sketch.model, held)
             positions, held = min(positions, pool.free_tokens()), held + pool.nbytes
             if (head := draft_head(sketch.model)) is not None:

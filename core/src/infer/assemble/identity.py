@@ -32,10 +32,32 @@ def identity(
     settings: Settings, checkpoint: Checkpoint, context: ModelContext, chosen: Iterable[Offer]
 ) -> Mapping[str, str]:
     """All that K, V and states depend on besides their tokens. Reads the whole checkpoint. Raises CheckpointError."""
-    model, config = settings.model, checkpoint.config
+    made_up = settings.model.load_format == "dummy"
+    parts = {"checkpoint": "dummy" if made_up else content(checkpoint.path)}
+    parts |= _who(settings, checkpoint, context, chosen)
+    if not rope_kinds(checkpoint.config) <= SAME_AT_ANY_LENGTH:
+        parts["max_seq_len"] = str(context.max_seq_len)
+    return parts
+
+
+def packed_identity(
+    settings: Settings, checkpoint: Checkpoint, context: ModelContext, chosen: Iterable[Offer], layout: str
+) -> Mapping[str, str]:
+    """All that the bytes of packed weights depend on; ``layout`` is the kernels'. Of the checkpoint's files, sizes and
+    times are looked at instead of what is in them. Raises CheckpointError."""
+    return {
+        "checkpoint": stamp(checkpoint.path),
+        "layout": layout,
+        "parts": json.dumps([context.draft_head, context.adapter_slots > 0]),
+        **_who(settings, checkpoint, context, chosen),
+    }
+
+
+def _who(settings: Settings, checkpoint: Checkpoint, context: ModelContext, chosen: Iterable[Offer]) -> dict[str, str]:
+    """Who computes, and how the checkpoint is loaded."""
+    model = settings.model
     parts = {
-        "checkpoint": content(checkpoint.path) if model.load_format != "dummy" else "dummy",
-        "config": _digest(json.dumps(config, sort_keys=True, default=str).encode()),
+        "config": _digest(json.dumps(checkpoint.config, sort_keys=True, default=str).encode()),
         "dtype": str(context.dtype),
         "quantization": json.dumps([model.quantization, model.activations, sorted(map(str, model.plain_layers or ()))]),
         "device": _device(context.device),
@@ -45,8 +67,6 @@ def identity(
         own = offer.own(settings).model_dump_json()
         variant = re.split("[,:]", offer.about)[0]  # without why it runs
         parts[offer.point] = f"{offer.name} of {offer.distribution} {offer.version} {variant} {own}"
-    if not rope_kinds(config) <= SAME_AT_ANY_LENGTH:
-        parts["max_seq_len"] = str(context.max_seq_len)
     return parts
 
 
@@ -54,8 +74,7 @@ def content(path: Path) -> str:
     """A digest of a checkpoint's tensors, wherever they are and whatever their files' dates say: of a file, or of
     a folder's safetensors or, if it has none, of all its files. Raises CheckpointError."""
     try:
-        every = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
-        files = [file for file in every if file.suffix == ".safetensors"] or every
+        files = _files(path)
         sizes = [file.stat().st_size for file in files]
         pieces = [(file, begin) for file, size in zip(files, sizes, strict=True) for begin in range(0, size, PIECE)]
         with ThreadPoolExecutor(READERS) as readers:
@@ -63,6 +82,21 @@ def content(path: Path) -> str:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
     return _digest(repr(sizes).encode() + whole)
+
+
+def stamp(path: Path) -> str:
+    """A digest of what the system says of a checkpoint's files, which is something else once one has been written, even
+    if its date is set back. Raises CheckpointError."""
+    try:
+        stats = [(file.name, file.resolve().name, file.stat()) for file in _files(path)]
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
+    return _digest(repr([(*names, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for *names, s in stats]).encode())
+
+
+def _files(path: Path) -> list[Path]:
+    every = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    return [file for file in every if file.suffix == ".safetensors"] or every
 
 
 def rope_kinds(config: Any) -> set[str]:

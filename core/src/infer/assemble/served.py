@@ -12,6 +12,7 @@ from infer.contracts.params import SamplingParams
 from infer.contracts.request import Request, too_long
 from infer.contracts.sections import EngineSettings
 from infer.contracts.text import ReasoningTags
+from infer.engine.confirmation import Verdict
 from infer.text.encoding import Encoder, TooLongError
 from infer.text.grammar import Grammar, Grammars
 from infer.text.templates import ChatTemplate
@@ -46,12 +47,17 @@ class Served:
     """Of the hidden states, of which embeddings are made; None if config.json does not say."""
     pooling: str
     """What embeddings are made of: ``last``, ``mean``, or what the checkpoint says and infer does not know."""
-    exact: bool
-    """Whether the start-up check found that answers do not depend, bit for bit, on batching and chunking."""
+    verdict: Verdict
+    """Of the check at the start."""
     engine: EngineSettings
     """As they are on this device: see ``for_device``."""
     adapters: LoadedAdapters | None = None
     """None if the settings ask for none and let none be loaded."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether answers do not depend, bit for bit, on batching and chunking, as far as the check has found."""
+        return self.verdict.exact
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         """The token ids of a text. Raises RequestError if it is too long for the model."""

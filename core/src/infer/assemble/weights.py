@@ -5,26 +5,37 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
+from torch import Tensor
 
+from infer.assemble.kept import KeptWeights, Packing
 from infer.assemble.sizes import Meter, Sketch
 from infer.checkpoint import Checkpoint, Outlines, dummy_tensors, ending, locate
 from infer.checkpoint.quantize import Quantize, Quantizer
-from infer.contracts.model import DraftingModel, ModelContext, ModelProtocol, SparingModel, UnstackingModel
+from infer.contracts.kernels import KeepingKernels
+from infer.contracts.model import (
+    DraftingModel,
+    ModelContext,
+    ModelProtocol,
+    PackingModel,
+    SparingModel,
+    UnstackingModel,
+)
 from infer.contracts.sections import Settings
-from infer.contracts.weights import WeightFormatProtocol
+from infer.contracts.weights import TensorFilesProtocol, WeightFormatProtocol
 from infer.device import blocks_given_back
-from infer.errors import PluginError, SettingsError
+from infer.errors import InferError, PluginError, SettingsError
 from infer.kernels.quantize import unfilled
 from infer.plugins.discovery import Offer, Plugins
 from infer.plugins.extension_points import EXTENSION_POINTS
 from infer.plugins.inspection import Named
 from infer.progress import track
-from infer.weight import Weight, form_of
+from infer.weight import GroupedWeight, Weight, form_of
 
 log = logging.getLogger(__name__)
 
@@ -38,13 +49,30 @@ class Weights:
     format: Offer
     checkpoint: Checkpoint
 
-    def load(self, context: ModelContext) -> ModelProtocol:
-        """The model with its weights. Raises InferError."""
+    def load(self, context: ModelContext, kept: KeptWeights | None = None) -> ModelProtocol:
+        """The model with its weights, which are packed only if ``kept`` has not got them yet. Raises InferError."""
         with blocks_given_back():
-            model, quantizer = self._fill(context)
+            model, quantizer = self._fill(context) if kept is None else self._kept(context, kept)
         method = self.settings.model.quantization or self.checkpoint.quant_method or "not quantized"
         log.info("weights, %s: %s", method, quantizer)
         return model
+
+    def _kept(self, context: ModelContext, kept: KeptWeights) -> tuple[ModelProtocol, Quantizer]:
+        kernels = context.kernels
+        assert isinstance(kernels, KeepingKernels)
+        try:
+            if (file := kept.open()) is not None:
+                with kernels.packed_in(file):
+                    filled = self._fill(context, kept=True)
+                file.check_end()
+                return filled
+        except InferError as error:
+            kept.drop(error)
+        packing = Packing()
+        with kernels.packed_in(packing):
+            filled = self._fill(context)
+        kept.keep(packing.weights)
+        return filled
 
     def sketch(self, context: ModelContext) -> Sketch:
         """What the model will take once it is loaded. Only headers are read, and, of formats that need them to tell a
@@ -63,15 +91,24 @@ class Weights:
             total = sum(quantizer.nbytes.values())
             return Sketch(model, quantizer, total, total, str(error))
 
-    def read(self, *, bare: bool = False) -> Iterator[tuple[str, Weight]]:
-        """The checkpoint's weights, each read when the iterator reaches it; without values if ``bare``."""
+    def read(self, bare: Collection[str] | None = ()) -> Iterator[tuple[str, Weight]]:
+        """The checkpoint's weights, each read when the iterator reaches it; without values if its name is among
+        ``bare``, or if that is None."""
         files = self.checkpoint.container.tensors()
         outlines = Outlines(files)
-        read: WeightFormatProtocol = self.format.build(
-            self.settings, self.checkpoint.config, outlines if bare else files
-        )
-        for name in read.names():
-            yield name, outlines.weight(name, read) if bare else read.weight(name)
+        if bare is None:
+            without = self._format(outlines)
+            for name in without.names():
+                yield name, outlines.weight(name, without)
+            return
+        with_values = self._format(files)
+        without = self._format(outlines) if bare else with_values
+        for name in with_values.names():
+            yield name, outlines.weight(name, without) if name in bare else with_values.weight(name)
+
+    def _format(self, tensors: TensorFilesProtocol) -> WeightFormatProtocol:
+        made: WeightFormatProtocol = self.format.build(self.settings, self.checkpoint.config, tensors)
+        return made
 
     def _model(self, context: ModelContext) -> ModelProtocol:
         """The model, not loaded yet."""
@@ -92,17 +129,22 @@ class Weights:
             return False
         if self.settings.model.load_format == "dummy":
             return True
-        weights: Iterable[tuple[str, Weight]] = self.read(bare=True)
+        weights: Iterable[tuple[str, Weight]] = self.read(None)
         names = {name for name, _ in (model.unstack(weights) if isinstance(model, UnstackingModel) else weights)}
         return not names.isdisjoint(model.draft_head.expected())
 
-    def _fill(self, context: ModelContext) -> tuple[ModelProtocol, Quantizer]:
+    def _fill(self, context: ModelContext, kept: bool = False) -> tuple[ModelProtocol, Quantizer]:
         """The model with its weights, and what has counted these. On torch's meta device the weights have no values,
-        but everything else about them is checked as on another device."""
+        but everything else about them is checked as on another device; of those that are ``kept`` packed, only what
+        else the model needs is read."""
         model, bare = self._model(context), context.device.type == "meta"
-        quantizer = self._quantizer(model, unfilled if bare else context.kernels.quantize, context.dtype)
+
+        def quantize(weight_NK: Tensor, bits: Literal[4, 8]) -> GroupedWeight:
+            return (unfilled if weight_NK.is_meta else context.kernels.quantize)(weight_NK, bits)
+
+        quantizer = self._quantizer(model, quantize, context.dtype)
         with self.checkpoint.placed(), Named(f"{self.family.whose} cannot be loaded"):
-            weights = quantizer(self._for_model(model, context))
+            weights = quantizer(self._for_model(model, context, kept))
             model.load(weights if bare else track(weights, "weights", len(model.expected())))
         return model, quantizer
 
@@ -113,8 +155,11 @@ class Weights:
             asked.quantization, asked.plain_layers, asked.activations, model.vocab_size, quantize, dtype, spared
         )
 
-    def _for_model(self, model: ModelProtocol, context: ModelContext) -> Iterable[tuple[str, Weight]]:
-        """The weights as the checkpoint has them, by the names of the model; on the meta device if the context's is."""
+    def _for_model(
+        self, model: ModelProtocol, context: ModelContext, kept: bool = False
+    ) -> Iterable[tuple[str, Weight]]:
+        """The weights as the checkpoint has them, by the names of the model; on the meta device if the context's is, or
+        if they are ``kept`` packed."""
         bare = context.device.type == "meta"
         weights: Iterable[tuple[str, Weight]]
         if self.settings.model.load_format == "dummy":
@@ -123,7 +168,8 @@ class Weights:
             if bare:
                 weights = ((name, torch.empty(shape, dtype=dtype, device="meta")) for name, shape in shapes.items())
         else:
-            weights = self.read(bare=bare)
+            packed = frozenset(model.packed if kept and isinstance(model, PackingModel) else ())
+            weights = self.read(None if bare else packed)
         return model.unstack(weights) if isinstance(model, UnstackingModel) else weights
 
 

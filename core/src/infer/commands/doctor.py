@@ -217,13 +217,18 @@ class Doctor:
         from infer.assemble.blueprint import draft_head
 
         report, (length, why) = self.report, self.blueprint.length
-        pool = self.blueprint.make_pool(sketch.model, sketch.nbytes)
+        taken = sketch.nbytes
+        if adapters := self.blueprint.adapter_sizes(self.blueprint.adapters(sketch.model)):
+            taken += sum(adapters.values())
+            words = ", ".join(f"{name} takes {mib(size)}" for name, size in adapters.items())
+            report.add("adapters", words, bytes=dict(adapters))
+        pool = self.blueprint.make_pool(sketch.model, taken)
         positions = pool.free_tokens()
         states = pool.state_bytes if isinstance(pool, StatefulPool) else 0
         each = (pool.nbytes - states) // positions
         if positions < length:
             length, why = positions, f"{positions} positions, since the cache has no more"
-        holds = max(0, free - sketch.nbytes - states) // each
+        holds = max(0, free - taken - states) // each
         batch = self.settings.engine.max_batch_size
         report.add("sequences", f"{batch} at a time, each of at most {why}", max_seq_len=length, max_batch_size=batch)
         report.add(
@@ -236,15 +241,16 @@ class Doctor:
             kv_dtype=self.settings.cache.kv_dtype,
             fits_tokens=holds,
         )
-        taken = sketch.nbytes + pool.nbytes
+        taken += pool.nbytes
         if (head := draft_head(sketch.model)) is not None:
             other = self.blueprint.make_pool(head, taken, "the draft head's cache")
             taken += other.nbytes
             words = f"{self.blueprint.in_words(other)}; its weights are among the model's"
             report.add("draft head", words, positions=other.free_tokens(), bytes=other.nbytes)
         if taken > free:
+            what = "Weights, adapters and cache" if adapters else "Weights and cache"
             report.problems.append(
-                f"Weights and cache take {mib(taken)}, but {mib(free)} are free: lower "
+                f"{what} take {mib(taken)}, but {mib(free)} are free: lower "
                 'engine.max_batch_size or engine.max_seq_len, or set cache.kv_dtype = "int8".'
             )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -243,6 +244,30 @@ class KernelsProtocol(Protocol):
         then top-p over what top-k kept, then min-p. Top-k keeps k tokens; of equal logits, those of lower ids. The
         others are thresholds on probability, so that they keep or drop tokens of equal probability together.
         """
+
+
+class PackedMemory(Protocol):
+    """Where packed weights are, one after the other in the order in which they are packed."""
+
+    def find(self, nbytes: int) -> memoryview | None:
+        """The next packed weight, which has so many bytes; None if it has to be packed. Raises CheckpointError if there
+        is another one."""
+
+    def add(self, weight: memoryview) -> None:
+        """The next one has been packed, and stays where it is."""
+
+
+@runtime_checkable
+class KeepingKernels(Protocol):
+    """Kernels whose packed weights can be kept in a file for the next start."""
+
+    @property
+    def layout(self) -> str:
+        """What the bytes of packed weights depend on besides the weights: another layout has another text."""
+
+    def packed_in(self, memory: PackedMemory) -> AbstractContextManager[None]:
+        """While the context is open, the ``pack`` methods take from ``memory`` what it has, and tell it of what they
+        pack."""
 
 
 class KernelsFactory(Protocol):

@@ -90,6 +90,16 @@ class SparingModel(Protocol):
         routers, and what no product is made with."""
 
 
+@runtime_checkable
+class PackingModel(Protocol):
+    """A model that hands some of its weights to the kernels' ``pack`` methods and keeps nothing else of them."""
+
+    @property
+    def packed(self) -> Collection[str]:
+        """The names of these weights, and of stacks that hold nothing else. ``load`` takes them without values, too, on
+        the meta device, if the kernels have what they would pack (``KeepingKernels``)."""
+
+
 class DraftHead(Protocol):
     """A head that drafts tokens (multi-token prediction): of a token's hidden state and the next token, it computes the
     hidden state that yields the token after that one. Its layers have K and V of their own, in a cache pool of their

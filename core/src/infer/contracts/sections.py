@@ -10,10 +10,21 @@ from __future__ import annotations
 import logging
 import re
 import sys
+from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    SecretStr,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
@@ -92,6 +103,14 @@ class ModelSettings(Section):
     )
     load_format: Literal["auto", "dummy"] = Field(
         "auto", description="dummy makes up weights from config.json, for measuring shapes."
+    )
+    weight_cache: str | None = Field(
+        "auto",
+        description="The folder that keeps packed weights for the next start; auto: infer-weights in the hub's folder "
+        "(HF_HOME); none: weights are packed at each start.",
+    )
+    weight_cache_gib: PositiveFloat = Field(
+        64.0, description="The most that this folder may take, in GiB; what was used last stays."
     )
 
     @model_validator(mode="after")
@@ -241,6 +260,9 @@ class AdaptersSettings(Section):
     def _named(cls, value: list[str]) -> list[str]:
         if bad := [each for each in value if not re.fullmatch("[^=]+=.+", each)]:
             raise ValueError(f"{bad[0]!r} is not NAME=PATH")
+        names = Counter(each.partition("=")[0] for each in value)
+        if twice := [name for name, count in names.items() if count > 1]:
+            raise ValueError(f"{twice[0]!r} is the name of two adapters; choose another for one of them")
         return value
 
     @model_validator(mode="after")
@@ -252,6 +274,11 @@ class AdaptersSettings(Section):
                 of=f"adapters.max_loaded = {self.max_loaded}",
             )
         return self
+
+    @property
+    def paths(self) -> dict[str, Path]:
+        """Where those lie that are loaded at the start, by their names."""
+        return {name: Path(path) for name, _, path in (entry.partition("=") for entry in self.load)}
 
     @property
     def slots(self) -> int:

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from infer.contracts.request import Event, FinishReason, Request, TokenLogprobs
 from infer.contracts.scheduler import PENDING, Schedule, SchedulerProtocol, Sequence, Works
 from infer.engine.answer import Answer
 from infer.engine.batch import Batch, Draw, HiddenStates, Score, pack
+from infer.engine.confirmation import Confirmation
 from infer.engine.isolation import Isolation
 from infer.engine.processors import LogitsProcessor
 from infer.engine.reporting import Notify, Reporter
@@ -29,6 +31,9 @@ from infer.errors import one_line
 from infer.text.detokenizer import TokenTexts
 
 log = logging.getLogger(__name__)
+
+QUIET_S = 5.0
+"""After so many seconds without a message, nobody is taken to be about to ask for something."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +92,7 @@ class Engine:
         publish: Callable[[list[Event]], None],
         notify: Notify,
         speculation: Speculation | None = None,
+        confirmation: Confirmation | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._runner = runner
@@ -96,6 +102,7 @@ class Engine:
         self._eos_token_ids = eos_token_ids
         self._max_seq_len = max_seq_len
         self._lag = lag
+        self._confirmation = confirmation
         self._lasting = pool if isinstance(pool, LastingPool) else None
         self._speculation = speculation
         self._isolation = Isolation()
@@ -117,9 +124,18 @@ class Engine:
         return self._scheduler.has_work() or bool(self._in_flight) or not self._inbox.empty()
 
     def wait(self) -> None:
-        """Block until a message arrives, and take it. Meanwhile, a pool keeps what is to outlive the process."""
+        """Block until a message arrives, and take it. Meanwhile, a pool keeps what is to outlive the process, and what
+        is known of exactness is confirmed."""
         while self._lasting is not None and self._inbox.empty() and self._lasting.rest():
             pass
+        confirmation = self._confirmation
+        if confirmation is not None and confirmation.left:
+            with suppress(queue.Empty):
+                self._receive(self._inbox.get(timeout=QUIET_S))
+                return
+            while self._inbox.empty() and confirmation.rest():
+                pass
+            confirmation.interrupt()
         self._receive(self._inbox.get())
 
     def step(self, on_pass: Callable[[], None] = lambda: None) -> None:

@@ -12,11 +12,11 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from infer.contracts.kernels import KernelsProtocol
 from infer.contracts.model import ModelProtocol, Pass
 from infer.device import same_bits
 from infer.engine import meaning
+from infer.engine.confirmation import Steps
 from infer.engine.graphs import DecodeGraphs
 from infer.engine.trial_draws import varying_draws
 from infer.engine.trial_rows import EVERY, HEAD_OPERATIONS, PER_VALUE, counted, random_like, row_counts
@@ -79,8 +80,11 @@ FILL = 512
 """How many positions of made-up K/V are stored at a time."""
 
 
+P = ParamSpec("P")
+
+
 @torch.inference_mode()
-def self_check(
+def checking(
     model: ModelProtocol,
     pool: CachePoolProtocol,
     kernels: KernelsProtocol,
@@ -92,27 +96,30 @@ def self_check(
     max_tokens: int | None = None,
     max_drafts: int = 0,
     device: torch.device,
-) -> list[str]:
+) -> Steps:
     """Check that a row's bits do not depend on the rest of its pass. Returns one phrase for the log per kernel, or part
     of the model, that varies: what varies, and with how many rows; an empty list if all is exact. Frees all slots that
-    it allocates. No pass extends a sequence by more than ``max_chunk`` positions, if there is such a limit; it is at
-    least LENGTH. No pass has more than ``max_tokens`` rows, if there is such a limit, and at most ``max_drafts`` draft
-    tokens of a sequence are verified at a time."""
+    it allocates, also if it is closed early. No pass extends a sequence by more than ``max_chunk`` positions, if there
+    is such a limit; it is at least LENGTH. No pass has more than ``max_tokens`` rows, if there is such a limit, and at
+    most ``max_drafts`` draft tokens of a sequence are verified at a time."""
     observed = Observed()
     chunk = max_chunk or max_seq_len
     trial = model, pool, kernels, graphs, max_batch_size, max_seq_len, chunk, max_drafts, device, observed
     largest = min(max_batch_size * max(chunk, 1 + max_drafts), max_tokens or MOST_ROWS, MOST_ROWS)
     drawn = min(max_batch_size * (1 + max_drafts), MOST_DRAWN)
     began = time.thread_time()
-    whole = list(_Whole(*trial).faults())
+    whole = yield from _Whole(*trial).faults()
     attention = _Attention(*trial)
-    parts: list[tuple[str, Callable[[], Iterable[str]]]] = [
+    parts: list[tuple[str, Callable[[], Steps]]] = [
         *((str(call), partial(_rows, call, kernels, largest, max_batch_size)) for call in observed.calls.values()),
         ("sample", partial(varying_draws, kernels, model.vocab_size, drawn, observed.logits)),
         *((f"attention of layer {a[0]}", partial(attention.faults, *a)) for a in observed.attends.values()),
     ]
     # This thread's CPU time counts, so that a busy machine does not make the check try less.
-    tried = [list(faults()) for _, faults in parts if time.thread_time() - began < SECONDS]
+    tried: list[list[str]] = []
+    for _, faults in parts:
+        if time.thread_time() - began < SECONDS:
+            tried.append((yield from faults()))
     if left := [name for name, _ in parts[len(tried) :]]:
         log.warning(
             "the start-up check ends after %.0f s, before it has tried, alone, %s of %s",
@@ -120,17 +127,39 @@ def self_check(
             ", ".join(left),
             type(kernels).__name__,
         )
-    return list(dict.fromkeys([*_beside_torch(model, kernels, observed), *itertools.chain(*tried), *whole]))
+    wrong = yield from _beside_torch(model, kernels, observed)
+    return list(dict.fromkeys([*wrong, *itertools.chain(*tried), *whole]))
 
 
-def _beside_torch(model: ModelProtocol, kernels: KernelsProtocol, observed: Observed) -> Iterator[str]:
+def in_one_go(check: Callable[P, Steps]) -> Callable[P, list[str]]:
+    """The check without its pauses."""
+
+    def run(*trial: P.args, **sizes: P.kwargs) -> list[str]:
+        steps = check(*trial, **sizes)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                return list(end.value)
+
+    return run
+
+
+self_check = in_one_go(checking)
+
+
+def _beside_torch(model: ModelProtocol, kernels: KernelsProtocol, observed: Observed) -> Steps:
     """Compare each kernel once with torch."""
-    calls = ((call, tuple(random_like(x, LENGTH) for x in call.rows)) for call in observed.calls.values())
-    yield from meaning.wrong_calls(kernels, calls)
+    wrong: list[str] = []
+    for call in observed.calls.values():
+        yield
+        wrong += meaning.wrong_calls(kernels, [(call, tuple(random_like(x, LENGTH) for x in call.rows))])
     for layer, q, k, rotary in observed.attends.values():
+        yield
         queries, keys = random_like(q, len(q)), random_like(k, len(k))
-        yield from meaning.wrong_attention(kernels, layer, model.attention[layer], queries, keys, rotary)
-    yield from meaning.wrong_draws(kernels, random_like(observed.logits[None], 4))
+        wrong += meaning.wrong_attention(kernels, layer, model.attention[layer], queries, keys, rotary)
+    yield
+    return [*wrong, *meaning.wrong_draws(kernels, random_like(observed.logits[None], 4))]
 
 
 @dataclass(frozen=True)
@@ -236,7 +265,8 @@ class _Trial:
 class _Whole(_Trial):
     """Checks the whole model. All sequences have the same text, so that one pass gives what every other must equal."""
 
-    def faults(self) -> Iterator[str]:
+    def faults(self) -> Steps:
+        found: list[str] = []
         name, length = type(self.model).__name__, min(LENGTH, self.max_seq_len)
         generator = torch.Generator().manual_seed(0)
         text = torch.randint(0, self.model.vocab_size, (length,), generator=generator).to(self.device)
@@ -244,8 +274,10 @@ class _Whole(_Trial):
         with self.slots([length]) as slots, self.observed.observe_calls(self.kernels):
             view = self.pool.batched_chunked_prefill_view(slots, [0], [length])
             whole = self.model.forward(Pass(text, at, ObservingView(view, self.model, self.observed)))
-        if varying := self._logits(whole):
-            yield f"{name}.logits varies at {counted(varying, 'row')}"
+        yield
+        if varying := (yield from self._logits(whole)):
+            found.append(f"{name}.logits varies at {counted(varying, 'row')}")
+        yield
         sizes = sorted(min(n, self.max_batch_size) for n in DECODES)[-(length - 1) :]
         first = length - len(sizes)
         lengths = [min(first, n) + len(sizes) for n in (*CHUNKS, *[0] * sizes[-1])][: sizes[-1]]
@@ -257,16 +289,18 @@ class _Whole(_Trial):
             rows = self.spans([0], [len(at)]).flip(0)
             if not same_bits(self.model.forward(Pass(text[at], at, view, rows)), whole[at[rows]]):
                 parts = " and ".join(map(str, chunk))
-                yield f"{name}.forward varies in a pass of {counted([len(at)], 'row')}, chunks of {parts}"
+                found.append(f"{name}.forward varies in a pass of {counted([len(at)], 'row')}, chunks of {parts}")
             ends[: len(chunk)] = chunk
             for size in (n for n in sizes if n <= len(slots)):
+                yield
                 at = torch.tensor(ends[:size], device=self.device)
                 if not same_bits(self._decode(slots[:size], text[at], at)[:size], whole[at]):
                     suffix = "" if self.graphs is None else ", recorded or replayed"
-                    yield f"{name}.forward varies in a decode of {counted([size], 'sequence')}{suffix}"
+                    found.append(f"{name}.forward varies in a decode of {counted([size], 'sequence')}{suffix}")
                 ends[:size] = [end + 1 for end in ends[:size]]
+        return found
 
-    def _logits(self, hidden: Tensor) -> list[int]:
+    def _logits(self, hidden: Tensor) -> Generator[None, None, list[int]]:
         """The numbers of rows with which the output head varies."""
         vocab, batch = self.model.vocab_size, self.max_batch_size
         largest = max(MANY_HEAD_ROWS, min(batch * (1 + self.max_drafts), MOST_DRAWN))
@@ -275,7 +309,12 @@ class _Whole(_Trial):
         hidden = hidden[self.spans([0], [most]) % len(hidden)]
         logits = self.model.logits(hidden)
         self.observed.logits = logits[0].clone()
-        return sorted(n for n in sizes if not same_bits(self.model.logits(hidden[:n]), logits[:n]))
+        varying: list[int] = []
+        for n in sorted(sizes):
+            yield
+            if not same_bits(self.model.logits(hidden[:n]), logits[:n]):
+                varying.append(n)
+        return varying
 
     def _decode(self, slots: list[int], tokens: Tensor, at: Tensor) -> Tensor:
         if self.graphs is None:
@@ -288,7 +327,7 @@ class _Whole(_Trial):
         return self.graphs.run(rows, view, (tokens[padding].tolist(), at[padding].tolist(), slots))
 
 
-def _rows(call: Call, kernels: KernelsProtocol, largest: int, max_batch_size: int) -> Iterator[str]:
+def _rows(call: Call, kernels: KernelsProtocol, largest: int, max_batch_size: int) -> Steps:
     """Compare a kernel's results for some rows with those of the same rows among many."""
     inner, outer = (math.prod(x.shape[1:]) for x in (call.rows[0], call.results[0]))
     if call.name in PRODUCTS:
@@ -305,23 +344,25 @@ def _rows(call: Call, kernels: KernelsProtocol, largest: int, max_batch_size: in
     whole = run(0, most)
     varying = []
     for n in sorted(counts):
+        yield
         begins = (0, most - n) if n <= 2 else (most - n,)
         if not all(same_bits(a, b[i : i + n]) for i in begins for a, b in zip(run(i, i + n), whole, strict=True)):
             varying.append(n)
-    if varying:
-        yield f"{type(kernels).__name__}.{call} varies at {counted(varying, 'row')}"
+    return [f"{type(kernels).__name__}.{call} varies at {counted(varying, 'row')}"] if varying else []
 
 
 class _Attention(_Trial):
     """Checks one attention layer of each kind on random K/V: in one pass, then in chunks, decodes and short extends of
     many sequences, and at the full length."""
 
-    def faults(self, layer: int, q: Tensor, k: Tensor, rotary: Rotary | None) -> Iterator[str]:
-        for what, positions in self._layer(layer, q, k, rotary).items():
-            name = f"{type(self.kernels).__name__}'s attention of layer {layer}"
-            yield f"{name} varies in {what}, at positions {min(positions)} to {max(positions)}"
+    def faults(self, layer: int, q: Tensor, k: Tensor, rotary: Rotary | None) -> Steps:
+        name = f"{type(self.kernels).__name__}'s attention of layer {layer}"
+        wrong = yield from self._layer(layer, q, k, rotary)
+        return [f"{name} varies in {what}, at positions {min(at)} to {max(at)}" for what, at in wrong.items()]
 
-    def _layer(self, layer: int, q: Tensor, k: Tensor, rotary: Rotary | None) -> dict[str, list[int]]:
+    def _layer(
+        self, layer: int, q: Tensor, k: Tensor, rotary: Rotary | None
+    ) -> Generator[None, None, dict[str, list[int]]]:
         """The positions whose results differ, by the kind of pass in which they do."""
         most = min(self.max_batch_size, EVERY)
         sizes = [n for n in sorted({*SEQUENCES, self.max_batch_size}) if n <= most]
@@ -351,6 +392,7 @@ class _Attention(_Trial):
         with self.slots([length]) as slots:
             parts = []
             for begin in range(0, length, self.max_chunk):
+                yield
                 n = min(self.max_chunk, length - begin)
                 view = self.pool.batched_chunked_prefill_view(slots, [begin], [n])
                 parts.append(attend(view, self.spans([begin], [n])))
@@ -373,6 +415,7 @@ class _Attention(_Trial):
                 fits = [(i, n) for i, n in zip(chosen, chunk, strict=True) if ends[i] + n <= length]
                 if not fits:
                     continue
+                yield
                 chosen, chunk = map(list, zip(*fits, strict=True))
                 picked, begins = [slots[i] for i in chosen], [ends[i] for i in chosen]
                 view = self._view(picked, begins, chunk, decode=what == "a decode")
@@ -380,7 +423,7 @@ class _Attention(_Trial):
                 compare(f"{what} of {counted([len(chosen)], 'sequence')}", attend(view, at), whole[at], at)
                 for i, n in zip(chosen, chunk, strict=True):
                     ends[i] += n
-        self._far(layer, q, k, v, length, attend, compare)
+        yield from self._far(layer, q, k, v, length, attend, compare)
         return wrong
 
     def _view(self, slots: list[int], begins: list[int], lens: list[int], *, decode: bool) -> KVCacheView:
@@ -397,7 +440,7 @@ class _Attention(_Trial):
         beyond: int,
         attend: Callable[[KVCacheView, Tensor], Tensor],
         compare: Callable[[str, Tensor, Tensor, Tensor], None],
-    ) -> None:
+    ) -> Iterator[None]:
         """Compare the last positions before each power of two ``beyond`` what the other passes reach, and before the
         full length: in one chunk, then by decodes and short extends, alone and in company."""
         full = min(self.max_seq_len, self.pool.free_tokens())
@@ -408,13 +451,20 @@ class _Attention(_Trial):
         wholes: list[Tensor] = []
         with self.slots([full]) as slots:
             for begin in self._filled(layer, q, k, v, slots, ends):
+                if begin is None:
+                    yield
+                    continue
                 view = self.pool.batched_chunked_prefill_view(slots, [begin], [FAR])
                 wholes.append(attend(view, self.spans([begin], [FAR])))
         room = min(self.max_batch_size - 1, EVERY - 1)
         with self.slots([full, *[4 * len(ends)] * room]) as slots:
             company = slots[1:]
-            for turn, begin in enumerate(self._filled(layer, q, k, v, slots[:1], ends)):
-                at = begin
+            turn = -1
+            for begin in self._filled(layer, q, k, v, slots[:1], ends):
+                yield
+                if begin is None:
+                    continue
+                at, turn = begin, turn + 1
                 for number, others in ((FAR - 4, company[:1]), (2, []), (1, company), (1, [])):
                     decode = number == 1
                     what = "a decode" if decode else f"extends by {number}"
@@ -428,10 +478,10 @@ class _Attention(_Trial):
 
     def _filled(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, slots: list[int], ends: Sequence[int]
-    ) -> Iterator[int]:
-        """Store K/V up to FAR positions before each of ``ends`` in turn; yields where that is. What these positions'
-        queries see is not computed: it would take time that grows with the square of the length. Views that do not ask
-        the provider for it are left out."""
+    ) -> Iterator[int | None]:
+        """Store K/V up to FAR positions before each of ``ends`` in turn; yields where that is, and None in between.
+        What these positions' queries see is not computed: it would take time that grows with the square of the length.
+        Views that do not ask the provider for it are left out."""
         at, asked = 0, False
 
         def attention(q_THE: Tensor, *_: Any) -> Tensor:
@@ -446,6 +496,7 @@ class _Attention(_Trial):
                 with _replaced(self.kernels, extend_attention=attention):
                     view.attend(layer, q[:n], k[:n], v[:n])
                 at += n
+                yield None
                 if not asked:
                     log.warning(
                         "the start-up check tries no attention at positions above %d: views of %s do not ask %s for it",

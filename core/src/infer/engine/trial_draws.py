@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -31,7 +31,9 @@ KINDS = (DrawCase(0), DrawCase(1, top_k=50, top_p=0.9), DrawCase(2, min_p=0.05),
 GREEDY = DrawCase(3, temperature=0.0)
 
 
-def varying_draws(kernels: KernelsProtocol, vocab_size: int, most: int, example_V: Tensor) -> Iterator[str]:
+def varying_draws(
+    kernels: KernelsProtocol, vocab_size: int, most: int, example_V: Tensor
+) -> Generator[None, None, list[str]]:
     """Compare tokens drawn alone with those drawn in a batch of up to ``most``, for logits like ``example_V``. The
     random numbers lie on both sides of the edge between two tokens, so that a sum that differs in its last bit draws
     the other token."""
@@ -63,7 +65,9 @@ def varying_draws(kernels: KernelsProtocol, vocab_size: int, most: int, example_
 
     edges = [(0.0, 0.5) for _ in KINDS]
     last = sample([replace(kind, uniform=0.5) for kind in KINDS])
+    found: list[str] = []
     while any(low < (low + high) / 2 < high for low, high in edges):
+        yield
         middles = [(low + high) / 2 for low, high in edges]
         tokens = sample([replace(kind, uniform=u) for kind, u in zip(KINDS, middles, strict=True)])
         edges = [
@@ -76,9 +80,14 @@ def varying_draws(kernels: KernelsProtocol, vocab_size: int, most: int, example_
     others = [case for case in alone if case[0].row != MASKED]
     cost = PER_VALUE // 2 * vocab_size
     counts = row_counts(cost, 0, most, most, example_V.device, HEAD_OPERATIONS)
-    varying = [n for n in sorted(counts) if n > 1 and varies([others[(n + i) % len(others)] for i in range(n)])]
+    varying: list[int] = []
+    for n in sorted(counts):
+        yield
+        if n > 1 and varies([others[(n + i) % len(others)] for i in range(n)]):
+            varying.append(n)
     if varying:
-        yield f"{type(kernels).__name__}.sample varies at {counted(varying, 'row')}"
+        found.append(f"{type(kernels).__name__}.sample varies at {counted(varying, 'row')}")
     few = min(most, len(others) + 1)
     if few > 1 and any(varies([case, *others][:few]) for case in masked):
-        yield f"{type(kernels).__name__}.sample varies at {counted([few], 'row')}, one of them masked"
+        found.append(f"{type(kernels).__name__}.sample varies at {counted([few], 'row')}, one of them masked")
+    return found

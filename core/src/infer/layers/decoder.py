@@ -246,6 +246,10 @@ class Decoder:
     def spared(self) -> Collection[str]:
         return self.weights.spared
 
+    @property
+    def packed(self) -> Collection[str]:
+        return self.weights.packed()
+
     def unstack(self, tensors: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
         return self.weights.unstack(tensors)
 

@@ -14,7 +14,7 @@ from infer.contracts.kernels import Activation, Expert, Routing
 from infer.errors import CheckpointError
 from infer.layers.linear import Linear
 from infer.layers.table import Weights
-from infer.weight import GroupedWeight, Weight
+from infer.weight import GroupedWeight, Weight, joined
 
 
 class Experts:
@@ -86,7 +86,7 @@ class Experts:
         self._shared = shared
         self._shared_gate: Any = None
         if shared_gate is not None:
-            weights.expect(f"{name}.{shared_gate}.weight", (1, size), self._take_gate)
+            weights.expect(f"{name}.{shared_gate}.weight", (1, size), self._take_gate, packed=True)
         self._packed: Any = None
         order_N = torch.arange(2 * intermediate).view(-1, 2).t().flatten() if interleaved else None
         width = 2 * intermediate // len(gate_up)
@@ -111,7 +111,9 @@ class Experts:
 
         for index, (part, (N, K)), kind in itertools.product(range(count), shapes.items(), kinds):
             key, shape = f"{part}.{kind}", (N, K) if kind == "weight" else (N,)
-            weights.expect(f"{name}.experts.{index}.{key}", shape, functools.partial(take, index, key))
+            weights.expect(
+                f"{name}.experts.{index}.{key}", shape, functools.partial(take, index, key), packed=kind == "weight"
+            )
 
         def cut(parts: Sequence[str], kind: str, stack: Tensor) -> Iterable[tuple[str, Tensor]]:
             for index, own in enumerate(stack.mT if transposed and kind == "weight" else stack):
@@ -174,7 +176,7 @@ def _stacked(parts: Sequence[Weight], order_N: Tensor | None) -> Weight:
         if len(grouped) == len(parts) and all(map(grouped[0].stacks_with, grouped)):
             whole = GroupedWeight.stack(grouped)
         else:
-            whole = torch.cat([part if isinstance(part, Tensor) else part.dequantize() for part in parts])
+            whole = joined([part if isinstance(part, Tensor) else part.dequantize() for part in parts])
     if order_N is None:
         return whole
     return whole[order_N.to(whole.device)] if isinstance(whole, Tensor) else whole.rows(order_N.to(whole.codes.device))

@@ -102,7 +102,9 @@ class Linear:
         ):
             shapes = {"weight": (size, in_features)} | ({"bias": (size,)} if biased else {})
             for kind, shape in shapes.items():
-                weights.expect(f"{name}.{kind}", shape, functools.partial(take, kind, row), dtype)
+                weights.expect(
+                    f"{name}.{kind}", shape, functools.partial(take, kind, row), dtype, packed=kind == "weight"
+                )
             left += len(shapes)
             spans.append((row, size))
             row += size
@@ -167,7 +169,7 @@ class Embedding:
         self._kernels = weights.context.kernels
         self.scale = None if scale is None else torch.tensor(scale, dtype=weights.context.dtype).item()
         self.packed: Any = None
-        weights.expect(self.name, (num, size), lambda t: setattr(self, "packed", self._kernels.pack(t)))
+        weights.expect(self.name, (num, size), lambda t: setattr(self, "packed", self._kernels.pack(t)), packed=True)
 
     def __call__(self, token_ids_T: Tensor) -> Tensor:
         x_TD = self._kernels.embedding(token_ids_T, self.packed)
@@ -184,7 +186,7 @@ class Head:
         if tied:
             weights.when_loaded(lambda: self._take(embedding.packed))
         else:
-            weights.expect(self.name, (num, size), lambda t: self._take(self._kernels.pack(t)))
+            weights.expect(self.name, (num, size), lambda t: self._take(self._kernels.pack(t)), packed=True)
 
     def _take(self, packed: Any) -> None:
         self._packed = packed

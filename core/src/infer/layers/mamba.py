@@ -18,6 +18,7 @@ from infer.errors import CheckpointError
 from infer.layers.blocks import select
 from infer.layers.linear import Linear
 from infer.layers.table import Weights
+from infer.weight import exponential
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class Mamba2:
         self._in = Linear(weights, f"{name}.in_proj", size, sum(self._sizes), bias)
         self._conv = CausalConv(weights, f"{name}.conv1d", space.channels, sizes.width, conv_bias, silu=True)
         H = (sizes.num_heads,)
-        weights.expect(f"{name}.A_log", H, lambda log_H: space.rate_H.copy_(log_H.exp()), torch.float32)
+        weights.expect(f"{name}.A_log", H, lambda log_H: space.rate_H.copy_(exponential(log_H)), torch.float32)
         weights.expect(f"{name}.dt_bias", H, space.dt_bias_H.copy_, torch.float32)
         weights.expect(f"{name}.D", H, space.skip_H.copy_, torch.float32)
         self._eps, self._group, self._gate_first = norm_eps, sizes.size // sizes.num_groups, gate_first

@@ -15,6 +15,7 @@ from infer.layers.blocks import select
 from infer.layers.linear import Linear
 from infer.layers.mamba import CausalConv, state_of
 from infer.layers.table import Weights
+from infer.weight import exponential
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class GatedDeltaNet:
         self._ba = Linear(weights, [f"{name}.{part}" for part in small], size, [H, H], order=small_order)
         weights.spared.update(f"{name}.{part}.weight" for part in small)
         self._conv = CausalConv(weights, f"{name}.conv1d", rule.channels, sizes.width, bias=False, silu=True)
-        weights.expect(f"{name}.A_log", (H,), lambda log_H: rule.rate_H.copy_(log_H.exp()), torch.float32)
+        weights.expect(f"{name}.A_log", (H,), lambda log_H: rule.rate_H.copy_(exponential(log_H)), torch.float32)
         weights.expect(f"{name}.dt_bias", (H,), rule.dt_bias_H.copy_, torch.float32)
         self._eps = norm_eps
         self._norm_weight_V: Tensor

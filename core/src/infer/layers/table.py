@@ -37,18 +37,28 @@ class Weights:
         self.adapters = Adapters(context.kernels, context.adapter_slots) if context.adapter_slots else None
         self.spared: set[str] = set()
         """Names of tensors that ``model.quantization`` leaves as they are."""
+        self._packed: set[str] = set()
         self._expected: dict[str, _Expected] = {}
         self._stacks: dict[str, _Stack] = {}
         self._finish: list[Callable[[], None]] = []
 
     def expect(
-        self, name: str, shape: tuple[int, ...], take: Callable[[Any], object], dtype: torch.dtype | None = None
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        take: Callable[[Any], object],
+        dtype: torch.dtype | None = None,
+        *,
+        packed: bool = False,
     ) -> None:
         """Declare that the checkpoint holds ``name``. ``take`` gets the tensor in ``dtype``, by default the model's,
         and on the model's device. It copies what it keeps, because the tensor may be a view of a file that is replaced
-        later. A tensor of two dimensions may come as a GroupedWeight."""
+        later. A tensor of two dimensions may come as a GroupedWeight. One that is ``packed`` goes to the kernels'
+        ``pack`` methods alone, and may come without values, on the meta device."""
         assert name not in self._expected, name
         self._expected[name] = _Expected(shape, take, dtype or self.context.dtype)
+        if packed:
+            self._packed.add(name)
 
     def expect_stack(
         self, name: str, shape: tuple[int, ...], cut: Callable[[Tensor], Iterable[tuple[str, Tensor]]]
@@ -64,6 +74,15 @@ class Weights:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of all expected tensors, by name."""
         return {name: expected.shape for name, expected in self._expected.items()}
+
+    def packed(self) -> set[str]:
+        """The names of the tensors that are ``packed``, and of the stacks that hold only such."""
+        stacks = (
+            name
+            for name, stack in self._stacks.items()
+            if all(part in self._packed for part, _ in stack.cut(torch.empty(stack.shape, device="meta")))
+        )
+        return self._packed.union(stacks)
 
     def unstack(self, tensors: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
         """The tensors, with the parts of each stack in its place. Raises CheckpointError if a stack has another shape
@@ -98,7 +117,8 @@ class Weights:
                     f"The tensor {name!r} is of type {str(tensor.dtype).removeprefix('torch.')}; infer loads "
                     "float32, float16 and bfloat16 weights, and others only as config.json's quantization_config says."
                 )
-            tensor, dtype = tensor.to(device=self.context.device, dtype=expected.dtype), expected.dtype
+            values, dtype = tensor if isinstance(tensor, Tensor) else tensor.codes, expected.dtype
+            tensor = tensor.to(device=values.device if values.is_meta else self.context.device, dtype=dtype)
             if not all(map(_finite, [tensor] if isinstance(tensor, Tensor) else tensor.floats)):
                 raise CheckpointError(
                     f"The tensor {name!r} holds values that are not finite as {str(dtype).removeprefix('torch.')}."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import os
 import platform
 from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
@@ -160,6 +161,12 @@ def about() -> str:
     if lacking := LEVELS[above] - features():
         return f"level {level}: the processor lacks {' and '.join(sorted(lacking))}, which {above} needs"
     return f"level {level}: {above} was not built"
+
+
+@functools.cache
+def digest(level: str) -> str:
+    """A digest of a level's library."""
+    return hashlib.blake2b((FOLDER / f"{level}.so").read_bytes(), digest_size=16).hexdigest()
 
 
 @functools.cache

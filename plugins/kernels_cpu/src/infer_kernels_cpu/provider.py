@@ -3,102 +3,46 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from infer.contracts.adapters import AdapterPart, AdapterRows
-from infer.contracts.attention import KV, AttentionSpec, QuantizedKV, Ragged, Rotary
-from infer.contracts.kernels import Activation, Draws, Expert, RecorderProtocol, Routing
+from infer.contracts.attention import KV, AttentionSpec, Ragged, Rotary
+from infer.contracts.kernels import Activation, Draws, Expert, PackedMemory, RecorderProtocol, Routing
 from infer.contracts.states import DeltaRule, StateRows, StateSpace
 from infer.device import pages
 from infer.kernels.quantize import unfilled
 from infer.kernels.reference import PackedExperts, ReferenceKernels
 from infer.weight import GroupedWeight, Weight
 from infer_kernels_cpu import native
+from infer_kernels_cpu.arguments import cache_pointers, contiguous_rows, one_kind, row_places, state_places
 from infer_kernels_cpu.memory import Buffers
+from infer_kernels_cpu.packed import (
+    KINDS,
+    SCALES,
+    AdapterTable,
+    Mixture,
+    Packed,
+    PackedAdapter,
+    PackedGrouped,
+    Shelf,
+    addresses,
+    alike,
+    biases,
+    room,
+)
 from infer_kernels_cpu.recording import Recorder
 
-KINDS = {torch.float32: 0, torch.bfloat16: 1}
-"""The native code's numbers of the element types."""
-SCALES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""The native code's numbers of the types of scales."""
 CHUNK = 1 << 20
 """How many weights of a type without a number are converted at a time."""
 GATES: dict[Activation | None, int] = {None: 0, "silu": 1, "gelu_pytorch_tanh": 2, "clamped_swiglu": 3}
 """The native code's numbers of the activations (its ``Gate``)."""
-
-
-@dataclass(frozen=True)
-class Packed:
-    """A weight [N, K] in the layout in which the native code multiplies it, and its bias."""
-
-    words: Tensor
-    N: int
-    K: int
-    gated: bool
-    dtype: torch.dtype
-    bias_N: Tensor | None
-
-
-@dataclass(frozen=True)
-class PackedGrouped(Packed):
-    """A grouped weight, whose layout ``matrix`` describes; it points to ``words``."""
-
-    matrix: native.GroupedMatrix
-
-    @property
-    def form(self) -> tuple[Any, ...]:
-        """What all experts of a mixture have to have in common."""
-        fields = ("N", "K", "group", "bits", "scales", "minimum", "table", "int8")
-        return tuple(getattr(self.matrix, name) for name in fields)
-
-
-@dataclass(frozen=True)
-class Mixture(PackedExperts):
-    """Experts whose weights all have the same form, and the structure that points to them."""
-
-    native: native.Mixture
-    pointed: tuple[Any, ...]
-    """The arrays that the structure points to."""
-
-
-@dataclass(frozen=True)
-class PackedAdapter:
-    """What an adapter changes in one product, as the native code reads it."""
-
-    native: native.Adapter
-    pointed: tuple[Any, ...]
-    """What the structure points to."""
-
-
-class AdapterTable:
-    """The adapters of one product by slot, as pointers that stay where they are."""
-
-    def __init__(self, slots: int) -> None:
-        self.pointers = (ctypes.c_void_p * slots)()
-        self.address = ctypes.addressof(self.pointers)
-        self.kept: list[PackedAdapter | None] = [None] * slots
-
-
-class Shelf:
-    """Memory for ``count`` results of equal size side by side, so that they get huge pages together. A result of
-    another size gets memory of its own."""
-
-    def __init__(self, count: int) -> None:
-        self._left, self._memory, self._size = count, memoryview(b""), 0
-
-    def __call__(self, nbytes: int) -> memoryview:
-        if not self._size:
-            self._memory, self._size = memoryview(pages(nbytes * self._left)), nbytes
-        if nbytes != self._size or len(self._memory) < nbytes:
-            return memoryview(pages(nbytes))
-        part, self._memory = self._memory[:nbytes], self._memory[nbytes:]
-        return part
 
 
 class CpuKernels(ReferenceKernels):
@@ -108,6 +52,19 @@ class CpuKernels(ReferenceKernels):
         self.level = level or native.chosen()
         self.native = native.load(self.level)
         self._empty = Buffers().empty
+        self._kept: PackedMemory | None = None
+
+    @functools.cached_property
+    def layout(self) -> str:
+        return f"{self.level} {native.digest(self.level)}"
+
+    @contextmanager
+    def packed_in(self, memory: PackedMemory) -> Iterator[None]:
+        self._kept = memory
+        try:
+            yield
+        finally:
+            self._kept = None
 
     @contextmanager
     def results_in(self, memory: Buffers) -> Iterator[None]:
@@ -145,8 +102,9 @@ class CpuKernels(ReferenceKernels):
             return self._pack_grouped(weight_NK, bias_N, gated, memory)
         (N, K), kind = weight_NK.shape, KINDS[weight_NK.dtype]
         weight_NK = weight_NK.contiguous()
-        words = _room(self.native.infer_packed_words(kind, N, K, gated), torch.int32, memory, weight_NK)
-        if not words.is_meta:
+        count = self.native.infer_packed_words(kind, N, K, gated)
+        words, new = room(count, torch.int32, memory, weight_NK, self._kept)
+        if new:
             self.native.infer_pack(kind, weight_NK.data_ptr(), N, K, gated, words.data_ptr())
         return Packed(words, N, K, gated, weight_NK.dtype, None if bias_N is None else bias_N.clone())
 
@@ -171,9 +129,11 @@ class CpuKernels(ReferenceKernels):
         if weight.table is not None:
             matrix.values[:] = weight.table.tolist()
         codes = weight.codes.contiguous()
-        words = _room(self.native.infer_grouped_bytes(ctypes.byref(matrix)), torch.uint8, memory, codes)
+        count = self.native.infer_grouped_bytes(ctypes.byref(matrix))
+        words, new = room(count, torch.uint8, memory, codes, self._kept)
         if not words.is_meta:
             matrix.packed = words.data_ptr()
+        if new:
             self.native.infer_pack_grouped(
                 KINDS[weight.dtype],
                 ctypes.byref(matrix),
@@ -222,11 +182,11 @@ class CpuKernels(ReferenceKernels):
         table.kept[slot] = packed
 
     def add_adapters(self, product_TN: Tensor, x_TK: Tensor, rows: AdapterRows, table: Any) -> None:
-        x_TK = _lines(x_TK)
+        x_TK = contiguous_rows(x_TK)
         assert product_TN.stride(1) == 1
         assert rows.slots_T.dtype == torch.int32
         self.native.infer_add_adapters(
-            _one_kind(product_TN, x_TK),
+            one_kind(product_TN, x_TK),
             x_TK.data_ptr(),
             x_TK.stride(0),
             *x_TK.shape,
@@ -270,10 +230,10 @@ class CpuKernels(ReferenceKernels):
                 strict=True,
             )
         )
-        if not all(map(_alike, (packed.gate_up, packed.down))):
+        if not all(map(alike, (packed.gate_up, packed.down))):
             return packed
         (first_gate_up, down), count = (packed.gate_up[0], packed.down[0]), len(packed.down)
-        arrays = [_addresses(packed.gate_up), _addresses(packed.down), *map(_biases, (packed.gate_up, packed.down))]
+        arrays = [addresses(packed.gate_up), addresses(packed.down), *map(biases, (packed.gate_up, packed.down))]
         grouped = [isinstance(first, PackedGrouped) for first in (first_gate_up, down)]
         places = [None if array is None else ctypes.addressof(array) for array in arrays]
         mixture = native.Mixture(count, first_gate_up.K, down.K, *places, *grouped)
@@ -388,8 +348,8 @@ class CpuKernels(ReferenceKernels):
             k_TKE.shape[1],
             E,
             out_THE.data_ptr(),
-            *_pointers(k_cache),
-            *_pointers(v_cache),
+            *cache_pointers(k_cache),
+            *cache_pointers(v_cache),
         )
         return out_THE
 
@@ -408,8 +368,8 @@ class CpuKernels(ReferenceKernels):
             q_THE.data_ptr(),
             q_THE.stride(0),
             q_THE.stride(1),
-            *_pointers(k_cache),
-            *_pointers(v_cache),
+            *cache_pointers(k_cache),
+            *cache_pointers(v_cache),
             out_THE.data_ptr(),
             ragged.starts_B.data_ptr(),
             ragged.offsets_B1.data_ptr(),
@@ -437,8 +397,8 @@ class CpuKernels(ReferenceKernels):
         rows: StateRows,
     ) -> Tensor:
         (T, C), W = x_TC.shape, weight_CW.shape[1]
-        x_TC, weight_CW = _lines(x_TC), weight_CW.contiguous()
-        kind = _one_kind(x_TC, weight_CW, *([] if bias_C is None else [bias_C]))
+        x_TC, weight_CW = contiguous_rows(x_TC), weight_CW.contiguous()
+        kind = one_kind(x_TC, weight_CW, *([] if bias_C is None else [bias_C]))
         assert weight_CW.shape[0] == C
         out_TC = self._empty(T, C, dtype=x_TC.dtype)
         self.native.infer_causal_conv(
@@ -451,8 +411,8 @@ class CpuKernels(ReferenceKernels):
             None if bias_C is None else bias_C.data_ptr(),
             W,
             silu,
-            *_states(columns_RWC, x_TC.dtype, W - 1, C),
-            *_rows(rows, T),
+            *state_places(columns_RWC, x_TC.dtype, W - 1, C),
+            *row_places(rows, T),
             out_TC.data_ptr(),
         )
         return out_TC
@@ -461,12 +421,12 @@ class CpuKernels(ReferenceKernels):
         self, qkv_TC: Tensor, a_TH: Tensor, b_TH: Tensor, rule: DeltaRule, state_RHKV: Tensor, rows: StateRows
     ) -> Tensor:
         T, (H, K, V) = len(qkv_TC), rule.shape
-        qkv_TC, a_TH, b_TH = _lines(qkv_TC), _lines(a_TH), _lines(b_TH)
+        qkv_TC, a_TH, b_TH = contiguous_rows(qkv_TC), contiguous_rows(a_TH), contiguous_rows(b_TH)
         assert qkv_TC.shape[1] == rule.channels
         assert a_TH.shape == b_TH.shape == (T, H)
         out_THV = self._empty(T, H, V, dtype=qkv_TC.dtype)
         self.native.infer_gated_delta_rule(
-            _one_kind(qkv_TC, a_TH, b_TH),
+            one_kind(qkv_TC, a_TH, b_TH),
             qkv_TC.data_ptr(),
             qkv_TC.stride(0),
             a_TH.data_ptr(),
@@ -480,8 +440,8 @@ class CpuKernels(ReferenceKernels):
             V,
             rule.rate_H.data_ptr(),
             rule.dt_bias_H.data_ptr(),
-            *_states(state_RHKV, torch.float32, H, K, V),
-            *_rows(rows, T),
+            *state_places(state_RHKV, torch.float32, H, K, V),
+            *row_places(rows, T),
             out_THV.data_ptr(),
         )
         return out_THV
@@ -490,12 +450,12 @@ class CpuKernels(ReferenceKernels):
         self, xbc_TC: Tensor, dt_TH: Tensor, space: StateSpace, state_RHNP: Tensor, rows: StateRows
     ) -> Tensor:
         T, (H, N, P) = len(xbc_TC), space.shape
-        xbc_TC, dt_TH = _lines(xbc_TC), _lines(dt_TH)
+        xbc_TC, dt_TH = contiguous_rows(xbc_TC), contiguous_rows(dt_TH)
         assert xbc_TC.shape[1] == space.channels
         assert dt_TH.shape == (T, H)
         out_THP = self._empty(T, H, P, dtype=xbc_TC.dtype)
         self.native.infer_state_space(
-            _one_kind(xbc_TC, dt_TH),
+            one_kind(xbc_TC, dt_TH),
             xbc_TC.data_ptr(),
             xbc_TC.stride(0),
             dt_TH.data_ptr(),
@@ -510,8 +470,8 @@ class CpuKernels(ReferenceKernels):
             space.skip_H.data_ptr(),
             space.dt_min,
             space.dt_max,
-            *_states(state_RHNP, torch.float32, H, N, P),
-            *_rows(rows, T),
+            *state_places(state_RHNP, torch.float32, H, N, P),
+            *row_places(rows, T),
             out_THP.data_ptr(),
         )
         return out_THP
@@ -520,12 +480,12 @@ class CpuKernels(ReferenceKernels):
         self, x_TD: Tensor, gate_TD: Tensor, weight_W: Tensor, eps: float, group: int, gate_first: bool
     ) -> Tensor:
         (T, D), W = x_TD.shape, len(weight_W)
-        x_TD, gate_TD, weight_W = _lines(x_TD), _lines(gate_TD), weight_W.contiguous()
+        x_TD, gate_TD, weight_W = contiguous_rows(x_TD), contiguous_rows(gate_TD), weight_W.contiguous()
         assert gate_TD.shape == (T, D)
         assert D % group == D % W == max(group, W) % min(group, W) == 0
         out_TD = self._empty(T, D, dtype=x_TD.dtype)
         self.native.infer_gated_rms_norm(
-            _one_kind(x_TD, gate_TD, weight_W),
+            one_kind(x_TD, gate_TD, weight_W),
             x_TD.data_ptr(),
             x_TD.stride(0),
             gate_TD.data_ptr(),
@@ -558,59 +518,3 @@ class CpuKernels(ReferenceKernels):
             token_N.data_ptr(),
         )
         return token_N
-
-
-def _room(count: int, dtype: torch.dtype, memory: Callable[[int], Any], weight: Tensor) -> Tensor:
-    """A tensor for ``count`` words of a packed ``weight``, in ``memory``, or on the meta device if the weight is."""
-    if weight.is_meta:
-        return torch.empty(count, dtype=dtype, device="meta")
-    return torch.frombuffer(memory(count * dtype.itemsize), dtype=dtype)
-
-
-def _alike(weights: Sequence[Packed]) -> bool:
-    """Whether one product can do for all of them."""
-    return len({x.form if isinstance(x, PackedGrouped) else (x.N, x.K, x.dtype) for x in weights}) == 1
-
-
-def _addresses(weights: Sequence[Packed]) -> Any:
-    """An array of pointers to the weights as the native code expects them."""
-    places = [ctypes.addressof(x.matrix) if isinstance(x, PackedGrouped) else x.words.data_ptr() for x in weights]
-    return (ctypes.c_void_p * len(places))(*places)
-
-
-def _biases(weights: Sequence[Packed]) -> Any:
-    """An array of pointers to the biases; None if there are none."""
-    places = [None if x.bias_N is None else x.bias_N.data_ptr() for x in weights]
-    return (ctypes.c_void_p * len(places))(*places) if any(places) else None
-
-
-def _pointers(cache: KV) -> tuple[int, int | None]:
-    """The addresses of K's or V's values, or of its codes and scales."""
-    if isinstance(cache, QuantizedKV):
-        return cache.codes.data_ptr(), cache.scales.data_ptr()
-    return cache.data_ptr(), None
-
-
-def _lines(x: Tensor) -> Tensor:
-    """x [T, n] with neighboring values side by side; its rows may be parts of longer ones."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
-def _one_kind(x: Tensor, *others: Tensor) -> int:
-    """The number of the element type that all of them have."""
-    assert all(other.dtype == x.dtype for other in others), [x.dtype, *(other.dtype for other in others)]
-    return KINDS[x.dtype]
-
-
-def _states(state: Tensor, dtype: torch.dtype, *shape: int) -> tuple[int, int]:
-    """The address and the row's stride of states [R, *shape]."""
-    assert (state.dtype, state.shape[1:]) == (dtype, shape)
-    assert state.is_contiguous() or state[0].is_contiguous()
-    return state.data_ptr(), state.stride(0)
-
-
-def _rows(rows: StateRows, T: int) -> tuple[int, int, int, int]:
-    """The addresses of offsets, rows to read and rows to save, and how many sequences there are."""
-    assert len(rows.save_T) == T
-    assert len(rows.offsets_B1) == len(rows.read_B) + 1
-    return rows.offsets_B1.data_ptr(), rows.read_B.data_ptr(), rows.save_T.data_ptr(), len(rows.read_B)

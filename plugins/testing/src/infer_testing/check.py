@@ -76,9 +76,10 @@ def _kernels(args: argparse.Namespace, context: CommandContext, offer: Offer) ->
 
 
 def _cache(args: argparse.Namespace, context: CommandContext, offer: Offer) -> tuple[Suite[Any], Any]:
-    from infer_testing import pools
+    from infer_testing.pool_machine import Pools
+    from infer_testing.pools import SUITE
 
-    return pools.SUITE, pools.Pools(lambda given: offer.build(context.settings, given), offer.kv_dtypes, offer.states)
+    return SUITE, Pools(lambda given: offer.build(context.settings, given), offer.kv_dtypes, offer.states)
 
 
 def _scheduler(args: argparse.Namespace, context: CommandContext, offer: Offer) -> tuple[Suite[Any], Any]:

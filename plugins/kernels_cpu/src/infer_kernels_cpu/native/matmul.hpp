@@ -146,19 +146,26 @@ void tiles(const Factor<T>* a, int64_t stride_a, int64_t rows, const uint32_t* w
 // panels takes half of its columns from either, so that a tile has the sums of both.
 template <class T>
 void pack(const T* w, int64_t N, int64_t K, bool gated, uint32_t* packed) {
-    int64_t steps = steps_of<T>(K), parts = gated ? 2 : 1, columns = PANEL / parts, rows = N / parts;
+    int64_t steps = steps_of<T>(K), whole = K / STEP<T>, columns = gated ? PANEL / 2 : PANEL, rows = gated ? N / 2 : N;
     parallel(panels_of(N, gated), [=](int64_t p) {
         uint32_t* panel = packed + p * steps * PANEL;
-        for (int64_t n = 0; n < PANEL; n++) {
-            int64_t within = p * columns + n % columns;
-            bool real = within < rows;
-            const T* row = w + (n / columns * rows + within) * K;
-            for (int64_t s = 0; s < steps; s++) {
-                T word[STEP<T>] = {};
-                if (real) std::memcpy(word, row + s * STEP<T>, word_bytes<T>(K, s));
-                std::memcpy(panel + s * PANEL + n, word, 4);
+        // As many steps at a time as read a cache line of each row; what they write stays in the L1 cache meanwhile.
+        for (int64_t begin = 0; begin < steps; begin += LINE)
+            for (int64_t n = 0; n < PANEL; n++) {
+                int64_t within = p * columns + n % columns;
+                const T* row = w + (n / columns * rows + within) * K;
+                uint32_t* to = panel + begin * PANEL + n;
+                if (within < rows && begin + LINE <= whole) {
+#pragma GCC unroll 16
+                    for (int64_t s = 0; s < LINE; s++) std::memcpy(to + s * PANEL, row + (begin + s) * STEP<T>, 4);
+                    continue;
+                }
+                for (int64_t s = begin; s < std::min(begin + LINE, steps); s++, to += PANEL) {
+                    T word[STEP<T>] = {};
+                    if (within < rows) std::memcpy(word, row + s * STEP<T>, word_bytes<T>(K, s));
+                    std::memcpy(to, word, 4);
+                }
             }
-        }
     });
 }
 
