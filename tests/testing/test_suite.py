@@ -143,7 +143,7 @@ def test_a_failure_is_printed_with_the_command_that_replays_it(capsys: pytest.Ca
         (["kernels"], "'kernels' names no part; write SLOT:NAME"),
         (["observer:mine"], "'observer:mine' names no part"),
         (["kernels:yours"], "'yours', but no such plugin is installed"),
-        (["kernels:mine", "--only", "rms_nrom"], "There is no check 'rms_nrom'; there are rms_norm, "),
+        (["kernels:mine", "--only", "rms_nrom"], "There is no check 'rms_nrom'; there are extend_attention, "),
         (["model:llama"], "give --checkpoint DIR"),
         (["tool_format:tags"], "give --call FILE, a JSON object"),
         (["tool_format:tags", "--call", "/dev/null"], "--call /dev/null cannot be read"),
