@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from torch import Tensor
 from infer import LLM
 from infer.assemble import kept
 from infer.assemble.assembly import Assembly
+from infer.commands.doctor import Doctor
 from infer.contracts.model import Pass
 from infer.contracts.params import SamplingParams
 from infer.engine.exactness import checking, in_one_go
@@ -124,6 +126,23 @@ def test_mapped_weights_are_those_that_were_packed(
     assert packings == [0]
     assert DROPPED not in caplog.text
     assert f"mapped from {files(tmp_path / 'kept')[0]}" in caplog.text
+
+
+def test_doctor_says_where_they_are(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def row(**model: Any) -> dict[str, Any] | None:
+        given = assembled(base, tmp_path, model=model).settings
+        sources: defaultdict[str, str] = defaultdict(str)
+        report: dict[str, Any] = Doctor(given, sources, PLUGINS).examine().data
+        return report.get("packed")
+
+    assert (before := row()) is not None
+    logits(base, tmp_path)
+    assert row() == before | {"there": True}
+    assert Path(before["path"]) in files(tmp_path)
+    assert not before["there"]
+    assert row(weight_cache=None) is row(load_format="dummy") is row(weight_cache_gib=1e-6) is None
+    monkeypatch.setattr(kept, "LEAST", 64 << 20)
+    assert row() is None
 
 
 def test_only_small_tensors_are_read_besides(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -532,6 +551,7 @@ def test_no_compiler_is_imported_for_weights_without_values(tmp_path: Path) -> N
     script = f"""
 import sys
 from infer.assemble.assembly import Assembly
+from infer.commands.doctor import Doctor
 from infer.plugins.discovery import Plugins
 from infer.settings import load_settings
 

@@ -17,7 +17,7 @@ normal floats."""
 
 
 def exponential(x: Tensor) -> Tensor:
-    """e^x. On the meta device, torch would import its compiler for that, which takes seconds."""
+    """e^x, of the shape of ``x``. On the meta device, torch would import its compiler for that, which takes seconds."""
     return torch.empty_like(x) if x.is_meta else x.exp()
 
 

@@ -16,13 +16,14 @@ import torch
 from infer import device as devices
 from infer.assemble.adapters import PreparedAdapter, adapters_to_load
 from infer.assemble.devices import choose_device, for_device
-from infer.assemble.identity import identity
+from infer.assemble.identity import identity, packed_identity
+from infer.assemble.kept import KeptWeights, weights_folder
 from infer.assemble.sizes import Taken
 from infer.assemble.texts import Texts, read_texts
 from infer.assemble.weights import Weights, open_checkpoint
 from infer.checkpoint import Checkpoint, ending
 from infer.contracts.cache import CacheContext, CachePoolProtocol, StatefulPool
-from infer.contracts.kernels import KernelsProtocol
+from infer.contracts.kernels import KeepingKernels, KernelsProtocol
 from infer.contracts.model import DraftHead, DraftingModel, ModelContext, ModelProtocol, StatefulModel
 from infer.contracts.proposer import OwnHead, ProposerContext, SecondModel
 from infer.contracts.sections import Settings, slow_dtype
@@ -107,6 +108,17 @@ class Blueprint:
         made: KernelsProtocol = backend.build(self.settings, self.device)
         log.info("kernels %s: %s", backend.name, backend.about or backend.registration.description)
         return made
+
+    @cached_property
+    def kept_weights(self) -> KeptWeights | None:
+        """Where packed weights are kept, if there are enough of them; None if they are not."""
+        asked, kernels = self.settings.model, self.kernels
+        if asked.weight_cache is None or asked.load_format == "dummy" or not isinstance(kernels, KeepingKernels):
+            return None
+        chosen = [self.chosen(point) for point in ("model", "weights", "kernels")]
+        identity = packed_identity(self.settings, self.checkpoint, self.context, chosen, kernels.layout)
+        folder = weights_folder() if asked.weight_cache == "auto" else Path(asked.weight_cache).expanduser()
+        return KeptWeights(folder, int(asked.weight_cache_gib * 2**30), identity)
 
     @cached_property
     def length(self) -> tuple[int, str]:

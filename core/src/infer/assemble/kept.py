@@ -134,6 +134,11 @@ class KeptWeights:
         with suppress(OSError):  # which ``keep`` will meet again
             _remove(self.path)
 
+    def worth(self, nbytes: int) -> bool:
+        """Whether so much is kept: little is packed sooner than it is found, and more than the folder may have is not
+        written."""
+        return LEAST <= nbytes <= self._most
+
     def keep(self, weights: Sequence[memoryview]) -> None:
         """Write them to the file, in a thread of its own; ``weights`` do not change any more. What keeps them from
         being written goes to the log."""
