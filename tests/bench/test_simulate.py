@@ -104,6 +104,24 @@ def test_a_pass_is_under_way_while_a_gpu_is_told_the_next() -> None:
     assert ids(found, "itl_ms", "p50", "max") == pytest.approx([1000, 1000])
 
 
+def test_tokens_come_within_a_goal_beside_long_prompts() -> None:
+    """No size of chunks does that: it is too long for some steps, or too short for others."""
+    seconds = {"step": 0.03, "token": 0.004, "sequence": 0.0005, "position": 3e-6, "pair": 3e-7}
+    rng, planned, at = random.Random(0), [], 0.0
+    for _ in range(60):
+        at += rng.expovariate(0.2)
+        prompt = tuple(rng.randrange(3, 99) for _ in range(rng.choice([50, 100, 200, 1500])))
+        planned.append(Planned(at, prompt, rng.choice([40, 80])))
+    one, other, paced = (
+        simulation(f"--engine.{setting}", seconds=seconds, max_seq_len=4096, cache_tokens=65536).play(planned)
+        for setting in ("prefill_chunk_size=512", "prefill_chunk_size=128", "target_itl_ms=250")
+    )
+    for chunked in (one, other):
+        assert chunked["itl_ms"]["p99"] > 5 * 255 > 5 * paced["itl_ms"]["p99"]
+        assert paced["output_tok_s"] > 0.97 * chunked["output_tok_s"]
+    assert paced["ttft_ms"]["p50"] < one["ttft_ms"]["p50"]
+
+
 def test_a_request_costs_something_before_the_engine_has_it() -> None:
     """One after the other: the second one of two that come at once reaches the engine after 0.2 s, in the first one's
     pass. Requests that each wait for the one before pay it each."""

@@ -16,6 +16,7 @@ MARKS = (
     "a state was evicted",
     "a state was taken while one waits to be read",
     "step of several passes",
+    "a prompt was cut",
     "preempted in the middle of its prompt",
     "preempted while it decoded",
     "drafts were right",

@@ -19,11 +19,12 @@ from infer.contracts.cache import CacheContext
 from infer.contracts.params import SamplingParams
 from infer.contracts.records import RequestRecord, StepRecord
 from infer.contracts.request import Event, Request
-from infer.contracts.scheduler import PENDING, Sequence
+from infer.contracts.scheduler import PENDING, Schedule, Sequence, Works
 from infer.contracts.sections import EngineSettings
 from infer.contracts.states import StateSpec
 from infer.engine.batch import Batch
 from infer.engine.engine import Abort, Engine
+from infer.engine.pace import Pace
 from infer.engine.schedulers import ContinuousScheduler
 from infer.engine.speculation import Speculation
 from infer.kernels.reference import ReferenceKernels
@@ -45,6 +46,25 @@ class Fickle(ContinuousScheduler):
 
     def victim(self) -> Sequence:
         return super().victim() if self._draw is None else self._draw.choice(self.seats.running)
+
+
+class Hurried(Pace):
+    """Has time for any number of tokens of prompts, which it draws."""
+
+    def __init__(self, draw: random.Random, marks: Counter[str]) -> None:
+        self._draw, self._marks = draw, marks
+
+    def learn(self, works: Sequences[Works], seconds: float) -> None:
+        pass
+
+    def cut(self, schedule: Schedule) -> Schedule:
+        lens = [self._draw.choice([0, 1, work.length // 2, work.length]) for work in schedule.prefills]
+        if lens and not (schedule.decodes or any(lens)):
+            lens[0] = 1
+        pairs = [*zip(schedule.prefills, lens, strict=True)]
+        self._marks["a prompt was cut"] += any(length < work.length for work, length in pairs)
+        kept = [work.sequence.extend(length) for work, length in pairs if length]
+        return Schedule(schedule.decodes, kept, schedule.mixed)
 
 
 class InjectedError(Exception):
@@ -138,6 +158,7 @@ class World:
             publish=self._publish,
             notify=self._notify,
             speculation=speculation,
+            pace=Hurried(own, self.marks) if (own := random.Random(f"pace {self.seed}")).random() < 0.3 else None,
         )
         self._watch()
         self._rate = draw.choice([0.05, 0.15, 0.5])

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,12 +14,10 @@ import torch
 from infer.assemble.adapters import LoadedAdapters, PreparedAdapter
 from infer.assemble.blueprint import Blueprint, draft_head, dtype_name
 from infer.assemble.drafts import speculation
-from infer.assemble.identity import packed_identity
-from infer.assemble.kept import KeptVerdict, KeptWeights, weights_folder
+from infer.assemble.kept import KeptVerdict
 from infer.assemble.served import Served
 from infer.assemble.texts import Texts, read_tokenizer, tool_format
 from infer.contracts.cache import CachePoolProtocol, LastingPool
-from infer.contracts.kernels import KeepingKernels
 from infer.contracts.model import ModelProtocol
 from infer.contracts.proposer import OwnHead, ProposerProtocol, SecondModel
 from infer.contracts.scheduler import SchedulerContext
@@ -34,6 +31,7 @@ from infer.engine.graphs import DecodeGraphs
 from infer.engine.largest import activation_bytes
 from infer.engine.lasting import computing
 from infer.engine.loop import EngineLoop
+from infer.engine.pace import Pace
 from infer.engine.runner import Runner
 from infer.engine.speculation import Speculation
 from infer.errors import SettingsError
@@ -108,17 +106,6 @@ class Assembly(Blueprint):
     @cached_property
     def model(self) -> ModelProtocol:
         return self.weights.load(self.context, self.kept_weights)
-
-    @cached_property
-    def kept_weights(self) -> KeptWeights | None:
-        """Where packed weights are kept; None if they are not."""
-        asked, kernels = self.settings.model, self.kernels
-        if asked.weight_cache is None or asked.load_format == "dummy" or not isinstance(kernels, KeepingKernels):
-            return None
-        chosen = [self.chosen(point) for point in ("model", "weights", "kernels")]
-        identity = packed_identity(self.settings, self.checkpoint, self.context, chosen, kernels.layout)
-        folder = weights_folder() if asked.weight_cache == "auto" else Path(asked.weight_cache).expanduser()
-        return KeptWeights(folder, int(asked.weight_cache_gib * 2**30), identity)
 
     @cached_property
     def pool(self) -> CachePoolProtocol:
@@ -231,6 +218,7 @@ class Assembly(Blueprint):
     ) -> Engine:
         scheduler = self._scheduler()
         size, keep = self.settings.engine.max_batch_size, self._wants_head
+        goal_ms = self.settings.engine.target_itl_ms
         runner = Runner(self.model, self.pool, self.kernels, self.device, size, graphs, keep_hidden=keep)
         return Engine(
             runner,
@@ -244,6 +232,7 @@ class Assembly(Blueprint):
             notify=self.plugins.notify,
             speculation=self._speculation(runner, texts),
             confirmation=confirmation,
+            pace=None if goal_ms is None else Pace(goal_ms / 1000),
         )
 
     def _scheduler(self) -> CheckedScheduler:

@@ -155,6 +155,10 @@ class EngineSettings(Section):
     batching_mode: str = Field("continuous", description="The scheduler plugin: continuous, static or another.")
     use_chunked_prefill: bool = Field(True, description="Prefill long prompts in chunks, alongside decode.")
     prefill_chunk_size: int = Field(512, ge=1, description="Tokens of one prompt per step; on a GPU 2048 unless set.")
+    target_itl_ms: PositiveFloat | None = Field(
+        None,
+        description="Milliseconds between two tokens of an answer, which prompts are cut to keep to; none for no goal.",
+    )
     max_prefill_chunks_per_step: int | None = Field(None, ge=1, description="Chunks per step; none for no cap.")
     max_tokens_per_step: int | None = Field(
         None,
@@ -207,7 +211,7 @@ class EngineSettings(Section):
             )
         if not self.use_chunked_prefill:
             why = f"engine.use_chunked_prefill is false{f' ({self.batching_mode} batching)' if whole else ''}"
-            names = ["prefill_chunk_size", "max_num_partial_prefills"]
+            names = ["prefill_chunk_size", "max_num_partial_prefills", "target_itl_ms"]
             if whole:  # with other schedulers, a whole prompt counts as one chunk
                 names.append("max_prefill_chunks_per_step")
             for name in names:

@@ -23,6 +23,7 @@ from infer.engine.answer import Answer
 from infer.engine.batch import Batch, Draw, HiddenStates, Score, pack
 from infer.engine.confirmation import Confirmation
 from infer.engine.isolation import Isolation
+from infer.engine.pace import Pace
 from infer.engine.processors import LogitsProcessor
 from infer.engine.reporting import Notify, Reporter
 from infer.engine.runner import Drawn, Executor, Launched
@@ -93,6 +94,7 @@ class Engine:
         notify: Notify,
         speculation: Speculation | None = None,
         confirmation: Confirmation | None = None,
+        pace: Pace | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._runner = runner
@@ -103,6 +105,7 @@ class Engine:
         self._max_seq_len = max_seq_len
         self._lag = lag
         self._confirmation = confirmation
+        self._pace = pace
         self._lasting = pool if isinstance(pool, LastingPool) else None
         self._speculation = speculation
         self._isolation = Isolation()
@@ -110,6 +113,8 @@ class Engine:
         self._reporter = Reporter(pool, notify, speculative=speculation is not None, clock=clock)
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._in_flight: deque[_Flight] = deque()
+        self._settled: list[Works] = []
+        """Of the passes whose results the step has read."""
         self._answers: dict[str, Answer] = {}
         """The answers of all open requests, by request id."""
         self._processors: dict[Sequence, LogitsProcessor] = {}
@@ -143,6 +148,7 @@ class Engine:
         last events are published, so that a client that has received those finds them in what observers report.
         ``on_pass`` is called before each pass."""
         started = self._clock()
+        self._settled.clear()
         self._drain_inbox()
         schedule = self._scheduler.schedule()
         isolating = self._isolation.active
@@ -164,6 +170,8 @@ class Engine:
         if self._speculation is not None and not isolating and launched == passes:
             self._speculation.learn(passes)
         self._publish(events)
+        if self._pace is not None and self._settled and not isolating:
+            self._pace.learn(self._settled, self._clock() - started)
 
     def fail_all(self, reason: FinishReason, error: str | None) -> None:
         """End every open request; for shutting down."""
@@ -205,7 +213,9 @@ class Engine:
             self._publish([self._end(answer, "error")])
 
     def _plan(self, schedule: Schedule) -> list[Works]:
-        """The works of each pass, with draft tokens where they pay."""
+        """The works of each pass, as much of prompts as there is time for, with draft tokens where they pay."""
+        if self._pace is not None:
+            schedule = self._pace.cut(schedule)
         plan = [*schedule.passes()]
         if self._isolation.active:
             plan = self._isolation.split(plan)
@@ -270,6 +280,7 @@ class Engine:
         while len(self._in_flight) > left:
             launched, readouts, answers, works = self._in_flight.popleft()
             results = launched.results()  # not caught: a device that fails here does not recover
+            self._settled.append(works)
             for readout, result in zip(readouts, results, strict=True):
                 match readout, result:
                     case Score(of=b), list():

@@ -25,6 +25,7 @@ from infer.contracts.sections import Settings
 from infer.engine.batch import Batch, Draw
 from infer.engine.checked import CheckedPool, CheckedScheduler
 from infer.engine.engine import Engine
+from infer.engine.pace import Pace
 from infer.engine.runner import Drawn, Launched
 from infer.errors import InferError, PluginError, SettingsError
 from infer.plugins.discovery import Plugins
@@ -120,6 +121,7 @@ class Simulation:
             lag=0 if costs.device == "cpu" else 1,
             publish=self._publish,
             notify=self._notify,
+            pace=None if engine.target_itl_ms is None else Pace(engine.target_itl_ms / 1000),
             clock=lambda: self._executor.now,
         )
         self._seen = Seen()
