@@ -22,6 +22,7 @@ TUTORIAL = "docs/tutorial.md"
 NOT_RUN = {
     r".*: make (?!serve$).*|.*: pip install .*infer-(engine|kernels-triton|ray)\..*": "they install, test or measure",
     r"docs/install.md: (python3 -m venv env|env/bin/.*|curl .*)": "tests/test_dist.py does so with wheels of its own",
+    r"README.md: infer .*": "tests/test_dist.py does so with what the page installs",
     r"docs/install.md: (docker|MODEL=|sudo).*": "they need Docker, or root",
     r"plugins/ray/README.md: infer ray run .*": "tests/ray does so",
     r"docs/several-models.md: infer (serve|models).*": "tests/router serves several models",
@@ -36,8 +37,6 @@ NOT_RUN = {
 }
 """Commands that no test runs, as regular expressions of page and command, and why. That the options, settings and
 targets are there is tested anyway."""
-PYTHON = {"README.md"}
-"""Pages of which blocks of Python are run where they have no file's name."""
 
 
 SHOWN = {
@@ -82,7 +81,7 @@ def test_the_commands_of_a_page(path: str, tmp_path: Path) -> None:
     folder = tmp_path / "empty"
     folder.mkdir()
     shell = Shell(folder, environment() | {"HF_HOME": str(hub(tmp_path / "home"))}, free_port())
-    follow(PAGES[path], shell, lambda command: not excused(path, command), path in PYTHON)
+    follow(PAGES[path], shell, lambda command: not excused(path, command))
 
 
 @pytest.mark.slow

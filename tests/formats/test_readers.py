@@ -344,7 +344,8 @@ RECURRENT: tuple[Family, ...] = (
     ],
 )
 def test_answers_of_recurrent_layers(method: str, family: Family, tmp_path: Path) -> None:
-    """What has sizes that fit is quantized, but for routers."""
+    """What has sizes that fit is quantized, but for routers. The reference kernels see one family of each method: they
+    multiply what the format has read, which is the same for all."""
     pack, config = METHODS[method]
     packed = []
 
@@ -358,5 +359,5 @@ def test_answers_of_recurrent_layers(method: str, family: Family, tmp_path: Path
     made = writers.write(tmp_path, linear(fits), config, family=family, hidden_size=96, num_hidden_layers=4)
     assert any("proj" in name for name in packed)
     check_weights(*made)
-    for backend in ("reference", "cpu"):
+    for backend in ("reference", "cpu") if family == "qwen3_5" else ("cpu",):
         check_answers(*made, backend=backend)

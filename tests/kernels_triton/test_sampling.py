@@ -35,11 +35,13 @@ def ask(device: str, *params: dict[str, Any], seed: int = 0) -> Draws:
 
 
 @pytest.mark.parametrize(
-    "dtype",
-    [torch.bfloat16, *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float32, torch.float16))],
-    ids=["bf16", "fp32", "fp16"],
+    ("vocab", "dtype"),
+    [
+        (7, torch.bfloat16),
+        (1000, torch.bfloat16),
+        *slowly((1, torch.bfloat16), (9000, torch.bfloat16), (1000, torch.float32), (1000, torch.float16)),
+    ],
 )
-@pytest.mark.parametrize("vocab", [7, 1000, *slowly(1, 9000)])
 @pytest.mark.parametrize(
     "filters",
     [

@@ -107,5 +107,6 @@ def test_small_steps_are_not_rounded_to_nothing(kernels: TritonKernels, device: 
 
 @pytest.mark.slow
 def test_the_kit_finds_nothing(kernels: TritonKernels, device: str) -> None:
+    """In one type: what another changes is above."""
     names = ("causal_conv", "gated_delta_rule", "state_space", "gated_rms_norm", "states_are_exact", "states_of_nan")
-    check_kernels(kernels, device=torch.device(device), only=names)
+    check_kernels(kernels, device=torch.device(device), dtypes=(torch.bfloat16,), only=names)

@@ -26,9 +26,11 @@ from infer.contracts.cache import CacheContext
 from infer.contracts.model import ModelContext, ModelProtocol, Pass, SparingModel, StatefulModel
 from infer.contracts.sections import ModelSettings, Settings
 from infer.errors import CheckpointError
+from infer.kernels.reference import ReferenceKernels
 from infer.plugins.discovery import Plugins
 from infer_cache_paged import PagedPool, PagedSettings
 from infer_cache_slotted import SlottedPool
+from infer_kernels_cpu.provider import CpuKernels
 from infer_models import infer_models
 
 PROMPT, NEW, MAX_SEQ_LEN = 150, 32, 200
@@ -244,7 +246,11 @@ ONE_EACH = (
     *(f"{family}-{'tied' if family in ('smollm3', 'granite') else 'untied'}-2" for family in NEW_FAMILIES),
 )
 
-pytestmark = pytest.mark.usefixtures("each_provider")
+
+@pytest.fixture(scope="module", autouse=True)
+def native(monkeypatch_module: pytest.MonkeyPatch) -> None:
+    """The native kernels compute, which take a fraction of the reference's time."""
+    monkeypatch_module.setattr(support, "KERNELS", CpuKernels())
 
 
 class Driver:
@@ -341,6 +347,13 @@ def test_logits_and_greedy_tokens(case: str, tmp_path: Path) -> None:
     assert (logits - expected).abs().max() < TOLERANCE
     assert expected[PROMPT - 1 : -1].argmax(-1).tolist() == tokens
     assert len(set(tokens)) > 3, "a constant answer shows little"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [f"{family}-untied-2" for family in FAMILIES])
+def test_the_reference_kernels_serve_every_family(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "KERNELS", ReferenceKernels())
+    test_logits_and_greedy_tokens(case, tmp_path)
 
 
 EXACT = [

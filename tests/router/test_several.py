@@ -22,7 +22,7 @@ from infer_router.machine import LocalMachine
 from infer_router.plan import several
 from infer_router.serve import gateway
 
-REQUESTS = 300
+REQUESTS = 120
 KINDS: dict[str, dict[str, Any]] = {
     "a": {},
     "b": {"dtype": "float32"},

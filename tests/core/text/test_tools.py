@@ -326,7 +326,7 @@ def test_a_parser_looks_ahead_a_little_and_no_further(format: str) -> None:
 @pytest.mark.parametrize("format", FORMATS)
 def test_long_texts_are_read_as_short_ones_are(format: str) -> None:
     for begin in ENDLESS:
-        for text in (begin * (100_000 // len(begin)), begin + " " * 100_000, begin + "x" * 100_000):
+        for text in (begin * (LONG // len(begin)), begin + " " * LONG, begin + "x" * LONG):
             assert told([text[i : i + 64] for i in range(0, len(text), 64)], format) == told([text], format)
 
 
