@@ -31,6 +31,7 @@ from infer.contracts.scheduler import Sequence
 from infer.contracts.sections import EngineSettings
 from infer.engine.engine import Abort, Engine
 from infer.engine.graphs import DecodeGraphs
+from infer.engine.pace import Pace
 from infer.engine.payoff import Plan
 from infer.engine.runner import Runner
 from infer.engine.schedulers import ContinuousScheduler, StaticScheduler
@@ -546,6 +547,7 @@ def make_engine(
     tokenizer: Any = None,
     proposer: ProposerProtocol | None = None,
     payoff: Any = None,
+    pace: Pace | None = None,
     **keys: Any,
 ) -> Stepper:
     """An engine; with a ``proposer`` one that speculates, always unless ``payoff`` decides otherwise."""
@@ -594,6 +596,7 @@ def make_engine(
         publish=publish,
         notify=notify,
         speculation=speculation,
+        pace=pace,
     )
     stepper = Stepper(engine, pool, chosen.max_batch_size, lag, pool.free_tokens())
     return stepper

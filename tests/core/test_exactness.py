@@ -3,7 +3,6 @@ hits, preemption or draft tokens."""
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Sequence
 from functools import cache
@@ -337,7 +336,8 @@ def test_quantized_keys_and_values_are_shared_and_computed_again(dtype: torch.dt
     check_paged_pool("llama", dtype, "int8", True, spare, True)
 
 
-PAGED = [*itertools.product([False, True], [0, 180], [False, True])]
+PAGED = [(False, 0, False), (False, 180, True), (True, 0, True), (True, 180, False)]
+"""Each two values of different arguments meet once."""
 
 
 @families("mixed", "spare", "prefix_caching", plain=PAGED, quantized=[(False, 180, False), (True, 0, True)])

@@ -136,13 +136,14 @@ def test_doctor_says_where_they_are(base: Path, tmp_path: Path, monkeypatch: pyt
         return report.get("packed")
 
     assert (before := row()) is not None
-    logits(base, tmp_path)
-    assert row() == before | {"there": True}
-    assert Path(before["path"]) in files(tmp_path)
     assert not before["there"]
     assert row(weight_cache=None) is row(load_format="dummy") is row(weight_cache_gib=1e-6) is None
     monkeypatch.setattr(kept, "LEAST", 64 << 20)
     assert row() is None
+    monkeypatch.setattr(kept, "LEAST", 0)
+    logits(base, tmp_path)
+    assert row() == row(weight_cache_gib=1e-6) == before | {"there": True}
+    assert Path(before["path"]) in files(tmp_path)
 
 
 def test_only_small_tensors_are_read_besides(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

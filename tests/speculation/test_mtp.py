@@ -171,7 +171,7 @@ def mix(seed: int) -> None:
 
 
 @pytest.mark.draws
-@pytest.mark.parametrize("seed", [*seeds(8), *(pytest.param(i, marks=pytest.mark.slow) for i in seeds(120)[8:])])
+@pytest.mark.parametrize("seed", [*seeds(8), *(pytest.param(i, marks=pytest.mark.slow) for i in seeds(60)[8:])])
 def test_any_mix_of_requests_has_the_same_events_and_the_drafts_of_the_whole_text(seed: int) -> None:
     mix(seed)
 

@@ -22,6 +22,9 @@ KEPT = 32 << 20
 """Blocks below this size are what glibc keeps of its own accord."""
 CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 """Where Linux says how much memory control groups may use, and in which of them this process is."""
+HUGE_PAGE = 2 << 20
+LARGE = 8 * HUGE_PAGE
+"""Bytes from which on part of a huge page is nothing to a tensor."""
 VERSIONS = {"": ("", "max", "current"), "memory": ("memory", "limit_in_bytes", "usage_in_bytes")}
 """Of the groups of version 2 and of those of version 1 for memory: their folder, and the files of limit and use."""
 
@@ -140,11 +143,16 @@ def pages(nbytes: int) -> mmap.mmap:
     return memory
 
 
-def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Like ``torch.zeros``, but on a CPU in memory from ``pages``."""
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, share: float = 0.0) -> Tensor:
+    """Like ``torch.zeros``, but on a CPU in memory from ``pages``. A large tensor begins behind this ``share`` of a
+    huge page. The system clears a page when it is first written: with a share of their own, tensors that fill up alike
+    do not all wait for that in the same pass."""
     if device.type != "cpu" or 0 in shape:  # no memory cannot be mapped
         return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.frombuffer(pages(math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
+    count = math.prod(shape)
+    nbytes = count * dtype.itemsize
+    skipped = int(share * HUGE_PAGE) // mmap.PAGESIZE * mmap.PAGESIZE if nbytes > LARGE else 0
+    return torch.frombuffer(pages(skipped + nbytes), dtype=dtype, count=count, offset=skipped).view(shape)
 
 
 def download(values: Tensor) -> Tensor:

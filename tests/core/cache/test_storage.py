@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -12,9 +13,10 @@ from torch import Tensor
 
 from infer.cache import ExtendView, KVStorage, Pool
 from infer.cache.arrays import Ints
-from infer.contracts.attention import AttentionSpec, KVDtype, Rotary
+from infer.contracts.attention import KV, AttentionSpec, KVDtype, Rotary
 from infer.contracts.cache import CacheContext
 from infer.contracts.model import Pass
+from infer.device import HUGE_PAGE
 from infer_cache_paged import PagedBlockManager
 from infer_cache_paged.pages import Pages
 from infer_cache_slotted import SlottedBlockManager
@@ -95,3 +97,35 @@ def test_bytes_of_a_position(kv_dtype: KVDtype, dtype: torch.dtype, each: int) -
     context = CacheContext(layers, 2, 100, dtype, CPU, KERNELS, kv_dtype=kv_dtype)
     assert KVStorage.bytes_per_token(context) == 2 * (2 + 4) * each
     assert KVStorage(context, 7, 16).nbytes == 7 * 16 * KVStorage.bytes_per_token(context)
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_tensors_that_fill_up_alike_begin_at_different_parts_of_a_page(
+    kv_dtype: KVDtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that needs a new page of each would wait until the system has cleared them all."""
+    made: list[mmap.mmap] = []
+
+    def pages(nbytes: int) -> mmap.mmap:
+        made.append(mmap.mmap(-1, nbytes))
+        return made[-1]
+
+    monkeypatch.setattr("infer.device.pages", pages)
+    monkeypatch.setattr("infer.device.LARGE", 1000)
+    context = CacheContext([AttentionSpec(4, 2, 8, 1.0)] * 3, 2, 256, torch.float32, CPU, KERNELS, kv_dtype=kv_dtype)
+    storage = KVStorage(context, 32, 16)
+    tensors = [x for kv in zip(storage.k, storage.v, strict=True) for each in kv for x in parts(each)]
+    begins = [torch.frombuffer(each, dtype=torch.uint8).data_ptr() for each in made]
+    skipped = [x.data_ptr() - begin for x, begin in zip(tensors, begins, strict=True)]
+    assert [len(each) - n for each, n in zip(made, skipped, strict=True)] == [x.nbytes for x in tensors]
+    of_values = skipped[:: len(tensors) // 6]
+    assert of_values == [i * HUGE_PAGE // 6 // mmap.PAGESIZE * mmap.PAGESIZE for i in range(6)]
+    assert not any(x.any() for x in tensors)
+    made.clear()
+    monkeypatch.setattr("infer.device.LARGE", 1 << 30)
+    KVStorage(context, 32, 16)
+    assert [len(each) for each in made] == [x.nbytes for x in tensors], "of small ones, that would be a large part"
+
+
+def parts(kv: KV) -> list[Tensor]:
+    return [kv] if isinstance(kv, Tensor) else [kv.codes, kv.scales]

@@ -218,7 +218,6 @@ class Assembly(Blueprint):
     ) -> Engine:
         scheduler = self._scheduler()
         size, keep = self.settings.engine.max_batch_size, self._wants_head
-        goal_ms = self.settings.engine.target_itl_ms
         runner = Runner(self.model, self.pool, self.kernels, self.device, size, graphs, keep_hidden=keep)
         return Engine(
             runner,
@@ -232,7 +231,7 @@ class Assembly(Blueprint):
             notify=self.plugins.notify,
             speculation=self._speculation(runner, texts),
             confirmation=confirmation,
-            pace=None if goal_ms is None else Pace(goal_ms / 1000),
+            pace=Pace.of(self.settings.engine),
         )
 
     def _scheduler(self) -> CheckedScheduler:

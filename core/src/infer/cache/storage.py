@@ -132,9 +132,13 @@ class KVStorage:
         num_blocks += bool(context.states)
         parts = parts_of_a_place(self.layers, tables)
         self._parts_U11 = np.array(parts, dtype=np.int32)[:, None, None] if max(parts) > 1 else None
+        places = _places(self.layers, tables)
         memory = [
-            [_Memory(num_blocks, block_size, width, heads, context) for _ in "kv"]
-            for width, heads in _places(self.layers, tables)
+            [
+                _Memory(num_blocks, block_size, width, heads, context, share=(i + half) / len(places))
+                for half in (0.0, 0.5)
+            ]
+            for i, (width, heads) in enumerate(places)
         ]
         self.k: list[KV] = []
         self.v: list[KV] = []
@@ -256,16 +260,24 @@ class _Memory:
     blocks have as many."""
 
     def __init__(
-        self, num_blocks: int, block_size: int, width: int, heads: Mapping[tuple[int, int], int], context: CacheContext
+        self,
+        num_blocks: int,
+        block_size: int,
+        width: int,
+        heads: Mapping[tuple[int, int], int],
+        context: CacheContext,
+        *,
+        share: float,
     ) -> None:
         self.block_size = block_size
         self._found: dict[tuple[int, int, int], KV] = {}
         plain = context.kv_dtype == "auto"
-        self.values = zeros((num_blocks * block_size * width,), context.dtype if plain else torch.int8, context.device)
+        dtype = context.dtype if plain else torch.int8
+        self.values = zeros((num_blocks * block_size * width,), dtype, context.device, share=share)
         self.scales: dict[tuple[int, int], Tensor] = {}
         if not plain:
             self.scales = {
-                shape: zeros((num_blocks * block_size * count,), torch.float32, context.device)
+                shape: zeros((num_blocks * block_size * count,), torch.float32, context.device, share=share)
                 for shape, count in heads.items()
             }
 

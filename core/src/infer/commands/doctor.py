@@ -195,9 +195,8 @@ class Doctor:
             exact=sketch.approximate is None,
         )
         kept = self.blueprint.kept_weights
-        if kept is not None and kept.worth(sketch.nbytes):
-            there = kept.path.exists()
-            words = f"mapped from {kept.path}" if there else f"the first start writes them to {kept.path}"
+        if kept is not None and ((there := kept.path.exists()) or kept.worth(sketch.nbytes)):
+            words = f"mapped from {kept.path}" if there else f"the first start may write them to {kept.path}"
             self.report.add("packed", words, path=str(kept.path), there=there)
 
     def _quantizations(self, context: ModelContext, nbytes: int) -> dict[str, int]:

@@ -116,7 +116,7 @@ class Works(Seq[Work]):
     """Works as columns, one for each field of ``Work``. A step may have hundreds of works, so that an item is made only
     when it is read."""
 
-    __slots__ = ("columns", "drafts", "draws", "lens", "sequences", "starts")
+    __slots__ = ("columns", "decode", "drafts", "draws", "lens", "sequences", "starts")
 
     def __init__(
         self,
@@ -128,7 +128,8 @@ class Works(Seq[Work]):
         drafts: Seq[tuple[int, ...]],
     ) -> None:
         self.columns: tuple[Seq[Any], ...] = sequences, starts, lens, draws, decode, drafts
-        self.sequences, self.starts, self.lens, self.draws, self.drafts = sequences, starts, lens, draws, drafts
+        self.sequences, self.starts, self.lens, self.draws = sequences, starts, lens, draws
+        self.decode, self.drafts = decode, drafts
 
     @classmethod
     def of(cls, works: Seq[Work]) -> Works:
@@ -181,7 +182,8 @@ class SchedulerProtocol(Protocol):
         raised."""
 
     def schedule(self) -> Schedule:
-        """Plan one step; the schedule is empty if nothing can run."""
+        """Plan one step; the schedule is empty if nothing can run. Of its prompts, the engine may compute less than is
+        planned, or nothing: by ``engine.target_itl_ms``, or because a pass raised."""
 
     def finish(self, sequence: Sequence) -> None:
         """The sequence, running or waiting, has ended, or is added again at once, because a pass raised: free its

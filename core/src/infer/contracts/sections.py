@@ -157,7 +157,8 @@ class EngineSettings(Section):
     prefill_chunk_size: int = Field(512, ge=1, description="Tokens of one prompt per step; on a GPU 2048 unless set.")
     target_itl_ms: PositiveFloat | None = Field(
         None,
-        description="Milliseconds between two tokens of an answer, which prompts are cut to keep to; none for no goal.",
+        description="A goal for the milliseconds between two tokens of an answer; prompts are cut to meet it. None for "
+        "no goal.",
     )
     max_prefill_chunks_per_step: int | None = Field(None, ge=1, description="Chunks per step; none for no cap.")
     max_tokens_per_step: int | None = Field(

@@ -148,8 +148,8 @@ class Engine:
         last events are published, so that a client that has received those finds them in what observers report.
         ``on_pass`` is called before each pass."""
         started = self._clock()
-        self._settled.clear()
         self._drain_inbox()
+        planned = self._clock()
         schedule = self._scheduler.schedule()
         isolating = self._isolation.active
         passes, launched = self._plan(schedule), list[Works]()
@@ -167,11 +167,13 @@ class Engine:
         if launched:
             slots = [answer.sequence.slot for answer in self._answers.values()]
             self._reporter.step(started, launched, slots)
-        if self._speculation is not None and not isolating and launched == passes:
+        whole = launched == passes and not isolating  # or its time says nothing
+        if self._speculation is not None and whole:
             self._speculation.learn(passes)
         self._publish(events)
-        if self._pace is not None and self._settled and not isolating:
-            self._pace.learn(self._settled, self._clock() - started)
+        if self._pace is not None and self._settled and whole:
+            self._pace.learn(self._settled, self._clock() - planned)
+        self._settled.clear()
 
     def fail_all(self, reason: FinishReason, error: str | None) -> None:
         """End every open request; for shutting down."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Sequence
 from itertools import combinations
-from operator import mul
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -14,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError
 
+from infer.engine.pace import count_pairs
 from infer.errors import SettingsError, first_fault
 
 Floats = npt.NDArray[np.float64]
@@ -62,7 +62,7 @@ class Costs(BaseModel, extra="forbid", frozen=True):
         """How many seconds a pass takes that extends sequences by positions [start, start + length)."""
         sequences, tokens = len(lens), sum(lens)
         each, positions = self.seconds, sum(starts) + tokens
-        pairs = positions if tokens == sequences else _pairs(starts, lens)
+        pairs = positions if tokens == sequences else count_pairs(starts, lens)
         return (
             each.step + each.token * tokens + each.sequence * sequences + each.position * positions + each.pair * pairs
         )
@@ -108,16 +108,13 @@ def _toml(value: object) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str([*value] if isinstance(value, tuple) else value)
 
 
-def _pairs(starts: Sequence[int], lens: Sequence[int]) -> int:
-    before: int = sum(map(mul, starts, lens))
-    return before + sum([length * (length + 1) // 2 for length in lens])
-
-
 def fit(passes: Sequence[tuple[Sequence[int], Sequence[int], float]]) -> tuple[Coefficients, float]:
     """The coefficients (but ``request``) of passes with these (starts, lens, measured seconds), and their ``error``.
     Least squares with no coefficient below 0, weighted by 1 / expected seconds, then scaled to the time of all
     passes."""
-    features = [(1, sum(lens), len(lens), sum(starts) + sum(lens), _pairs(starts, lens)) for starts, lens, _ in passes]
+    features = [
+        (1, sum(lens), len(lens), sum(starts) + sum(lens), count_pairs(starts, lens)) for starts, lens, _ in passes
+    ]
     x_PC, y_P = np.array(features, dtype=np.float64), np.array([seconds for *_, seconds in passes])
     expected_P, usual_P = y_P, np.ones(len(y_P), dtype=bool)
     for _ in range(ROUNDS):

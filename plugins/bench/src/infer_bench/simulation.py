@@ -121,7 +121,7 @@ class Simulation:
             lag=0 if costs.device == "cpu" else 1,
             publish=self._publish,
             notify=self._notify,
-            pace=None if engine.target_itl_ms is None else Pace(engine.target_itl_ms / 1000),
+            pace=Pace.of(engine),
             clock=lambda: self._executor.now,
         )
         self._seen = Seen()
