@@ -292,6 +292,25 @@ def test_a_grammar_may_wait_for_the_end_of_reasoning() -> None:
         assert reason == "stop"
 
 
+def test_reasoning_that_a_format_follows_is_not_the_end() -> None:
+    """Not even of a model that would end there; a client may still end it with a token of its choice."""
+    with LLM("demo", kernels={"threads": 1}, engine={"max_seq_len": 512}) as llm:
+        encode = llm.served.tokenizer.encode
+        tags = ThinkingTokens((), tuple(encode("\n").ids[-1:]), True)
+        eos, own = 0, encode("7").ids[-1]
+
+        def answered(likely: int, **more: Any) -> tuple[list[int], str]:
+            more |= {"structured_outputs": StructuredOutputs(regex="[0-9]{3}x"), "logit_bias": {likely: 100.0}}
+            params = SamplingParams(max_tokens=400, thinking_token_budget=9, **more)
+            return _run(llm, llm.served.request("x = ", params, grammar_after=tags.closing, thinking=tags))
+
+        tokens, reason = answered(eos)
+        *formed, last = tokens[tokens.index(tags.closing[0]) + 1 :]
+        assert re.fullmatch("[0-9]{3}x", llm.served.tokenizer.decode(formed))
+        assert (last, reason) == (eos, "stop")
+        assert answered(own, stop_token_ids=[own]) == ([own], "stop")
+
+
 def test_no_reasoning_is_opened_in_what_a_grammar_describes() -> None:
     with LLM("demo", kernels={"threads": 1}, engine={"max_seq_len": 512}) as llm:
         encode = llm.served.tokenizer.encode

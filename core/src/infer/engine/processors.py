@@ -122,7 +122,12 @@ class LogitsProcessor:
         self._fault: str | None = None
         self.num_seen = 0
         """How many tokens of prompt and answer it has seen."""
-        self._stops = sorted(stops) if params.min_tokens else []
+        self._promised = None not in (self._matcher, request.thinking) and bool(self._gate)
+        """Whether what the grammar describes follows the reasoning, so that no answer ends within it by itself."""
+        if self._promised:  # a client's own tokens may end it
+            stops = set(stops).difference(params.stop_token_ids)
+        self._stops = sorted(stops) if self._promised or params.min_tokens else []
+        """The tokens that would end the answer too soon."""
         # At once, not by ``_place``: all answers of a request begin in one step.
         biased = params.logit_bias | dict.fromkeys(self._stops, -np.inf)
         self._row = {token: row for row, token in enumerate(biased)}
@@ -183,7 +188,8 @@ class LogitsProcessor:
         return None if self._waits else self._matcher
 
     def _edit(self, matcher: Matcher | None) -> Edit:
-        if self._stops and self.num_seen - self._num_prompt >= self._params.min_tokens:
+        early = self.num_seen - self._num_prompt < self._params.min_tokens or (self._promised and self._waits)
+        if self._stops and not early:
             for token in self._stops:
                 self._bias[self._row[token]] = self._params.logit_bias.get(token, 0.0)
             self._stops = []
