@@ -96,6 +96,7 @@ def named(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_nobody_elses_package_of_our_name_is_installed(named: Path, tmp_path: Path) -> None:
     """Not one of a higher version from an index, nor one of the same version from anywhere."""
     project = tmp_path / "index" / "infer-core"

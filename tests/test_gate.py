@@ -79,6 +79,7 @@ def test_other():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("always", "other", "mark", "code"), [(1, 1, "quick", 0), (0, 1, "quick", 1), (1, 0, "quick", 1), (1, 0, "slow", 1)]
 )

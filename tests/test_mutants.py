@@ -11,6 +11,7 @@ from tests.mutants import plant
 from tests.mutants.plant import ROOT, Mutant, lacking, read, try_all
 
 
+@pytest.mark.slow
 def test_every_mutant_can_be_planted_and_names_tests_that_exist() -> None:
     mutants = read()
     assert mutants

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from tests.adapters.checkpoints import TARGETS, linear, reference, scored, write_adapter
+from tests.examples import slowly
 from tests.models.checkpoints import VOCAB, Family, write_checkpoint
 
 from infer import LLM
@@ -24,7 +25,7 @@ def differences(llm: LLM, model: Any) -> float:
     return max(abs(found - wanted) for found, wanted in pairs)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES[:3], *slowly(*FAMILIES[3:])])
 def test_families(family: Family, tmp_path: Path) -> None:
     base = write_checkpoint(tmp_path / "base", family, window=9 if family in ("gemma3", "mistral") else None)
     model = write_adapter(base, tmp_path / "one", target_modules=linear(family), scale=0.15)
@@ -47,7 +48,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("backend", [*slowly("reference"), "cpu"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_configurations(name: str, backend: str, tmp_path: Path) -> None:
     base = write_checkpoint(tmp_path / "base", "qwen3")

@@ -10,11 +10,11 @@ import subprocess
 import sys
 import threading
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import pytest
 from tests.serving import serving
@@ -37,84 +37,89 @@ def server() -> Iterator[Serving]:
         yield made
 
 
-def launch(*words: str, path: Path | None = None, key: str = KEY, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"INFER_SERVER__API_KEYS": key} | variables
-    if path is not None:
-        environment["PATH"] = f"{path}:{environment['PATH']}"
-    return subprocess.run([INFER, "launch", *words], env=environment, capture_output=True, text=True, check=False)
+class Started(NamedTuple):
+    """What a command has done in this process, where nothing takes its place."""
+
+    code: object
+    stdout: str
+    stderr: str
+    arguments: list[str]
+    """Those of the agent that would have been started, without its name."""
+    environment: dict[str, str]
 
 
-def started(tmp_path: Path, agent: str, *words: str, **variables: str) -> tuple[list[str], dict[str, str]]:
-    (tmp_path / agent).write_text(AGENT)
-    (tmp_path / agent).chmod(0o755)
-    done = launch(agent, *words, path=tmp_path, **variables)
-    assert done.returncode == 0, done.stderr
-    arguments, environment = json.loads(done.stdout)
-    return arguments, environment
-
-
-Refused = Callable[..., str]
+Launch = Callable[..., Started]
 
 
 @pytest.fixture
-def refused(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path_factory: pytest.TempPathFactory
-) -> Refused:
-    """What the command says that has started nothing, here in this process: nothing is on PATH."""
+def launch(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Launch:
+    """``infer launch``, with one folder on PATH, in which are these agents."""
 
-    def refuse(*words: str, key: str = KEY) -> str:
-        monkeypatch.setenv("INFER_SERVER__API_KEYS", key)
-        monkeypatch.setenv("PATH", str(tmp_path_factory.mktemp("empty")))
-        try:
-            code: object = main(["launch", *words])
-        except SystemExit as error:  # argparse's
-            code = error.code
-        assert code == 2
-        return capfd.readouterr().err
+    def launched(*words: str, key: str = KEY, agents: Iterable[str] = (), **variables: str) -> Started:
+        for agent in agents:
+            (tmp_path / agent).write_text(AGENT)
+            (tmp_path / agent).chmod(0o755)
+        found: list[tuple[list[str], dict[str, str]]] = []
 
-    return refuse
+        def execute(name: str, words: list[str], environment: Mapping[str, str]) -> NoReturn:
+            assert words[0] == name
+            found.append((words[1:], dict(environment)))
+            raise SystemExit(0)
+
+        variables = {"PATH": str(tmp_path), "INFER_SERVER__API_KEYS": key} | variables
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "execvpe", execute)
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            try:
+                code: object = main(["launch", *words])
+            except SystemExit as error:  # argparse's, or that of ``execute``
+                code = error.code
+        return Started(code, *capfd.readouterr(), *(found or [([], {})])[0])
+
+    return launched
 
 
-def test_claude_is_told_by_its_environment(server: Serving, tmp_path: Path) -> None:
-    arguments, environment = started(tmp_path, "claude", "--url", server.url, "--", "-p", "hello there")
-    assert arguments == ["-p", "hello there"]
+def test_claude_is_told_by_its_environment(server: Serving, launch: Launch) -> None:
+    done = launch("claude", "--url", server.url, "--", "-p", "hello there", agents=["claude"])
+    assert done.arguments == ["-p", "hello there"]
+    environment = done.environment
     assert environment["ANTHROPIC_BASE_URL"] == server.url
     assert environment["ANTHROPIC_AUTH_TOKEN"] == KEY
     assert environment["ANTHROPIC_MODEL"] == environment["ANTHROPIC_DEFAULT_HAIKU_MODEL"] == "demo"
     assert environment["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == environment["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] == "512"
 
 
-def test_claude_uses_no_other_server(server: Serving, tmp_path: Path) -> None:
+def test_claude_uses_no_other_server(server: Serving, launch: Launch, tmp_path: Path) -> None:
     others = dict.fromkeys(("ANTHROPIC_API_KEY", "CLAUDE_CODE_USE_BEDROCK", "CLAUDE_CODE_USE_VERTEX"), "1")
-    _, environment = started(tmp_path, "claude", "--url", server.url, **others)
-    assert not others.keys() & environment.keys()
-    printed = launch("claude", "--url", server.url, "--print", path=tmp_path).stdout
-    shell = os.environ | others | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = subprocess.run(printed, shell=True, env=shell, capture_output=True, text=True, check=True)
-    again = json.loads(done.stdout)[1]
+    done = launch("claude", "--url", server.url, agents=["claude"], **others)
+    assert not others.keys() & done.environment.keys()
+    printed = launch("claude", "--url", server.url, "--print").stdout
+    _, again = in_a_shell(printed, tmp_path, **others)
     assert not others.keys() & again.keys()
     assert again["ANTHROPIC_AUTH_TOKEN"] == KEY
 
 
-def test_codex_is_told_by_its_command_line(server: Serving, tmp_path: Path) -> None:
-    arguments, environment = started(tmp_path, "codex", "--url", f"{server.url}/v1/", "--", "exec")
+def test_codex_is_told_by_its_command_line(server: Serving, launch: Launch) -> None:
+    done = launch("codex", "--url", f"{server.url}/v1/", "--", "exec", agents=["codex"])
+    arguments = done.arguments
     assert arguments[::2] == [*["-c"] * (len(arguments) // 2), "exec"]
     told: dict[str, Any] = tomllib.loads("\n".join(arguments[1::2]))
     assert (told["model"], told["model_context_window"], told["model_provider"]) == ("demo", 512, "infer")
     provider = told["model_providers"]["infer"]
     assert (provider["base_url"], provider["wire_api"]) == (f"{server.url}/v1", "responses")
-    assert environment[provider["env_key"]] == KEY
+    assert done.environment[provider["env_key"]] == KEY
 
 
-def test_opencode_and_qwen_are_told_of_chats(server: Serving, tmp_path: Path) -> None:
-    _, environment = started(tmp_path, "opencode", "--url", server.url)
-    config = json.loads(environment["OPENCODE_CONFIG_CONTENT"])
+def test_opencode_and_qwen_are_told_of_chats(server: Serving, launch: Launch) -> None:
+    done = launch("opencode", "--url", server.url, agents=["opencode"])
+    config = json.loads(done.environment["OPENCODE_CONFIG_CONTENT"])
     provider, _, model = config["model"].partition("/")
     assert config["provider"][provider]["options"] == {"baseURL": f"{server.url}/v1", "apiKey": KEY}
     assert config["provider"][provider]["models"][model]["limit"] == {"context": 512, "output": 128}
-    arguments, environment = started(tmp_path, "qwen", "--url", server.url)
-    assert arguments == ["--auth-type", "openai"]
-    assert [environment[f"OPENAI_{name}"] for name in ("BASE_URL", "API_KEY", "MODEL")] == [
+    done = launch("qwen", "--url", server.url, agents=["qwen"])
+    assert done.arguments == ["--auth-type", "openai"]
+    assert [done.environment[f"OPENAI_{name}"] for name in ("BASE_URL", "API_KEY", "MODEL")] == [
         f"{server.url}/v1",
         KEY,
         "demo",
@@ -127,15 +132,31 @@ def test_opencode_leaves_most_of_a_long_context_to_the_prompt() -> None:
     assert model["limit"] == {"context": 262_144, "output": 32_000}
 
 
-def test_what_is_printed_starts_the_same_in_a_shell(server: Serving, tmp_path: Path) -> None:
-    arguments, environment = started(tmp_path, "codex", "--url", server.url, "--", "a b", "$c")
-    printed = launch("codex", "--url", server.url, "--print", "--", "a b", "$c")
-    assert shlex.split(printed.stdout)[0] == "env"
-    shell = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = subprocess.run(printed.stdout, shell=True, env=shell, capture_output=True, text=True, check=True)
-    again, found = json.loads(done.stdout)
-    assert again == arguments
-    assert found["INFER_API_KEY"] == environment["INFER_API_KEY"]
+def in_a_shell(printed: str, folder: Path, **variables: str) -> tuple[list[str], dict[str, str]]:
+    """The arguments and the environment of the agent that is started so, and is in this folder."""
+    shell = os.environ | variables | {"PATH": f"{folder}:{os.environ['PATH']}"}
+    done = subprocess.run(printed, shell=True, env=shell, capture_output=True, text=True, check=True)
+    arguments, environment = json.loads(done.stdout)
+    return arguments, environment
+
+
+def test_what_is_printed_starts_the_same_in_a_shell(server: Serving, launch: Launch, tmp_path: Path) -> None:
+    done = launch("codex", "--url", server.url, "--", "a b", "$c", agents=["codex"])
+    printed = launch("codex", "--url", server.url, "--print", "--", "a b", "$c").stdout
+    assert shlex.split(printed)[0] == "env"
+    arguments, environment = in_a_shell(printed, tmp_path)
+    assert arguments == done.arguments
+    assert environment["INFER_API_KEY"] == done.environment["INFER_API_KEY"]
+
+
+@pytest.mark.slow
+def test_the_command_becomes_the_agent(server: Serving, launch: Launch, tmp_path: Path) -> None:
+    done = launch("codex", "--url", server.url, "--", "a b", agents=["codex"])
+    environment = os.environ | {"INFER_SERVER__API_KEYS": KEY, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    words = [str(INFER), "launch", "codex", "--url", server.url, "--", "a b"]
+    told = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+    arguments, _ = json.loads(told.stdout)
+    assert arguments == done.arguments
 
 
 @pytest.mark.parametrize(
@@ -152,15 +173,17 @@ def test_what_is_printed_starts_the_same_in_a_shell(server: Serving, tmp_path: P
         (["codex", "--url", "{url}"], "codex is not installed, or not on PATH; --print"),
     ],
 )
-def test_what_does_not_start_says_why(refused: Refused, server: Serving, words: list[str], message: str) -> None:
-    said = refused(*(word.format(url=server.url) for word in words))
-    assert re.search(message, said.replace("\n", " ")), said
-    assert KEY not in said
+def test_what_does_not_start_says_why(launch: Launch, server: Serving, words: list[str], message: str) -> None:
+    done = launch(*(word.format(url=server.url) for word in words))
+    assert done.code == 2
+    assert re.search(message, done.stderr.replace("\n", " ")), done.stderr
+    assert KEY not in done.stderr
 
 
-def test_a_wrong_key_is_said(refused: Refused, server: Serving) -> None:
-    said = refused("codex", "--url", server.url, key="other")
-    assert "answers 401 to /v1/models; set server.api_keys" in said
+def test_a_wrong_key_is_said(launch: Launch, server: Serving) -> None:
+    done = launch("codex", "--url", server.url, key="other")
+    assert "answers 401 to /v1/models; set server.api_keys" in done.stderr
+    assert done.code == 2
 
 
 @contextmanager
@@ -189,16 +212,16 @@ def answering(status: int, location: str = "") -> Iterator[tuple[str, list[str]]
             thread.join()
 
 
-def test_a_redirect_does_not_get_the_key() -> None:
+def test_a_redirect_does_not_get_the_key(launch: Launch) -> None:
     with answering(404) as (other, got), answering(302, f"{other}/v1/models") as (url, _):
         done = launch("codex", "--url", url)
     assert got == []
     assert f"redirects /v1/models to {other}/v1/models" in " ".join(done.stderr.split())
-    assert done.returncode == 2
+    assert done.code == 2
 
 
-def test_a_loopback_address_is_asked_without_a_proxy(server: Serving) -> None:
+def test_a_loopback_address_is_asked_without_a_proxy(launch: Launch, server: Serving) -> None:
     with answering(404) as (proxy, got):
         done = launch("codex", "--url", server.url, "--print", http_proxy=proxy, no_proxy="")
     assert got == []
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.stderr

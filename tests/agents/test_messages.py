@@ -320,6 +320,7 @@ async def test_reasoning_that_is_omitted_comes_back_in_its_signature(server: Run
     assert "has been altered" in await refused(server, messages=after(hidden))
 
 
+@pytest.mark.slow
 async def test_long_bodies_are_read_as_short_ones(tmp_path: Path) -> None:
     """In a process that knows neither the settings nor the key."""
     engine = {"max_seq_len": 2048}
@@ -661,7 +662,7 @@ ANSWERS = [
 ]
 
 
-@settings(max_examples=examples(200))
+@settings(max_examples=examples(200, 60))
 @given(said=st.sampled_from(ANSWERS), cuts=st.lists(st.integers(1, 9), min_size=1), omitted=st.booleans())
 def test_a_stream_is_the_whole_answer_however_it_is_cut(said: str, cuts: list[int], omitted: bool) -> None:
     """As the client's own code puts it together."""

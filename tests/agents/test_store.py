@@ -169,6 +169,7 @@ async def test_a_conversation_holds_no_more_values_than_a_body_may(
     assert "more than 100 values" in answer["error"]["message"]
 
 
+@pytest.mark.slow
 async def test_a_long_conversation_is_read_in_another_process(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     long = {"type": "input_text", "text": "x", "annotations": ["y" * 9000]}
     first = await respond(server, "One.<|return|>", input=[{"role": "user", "content": [long]}] * 2)

@@ -520,6 +520,7 @@ def test_a_page_of_the_simulated_steps(costs_file: str, tmp_path: Path) -> None:
     assert f'"title": "{path}, as set"' in page.read_text()
 
 
+@pytest.mark.slow
 def test_costs_are_fitted_to_a_server_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "costs.toml"
     argv = ["simulate", "--model", "demo", "--fit", "0.5", "--costs", str(file), "--workload", "baseline"]
@@ -576,6 +577,7 @@ def test_no_rate_above_the_limit_is_played(most: float) -> None:
     assert search.highest({}, floor=MOST) == 0.0
 
 
+@pytest.mark.slow
 def test_tuned_settings_keep_to_the_goal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -51,6 +51,7 @@ def files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("*/*") if path.is_file())
 
 
+@pytest.mark.slow
 async def test_a_restart_finds_what_was_served(checkpoint: Path, folder: Path) -> None:
     plain = await ask(checkpoint, None)
     assert await ask(checkpoint, folder) == plain
@@ -111,6 +112,7 @@ async def test_what_is_not_computed_now_is_dropped(
     assert await ask(checkpoint, folder) == (96, choices)
 
 
+@pytest.mark.slow
 async def test_damaged_files_never_change_an_answer(
     checkpoint: Path, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

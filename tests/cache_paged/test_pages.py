@@ -466,7 +466,7 @@ class PagesMachine(RuleBasedStateMachine):
 
 TestPages = PagesMachine.TestCase
 TestPages.settings = settings(
-    max_examples=examples(300, 100),
+    max_examples=examples(300, 40),
     stateful_step_count=30,
     phases=[phase for phase in Phase if phase is not Phase.shrink],  # which would take minutes
 )

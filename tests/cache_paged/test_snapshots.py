@@ -78,6 +78,7 @@ def conversations(rows: int, *, again: bool, shared: bool = False) -> float:
     return found / total
 
 
+@pytest.mark.slow
 def test_one_snapshot_for_each_conversation_and_a_few_more_are_enough() -> None:
     """Conversations whose answers are rendered again find 0.81 at best, or 0.87 with one system prompt."""
     assert conversations(48, again=True) == conversations(1000, again=True) > 0.8

@@ -12,6 +12,7 @@ import torch
 from pydantic import ValidationError
 from tests.attention import spec
 from tests.cache_paged.tiers import Inline, Memory, Patient
+from tests.examples import slowly
 from tests.support import CPU
 
 from infer.contracts.adapters import Adapter
@@ -162,7 +163,7 @@ class Forgetful(TieredPool):
         return super().allocate(token_ids, reuse=reuse, salt=salt)
 
 
-@pytest.mark.parametrize("name", ["sequences", "little_room", "windows", "mixed", "quantized", "states"])
+@pytest.mark.parametrize("name", ["sequences", "states", *slowly("little_room", "windows", "mixed", "quantized")])
 def test_random_lives_that_find_what_the_tier_has(name: str) -> None:
     tiers: list[Memory] = []
 

@@ -24,6 +24,7 @@ def run(*command: str, **environment: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", [2, *slowly(3)])
 def test_openai_for_python(version: int, server: Serving, reasoner: Serving) -> None:
     beside = str(BESIDE / "openai-3") if version == 3 else ""

@@ -142,6 +142,7 @@ async def test_the_demos_page_opens_from_the_disk_and_is_scrubbed(tmp_path: Path
         assert len([each for each in tab.complaints if "Content Security Policy" in each]) >= 3
 
 
+@pytest.mark.slow
 def test_the_example_in_the_docs_shows_both_runs(tmp_path: Path) -> None:
     """As `make docs` makes it."""
     makefile = (Path(__file__).parents[2] / "Makefile").read_text()

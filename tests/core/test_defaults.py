@@ -92,6 +92,7 @@ def test_no_params_are_the_checkpoints_and_explicit_ones_are_not_touched(folder:
         assert llm.generate([prompt])[0].token_ids != likely
 
 
+@pytest.mark.slow
 def test_do_sample_false_is_greedy_on_the_command_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,6 +136,7 @@ def started(path: str, caplog: pytest.LogCaptureFixture, **sections: Any) -> tup
         return llm.served.max_seq_len, llm.served.cache_tokens, lines[0].removeprefix("engine.max_seq_len: ")
 
 
+@pytest.mark.slow
 def test_a_sequence_may_be_as_long_as_the_checkpoint_allows_and_the_cache_holds(
     long: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,6 +254,7 @@ def test_a_checkpoint_that_does_not_say_how_long_and_a_cache_smaller_than_a_shor
     assert "config.json does not say" in line
 
 
+@pytest.mark.slow
 def test_a_long_sequence_fills_its_cache_to_the_last_position(long: str) -> None:
     prompt = [2 + i % 300 for i in range(4780)]
     found = []

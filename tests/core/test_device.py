@@ -75,6 +75,7 @@ def test_memory_is_as_much_as_the_tightest_control_group_leaves(
     assert free_memory(cpu) == 500_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "given", "polls"),
     [

@@ -244,7 +244,7 @@ arrivals = st.lists(
 pools = st.just(None) | st.tuples(st.sampled_from([1, 7, 16, 128, 400]), st.integers(0, 200))
 
 
-@settings(max_examples=examples(120, 30))
+@settings(max_examples=examples(120, 15))
 @given(
     st.sampled_from(FAMILIES + QUANTIZED),
     st.sampled_from(DTYPES),

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.attention import random
-from tests.examples import examples
+from tests.examples import examples, slowly
 from tests.experts import FORMS, Mixture, check_rows, route64
 from tests.products import near
 
@@ -25,7 +25,7 @@ LEVELS = native.levels()
 MIDDLE = [pytest.param(level, marks=pytest.mark.slow) for level in LEVELS[1:-1]]
 
 
-@pytest.fixture(autouse=True, scope="module", params=["reference", *LEVELS[:1], *MIDDLE, *LEVELS[1:][-1:]])
+@pytest.fixture(autouse=True, scope="module", params=[*slowly("reference", *LEVELS[:1]), *MIDDLE, *LEVELS[1:][-1:]])
 def provider(request: pytest.FixtureRequest) -> None:
     global KERNELS
     KERNELS = ReferenceKernels() if request.param == "reference" else CpuKernels(request.param)
@@ -40,7 +40,7 @@ def provider(request: pytest.FixtureRequest) -> None:
     st.booleans(),
     st.sampled_from([torch.float32, torch.bfloat16]),
 )
-@settings(max_examples=examples(10))
+@settings(max_examples=examples(10, 4))
 def test_routes(routing: Routing, experts: int, tokens: int, biased: bool, dtype: torch.dtype) -> None:
     """In bfloat16, many of the logits are equal."""
     logits = (random(tokens, experts, dtype=dtype) * 2).round(decimals=1)
@@ -116,7 +116,7 @@ def test_a_token_has_the_same_bits_on_two_threads(form: str) -> None:
 
 @pytest.mark.slow
 @given(st.lists(st.integers(0, 199), min_size=1, max_size=60), st.sampled_from(FORMS), st.integers(1, 4))
-@settings(max_examples=examples(60))
+@settings(max_examples=examples(60, 20))
 def test_any_company(rows: list[int], form: str, top: int) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         check_rows(KERNELS, Mixture(96, 32, 9, form, dtype), 200, top, [rows])

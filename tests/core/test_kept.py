@@ -546,6 +546,7 @@ def test_what_is_not_kept_has_no_verdict(
     assert files(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_no_compiler_is_imported_for_weights_without_values(tmp_path: Path) -> None:
     """torch's takes seconds, as long as everything else in a start."""
     paths = [str(write_checkpoint(tmp_path / family, family)) for family in FAMILIES]

@@ -33,12 +33,11 @@ SINKS = (0.5, -1e4, 3.0, 1e4)
 
 
 LEVELS = [
-    level if level in ("portable", native.chosen()) else pytest.param(level, marks=pytest.mark.slow)
-    for level in native.levels()
+    level if level == native.chosen() else pytest.param(level, marks=pytest.mark.slow) for level in native.levels()
 ]
 
 
-@pytest.fixture(autouse=True, scope="module", params=["reference", *LEVELS])
+@pytest.fixture(autouse=True, scope="module", params=[*slowly("reference"), *LEVELS])
 def provider(request: pytest.FixtureRequest) -> None:
     global KERNELS
     KERNELS = ReferenceKernels() if request.param == "reference" else CpuKernels(request.param)
@@ -346,7 +345,7 @@ def test_attention_with_large_scores() -> None:
     close_attention(scene)
 
 
-@settings(max_examples=examples(60))
+@settings(max_examples=examples(60, 20))
 @given(
     st.lists(st.tuples(st.integers(0, 400), st.integers(1, 300)), min_size=1, max_size=6),
     st.none() | st.integers(1, 300),
@@ -381,7 +380,7 @@ def check_rows(kernel: Callable[[Tensor], Tensor | tuple[Tensor, ...]], rows: li
         assert torch.equal(a[rows], b)
 
 
-exact = settings(max_examples=examples(150))
+exact = settings(max_examples=examples(150, 50))
 
 
 @exact

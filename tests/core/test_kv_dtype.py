@@ -7,6 +7,7 @@ import logging
 from typing import Any
 
 import pytest
+from tests.examples import slowly
 
 from infer import LLM, SamplingParams, SettingsError, hookimpl
 from infer.commands.cli import main
@@ -27,7 +28,7 @@ def serve(*plugins: object, **sections: Any) -> LLM:
     return LLM.from_settings(load_settings(found, env={}, overrides=overrides, read_file=False).settings, found)
 
 
-@pytest.mark.parametrize("kernels", ["reference", "cpu"])
+@pytest.mark.parametrize("kernels", [*slowly("reference"), "cpu"])
 @pytest.mark.parametrize("pool", ["paged", "slotted"])
 def test_it_serves_exactly_and_says_how_much_fits(pool: str, kernels: str, caplog: pytest.LogCaptureFixture) -> None:
     """A position of the demo's: 5 layers, K and V, 2 heads of 64 codes and a scale. Answers are nearly the same."""

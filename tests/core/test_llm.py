@@ -144,6 +144,7 @@ def test_settings_are_checked_as_everywhere() -> None:
         LLM("demo", engine={"max_seq_len": 9999})
 
 
+@pytest.mark.slow
 def test_a_program_may_end_without_closing_it() -> None:
     program = 'from infer import LLM; print(LLM("demo", engine={"max_seq_len": 64}).generate("def")[0].finish_reason)'
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -30,7 +30,7 @@ from infer.weight import GroupedWeight, Weight, quantize_rows
     st.floats(1e-28, 1e4),
     st.integers(0, 2**32),
 )
-@settings(max_examples=examples(30))
+@settings(max_examples=examples(30, 10))
 def test_no_value_is_further_from_its_code_than_half_a_step(bits: Any, n: int, k: int, size: float, seed: int) -> None:
     x = torch.randn(n, k, generator=torch.Generator().manual_seed(seed)) * size
     x = x.bfloat16().float() if bits == 4 else x

@@ -299,6 +299,7 @@ async def test_who_asks_reaches_the_engine(chatty: dict[str, Any], monkeypatch: 
             assert [(request.user, request.group) for request in seen] == [(user, "")], asked
 
 
+@pytest.mark.slow
 async def test_a_large_body_asks_for_what_a_small_one_does(chatty: dict[str, Any]) -> None:
     async with running(**chatty | {"cache": {"backend": "slotted"}}) as server:
         for path, body in (("/v1/decisions", ITEMS), ("/v1/systemone", TREE)):

@@ -55,7 +55,7 @@ def test_all_of_it_is_taken(model: type[Body], body: dict[str, Any]) -> None:
     assert refusal(model, body) is None
 
 
-@settings(max_examples=examples(200))
+@settings(max_examples=examples(200, 60))
 @given(place=st.sampled_from(PLACES), value=WRONG, sibling=st.booleans())
 def test_a_refusal_names_a_field_on_the_way_to_what_is_wrong(
     place: tuple[int, tuple[int | str, ...]], value: Any, sibling: bool

@@ -177,7 +177,7 @@ GPTQ: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", GPTQ)
+@pytest.mark.parametrize("case", [*list(GPTQ)[::3], *slowly(*(case for i, case in enumerate(GPTQ) if i % 3))])
 def test_weights_that_gptq_writes(case: str, tmp_path: Path) -> None:
     """With a quantized head."""
     pack, config = GPTQ[case]
@@ -274,7 +274,7 @@ MIXTURES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", MIXTURES)
+@pytest.mark.parametrize("case", [*list(MIXTURES)[2:], *slowly(*list(MIXTURES)[:2])])
 def test_answers_of_mixtures_of_experts(case: str, tmp_path: Path) -> None:
     """As the hub has them: each expert's projections are modules of their own, and the router is plain."""
     pack, config = MIXTURES[case]
@@ -339,7 +339,7 @@ RECURRENT: tuple[Family, ...] = (
 @pytest.mark.parametrize(
     ("method", "family"),
     [
-        pytest.param(method, family, marks=() if family == "qwen3_5" else pytest.mark.slow)
+        pytest.param(method, family, marks=() if (method, family) == ("fp8", "qwen3_5") else pytest.mark.slow)
         for method, family in itertools.product(METHODS, RECURRENT)
     ],
 )

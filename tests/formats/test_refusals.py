@@ -324,7 +324,7 @@ VALUES = st.recursive(
 
 
 @given(st.sampled_from(METHODS), st.dictionaries(st.sampled_from(KEYS) | st.text(max_size=4), VALUES, max_size=6))
-@settings(max_examples=examples(100))
+@settings(max_examples=examples(100, 40))
 def test_any_table_is_read_or_refused_in_one_sentence(method: str, changes: dict[str, Any]) -> None:
     sentence = ""
     try:

@@ -61,7 +61,7 @@ def rounded(x_TK: Tensor, group: int) -> Tensor:
     st.booleans(),
 )
 @example((8, "minimum"), 32, 2, 70, 100, torch.float16, torch.bfloat16, True)
-@settings(max_examples=examples(20))
+@settings(max_examples=examples(20, 8))
 def test_products(
     kind: tuple[int, str],
     group: int,
@@ -162,7 +162,7 @@ def test_extreme_activations(int8: bool) -> None:
     st.integers(0, 2**32),
 )
 @example(4, 400, 1024, torch.float32, 1.0, 0)
-@settings(max_examples=examples(40))
+@settings(max_examples=examples(40, 12))
 def test_weights_are_quantized_to_the_same_bits(
     bits: Any, n: int, k: int, dtype: torch.dtype, size: float, seed: int
 ) -> None:

@@ -98,6 +98,7 @@ def test_a_processor_gets_the_best_level_that_it_can_run(
     assert all(native.LEVELS[each] <= features for each in native.levels())
 
 
+@pytest.mark.slow
 def test_a_process_may_begin_with_any_level_that_it_can_run() -> None:
     program = f"""
 import torch
@@ -163,6 +164,7 @@ def test_several_callers_at_a_time() -> None:
         assert all(pool.map(ask, range(len(xs))))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's way to give threads large stacks")
 def test_threads_that_cannot_start_leave_the_work_to_those_that_there_are() -> None:
     """A container may allow few of them. Here their stacks are larger than the address space."""
@@ -186,6 +188,7 @@ print("computed")
     assert (run.returncode, run.stdout, run.stderr) == (0, "computed\n", "")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the address space")
 def test_memory_that_a_kernel_does_not_get_is_said() -> None:
     code = """
@@ -206,6 +209,7 @@ library.infer_sample(0, pointers[0], 1, 1 << 22, *pointers[1:])
     assert "infer: out of memory: a kernel needs 16777216 bytes" in run.stderr
 
 
+@pytest.mark.slow
 def test_nobody_waits_for_threads_that_do_not_run() -> None:
     """A forked process has none of its parent's: whoever counted on them would wait for ever."""
     code = """

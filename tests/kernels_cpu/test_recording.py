@@ -366,6 +366,7 @@ def test_what_a_replay_cannot_follow_is_run(misfit: str, caplog: pytest.LogCaptu
     assert says in caplog.text
 
 
+@pytest.mark.slow
 def test_recording_does_not_import_torchs_compiler() -> None:
     """It would take most of a second and a hundred megabytes, with the first answer."""
     program = (

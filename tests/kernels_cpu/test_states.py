@@ -9,6 +9,7 @@ from functools import singledispatch
 import pytest
 import torch
 from tests.attention import random
+from tests.examples import slowly
 from tests.support import DTYPES
 from torch import Tensor
 
@@ -34,7 +35,9 @@ LAYERS: dict[str, Layer] = {
 }
 LENGTH = 100
 layers = pytest.mark.parametrize("name", LAYERS)
-levels = pytest.mark.parametrize("level", LEVELS)
+levels = pytest.mark.parametrize(
+    "level", [native.chosen(), *slowly(*(level for level in LEVELS if level != native.chosen()))]
+)
 floats = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.attention import Scene, spec
-from tests.examples import examples
+from tests.examples import examples, slowly
 from torch import Tensor
 
 from infer.contracts.attention import AttentionSpec, KVDtype
@@ -67,11 +67,12 @@ def first_in_each(first: Sequence[Any], others: Sequence[Any], *dtypes: torch.dt
 
 
 @pytest.mark.parametrize(("window", "dtype"), first_in_each([9], [None, 1, 33, 63, 64, 65], torch.float32))
-@pytest.mark.parametrize("extends", [MIXED, DECODES], ids=["mixed", "decodes"])
+@pytest.mark.parametrize("extends", [*slowly(MIXED), DECODES], ids=["mixed", "decodes"])
 def test_windows(extends: list[tuple[int, int]], window: int | None, dtype: torch.dtype, device: str) -> None:
     attend(extends, spec(window=window), 16, dtype, device)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("block_size", "dtype"), first_in_each([16], [1, 500], torch.float32, torch.float16))
 def test_blocks_and_soft_cap_and_sinks(block_size: int, dtype: torch.dtype, device: str) -> None:
     attend(MIXED, spec(cap=0.7, sinks=SINKS if block_size == 16 else ()), block_size, dtype, device)
@@ -111,6 +112,7 @@ def test_head_counts_and_sizes(heads: tuple[int, int, int], dtype: torch.dtype, 
     attend([(40, 1), (90, 1), (0, 33), (50, 30)], spec(*heads), 16, dtype, device)
 
 
+@pytest.mark.slow
 def test_large_scores(device: str) -> None:
     scene = Scene(spec(cap=None), DECODES, 16, kernels=make(device), device=device)
     scene.q = [q * 1e4 for q in scene.q]

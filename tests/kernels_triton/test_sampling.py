@@ -37,9 +37,14 @@ def ask(device: str, *params: dict[str, Any], seed: int = 0) -> Draws:
 @pytest.mark.parametrize(
     ("vocab", "dtype"),
     [
-        (7, torch.bfloat16),
         (1000, torch.bfloat16),
-        *slowly((1, torch.bfloat16), (9000, torch.bfloat16), (1000, torch.float32), (1000, torch.float16)),
+        *slowly(
+            (7, torch.bfloat16),
+            (1, torch.bfloat16),
+            (9000, torch.bfloat16),
+            (1000, torch.float32),
+            (1000, torch.float16),
+        ),
     ],
 )
 @pytest.mark.parametrize(
@@ -114,6 +119,7 @@ def test_ties_stay_together_but_for_top_k(
     assert kernels.sample(logits.to(device), asked).tolist() == drawn
 
 
+@pytest.mark.slow
 def test_a_tiny_temperature_is_greedy(kernels: TritonKernels, device: str) -> None:
     logits = random(20, 3000) * 50
     asked = ask(device, *[{"temperature": 1e-6, "top_p": 0.9}] * 20)
@@ -128,6 +134,7 @@ def test_the_whole_range_of_random_numbers_lands_on_likely_tokens(kernels: Trito
     assert kernels.sample(logits.to(device), ends).tolist() == [7, 4321]
 
 
+@pytest.mark.slow
 def test_frequencies(kernels: TritonKernels, device: str) -> None:
     """Against float64: even random numbers give every token its share to within one."""
     logits = random(1, 40, dtype=torch.bfloat16, seed=4)
@@ -139,6 +146,7 @@ def test_frequencies(kernels: TritonKernels, device: str) -> None:
     assert (np.abs(found - n * weights / weights.sum()) <= 1).all()
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(18, 6))
 @given(
     vocab=st.integers(1, 60),
@@ -160,6 +168,7 @@ def test_any_filter(device: str, vocab: int, seed: int, filters: dict[str, Any],
     assert found.tolist() == REFERENCE.sample(logits, asked).tolist()
 
 
+@pytest.mark.slow
 def test_a_filtered_token_is_never_drawn(kernels: TritonKernels, device: str) -> None:
     """Not even where weights, added up in float32, are less or more than in float64: to 1, 3e-8 adds nothing, and 7e-8
     too much."""

@@ -16,6 +16,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from tests import support
+from tests.examples import slowly
 from tests.models.checkpoints import VOCAB, Family, as_transformers_4, edit_tensors, stacked, write_checkpoint
 from torch import Tensor
 
@@ -57,8 +58,8 @@ MIXTURES = (
 )
 """Rounding may give a token other experts, where the router is undecided."""
 NEW_FAMILIES: tuple[Family, ...] = FAMILIES[7:]
-MANY = rf"(qwen2|mistral|phi3|olmo2|{'|'.join(NEW_FAMILIES)})-(tied-.|untied-[14])|({'|'.join(MIXTURES)})-untied-2"
-"""Cases of families that share nearly everything with Llama."""
+MANY = rf"\w+-(tied-.|untied-[14])|({'|'.join(MIXTURES)})-untied-2|(llama|qwen2|phi3|gemma3|lfm2)-(?!untied-2)[\w-]+"
+"""Cases that differ little from others of the same family, or of one that shares nearly everything with it."""
 HEADS = ((True, 2), (False, 1), (False, 2), (False, 4))
 """Whether embeddings are tied, and how many heads K and V have."""
 CASES: dict[str, dict[str, Any]] = {
@@ -752,7 +753,11 @@ def test_both_namings_of_a_model_with_vision(tied: bool, tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("family", "prefix"),
-    [*((family, "") for family in FAMILIES if family != "nemotron_h"), ("gemma3_vision", "language_model.")],
+    [
+        ("llama", ""),
+        ("gemma3_vision", "language_model."),
+        *slowly(*((family, "") for family in FAMILIES if family not in ("llama", "nemotron_h"))),
+    ],
 )
 def test_surplus_tensors_that_are_known(family: Family, prefix: str, tmp_path: Path) -> None:
     """A second copy of a tied head, and the rotary frequencies that old checkpoints hold."""

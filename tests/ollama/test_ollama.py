@@ -431,7 +431,7 @@ SENT: dict[str, tuple[type[WireBody], Body]] = {
 }
 
 
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300, 60), deadline=None)
 @given(st.data())
 def test_wrong_bodies_are_refused_and_never_fail(data: st.DataObject) -> None:
     kind, body = SENT[data.draw(st.sampled_from([*SENT]))]

@@ -14,6 +14,7 @@ import pytest
 from aiohttp.test_utils import make_mocked_request
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import SecretStr
+from tests.examples import slowly
 from tests.serving import HANG_S, chatty, serving, until
 
 from infer.contracts.sections import ServerSettings
@@ -149,7 +150,7 @@ BODIES = {
 }
 
 
-@pytest.mark.parametrize("kind", BODIES)
+@pytest.mark.parametrize("kind", ["tokens", *slowly("completions", "plain")])
 async def test_a_stream_goes_on_elsewhere_when_its_replica_is_lost(kind: str, engines: list[Serving]) -> None:
     path, body = BODIES[kind]
     body = body | {"seed": 7}
@@ -171,6 +172,7 @@ async def test_a_stream_goes_on_elsewhere_when_its_replica_is_lost(kind: str, en
             assert len({event["created"] for event in events}) == 1
 
 
+@pytest.mark.slow
 async def test_a_conversation_and_a_response_go_on_elsewhere(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": PROMPT}]
     bodies = {
@@ -206,6 +208,7 @@ async def test_an_answer_that_has_not_begun_comes_from_another_replica(engines: 
         assert (status, answer["error"]["type"]) == (503, "server_error")
 
 
+@pytest.mark.slow
 async def test_a_replica_that_answers_otherwise_ends_the_stream_with_one_error(engines: list[Serving]) -> None:
     with serving(model={"dtype": "float32"}) as different:
         async with front([engines[0], different]) as f:

@@ -64,6 +64,7 @@ def alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 async def test_a_process_takes_no_more_than_was_reckoned_and_ends_with_the_machine() -> None:
     async with asyncio.timeout(HANG_S), machine() as made:
         about = await made.size("a")
@@ -77,6 +78,7 @@ async def test_a_process_takes_no_more_than_was_reckoned_and_ends_with_the_machi
     assert not made.pids
 
 
+@pytest.mark.slow
 async def test_a_draft_model_is_reckoned_with_its_cache() -> None:
     engine = SMALL["engine"] | {"speculation": "draft", "draft": {"path": "demo"}}
     async with asyncio.timeout(HANG_S), machine() as plain, machine(engine=engine) as drafting:
@@ -88,6 +90,7 @@ async def test_a_draft_model_is_reckoned_with_its_cache() -> None:
             await made.size("a")
 
 
+@pytest.mark.slow
 async def test_what_cannot_be_loaded_is_said_in_its_own_words_and_leaves_no_process() -> None:
     async with asyncio.timeout(HANG_S), machine(model={"path": "nosuch"}) as made:
         for work in (made.size, made.start):
@@ -123,6 +126,7 @@ async def test_a_load_that_hangs_is_killed_with_its_limit() -> None:
         assert not alive(pid)
 
 
+@pytest.mark.slow
 async def test_a_process_that_is_stopped_is_not_healthy_and_can_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infer_router.machine.HEALTH_TIMEOUT_S", 0.2)
     async with asyncio.timeout(HANG_S), machine() as made:
@@ -133,6 +137,7 @@ async def test_a_process_that_is_stopped_is_not_healthy_and_can_be_ended(monkeyp
         assert await engine.wait() == -signal.SIGKILL
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["arithmetic", "load"])
 async def test_a_signal_during_the_start_ends_the_server_with_all_children(moment: str, tmp_path: Path) -> None:
     (tmp_path / "settings.toml").write_text(
@@ -156,6 +161,7 @@ async def test_a_signal_during_the_start_ends_the_server_with_all_children(momen
     await until(lambda: not any(alive(each.pid) for each in there))
 
 
+@pytest.mark.slow
 async def test_a_server_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
     (tmp_path / "settings.toml").write_text(
         "[server]\nport = 0\n[server.router]\nmemory_gib = 8\n[engine]\nmax_batch_size = 2\nmax_seq_len = 256\n"

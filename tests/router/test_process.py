@@ -50,6 +50,7 @@ async def test_an_ingress_that_ends_finishes_its_streams_and_leaves_the_port_to_
         assert process._process.wait(HANG_S) == 0
 
 
+@pytest.mark.slow
 def test_an_ingress_ends_with_whoever_started_it() -> None:
     with ingress(r={"url": "http://127.0.0.1:1"}) as (process, _):
         assert process._process.stdin is not None
@@ -72,6 +73,7 @@ async def _takes(url: str) -> bool:
         return True
 
 
+@pytest.mark.slow
 def test_an_engine_that_cannot_serve_says_why() -> None:
     process = Process("engine", {"settings": {"model": {"path": "nosuch"}, "server": {"port": 0}}})
     with pytest.raises(RuntimeError, match=f"{FAULT}'nosuch' is neither a folder or file nor a bundled name"):

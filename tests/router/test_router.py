@@ -122,7 +122,7 @@ class Model(RuleBasedStateMachine):
         assert all(self.router.open(name) == self.own[name] for name in self.router)
 
 
-Model.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40)
+Model.TestCase.settings = settings(max_examples=examples(60, 30), stateful_step_count=40)
 TestModel = Model.TestCase
 
 

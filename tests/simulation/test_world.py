@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from tests.examples import seeded
+from tests.examples import examples, seeded
 from tests.simulation.world import run
 
 MARKS = (
@@ -36,7 +36,7 @@ MARKS = (
 
 def test_written_worlds() -> None:
     marks: Counter[str] = Counter()
-    for seed in range(40):
+    for seed in range(examples(40, 24)):
         marks += run(seed, 200).marks
     assert [mark for mark in MARKS if not marks[mark]] == []
 

@@ -14,7 +14,7 @@ from tests import support
 from tests.core.engine.test_graphs import TensorsOnly
 from tests.core.engine.test_speculation import EOS, answers, some_request
 from tests.core.engine.test_speculation import ascii as characters
-from tests.examples import seeds
+from tests.examples import seeds, slowly
 from tests.support import (
     CONFIGS,
     CPU,
@@ -171,7 +171,7 @@ def mix(seed: int) -> None:
 
 
 @pytest.mark.draws
-@pytest.mark.parametrize("seed", [*seeds(8), *(pytest.param(i, marks=pytest.mark.slow) for i in seeds(60)[8:])])
+@pytest.mark.parametrize("seed", [*seeds(3), *slowly(*seeds(60)[3:])])
 def test_any_mix_of_requests_has_the_same_events_and_the_drafts_of_the_whole_text(seed: int) -> None:
     mix(seed)
 
@@ -181,6 +181,7 @@ def watched(family: str = "qwen3_5", batch: int = 2, backend: str = "slotted") -
     return Watched(head, POOLS[backend](head, F32, batch), batch, F32)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lag", [0, 1])
 def test_a_sequence_that_has_lost_its_slot_has_the_drafts_of_its_whole_text(lag: int) -> None:
     model, _ = drafting("qwen3_5")

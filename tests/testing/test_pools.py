@@ -92,8 +92,9 @@ OURS: dict[str, MakePool] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind", [kind if kind == "paged" else pytest.param(kind, marks=pytest.mark.slow) for kind in OURS]
+    "kind", [kind if kind == "slotted" else pytest.param(kind, marks=pytest.mark.slow) for kind in OURS]
 )
 @pytest.mark.draws
 @seeded()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from tests.core.engine.test_schedulers import FairShares, ShortestFirst
-from tests.examples import seeded
+from tests.examples import seeded, slowly
 from tests.testing.planted import Bug, Bugs, caught
 
 from infer.contracts.scheduler import Schedule, SchedulerContext, SchedulerProtocol, Sequence, Work
@@ -25,7 +25,7 @@ def of(kind: type[ContinuousScheduler]) -> MakeScheduler:
     return lambda context: kind(context.pool, context.engine)
 
 
-@pytest.mark.parametrize("kind", [ContinuousScheduler, StaticScheduler, ShortestFirst, FairShares])
+@pytest.mark.parametrize("kind", [ContinuousScheduler, *slowly(StaticScheduler, ShortestFirst, FairShares)])
 @pytest.mark.draws
 @seeded()
 def test_ours_pass(kind: type[ContinuousScheduler], seed: int) -> None:

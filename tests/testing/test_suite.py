@@ -73,6 +73,7 @@ def infer_routes():
 """
 
 
+@pytest.mark.slow
 def test_the_documented_tests_and_the_failure_that_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     text = DOCS.read_text()
     tests, plugin, family, route = re.findall(r"```python\n(.*?)```", text, re.DOTALL)

@@ -42,6 +42,7 @@ def infer(*args: str, cwd: Path, text: str = "", **env: str) -> subprocess.Compl
     return subprocess.CompletedProcess(args, code, out.getvalue(), err.getvalue())
 
 
+@pytest.mark.slow
 def test_a_process_ends_with_the_commands_code(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "infer.commands.cli", "generate", "x"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
@@ -247,6 +248,7 @@ def test_serve_ends_with_its_engine_once_everyone_is_told(tmp_path: Path) -> Non
         assert re.search("infer: The engine has stopped: .*RuntimeError: lost count", log)
 
 
+@pytest.mark.slow
 def test_demo_shows_both_timelines(tmp_path: Path) -> None:
     args = ("demo", "--model.path", "demo", "--prompt-tokens", "150", "--chunk", "32", "--budget", "64")
     done = infer(*args, "--engine.max_batch_size", "8", cwd=tmp_path, **ONE_THREAD)
@@ -283,6 +285,7 @@ def test_what_has_no_value_is_shown_as_it_is_written(capsys: pytest.CaptureFixtu
     assert row.split()[1:3] == ["none", "--kernels.threads"]
 
 
+@pytest.mark.slow
 def test_chat_answers_line_by_line(tmp_path: Path) -> None:
     args = ("chat", "--model.path", "demo", "--max-tokens", "12", "--seed", "3")
     one = infer(*args, cwd=tmp_path, text="a loop\n", **ONE_THREAD)

@@ -265,6 +265,7 @@ def doctor(path: str, home: Path, **variables: str) -> subprocess.CompletedProce
     return subprocess.run(command, cwd=home, env=plain, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_checkpoint_of_the_hub_is_examined_before_it_is_downloaded(sharded: bool, tmp_path: Path) -> None:
     """The answer is that for the same checkpoint on the disk, and no weight has been sent, nor is anything kept."""

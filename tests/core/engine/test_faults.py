@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from tests.core.engine.test_traffic import EOS, MAX_SEQ_LEN, Launched, Runner
+from tests.examples import slowly
 from tests.support import VOCAB, letters, make_engine, tiny_model
 
 from infer.contracts.cache import CacheContext
@@ -210,7 +211,7 @@ FAST = (9,)
 @pytest.mark.parametrize(
     "seed", [*FAST, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(15) if seed not in FAST)]
 )
-@pytest.mark.parametrize("kind", [RuntimeError, Panic])
+@pytest.mark.parametrize("kind", [Panic, *slowly(RuntimeError)])
 def test_a_fault_in_any_call_ends_what_it_concerns(
     seed: int, kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from tests import support
+from tests.examples import slowly
 from tests.support import MAX_SEQ_LEN, VOCAB, Always, Stepper, make_engine, tiny_model
 
 from infer.contracts.kernels import Draws
@@ -195,7 +196,7 @@ def test_only_culprits_end(site: str, part: int) -> None:
     assert sum(examine(seed, site) for seed in range(part * FAST, (part + 1) * FAST))
 
 
-@pytest.mark.parametrize("site", ["attention", "sample"])
+@pytest.mark.parametrize("site", ["attention", *slowly("sample")])
 def test_only_culprits_end_where_there_are_states(site: str) -> None:
     assert sum(examine(seed, site, family="qwen3_next") for seed in range(FAST))
 
@@ -259,7 +260,7 @@ def test_no_pass_is_in_flight_when_the_next_is_split() -> None:
 
 
 @pytest.mark.parametrize(
-    "short", [no_memory, no_pages, no_device_memory, lambda: torch.empty(1 << 60, dtype=torch.uint8)]
+    "short", [no_memory, *slowly(no_pages, no_device_memory, lambda: torch.empty(1 << 60, dtype=torch.uint8))]
 )
 def test_where_memory_is_short_passes_are_smaller(short: Callable[[], object]) -> None:
     for seed in range(3):

@@ -176,6 +176,7 @@ def test_the_end_of_an_engine_that_is_closed_is_no_failure(looped: Looped) -> No
         looped.submit("late", lambda events: None)
 
 
+@pytest.mark.slow
 async def test_every_way_of_python_raises_when_the_engine_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     async def astream(llm: LLM) -> None:
         async for _ in llm.astream("x"):

@@ -164,7 +164,7 @@ kinds = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=examples(60))
+@settings(max_examples=examples(60, 30))
 @given(
     st.lists(kinds, min_size=1, max_size=6),
     st.permutations(range(6)),

@@ -427,7 +427,7 @@ arrival = st.tuples(
 )
 
 
-@settings(max_examples=examples(500, 150))
+@settings(max_examples=examples(500, 80))
 @given(
     st.sampled_from([ContinuousScheduler, ContinuousScheduler, StaticScheduler, ShortestFirst, FairShares]),
     limits,

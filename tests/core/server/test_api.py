@@ -69,6 +69,7 @@ async def test_a_model_may_have_several_names(chatty: dict[str, Any]) -> None:
                 assert [model["id"] for model in (await response.json())["data"]][1:] == listed
 
 
+@pytest.mark.slow
 async def test_unknown_fields_are_refused_or_ignored(chatty: dict[str, Any]) -> None:
     """Anywhere in a body, whether it is read in the event loop or, if it is large, in another process."""
     message = {"role": "user", "content": "a loop", "extra": 1}
@@ -330,6 +331,7 @@ async def test_a_forced_call_that_is_cut_keeps_its_text(chatty: dict[str, Any]) 
         assert seen == {"call", "content"}
 
 
+@pytest.mark.slow
 async def test_a_max_tokens_beyond_the_context_counts_as_what_is_left(chatty: dict[str, Any]) -> None:
     async with running(**chatty) as server:
         asked: list[tuple[str, Body, str]] = [

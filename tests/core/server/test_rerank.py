@@ -135,6 +135,7 @@ async def test_a_long_query_is_not_put_before_every_document_first(tmp_path: Pat
             assert len(rendered) <= 3  # the first by itself, then as many as run together
 
 
+@pytest.mark.slow
 async def test_no_prompt_is_made_beside_a_long_one(tmp_path: Path, rendered: list[int]) -> None:
     """As many prompts as run at a time may be too much if each is as long as a body."""
     async with running(model=chatty(tmp_path), engine={"max_batch_size": 16}) as server:

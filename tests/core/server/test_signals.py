@@ -131,7 +131,8 @@ def test_a_request_whose_body_is_still_arriving_is_finished_after_a_signal(tmp_p
         assert started.wait(HANG_S) == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_while_loading_is_no_traceback(number: signal.Signals, tmp_path: Path) -> None:
     script = (
         "import infer.server.app as app, sys, time\n"
@@ -153,6 +154,7 @@ def test_a_signal_while_loading_is_no_traceback(number: signal.Signals, tmp_path
         assert started.stderr.read() == f"infer: stopped by {number.name}\n"
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_said_before_anything_is_loaded(tmp_path: Path) -> None:
     (taken,) = bind("127.0.0.1", 0)
     with taken:
@@ -185,6 +187,7 @@ def test_a_log_that_nobody_reads_holds_up_no_request_and_no_signal(tmp_path: Pat
         assert started.wait(HANG_S) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("full", [True, False])
 def test_a_stdout_that_cannot_be_written_to_is_no_reason_to_end(full: bool, tmp_path: Path) -> None:
     """Its disk is full, or its reader has gone."""

@@ -86,7 +86,7 @@ texts = st.text(st.sampled_from("ab \n(é中文😀👩‍👧\u0301字"), max_s
 
 
 @every_kind
-@settings(max_examples=examples(300))
+@settings(max_examples=examples(300, 75))
 @example("a中", 2, [])
 @example("中文字字", 11, [])
 @example(" a b", 0, [])
@@ -136,7 +136,7 @@ BYTES = [*(1 + byte for byte in "a中é😀\ufffd".encode()), 0x81, 0xC1, 0xF9]
 
 
 @pytest.mark.parametrize("kind", ["byte fallback", "stripping", "in company"])
-@settings(max_examples=examples(500))
+@settings(max_examples=examples(500, 125))
 @given(st.lists(st.sampled_from([0, 257, 258, *BYTES]), max_size=24))
 def test_bytes_that_are_no_text_are_replaced_as_the_whole_decode_does(kind: str, ids: list[int]) -> None:
     """Of a run that is no UTF-8 it replaces every byte; what the stream has shown of it by then stays."""
@@ -155,7 +155,7 @@ def test_bytes_that_are_no_text_are_replaced_as_the_whole_decode_does(kind: str,
         assert found == (expected.removeprefix(" ") if kind == "stripping" else expected)
 
 
-@settings(max_examples=examples(500))
+@settings(max_examples=examples(500, 125))
 @example([1 + 0xE4, 1 + 0xB8, 1 + 0xE4])
 @given(st.lists(st.integers(0, 299), max_size=40))
 def test_any_byte_level_tokens_are_the_whole_decode_and_begin_where_their_first_byte_is(ids: list[int]) -> None:
@@ -248,7 +248,7 @@ def first_stop(text: str, stops: list[str]) -> tuple[str, str | None]:
     return text, None
 
 
-@settings(max_examples=examples(500))
+@settings(max_examples=examples(500, 125))
 @example("aabcc", ["abc", "b"], [5])
 @example("aabcc", ["ab", "b"], [5])
 @given(
@@ -302,7 +302,7 @@ def test_a_stop_that_only_the_flush_completes() -> None:
 some_stops = st.lists(st.text(st.sampled_from("ab( :xé中"), min_size=1, max_size=3), max_size=3, unique=True)
 
 
-@settings(max_examples=examples(1000))
+@settings(max_examples=examples(1000, 250))
 @example([170, 95], "", [])  # two bytes of a surrogate: no beginning of a character
 @given(st.lists(st.integers(1, 299), max_size=30), st.text(st.sampled_from("ab (x:é中😀"), max_size=12), some_stops)
 def test_what_is_streamed_is_what_the_whole_would_be(noise: list[int], text: str, stops: list[str]) -> None:

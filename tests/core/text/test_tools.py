@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from tests.examples import slowly
 
 from infer.contracts.registration import NoSettings
 from infer.contracts.text import ReasoningTags
@@ -309,7 +310,7 @@ ENDLESS += [
 ENDLESS += ["<", "weather(a=", "[TOOL_CALLS]weather[ARGS]", " to=", TO_WEATHER, *harmony.TOKENS, "<|start|>assistant"]
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", [*list(FORMATS)[:3], *slowly(*list(FORMATS)[3:])])
 def test_a_parser_looks_ahead_a_little_and_no_further(format: str) -> None:
     """What it holds is copied and searched with every piece, so that it must not grow with the text."""
     for begin in ENDLESS:

@@ -114,7 +114,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return (folder / "model.gguf").read_bytes()
 
 
-@settings(max_examples=examples(300), suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(300, 100), suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_damage_is_a_checkpoint_error_or_none(data: st.DataObject, sound: bytes, tmp_path: Path) -> None:
     """Bytes of the header are changed, and the file is cut."""

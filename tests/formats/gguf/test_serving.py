@@ -48,6 +48,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder, alone
 
 
+@pytest.mark.slow
 def test_a_checkpoint_in_several_files(tmp_path: Path) -> None:
     folder, split = write_checkpoint(tmp_path / "hub", "llama"), tmp_path / "split"
     split.mkdir()

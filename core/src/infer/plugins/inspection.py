@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import functools
 import inspect
 import json
 import os
@@ -242,9 +243,15 @@ def _settings(model: object, at: str) -> type[BaseModel]:
     with blame(f"{at} settings have no value without the user's"):
         model()
     with blame(f"{at} settings cannot be described"):
-        strict = _strict(model)
-        strict.model_json_schema()
-        json.dumps(dict(describe(strict())), default=str)
+        return _described(model)
+
+
+@functools.cache
+def _described(model: type[BaseModel]) -> type[BaseModel]:
+    """The model with unknown keys forbidden. Raises what describing it raises."""
+    strict = _strict(model)
+    strict.model_json_schema()
+    json.dumps(dict(describe(strict())), default=str)
     return strict
 
 
