@@ -42,4 +42,4 @@ def test_the_peak_of_int4(tmp_path: Path) -> None:
     weights = costs.layer_weights * (4 + 16 / 32) / 8 + costs.head_weights * (8 + 16 / 64) / 8
     cache = positions * costs.num_hidden_layers * 2 * costs.num_key_value_heads * costs.head_dim * 2
     assert cache < 100e6
-    assert peak <= 1.15 * (weights + cache) + 0.35e9, (peak, weights, cache)
+    assert peak <= 1.15 * (weights + cache) + 0.42e9, (peak, weights, cache)  # the process itself takes 0.3 to 0.36
