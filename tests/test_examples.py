@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -91,12 +92,6 @@ def test_an_example_imports_only_what_the_contract_promises(example: Path) -> No
                 assert not [alias.name for alias in node.names if alias.name.split(".")[0] == "infer"]
 
 
-@pytest.fixture(scope="session")
-def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Wheels of core, of what the examples are tried with, and of the examples."""
-    return build(tmp_path_factory.mktemp("wheels"), [*(ROOT / name for name in BASE), *EXAMPLES])
-
-
 def build(folder: Path, packages: Sequence[Path]) -> Path:
     """Make wheels of packages in a folder, which is returned."""
     for package in packages:
@@ -124,33 +119,39 @@ def environment(folder: Path, wheels: Path, *names: str) -> Path:
 
 
 @pytest.mark.slow
-@each
-def test_an_example_works_as_a_stranger_installs_it(example: Path, wheels: Path, tmp_path: Path) -> None:
-    name = "infer-" + example.name.replace("_", "-")
-    (wheel,) = wheels.glob(f"infer_{example.name}-*.whl")
-    assert f"infer_{example.name}/py.typed" in zipfile.ZipFile(wheel).namelist()
+def test_the_examples_work_as_a_stranger_installs_them(tmp_path: Path) -> None:
+    """From wheels, and side by side: none is in another's way."""
+    wheels = build(tmp_path / "wheels", [*(ROOT / name for name in BASE), *EXAMPLES])
+    for example in EXAMPLES:
+        (wheel,) = wheels.glob(f"infer_{example.name}-*.whl")
+        assert f"infer_{example.name}/py.typed" in zipfile.ZipFile(wheel).namelist()
+    names = {example: "infer-" + example.name.replace("_", "-") for example in EXAMPLES}
     base = ("infer-cache-slotted", "infer-cache-paged", "infer-models", "infer-testing", "infer-demo")
-    bin = environment(tmp_path, wheels, name, *base)
+    bin = environment(tmp_path, wheels, *names.values(), *base)
     plain = {key: value for key, value in os.environ.items() if not key.startswith(("INFER_", "PYTHON"))}
 
-    def run(*words: str) -> str:
-        done = subprocess.run(words, cwd=tmp_path, env=plain, capture_output=True, text=True, timeout=900)
-        assert done.returncode == 0, f"{words}\n{done.stdout}{done.stderr}"
+    def run(folder: Path, *words: str) -> str:
+        done = subprocess.run(words, cwd=folder, env=plain, capture_output=True, text=True, timeout=900)
+        assert done.returncode == 0, f"{folder.name}: {words}\n{done.stdout}{done.stderr}"
         return done.stdout
 
-    tests = tmp_path / "tests"
-    tests.mkdir()
-    for file in example.glob("tests/*.py"):
-        (tests / file.name).write_bytes(file.read_bytes())
-    (tmp_path / "pyproject.toml").write_bytes((example / "pyproject.toml").read_bytes())
-    assert " passed" in run(str(bin / "python"), "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "tests")
-    (tmp_path / "settings.toml").write_text(SETTINGS.get(example.name, ""))
-    assert name in run(str(bin / "infer"), "plugins")
-    assert len(run(str(bin / "infer"), "generate", "--model", "demo", "--max-tokens", "4", "def ")) > len("def ")
-    if example.name in PREPARED:
-        imports = "from pathlib import Path\nfrom infer_testing import tiny_checkpoint\n"
-        run(str(bin / "python"), "-c", imports + PREPARED[example.name])
-        generated = run(str(bin / "infer"), "generate", "--model", "made", "--max-tokens", "4", "--ignore-eos", "def ")
-        assert len(generated) > len("def ")
-    if CHECKS[example.name]:
-        run(str(bin / "infer"), *CHECKS[example.name])
+    for example in EXAMPLES:
+        shutil.copytree(example / "tests", tmp_path / example.name / "tests")
+        (tmp_path / example.name / "settings.toml").write_text(SETTINGS.get(example.name, ""))
+    options = ("-p", "no:cacheprovider", "-p", "no:xdist", "-rp", "--import-mode=importlib", "-m", "not slow")
+    passed = run(tmp_path, str(bin / "python"), "-m", "pytest", *options, *(example.name for example in EXAMPLES))
+    listed = run(tmp_path, str(bin / "infer"), "plugins")
+    for example in EXAMPLES:
+        assert f"PASSED {example.name}/tests/" in passed, example.name
+        assert names[example] in listed
+        folder, infer = tmp_path / example.name, str(bin / "infer")
+        if example.name in SETTINGS:
+            generated = run(folder, infer, "generate", "--model", "demo", "--max-tokens", "4", "def ")
+            assert len(generated) > len("def ")
+        if example.name in PREPARED:
+            imports = "from pathlib import Path\nfrom infer_testing import tiny_checkpoint\n"
+            run(folder, str(bin / "python"), "-c", imports + PREPARED[example.name])
+            generated = run(folder, infer, "generate", "--model", "made", "--max-tokens", "4", "--ignore-eos", "def ")
+            assert len(generated) > len("def ")
+        if CHECKS[example.name]:
+            run(folder, infer, *CHECKS[example.name])

@@ -292,7 +292,7 @@ def test_any_mix_of_arrivals_chunks_budgets_and_pools(
     assert stepper.pool.free_tokens() == stepper.room
 
 
-@families()
+@families(quantized=())
 @both
 def test_static_batches_answer_the_same(family: str, dtype: torch.dtype) -> None:
     stepper = make_engine(tiny_model(family, dtype), dtype, static=True, use_chunked_prefill=False)
@@ -303,7 +303,7 @@ def test_static_batches_answer_the_same(family: str, dtype: torch.dtype) -> None
         assert same(stepper.answer(str(index)), alone(family, dtype, index))
 
 
-@families()
+@families(quantized=())
 @both
 def test_preemption_does_not_change_the_answer(family: str, dtype: torch.dtype) -> None:
     """A pool that refuses to grow now and then forces recomputation of prompt and answer so far."""

@@ -1,4 +1,6 @@
-"""The server's own tests, and those of its clients, with an ingress before two of each server."""
+"""The server's own tests, and those of OpenAI's clients, with an ingress before two of each server.
+
+Other clients' tests would say the same of an ingress: what they send and read are the same routes."""
 
 from __future__ import annotations
 
@@ -12,7 +14,6 @@ pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[2]
 TESTS = (
-    "tests/clients/test_frameworks.py",
     "tests/clients/test_openai.py",
     *(f"tests/core/server/test_{name}.py" for name in ("access", "api", "embeddings", "rerank", "routes")),
     *(f"tests/core/server/test_{name}.py" for name in ("server", "streams")),

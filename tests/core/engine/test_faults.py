@@ -205,13 +205,14 @@ def examine(seed: int, at: int, kind: type[BaseException], truth: World, monkeyp
     return name
 
 
-FAST = (9,)
+FAST = 9
+KINDS = (RuntimeError, Panic)
 
 
 @pytest.mark.parametrize(
-    "seed", [*FAST, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(15) if seed not in FAST)]
+    ("seed", "kind"),
+    [(FAST, Panic), *slowly((FAST, RuntimeError), *((n, KINDS[n % 2]) for n in range(15) if n != FAST))],
 )
-@pytest.mark.parametrize("kind", [Panic, *slowly(RuntimeError)])
 def test_a_fault_in_any_call_ends_what_it_concerns(
     seed: int, kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,7 +220,7 @@ def test_a_fault_in_any_call_ends_what_it_concerns(
     truth = World(seed, faults, monkeypatch)
     assert truth.loop.ended.result() is None
     assert not truth.ended("error")
-    assert truth.preemptions or seed not in FAST
+    assert truth.preemptions or seed != FAST
     met = {examine(seed, at, kind, truth, monkeypatch) for at in range(len(faults.calls))}
     assert met == set(faults.calls)
 
