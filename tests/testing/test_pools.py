@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -24,7 +25,7 @@ from infer_cache_paged.pages import Pages
 from infer_cache_paged.snapshots import Snapshots
 from infer_cache_slotted import SlottedBlockManager, SlottedPool
 from infer_testing import check_pool
-from infer_testing.pool_machine import Pools
+from infer_testing.pool_machine import LONGEST, Machine, Pools
 from infer_testing.pools import SUITE
 
 MakePool = Callable[[CacheContext], CachePoolProtocol]
@@ -465,6 +466,41 @@ def unsteady(context: CacheContext) -> CachePoolProtocol:
 planted("a refusal takes pages", "little_room", r"gives None, but free_tokens\(\) went from|once all slots are free")(
     unsteady
 )
+
+
+class Given(random.Random):
+    """Draws all of a population, in the order of the slots or against it."""
+
+    def __init__(self, backwards: bool) -> None:
+        super().__init__(0)
+        self.backwards = backwards
+
+    def randint(self, a: int, b: int) -> int:
+        return b
+
+    def sample(self, population: Any, k: int, **keys: Any) -> Any:
+        return population[::-1] if self.backwards else population[:]
+
+
+@pytest.mark.parametrize("youngest_first", [False, True])
+def test_a_sequence_that_has_left_is_asked_for_nothing_more(youngest_first: bool) -> None:
+    """Of two sequences, the older one needs a page, for which the younger one leaves: before it has grown itself, or
+    after that. The pool is right to refuse a slot that is free."""
+    draw = Given(youngest_first)
+    machine = Machine(Pools(paged(prefix_caching=False)), draw, num_tokens=LONGEST, max_batch_size=2)
+    older = machine.allocate(4 * 16, reuse=False)
+    younger = machine.allocate(machine.room - 4 * 16 - 10, reuse=False)
+    assert older is not None
+    assert younger is not None
+    assert machine.pool.free_tokens() == 0
+    machine.extend([older, younger], LONGEST)
+    machine.decode()
+    machine.watch()
+    assert machine.lives == [older]
+    assert older.length == 64, "it waits for the next step"
+    machine.decode()
+    assert older.length == 65
+    machine.finish()
 
 
 @pytest.mark.slow

@@ -178,8 +178,10 @@ class Machine:
     def decode(self) -> None:
         """One new token for several sequences."""
         ready = [life for life in self.lives if life.length == len(life.tokens)]
-        lives = [life for life in self.draw.sample(ready, self.draw.randint(0, len(ready))) if self.grow(life, 1)]
-        if lives:
+        chosen = self.draw.sample(ready, self.draw.randint(0, len(ready)))
+        grown = [life for life in chosen if life in self.lives and self.grow(life, 1)]
+        # One that has grown may have left since, so that a later one finds room.
+        if lives := [life for life in grown if life in self.lives]:
             for life in lives:
                 life.tokens.append(self.draw.randrange(3))
             rows = self.draw.choice([None, None, self.context.max_batch_size])
