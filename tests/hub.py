@@ -22,10 +22,14 @@ class Hub:
         self.folder, self.url = folder, url
         self.sent: Counter[str] = Counter()
         """How many bytes of each file have been sent."""
+        self.tokens: set[str | None] = set()
+        """What requests have shown."""
 
     def answer(self, path: str, range: str | None) -> tuple[int, dict[str, str], bytes]:
         """The status, the headers and the whole body."""
         path = path.partition("?")[0]
+        if (found := re.match(r"(?:/api/models)?/([^/]+/[^/]+)", path)) and not (self.folder / found[1]).is_dir():
+            return 404, {"X-Error-Code": "RepoNotFound"}, b""
         if found := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/\w+)?", path):
             return 200, {}, json.dumps({"id": found[1], "sha": COMMIT, "siblings": []}).encode()
         if found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/tree/\w+", path):
@@ -52,6 +56,7 @@ class Hub:
 def serving(folder: Path) -> Iterator[Hub]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            hub.tokens.add(self.headers["Authorization"])
             status, headers, body = hub.answer(self.path, self.headers["Range"])
             self.send_response(status)
             for name, value in (headers | {"Content-Length": str(len(body))}).items():

@@ -26,6 +26,7 @@ NOT_RUN = {
     r"docs/install.md: (docker|MODEL=|sudo).*": "they need Docker, or root",
     r"plugins/ray/README.md: infer ray run .*": "tests/ray does so",
     r"docs/several-models.md: infer (serve|models).*": "tests/router serves several models",
+    r"docs/several-models.md: infer (pull|rm) .*": "tests/router has a hub and a cache for them",
     r"examples/.*": "tests/test_examples.py installs, tests and checks the examples in an environment of their own",
     r"docs/agents.md: infer launch (?!.*--print).*": "they start agents, which have to be installed",
     r"docs/simulation.md: infer tune .*": "it searches for a minute",

@@ -295,8 +295,8 @@ def test_a_checkpoint_of_the_hub_is_examined_before_it_is_downloaded(sharded: bo
     [
         ("org/name", True, "HF_HUB_OFFLINE is set: go online, or run hf download org/name where that can be done"),
         ("org/name", False, "the hub cannot be reached: go online, or run hf download org/name"),
-        ("org/name:Q4_0", False, "before they are downloaded: run hf download org/name --include"),
-        ("org/name/m.gguf", False, "before they are downloaded: run hf download org/name m.gguf first"),
+        ("org/name:Q4_0", False, "before they are downloaded: run infer pull org/name:Q4_0 first."),
+        ("org/name/m.gguf", False, "before they are downloaded: run infer pull org/name/m.gguf first."),
     ],
 )
 def test_without_a_hub_it_says_what_to_do(path: str, offline: bool, said: str, monkeypatch: pytest.MonkeyPatch) -> None:

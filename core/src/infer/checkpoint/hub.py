@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,36 +21,41 @@ if TYPE_CHECKING:
 BUNDLED = {"demo": "infer-demo"}
 """Bundled checkpoints, and the distributions of ours that contain them."""
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::([\w.-]+)|/((?:[\w+-][\w.+-]*/)*[\w+-][\w.+-]*))?")
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""The errors of a disk that has no room, or of a user who may not take more of it."""
 
 
-def download(
-    path: str,
-    bundled: Mapping[str, Path],
-    suffixes: Sequence[str],
-    revision: str | None,
-    outlines: Path | None = None,
-) -> Path:
-    """What the hub id ``path`` leads to in the hub's cache, downloaded if necessary: the folder of ``org/name``, or one
-    file of it, which ends in one of the ``suffixes``. ``org/name/FILE`` gives the file's name, and ``org/name:TAG`` the
-    end of its name, in capital or small letters, as in name-Q4_K_M.gguf. With ``outlines``, a folder, the cache stays
-    as it is: what it lacks is laid in that folder with weights that are all zero, of which no value is downloaded.
-    Raises CheckpointError."""
-    names = f" ({', '.join(sorted(bundled))})" if bundled else ""
-    tried = f"{path!r} is neither a folder or file nor a bundled name{names}"
-    if package := BUNDLED.get(path):
-        raise CheckpointError(
-            f"{path!r} is the checkpoint of {package}, which is not installed: {installing(package)}."
-        )
+@dataclass(frozen=True)
+class HubName:
+    """What a name stands for on the hub: a repository, or one file of it."""
+
+    id: str
+    file: str | None
+    """The file's name within the repository, as ``org/name/FILE`` gives it."""
+    tag: str | None
+    """The end of the file's name, as ``org/name:TAG`` gives it."""
+    wanted: Sequence[str]
+    """Patterns of the files that are read."""
+    unwanted: Sequence[str]
+    """Patterns of those among them that are not."""
+
+    @property
+    def one_file(self) -> bool:
+        return bool(self.file or self.tag)
+
+    def among(self, names: Iterable[str]) -> list[str]:
+        """Those of a repository's files that are meant."""
+        return [name for name in names if _matches(name, self.wanted) and not _matches(name, self.unwanted)]
+
+
+def hub_name(path: str, suffixes: Sequence[str]) -> HubName | None:
+    """What ``path`` stands for: ``org/name``, or one file of it, which ends in one of the ``suffixes``.
+    ``org/name/FILE`` gives the file's name, and ``org/name:TAG`` the end of its name, in capital or small letters, as
+    in name-Q4_K_M.gguf. None if it cannot be a hub id."""
     match = _HUB_ID.fullmatch(path)
     if match is None or (match[3] and not match[3].lower().endswith(tuple(suffixes))):
-        raise CheckpointError(
-            f"{tried}, and it cannot be a hub id, which reads org/name, org/name:TAG or org/name/FILE."
-        )
+        return None
     id, tag, file = match.groups()
-    if tag and not suffixes:
-        raise CheckpointError(
-            f"{path!r} is a file of {id}, which no installed plugin reads: {installing('infer-formats')}."
-        )
     # The weights lie at the top level; subfolders and "consolidated" files hold the same ones in other formats.
     # 1_Pooling/config.json says what an embedding is made of, and additional_chat_templates has chat templates.
     wanted = ["*.safetensors", "*.json", "*.jinja"]
@@ -58,13 +66,42 @@ def download(
         tags = dict.fromkeys((tag, tag.upper(), tag.lower()))
         wanted = [f"{start}{tag}{suffix}" for suffix in suffixes for tag in tags for start in ("", "*[-._/]")]
         unwanted = ["*mmproj*"]  # vision towers
+    return HubName(id, file, tag, wanted, unwanted)
+
+
+def download(
+    path: str,
+    bundled: Mapping[str, Path],
+    suffixes: Sequence[str],
+    revision: str | None,
+    outlines: Path | None = None,
+) -> Path:
+    """What the hub id ``path`` leads to in the hub's cache, downloaded if necessary: the folder of ``org/name``, or one
+    file of it (``hub_name``). With ``outlines``, a folder, the cache stays as it is: what it lacks is laid in that
+    folder with weights that are all zero, of which no value is downloaded. Raises CheckpointError."""
+    names = f" ({', '.join(sorted(bundled))})" if bundled else ""
+    tried = f"{path!r} is neither a folder or file nor a bundled name{names}"
+    if package := BUNDLED.get(path):
+        raise CheckpointError(
+            f"{path!r} is the checkpoint of {package}, which is not installed: {installing(package)}."
+        )
+    name = hub_name(path, suffixes)
+    if name is None:
+        raise CheckpointError(
+            f"{tried}, and it cannot be a hub id, which reads org/name, org/name:TAG or org/name/FILE."
+        )
+    id = name.id
+    if name.tag and not suffixes:
+        raise CheckpointError(
+            f"{path!r} is a file of {id}, which no installed plugin reads: {installing('infer-formats')}."
+        )
     import huggingface_hub  # imported late: it takes long, and local folders do not need it
     from huggingface_hub import errors
 
     where = id if revision is None else f"{id} at revision {revision}"
 
     def fetched(**options: Any) -> Path:
-        patterns = {"allow_patterns": wanted, "ignore_patterns": unwanted}
+        patterns = {"allow_patterns": name.wanted, "ignore_patterns": name.unwanted}
         return Path(huggingface_hub.snapshot_download(id, revision=revision, **patterns | options))
 
     try:
@@ -73,17 +110,17 @@ def download(
         except errors.LocalEntryNotFoundError:
             if outlines is None:
                 raise
-            if file or tag:
+            if name.one_file:
                 raise CheckpointError(
                     f"{path!r} is not in the hub's cache, and only safetensors are looked into before they are "
-                    f"downloaded: run hf download {id} {file or f'--include *{tag}*'} first."
+                    f"downloaded: run infer pull {path} first."
                 ) from None
-            folder = fetched(local_dir=outlines / id, allow_patterns=wanted[1:])
+            folder = fetched(local_dir=outlines / id, allow_patterns=name.wanted[1:])
             if (folder / "config.json").exists():
-                for name, metadata in (
+                for file, metadata in (
                     huggingface_hub.HfApi().get_safetensors_metadata(id, revision=revision).files_metadata.items()
                 ):
-                    _outline(folder, name, metadata)
+                    _outline(folder, file, metadata)
     except CheckpointError:
         raise
     except errors.GatedRepoError as error:
@@ -104,8 +141,15 @@ def download(
             "safetensors only."
         ) from error
     except Exception as error:  # whatever the network, the disk or a proxy may answer
+        # Where the library is not Python, an error is its text alone.
+        if outlines is None and (getattr(error, "errno", None) in FULL or os.strerror(errno.ENOSPC) in str(error)):
+            raise CheckpointError(
+                f"{where} cannot be downloaded: {huggingface_hub.constants.HF_HUB_CACHE} has no room for it. Make "
+                "room (infer models --cached lists what is there, infer rm removes it), or set HF_HOME to a folder on "
+                "another disk, and try again: files that are whole already are kept."
+            ) from error
         raise CheckpointError(f"{where} cannot be downloaded: {' '.join(str(error).split())}") from error
-    if not (file or tag):
+    if not name.one_file:
         if folder.is_dir() and not (folder / "config.json").exists():
             raise CheckpointError(
                 f"The hub's {where} has no config.json, so it is not a checkpoint; if it holds GGUF files, add the "
@@ -113,7 +157,7 @@ def download(
             )
         return folder
     held = sorted(f.relative_to(folder).as_posix() for f in folder.rglob("*") if f.is_file())
-    found = [name for name in held if _matches(name, wanted) and not _matches(name, unwanted)]
+    found = name.among(held)
     if len(found) != 1:
         what = f"has several files of that kind ({', '.join(found)})" if found else "has no such file"
         raise CheckpointError(

@@ -13,6 +13,8 @@ from infer.errors import CheckpointError
 
 FOLDER = "/"
 """Stands for a folder among the endings of files' names."""
+PART = re.compile(r"(.*-)\d{5}(-of-\d{5})")
+"""The name of a file that is one of several parts, without its ending."""
 
 
 def ending(path: Path) -> str:
@@ -48,7 +50,7 @@ def locate(
 
 def parts(file: Path) -> list[Path]:
     """All files of a checkpoint that is kept in several, of which ``file`` is one: a-00001-of-00003.gguf and so on."""
-    name = re.fullmatch(r"(.*-)\d{5}(-of-\d{5})", file.stem)
+    name = PART.fullmatch(file.stem)
     return sorted(file.parent.glob(f"{glob.escape(name[1])}?????{name[2]}{file.suffix}")) if name else [file]
 
 

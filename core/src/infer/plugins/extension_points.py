@@ -200,7 +200,7 @@ EXTENSION_POINTS: Mapping[str, ExtensionPoint] = {
             **dict.fromkeys(("check", "new"), "infer-testing"),
             "cache": "infer-cache-paged",
             "launch": "infer-agents",
-            "models": "infer-router",
+            **dict.fromkeys(("models", "pull", "rm"), "infer-router"),
             "ray": "infer-ray",
         },
     ),

@@ -6,6 +6,7 @@ import argparse
 import json
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from typing import Any
 
 from infer.contracts.command import CommandContext
@@ -14,9 +15,13 @@ from infer.errors import InferError
 TIMEOUT_S = 10.0
 
 
+class NoServerError(InferError):
+    """No server answers."""
+
+
 def models(args: argparse.Namespace, context: CommandContext) -> int:
     """Print the state of each model of the server at ``server.host`` and ``server.port``."""
-    listed = _listed(context)
+    _, listed = served(context)
     if args.json:
         print(json.dumps(listed, indent=2))
         return 0
@@ -32,13 +37,20 @@ def models(args: argparse.Namespace, context: CommandContext) -> int:
                 each.get("problem") or "",
             )
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    for row in rows:
-        print("  ".join((*(text.ljust(width) for text, width in zip(row, widths, strict=False)), row[4])).rstrip())
+    print(columns(rows))
     return 0
 
 
-def _listed(context: CommandContext) -> list[dict[str, Any]]:
+def columns(rows: Sequence[Sequence[str]]) -> str:
+    """The rows as lines, in which what is in one column begins at one place."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def served(context: CommandContext) -> tuple[str, list[dict[str, Any]]]:
+    """The URL that lists the models of the server at ``server.host`` and ``server.port``, and what it says of each.
+    Raises NoServerError, or InferError if what answers does not say."""
     server = context.settings.server
     host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(server.host, server.host)
     url = f"http://{f'[{host}]' if ':' in host else host}:{server.port}/v1/models"
@@ -48,12 +60,12 @@ def _listed(context: CommandContext) -> list[dict[str, Any]]:
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
             found: list[dict[str, Any]] = json.load(response)["data"]
-            return found
+            return url, found
     except urllib.error.HTTPError as error:
         raise InferError(
             f"The server at {url} answers {error.code}; if it has keys, set server.api_keys to one of them."
         ) from None
     except (OSError, ValueError, KeyError) as error:
-        raise InferError(
+        raise NoServerError(
             f"No server of models answers at {url} ({error}); start infer serve, or set server.host and server.port."
         ) from None

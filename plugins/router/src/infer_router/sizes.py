@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from infer.assemble.blueprint import Blueprint
 
 PROCESS_BYTES = 1 << 29
 """What a process takes besides weights and cache: an interpreter, torch's libraries, tokenizer and tables."""
@@ -25,13 +28,18 @@ def reckon(settings: Any, plugins: Any, memory: int) -> dict[str, Any]:
     most = max(0, memory - PROCESS_BYTES)
     bound_memory(most, most)
     with tempfile.TemporaryDirectory(prefix="infer-sizes-") as outlines:
-        blueprint = Blueprint(settings, plugins, outlines=Path(outlines))
-        plugins.check_names(settings)
-        taken = blueprint.taken(most)
-        return {
-            "bytes": taken.nbytes + PROCESS_BYTES,
-            "weights_bytes": taken.weights,
-            "max_model_len": taken.positions,
-            "quantization": settings.model.quantization or blueprint.checkpoint.quant_method or None,
-            "format": blueprint.chosen("container").name,
-        }
+        return told(Blueprint(settings, plugins, outlines=Path(outlines)), most)
+
+
+def told(blueprint: Blueprint, most: int) -> dict[str, Any]:
+    """The same of a blueprint, whose model may take ``most`` bytes besides those of its process. Raises InferError."""
+    settings = blueprint.settings
+    blueprint.plugins.check_names(settings)
+    taken = blueprint.taken(most)
+    return {
+        "bytes": taken.nbytes + PROCESS_BYTES,
+        "weights_bytes": taken.weights,
+        "max_model_len": taken.positions,
+        "quantization": settings.model.quantization or blueprint.checkpoint.quant_method or None,
+        "format": blueprint.chosen("container").name,
+    }
