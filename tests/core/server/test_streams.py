@@ -15,6 +15,7 @@ from tests.models.checkpoints import tokenizer, write_checkpoint
 from tests.serving import HANG_S, Body, chatty, holding, running, until
 from tokenizers import Tokenizer, normalizers, processors
 
+from infer.engine.loop import EngineLoop
 from infer.server import service
 from infer.server.tokens import Tokens
 
@@ -269,6 +270,20 @@ async def test_the_last_of_several_deltas_says_why_it_ends(tmp_path: Path) -> No
     assert len(choices) > 2
     assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["tool_calls"]
     assert [call["function"] for choice in choices for call in choice["delta"].get("tool_calls", ())] != []
+
+
+async def test_a_stream_that_is_refused_after_a_place_was_seen_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others may take the place while a body is read."""
+    monkeypatch.setattr(EngineLoop, "check_place", lambda self: None)
+    async with running(engine={"max_batch_size": 1, "max_waiting_requests": 1, "max_seq_len": 256}) as server:
+        url, asked = f"{server.url}/v1/completions", {"prompt": "def ", "max_tokens": 3, "stream": True}
+        with holding(0):
+            streams = [await server.session.post(url, json=asked) for _ in range(3)]
+            assert [stream.status for stream in streams] == [200, 200, 503], "no place is known before the headers"
+            assert "max_waiting_requests" in await streams[2].text()
+        for stream in streams[:2]:
+            assert "data: [DONE]" in await stream.text()
+        await server.idle()
 
 
 async def test_headers_come_when_requests_are_taken_and_comments_until_there_is_a_token(
