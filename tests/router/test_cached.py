@@ -21,12 +21,14 @@ from tests.models.checkpoints import write_checkpoint
 
 from infer.commands.cli import main
 from infer.errors import InferError
+from infer.plugins.discovery import Plugins
 from infer_router import cached
 from infer_router.command import NoServerError
 from infer_testing import tiny_checkpoint
 
 A, B = "a" * 40, "b" * 40
 LONG_AGO = 1_000_000_000
+PLUGINS = Plugins.discover()
 Said = Callable[[], str]
 
 
@@ -44,6 +46,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(cached, "served", nothing_is_served)
+    monkeypatch.setattr(Plugins, "discover", lambda: PLUGINS)  # once for all
     monkeypatch.chdir(tmp_path)
     return tmp_path / "cache"
 
