@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
+import time
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
@@ -548,6 +549,7 @@ def make_engine(
     proposer: ProposerProtocol | None = None,
     payoff: Any = None,
     pace: Pace | None = None,
+    clock: Callable[[], float] = time.perf_counter,
     **keys: Any,
 ) -> Stepper:
     """An engine; with a ``proposer`` one that speculates, always unless ``payoff`` decides otherwise."""
@@ -597,6 +599,8 @@ def make_engine(
         notify=notify,
         speculation=speculation,
         pace=pace,
+        priority_aging_s=chosen.priority_aging_s,
+        clock=clock,
     )
     stepper = Stepper(engine, pool, chosen.max_batch_size, lag, pool.free_tokens())
     return stepper

@@ -37,7 +37,7 @@ tiny_checkpoint("LlamaForCausalLM", Path("plain"))
 CHECKS = {
     "bitsandbytes": ["check", "weights:bitsandbytes", "--checkpoint", "made", "--against", "plain"],
     "phi_tools": [],
-    "fair": ["check", "scheduler:fair", "--engine.fair.answer-cost", "1.5"],
+    "weighted": ["check", "scheduler:weighted", "--engine.weighted.weight", "1.5"],
     "llamacpp": [],
     "perfetto": ["generate", "--model", "demo", "--max-tokens", "4", "--observers.perfetto.path", "trace.json", "def "],
     "rolling": ["check", "cache:rolling", "--cache.rolling.block-size", "8"],
@@ -45,7 +45,7 @@ CHECKS = {
 }
 """A command of `infer` that uses each, as its README shows one."""
 SETTINGS = {
-    "fair": '[engine]\nbatching_mode = "fair"\n',
+    "weighted": '[engine]\nbatching_mode = "weighted"\n',
     "rolling": '[cache]\nbackend = "rolling"\n',
     "perfetto": '[observers.perfetto]\npath = "trace.json"\n',
     "phi_tools": '[model]\ntool_format = "functools"\n',

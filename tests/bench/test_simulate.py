@@ -155,6 +155,16 @@ def test_policies_are_compared(policy: str, urgent_ms: float, patient_ms: float)
     assert (1e3 * seen["2"], 1e3 * seen["1"]) == pytest.approx((urgent_ms, patient_ms))
 
 
+@pytest.mark.parametrize(("aging", "second"), [("none", "2"), ("3", "1")])
+def test_priorities_age_on_the_clock_of_the_simulation(aging: str, second: str) -> None:
+    """One at a time, each in a second. The urgent one comes 3.5 seconds after the other, which has to wait."""
+    chosen = simulation("--engine.max_batch_size=1", f"--engine.priority_aging_s={aging}")
+    seen: list[str] = []
+    chosen._observer = SimpleNamespace(infer_request_finished=lambda record: seen.append(record.request_id))
+    chosen.play([Planned(0, (1,) * 32, 6), Planned(0.5, (2,) * 32, 1, priority=1), Planned(4, (3,) * 32, 1)])
+    assert seen[:2] == ["0", second]
+
+
 def test_prompts_that_begin_alike_are_computed_once() -> None:
     """48 of 64 tokens are found, in blocks of 16, and the rest takes 16 s."""
     per_token = {"step": 0.0, "token": 1.0}

@@ -15,8 +15,10 @@ from tests.models.checkpoints import write_checkpoint
 from tokenizers import Tokenizer
 
 from infer import LLM, PLUGIN_API, CheckpointError, RequestError, SamplingParams, SettingsError, hookimpl
+from infer.contracts.scheduler import SchedulerRegistration, Sequence
 from infer.contracts.text import ToolFormatRegistration
 from infer.engine.engine import Engine, Message
+from infer.engine.schedulers import ContinuousScheduler
 from infer.plugins.discovery import Plugins
 from infer.text.tool_formats.objects import bare
 from infer.text.tool_formats.reader import scripted
@@ -39,6 +41,30 @@ def test_the_documented_example(llm: LLM) -> None:
     assert all(len(entry.top) == 5 for entry in out[0].logprobs)
     assert llm.served.tokenizer is not None
     assert out[0].text == llm.served.tokenizer.decode(out[0].token_ids)
+
+
+def test_priorities_age_as_settings_say() -> None:
+    ranks: list[float] = []
+
+    class Watching(ContinuousScheduler):
+        def add(self, sequence: Sequence) -> None:
+            ranks.append(sequence.rank[0])
+            super().add(sequence)
+
+    class Plugin:
+        INFER_PLUGIN_API = 2
+
+        @staticmethod
+        @hookimpl
+        def infer_schedulers() -> list[SchedulerRegistration]:
+            make = lambda context, settings: Watching(context.pool, context.engine)  # noqa: E731
+            return [SchedulerRegistration("watching", make, "a test's")]
+
+    engine = {"batching_mode": "watching", "priority_aging_s": 5e5, "max_seq_len": 64, "max_batch_size": 2}
+    with LLM("demo", plugins=[Plugin], cache={"backend": "slotted"}, engine=engine) as llm:
+        for priority in (0, 3):
+            assert [*llm.submit([5, 6], SamplingParams(max_tokens=1), priority=priority).events()]
+    assert 1.5e6 <= ranks[1] - ranks[0] < 1.6e6
 
 
 def test_the_tokenizer_of_another_model(tmp_path: Path) -> None:

@@ -296,7 +296,7 @@ async def test_who_asks_reaches_the_engine(chatty: dict[str, Any], monkeypatch: 
         ):
             seen.clear()
             assert (await server.post(asked, path))[0] == 200, asked
-            assert [(request.user, request.group) for request in seen] == [(user, "")], asked
+            assert [(request.owner.user, request.group) for request in seen] == [(user, "")], asked
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ MARKS = (
     "a prompt was cut",
     "preempted in the middle of its prompt",
     "preempted while it decoded",
+    "a lower priority has waited for longer",
     "drafts were right",
     "drafts taken back",
     "drafts taken back, at a block's edge",

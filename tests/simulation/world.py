@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ from infer_cache_paged.pages import Node
 from infer_cache_paged.snapshots import Snapshots
 
 LONGEST = 256
+AGING_S = 20.0
+"""A step takes a second."""
 ENDS = frozenset(range(90, 93))
 CPU = torch.device("cpu")
 
@@ -158,6 +161,8 @@ class World:
             publish=self._publish,
             notify=self._notify,
             speculation=speculation,
+            priority_aging_s=AGING_S if random.Random(f"aging {self.seed}").random() < 0.5 else None,
+            clock=lambda: float(self.steps),
             pace=Hurried(own, self.marks) if (own := random.Random(f"pace {self.seed}")).random() < 0.3 else None,
         )
         self._watch()
@@ -235,6 +240,8 @@ class World:
         pages, seats = self.pool.block_manager.pages, self.scheduler.seats
         for queue in (seats.waiting, seats.running):
             assert queue == sorted(queue, key=seats.key), "a queue is out of order"
+        ahead = any(a.request.priority > b.request.priority for a, b in pairwise(seats.waiting))
+        self.marks["a lower priority has waited for longer"] += ahead
         for sequence in seats.running:
             assert sequence.slot is not None, "a sequence runs without a slot"
             assert pages.holdings[sequence.slot].salt == sequence.request.cache_salt, "a slot has another's salt"

@@ -13,7 +13,7 @@ from tests.examples import seeded, slowly
 from tests.testing.planted import Bug, Bugs, caught
 
 from infer.contracts.scheduler import Schedule, SchedulerContext, SchedulerProtocol, Sequence, Work
-from infer.engine.schedulers import ContinuousScheduler, StaticScheduler
+from infer.engine.schedulers import ContinuousScheduler, FairScheduler, StaticScheduler
 from infer.engine.seats import Seats, Step
 from infer_testing import check_scheduler
 
@@ -25,7 +25,9 @@ def of(kind: type[ContinuousScheduler]) -> MakeScheduler:
     return lambda context: kind(context.pool, context.engine)
 
 
-@pytest.mark.parametrize("kind", [ContinuousScheduler, *slowly(StaticScheduler, ShortestFirst, FairShares)])
+@pytest.mark.parametrize(
+    "kind", [ContinuousScheduler, *slowly(FairScheduler, StaticScheduler, ShortestFirst, FairShares)]
+)
 @pytest.mark.draws
 @seeded()
 def test_ours_pass(kind: type[ContinuousScheduler], seed: int) -> None:

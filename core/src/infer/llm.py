@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from infer.assemble.assembly import start
 from infer.contracts.params import SamplingParams
-from infer.contracts.request import Event, FinishReason, Request, TokenLogprobs
+from infer.contracts.request import Event, FinishReason, Owner, Request, TokenLogprobs
 from infer.contracts.sections import Settings
 from infer.engine.loop import AsyncDoor
 from infer.errors import QueueFullError, RequestError, capital
@@ -202,7 +202,7 @@ class LLM:
         adapter: str | None = None,
     ) -> Request:
         """Tokenize and check a request. Raises RequestError."""
-        fields: dict[str, Any] = {"id": id, "cache_salt": cache_salt, "priority": priority, "user": user}
+        fields: dict[str, Any] = {"id": id, "cache_salt": cache_salt, "priority": priority, "owner": Owner(user=user)}
         if adapter is not None:
             adapters = self.served.adapters
             fields["adapter"] = found = None if adapters is None else adapters.find(adapter)

@@ -398,6 +398,22 @@ def test_the_last_in_rank_is_preempted_not_the_last_admitted(lag: int) -> None:
     assert [record.request_id for record in stepper.finished] == ["urgent", "grows"]
 
 
+@pytest.mark.parametrize(("aging_s", "order"), [(None, "first urgent patient"), (60.0, "first patient urgent")])
+def test_who_has_waited_for_long_goes_before_a_higher_priority(aging_s: float | None, order: str) -> None:
+    times = [0.0]
+    model = tiny_model("llama")
+    stepper = make_engine(model, F32, max_batch_size=1, priority_aging_s=aging_s, clock=lambda: times[-1])
+    stepper.submit(random_prompt(3), "first", temperature=0, max_tokens=4)
+    stepper.engine.step()
+    for now, id, priority in ((10.0, "patient", 1), (69.0, "soon", 0), (71.0, "urgent", 0)):
+        times.append(now)
+        stepper.submit(random_prompt(3), id, temperature=0, max_tokens=2, priority=priority)
+        stepper.engine.step()
+    stepper.run()
+    assert [record.request_id for record in stepper.finished if record.request_id != "soon"] == order.split()
+    assert [record.request_id for record in stepper.finished][1] == "soon", "59 seconds do not make up for it"
+
+
 @pytest.mark.parametrize("lag", [0, 1])
 def test_what_an_answer_adds_is_found_by_the_next_turn(lag: int) -> None:
     """All but its last token, which nothing was computed from."""

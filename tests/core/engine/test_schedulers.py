@@ -15,17 +15,20 @@ from hypothesis import strategies as st
 from tests.examples import examples
 
 from infer.contracts.params import SamplingParams
-from infer.contracts.request import Request
+from infer.contracts.request import Owner, Request
 from infer.contracts.scheduler import PENDING, Schedule, SchedulerContext, Sequence, Works
 from infer.contracts.sections import EngineSettings
-from infer.engine.schedulers import ContinuousScheduler, StaticScheduler
+from infer.engine.schedulers import ContinuousScheduler, FairScheduler, StaticScheduler
 from infer_testing.schedulers import CountingPool, SharingPool
 
 DOCS = Path(__file__).parents[3] / "docs"
 
 
-def sequence(order: int, prompt: int, new: int, first: int = 1, params: Any = (), **more: Any) -> Sequence:
+def sequence(
+    order: int, prompt: int, new: int, first: int = 1, params: Any = (), user: str = "", key: str = "", **more: Any
+) -> Sequence:
     """``first`` is the prompt's first token; ``more`` goes to the request."""
+    more["owner"] = Owner(key, user)
     tokens = (first, *range(2, prompt + 1))
     request = Request(tokens, SamplingParams(max_tokens=new, **dict(params)), id=f"r{order}", **more)
     return Sequence(request, order, prompt + new)
@@ -309,7 +312,7 @@ def test_a_policy_may_choose_anew_in_each_step() -> None:
     users = ["a"] * 6 + ["b", "b", "c"]
     for order, user in enumerate(users):
         driver.scheduler.add(sequence(order, 4, 3, user=user))
-    running = [work.sequence.request.user for work in driver.step().prefills]
+    running = [work.sequence.request.owner.user for work in driver.step().prefills]
     assert running == ["a", "b", "c", "a"]
     driver.run()
     assert len(driver.done) == len(users)
@@ -429,7 +432,7 @@ arrival = st.tuples(
 
 @settings(max_examples=examples(500, 80))
 @given(
-    st.sampled_from([ContinuousScheduler, ContinuousScheduler, StaticScheduler, ShortestFirst, FairShares]),
+    st.sampled_from([ContinuousScheduler, FairScheduler, StaticScheduler, ShortestFirst, FairShares]),
     limits,
     st.lists(arrival, min_size=1, max_size=8),
     st.integers(0, 200),

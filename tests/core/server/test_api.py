@@ -751,7 +751,7 @@ async def test_who_asks_and_what_belongs_together_reach_the_engine(
         ):
             seen.clear()
             assert (await server.post(asked, path))[0] == 200, asked
-            assert [request.user for request in seen] == users, asked
+            assert [request.owner.user for request in seen] == users, asked
             groups = [request.group for request in seen]
             if len(users) == 1:
                 assert groups == [""]

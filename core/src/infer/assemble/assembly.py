@@ -232,6 +232,7 @@ class Assembly(Blueprint):
             speculation=self._speculation(runner, texts),
             confirmation=confirmation,
             pace=Pace.of(self.settings.engine),
+            priority_aging_s=self.settings.engine.priority_aging_s,
         )
 
     def _scheduler(self) -> CheckedScheduler:

@@ -29,6 +29,16 @@ class ThinkingTokens(NamedTuple):
     """Whether the prompt ends with the opening ones."""
 
 
+class Owner(NamedTuple):
+    """On whose behalf a request is computed."""
+
+    key: str = ""
+    """Stands for the API key, and is not the key itself; empty if there is none."""
+    user: str = ""
+    """The end user, as whoever has the key calls them; empty if unknown."""
+
+
+NOBODY = Owner()
 NAMESPACE = "\0"
 """Begins the salts of requests with adapters."""
 
@@ -65,8 +75,7 @@ class Request:
     """Only requests of equal salt, and of adapters of equal content, share cached tokens."""
     priority: int = 0
     """Requests with lower numbers are admitted earlier and preempted later."""
-    user: str = ""
-    """The user who asks; empty if unknown."""
+    owner: Owner = NOBODY
     group: str = ""
     """The same for all requests that ask for answers to one prompt; empty for a request that is alone."""
     grammar: Grammar | None = None
@@ -95,7 +104,7 @@ class Request:
         id: str | None = None,
         cache_salt: str | None = None,
         priority: int = 0,
-        user: str = "",
+        owner: Owner = NOBODY,
         group: str = "",
         grammar: Grammar | None = None,
         grammar_after: tuple[int, ...] = (),
@@ -145,7 +154,7 @@ class Request:
             seed,
             cache_salt or "",
             priority,
-            user,
+            owner,
             group,
             grammar,
             grammar_after,

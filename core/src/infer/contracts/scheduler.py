@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, overload
 
 from infer.contracts.cache import CachePoolProtocol
@@ -30,8 +30,8 @@ class Sequence:
     max_len: int
     """The sequence ends at this many tokens, prompt included."""
     id: str = field(init=False)
-    rank: tuple[int, int] = field(init=False)
-    """(priority, arrival order): core's schedulers sort by it."""
+    rank: tuple[float, int] = field(init=False)
+    """(priority, arrival order), or the first of them as seconds: core's schedulers sort by it. It never changes."""
     tokens: list[int] = field(init=False)
     num_prompt: int = field(init=False)
     num_computed: int = 0
@@ -59,11 +59,17 @@ class Sequence:
     started: float | None = None
     """When it first took part in a pass, on ``time.perf_counter``. Set by the engine."""
 
-    def __post_init__(self) -> None:
+    arrived: InitVar[float] = 0.0
+    """When it arrived, in seconds on any clock."""
+    aging_s: InitVar[float | None] = None
+    """``engine.priority_aging_s``."""
+
+    def __post_init__(self, arrived: float, aging_s: float | None) -> None:
         self.id = self.request.id
         self.tokens = list(self.request.prompt_token_ids)
         self.num_prompt = len(self.tokens)
-        self.rank = (self.request.priority, self.order)
+        priority = self.request.priority
+        self.rank = (priority if aging_s is None else arrived + priority * aging_s, self.order)
 
     def restart(self) -> None:
         """It has no slot any more, and is computed again because a pass raised."""

@@ -144,6 +144,13 @@ class EngineSettings(Section):
     max_waiting_requests: int = Field(
         256, ge=0, description="Requests that may wait besides; the next one is answered 503."
     )
+    priority_aging_s: float | None = Field(
+        60.0,
+        gt=0,
+        le=1e6,
+        description="Seconds of waiting that make up for one level of priority; none: a higher priority always goes "
+        "first.",
+    )
     step_timeout_s: float = Field(
         300.0, gt=0, description="Seconds that a pass may take; while one takes longer, /health answers 503."
     )
@@ -152,7 +159,11 @@ class EngineSettings(Section):
         ge=2,
         description="Tokens of a prompt and its answer; none for the checkpoint's, so far as the cache holds them.",
     )
-    batching_mode: str = Field("continuous", description="The scheduler plugin: continuous, static or another.")
+    batching_mode: str = Field(
+        "continuous",
+        description="The scheduler plugin: continuous, fair (shares between API keys and their users), static or "
+        "another.",
+    )
     use_chunked_prefill: bool = Field(True, description="Prefill long prompts in chunks, alongside decode.")
     prefill_chunk_size: int = Field(512, ge=1, description="Tokens of one prompt per step; on a GPU 2048 unless set.")
     target_itl_ms: PositiveFloat | None = Field(

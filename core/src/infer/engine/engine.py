@@ -77,7 +77,7 @@ class Engine:
 
     A fault in a request's text or logits processor ends that request. If launching a pass fails, the requests that
     cause it end, and the others of that pass are computed again. Any other exception from ``step`` leaves an unknown
-    state, and the engine must not be used again. ``clock`` gives the times in records, in seconds.
+    state, and the engine must not be used again. ``clock`` gives all times, in seconds.
     """
 
     def __init__(
@@ -95,6 +95,7 @@ class Engine:
         speculation: Speculation | None = None,
         confirmation: Confirmation | None = None,
         pace: Pace | None = None,
+        priority_aging_s: float | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._runner = runner
@@ -106,6 +107,7 @@ class Engine:
         self._lag = lag
         self._confirmation = confirmation
         self._pace = pace
+        self._priority_aging_s = priority_aging_s
         self._lasting = pool if isinstance(pool, LastingPool) else None
         self._speculation = speculation
         self._isolation = Isolation()
@@ -204,7 +206,7 @@ class Engine:
         longest, max_tokens = self._max_seq_len, request.params.max_tokens
         if max_tokens is not None:
             longest = min(longest, len(request.prompt_token_ids) + max_tokens)
-        sequence = Sequence(request, self._arrivals, longest)
+        sequence = Sequence(request, self._arrivals, longest, arrived=self._clock(), aging_s=self._priority_aging_s)
         self._arrivals += 1
         answer = Answer(sequence, self._texts, self._eos_token_ids, self._reporter.counts, self._clock)
         self._answers[request.id] = answer

@@ -180,7 +180,7 @@ def count_pairs(starts: Seq[int], lens: Seq[int]) -> int:
 
 def _turn(work: Work) -> tuple[int, int]:
     sequence = work.sequence
-    return sequence.rank[0], sequence.prefill_end - work.start
+    return sequence.request.priority, sequence.prefill_end - work.start
 
 
 def _longest(costs: Amounts, start: int, time: float) -> int:

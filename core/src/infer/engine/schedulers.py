@@ -3,14 +3,22 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from infer.contracts.cache import CachePoolProtocol
-from infer.contracts.scheduler import Schedule, Sequence
+from infer.contracts.request import Owner
+from infer.contracts.scheduler import Schedule, Sequence, Work
 from infer.engine.seats import Seats, Step
 
 if TYPE_CHECKING:
     from infer.contracts.sections import EngineSettings
+
+ANSWER_COST = 2.0
+"""What a token of an answer counts where one of a prompt counts 1: it takes a place for a whole step."""
+MOST_ABSENT = 1024
+"""How many names are remembered that have nothing here. Clients choose the names of users."""
 
 
 class ContinuousScheduler:
@@ -61,3 +69,117 @@ class StaticScheduler(ContinuousScheduler):
     def admit(self, step: Step) -> None:
         if not self.seats.running:
             super().admit(step)
+
+
+class Shares:
+    """How much each name has got (virtual token counters; Sheng et al., 2024). Who has got the least is to be served
+    next. Nobody saves anything up: who comes, or comes back, is lifted to the least of those who are here."""
+
+    def __init__(self) -> None:
+        self._here: Counter[str] = Counter()
+        """How many sequences each name has here; no name with none."""
+        self._got: dict[str, float] = {}
+
+    def __len__(self) -> int:
+        """How many names are remembered."""
+        return len(self._got)
+
+    def __getitem__(self, name: str) -> float:
+        return self._got[name]
+
+    def give(self, name: str, amount: float) -> None:
+        """Count what the name, which is here, gets."""
+        self._got[name] += amount
+
+    def enter(self, name: str) -> None:
+        """One more sequence of this name is here."""
+        if name not in self._here:
+            self._got[name] = max(self._got.get(name, 0.0), self._least(0.0))
+        self._here[name] += 1
+
+    def leave(self, name: str) -> bool:
+        """One sequence of this name less is here. Return whether anybody is left."""
+        self._here[name] -= 1
+        if not self._here[name]:
+            del self._here[name]
+            # Who is away, and would be lifted higher anyway, need not be remembered.
+            least = self._least(float("inf")) if len(self._got) - len(self._here) <= MOST_ABSENT else float("inf")
+            self._got = {each: got for each, got in self._got.items() if each in self._here or got > least}
+        return bool(self._here)
+
+    def _least(self, default: float) -> float:
+        return min((self._got[name] for name in self._here), default=default)
+
+
+class FairScheduler(ContinuousScheduler):
+    """Fair shares between API keys, and between the users of each key. The next place, and the next chunk of a prompt,
+    go to the key that has got the fewest tokens, and there to the user who has. Priorities and arrival order one user's
+    own requests. When the pool is full, who has got the most yields; who has yielded resumes before anybody else is
+    admitted, and does not yield again while others can. To give some a larger share, override ``weight``."""
+
+    def __init__(self, pool: CachePoolProtocol, settings: EngineSettings) -> None:
+        super().__init__(pool, settings)
+        self._few_partial = settings.max_num_partial_prefills is not None
+        self._keys = Shares()
+        self._users: defaultdict[str, Shares] = defaultdict(Shares)
+        """The users of each key that has anything here."""
+        self._counted: dict[Sequence, int] = {}
+        """Up to which position each sequence has been counted. What is computed again is nobody's wish."""
+
+    def weight(self, owner: Owner) -> float:
+        """How much the owner gets, in relation to others; more than 0."""
+        return 1.0
+
+    def add(self, sequence: Sequence) -> None:
+        key, user = sequence.request.owner
+        self._keys.enter(key)
+        self._users[key].enter(user)
+        super().add(sequence)
+
+    def finish(self, sequence: Sequence) -> None:
+        super().finish(sequence)
+        self._counted.pop(sequence, None)
+        key, user = sequence.request.owner
+        self._keys.leave(key)
+        if not self._users[key].leave(user):
+            del self._users[key]
+
+    def schedule(self) -> Schedule:
+        step = self.seats.begin(self.victim, chunks=False)
+        self._count(step.schedule.decodes, ANSWER_COST)
+        self.admit(step)
+        return step.schedule
+
+    def admit(self, step: Step) -> None:
+        """Plan chunks, of prompts that are part-way and of those that wait, in the order of shares."""
+        prefilling = [sequence for sequence in self.seats.running if not sequence.decoding]
+        admitting = True
+        while coming := [*prefilling, *(self.seats.waiting if admitting else ())]:
+            first = min(coming, key=self._place)
+            if first.slot is None:
+                admitting = planned = self.seats.admit(first, step)
+            else:
+                prefilling.remove(first)
+                planned = self.seats.extend(first, step)
+            if planned:
+                self._count(step.schedule.prefills[-1:])
+
+    def victim(self) -> Sequence:
+        return max(self.seats.running, key=self._place)
+
+    def _place(self, sequence: Sequence) -> tuple[Any, ...]:
+        """Where few prompts may be part-way, those that are go on. Whoever has yielded once comes back first, and is
+        the last to yield again: computing a sequence anew for each one that comes would help nobody."""
+        waits = self._few_partial and sequence.slot is None
+        key, user = sequence.request.owner
+        return waits, not sequence.recomputed, self._keys[key], self._users[key][user], self.seats.key(sequence)
+
+    def _count(self, works: Iterable[Work], cost: float = 1.0) -> None:
+        for work in works:
+            sequence = work.sequence
+            if (new := work.end - max(work.start, self._counted.get(sequence, 0))) > 0:
+                self._counted[sequence] = work.end
+                owner = sequence.request.owner
+                amount = new * cost / self.weight(owner)
+                self._keys.give(owner.key, amount)
+                self._users[owner.key].give(owner.user, amount)

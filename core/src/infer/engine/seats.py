@@ -79,10 +79,10 @@ class Seats:
             self.running.remove(sequence)
             self._release(sequence)
 
-    def begin(self, victim: Callable[[], Sequence]) -> Step:
+    def begin(self, victim: Callable[[], Sequence], *, chunks: bool = True) -> Step:
         """Begin a step: plan one token for every decoding sequence, then a chunk for each sequence in prefill, as far
-        as the limits allow. While the pool has no room for a sequence's next token, preempt the running sequence that
-        ``victim`` returns."""
+        as the limits allow; without ``chunks``, ``extend`` does the latter, in another order. While the pool
+        has no room for a sequence's next token, preempt the running sequence that ``victim`` returns."""
         decoding: list[Sequence] = []
         prefilling: list[Sequence] = []
         preempted = False
@@ -108,12 +108,15 @@ class Seats:
         if preempted:  # perhaps a sequence whose token was already planned
             decoding = [sequence for sequence in decoding if sequence.slot is not None]
         step = Step(Works.decodes(decoding), self._settings)
-        for sequence in prefilling:
-            if sequence.slot is not None:
-                self._commit(sequence)
-                if not step.extend(sequence):
-                    break
+        for sequence in prefilling if chunks else ():
+            if sequence.slot is not None and not self.extend(sequence, step):
+                break
         return step
+
+    def extend(self, sequence: Sequence, step: Step) -> bool:
+        """Plan a chunk for a sequence in prefill; return False if a limit forbids it."""
+        self._commit(sequence)
+        return step.extend(sequence)
 
     def admit(self, sequence: Sequence, step: Step) -> bool:
         """Give a waiting sequence a slot with room for its whole prompt, so that no prefill runs out of room half-way,

@@ -18,7 +18,7 @@ from infer.contracts.scheduler import SchedulerRegistration
 from infer.contracts.server import Route, RoutesFactory
 from infer.contracts.text import ReasoningFactory, ReasoningTags, ToolFormatRegistration
 from infer.contracts.weights import ContainerRegistration, WeightFormatRegistration
-from infer.engine.schedulers import ContinuousScheduler, StaticScheduler
+from infer.engine.schedulers import ContinuousScheduler, FairScheduler, StaticScheduler
 from infer.kernels.reference import ReferenceKernels
 from infer.text.tool_formats import gemma, harmony, mistral, objects, python, sections, xml
 from infer.text.tool_formats.reader import Script, scripted
@@ -33,6 +33,11 @@ def infer_schedulers() -> list[SchedulerRegistration]:
             "continuous",
             lambda context, settings: ContinuousScheduler(context.pool, context.engine),
             "iteration-level batching with chunked prefill and a token budget",
+        ),
+        SchedulerRegistration(
+            "fair",
+            lambda context, settings: FairScheduler(context.pool, context.engine),
+            "as continuous, with fair shares between API keys and between the users of each",
         ),
         SchedulerRegistration(
             "static",

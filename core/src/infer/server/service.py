@@ -15,7 +15,7 @@ from aiohttp import web
 from infer.assemble.served import Served
 from infer.contracts.adapters import Adapter
 from infer.contracts.params import SamplingParams
-from infer.contracts.request import Event, Pooling, Request, ThinkingTokens, TokenLogprobs
+from infer.contracts.request import Event, Owner, Pooling, Request, ThinkingTokens, TokenLogprobs
 from infer.contracts.sections import Settings
 from infer.engine.loop import AsyncDoor, EngineLoop
 from infer.errors import InferError, RequestError
@@ -220,7 +220,7 @@ class Service:
                         id=f"{prefix}-{http[REQUEST_ID]}" + (f"-{len(made)}" if len(prompts) * n > 1 else ""),
                         cache_salt=fields.cache_salt,
                         priority=fields.priority,
-                        user=http[CALLER].user or "",
+                        owner=Owner(self.keys.owner(http), http[CALLER].user or ""),
                         group=f"{http[REQUEST_ID]}-{p}" if n > 1 else "",
                         grammar=grammar,
                         grammar_after=grammar_after,

@@ -19,7 +19,7 @@ from infer.contracts.attention import AttentionSpec
 from infer.contracts.cache import CacheContext, CachePoolProtocol
 from infer.contracts.params import SamplingParams
 from infer.contracts.records import RequestRecord, StepRecord
-from infer.contracts.request import Event, Request
+from infer.contracts.request import Event, Owner, Request
 from infer.contracts.scheduler import SchedulerContext
 from infer.contracts.sections import Settings
 from infer.engine.batch import Batch, Draw
@@ -122,6 +122,7 @@ class Simulation:
             publish=self._publish,
             notify=self._notify,
             pace=Pace.of(engine),
+            priority_aging_s=engine.priority_aging_s,
             clock=lambda: self._executor.now,
         )
         self._seen = Seen()
@@ -200,7 +201,7 @@ class Simulation:
         self._open[id] = BEFORE
         params = _params(one.max_tokens)
         self._engine.submit(
-            Request(one.prompt_token_ids, params, id, priority=one.priority, user=one.user, arrival=sent)
+            Request(one.prompt_token_ids, params, id, priority=one.priority, owner=Owner(user=one.user), arrival=sent)
         )
 
     def _publish(self, events: list[Event]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from infer.contracts.cache import Allocation
 from infer.contracts.params import SamplingParams
-from infer.contracts.request import Request
+from infer.contracts.request import Owner, Request
 from infer.contracts.scheduler import PENDING, Schedule, SchedulerContext, SchedulerProtocol, Sequence, Work
 from infer.contracts.sections import EngineSettings
 from infer.engine.checked import CheckedScheduler
@@ -355,7 +355,7 @@ def drive(
                 id=f"r{len(arrivals)}",
                 cache_salt=salt,
                 priority=priority,
-                user=user,
+                owner=Owner(draw.choice("xy"), user),
                 group=group,
             )
             sequence = Sequence(request, len(arrivals), prompt + new)
