@@ -37,13 +37,15 @@ def test_three_quarters_of_chunked_prefill_are_long() -> None:
     assert 0.5 < long / len(big) < 0.95
 
 
-def test_its_own_server_has_no_access_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hundreds of lines of JSON would come before the tables."""
+def test_its_own_server_has_no_access_log_and_no_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds of lines of JSON would come before the tables, and what is refused cannot be measured."""
 
     class Started:
         def __init__(self, command: Sequence[str], env: Mapping[str, str], **more: object) -> None:
             found = load_settings(Plugins.discover(), argv=command[command.index("serve") + 1 :], env=env)
-            assert not found.settings.server.access_log
+            own = found.settings.server
+            assert (own.access_log, own.requests_per_minute, own.tokens_per_minute) == (False, None, None)
+            assert own.request_timeout_s is None
             self.stdout = io.StringIO("infer: ready on http://here\n")
 
         def send_signal(self, number: int) -> None: ...
@@ -52,7 +54,7 @@ def test_its_own_server_has_no_access_log(monkeypatch: pytest.MonkeyPatch) -> No
             return 0
 
     monkeypatch.setattr("infer_bench.bench.subprocess.Popen", Started)
-    with bench.server([]) as url:
+    with bench.server(["--server.tokens_per_minute=9", "--server.request_timeout_s", "1"]) as url:
         assert url == "http://here"
 
 

@@ -61,6 +61,12 @@ class QueueFullError(InferError):
         self.retry_after_s = retry_after_s
 
 
+class RequestTimeoutError(InferError):
+    """The request has not ended in time."""
+
+    code: ClassVar[str] = "timeout"
+
+
 class EngineDeadError(InferError):
     """The engine has stopped and takes no more requests."""
 

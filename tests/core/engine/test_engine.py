@@ -415,6 +415,38 @@ def test_who_has_waited_for_long_goes_before_a_higher_priority(aging_s: float | 
 
 
 @pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("timeout_s", [None, 5.0])
+def test_whose_time_is_up_ends_within_a_step_whether_it_runs_or_waits(timeout_s: float | None, lag: int) -> None:
+    times = [100.0]
+    stepper = make_engine(tiny_model("llama"), F32, max_batch_size=1, lag=lag, clock=lambda: times[-1])
+    for id in ("runs", "waits"):
+        params, prompt = SamplingParams(max_tokens=60, temperature=0), tuple(random_prompt(5))
+        stepper.engine.submit(Request(prompt, params, id, arrival=98.0, timeout_s=timeout_s))
+    stepper.submit(random_prompt(3), "other", temperature=0, max_tokens=2)
+    for _ in range(4):
+        stepper.engine.step()
+    times.append(102.9)
+    stepper.engine.step()
+    assert not stepper.finished
+    said = len(stepper.events["runs"])
+    assert said >= 4
+    times.append(103.0)
+    stepper.engine.step()
+    if timeout_s is None:
+        assert not stepper.finished
+        return
+    assert [record.finish_reason for record in stepper.finished] == ["timeout"] * 2
+    assert [stepper.events[id][-1].error for id in ("runs", "waits")] == [
+        "The request has not ended within its 5 seconds (timeout)."
+    ] * 2
+    stepper.run()
+    assert len(stepper.events["runs"]) == said + 1
+    assert len(stepper.tokens("other")) == 2
+    assert stepper.pool.free_tokens() == stepper.room
+    assert not stepper.engine._deadlines
+
+
+@pytest.mark.parametrize("lag", [0, 1])
 def test_what_an_answer_adds_is_found_by_the_next_turn(lag: int) -> None:
     """All but its last token, which nothing was computed from."""
     stepper = make_engine(tiny_model("llama"), F32, backend="paged", lag=lag)

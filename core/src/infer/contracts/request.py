@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from infer.contracts.adapters import Adapter
     from infer.text.grammar import Grammar
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "abort", "error", "timeout"]
 Pooling = Literal["last", "mean"]
 """Which of a prompt's final hidden states make an embedding: the last token's, or all of them."""
 
@@ -91,7 +91,10 @@ class Request:
     """The client's trace headers, for observers."""
     adapter: Adapter | None = None
     """The adapter that changes the model for this request alone; None for the base."""
+    timeout_s: float | None = None
+    """It ends with the reason "timeout" if it has not ended so long after its ``arrival``."""
     arrival: float = field(default_factory=time.perf_counter)
+    """On the engine's clock, in seconds."""
 
     @classmethod
     def make(
@@ -112,6 +115,7 @@ class Request:
         pooling: Pooling | None = None,
         trace: Mapping[str, str] | None = None,
         adapter: Adapter | None = None,
+        timeout_s: float | None = None,
     ) -> Request:
         """Check token ids and length against the model. ``params.max_tokens`` may be more than the context has room
         for: the answer then ends where the context does. Raises RequestError with a message meant for the client."""
@@ -162,6 +166,7 @@ class Request:
             pooling,
             trace or {},
             adapter,
+            timeout_s,
         )
 
     @property

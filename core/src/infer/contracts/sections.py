@@ -50,6 +50,10 @@ class Section(BaseModel):
         return [part.strip() for part in value.split(",")] if isinstance(value, str) else value or []
 
 
+LONGEST_TIMEOUT_S = 7 * 86400.0
+"""The longest that a request may be given, in seconds."""
+
+
 def slow_dtype(dtype: str, device: str) -> str | None:
     """Why a model of this dtype cannot be served on this type of device, if so."""
     if (dtype, device) == ("float16", "cpu"):
@@ -308,6 +312,18 @@ class ServerSettings(Section):
     api_keys: list[SecretStr] = Field(
         [], description="Keys of which every request has to show one; separated by commas; none lets everyone in."
     )
+    requests_per_minute: int | None = Field(
+        None,
+        ge=1,
+        description="Requests to the model that each API key may send; without keys, all clients together; none for no "
+        "quota.",
+    )
+    tokens_per_minute: int | None = Field(
+        None,
+        ge=1,
+        description="Tokens of prompts and answers that each API key may use; without keys, all clients together; none "
+        "for no quota.",
+    )
     cors_origins: list[str] = Field(
         [],
         description="Origins (https://example.org) whose pages a browser lets read answers, separated by commas; * is "
@@ -330,6 +346,13 @@ class ServerSettings(Section):
         "refuse", description="What becomes of a request with a field that its endpoint does not know."
     )
     max_body_bytes: int = Field(4 * 2**20, ge=1024, description="The largest request body.")
+    request_timeout_s: float | None = Field(
+        None,
+        gt=0,
+        le=LONGEST_TIMEOUT_S,
+        description="Seconds within which each answer has to end, or it is ended with 504; a request's timeout may say "
+        "less; none for no limit.",
+    )
     body_timeout_s: float = Field(30.0, gt=0, description="Seconds for a request's body to arrive.")
     stall_timeout_s: float = Field(60.0, gt=0, description="Seconds until a client that does not read is dropped.")
     drain_timeout_s: float = Field(30.0, ge=0, description="Seconds that requests may finish in after SIGTERM.")

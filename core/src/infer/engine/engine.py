@@ -4,6 +4,7 @@ nor clients."""
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import time
 from collections import deque
@@ -122,6 +123,10 @@ class Engine:
         self._processors: dict[Sequence, LogitsProcessor] = {}
         """Those of open requests that edit logits. Each needs every token before it can edit the next logits."""
         self._arrivals = 0
+        self._deadlines: dict[str, float] = {}
+        """When the open requests with a ``timeout_s`` have to end, on the clock, by their ids."""
+        self._next_deadline = math.inf
+        """No deadline is earlier."""
 
     def submit(self, message: Message) -> None:
         """Put requests or an abort into the inbox, which the next step reads. None only wakes ``wait``."""
@@ -151,6 +156,7 @@ class Engine:
         ``on_pass`` is called before each pass."""
         started = self._clock()
         self._drain_inbox()
+        self._end_overdue()
         planned = self._clock()
         schedule = self._scheduler.schedule()
         isolating = self._isolation.active
@@ -201,6 +207,17 @@ class Engine:
             case Abort(request_id) if known := self._answers.get(request_id):
                 self._publish([self._end(known, "abort")])
 
+    def _end_overdue(self) -> None:
+        """End the requests whose time is up, running or waiting, and free their slots."""
+        now = self._clock()
+        if now < self._next_deadline:
+            return
+        for id in [id for id, deadline in self._deadlines.items() if deadline <= now]:
+            answer = self._answers[id]
+            error = f"The request has not ended within its {answer.sequence.request.timeout_s:g} seconds (timeout)."
+            self._publish([self._end(answer, "timeout", error)])
+        self._next_deadline = min(self._deadlines.values(), default=math.inf)
+
     def _admit(self, request: Request) -> None:
         """Open an answer for a new request, and hand its sequence to the scheduler."""
         longest, max_tokens = self._max_seq_len, request.params.max_tokens
@@ -210,6 +227,9 @@ class Engine:
         self._arrivals += 1
         answer = Answer(sequence, self._texts, self._eos_token_ids, self._reporter.counts, self._clock)
         self._answers[request.id] = answer
+        if request.timeout_s is not None:
+            self._deadlines[request.id] = deadline = request.arrival + request.timeout_s
+            self._next_deadline = min(self._next_deadline, deadline)
         self._scheduler.add(sequence)
         if answer.processor is not None:
             self._processors[sequence] = answer.processor
@@ -333,6 +353,7 @@ class Engine:
         sequence = answer.sequence
         self._scheduler.finish(sequence)
         self._processors.pop(sequence, None)
+        self._deadlines.pop(sequence.id, None)
         self._isolation.end(sequence)
         if self._speculation is not None:
             self._speculation.end(sequence)

@@ -282,10 +282,15 @@ AT_ONCE = 8
 
 
 class AsyncDoor:
-    """An EngineLoop for an asyncio program. Create and use it in one event loop."""
+    """An EngineLoop for an asyncio program. Create and use it in one event loop. ``charge`` is called with an owner's
+    key and how many tokens more were computed for it: a prompt's with its first event, once for all answers to it, and
+    an answer's as they come, whether anybody still reads them or not. What fails at once costs nothing."""
 
-    def __init__(self, engine_loop: EngineLoop) -> None:
+    def __init__(self, engine_loop: EngineLoop, charge: Callable[[str, int], None] | None = None) -> None:
         self._engine_loop = engine_loop
+        self._charge = charge
+        self._owed: dict[str, tuple[str, int]] = {}
+        """By the id of each open request, its owner's key and how many tokens of its prompt are still to be charged."""
         self._asyncio_loop = asyncio.get_running_loop()
         self._queues: dict[str, asyncio.Queue[Event]] = {}
         self._outside: list[asyncio.Future[None]] = []
@@ -298,6 +303,7 @@ class AsyncDoor:
         queue: asyncio.Queue[Event] = asyncio.Queue()
         waiting = list(requests)
         running: set[str] = set()
+        groups: set[str] = set()
         begun, at_once = patient, 0
         try:
             while waiting or running:
@@ -312,6 +318,11 @@ class AsyncDoor:
                     begun = True
                     running.update(request.id for request in waiting[:accepted])
                     self._queues.update((request.id, queue) for request in waiting[:accepted])
+                    if self._charge is not None:
+                        for request in waiting[:accepted]:
+                            owed = 0 if request.group in groups else len(request.prompt_token_ids)
+                            self._owed[request.id] = request.owner.key, owed
+                            groups.update([request.group] if request.group else ())
                     del waiting[:accepted]
                 if not running:  # others have taken all places
                     self._outside.append(ended := self._asyncio_loop.create_future())
@@ -337,6 +348,13 @@ class AsyncDoor:
 
     def _deliver(self, events: list[Event]) -> None:
         for event in events:
+            if self._charge is not None and (owed := self._owed.pop(event.request_id, None)) is not None:
+                key, tokens = owed
+                if event.finish_reason is None:
+                    self._owed[event.request_id] = key, 0
+                tokens += len(event.token_ids)
+                if tokens and event.finish_reason != "error":
+                    self._charge(key, tokens)
             if queue := self._queues.get(event.request_id):  # None if its reader has left
                 queue.put_nowait(event)
         if self._outside and any(event.finish_reason is not None for event in events):

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, Protocol
 
 from infer.contracts.request import Event, Request
-from infer.errors import EngineDeadError, InferError, RequestError
+from infer.errors import EngineDeadError, InferError, RequestError, RequestTimeoutError
 from infer.server.http.wire import SHUTTING_DOWN
 
 LONG_CHARS = 1 << 17
@@ -60,5 +60,7 @@ def raise_if_failed(event: Event) -> None:
     """Raises the error of a request that has failed or was aborted."""
     if event.finish_reason == "error":
         raise InferError(event.error) if event.param is None else RequestError(str(event.error), param=event.param)
+    if event.finish_reason == "timeout":
+        raise RequestTimeoutError(event.error)
     if event.finish_reason == "abort":
         raise EngineDeadError(SHUTTING_DOWN)

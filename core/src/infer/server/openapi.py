@@ -26,7 +26,9 @@ ERRORS = {
     404: "What the request names is not here.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
+    429: "A quota of the API key is used up; see Retry-After.",
     503: "No place is free, or the server is shutting down; see Retry-After.",
+    504: "The answer has not ended in time.",
     500: "The answer failed.",
 }
 

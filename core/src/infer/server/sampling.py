@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from infer.contracts.params import MAX_CHOICES, SamplingParams, StructuredOutputs
+from infer.contracts.sections import LONGEST_TIMEOUT_S
 from infer.server.http.body import Body, Many, Text
 
 GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
@@ -72,6 +73,12 @@ class SamplingBody(SamplingParams, Body):
     )
     guided_grammar: Text | None = Field(None, description="As structured_outputs.grammar.")
     priority: int = Field(0, ge=-(2**31), lt=2**31, description="Requests with lower numbers are served earlier.")
+    timeout: float | None = Field(
+        None,
+        gt=0,
+        le=LONGEST_TIMEOUT_S,
+        description="Seconds within which the answer has to end; else it ends with an error of status 504.",
+    )
     cache_salt: str | None = Field(
         None, min_length=1, max_length=256, description="Share cached prefixes only with requests of the same salt."
     )

@@ -29,6 +29,7 @@ from infer.server.http.bodies import MAX_BODIES, BodyBudget, Reader, arrived, in
 from infer.server.http.body import Body
 from infer.server.http.errors import BODY, REQUEST_ID, NotFoundError, error_of, id_headers
 from infer.server.http.keys import Keys
+from infer.server.http.quotas import Quotas
 from infer.server.http.streams import Array, Writer, write
 from infer.server.http.wire import WireFormat, wire_format
 from infer.server.replies import Reply
@@ -66,7 +67,9 @@ class Service:
         self.tokens = Tokens(served.tokenizer)
         self.texts = TokenTexts(served.tokenizer)
         self.writer = Writer()
-        self._door = AsyncDoor(engine_loop)
+        server = settings.server
+        self.quotas = Quotas(server.requests_per_minute, server.tokens_per_minute)
+        self._door = AsyncDoor(engine_loop, lambda key, tokens: self.quotas.charge(key, tokens))
         self._long = ThreadPoolExecutor(1, "infer-long-texts")
         self._unsubscribe: set[Callable[[], None]] = set()
         self._at_end: list[Callable[[], Awaitable[None]]] = []
@@ -114,10 +117,12 @@ class Service:
 
     async def read(self, http: web.Request, model: type[T], most: int | None = None, *, place: bool = False) -> T:
         """Read and check the body, of at most ``most`` bytes if that is less than ``server.max_body_bytes``. With
-        ``place``, what it asks needs a place in the engine: while there is none, the body is not read. Raises
-        RequestError, QueueFullError or an aiohttp HTTP error."""
+        ``place``, what it asks needs a place in the engine, and counts for the quotas: while there is none, or a quota
+        is used up, the body is not read. Raises RequestError, QueueFullError, RateLimitError or an aiohttp HTTP
+        error."""
         if place:
             self.engine_loop.check_place()
+            self.quotas.admit(self.keys.owner(http))
         limit = self._settings.max_body_bytes
         most = limit if most is None else min(most, limit)
         with self._budget.body() as grow:
@@ -203,6 +208,8 @@ class Service:
         """Make ``n`` requests for each prompt, in order. Raises RequestError."""
         self.check_choices(len(prompts) * n, "n" if n > 1 else "prompt")
         trace = {name: http.headers[name] for name in ("traceparent", "tracestate", "baggage") if name in http.headers}
+        limits = self._settings.request_timeout_s, getattr(http.get(BODY), "timeout", None)
+        timeout_s = min((limit for limit in limits if limit is not None), default=None)
         grammar, adapter = await self._compile(params.structured_outputs), http.get(ADAPTER)
 
         def make() -> list[Request]:
@@ -228,6 +235,7 @@ class Service:
                         pooling=pooling,
                         trace=trace,
                         adapter=adapter,
+                        timeout_s=timeout_s,
                     )
                     made.append(request)
             return made

@@ -11,6 +11,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, mod
 from pydantic_core import from_json, to_json
 
 from infer.contracts.params import MAX_LOGPROBS, SamplingParams, StructuredOutputs
+from infer.contracts.sections import LONGEST_TIMEOUT_S
 from infer.server import input_items
 from infer.server.http.body import Body, Many, typed
 from infer.server.input_items import CallItem, CallOutputItem, CustomCallItem, InputMessage, check_called, conversation
@@ -217,6 +218,7 @@ class ResponsesRequest(Body):
     stream_options: NoObfuscation | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     priority: int = Field(0, ge=-(2**31), lt=2**31)
+    timeout: float | None = Field(None, gt=0, le=LONGEST_TIMEOUT_S)
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
     user: str | None = Field(None, max_length=512)
     safety_identifier: str | None = Field(None, max_length=512)

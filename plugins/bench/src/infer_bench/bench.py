@@ -262,11 +262,16 @@ async def served(url: str) -> dict[str, Any]:
         raise InferError(f"--url {url}: /v1/models does not answer as expected ({error}).") from None
 
 
+LIMITS = ("requests_per_minute", "tokens_per_minute", "request_timeout_s")
+"""Settings of a server that protect it from its clients, and would keep it from being measured."""
+
+
 @contextmanager
 def server(settings_argv: Sequence[str], program: Sequence[str] = ("infer.commands.cli", "serve")) -> Iterator[str]:
     """Start an `infer serve` with these settings, yield its URL, and stop it at the end. ``program`` is a module that
     serves, and its arguments. Raises InferError."""
-    command = [sys.executable, "-m", *program, *settings_argv, "--server.port", "0"]
+    unlimited = [word for name in LIMITS for word in (f"--server.{name}", "none")]
+    command = [sys.executable, "-m", *program, *settings_argv, *unlimited, "--server.port", "0"]
     env = os.environ | {"INFER_SERVER__ACCESS_LOG": "false"}  # which would bury the tables; a setting still asks for it
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
     assert process.stdout is not None

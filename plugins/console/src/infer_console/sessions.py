@@ -40,9 +40,10 @@ class Sessions:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._ends: dict[bytes, float] = {}
-        """When each session ends, on ``time.monotonic``, by its token's digest; the oldest session first."""
-        service.keys.accept(self.known)
+        self._ends: dict[bytes, tuple[float, str]] = {}
+        """When each session ends, on ``time.monotonic``, and its key's owner, by its token's digest; the oldest session
+        first."""
+        service.keys.accept(self.owner)
 
     async def login(self, http: web.Request) -> web.Response:
         """Exchange a key for a new session; one that the request has already ends."""
@@ -56,7 +57,8 @@ class Sessions:
         while len(self._ends) >= MOST:
             del self._ends[next(iter(self._ends))]
         token = secrets.token_urlsafe(32)
-        self._ends[_digest(token)] = time.monotonic() + LIFE_S
+        owner = self._service.keys.owner_of(body.key.get_secret_value())
+        self._ends[_digest(token)] = time.monotonic() + LIFE_S, owner
         response = web.Response(status=204)
         secure = http.secure or http.headers.get("X-Forwarded-Proto") == "https"
         response.set_cookie(
@@ -71,10 +73,10 @@ class Sessions:
         response.del_cookie(_name(http), path="/", httponly=True, samesite="Strict")
         return response
 
-    def known(self, http: web.Request) -> bool:
-        """Whether the request has the cookie of a session and comes from the page."""
-        ends = self._ends.get(self._shown(http))
-        return ends is not None and time.monotonic() < ends and own(http)
+    def owner(self, http: web.Request) -> str | None:
+        """As whose a request counts that has the cookie of a session and comes from the page; None for others."""
+        ends, owner = self._ends.get(self._shown(http), (0.0, ""))
+        return owner if time.monotonic() < ends and own(http) else None
 
     def _shown(self, http: web.Request) -> bytes:
         return _digest(http.cookies.get(_name(http), ""))

@@ -23,7 +23,7 @@ LONG_SECONDS = (*SECONDS[6:], 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)
 POWERS = tuple(float(2**i) for i in range(17))
 FEW = tuple(map(float, (0, 1, 2, 4, 8, 16, 32, 64, 128, 256)))
 FILL = tuple(i / 10 for i in range(1, 11))
-REASONS = ("stop", "length", "abort", "error")
+REASONS = ("stop", "length", "abort", "error", "timeout")
 
 
 def routes(service: Service, settings: object) -> list[Route]:

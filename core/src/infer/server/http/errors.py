@@ -14,8 +14,9 @@ from aiohttp import HttpVersion11, web
 from aiohttp.typedefs import Handler
 from aiohttp.web_request import BaseRequest
 
-from infer.errors import EngineDeadError, InferError, PluginError, QueueFullError, RequestError
+from infer.errors import EngineDeadError, InferError, PluginError, QueueFullError, RequestError, RequestTimeoutError
 from infer.server.http.body import Body
+from infer.server.http.quotas import RateLimitError
 from infer.server.http.wire import OPENAI, ErrorBody, wire_format
 
 log = logging.getLogger(__name__)
@@ -83,6 +84,10 @@ def error_of(request: web.Request, error: Exception, kind: str | None = None) ->
             if "_" in param:  # a name without an underscore may also be an ordinary word of the sentence
                 message = re.sub(rf"\b{re.escape(param)}\b", name, message)
             param = name
+    if isinstance(error, RateLimitError):
+        kind, code = error.kind, error.code
+    if isinstance(error, RequestTimeoutError):
+        kind, code = "timeout_error", error.code
     if kind is None:
         kind = "invalid_request_error" if isinstance(error, RequestError) else "server_error"
     return error_body(message, kind, param=param, code=code)
@@ -135,6 +140,11 @@ def _response(request: web.Request, error: Exception) -> web.Response:
             headers["WWW-Authenticate"] = "Bearer"
         case RequestError():
             status = 400
+        case RateLimitError():
+            status = 429
+            headers["Retry-After"] = str(error.retry_after_s)
+        case RequestTimeoutError():
+            status = 504
         case QueueFullError() | EngineDeadError():
             status, kind = 503, "server_error"
             headers["Retry-After"] = str(getattr(error, "retry_after_s", RETRY_AFTER_S))

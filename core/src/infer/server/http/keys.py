@@ -21,7 +21,7 @@ class Keys:
 
     def __init__(self, keys: Sequence[SecretStr]) -> None:
         self._digests = [_digest(key.get_secret_value()) for key in keys]
-        self._ways: list[Callable[[web.Request], bool]] = []
+        self._ways: list[Callable[[web.Request], str | None]] = []
 
     def __bool__(self) -> bool:
         return bool(self._digests)
@@ -32,22 +32,32 @@ class Keys:
         equal = [hmac.compare_digest(shown, each) for each in self._digests]  # all of them, whichever is right
         return any(equal)
 
-    def accept(self, way: Callable[[web.Request], bool]) -> None:
-        """Let in whatever ``way`` returns True for, besides requests that show a key."""
+    def accept(self, way: Callable[[web.Request], str | None]) -> None:
+        """Let in whatever ``way`` returns the owner of (``owner_of``), besides requests that show a key."""
         self._ways.append(way)
 
     def admit(self, request: web.Request) -> bool:
         """Whether the request shows a key (``Authorization: Bearer KEY`` or ``X-Api-Key: KEY``), or is accepted in
         another way."""
-        return any(map(self.known, _shown(request))) or any(way(request) for way in self._ways)
+        return any(map(self.known, _shown(request))) or self._otherwise(request) is not None
 
     def owner(self, request: web.Request) -> str:
-        """A digest of the key that the request shows, as whose it counts; empty if the server has no keys, or if it
-        shows none. An ingress shows a key of its own, and tells the owner; what others tell does not count."""
+        """A digest of the key that the request shows, or on whose account it is accepted in another way: as whose it
+        counts. Empty if there is none. An ingress shows a key of its own, and tells the owner; what others tell does
+        not count."""
         key = next(filter(self.known, _shown(request)), "")
         if key.startswith(INGRESS):
             return request.headers.get(OWNER, "")
-        return _digest(f"owner {key}").hex() if key else ""
+        return self.owner_of(key) if key else self._otherwise(request) or ""
+
+    @staticmethod
+    def owner_of(key: str) -> str:
+        """What stands for a key without telling it."""
+        return _digest(f"owner {key}").hex()
+
+    def _otherwise(self, request: web.Request) -> str | None:
+        """The owner of a request that is accepted in another way."""
+        return next((owner for way in self._ways if (owner := way(request)) is not None), None)
 
 
 def _shown(request: web.Request) -> list[str]:

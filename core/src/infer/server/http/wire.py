@@ -71,7 +71,9 @@ ERROR_TYPES = {
     404: "not_found_error",
     408: "timeout_error",
     413: "request_too_large",
+    429: "rate_limit_error",
     503: "overloaded_error",
+    504: "timeout_error",
 }
 """Anthropic's types of errors, by status. Others below 500 are ``invalid_request_error``, and 500 is ``api_error``."""
 
@@ -108,6 +110,8 @@ class Anthropic(NamedEvents):
     def failure(self, error: ErrorBody) -> dict[str, Any]:
         if error["message"] == SHUTTING_DOWN:
             return self.error(error, 503)  # clients send the request again
+        if error["type"] == "timeout_error":
+            return self.error(error, 504)
         return self.error(error, 400 if error["type"] == "invalid_request_error" else 500)
 
 

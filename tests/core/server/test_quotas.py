@@ -1,0 +1,253 @@
+"""Quotas of requests and tokens per minute, and limits of time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+from tests.serving import Body, Running, holding, running, until
+
+import infer.server.service
+from infer.engine.loop import AsyncDoor
+from infer.server.http.quotas import MOST_OWNERS, Bucket, Quotas, RateLimitError
+
+ENGINE = {"max_batch_size": 2, "max_seq_len": 512}
+BODY: Body = {"prompt": [5, 6, 7], "max_tokens": 2, "temperature": 0, "ignore_eos": True}
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock of the servers' quotas."""
+    clock = Clock()
+    monkeypatch.setattr(infer.server.service, "Quotas", partial(Quotas, clock=clock))
+    return clock
+
+
+async def asked(server: Running, body: Body = BODY, key: str = "a", path: str = "/v1/completions") -> tuple[int, Any]:
+    headers = {"Authorization": f"Bearer {key}"}
+    async with server.session.post(server.url + path, json=body, headers=headers) as response:
+        return response.status, response.headers.get("Retry-After") or await response.json()
+
+
+def test_a_bucket_fills_evenly_and_may_be_in_debt() -> None:
+    clock = Clock()
+    bucket = Bucket(60, clock)
+    bucket.charge("a", 90)
+    assert (bucket.level("a"), bucket.level("b"), bucket.wait_s("a", 1)) == (-30, 60, 31)
+    clock.now += 31
+    assert (bucket.level("a"), bucket.wait_s("a", 1)) == (1, 0)
+    clock.now += 1000
+    assert bucket.level("a") == 60
+
+
+def test_owners_are_remembered_within_bounds_and_those_in_debt_are() -> None:
+    bucket = Bucket(60, Clock())
+    bucket.charge("debtor", 100)
+    for i in range(2 * MOST_OWNERS):
+        bucket.charge(str(i), 1 + i % 7)
+        assert len(bucket) <= MOST_OWNERS
+    assert bucket.level("debtor") == -40
+
+
+def test_what_is_refused_counts_for_nothing() -> None:
+    clock = Clock()
+    quotas = Quotas(2, 10, clock)
+    quotas.charge("a", 30)
+    for _ in range(5):
+        with pytest.raises(RateLimitError, match=r"10 tokens per minute.*in 126 s"):
+            quotas.admit("a")
+    clock.now += 126
+    for _ in range(2):
+        quotas.admit("a")
+    for _ in range(5):
+        with pytest.raises(RateLimitError, match=r"2 requests per minute.*in 30 s"):
+            quotas.admit("a")
+    clock.now += 30
+    quotas.admit("a")
+
+
+async def test_each_key_has_its_own_quota_of_requests(clock: Clock) -> None:
+    server_settings = {"api_keys": "a,b", "requests_per_minute": 2, "access_log": False}
+    async with running(engine=ENGINE, server=server_settings) as server:
+        for _ in range(3):
+            assert (await asked(server, key="wrong"))[0] == 401
+        for path in ("/tokenize", "/tokenize", "/tokenize"):
+            assert (await asked(server, {"prompt": "a"}, path=path))[0] == 200
+        assert [(await asked(server))[0] for _ in range(2)] == [200, 200]
+        for _ in range(3):
+            assert await asked(server) == (429, "30")
+        status = await server.session.post(
+            server.url + "/v1/chat/completions", json=BODY, headers={"Authorization": "Bearer a"}
+        )
+        assert (status.status, (await status.json())["error"]) == (
+            429,
+            {
+                "message": "The quota of 2 requests per minute is used up (server.requests_per_minute). "
+                "Try again in 30 s.",
+                "type": "requests",
+                "param": None,
+                "code": "rate_limit_exceeded",
+            },
+        )
+        status = await server.session.post(server.url + "/v1/messages", json=BODY, headers={"X-Api-Key": "a"})
+        assert (status.status, (await status.json())["error"]["type"]) == (429, "rate_limit_error")
+        assert (await asked(server, key="b"))[0] == 200
+        clock.now += 30
+        assert (await asked(server))[0] == 200
+
+
+async def test_no_body_is_read_of_who_has_used_up_a_quota(clock: Clock) -> None:
+    """And what is refused for want of a place is not counted."""
+    engine = {"max_batch_size": 1, "max_waiting_requests": 0, "max_seq_len": 128}
+    async with running(engine=engine, server={"requests_per_minute": 2, "access_log": False}) as server:
+        with holding(0):
+            first = asyncio.create_task(server.post(BODY))
+            await until(lambda: server.engine_loop.num_open == 1)
+            for _ in range(3):
+                assert (await server.post(BODY))[0] == 503
+        assert (await first)[0] == 200
+        assert (await server.post(BODY))[0] == 200
+        host, port = server.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        writer.write(f"{head}Content-Length: 1000\r\n\r\n".encode())  # of which none comes
+        assert b" 429 " in await reader.readline()
+        writer.close()
+
+
+async def test_tokens_count_once_for_all_answers_to_a_prompt(clock: Clock) -> None:
+    """Without keys, all clients share a quota."""
+    async with running(engine=ENGINE, server={"tokens_per_minute": 60, "access_log": False}) as server:
+        for stream in (False, True):
+            assert await charged(server, BODY | {"n": 3, "stream": stream}) == 3 + 3 * 2
+        clock.now += 9
+        assert (await server.post({"prompt": "a", "max_tokens": "many"}))[0] == 400
+        clock.now += 9
+        assert (await server.post(BODY | {"prompt": [5] * 100, "max_tokens": 1}))[0] == 200
+        status, answer, headers = await server.post(BODY)
+        assert (status, answer["error"]["type"], headers["Retry-After"]) == (429, "tokens", "42")
+
+
+async def charged(server: Running, body: Body) -> int:
+    """How many tokens are charged for a request."""
+    tokens: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        charge = Quotas.charge
+
+        def watched(quotas: Quotas, owner: str, count: int) -> None:
+            tokens.append(count)
+            charge(quotas, owner, count)
+
+        patch.setattr(Quotas, "charge", watched)
+        async with server.session.post(server.url + "/v1/completions", json=body) as response:
+            assert response.status == 200
+            await response.read()
+    return sum(tokens)
+
+
+async def test_a_client_that_hangs_up_pays_for_what_was_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    paid: list[tuple[str, int]] = []
+    monkeypatch.setattr(Quotas, "charge", lambda quotas, owner, tokens: paid.append((owner, tokens)))
+    chunked = {"max_batch_size": 1, "max_seq_len": 512, "prefill_chunk_size": 4}
+    async with running(engine=chunked) as server:
+        inbox = server.engine_loop._engine._inbox
+
+        async def left(body: Body, steps: int) -> None:
+            """Ask, and leave after so many steps, while the next one runs."""
+            with holding(steps):
+                task = asyncio.create_task(server.post(BODY | body))
+                await until(lambda: server.engine_loop.num_open == 1)
+                await until(lambda: len(paid) == max(0, steps - 1))
+                task.cancel()
+                await until(lambda: not inbox.empty())
+            await server.idle()
+            await until(lambda: len(paid) == max(1, steps))
+
+        await left({"prompt": [5] * 30, "max_tokens": 400}, 0)
+        assert paid == [("", 30)], "its prompt, which was being computed"
+        paid.clear()
+        await left({"prompt": [5] * 6, "max_tokens": 400}, 4)
+        assert paid == [("", 7), ("", 1), ("", 1), ("", 1)]
+
+
+async def test_the_consoles_session_counts_for_its_key(clock: Clock) -> None:
+    server_settings = {"api_keys": "a,b", "requests_per_minute": 1, "access_log": False}
+    async with running(engine=ENGINE, server=server_settings) as server:
+        page = {"X-Infer-Console": "1"}
+        login = await server.session.post(server.url + "/console/api/login", json={"key": "a"}, headers=page)
+        assert login.status == 204
+        session = {"Cookie": "; ".join(f"{name}={morsel.value}" for name, morsel in login.cookies.items())} | page
+
+        async def on_page() -> int:
+            response = await server.session.post(server.url + "/v1/completions", json=BODY, headers=session)
+            return response.status
+
+        assert await on_page() == 200
+        assert await on_page() == 429
+        assert (await asked(server))[0] == 429
+        assert (await asked(server, key="b"))[0] == 200
+
+
+async def test_a_timeout_ends_an_answer_with_504_and_a_stream_with_an_error() -> None:
+    async with running(engine=ENGINE) as server:
+        for path, body in (
+            ("/v1/completions", BODY),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+            ("/v1/responses", {"input": "a"}),
+        ):
+            status, answer, _ = await server.post(body | {"timeout": 1e-9}, path)
+            assert (status, answer["error"]) == (
+                504,
+                {
+                    "message": "The request has not ended within its 1e-09 seconds (timeout).",
+                    "type": "timeout_error",
+                    "param": None,
+                    "code": "timeout",
+                },
+            ), path
+        assert server.engine_loop.num_open == 0
+        assert (await server.post(BODY | {"timeout": 600}))[0] == 200
+        for bad in (0, -1, 1e9, "soon"):
+            status, answer, _ = await server.post(BODY | {"timeout": bad})
+            assert (status, answer["error"]["param"]) == (400, "timeout")
+        with holding(0):
+            first = asyncio.create_task(server.post(BODY))
+            await until(lambda: server.engine_loop.num_open == 1)
+            response = await server.session.post(
+                server.url + "/v1/completions", json=BODY | {"stream": True, "timeout": 1e-9}
+            )
+            assert response.status == 200
+        frames = [line for line in (await response.text()).split("\n\n") if line.startswith("data: ")]
+        assert frames[1:] == ["data: [DONE]"]
+        frame = json.loads(frames[0].removeprefix("data: "))
+        assert (frame["error"]["type"], frame["error"]["code"]) == ("timeout_error", "timeout")
+        assert (await first)[0] == 200
+
+
+async def test_the_server_limits_all_requests_and_a_client_can_only_ask_for_less(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[float | None] = []
+    stream: Callable[..., Any] = AsyncDoor.stream
+
+    def watched(door: AsyncDoor, *requests: Any, **how: Any) -> Any:
+        seen.extend(request.timeout_s for request in requests)
+        return stream(door, *requests, **how)
+
+    monkeypatch.setattr(AsyncDoor, "stream", watched)
+    async with running(engine=ENGINE, server={"request_timeout_s": 90, "access_log": False}) as server:
+        for body in (BODY, BODY | {"timeout": 30}, BODY | {"timeout": 600}):
+            assert (await server.post(body))[0] == 200
+        assert (await server.post({"input": "a"}, "/v1/embeddings"))[0] == 200
+    assert seen == [90, 30, 90, 90]
