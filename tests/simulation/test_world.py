@@ -20,6 +20,7 @@ MARKS = (
     "preempted in the middle of its prompt",
     "preempted while it decoded",
     "a lower priority has waited for longer",
+    "a share went before arrival",
     "drafts were right",
     "drafts taken back",
     "drafts taken back, at a block's edge",

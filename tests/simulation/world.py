@@ -19,14 +19,14 @@ from infer.contracts.attention import AttentionSpec
 from infer.contracts.cache import CacheContext
 from infer.contracts.params import SamplingParams
 from infer.contracts.records import RequestRecord, StepRecord
-from infer.contracts.request import Event, Request
+from infer.contracts.request import Event, Owner, Request
 from infer.contracts.scheduler import PENDING, Schedule, Sequence, Works
 from infer.contracts.sections import EngineSettings
 from infer.contracts.states import StateSpec
 from infer.engine.batch import Batch
 from infer.engine.engine import Abort, Engine
 from infer.engine.pace import Pace
-from infer.engine.schedulers import ContinuousScheduler
+from infer.engine.schedulers import ContinuousScheduler, FairScheduler
 from infer.engine.speculation import Speculation
 from infer.kernels.reference import ReferenceKernels
 from infer_cache_paged import PagedPool, PagedSettings
@@ -149,7 +149,9 @@ class World:
                 vocab_size=VOCAB,
             )
         self.budget = budget
-        self.scheduler = Fickle(self.pool, settings, draw if draw.random() < 0.3 else None)
+        fickle = Fickle(self.pool, settings, draw if draw.random() < 0.3 else None)
+        self._owners = random.Random(f"owners {self.seed}")
+        self.scheduler = FairScheduler(self.pool, settings) if self._owners.random() < 0.3 else fickle
         self.engine = Engine(
             self.executor,
             self.scheduler,
@@ -194,6 +196,7 @@ class World:
             cache_salt=draw.choice(["", "", "", "a"]),
             priority=draw.choice([0, 0, 0, 1]),
             group=draw.choice(["", "", f"group {len(self.requests) // 3}"]),
+            owner=Owner(self._owners.choice("ab"), self._owners.choice("xy")),
         )
         self.requests[id] = request
         self.answers[id] = answer(request, ENDS, windows_of(self.pool), self.stateful, LONGEST)
@@ -242,6 +245,10 @@ class World:
             assert queue == sorted(queue, key=seats.key), "a queue is out of order"
         ahead = any(a.request.priority > b.request.priority for a, b in pairwise(seats.waiting))
         self.marks["a lower priority has waited for longer"] += ahead
+        if isinstance(self.scheduler, FairScheduler):
+            self.marks["a share went before arrival"] += seats.waiting != sorted(
+                seats.waiting, key=self.scheduler._place
+            )
         for sequence in seats.running:
             assert sequence.slot is not None, "a sequence runs without a slot"
             assert pages.holdings[sequence.slot].salt == sequence.request.cache_salt, "a slot has another's salt"
