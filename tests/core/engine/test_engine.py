@@ -243,6 +243,7 @@ def test_a_row_that_is_not_finite_fails_alone(spoiled: Make) -> None:
     assert stepper.events["a"][-1].finish_reason == "error"
     assert "not finite" in (stepper.events["a"][-1].error or "")
     assert len(stepper.tokens("b")) == 3
+    assert not any(step.failed_passes for step in stepper.steps), "the pass under way has a token to read"
     assert_clean(stepper)
 
 
