@@ -15,11 +15,13 @@ from tests.core.test_weight import meaning
 from tests.examples import examples, slowly
 from tests.models.checkpoints import write_checkpoint
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from infer import LLM, SamplingParams
 from infer.checkpoint.quantize import Quantizer
 from infer.errors import SettingsError
 from infer.kernels.quantize import quantize_weight
+from infer.kernels.reference import quantize
 from infer.weight import GroupedWeight, Weight, quantize_rows
 
 
@@ -175,3 +177,28 @@ def test_served(kernels: str, quantization: str, tmp_path: Path, caplog: pytest.
         found = torch.tensor([entry.logprob for entry in answer.prompt_logprobs if entry is not None])
         torch.testing.assert_close(found, expected[:, 0], atol=close, rtol=0)
         assert (found - expected[:, 0]).abs().max() > (1e-4 if activations == "auto" else -1)
+
+
+class DividingAsGPUs(TorchDispatchMode):
+    """Dividing by a number is multiplying by its inverse, rounded to float32, as torch does on a GPU."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.div.Tensor and not isinstance(args[1], Tensor):
+            return args[0] * torch.tensor(1 / args[1]).float()
+        return func(*args, **(kwargs or {}))
+
+
+def test_scales_are_rounded_once_on_a_gpu_too() -> None:
+    """As float64 divides: of some values, the quotient by 127 is not the product with its inverse."""
+    x = torch.randn(500, 64, generator=torch.Generator().manual_seed(1))
+    expected = (x.abs().amax(-1).double() / 127).float()
+    # Of a weight, halfway between two bfloat16, so that they are rounded to the even one.
+    middles = (129 + 2 * torch.arange(64.0)) / 256 * 127
+    weight = torch.nn.functional.pad(middles[:, None], (0, 63))
+    with DividingAsGPUs():
+        assert (x.abs().amax(-1) / 127 != expected).any()
+        assert torch.equal(quantize(x)[1], expected)
+        codes, scales = quantize_rows(x, 64)
+        assert torch.equal(scales[:, 0, 0], expected)
+        assert torch.equal(quantize_weight(weight, 8).scales_NG[:, 0], (middles.double() / 127).bfloat16())
+    assert torch.equal(codes, quantize_rows(x, 64)[0])

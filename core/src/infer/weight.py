@@ -164,14 +164,19 @@ class GroupedWeight:
         return f"{self.bits}-bit weights in groups of {self.group_size}"
 
 
+def divided(x: Tensor, by: float) -> Tensor:
+    """x / by, rounded once on every device. A GPU's torch would multiply by a number's inverse, which is rounded."""
+    return x / x.new_full((), by)
+
+
 def quantize_rows(x_TK: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """Round activations to integers q from -127 to 127 and scales s, so that x is about q * s: q fp32 [T, G, group], s
     fp32 [T, G, 1]. A group's scale is its greatest absolute value / 127; halves round to even. A value that is not
     finite makes its group's scale so."""
     x_TGk = x_TK.float().view(*x_TK.shape[:-1], x_TK.shape[-1] // group, group)
     top_TG1 = x_TGk.abs().amax(-1, keepdim=True)
-    inverse_TG1 = torch.where(top_TG1 < LEAST, 0.0, 127 / top_TG1)
-    return (x_TGk * inverse_TG1).round(), top_TG1 / 127
+    inverse_TG1 = torch.where(top_TG1 < LEAST, 0.0, torch.full_like(top_TG1, 127) / top_TG1)
+    return (x_TGk * inverse_TG1).round(), divided(top_TG1, 127)
 
 
 def _int8(values: Tensor) -> bool:

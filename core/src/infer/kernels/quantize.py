@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from infer.weight import LEAST, GroupedWeight
+from infer.weight import LEAST, GroupedWeight, divided
 
 GROUP = {4: 32, 8: 64}
 """How many neighbors share a scale, by the bits of their codes, or the largest part of it that divides a row. With 8
@@ -55,7 +55,7 @@ def unfilled(weight_NK: Tensor, bits: Literal[4, 8]) -> GroupedWeight:
 
 def _fit8(x_kM: Tensor) -> tuple[Tensor, Tensor]:
     top_M = x_kM.abs().amax(0)
-    scale_M = torch.where(top_M < LEAST, 0.0, top_M / 127).bfloat16().float()
+    scale_M = torch.where(top_M < LEAST, 0.0, divided(top_M, 127)).bfloat16().float()
     return scale_M, _codes(x_kM, scale_M, 128)
 
 

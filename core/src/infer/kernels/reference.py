@@ -26,7 +26,7 @@ from infer.contracts.kernels import Activation, Draws, Expert, KernelsProtocol, 
 from infer.contracts.states import DeltaRule, StateRows, StateSpace
 from infer.kernels import states
 from infer.kernels.quantize import quantize_weight
-from infer.weight import LEAST, GroupedWeight, Weight, quantize_rows
+from infer.weight import LEAST, GroupedWeight, Weight, divided, quantize_rows
 
 SEGMENT = 128
 """Keys per reduction step of attention."""
@@ -367,7 +367,7 @@ def quantize(x_TKE: Tensor) -> tuple[Tensor, Tensor]:
     """The codes [T, K, E] and scales [T, K] of K or V, as ``QuantizedKV`` has them."""
     x_TKE = x_TKE.float()
     top_TK = x_TKE.abs().amax(-1)
-    scales_TK = (top_TK / 127).masked_fill(top_TK < LEAST, 0) + (top_TK - top_TK)  # + NaN unless all are finite
+    scales_TK = divided(top_TK, 127).masked_fill(top_TK < LEAST, 0) + (top_TK - top_TK)  # + NaN unless all are finite
     empty_TK1 = (scales_TK > 0).logical_not()[..., None]
     return (x_TKE / scales_TK[..., None]).round().masked_fill(empty_TK1, 0).to(torch.int8), scales_TK
 
