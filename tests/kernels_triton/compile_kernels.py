@@ -44,6 +44,12 @@ CURRENT = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
 """Whether this Triton has to make fast code; of older ones, it is enough that what they make is right."""
 
 
+STATEFUL = ("conv_kernel", "delta_kernel", "space_kernel")
+"""Kernels whose states Triton may compute twice, in the layout of the sums and in that of the store."""
+FUSED = re.compile(r"\bfma\.|\b(?:add|sub|mul)\.f32")
+"""A product that is not rounded before something is added to it, and what ptxas may make such ones of."""
+
+
 @dataclass(frozen=True)
 class Shape:
     """What of a model decides which kernels are compiled."""
@@ -284,6 +290,11 @@ def compile_one(
     name = launched.source.name
     if stack > SPILL[arch] and CURRENT:
         wrong.append(f"spills more than {SPILL[arch]} B")
+    if name in STATEFUL:
+        if FUSED.search(compiled.asm["ptx"]):
+            wrong.append("may fuse other products where it computes a state for the second time")
+        if compiled.asm["ttgir"].count('"tt.reduce"') != compiled.asm["ttir"].count('"tt.reduce"'):
+            wrong.append("adds up a sum twice, in two orders")
     if name in ("extend_kernel", "linear_kernel", "grouped_kernel", "experts_kernel"):
         pipelined = launched.options["num_stages"] > 2  # heads of 512 leave neither room nor registers for it
         if pipelined and not overlaps(compiled.asm["ptx"]):

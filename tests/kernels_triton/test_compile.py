@@ -37,8 +37,8 @@ def compiled(*narrow: str, triton: str | None = None) -> list[str]:
 @pytest.mark.parametrize("arch", SERVED)
 def test_every_kernel_compiles_and_fits(arch: int) -> None:
     """And attention waits for the matrix unit once per product, not per instruction of it; loads go on meanwhile;
-    decodes add their weights up in the order in which prefills do; and decoded weights reach the matrix unit in
-    registers."""
+    decodes add their weights up in the order in which prefills do; a state has one value, however often it is computed;
+    and decoded weights reach the matrix unit in registers."""
     said = compiled("--arch", str(arch))
     anywhere = {"extend", "merge", "linear", "norm", "rope_store", "gated", "sample"}
     anywhere |= {"conv", "delta", "space", "gated_norm"}

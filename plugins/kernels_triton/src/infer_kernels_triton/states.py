@@ -3,6 +3,9 @@ chunk that it is in.
 
 Values are rounded where ``infer.kernels.states`` rounds them; sums have another order. What layouts, and so that order,
 are chosen by must not differ between passes, so nothing is specialized for the strides and the alignment of inputs.
+Each product is rounded before it is added to anything (``enable_fp_fusion``): a compiler may compute a state twice, in
+the layout of the sums and in that of the store, and fuse another product in either. The state that goes on in registers
+would then not be the one that is saved.
 
 Shapes: T tokens, B sequences, C channels, W weights per channel, H heads. A state is [rows, H, K, V] in a gated delta
 rule and [rows, H, N, P] in a state space: what is summed up comes first.
@@ -274,7 +277,7 @@ def causal_conv(
         W_PAD=triton.next_power_of_2(W),
         SILU=silu,
         BLOCK_C=block,
-        enable_fp_fusion=True,
+        enable_fp_fusion=False,
     )
     return out_TC
 
@@ -307,7 +310,7 @@ def gated_delta_rule(
         K_PAD=triton.next_power_of_2(K),
         V=V,
         BLOCK_V=block,
-        enable_fp_fusion=True,
+        enable_fp_fusion=False,
     )
     return out_THV
 
@@ -338,7 +341,7 @@ def state_space(xbc_TC: Tensor, dt_TH: Tensor, space: StateSpace, state_RHNP: Te
         N_PAD=triton.next_power_of_2(N),
         P=P,
         BLOCK_P=block,
-        enable_fp_fusion=True,
+        enable_fp_fusion=False,
     )
     return out_THP
 
