@@ -18,7 +18,7 @@ from benchmarks.gpu.timing import Run, seconds
 from benchmarks.shapes import Costs
 from torch import Tensor
 
-from infer_kernels_triton.configs import MANY, LinearConfig
+from infer_kernels_triton.configs import LinearConfig, LinearTile, multiprocessors
 from infer_kernels_triton.matmul import linear
 from infer_kernels_triton.provider import TritonKernels
 
@@ -35,8 +35,8 @@ def canceling(rows: int, columns: int, seed: int) -> Tensor:
 
 
 def tiled(block_m: int, block_n: int, block_k: int = 64, warps: int = 4) -> Product:
-    config = LinearConfig(MANY, block_m, block_n, block_k, warps, stages=1 if DRY else 3)
-    return lambda x, weight: linear(x, weight, None, (config,))
+    config = LinearConfig(block_k, (LinearTile(block_m, block_n, warps, stages=1 if DRY else 3),))
+    return lambda x, weight: linear(x, weight, None, config, multiprocessors(DEVICE))
 
 
 def swapped(product: Product) -> Product:

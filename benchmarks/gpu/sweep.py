@@ -18,7 +18,17 @@ from benchmarks.shapes import Costs
 from infer.contracts.attention import AttentionSpec
 from infer.weight import GroupedWeight
 from infer_kernels_triton import attention, grouped, matmul
-from infer_kernels_triton.configs import MANY, AttentionConfig, GroupedConfig, GroupedTiles, LinearConfig, configs
+from infer_kernels_triton.configs import (
+    MANY,
+    AttentionConfig,
+    GroupedConfig,
+    GroupedTiles,
+    LinearConfig,
+    LinearTile,
+    configs,
+    multiprocessors,
+)
+from infer_kernels_triton.provider import WAVES
 
 SHAPE = "Llama-3.2-1B"
 ROWS = (2,) if DRY else (1, 16, 64, 256, 4096)
@@ -27,12 +37,13 @@ ATTENTION = (((1,), (40,)),) if DRY else (((1,) * 8, (1023,) * 8), ((1,) * 128, 
 
 
 def linears() -> Iterator[LinearConfig]:
+    """Configs of one tile each."""
     if DRY:
-        yield LinearConfig(MANY, 16, 16, 32, 1, 1)
+        yield LinearConfig(32, (LinearTile(16, 16, 1, 1),))
         return
-    for m, n, k, stages in itertools.product((64, 128), (16, 32, 64, 128, 256), (64, 128), (3, 4, 6)):
+    for m, n, k, stages in itertools.product((64, 128), (16, 32, 64, 128, 256), (64, 128), (3, 4, 6, 8)):
         if (m + n) * k * 2 * stages <= 220 * 1024 and m * n <= 128 * 256:
-            yield LinearConfig(MANY, m, n, k, 8 if m * n > 128 * 128 else 4, stages)
+            yield LinearConfig(k, (LinearTile(m, n, 8 if m * n > 128 * 128 else 4, stages),))
 
 
 def grouped_tiles(costs: Costs) -> Iterator[dict[str, Any]]:
@@ -75,21 +86,23 @@ def attentions(base: AttentionConfig) -> Iterator[AttentionConfig]:
 
 
 def measure() -> Iterator[dict[str, Any]]:
-    costs, own = Costs(SHAPES[SHAPE]), configs(DEVICE)[2]
+    costs, own, count = Costs(SHAPES[SHAPE]), configs(DEVICE)[2], multiprocessors(DEVICE)
     for (name, (n, k)), rows in itertools.product(costs.linear_shapes.items(), ROWS):
         nbytes = 2 * (n * k + rows * (n + k))
-        table = next(c for c in own.linear if c.rows >= rows)
+        table = replace(own.linear, tiles=(own.linear.tile(rows, n, count),))
         for config in (table, *linears()):
 
             def product(config: LinearConfig = config, rows: int = rows, n: int = n, k: int = k) -> Run:
                 x, weight = randn(rows, k), randn(n, k)
-                return lambda: matmul.linear(x, weight, None, (replace(config, rows=MANY),))
+                return lambda: matmul.linear(x, weight, None, config, count)
 
-            yield timed(f"linear {name}", f"{rows}x{n}x{k}", config, config is table, product, nbytes)
+            (tile,) = config.tiles
+            line = timed(f"linear {name}", f"{rows}x{n}x{k}", tile, config is table, product, nbytes)
+            yield line | {"block_k": config.block_k}
     H, K, E = costs.num_attention_heads, costs.num_key_value_heads, costs.head_dim
     spec = AttentionSpec(H, K, E, E**-0.5)
     base = next(c for c in own.attention if c.head_size >= E)
-    programs = 4 if DRY else 2 * torch.cuda.get_device_properties(DEVICE).multi_processor_count
+    programs = WAVES * count
     for lens, starts in ATTENTION:
         longest = max(start + length for start, length in zip(starts, lens, strict=True))
         blocks = len(lens) * -(-longest // 16)
@@ -111,7 +124,7 @@ def measure() -> Iterator[dict[str, Any]]:
 
 
 def timed(
-    what: str, size: str, config: LinearConfig | GroupedTiles | AttentionConfig, table: bool, make: Any, nbytes: int
+    what: str, size: str, config: LinearTile | GroupedTiles | AttentionConfig, table: bool, make: Any, nbytes: int
 ) -> dict[str, Any]:
     line = {"kernel": what, "size": size, "table": table, **asdict(config)}
     try:

@@ -179,7 +179,7 @@ def test_served(kernels: str, quantization: str, tmp_path: Path, caplog: pytest.
         assert (found - expected[:, 0]).abs().max() > (1e-4 if activations == "auto" else -1)
 
 
-class DividingAsGPUs(TorchDispatchMode):
+class DividingAsGPUs(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dividing by a number is multiplying by its inverse, rounded to float32, as torch does on a GPU."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -195,7 +195,7 @@ def test_scales_are_rounded_once_on_a_gpu_too() -> None:
     # Of a weight, halfway between two bfloat16, so that they are rounded to the even one.
     middles = (129 + 2 * torch.arange(64.0)) / 256 * 127
     weight = torch.nn.functional.pad(middles[:, None], (0, 63))
-    with DividingAsGPUs():
+    with DividingAsGPUs():  # type: ignore[no-untyped-call]
         assert (x.abs().amax(-1) / 127 != expected).any()
         assert torch.equal(quantize(x)[1], expected)
         codes, scales = quantize_rows(x, 64)

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
@@ -32,6 +32,7 @@ from infer.contracts.kernels import Draws, Expert, Routing
 from infer.weight import GroupedWeight
 from infer_kernels_triton import provider
 from infer_kernels_triton.configs import TABLE
+from infer_kernels_triton.matmul import linear
 from infer_testing.recurrent import Layer, conv, delta, space, state_rows
 
 KIB = 1024
@@ -180,7 +181,7 @@ def recording(arch: int) -> Iterator[list[Launched]]:
 def make(arch: int) -> provider.TritonKernels:
     """The provider as it is on a GPU of ``arch``; what it is given need not be there."""
     kernels = provider.TritonKernels(torch.device("cpu"))
-    kernels._configs, kernels._programs = TABLE[arch], 264
+    kernels._configs, kernels._multiprocessors, kernels._programs = TABLE[arch], 132, 264
     return kernels
 
 
@@ -192,6 +193,7 @@ def launches(arch: int, dtype: torch.dtype, models: tuple[str, ...], forms: bool
         for name in models:
             for lens in ((1,), (1,) * 256, (1, 1, 500)):
                 _layer(kernels, MODELS[name], lens, dtype)
+        _tiles(kernels, dtype)
         _recurrent(kernels, dtype)
         fp32, int64, fp64 = (_empty(4, dtype=d) for d in (torch.float32, torch.int64, torch.float64))
         kernels.sample(_empty(4, 151936, dtype=dtype), Draws(fp32, int64, fp32, fp32, fp64, False, True))
@@ -258,6 +260,15 @@ def _layer(kernels: provider.TritonKernels, shape: Shape, lens: tuple[int, ...],
         packed = kernels.pack_experts([expert] * shape.experts, shape.experts)
         experts, shares = kernels.route(_empty(T, shape.experts, dtype=dtype), Routing(8))
         kernels.gated_experts(x, experts, shares, packed, "clamped_swiglu")
+
+
+def _tiles(kernels: provider.TritonKernels, dtype: torch.dtype) -> None:
+    """Products in every tile, with a K that its steps divide, and in the largest one with another K."""
+    config = kernels._config(dtype).linear
+    for i, tile in enumerate(config.tiles):
+        for k in (2048, 2080) if i == len(config.tiles) - 1 else (2048,):
+            x, weight = _empty(3, k, dtype=dtype), _empty(4096, k, dtype=dtype)
+            linear(x, weight, None, replace(config, tiles=(tile,)), kernels._multiprocessors)
 
 
 def _recurrent(kernels: provider.TritonKernels, dtype: torch.dtype) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from tests.attention import random
 from tests.examples import slowly
 from tests.products import within_rounding
+from triton.runtime.interpreter import InterpreterBuilder
 
+from infer_kernels_triton.configs import INTERPRETER, LinearConfig, LinearTile, configs
+from infer_kernels_triton.matmul import linear
 from infer_kernels_triton.provider import TritonKernels
 
 ROWS = [1, 2, 15, 16, 17, 33, 130]
@@ -33,6 +38,46 @@ def test_products_and_their_rows(n: int, k: int, bias: bool, dtype: torch.dtype,
     for rows in ROWS:
         assert torch.equal(kernels.linear(x[:rows], packed), whole[:rows])
         assert torch.equal(kernels.linear(x[-rows:], packed), whole[-rows:])
+
+
+def canceling(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Values over many magnitudes: another order of adding gives other bits."""
+    return (random(*shape, seed=seed) * torch.exp2(6 * random(*shape, seed=seed + 1))).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *slowly(torch.float32)], ids=["bf16", "fp32"])
+@pytest.mark.parametrize(("n", "k"), [(45, 77), *slowly((130, 96))])
+def test_every_tile_gives_the_same_bits(n: int, k: int, dtype: torch.dtype, device: str) -> None:
+    """Each of the table, and tiles of other sizes, over several blocks of rows, columns and K, and parts of blocks."""
+    config = configs(torch.device(device))[dtype.itemsize].linear
+    x, weight = canceling(70, k, dtype=dtype, seed=1).to(device), canceling(n, k, dtype=dtype, seed=3).to(device)
+    tiles = [*config.tiles]
+    if device == "cpu":
+        tiles += [LinearTile(64, 16, 1, 1), LinearTile(16, 64, 1, 1)]
+    first, *others = (linear(x, weight, None, LinearConfig(config.block_k, (tile,)), 1) for tile in tiles)
+    for tile, found in zip(tiles[1:], others, strict=True):
+        assert torch.equal(found, first), tile
+    assert torch.equal(linear(x[-9:], weight, None, config, 1), first[-9:])
+    assert within_rounding(first.bfloat16(), x, weight)
+
+
+@pytest.mark.parametrize(("rows", "k"), [(1, 64), (19, 40)])
+def test_rows_that_a_tile_lacks_are_not_read(rows: int, k: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device != "cpu":
+        pytest.skip("only the interpreter says what is read")
+    memory, weight, tile = random(64, k), random(40, k, seed=1), INTERPRETER.linear.tiles[0]
+    x = memory[:rows]
+    read, load = [], InterpreterBuilder.create_masked_load
+
+    def noting(self: Any, pointers: Any, mask: Any, *args: Any) -> Any:
+        places = (pointers.data[mask.data].astype(np.int64) - memory.data_ptr()) // memory.itemsize
+        read.extend(places[(places >= 0) & (places < memory.numel())])
+        return load(self, pointers, mask, *args)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", noting)
+    linear(x, weight, None, LinearConfig(INTERPRETER.linear.block_k, (tile,)), 1)
+    tiles_n = -(-40 // tile.block_n)
+    assert sorted(read) == sorted([*range(x.numel())] * tiles_n)
 
 
 def test_rows_of_a_wider_tensor(device: str) -> None:

@@ -3,6 +3,8 @@ number of rows, so that a row's bits do not depend on the other rows."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -27,15 +29,44 @@ class AttentionConfig:
 
 
 @dataclass(frozen=True)
-class LinearConfig:
-    """Tiles of x @ w.T for up to ``rows`` rows."""
+class LinearTile:
+    """A tile of x @ w.T."""
 
-    rows: int
     block_m: int
     block_n: int
-    block_k: int
     warps: int
     stages: int
+
+
+@dataclass(frozen=True)
+class LinearConfig:
+    """Tiles of x @ w.T. All of them sum products one after the other in the order of K."""
+
+    block_k: int
+    """Values of K per step, the same in every tile. Determines the order of the sum."""
+    tiles: tuple[LinearTile, ...]
+    """In the order of their areas, ascending. None has fewer rows than the first."""
+
+    def tile(self, rows: int, columns: int, multiprocessors: int) -> LinearTile:
+        """The largest tile that keeps the multiprocessors busy and has no more rows than the first, or more than half
+        of its rows; if there is none, the first. Few columns get narrow tiles, so that every multiprocessor reads a
+        part of the weight; many get wide ones, which read the rows of x less often."""
+        for tile in reversed(self.tiles):
+            programs = -(-rows // tile.block_m) * -(-columns // tile.block_n)
+            full = tile.block_m == self.tiles[0].block_m or 2 * rows > tile.block_m
+            if full and programs >= BUSY * multiprocessors:
+                return tile
+        return self.tiles[0]
+
+
+@functools.cache
+def reachable(config: LinearConfig, columns: int, multiprocessors: int) -> frozenset[LinearTile]:
+    """Every tile that ``LinearConfig.tile`` chooses for some number of rows."""
+    found: set[LinearTile] = set()
+    rows = itertools.count(1, config.tiles[0].block_m)  # the choice changes only there
+    while config.tiles[-1] not in found:
+        found.add(config.tile(next(rows), columns, multiprocessors))
+    return frozenset(found)
 
 
 @dataclass(frozen=True)
@@ -69,12 +100,14 @@ class Config:
 
     attention: tuple[AttentionConfig, ...]
     """In the order of head sizes, ascending."""
-    linear: tuple[LinearConfig, ...]
-    """In the order of rows, ascending. All of them sum products one after the other in the order of K."""
+    linear: LinearConfig
     grouped: GroupedConfig
 
 
 MANY = 1 << 62
+BUSY = 0.9
+"""The part of the multiprocessors that have to have a program of a product: 128 programs are enough for 132 of them."""
+INTERPRETED_MULTIPROCESSORS = 4
 
 # Architectures with eight warps for heads of 128 would spill registers with four.
 
@@ -86,9 +119,12 @@ FLOAT32 = Config(
         AttentionConfig(256, 256, 16, block_m=16, warps=4, stages=3),
         AttentionConfig(512, 256, 16, block_m=16, warps=8, stages=1),
     ),
-    linear=(
-        LinearConfig(32, block_m=16, block_n=32, block_k=64, warps=4, stages=4),
-        LinearConfig(MANY, block_m=64, block_n=64, block_k=32, warps=4, stages=3),
+    linear=LinearConfig(
+        block_k=32,
+        tiles=(
+            LinearTile(block_m=16, block_n=32, warps=4, stages=6),
+            LinearTile(block_m=64, block_n=64, warps=4, stages=3),
+        ),
     ),
     grouped=GroupedConfig(
         programs=216,
@@ -107,10 +143,14 @@ AMPERE = Config(
         AttentionConfig(256, 256, 32, block_m=32, warps=4, stages=3),
         AttentionConfig(512, 256, 16, block_m=32, warps=8, stages=2),
     ),
-    linear=(
-        LinearConfig(16, block_m=16, block_n=32, block_k=128, warps=4, stages=5),
-        LinearConfig(64, block_m=64, block_n=64, block_k=64, warps=4, stages=5),
-        LinearConfig(MANY, block_m=128, block_n=128, block_k=32, warps=4, stages=4),
+    linear=LinearConfig(
+        block_k=64,
+        tiles=(
+            LinearTile(block_m=16, block_n=32, warps=4, stages=6),
+            LinearTile(block_m=32, block_n=32, warps=4, stages=6),
+            LinearTile(block_m=64, block_n=64, warps=4, stages=5),
+            LinearTile(block_m=128, block_n=128, warps=4, stages=3),
+        ),
     ),
     grouped=GroupedConfig(
         programs=216,
@@ -130,10 +170,17 @@ HOPPER = Config(
         AttentionConfig(256, 256, 32, block_m=64, warps=8, stages=3),
         AttentionConfig(512, 256, 32, block_m=32, warps=8, stages=2),
     ),
-    linear=(
-        LinearConfig(64, block_m=64, block_n=32, block_k=128, warps=4, stages=6),
-        LinearConfig(256, block_m=64, block_n=128, block_k=64, warps=4, stages=4),
-        LinearConfig(MANY, block_m=128, block_n=256, block_k=64, warps=8, stages=3),
+    # All of at least 64 rows: fewer would be multiplied by other instructions, which add in another order.
+    linear=LinearConfig(
+        block_k=64,
+        tiles=(
+            LinearTile(block_m=64, block_n=16, warps=4, stages=8),
+            LinearTile(block_m=64, block_n=32, warps=4, stages=8),
+            LinearTile(block_m=64, block_n=64, warps=4, stages=6),
+            LinearTile(block_m=64, block_n=128, warps=4, stages=4),
+            LinearTile(block_m=128, block_n=128, warps=8, stages=3),
+            LinearTile(block_m=128, block_n=256, warps=8, stages=3),
+        ),
     ),
     grouped=GroupedConfig(
         programs=264,
@@ -159,9 +206,13 @@ BLACKWELL = Config(
 INTERPRETER = Config(
     # Small tiles, so that small inputs in tests cross many edges.
     attention=(AttentionConfig(512, 64, 32, block_m=64, warps=1, stages=1),),
-    linear=(
-        LinearConfig(16, block_m=16, block_n=16, block_k=64, warps=1, stages=1),
-        LinearConfig(MANY, block_m=32, block_n=64, block_k=32, warps=1, stages=1),
+    linear=LinearConfig(
+        block_k=32,
+        tiles=(
+            LinearTile(block_m=16, block_n=16, warps=1, stages=1),
+            LinearTile(block_m=32, block_n=32, warps=1, stages=1),
+            LinearTile(block_m=32, block_n=64, warps=1, stages=1),
+        ),
     ),
     grouped=GroupedConfig(
         programs=4,
@@ -183,6 +234,13 @@ TABLE: Mapping[int, Configs] = {
     100: {2: BLACKWELL, 4: FLOAT32},  # until a Blackwell GPU has been measured
     120: {2: AMPERE, 4: FLOAT32},  # Blackwell's smaller GPUs have Ampere's matrix instructions and 99 KiB
 }
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many programs the device computes at a time, at least."""
+    if device.type != "cuda":
+        return INTERPRETED_MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def configs(device: torch.device) -> Configs:

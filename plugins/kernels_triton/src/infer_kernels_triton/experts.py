@@ -21,7 +21,7 @@ from torch import Tensor
 
 from infer.contracts.kernels import Activation, Expert, Routing
 from infer.weight import GroupedWeight, Weight
-from infer_kernels_triton.configs import LinearConfig
+from infer_kernels_triton.configs import LinearConfig, LinearTile, reachable
 from infer_kernels_triton.elementwise import gated
 from infer_kernels_triton.matmul import chain
 
@@ -149,16 +149,15 @@ def experts_kernel(
     last = tl.sum(tl.where(own, end_x, 0), 0)
     place_m = first + tl.arange(0, BLOCK_M)
     real_m = place_m < last
-    # Rows and columns past the end read the first ones, so that loads need no mask. Their results are not stored.
-    place_m = tl.where(real_m, place_m, first)
-    pair_m = tl.load(pairs_ptr + place_m)
+    pair_m = tl.load(pairs_ptr + place_m, mask=real_m, other=0)
     from_m = pair_m // J if GATHER else place_m
     to_m = place_m if GATHER else pair_m
     column_n = tl.program_id(0) % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
     size_k = tl.arange(0, BLOCK_K)
     x_ptr += from_m.to(tl.int64)[:, None] * stride_x + size_k[None, :]
+    # Columns past the end wrap around to the first ones, so that their loads need no mask. They are not stored.
     w_ptr += expert.to(tl.int64) * N * K + (column_n % N).to(tl.int64)[None, :] * K + size_k[:, None]
-    acc = chain(x_ptr, w_ptr, size_k, K, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)
+    acc = chain(x_ptr, real_m, w_ptr, size_k, K, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)
     real_n = column_n < N
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + expert * N + column_n, mask=real_n, other=0.0).to(tl.float32)[None, :]
@@ -210,7 +209,7 @@ def route(logits_TX: Tensor, routing: Routing, bias_X: Tensor | None, least: flo
 
 
 def pack(
-    experts: Iterable[Expert], count: int, configs: Callable[[torch.dtype], tuple[LinearConfig, ...]]
+    experts: Iterable[Expert], count: int, configs: Callable[[torch.dtype], LinearConfig], multiprocessors: int
 ) -> PackedExperts:
     """The experts in tensors of all of them; grouped weights are dequantized. Compiles every kernel of their products
     that ``gated_experts`` may launch."""
@@ -224,11 +223,14 @@ def pack(
     gate_up, down, gate_up_bias, down_bias = stacks
     assert gate_up is not None
     assert down is not None
-    dtype = gate_up.dtype
-    for c in () if gate_up.is_meta else configs(dtype):
+    if not gate_up.is_meta:
+        dtype, run = gate_up.dtype, functools.partial(experts_kernel.warmup, grid=(1,))
+        config = configs(dtype)
         for weight, bias, gather in ((gate_up, gate_up_bias, True), (down, down_bias, False)):
-            run = functools.partial(experts_kernel.warmup, grid=(1,))
-            _launch(run, c, dtype, weight, bias, dtype, torch.int32, torch.int32, 3, weight.shape[2], gather)
+            X, N, K = weight.shape
+            tiles = reachable(config, X * N, multiprocessors)
+            for c in tiles.union(config.tile(1, used * N, multiprocessors) for used in range(1, X)):
+                _launch(run, c, config.block_k, dtype, weight, bias, dtype, torch.int32, torch.int32, 3, K, gather)
     return PackedExperts(gate_up, down, gate_up_bias, down_bias)
 
 
@@ -238,26 +240,32 @@ def gated_experts(
     shares_TJ: Tensor,
     packed: PackedExperts,
     activation: Activation,
-    configs: tuple[LinearConfig, ...],
+    config: LinearConfig,
+    multiprocessors: int,
 ) -> Tensor:
     """``KernelsProtocol.gated_experts``."""
     if x_TD.stride(-1) != 1:
         x_TD = x_TD.contiguous()
-    (T, J), (X, N, D) = experts_TJ.shape, packed.gate_up_XNK.shape
+    (T, J), (X, _, D) = experts_TJ.shape, packed.gate_up_XNK.shape
     P, device = T * J, x_TD.device
     out_TD = torch.empty((T, D), dtype=x_TD.dtype, device=device)
     if not T:
         return out_TD
     pairs, bounds = (torch.empty(size, dtype=torch.int32, device=device) for size in (P, X + 1))
     plan_kernel[(X,)](experts_TJ.contiguous(), pairs, bounds, P, SCAN=SCAN)
-    c = next(c for c in configs if c.rows >= triton.cdiv(P, X))
-    most = min(P, X) + P // c.block_m  # tiles of rows: each expert may have one that is not full
-    hidden, results = (torch.empty((P, size), dtype=x_TD.dtype, device=device) for size in (N, D))
-    run = experts_kernel[(most * triton.cdiv(N, c.block_n),)]
-    _launch(run, c, x_TD, packed.gate_up_XNK, packed.gate_up_bias_XN, hidden, pairs, bounds, J, x_TD.stride(0), True)
-    active = gated(hidden, activation)
-    run = experts_kernel[(most * triton.cdiv(D, c.block_n),)]
-    _launch(run, c, active, packed.down_XNK, packed.down_bias_XN, results, pairs, bounds, J, active.stride(0), False)
+
+    def product(x: Tensor, weight_XNK: Tensor, bias_XN: Tensor | None, gather: bool) -> Tensor:
+        """The products of all pairs, as if each of as many experts as there may be had as many rows."""
+        size = weight_XNK.shape[1]
+        c = config.tile(triton.cdiv(P, X), min(P, X) * size, multiprocessors)
+        most = min(P, X) + P // c.block_m  # tiles of rows: each expert may have one that is not full
+        out = torch.empty((P, size), dtype=x.dtype, device=device)
+        run = experts_kernel[(most * triton.cdiv(size, c.block_n),)]
+        _launch(run, c, config.block_k, x, weight_XNK, bias_XN, out, pairs, bounds, J, x.stride(0), gather)
+        return out
+
+    hidden = gated(product(x_TD, packed.gate_up_XNK, packed.gate_up_bias_XN, True), activation)
+    results = product(hidden, packed.down_XNK, packed.down_bias_XN, False)
     block = min(1024, triton.next_power_of_2(D))
     combine_kernel[(T, triton.cdiv(D, block))](
         results, shares_TJ.contiguous(), out_TD, D, J=J, BLOCK=block, enable_fp_fusion=True
@@ -279,7 +287,8 @@ def _warn(weights: str) -> None:
 
 def _launch(
     run: Callable[..., object],
-    c: LinearConfig,
+    c: LinearTile,
+    block_k: int,
     x: Tensor | torch.dtype,
     weight_XNK: Tensor,
     bias_XN: Tensor | None,
@@ -304,10 +313,10 @@ def _launch(
         K,
         stride_x,
         GATHER=gather,
-        EVEN_K=K % c.block_k == 0,
+        EVEN_K=K % block_k == 0,
         BLOCK_M=c.block_m,
         BLOCK_N=c.block_n,
-        BLOCK_K=c.block_k,
+        BLOCK_K=block_k,
         X_PAD=triton.next_power_of_2(X),
         PRECISION="ieee" if weight_XNK.dtype == torch.float32 else "tf32",
         num_warps=c.warps,

@@ -18,7 +18,7 @@ from infer.kernels.reference import SMALLEST_SUM, ReferenceKernels
 from infer.weight import GroupedWeight, Weight
 from infer_kernels_triton import assembler, attention, elementwise, grouped, matmul, sampling, states
 from infer_kernels_triton import experts as mixture
-from infer_kernels_triton.configs import Config, configs
+from infer_kernels_triton.configs import Config, configs, multiprocessors
 
 log = logging.getLogger(__name__)
 
@@ -40,10 +40,11 @@ class TritonKernels(ReferenceKernels):
         self._device = device
         self._configs = configs(device)
         self._met: set[Hashable] = set()
+        self._multiprocessors = multiprocessors(device)
         self._programs = INTERPRETED_PROGRAMS
         if device.type == "cuda":
             assembler.choose(torch.cuda.get_device_capability(device)[0])
-            self._programs = WAVES * torch.cuda.get_device_properties(device).multi_processor_count
+            self._programs = WAVES * self._multiprocessors
 
     def recorder(self) -> RecorderProtocol | None:
         return CudaRecorder() if self._device.type == "cuda" else None
@@ -61,7 +62,8 @@ class TritonKernels(ReferenceKernels):
             weight_NK = replace(weight_NK, int8_activations=False)
         packed = super().pack(weight_NK, bias_N)
         if self._exact and not packed.weight_NK.is_meta:
-            matmul.warm_up(packed.weight_NK, packed.bias_N, self._config(weight_NK.dtype).linear)
+            linear = self._config(weight_NK.dtype).linear
+            matmul.warm_up(packed.weight_NK, packed.bias_N, linear, self._multiprocessors)
         return packed
 
     def linear(self, x_TK: Tensor, packed: Any) -> Tensor:
@@ -69,19 +71,20 @@ class TritonKernels(ReferenceKernels):
             return grouped.linear(x_TK, packed, self._config(x_TK.dtype).grouped)
         if not self._exact:
             return super().linear(x_TK, packed)
-        return matmul.linear(x_TK, packed.weight_NK, packed.bias_N, self._config(x_TK.dtype).linear)
+        tiles = self._config(x_TK.dtype).linear
+        return matmul.linear(x_TK, packed.weight_NK, packed.bias_N, tiles, self._multiprocessors)
 
     def route(self, logits_TX: Tensor, routing: Routing, bias_X: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return mixture.route(logits_TX, routing, bias_X, SMALLEST_SUM)
 
     def pack_experts(self, experts: Iterable[Expert], count: int) -> Any:
-        return mixture.pack(experts, count, lambda dtype: self._config(dtype).linear)
+        return mixture.pack(experts, count, lambda dtype: self._config(dtype).linear, self._multiprocessors)
 
     def gated_experts(
         self, x_TD: Tensor, experts_TJ: Tensor, shares_TJ: Tensor, packed: Any, activation: Activation
     ) -> Tensor:
         tiles = self._config(x_TD.dtype).linear
-        return mixture.gated_experts(x_TD, experts_TJ, shares_TJ, packed, activation, tiles)
+        return mixture.gated_experts(x_TD, experts_TJ, shares_TJ, packed, activation, tiles, self._multiprocessors)
 
     def embedding(self, token_ids_T: Tensor, packed: Any) -> Tensor:
         if isinstance(packed, grouped.PackedGrouped):
