@@ -40,7 +40,7 @@ def test_every_kernel_compiles_and_fits(arch: int) -> None:
     decodes add their weights up in the order in which prefills do; a state has one value, however often it is computed;
     and decoded weights reach the matrix unit in registers."""
     said = compiled("--arch", str(arch))
-    anywhere = {"extend", "merge", "linear", "norm", "rope_store", "gated", "sample"}
+    anywhere = {"extend", "merge", "linear", "norm", "rope_store", "gated", "tops", "narrow", "masses", "draw"}
     anywhere |= {"conv", "delta", "space", "gated_norm"}
     half = {"grouped", "rows"} | ({"add"} if arch == 90 else set())  # of segments of products
     experts = {"route", "plan", "experts", "combine"}
@@ -56,5 +56,5 @@ def test_every_kernel_compiles_under_an_older_triton(version: str, narrow: list[
     """And fits into shared memory; that it is slower there is no fault."""
     said = compiled("--arch", "90", "--dtype", "bf16", "--model", "gpt-oss-20b", *narrow, triton=version)
     assert f"Triton {version}" in said
-    kernels = ("extend", "linear", "grouped", "rows", "experts", "sample")
+    kernels = ("extend", "linear", "grouped", "rows", "experts", "narrow", "draw")
     assert [kernel for kernel in kernels if not any(f" {kernel}_kernel " in line for line in said)] == []

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.attention import random
 from tests.examples import examples, slowly
@@ -18,6 +18,7 @@ from infer.contracts.params import SamplingParams
 from infer.contracts.request import Request
 from infer.engine.sampler import Drawing
 from infer.kernels.reference import ReferenceKernels
+from infer_kernels_triton import sampling
 from infer_kernels_triton.provider import TritonKernels
 
 REFERENCE = ReferenceKernels()
@@ -27,6 +28,13 @@ INF = float("inf")
 @pytest.fixture
 def kernels(device: str) -> TritonKernels:
     return TritonKernels(torch.device(device))
+
+
+@pytest.fixture
+def short_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that few tokens are many programs' and several blocks."""
+    monkeypatch.setattr(sampling, "SPAN", 32)
+    monkeypatch.setattr(sampling, "BLOCK", 8)
 
 
 def ask(device: str, *params: dict[str, Any], seed: int = 0) -> Draws:
@@ -108,6 +116,7 @@ def spread(asked: Draws) -> Draws:
     [({"top_k": 2}, [3, 20, 20]), ({"top_p": 0.5}, [3, 20, 41]), ({"min_p": 1.0}, [3, 20, 41])],
     ids=str,
 )
+@pytest.mark.usefixtures("short_spans")
 def test_ties_stay_together_but_for_top_k(
     kernels: TritonKernels, device: str, filters: dict[str, Any], drawn: list[int]
 ) -> None:
@@ -146,8 +155,44 @@ def test_frequencies(kernels: TritonKernels, device: str) -> None:
     assert (np.abs(found - n * weights / weights.sum()) <= 1).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *slowly(torch.float16)], ids=["bf16", "fp16"])
+def test_neither_spans_nor_the_dtype_change_a_draw(
+    kernels: TritonKernels, device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With filters, and for random numbers so near the border between two tokens that other sums would show."""
+    logits = (random(1, 40) * 2).to(dtype)
+    logits[0, 20:] = logits[0, :20]  # ties, in other spans
+    weights = torch.exp((logits.float() - logits.float().amax()) / 0.9).double()
+    near = (weights.cumsum(1) / weights.sum())[0, 25] + torch.linspace(-3e-7, 3e-7, 16, dtype=torch.float64)
+    border = replace(ask(device, *[{"temperature": 0.9}] * len(near)), uniform_N=near.to(device))
+    filtered = spread(ask(device, *[{"temperature": 0.9, "top_k": 31, "top_p": 0.9}]))
+
+    def draw(dtype: torch.dtype) -> list[int]:
+        rows = (logits.repeat(len(asked.uniform_N), 1).to(device, dtype) for asked in (border, filtered))
+        return [*map(int, torch.cat([kernels.sample(*given) for given in zip(rows, (border, filtered), strict=True)]))]
+
+    expected = draw(dtype)
+    assert len({*expected[: len(near)]}) == 2
+    assert draw(torch.float32) == expected
+    monkeypatch.setattr(sampling, "SPAN", 16)
+    monkeypatch.setattr(sampling, "BLOCK", 8)
+    assert draw(dtype) == expected
+
+
+def test_of_many_ties_top_k_keeps_the_first(kernels: TritonKernels, device: str, short_spans: None) -> None:
+    """All of the first span, some of the second and none of the third, beside a likelier one."""
+    logits = torch.full((2, 70), -3.0, dtype=torch.bfloat16)
+    logits[:, 13::2] = 1.0
+    logits[:, 1] = 1.5
+    asked = ask(device, *[{"temperature": 1.0, "top_k": 13}] * 2)
+    asked = replace(asked, uniform_N=torch.tensor([0.5, 1 - 2.0**-53], dtype=torch.float64, device=device))
+    found = kernels.sample(logits.to(device), asked).tolist()
+    assert found == [23, 35] == REFERENCE.sample(logits.to(device), asked).tolist()
+
+
 @pytest.mark.slow
-@settings(max_examples=examples(18, 6))
+@pytest.mark.usefixtures("short_spans")
+@settings(max_examples=examples(18, 6), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     vocab=st.integers(1, 60),
     seed=st.integers(0, 1000),

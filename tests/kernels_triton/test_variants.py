@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 CONFIGS = [INTERPRETER, *(config for sizes in TABLE.values() for config in sizes.values())]
 COLUMNS = (1024, 2048, 2560, 3072, 4096, 5120, 6144, 14336, 16384, 28672, 128256)
 MULTIPROCESSORS = (40, 108, 132, 148)
-MOST = 29
+MOST = 33
 """Variants of all kernels of one model."""
 
 
