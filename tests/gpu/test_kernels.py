@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from infer.contracts.attention import AttentionSpec
 from infer.contracts.cache import CacheContext
 from infer.contracts.kernels import Draws
 from infer.kernels.reference import ReferenceKernels
+from infer_kernels_triton.configs import configs
+from infer_kernels_triton.matmul import linear
 from infer_kernels_triton.provider import TritonKernels
 
 BF16 = torch.bfloat16
@@ -61,6 +64,17 @@ def test_products(size: tuple[int, int], kernels: TritonKernels) -> None:
     for rows in ROWS:
         assert torch.equal(kernels.linear(x[:rows], packed), whole[:rows]), rows
         assert torch.equal(kernels.linear(x[-rows:], packed), whole[-rows:]), rows
+
+
+@pytest.mark.parametrize("size", sorted({nk for c in COSTS for nk in c.linear_shapes.values()}))
+def test_every_tile_gives_the_same_bits(size: tuple[int, int]) -> None:
+    """The provider's choice among them depends on the number of rows."""
+    n, k = size
+    config = configs(DEVICE)[2].linear
+    x, weight = canceling(40 if DRY else 200, k, 1), canceling(n, k, 2)
+    first, *others = (linear(x, weight, None, replace(config, tiles=(tile,)), 1) for tile in config.tiles)
+    for tile, found in zip(config.tiles[1:], others, strict=True):
+        assert torch.equal(found, first), tile
 
 
 class Scene:
