@@ -165,7 +165,8 @@ class GroupedWeight:
 
 
 def divided(x: Tensor, by: float) -> Tensor:
-    """x / by, rounded once on every device. A GPU's torch would multiply by a number's inverse, which is rounded."""
+    """x / by, of the shape of ``x``, rounded once on every device. On a GPU, torch would multiply by the inverse of a
+    number, which is rounded itself."""
     return x / x.new_full((), by)
 
 
