@@ -85,7 +85,7 @@ MORE = ("Granite-3.1-1B-A400M",)
 SERVED: dict[int, dict[str, tuple[str, ...]]] = {
     80: {"bf16": EACH, "fp32": LARGEST},
     90: {"bf16": (*EACH, *MORE), "fp16": LARGEST[:1], "fp32": LARGEST[:1]},
-    100: {"bf16": (*LARGEST, "gpt-oss-20b")},
+    100: {"bf16": EACH},
 }
 """What is compiled unless something else is asked for. float16 is as wide as bfloat16: one GPU is enough. float32 takes
 the most memory, of which the smallest GPUs have the least; nobody serves it on the largest."""
