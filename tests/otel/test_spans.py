@@ -6,13 +6,15 @@ import http.server
 import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from opentelemetry.proto.trace.v1.trace_pb2 import Span
+from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 import infer_otel
 from infer.contracts.records import RequestRecord
+from infer.contracts.request import FinishReason
 from infer.errors import SettingsError
 from infer.plugins.discovery import Plugins
 from infer.settings import load_settings
@@ -65,13 +67,13 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collected]:
     server.server_close()
 
 
-def observe(*argv: str) -> None:
+def observe(*argv: str, record: RequestRecord = RECORD) -> None:
     """A request finishes, and the engine closes."""
     plugins = Plugins.discover()
     close = plugins.observe(load_settings(plugins, argv=argv, env={}, read_file=False).settings)
-    plugins.notify("infer_request_finished", RECORD)
+    plugins.notify("infer_request_finished", record)
     close()
-    plugins.notify("infer_request_finished", RECORD)
+    plugins.notify("infer_request_finished", record)
 
 
 def test_a_request_is_a_span_of_its_clients_trace(collector: Collected) -> None:
@@ -85,6 +87,13 @@ def test_a_request_is_a_span_of_its_clients_trace(collector: Collected) -> None:
     assert found["gen_ai.latency.time_in_queue"] == 0.5
     assert found["gen_ai.latency.time_to_first_token"] == 1.0
     assert services == ["mine"]
+
+
+@pytest.mark.parametrize("reason", ["error", "timeout"])
+def test_a_request_without_its_answer_has_failed(reason: FinishReason, collector: Collected) -> None:
+    url, spans, _ = collector
+    observe("--observers.otel.endpoint", url, record=replace(RECORD, finish_reason=reason))
+    assert [span.status.code for span in spans] == [Status.STATUS_CODE_ERROR]
 
 
 def test_the_standard_variables_say_it_too(collector: Collected, monkeypatch: pytest.MonkeyPatch) -> None:

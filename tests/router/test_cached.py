@@ -303,11 +303,11 @@ def test_an_empty_cache(cache: Path, said: Said) -> None:
 def test_a_whole_repository_is_removed_and_no_other(cache: Path, said: Said) -> None:
     """Also where another has the same commits, as a copy has."""
     content = {A: {"config.json": b"{}", "model.safetensors": b"1234"}, B: {"config.json": b"[]"}}
-    places = {id: lay(cache, id, content) for id in ("org/one", "org/two", "org/three")}
+    places = {id: lay(cache, id, content) for id in ("org/one", "org/two", "org/three", "gpt")}
     assert main(["rm", "org/two", "--yes"]) == 0
     assert said() == f"org/two: removed, 0.0 MiB of {cache}.\n"
-    assert {id for id, place in places.items() if place.exists()} == {"org/one", "org/three"}
-    assert main(["rm", "org/one", "org/three", "--yes"]) == 0
+    assert {id for id, place in places.items() if place.exists()} == {"org/one", "org/three", "gpt"}
+    assert main(["rm", "org/one", "org/three", "gpt", "--yes"]) == 0
     assert not [*cache.glob("models--*")]
 
 
@@ -363,17 +363,19 @@ def test_it_asks_before(cache: Path, said: Said, monkeypatch: pytest.MonkeyPatch
     assert "There is no terminal to ask whether org/g/m-Q4_0.gguf may be removed; add --yes." in said()
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     asked: list[str] = []
-    answers = iter(("", "no", "Y"))
+    answers = iter(("", "no", None, "Y"))
 
     def answer(text: str) -> str:
         asked.append(text)
-        return next(answers)
+        if (said := next(answers)) is None:
+            raise EOFError  # Ctrl-D
+        return said
 
     monkeypatch.setattr("builtins.input", answer)
-    for code in (1, 1, 0):
+    for code in (1, 1, 1, 0):
         assert len(blobs(place)) == 2
         assert main(["rm", "org/g:q4_0"]) == code
-    assert asked == [f"Remove org/g/m-Q4_0.gguf (1.0 MiB) from {cache}? [y/N] "] * 3
+    assert asked == [f"Remove org/g/m-Q4_0.gguf (1.0 MiB) from {cache}? [y/N] "] * 4
     assert len(blobs(place)) == 1
 
 

@@ -58,7 +58,7 @@ class Trace:
         for name, (start, end) in parts.items():
             if end > start:
                 self._nested(name, start, end, record.request_id, {})
-        if record.finish_reason in ("abort", "error"):
+        if record.finish_reason in ("abort", "error", "timeout"):
             at = _us(record.finished)
             self._write(ph="n", cat="request", name=record.finish_reason, id=record.request_id, ts=at)
 

@@ -80,7 +80,7 @@ class Spans:
         if record.first_token is not None:
             span.set_attribute("gen_ai.latency.time_to_first_token", record.first_token - record.arrival)
             span.add_event("first token", timestamp=_ns(record.first_token))
-        if record.finish_reason == "error":
+        if record.finish_reason in ("error", "timeout"):
             span.set_status(Status(StatusCode.ERROR))
         span.end(_ns(record.finished))
 

@@ -145,6 +145,8 @@ class Cache:
         for the whole repository. Raises InferError."""
         from infer.checkpoint.hub import hub_name
 
+        if name in (*self.repos, *self.damaged):  # also without an organization, as other programs download them
+            return name, []
         found = hub_name(name, self.suffixes)
         if found is None or found.id not in (*self.repos, *self.damaged):
             raise self._unknown(name)
@@ -324,7 +326,12 @@ def remove(args: argparse.Namespace, context: CommandContext) -> int:
     if not args.yes:
         if not sys.stdin.isatty():
             raise SettingsError(f"There is no terminal to ask whether {what} may be removed; add --yes.")
-        if input(f"Remove {what} ({size}) from {cache.folder}? [y/N] ").strip().lower() not in ("y", "yes"):
+        try:
+            answer = input(f"Remove {what} ({size}) from {cache.folder}? [y/N] ")
+        except EOFError:
+            answer = ""
+            print()
+        if answer.strip().lower() not in ("y", "yes"):
             print("Nothing is removed.")
             return 1
     for plan in plans:
