@@ -21,7 +21,8 @@ web_app._cached_build_middleware = web_app._build_middlewares  # type: ignore[as
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     parser.addoption("--explore", type=int, metavar="SEED", help="draw examples from this seed, and more of them")
-    pluginmanager.import_plugin("tests.again")
+    for plugin in ("tests.again", "tests.costs"):
+        pluginmanager.import_plugin(plugin)
     # Where pytest-asyncio is not installed, its settings in pyproject.toml are no mistake.
     if not pluginmanager.hasplugin("asyncio"):
         for name in ("asyncio_mode", "asyncio_default_fixture_loop_scope"):

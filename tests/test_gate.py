@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -95,3 +96,14 @@ def test_a_slow_test_that_failed_is_run_once_more_alone(
     final = mark == "quick" and not other
     assert ("flaky: test_it.py::test_in_company" in done.stdout) is not final
     assert "flaky: test_it.py::test_always" not in done.stdout
+
+
+@pytest.mark.slow
+def test_the_files_that_took_longest_are_listed(tmp_path: Path) -> None:
+    for file in ("test_a.py", "test_b.py"):
+        (tmp_path / file).write_text("def test(): ...")
+    command = [sys.executable, "-m", "pytest", "-p", "xdist", "-p", "tests.costs", "--durations", "2", "-n1", "."]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
+    assert re.search(r"slowest 2 files of \d+ s", done.stdout)
+    assert {*re.findall(r"^\d+\.\d\ds (\S+\.py)$", done.stdout, re.MULTILINE)} == {"test_a.py", "test_b.py"}
