@@ -212,7 +212,8 @@ def _sampling(costs: Costs, kernels: TritonKernels, ceilings: Ceilings) -> Itera
                     full(0),
                     torch.rand(rows, dtype=torch.float64, device=DEVICE),
                     greedy=temperature == 0,
-                    ranked=top_k > 0,
+                    top_k=top_k > 0,
+                    top_p=top_p < 1,
                 )
                 logits = randn(rows, V)
                 return lambda: kernels.sample(logits, draws)

@@ -170,7 +170,7 @@ def test_draws(kernels: TritonKernels) -> None:
     def draw(kernels: ReferenceKernels, device: torch.device) -> Tensor:
         values = (x.to(device) for x in (temperature, top_k, top_p, torch.zeros(rows), uniform))
         tensors = dict(zip(("temperature_N", "top_k_N", "top_p_N", "min_p_N", "uniform_N"), values, strict=True))
-        return kernels.sample(logits.to(device), Draws(**tensors, greedy=False, ranked=True)).cpu()
+        return kernels.sample(logits.to(device), Draws(**tensors, greedy=False, top_k=True, top_p=True)).cpu()
 
     expected, found = draw(ReferenceKernels(), torch.device("cpu")), draw(kernels, DEVICE)
     # The sums behind the thresholds are rounded differently: a token at the edge may fall to its neighbor.

@@ -197,7 +197,7 @@ def launches(arch: int, dtype: torch.dtype, models: tuple[str, ...], forms: bool
             _tiles(kernels, dtype)
         _recurrent(kernels, dtype)
         fp32, int64, fp64 = (_empty(4, dtype=d) for d in (torch.float32, torch.int64, torch.float64))
-        kernels.sample(_empty(4, 151936, dtype=dtype), Draws(fp32, int64, fp32, fp32, fp64, False, True))
+        kernels.sample(_empty(4, 151936, dtype=dtype), Draws(fp32, int64, fp32, fp32, fp64, False, True, True))
         for form, n, k in _grouped(arch, dtype, models, forms):
             packed = kernels.pack(form.weight(n, k, dtype))
             kernels.embedding(_empty(3, dtype=torch.int64), packed)

@@ -128,6 +128,44 @@ def test_ties_stay_together_but_for_top_k(
     assert kernels.sample(logits.to(device), asked).tolist() == drawn
 
 
+class Counted:
+    """A kernel whose launches are counted."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.launches = 0
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        self.launches += 1
+        return self.kernel[grid]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.kernel, name)
+
+
+@pytest.mark.parametrize(
+    ("filters", "rounds"),
+    [({}, 0), ({"min_p": 0.1}, 0), ({"top_k": 9}, 4 + 1), ({"top_p": 0.7}, 4), ({"top_k": 9, "top_p": 0.7}, 4 + 4)],
+    ids=str,
+)
+def test_filters_that_no_row_asks_for_launch_nothing(
+    kernels: TritonKernels, device: str, filters: dict[str, Any], rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor do those of rows that take the likeliest token. The token is the same with all rounds."""
+    logits = (random(2, 300, dtype=torch.bfloat16) * 2).to(device)
+    draw, greedy = {"temperature": 1.0, **filters}, {"temperature": 0, "top_k": 9, "top_p": 0.7}
+    for rows, expected in ((draw, greedy), (1, rounds, 1, 1)), ((greedy, greedy), (1, 0, 0, 1)):
+        counted = [Counted(getattr(sampling, f"{name}_kernel")) for name in ("tops", "narrow", "masses", "draw")]
+        asked = ask(device, *rows)
+        with monkeypatch.context() as patch:
+            for kernel, name in zip(counted, ("tops", "narrow", "masses", "draw"), strict=True):
+                patch.setattr(sampling, f"{name}_kernel", kernel)
+            found = kernels.sample(logits, asked)
+        assert tuple(kernel.launches for kernel in counted) == expected
+        every = replace(asked, top_k=True, top_p=True)
+        assert torch.equal(found, kernels.sample(logits, every))
+
+
 @pytest.mark.slow
 def test_a_tiny_temperature_is_greedy(kernels: TritonKernels, device: str) -> None:
     logits = random(20, 3000) * 50

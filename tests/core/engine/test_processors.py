@@ -176,7 +176,8 @@ def test_drawn_tokens_are_drawn_from_what_the_formulas_leave() -> None:
             min_p_N=torch.tensor([0.0]),
             uniform_N=torch.from_numpy(uniform(words([8]), words([len(PROMPT) + i]))),
             greedy=False,
-            ranked=True,
+            top_k=True,
+            top_p=False,
         )
         assert ReferenceKernels().sample(values, draws).tolist() == [token], i
 

@@ -66,8 +66,10 @@ class Draws:
     """float64 in [0, 1): one random number per row."""
     greedy: bool
     """True if every row has temperature 0."""
-    ranked: bool
-    """True if any row has a top-k or top-p filter."""
+    top_k: bool
+    """True if any row that draws has a top-k filter."""
+    top_p: bool
+    """True if any row that draws has a top-p filter."""
 
 
 class RecorderProtocol(Protocol):

@@ -65,7 +65,8 @@ class Drawing:
             min_p_N=column([p.min_p for p in params]),
             uniform_N=column([0.0] * len(params), np.float64),
             greedy=all(p.temperature == 0 for p in params),
-            ranked=any(p.temperature > 0 and (p.top_k > 0 or p.top_p < 1) for p in params),
+            top_k=any(p.temperature > 0 and p.top_k > 0 for p in params),
+            top_p=any(p.temperature > 0 and p.top_p < 1 for p in params),
         )
 
 
@@ -84,7 +85,8 @@ def equal_draws(
         min_p_N=full(0.0),
         uniform_N=full(uniform, torch.float64),
         greedy=temperature == 0,
-        ranked=temperature > 0 and (top_k > 0 or top_p < 1),
+        top_k=temperature > 0 and top_k > 0,
+        top_p=temperature > 0 and top_p < 1,
     )
 
 

@@ -55,7 +55,8 @@ def varying_draws(
                 min_p_N=column("min_p", torch.float32),
                 uniform_N=column("uniform", torch.float64),
                 greedy=all(draw.temperature == 0 for draw in draws),
-                ranked=any(draw.top_k > 0 or draw.top_p < 1 for draw in draws),
+                top_k=any(draw.top_k > 0 for draw in draws),
+                top_p=any(draw.top_p < 1 for draw in draws),
             ),
         ).tolist()
         return tokens

@@ -388,7 +388,7 @@ def _draw(logits_NV: Tensor, draws: Draws) -> Tensor:
     scaled_NV = (logits_NV - logits_NV.amax(-1, keepdim=True)) / heat_N1
     probs_NV = torch.softmax(torch.nan_to_num(scaled_NV, nan=0.0), dim=-1)
 
-    if draws.ranked:
+    if draws.top_k or draws.top_p:
         asks_N = (draws.top_k_N > 0) | (draws.top_p_N < 1)
         ranked_R = asks_N.nonzero()[:, 0]
         vocab = probs_NV.shape[1]

@@ -290,33 +290,42 @@ def sample(logits_NV: Tensor, draws: Draws, first: bool) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=logits_NV.device)
 
     token_N, tops, firsts = empty(N), empty(N, S, dtype=torch.float32), empty(N, S, dtype=torch.int32)
-    masses, lasts, floors = empty(N, S), empty(N, S, dtype=torch.int32), empty(N, 2)
-    found, states = empty(N, 2, S, DIGITS.value), empty(N, 2, 2)
-    ranked = draws.ranked and not draws.greedy
+    # What no launched kernel reads or writes is stood for by a tensor of the same type.
+    masses = floors = found = states = token_N
+    lasts = firsts
+    top_k, top_p = draws.top_k and not draws.greedy, draws.top_p and not draws.greedy
+    if not draws.greedy:
+        masses = empty(N, S)
+    if top_k or top_p:
+        lasts, floors = empty(N, S, dtype=torch.int32), empty(N, 2)
+        found, states = empty(N, 2, S, DIGITS.value), empty(N, 2, 2)
     Run = Callable[[Any, tuple[int, ...]], Callable[..., object]]
 
-    def launch(run: Run, logits: Tensor | torch.dtype, dtype: torch.dtype, greedy: bool, ranked: bool) -> None:
+    def launch(
+        run: Run, logits: Tensor | torch.dtype, dtype: torch.dtype, greedy: bool, top_k: bool, top_p: bool
+    ) -> None:
         where = logits_NV.stride(0), V, S
         # Nothing is fused, so that a token has one weight, whatever kernel weighs it.
         sizes: dict[str, Any] = {"SPAN": span, "num_warps": 8, "enable_fp_fusion": False}
         more = sizes | {"ROUNDS": ROUNDS[dtype], "S_PAD": triton.next_power_of_2(S)}
-        heat, top_k, top_p, min_p = draws.temperature_N, draws.top_k_N, draws.top_p_N, draws.min_p_N
+        heat, min_p, ranked = draws.temperature_N, draws.min_p_N, int(top_k or top_p)
         run(tops_kernel, (N, S))(logits, tops, firsts, *where, **sizes)
-        for weighed in (False, True) if ranked else ():
-            for i in range(ROUNDS[dtype]):
+        # The first weighed round writes top-k's threshold, or that there is none.
+        for weighed, rounds in (False, ROUNDS[dtype] * top_k), (True, ROUNDS[dtype] if top_p else ranked):
+            for i in range(rounds):
                 run(narrow_kernel, (N, S))(
-                    logits, heat, top_k, top_p, tops, found, states, floors, lasts, *where, i,
+                    logits, heat, draws.top_k_N, draws.top_p_N, tops, found, states, floors, lasts, *where, i,
                     WEIGHED=weighed, BLOCK=min(BLOCK, span), **more,
                 )  # fmt: skip
         if not greedy:
             run(masses_kernel, (N, S))(
-                logits, heat, top_p, min_p, tops, found, states, floors, lasts, masses, *where, int(ranked), **more
+                logits, heat, draws.top_p_N, min_p, tops, found, states, floors, lasts, masses, *where, ranked, **more
             )
         scratch = tops, firsts, floors, lasts, masses
-        run(draw_kernel, (N,))(logits, heat, min_p, draws.uniform_N, *scratch, token_N, *where, int(ranked), **more)
+        run(draw_kernel, (N,))(logits, heat, min_p, draws.uniform_N, *scratch, token_N, *where, ranked, **more)
 
     if first:
         for dtype in {logits_NV.dtype, torch.float32}:  # edited logits are float32
-            launch(lambda kernel, grid: functools.partial(kernel.warmup, grid=grid), dtype, dtype, False, True)
-    launch(lambda kernel, grid: kernel[grid], logits_NV, logits_NV.dtype, draws.greedy, ranked)
+            launch(lambda kernel, grid: functools.partial(kernel.warmup, grid=grid), dtype, dtype, False, True, True)
+    launch(lambda kernel, grid: kernel[grid], logits_NV, logits_NV.dtype, draws.greedy, top_k, top_p)
     return token_N

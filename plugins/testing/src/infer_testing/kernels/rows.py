@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from infer.contracts.attention import Rotary
-from infer.contracts.kernels import Draws, Routing
+from infer.contracts.kernels import Routing
 from infer.device import same_bits
 from infer.errors import SettingsError
 from infer_testing.kernels.elementwise import head_norms
 from infer_testing.kernels.experts import Mixture
 from infer_testing.kernels.products import grouped_weight
 from infer_testing.kernels.provider import ACTIVATIONS, MOST_ROWS, ROWS, Provider, check
-from infer_testing.kernels.sampling import random_draws
+from infer_testing.kernels.sampling import asked, random_draws
 from infer_testing.kernels.states import GROUPS
 from infer_testing.suite import Skipped, Violation
 
@@ -109,7 +109,6 @@ def rows_of_sample(p: Provider, draw: random.Random) -> None:
     columns = (draws.temperature_N, draws.top_k_N, draws.top_p_N, draws.min_p_N, draws.uniform_N)
 
     def kernel(logits: Tensor, heat: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor) -> Tensor:
-        ranked = bool(((top_k > 0) | (top_p < 1)).any())
-        return p.kernels.sample(logits, Draws(heat, top_k, top_p, min_p, uniform, bool((heat == 0).all()), ranked))
+        return p.kernels.sample(logits, asked(heat, top_k, top_p, min_p, uniform))
 
     rowwise("sample", kernel, logits, *columns)

@@ -50,8 +50,14 @@ def random_draws(p: Provider, rows: int, draw: random.Random) -> Draws:
     temperature, top_k = column(torch.float32, 0, 0.5, 1, 3), column(torch.int64, 0, 0, 1, 3, 9)
     top_p, min_p = column(torch.float32, 1, 1, 0.3, 0.9), column(torch.float32, 0, 0, 0.1)
     uniform = torch.tensor([draw.random() for _ in range(rows)], dtype=torch.float64, device=p.device)
-    ranked = bool(((top_k > 0) | (top_p < 1)).any())
-    return Draws(temperature, top_k, top_p, min_p, uniform, bool((temperature == 0).all()), ranked)
+    return asked(temperature, top_k, top_p, min_p, uniform)
+
+
+def asked(temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor) -> Draws:
+    """Draws of these columns."""
+    draws = temperature > 0
+    flags = (bool(any_N.any()) for any_N in (draws & (top_k > 0), draws & (top_p < 1)))
+    return Draws(temperature, top_k, top_p, min_p, uniform, not bool(draws.any()), *flags)
 
 
 def kept_mass(
