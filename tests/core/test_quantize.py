@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -177,6 +178,20 @@ def test_served(kernels: str, quantization: str, tmp_path: Path, caplog: pytest.
         found = torch.tensor([entry.logprob for entry in answer.prompt_logprobs if entry is not None])
         torch.testing.assert_close(found, expected[:, 0], atol=close, rtol=0)
         assert (found - expected[:, 0]).abs().max() > (1e-4 if activations == "auto" else -1)
+
+
+def test_codes_follow_from_a_quotient_that_is_rounded_once() -> None:
+    """As numpy divides 127 by a group's greatest value. torch divides a number by a tensor in two steps, 1 by it, then
+    times 127, and values in the middle between two codes would get the other one."""
+    top = np.random.default_rng(1).uniform(0.5, 2, (64, 1)).astype(np.float32)
+    inverse, twice = np.float32(127) / top, np.float32(1) / top * np.float32(127)
+    middle = (np.arange(1, 127, dtype=np.float32) + np.float32(0.5)) / inverse
+    beside = [np.nextafter(middle, np.float32(end)) for end in (0, 2)]
+    x = np.concatenate([top, middle, *beside], axis=1)
+    expected = np.rint(x * inverse)
+    assert (np.rint(x * twice) != expected).any()
+    codes, _ = quantize_rows(torch.from_numpy(x), x.shape[1])
+    assert np.array_equal(codes[:, 0].numpy(), expected)
 
 
 class DividingAsGPUs(TorchDispatchMode):  # type: ignore[no-untyped-call]
