@@ -47,11 +47,11 @@ def kernels() -> TritonKernels:
     return TritonKernels(DEVICE)
 
 
-def canceling(rows: int, columns: int, seed: int) -> Tensor:
+def canceling(rows: int, columns: int, seed: int, dtype: torch.dtype = BF16) -> Tensor:
     """Values over many magnitudes: another order of adding gives other bits."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
     x = torch.randn(rows, columns, device=DEVICE, generator=generator)
-    return (x * torch.exp2(8 * torch.randn(rows, columns, device=DEVICE, generator=generator))).to(BF16)
+    return (x * torch.exp2(8 * torch.randn(rows, columns, device=DEVICE, generator=generator))).to(dtype)
 
 
 @pytest.mark.parametrize("size", sorted({nk for c in COSTS for nk in c.linear_shapes.values()}))
@@ -66,12 +66,19 @@ def test_products(size: tuple[int, int], kernels: TritonKernels) -> None:
         assert torch.equal(kernels.linear(x[-rows:], packed), whole[-rows:]), rows
 
 
-@pytest.mark.parametrize("size", sorted({nk for c in COSTS for nk in c.linear_shapes.values()}))
-def test_every_tile_gives_the_same_bits(size: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [
+        *((BF16, size) for size in sorted({nk for c in COSTS for nk in c.linear_shapes.values()})),
+        *((torch.float32, (n, COSTS[0].hidden_size)) for n in (16, COSTS[0].hidden_size)),  # as adapters' products are
+    ],
+    ids=str,
+)
+def test_every_tile_gives_the_same_bits(dtype: torch.dtype, size: tuple[int, int]) -> None:
     """The provider's choice among them depends on the number of rows."""
     n, k = size
-    config = configs(DEVICE)[2].linear
-    x, weight = canceling(40 if DRY else 200, k, 1), canceling(n, k, 2)
+    config = configs(DEVICE)[dtype.itemsize].linear
+    x, weight = canceling(40 if DRY else 200, k, 1, dtype), canceling(n, k, 2, dtype)
     first, *others = (linear(x, weight, None, replace(config, tiles=(tile,)), 1) for tile in config.tiles)
     for tile, found in zip(config.tiles[1:], others, strict=True):
         assert torch.equal(found, first), tile
@@ -167,7 +174,7 @@ def test_draws(kernels: TritonKernels) -> None:
     top_p = torch.tensor([1.0, 0.9]).repeat(rows // 2)
     uniform = torch.rand(rows, dtype=torch.float64, generator=generator)
 
-    def draw(kernels: ReferenceKernels, device: torch.device) -> Tensor:
+    def draw(kernels: ReferenceKernels, device: torch.device, logits: Tensor = logits) -> Tensor:
         values = (x.to(device) for x in (temperature, top_k, top_p, torch.zeros(rows), uniform))
         tensors = dict(zip(("temperature_N", "top_k_N", "top_p_N", "min_p_N", "uniform_N"), values, strict=True))
         return kernels.sample(logits.to(device), Draws(**tensors, greedy=False, top_k=True, top_p=True)).cpu()
@@ -176,3 +183,4 @@ def test_draws(kernels: TritonKernels) -> None:
     # The sums behind the thresholds are rounded differently: a token at the edge may fall to its neighbor.
     assert (found == expected).float().mean() > 0.95
     assert torch.equal(found[temperature == 0], logits[temperature == 0].argmax(-1))
+    assert torch.equal(draw(kernels, DEVICE, logits.float()), found)
