@@ -69,6 +69,7 @@ def ways() -> dict[str, Product]:
     found = {f"tile {m}x{n}": tiled(m, n) for m, n in ((16, 32), (32, 32), (64, 16), (64, 32), (64, 64), (64, 128))}
     found |= {
         "tile 64x256": tiled(64, 256),
+        "tile 128x128": tiled(128, 128, warps=8),
         "tile 128x256": tiled(128, 256, warps=8),
         "tile 64x32x128": tiled(64, 32, 128),
     }

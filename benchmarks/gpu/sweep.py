@@ -42,8 +42,9 @@ def linears() -> Iterator[LinearConfig]:
         yield LinearConfig(32, (LinearTile(16, 16, 1, 1),))
         return
     for m, n, k, stages in itertools.product((64, 128), (16, 32, 64, 128, 256), (64, 128), (3, 4, 6, 8)):
-        if (m + n) * k * 2 * stages <= 220 * 1024 and m * n <= 128 * 256:
-            yield LinearConfig(k, (LinearTile(m, n, 8 if m * n > 128 * 128 else 4, stages),))
+        deep = stages < 8 or m * n <= 64 * 32  # a larger tile has enough to load with fewer stages
+        if deep and (m + n) * k * 2 * stages <= 220 * 1024 and m * n <= 128 * 256:
+            yield LinearConfig(k, (LinearTile(m, n, 8 if m * n >= 128 * 128 else 4, stages),))
 
 
 def grouped_tiles(costs: Costs) -> Iterator[dict[str, Any]]:

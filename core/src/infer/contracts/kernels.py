@@ -244,7 +244,7 @@ class KernelsProtocol(Protocol):
 
         Inverse-transform sampling in vocabulary order over the tokens that the filters keep: temperature, then top-k,
         then top-p over what top-k kept, then min-p. Top-k keeps k tokens; of equal logits, those of lower ids. The
-        others are thresholds on probability, so that they keep or drop tokens of equal probability together.
+        others are thresholds on probability, so that they keep or drop tokens of equal logits together.
         """
 
 

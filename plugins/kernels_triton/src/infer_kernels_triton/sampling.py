@@ -57,7 +57,7 @@ def _top(tops_ptr, row, S, S_PAD: tl.constexpr):
 
 @triton.jit
 def _weigh(x, top, heat):
-    """exp((x - top) / heat), and the same as a number of UNITths."""
+    """exp((x - top) / heat), and the same in units of 1 / UNIT."""
     weight = tl.exp((x - top) / heat)
     return weight, (weight * UNIT).to(tl.int64)
 
