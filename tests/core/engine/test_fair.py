@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 from tests.core.engine.test_schedulers import Driver, chunks, make, sequence
 
@@ -145,30 +146,118 @@ def test_what_is_computed_again_does_not_count() -> None:
     raise AssertionError("it was not computed again")
 
 
+def scheduler_of(driver: Driver) -> FairScheduler:
+    assert isinstance(driver.scheduler, FairScheduler)
+    return driver.scheduler
+
+
+def refill(driver: Driver, key: str, user: str = "", prompt: int = 60, waiting: int = 4) -> None:
+    """Have the key ask without a break, for answers of one token."""
+    missing = waiting - sum(each.request.owner.key == key for each in driver.scheduler.seats.waiting)
+    for _ in range(missing):
+        order = len(driver.log) * 100 + len(driver.scheduler.seats.waiting)
+        driver.scheduler.add(sequence(order, prompt, 1, key=key, user=user.format(order)))
+
+
+STEPS: dict[str, Any] = {"max_batch_size": 8, "max_tokens_per_step": 64, "prefill_chunk_size": 64}
+
+
+def test_a_slow_stream_saves_nothing_up_for_a_burst() -> None:
+    driver = fair(**STEPS)
+    driver.scheduler.add(sequence(0, 4, 9999, key="saver"))
+    for _ in range(200):
+        refill(driver, "busy")
+        driver.step()
+    driver.log.clear()
+    for _ in range(40):
+        refill(driver, "busy")
+        refill(driver, "saver")
+        driver.step()
+    got = Counter[str]()
+    for work in (work for each in driver.log for works in each.passes() for work in works):
+        got[work.sequence.request.owner.key] += work.length * (2 if work.decode else 1)
+    assert abs(got["busy"] - got["saver"]) <= 130, got
+
+
+def test_who_comes_while_others_ask_is_not_behind_them() -> None:
+    """Though streams that ask for nothing got tokens beside them."""
+    driver = fair(**STEPS)
+    for order in range(4):
+        driver.scheduler.add(sequence(order, 4, 9999, key=f"stream {order}"))
+    for _ in range(200):
+        refill(driver, "busy")
+        driver.step()
+    driver.scheduler.add(sequence(1, 40, 1, key="new"))
+    for _ in range(3):
+        refill(driver, "busy")
+        driver.step()
+    assert "r1" in driver.done
+
+
+def test_new_names_do_not_keep_out_who_has_got_something() -> None:
+    driver = fair(**STEPS)
+    driver.scheduler.add(sequence(0, 400, 1, user="old"))
+    for _ in range(40):
+        refill(driver, "", "user {}", prompt=64, waiting=4)
+        driver.step()
+    assert "r0" in driver.done
+
+
+def test_who_was_preempted_has_saved_nothing_up() -> None:
+    driver = fair(**STEPS)
+    saver = sequence(0, 4, 9999, key="saver")
+    driver.scheduler.add(saver)
+    for _ in range(100):
+        refill(driver, "busy")
+        driver.step()
+    driver.scheduler.seats.preempt(saver)
+    refill(driver, "busy")
+    driver.step()
+    keys = scheduler_of(driver)._keys
+    assert abs(keys["saver"] - keys["busy"]) <= 130
+
+
+def test_a_pass_that_raised_changes_no_account() -> None:
+    driver = fair(max_batch_size=4, max_tokens_per_step=8, prefill_chunk_size=8)
+    both = [sequence(order, 80, 9, key=key) for order, key in enumerate("ab")]
+    for each in both:
+        driver.scheduler.add(each)
+    for _ in range(3):
+        driver.step()
+    keys = scheduler_of(driver)._keys
+    assert (keys["a"], keys["b"]) == (16, 8)
+    for each in both:
+        driver.scheduler.finish(each)
+        each.restart()
+        driver.scheduler.add(each)
+    driver.step()
+    assert (keys["a"], keys["b"]) == (16, 8), "b came first, with what it had computed already"
+    assert both[1].num_computed == 8
+
+
 def test_who_comes_back_has_saved_nothing_up_and_is_forgotten() -> None:
     shares = Shares()
-    shares.enter("a")
+    shares.begin({"a"}, {"a"})
     shares.give("a", 100.0)
-    shares.enter("b")
+    shares.begin({"a", "b"}, {"a", "b"})
     assert shares["b"] == 100.0
-    shares.leave("b")
+    shares.begin({"a"}, {"a"})
     assert len(shares) == 1, "b would be lifted to that again"
-    shares.enter("b")
-    shares.give("b", 1.0)
-    shares.leave("b")
-    assert len(shares) == 2
-    assert shares["b"] == 101.0, "it has got more than others"
-    assert not shares.leave("a")
+    shares.begin({"a", "b"}, {"a", "b"})
+    shares.give("b", 8.0)
+    shares.begin({"a"}, {"a"})
+    assert shares["b"] == 108.0, "it has got more than others"
+    shares.give("a", 9.0)
+    shares.begin(set(), set())
     assert len(shares) == 0
 
 
 def test_names_are_remembered_within_bounds() -> None:
     shares = Shares()
-    shares.enter("stays")
     for name in map(str, range(3 * MOST_ABSENT)):
-        shares.enter(name)
+        both = {"stays", name}
+        shares.begin(both, both)
         shares.give(name, 1.0)
-        shares.leave(name)
         assert len(shares) <= MOST_ABSENT + 2
 
 
@@ -177,6 +266,6 @@ def test_nothing_is_kept_of_who_has_left() -> None:
     for order in range(9):
         driver.scheduler.add(sequence(order, 4, 2, key=f"key {order % 2}", user=f"user {order}"))
     driver.run()
-    scheduler = driver.scheduler
-    assert isinstance(scheduler, FairScheduler)
-    assert len(scheduler._keys) == len(scheduler._users) == len(scheduler._counted) == 0
+    driver.step()
+    scheduler = scheduler_of(driver)
+    assert len(scheduler._keys) == len(scheduler._users) == 0

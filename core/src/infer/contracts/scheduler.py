@@ -48,6 +48,9 @@ class Sequence:
     """How often it has lost its slot to another. Set by the scheduler."""
     isolations: int = 0
     """How often it has lost its slot because a pass raised. Set by the engine."""
+    counted: int = 0
+    """Up to which position its owner's account has been charged; what is computed again costs nothing. Set by a
+    scheduler that keeps accounts."""
     pending: int = 0
     """How many PENDING tokens ``tokens`` ends with. Set by the engine."""
     proposed: int = 0

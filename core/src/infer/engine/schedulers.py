@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Set
 from typing import TYPE_CHECKING, Any
 
 from infer.contracts.cache import CachePoolProtocol
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from infer.contracts.sections import EngineSettings
 
 ANSWER_COST = 2.0
-"""What a token of an answer counts where one of a prompt counts 1: it takes a place for a whole step."""
+"""What a step of an answer counts, with whatever drafts are accepted in it, where a token of a prompt counts 1: it
+takes a place for the whole step."""
 MOST_ABSENT = 1024
 """How many names are remembered that have nothing here. Clients choose the names of users."""
 
@@ -72,43 +73,47 @@ class StaticScheduler(ContinuousScheduler):
 
 
 class Shares:
-    """How much each name has got (virtual token counters; Sheng et al., 2024). Who has got the least is to be served
-    next. Nobody saves anything up: who comes, or comes back, is lifted to the least of those who are here."""
+    """How much each name has got. Who has got the least is to be served next: virtual token counters (Sheng et al.,
+    "Fairness in Serving Large Language Models", 2024), whose lift for those who come is taken here from a virtual time
+    as of weighted fair queueing (Demers et al., 1989), because the lowest count stands still while new names come.
+
+    A name asks while it has prompts to compute. Nobody saves anything up: whoever begins to ask is lifted to the
+    virtual time. It goes on by what each of those who ask would have got in equal shares, so those who have waited all
+    along get ahead of those who have come later.
+    """
 
     def __init__(self) -> None:
-        self._here: Counter[str] = Counter()
-        """How many sequences each name has here; no name with none."""
         self._got: dict[str, float] = {}
+        self._time = 0.0
+        self._here: Set[str] = frozenset()
+        self._asking: Set[str] = frozenset()
 
     def __len__(self) -> int:
         """How many names are remembered."""
         return len(self._got)
 
     def __getitem__(self, name: str) -> float:
-        return self._got[name]
+        """How much the name has got; what it will be lifted to, if no step has seen it."""
+        return self._got.get(name, self._time)
+
+    def begin(self, here: Set[str], asking: Set[str]) -> None:
+        """A step begins. Of the names that have any sequences ``here``, some are ``asking``."""
+        least = min((self._got[name] for name in asking & self._asking), default=0.0)
+        self._time = max(self._time, least)
+        for name in asking - self._asking:
+            self._got[name] = max(self._got.get(name, 0.0), self._time)
+        if here != self._here:  # who is away, and would be lifted higher anyway, need not be remembered
+            least = self._time if len(self._got) - len(here) <= MOST_ABSENT else float("inf")
+            self._got = {name: got for name, got in self._got.items() if name in here or got > least}
+        self._here, self._asking = here, asking
 
     def give(self, name: str, amount: float) -> None:
         """Count what the name, which is here, gets."""
         self._got[name] += amount
-
-    def enter(self, name: str) -> None:
-        """One more sequence of this name is here."""
-        if name not in self._here:
-            self._got[name] = max(self._got.get(name, 0.0), self._least(0.0))
-        self._here[name] += 1
-
-    def leave(self, name: str) -> bool:
-        """One sequence of this name less is here. Return whether anybody is left."""
-        self._here[name] -= 1
-        if not self._here[name]:
-            del self._here[name]
-            # Who is away, and would be lifted higher anyway, need not be remembered.
-            least = self._least(float("inf")) if len(self._got) - len(self._here) <= MOST_ABSENT else float("inf")
-            self._got = {each: got for each, got in self._got.items() if each in self._here or got > least}
-        return bool(self._here)
-
-    def _least(self, default: float) -> float:
-        return min((self._got[name] for name in self._here), default=default)
+        if name in self._asking:
+            self._time += amount / len(self._asking)
+        elif not self._asking:  # nobody waits for anything, so nobody owes anything
+            self._time = max(self._time, self._got[name])
 
 
 class FairScheduler(ContinuousScheduler):
@@ -123,32 +128,33 @@ class FairScheduler(ContinuousScheduler):
         self._keys = Shares()
         self._users: defaultdict[str, Shares] = defaultdict(Shares)
         """The users of each key that has anything here."""
-        self._counted: dict[Sequence, int] = {}
-        """Up to which position each sequence has been counted. What is computed again is nobody's wish."""
 
     def weight(self, owner: Owner) -> float:
-        """How much the owner gets, in relation to others; more than 0."""
+        """How much the owner gets, in relation to others; more than 0. It divides what is counted for
+        the user and for the key: a key whose users weigh more gets more, too."""
         return 1.0
-
-    def add(self, sequence: Sequence) -> None:
-        key, user = sequence.request.owner
-        self._keys.enter(key)
-        self._users[key].enter(user)
-        super().add(sequence)
-
-    def finish(self, sequence: Sequence) -> None:
-        super().finish(sequence)
-        self._counted.pop(sequence, None)
-        key, user = sequence.request.owner
-        self._keys.leave(key)
-        if not self._users[key].leave(user):
-            del self._users[key]
 
     def schedule(self) -> Schedule:
         step = self.seats.begin(self.victim, chunks=False)
+        self._begin()
         self._count(step.schedule.decodes, ANSWER_COST)
         self.admit(step)
         return step.schedule
+
+    def _begin(self) -> None:
+        """Tell the shares who is here, and who asks. Only a step tells them, so that a sequence that leaves and is
+        added again because a pass raised does not lose its place."""
+        here: defaultdict[str, set[str]] = defaultdict(set)
+        asking: defaultdict[str, set[str]] = defaultdict(set)
+        for sequence in (*self.seats.running, *self.seats.waiting):
+            key, user = sequence.request.owner
+            here[key].add(user)
+            if not sequence.decoding:
+                asking[key].add(user)
+        self._keys.begin(set(here), set(asking))
+        self._users = defaultdict(Shares, {key: self._users[key] for key in here})
+        for key, users in self._users.items():
+            users.begin(here[key], asking[key])
 
     def admit(self, step: Step) -> None:
         """Plan chunks, of prompts that are part-way and of those that wait, in the order of shares."""
@@ -177,8 +183,8 @@ class FairScheduler(ContinuousScheduler):
     def _count(self, works: Iterable[Work], cost: float = 1.0) -> None:
         for work in works:
             sequence = work.sequence
-            if (new := work.end - max(work.start, self._counted.get(sequence, 0))) > 0:
-                self._counted[sequence] = work.end
+            if (new := work.end - max(work.start, sequence.counted)) > 0:
+                sequence.counted = work.end
                 owner = sequence.request.owner
                 amount = new * cost / self.weight(owner)
                 self._keys.give(owner.key, amount)

@@ -24,6 +24,7 @@ class WeightedScheduler(FairScheduler):
         self._weights = dict.fromkeys(settings.users, settings.weight)
 
     def weight(self, owner: Owner) -> float:
+        """It divides what is counted for the user and for the key: a key whose users weigh more gets more, too."""
         return self._weights.get(owner.user, 1.0)
 
 
