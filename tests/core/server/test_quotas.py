@@ -13,6 +13,7 @@ from tests.serving import Body, Running, holding, running, until
 
 import infer.server.service
 from infer.engine.loop import AsyncDoor
+from infer.server.http.keys import Keys
 from infer.server.http.quotas import MOST_OWNERS, Bucket, Quotas, RateLimitError
 
 ENGINE = {"max_batch_size": 2, "max_seq_len": 512}
@@ -197,6 +198,29 @@ async def test_the_consoles_session_counts_for_its_key(clock: Clock) -> None:
         assert await on_page() == 429
         assert (await asked(server))[0] == 429
         assert (await asked(server, key="b"))[0] == 200
+
+
+async def test_who_logs_out_while_their_request_arrives_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    paid: list[str] = []
+    read = asyncio.Event()
+    monkeypatch.setattr(Quotas, "admit", lambda quotas, owner: read.set())
+    monkeypatch.setattr(Quotas, "charge", lambda quotas, owner, tokens: paid.append(owner))
+    async with running(engine=ENGINE, server={"api_keys": "a,b", "access_log": False}) as server:
+        page = {"X-Infer-Console": "1"}
+        login = await server.session.post(server.url + "/console/api/login", json={"key": "a"}, headers=page)
+        cookie = "; ".join(f"{name}={morsel.value}" for name, morsel in login.cookies.items())
+        address = server.url.removeprefix("http://")
+        reader, writer = await asyncio.open_connection(*address.split(":"))
+        body = json.dumps(BODY)
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {address}\r\nContent-Type: application/json\r\n"
+        writer.write(f"{head}X-Infer-Console: 1\r\nCookie: {cookie}\r\nContent-Length: {len(body)}\r\n\r\n".encode())
+        await read.wait()
+        session = page | {"Cookie": cookie}
+        assert (await server.session.post(server.url + "/console/api/logout", headers=session)).status == 204
+        writer.write(body.encode())
+        assert b" 200 " in await reader.readline()
+        writer.close()
+    assert set(paid) == {Keys.owner_of("a")}
 
 
 async def test_a_timeout_ends_an_answer_with_504_and_a_stream_with_an_error() -> None:

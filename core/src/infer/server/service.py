@@ -207,6 +207,7 @@ class Service:
     ) -> list[Request]:
         """Make ``n`` requests for each prompt, in order. Raises RequestError."""
         self.check_choices(len(prompts) * n, "n" if n > 1 else "prompt")
+        owner = Owner(self.keys.owner(http), http[CALLER].user or "")
         trace = {name: http.headers[name] for name in ("traceparent", "tracestate", "baggage") if name in http.headers}
         limits = self._settings.request_timeout_s, getattr(http.get(BODY), "timeout", None)
         timeout_s = min((limit for limit in limits if limit is not None), default=None)
@@ -227,7 +228,7 @@ class Service:
                         id=f"{prefix}-{http[REQUEST_ID]}" + (f"-{len(made)}" if len(prompts) * n > 1 else ""),
                         cache_salt=fields.cache_salt,
                         priority=fields.priority,
-                        owner=Owner(self.keys.owner(http), http[CALLER].user or ""),
+                        owner=owner,
                         group=f"{http[REQUEST_ID]}-{p}" if n > 1 else "",
                         grammar=grammar,
                         grammar_after=grammar_after,

@@ -52,7 +52,7 @@ def authorize(keys: Keys, opened: Set[web.AbstractRoute]) -> Middleware:
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.match_info.route not in opened and not keys.admit(request):
+        if request.match_info.route not in opened and not keys.authorize(request):
             raise UnauthorizedError("An API key is needed: send Authorization: Bearer KEY, with a key of this server.")
         return await handler(request)
 

@@ -11,6 +11,8 @@ from pydantic import SecretStr
 
 OWNER = "X-Infer-Owner"
 """The header in which an ingress tells a server whose request it passes on: ``Keys.owner``."""
+ACCOUNT = web.RequestKey("account", str)
+"""A request's owner, found out once."""
 INGRESS = "infer-ingress-"
 """How the keys begin that ingresses show, and nobody else."""
 
@@ -39,24 +41,31 @@ class Keys:
     def admit(self, request: web.Request) -> bool:
         """Whether the request shows a key (``Authorization: Bearer KEY`` or ``X-Api-Key: KEY``), or is accepted in
         another way."""
-        return any(map(self.known, _shown(request))) or self._otherwise(request) is not None
+        return self._account(request) is not None
+
+    def authorize(self, request: web.Request) -> bool:
+        """``admit``, at the beginning: ``owner`` is who it is then."""
+        if (account := self._account(request)) is not None:
+            request[ACCOUNT] = account
+        return account is not None
 
     def owner(self, request: web.Request) -> str:
         """A digest of the key that the request shows, or on whose account it is accepted in another way: as whose it
         counts. Empty if there is none. An ingress shows a key of its own, and tells the owner; what others tell does
-        not count."""
-        key = next(filter(self.known, _shown(request)), "")
-        if key.startswith(INGRESS):
-            return request.headers.get(OWNER, "")
-        return self.owner_of(key) if key else self._otherwise(request) or ""
+        not count. It stays, even if the session that let the request in ends before its answer."""
+        if ACCOUNT not in request:
+            request[ACCOUNT] = self._account(request) or ""
+        return request[ACCOUNT]
 
     @staticmethod
     def owner_of(key: str) -> str:
         """What stands for a key without telling it."""
         return _digest(f"owner {key}").hex()
 
-    def _otherwise(self, request: web.Request) -> str | None:
-        """The owner of a request that is accepted in another way."""
+    def _account(self, request: web.Request) -> str | None:
+        """The owner of a request; None if it is not to be let in."""
+        if (key := next(filter(self.known, _shown(request)), None)) is not None:
+            return request.headers.get(OWNER, "") if key.startswith(INGRESS) else self.owner_of(key)
         return next((owner for way in self._ways if (owner := way(request)) is not None), None)
 
 
