@@ -144,18 +144,22 @@ class Running:
 
 
 @contextmanager
-def holding(steps: int) -> Iterator[None]:
-    """The engines of this process make so many steps together, and no other before the end of the block."""
+def holding(steps: int) -> Iterator[threading.Event]:
+    """The engines of this process make so many steps together, and no other before the end of the block. The event is
+    set once one has begun its next step."""
     made, go, schedule = itertools.count(), threading.Event(), ContinuousScheduler.schedule
+    reached = threading.Event()
 
     def held(scheduler: ContinuousScheduler) -> Any:
-        assert next(made) < steps or go.wait(HANG_S)
+        if next(made) >= steps:
+            reached.set()
+            assert go.wait(HANG_S)
         return schedule(scheduler)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ContinuousScheduler, "schedule", held)
         try:
-            yield
+            yield reached
         finally:
             go.set()
 

@@ -12,9 +12,11 @@ import pytest
 from tests.serving import Body, Running, holding, running, until
 
 import infer.server.service
+from infer.contracts.request import Event, Request
 from infer.engine.loop import AsyncDoor
 from infer.server.http.keys import Keys
 from infer.server.http.quotas import MOST_OWNERS, Bucket, Quotas, RateLimitError
+from infer.text.grammar import Matcher
 
 ENGINE = {"max_batch_size": 2, "max_seq_len": 512}
 BODY: Body = {"prompt": [5, 6, 7], "max_tokens": 2, "temperature": 0, "ignore_eos": True}
@@ -166,9 +168,9 @@ async def test_a_client_that_hangs_up_pays_for_what_was_computed(monkeypatch: py
 
         async def left(body: Body, steps: int) -> None:
             """Ask, and leave after so many steps, while the next one runs."""
-            with holding(steps):
+            with holding(steps) as held:
                 task = asyncio.create_task(server.post(BODY | body))
-                await until(lambda: server.engine_loop.num_open == 1)
+                await until(held.is_set)
                 await until(lambda: len(paid) == max(0, steps - 1))
                 task.cancel()
                 await until(lambda: not inbox.empty())
@@ -180,6 +182,60 @@ async def test_a_client_that_hangs_up_pays_for_what_was_computed(monkeypatch: py
         paid.clear()
         await left({"prompt": [5] * 6, "max_tokens": 400}, 4)
         assert paid == [("", 7), ("", 1), ("", 1), ("", 1)]
+
+
+async def test_a_prompt_costs_if_it_was_computed_however_its_answer_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    paid: list[tuple[str, int]] = []
+    monkeypatch.setattr(Quotas, "charge", lambda quotas, owner, tokens: paid.append((owner, tokens)))
+
+    def compute(matcher: Matcher) -> None:
+        matcher._raised = "too complex"
+
+    monkeypatch.setattr(Matcher, "compute", compute)
+    async with running(engine=ENGINE) as server:
+        body = BODY | {"prompt": [5] * 40, "structured_outputs": {"regex": "a+"}, "ignore_eos": False}
+        status, answer, _ = await server.post(body)
+        assert (status, answer["error"]["code"]) != (200, None)
+        assert paid == [("", 40)]
+
+
+async def test_what_ends_while_it_waits_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the answers to a prompt pay for it once, though the first of them has gone."""
+    paid: list[tuple[str, int]] = []
+    monkeypatch.setattr(Quotas, "charge", lambda quotas, owner, tokens: paid.append((owner, tokens)))
+    async with running(engine=ENGINE | {"max_batch_size": 1}) as server:
+        with holding(0):
+            first = asyncio.create_task(server.post(BODY))
+            await until(lambda: server.engine_loop.num_open == 1)
+            late = asyncio.create_task(server.post(BODY | {"prompt": [5] * 300, "timeout": 1e-9}))
+            await until(lambda: server.engine_loop.num_open == 2)
+        assert ((await first)[0], (await late)[0]) == (200, 504)
+        assert sum(tokens for _, tokens in paid) == 3 + 2
+
+
+def test_whichever_answer_is_computed_pays_for_the_prompt() -> None:
+    paid: list[int] = []
+
+    class Taken:
+        def submit_all(self, requests: list[Request], post: object) -> int:
+            return len(requests)
+
+        def abort(self, id: str) -> None:
+            pass
+
+    async def run() -> None:
+        door = AsyncDoor(Taken(), lambda key, tokens: paid.append(tokens))  # type: ignore[arg-type]
+        stream = door.stream(*(Request((1,) * 9, id=id, group="g") for id in "abc"))
+        read = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)
+        door._deliver([Event("a", finish_reason="timeout"), Event("b", (7,)), Event("c", (7,))])
+        assert (await read).request_id == "a"
+        await stream.aclose()
+        door._deliver([Event(id, finish_reason="abort", started=True) for id in "bc"])
+        assert not door._debts
+
+    asyncio.run(run())
+    assert paid == [10, 1]
 
 
 async def test_the_consoles_session_counts_for_its_key(clock: Clock) -> None:

@@ -209,3 +209,5 @@ class Event(NamedTuple):
     """The request parameter that caused the error, if one did."""
     embedding: bytes | None = None
     """In the last event of a request with ``pooling``: the pooled hidden state, not normalized, as fp32 values."""
+    started: bool = False
+    """In the last event: whether the request took part in a pass, or only waited."""

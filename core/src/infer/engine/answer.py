@@ -114,7 +114,7 @@ class Answer:
             return self._weigh(token, logprobs)
         scored = () if logprobs is None else (logprobs,)
         return tuple.__new__(  # in a third of the constructor's time
-            Event, (self._id, (token,), text, scored, None, None, None, None, sequence.num_cached, None, None)
+            Event, (self._id, (token,), text, scored, None, None, None, None, sequence.num_cached, None, None, False)
         )
 
     def _weigh(self, token: int, logprobs: TokenLogprobs | None) -> Event:
@@ -195,7 +195,8 @@ class Answer:
             reason, stop, error = "error", None, self._fault
         if self.first_token is None:
             self._count_prompt()
-        return event._replace(text=text, finish_reason=reason, stop_reason=stop, error=error)
+        started = self.sequence.started is not None
+        return event._replace(text=text, finish_reason=reason, stop_reason=stop, error=error, started=started)
 
     def _count_prompt(self) -> None:
         self._counts.prompt += self.sequence.num_prompt

@@ -11,6 +11,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 
 from infer.contracts.adapters import Adapter
 from infer.contracts.request import Event, Request
@@ -281,16 +282,25 @@ AT_ONCE = 8
 """How many events that have piled up a stream yields before the event loop does other work."""
 
 
+@dataclass(slots=True)
+class _Debt:
+    """What is still to be charged for a prompt."""
+
+    key: str
+    prompt: int
+
+
 class AsyncDoor:
     """An EngineLoop for an asyncio program. Create and use it in one event loop. ``charge`` is called with an owner's
     key and how many tokens more were computed for it: a prompt's with its first event, once for all answers to it, and
-    an answer's as they come, whether anybody still reads them or not. What fails at once costs nothing."""
+    an answer's as they come, whether anybody still reads them or not, and however the answer ends. What ends while it
+    waits costs nothing."""
 
     def __init__(self, engine_loop: EngineLoop, charge: Callable[[str, int], None] | None = None) -> None:
         self._engine_loop = engine_loop
         self._charge = charge
-        self._owed: dict[str, tuple[str, int]] = {}
-        """By the id of each open request, its owner's key and how many tokens of its prompt are still to be charged."""
+        self._debts: dict[str, _Debt] = {}
+        """By the id of each open request. The answers to one prompt have one debt."""
         self._asyncio_loop = asyncio.get_running_loop()
         self._queues: dict[str, asyncio.Queue[Event]] = {}
         self._outside: list[asyncio.Future[None]] = []
@@ -303,7 +313,7 @@ class AsyncDoor:
         queue: asyncio.Queue[Event] = asyncio.Queue()
         waiting = list(requests)
         running: set[str] = set()
-        groups: set[str] = set()
+        debts: dict[str, _Debt] = {}
         begun, at_once = patient, 0
         try:
             while waiting or running:
@@ -320,9 +330,8 @@ class AsyncDoor:
                     self._queues.update((request.id, queue) for request in waiting[:accepted])
                     if self._charge is not None:
                         for request in waiting[:accepted]:
-                            owed = 0 if request.group in groups else len(request.prompt_token_ids)
-                            self._owed[request.id] = request.owner.key, owed
-                            groups.update([request.group] if request.group else ())
+                            debt = _Debt(request.owner.key, len(request.prompt_token_ids))
+                            self._debts[request.id] = debts.setdefault(request.group or request.id, debt)
                     del waiting[:accepted]
                 if not running:  # others have taken all places
                     self._outside.append(ended := self._asyncio_loop.create_future())
@@ -348,13 +357,13 @@ class AsyncDoor:
 
     def _deliver(self, events: list[Event]) -> None:
         for event in events:
-            if self._charge is not None and (owed := self._owed.pop(event.request_id, None)) is not None:
-                key, tokens = owed
-                if event.finish_reason is None:
-                    self._owed[event.request_id] = key, 0
-                tokens += len(event.token_ids)
-                if tokens and event.finish_reason != "error":
-                    self._charge(key, tokens)
+            if self._charge is not None and (debt := self._debts.get(event.request_id)) is not None:
+                if event.finish_reason is not None:
+                    del self._debts[event.request_id]
+                if event.finish_reason is None or event.started:
+                    tokens, debt.prompt = debt.prompt + len(event.token_ids), 0
+                    if tokens:
+                        self._charge(debt.key, tokens)
             if queue := self._queues.get(event.request_id):  # None if its reader has left
                 queue.put_nowait(event)
         if self._outside and any(event.finish_reason is not None for event in events):
