@@ -38,14 +38,16 @@ def test_three_quarters_of_chunked_prefill_are_long() -> None:
 
 
 def test_its_own_server_has_no_access_log_and_no_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hundreds of lines of JSON would come before the tables, and what is refused cannot be measured."""
+    """Hundreds of lines of JSON would come before the tables, and what is refused cannot be measured. Limits that are
+    given explicitly hold."""
 
     class Started:
         def __init__(self, command: Sequence[str], env: Mapping[str, str], **more: object) -> None:
+            env = {**env, "INFER_SERVER__REQUESTS_PER_MINUTE": "5"}
             found = load_settings(Plugins.discover(), argv=command[command.index("serve") + 1 :], env=env)
             own = found.settings.server
-            assert (own.access_log, own.requests_per_minute, own.tokens_per_minute) == (False, None, None)
-            assert own.request_timeout_s is None
+            assert (own.access_log, own.requests_per_minute, own.tokens_per_minute) == (False, None, 9)
+            assert own.request_timeout_s == 1
             self.stdout = io.StringIO("infer: ready on http://here\n")
 
         def send_signal(self, number: int) -> None: ...

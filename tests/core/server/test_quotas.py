@@ -14,6 +14,7 @@ from tests.serving import Body, Running, holding, running, until
 import infer.server.service
 from infer.contracts.request import Event, Request
 from infer.engine.loop import AsyncDoor
+from infer.server.http import bodies
 from infer.server.http.keys import Keys
 from infer.server.http.quotas import MOST_OWNERS, Bucket, Quotas, RateLimitError
 from infer.text.grammar import Matcher
@@ -127,6 +128,38 @@ async def test_no_body_is_read_of_who_has_used_up_a_quota(clock: Clock) -> None:
         writer.write(f"{head}Content-Length: 1000\r\n\r\n".encode())  # of which none comes
         assert b" 429 " in await reader.readline()
         writer.close()
+
+
+async def test_what_is_refused_for_want_of_room_counts_for_nobody(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though that turns out when its body arrives."""
+    large = BODY | {"prompt": [5] * 12_000}
+    async with running(engine=ENGINE, server={"requests_per_minute": 1, "access_log": False}) as server:
+        with monkeypatch.context() as patch:
+            patch.setattr(bodies, "INLINE_BYTES", -(1 << 40))
+            for _ in range(3):
+                assert (await server.post(large))[0] == 503
+        assert (await server.post(large))[0] == 400, "which counts: it is too long"
+        assert (await server.post(BODY))[0] == 429
+
+
+async def test_all_prompts_of_a_request_have_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though not all are given to the engine at once: what comes later has less time."""
+    left: list[float] = []
+    stream: Callable[..., Any] = AsyncDoor.stream
+
+    def watched(door: AsyncDoor, *requests: Any, **how: Any) -> Any:
+        left.extend(request.timeout_s for request in requests)
+        return stream(door, *requests, **how)
+
+    monkeypatch.setattr(AsyncDoor, "stream", watched)
+    questions = {str(i): {"type": "yes_no", "instructions": f"{i}?"} for i in range(6)}
+    async with running(engine=ENGINE | {"max_batch_size": 1}, server={"request_timeout_s": 600}) as server:
+        assert (await server.post({"state": "a", "questions": questions}, "/v1/systemone"))[0] == 200
+    assert len(left) == 6
+    assert left[0] == 600 > left[1]
+    assert left == sorted(left, reverse=True)
 
 
 async def test_tokens_count_once_for_all_answers_to_a_prompt(clock: Clock) -> None:

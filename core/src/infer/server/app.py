@@ -33,6 +33,7 @@ from infer.server.http.access import (
     preflight,
 )
 from infer.server.http.errors import errors, expected
+from infer.server.http.quotas import refund
 from infer.server.http.sockets import bind, listen
 from infer.server.http.wire import OPENAI, WIRE_FORMATS, WireFormat
 from infer.server.openapi import PAGES, pages
@@ -129,6 +130,7 @@ def make_app(engine_loop: EngineLoop, served: Served, plugins: Plugins, settings
             inside.middleware,
             *((preflight(server.cors_origins),) if server.cors_origins else ()),
             authorize(service.keys, opened) if service.keys else guard(server.host),
+            refund(service.quotas),
         ],
         client_max_size=server.max_body_bytes,
     )

@@ -18,7 +18,7 @@ from infer.contracts.params import SamplingParams
 from infer.contracts.request import Event, Owner, Pooling, Request, ThinkingTokens, TokenLogprobs
 from infer.contracts.sections import Settings
 from infer.engine.loop import AsyncDoor, EngineLoop
-from infer.errors import InferError, RequestError
+from infer.errors import InferError, RequestError, RequestTimeoutError
 from infer.llm import Completion
 from infer.plugins.discovery import Plugins
 from infer.server.compiling import Compiler
@@ -29,7 +29,7 @@ from infer.server.http.bodies import MAX_BODIES, BodyBudget, Reader, arrived, in
 from infer.server.http.body import Body
 from infer.server.http.errors import BODY, REQUEST_ID, NotFoundError, error_of, id_headers
 from infer.server.http.keys import Keys
-from infer.server.http.quotas import Quotas
+from infer.server.http.quotas import COUNTED, Quotas
 from infer.server.http.streams import Array, Writer, write
 from infer.server.http.wire import WireFormat, wire_format
 from infer.server.replies import Reply
@@ -48,6 +48,9 @@ SILENCE_S = 15.0
 """A stream that has nothing to send before its first event sends its wire format's ``IDLE`` after so many seconds."""
 ADAPTER = web.RequestKey("adapter", Adapter)
 """What a request has chosen, if it is not the base."""
+BEGAN = web.RequestKey("began", float)
+"""When the first of a request's prompts was about to be tokenized, on ``time.perf_counter``. Its time counts from
+then."""
 T = TypeVar("T", bound=Body)
 R = TypeVar("R")
 
@@ -122,7 +125,9 @@ class Service:
         error."""
         if place:
             self.engine_loop.check_place()
-            self.quotas.admit(self.keys.owner(http))
+            owner = self.keys.owner(http)
+            self.quotas.admit(owner)
+            http[COUNTED] = owner
         limit = self._settings.max_body_bytes
         most = limit if most is None else min(most, limit)
         with self._budget.body() as grow:
@@ -205,12 +210,19 @@ class Service:
         thinking: ThinkingTokens | None = None,
         pooling: Pooling | None = None,
     ) -> list[Request]:
-        """Make ``n`` requests for each prompt, in order. Raises RequestError."""
+        """Make ``n`` requests for each prompt, in order. Raises RequestError, or RequestTimeoutError if the time of
+        ``http`` is up, which all its prompts have together."""
         self.check_choices(len(prompts) * n, "n" if n > 1 else "prompt")
         owner = Owner(self.keys.owner(http), http[CALLER].user or "")
         trace = {name: http.headers[name] for name in ("traceparent", "tracestate", "baggage") if name in http.headers}
         limits = self._settings.request_timeout_s, getattr(http.get(BODY), "timeout", None)
         timeout_s = min((limit for limit in limits if limit is not None), default=None)
+        if timeout_s is not None:
+            now = time.perf_counter()
+            left = timeout_s - (now - http.setdefault(BEGAN, now))
+            if left <= 0:
+                raise RequestTimeoutError(f"The request has not ended within its {timeout_s:g} seconds (timeout).")
+            timeout_s = left
         grammar, adapter = await self._compile(params.structured_outputs), http.get(ADAPTER)
 
         def make() -> list[Request]:

@@ -263,7 +263,8 @@ async def served(url: str) -> dict[str, Any]:
 
 
 LIMITS = ("requests_per_minute", "tokens_per_minute", "request_timeout_s")
-"""Settings of a server that protect it from its clients, and would keep it from being measured."""
+"""Settings of a server that protect it from its clients, and would keep it from being measured. They are off, unless the
+command line has them."""
 
 
 @contextmanager
@@ -271,7 +272,7 @@ def server(settings_argv: Sequence[str], program: Sequence[str] = ("infer.comman
     """Start an `infer serve` with these settings, yield its URL, and stop it at the end. ``program`` is a module that
     serves, and its arguments. Raises InferError."""
     unlimited = [word for name in LIMITS for word in (f"--server.{name}", "none")]
-    command = [sys.executable, "-m", *program, *settings_argv, *unlimited, "--server.port", "0"]
+    command = [sys.executable, "-m", *program, *unlimited, *settings_argv, "--server.port", "0"]
     env = os.environ | {"INFER_SERVER__ACCESS_LOG": "false"}  # which would bury the tables; a setting still asks for it
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
     assert process.stdout is not None

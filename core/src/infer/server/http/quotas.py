@@ -7,7 +7,10 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
-from infer.errors import InferError
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from infer.errors import EngineDeadError, InferError, QueueFullError
 
 MINUTE_S = 60.0
 MOST_OWNERS = 4096
@@ -57,6 +60,10 @@ class Bucket:
         return max(0.0, least - self.level(owner)) * MINUTE_S / self._most
 
 
+COUNTED = web.RequestKey("counted", str)
+"""The owner whose quota a request has been counted for."""
+
+
 class Quotas:
     """What ``server.requests_per_minute`` and ``server.tokens_per_minute`` leave each owner; None is no limit. An owner
     is what ``Keys.owner`` says, so without keys there is one for all. Use it in one event loop."""
@@ -74,6 +81,11 @@ class Quotas:
             self._check("requests", self._requests.wait_s(owner, 1.0))
             self._requests.charge(owner, 1.0)
 
+    def give_back(self, owner: str) -> None:
+        """Count a request no more, which ``admit`` has counted."""
+        if self._requests is not None:
+            self._requests.charge(owner, -1.0)
+
     def charge(self, owner: str, tokens: int) -> None:
         """Count tokens that were computed for the owner."""
         if self._tokens is not None:
@@ -88,3 +100,18 @@ class Quotas:
                 kind=kind,
                 retry_after_s=seconds,
             )
+
+
+def refund(quotas: Quotas) -> Middleware:
+    """Give back what is refused for want of room, whenever that turns out: its client is told to ask again."""
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except (QueueFullError, EngineDeadError):
+            if COUNTED in request:
+                quotas.give_back(request[COUNTED])
+            raise
+
+    return middleware
