@@ -263,8 +263,8 @@ async def served(url: str) -> dict[str, Any]:
 
 
 LIMITS = ("requests_per_minute", "tokens_per_minute", "request_timeout_s")
-"""Settings of a server that protect it from its clients, and would keep it from being measured. They are off, unless the
-command line has them."""
+"""Settings of a server that protect it from its clients, and would keep it from being measured. They are off, unless
+the command line has them."""
 
 
 @contextmanager
