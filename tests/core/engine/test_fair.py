@@ -257,7 +257,8 @@ def test_names_are_remembered_within_bounds() -> None:
     for name in map(str, range(3 * MOST_ABSENT)):
         both = {"stays", name}
         shares.begin(both, both)
-        shares.give(name, 1.0)
+        shares.begin(both, {"stays"})
+        shares.give(name, 1e6)
         assert len(shares) <= MOST_ABSENT + 2
 
 
