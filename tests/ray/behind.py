@@ -49,6 +49,7 @@ OTHERWISE = {
         "test_what_is_refused",
         "test_two_run_four_wait_two_are_refused",
         "test_no_body_is_read_while_there_is_no_place",
+        "test_a_stream_that_is_refused_after_a_place_was_seen_is_an_error",
         "test_headers_come_when_requests_are_taken_and_comments_until_there_is_a_token",
         "test_the_next_turn_finds_the_first_in_the_cache",
         "test_all_that_an_answer_holds_can_be_sent_back",
