@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from tests.clients.conftest import KEY
@@ -13,6 +14,11 @@ from tests.serving import chatty, serving
 
 from infer.server.testing import Serving
 
+TIMES_OUT = """
+[checks.not_a_server_error]
+expected-statuses = ["2xx", "3xx", "4xx", 504]
+"""
+"""A request may give itself less time than any answer takes."""
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
 
 
@@ -26,8 +32,11 @@ def brief(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["positive", "negative"])
-def test_what_is_documented_is_what_happens(mode: str, brief: Serving) -> None:
-    command = [sys.executable, "-m", "schemathesis.cli", "run", f"{brief.url}/openapi.json", "--checks", CHECKS]
+def test_what_is_documented_is_what_happens(mode: str, brief: Serving, tmp_path: Path) -> None:
+    config = tmp_path / "schemathesis.toml"
+    config.write_text(TIMES_OUT)
+    command = [sys.executable, "-m", "schemathesis.cli", "--config-file", str(config)]
+    command += ["run", f"{brief.url}/openapi.json", "--checks", CHECKS]
     command += ["--header", f"Authorization: Bearer {KEY}", "--mode", mode, "--seed", "1"]
     command += ["--max-examples", str(examples(12))]
     command += ["--phases", "examples,coverage,fuzzing", "--no-color", "--suppress-health-check", "all"]
