@@ -80,6 +80,14 @@ def test_no_more_prompts_are_part_way_than_may_be() -> None:
     assert chunks(driver.step()) == [("r0", 8, 8)]
 
 
+def test_who_finds_no_room_lets_nobody_pass() -> None:
+    """Neither the owner's own, nor others', but prompts that are part-way go on."""
+    driver = fair(CountingPool(3, 40), max_batch_size=3, prefill_chunk_size=8)
+    for order, (prompt, key) in enumerate(((30, "a"), (20, "b"), (4, "c"), (4, "b"))):
+        driver.scheduler.add(sequence(order, prompt, 1, key=key))
+    assert [chunks(driver.step()) for _ in range(3)] == [[("r0", 0, 8)], [("r0", 8, 8)], [("r0", 16, 8)]]
+
+
 def test_a_token_of_an_answer_counts_more_than_one_of_a_prompt_and_a_cached_one_nothing() -> None:
     class Half(CountingPool):
         def allocate(self, token_ids, *, reuse=True, salt=""):  # type: ignore[no-untyped-def]

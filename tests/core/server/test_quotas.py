@@ -64,6 +64,13 @@ def test_owners_are_remembered_within_bounds_and_those_in_debt_are() -> None:
     assert bucket.level("debtor") == -40
 
 
+def test_of_many_owners_with_as_much_left_only_some_are_forgotten() -> None:
+    bucket = Bucket(60, Clock())
+    for i in range(MOST_OWNERS + 1):
+        bucket.charge(str(i), 1)
+    assert len(bucket) == MOST_OWNERS // 2
+
+
 def test_what_is_refused_counts_for_nothing() -> None:
     clock = Clock()
     quotas = Quotas(2, 10, clock)

@@ -158,15 +158,19 @@ class FairScheduler(ContinuousScheduler):
 
     def admit(self, step: Step) -> None:
         """Plan chunks, of prompts that are part-way and of those that wait, in the order of shares."""
-        prefilling = [sequence for sequence in self.seats.running if not sequence.decoding]
-        admitting = True
-        while coming := [*prefilling, *(self.seats.waiting if admitting else ())]:
-            first = min(coming, key=self._place)
-            if first.slot is None:
-                admitting = planned = self.seats.admit(first, step)
-            else:
-                prefilling.remove(first)
+        owners: defaultdict[Owner, list[Sequence]] = defaultdict(list)
+        for sequence in (*self.seats.running, *(() if self.seats.full else self.seats.waiting)):
+            if not sequence.decoding:
+                owners[sequence.request.owner].append(sequence)
+        queues = list(owners.values())
+        for queue in queues:
+            queue.sort(key=self._place, reverse=True)  # the owner's next one is at the end
+        while queues := [queue for queue in queues if queue]:
+            first = min(queues, key=lambda queue: self._place(queue[-1])).pop()
+            if first.slot is not None:
                 planned = self.seats.extend(first, step)
+            elif not (planned := self.seats.admit(first, step)):  # nor is anybody else admitted
+                queues = [[sequence for sequence in queue if sequence.slot is not None] for queue in queues]
             if planned:
                 self._count(step.schedule.prefills[-1:])
 

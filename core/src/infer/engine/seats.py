@@ -66,6 +66,11 @@ class Seats:
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
 
+    @property
+    def full(self) -> bool:
+        """Whether as many sequences run as may, so that none can be admitted."""
+        return len(self.running) >= self._settings.max_batch_size
+
     def finish(self, sequence: Sequence) -> None:
         """Remove a sequence that has ended, whether it was running or waiting, and free its slot."""
         members = self._groups.get(sequence.request.group, [])
@@ -132,7 +137,7 @@ class Seats:
         return admitted
 
     def _admit(self, sequence: Sequence, step: Step) -> bool:
-        if len(self.running) >= self._settings.max_batch_size or sequence.pending:
+        if self.full or sequence.pending:
             return False
         if not step.has_room(len(sequence.tokens)):
             return False

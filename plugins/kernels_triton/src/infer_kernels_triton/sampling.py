@@ -85,6 +85,16 @@ def _likely(place, index, floor, last):
 
 
 @triton.jit
+def _kept(exact, place, index, min_p, ranked, floors_ptr, lasts_ptr, floor, row, span, S):
+    """Which tokens of a span all filters keep. ``floor`` is top-p's threshold, 0 for none."""
+    kept = exact >= min_p
+    if ranked:
+        kept &= _likely(place, index, tl.load(floors_ptr + row * 2), tl.load(lasts_ptr + row * S + span))
+        kept &= place >= floor.to(tl.uint32)
+    return kept
+
+
+@triton.jit
 def tops_kernel(logits_ptr, tops_ptr, firsts_ptr, stride_n, V, S, SPAN: tl.constexpr):
     """One program finds the greatest logit of a span, infinite if one is NaN, and the first token that has it."""
     row, span = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -219,17 +229,15 @@ def masses_kernel(
     index = span * SPAN + tl.arange(0, SPAN)
     x, place = _load(logits_ptr + row * stride_n, index, V, ROUNDS)
     exact, weight = _weigh(x, top, heat)
-    kept = exact >= tl.load(min_p_ptr + row)
+    floor = tl.zeros([], tl.int64)
     if ranked:
-        kept &= _likely(place, index, tl.load(floors_ptr + row * 2), tl.load(lasts_ptr + row * S + span))
-        floor = tl.zeros([], tl.int64)
         if tl.load(top_p_ptr + row) < 1.0:
             before = row * 2 + 1  # where the last of an even number of rounds has written
             prefix, wanted = tl.load(states_ptr + before * 2), tl.load(states_ptr + before * 2 + 1)
             floor, wanted = _next(found_ptr + before * S * DIGITS, prefix, wanted, -1.0, S, S_PAD)
-            kept &= place >= floor.to(tl.uint32)
         if span == 0:
             tl.store(floors_ptr + row * 2 + 1, floor)
+    kept = _kept(exact, place, index, tl.load(min_p_ptr + row), ranked, floors_ptr, lasts_ptr, floor, row, span, S)
     tl.store(masses_ptr + row * S + span, tl.sum(tl.where(kept, weight, 0)))
 
 
@@ -271,10 +279,10 @@ def draw_kernel(
         index = span * SPAN + tl.arange(0, SPAN)
         x, place = _load(logits_ptr + row * stride_n, index, V, ROUNDS)
         exact, weight = _weigh(x, top, heat)
-        kept = exact >= tl.load(min_p_ptr + row)
+        floor = tl.zeros([], tl.int64)
         if ranked:
-            kept &= _likely(place, index, tl.load(floors_ptr + row * 2), tl.load(lasts_ptr + row * S + span))
-            kept &= place >= tl.load(floors_ptr + row * 2 + 1).to(tl.uint32)
+            floor = tl.load(floors_ptr + row * 2 + 1)
+        kept = _kept(exact, place, index, tl.load(min_p_ptr + row), ranked, floors_ptr, lasts_ptr, floor, row, span, S)
         passed = before + tl.cumsum(tl.where(kept, weight, 0), 0) > target
         token = tl.min(tl.where(passed, index, V))
     tl.store(token_ptr + row, tl.where(finite, token, -1).to(tl.int64))

@@ -50,10 +50,9 @@ class Bucket:
     def charge(self, owner: str, amount: float) -> None:
         """Take ``amount`` out of the owner's bucket."""
         self._levels[owner] = self.level(owner) - amount, self._clock()
-        if len(self._levels) > MOST_OWNERS:  # full buckets need not be known; else who has the most left is forgotten
-            levels = {each: self.level(each) for each in self._levels}
-            highest = max(levels.values())
-            self._levels = {each: self._levels[each] for each, level in levels.items() if level < highest}
+        if len(self._levels) > MOST_OWNERS:  # a full bucket need not be known; else who has the most left is forgotten
+            fewest = sorted(self._levels, key=self.level)[: MOST_OWNERS // 2]
+            self._levels = {each: self._levels[each] for each in fewest}
 
     def wait_s(self, owner: str, least: float) -> float:
         """In how many seconds the owner has ``least``; 0 if they have."""
