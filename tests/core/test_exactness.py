@@ -37,22 +37,26 @@ from infer.engine.exactness import self_check
 
 pytestmark = pytest.mark.usefixtures("each_provider")
 FIRST = ("llama", "qwen3", "gemma3", "granite_hybrid")
+KINDS = (*FIRST, "gpt_oss", "qwen3_next", "lfm2_moe")
+"""Families that have among them every kind of layer that sees more than its own token."""
+HALF = [f"{family} {('int8', 'int4')[i % 2]}" for i, family in enumerate(FAMILIES)]
+"""Every family with quantized weights, half of them with each: its products know nothing of the family."""
 EACH = [
-    *(("native", family, family not in FIRST) for family in FAMILIES + QUANTIZED),
+    *(("native", family, family not in FIRST) for family in (*FAMILIES, *HALF)),
     *(("reference", family, True) for family in (*FIRST, "qwen3_moe", QUANTIZED[0])),
 ]
 """Provider, family and whether it is slow: every family, with plain and with quantized weights, by the native kernels,
 and one of each kind by the reference."""
 
 
-def families(*names: str, plain: Sequence[Any] = ((),), quantized: Sequence[Any] | None = None) -> pytest.MarkDecorator:
-    """``EACH``, with all values of further arguments, or fewer for quantized weights, which only products see."""
+def families(*names: str, plain: Sequence[Any] = ((),), others: Sequence[Any] | None = None) -> pytest.MarkDecorator:
+    """``EACH``, with all values of further arguments, or only ``others`` where the family is none of ``KINDS``."""
     return pytest.mark.parametrize(
         ("each_provider", "family", *names),
         [
             pytest.param(provider, family, *values, marks=pytest.mark.slow if slow else ())
             for provider, family, slow in EACH
-            for values in (quantized if quantized is not None and family in QUANTIZED else plain)
+            for values in (plain if others is None or family in KINDS else others)
         ],
         indirect=["each_provider"],
     )
@@ -92,7 +96,7 @@ def prefill(
 LENGTHS = [(n,) for n in (1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 1, 127, 128, 129, 300)]
 
 
-@families("length", plain=LENGTHS, quantized=LENGTHS[2::3])
+@families("length", plain=LENGTHS, others=LENGTHS[::3])
 @both
 def test_logits_of_chunked_and_full_prefill(family: str, dtype: torch.dtype, length: int) -> None:
     model, prompt = tiny_model(family, dtype), random_prompt(length)
@@ -292,7 +296,7 @@ def test_any_mix_of_arrivals_chunks_budgets_and_pools(
     assert stepper.pool.free_tokens() == stepper.room
 
 
-@families(quantized=())
+@families(others=())
 @both
 def test_static_batches_answer_the_same(family: str, dtype: torch.dtype) -> None:
     stepper = make_engine(tiny_model(family, dtype), dtype, static=True, use_chunked_prefill=False)
@@ -303,7 +307,7 @@ def test_static_batches_answer_the_same(family: str, dtype: torch.dtype) -> None
         assert same(stepper.answer(str(index)), alone(family, dtype, index))
 
 
-@families(quantized=())
+@families(others=())
 @both
 def test_preemption_does_not_change_the_answer(family: str, dtype: torch.dtype) -> None:
     """A pool that refuses to grow now and then forces recomputation of prompt and answer so far."""
@@ -340,7 +344,7 @@ PAGED = [(False, 0, False), (False, 180, True), (True, 0, True), (True, 180, Fal
 """Each two values of different arguments meet once."""
 
 
-@families("mixed", "spare", "prefix_caching", plain=PAGED, quantized=[(False, 180, False), (True, 0, True)])
+@families("mixed", "spare", "prefix_caching", plain=PAGED, others=PAGED[1:3])
 @both
 def test_paged_pool_answers_the_same(
     family: str, dtype: torch.dtype, mixed: bool, spare: int, prefix_caching: bool

@@ -123,7 +123,7 @@ class Scene:
 
 
 @pytest.mark.parametrize("block_size", [16, 5000], ids=["paged", "slotted"])
-@pytest.mark.parametrize("spec", specs(), ids=lambda s: f"{s.num_heads}x{s.num_kv_heads}x{s.head_size}w{s.window}")
+@pytest.mark.parametrize("spec", [*specs()], ids=lambda s: f"{s.num_heads}x{s.num_kv_heads}x{s.head_size}w{s.window}")
 def test_attention(spec: AttentionSpec, block_size: int, kernels: TritonKernels) -> None:
     scene = Scene(kernels, spec, block_size)
     works = [(b, start, length) for b, (start, length) in enumerate(EXTENDS)]
