@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from infer.engine.exactness import EDGES, MOST_ROWS
+from infer.engine.exactness import MOST_ROWS
+from infer.engine.trial_attention import EDGES
 from infer.engine.trial_rows import ROWS
 from infer_kernels_triton.configs import INTERPRETER, TABLE, reachable
 
