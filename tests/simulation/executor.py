@@ -35,6 +35,7 @@ def _powers(base: int) -> Words:
 
 
 POWERS, INVERSES = _powers(BASE), _powers(INVERSE)
+POSITIONS = np.arange(LONGEST + 1)
 
 
 def mixed(value: int) -> int:
@@ -94,6 +95,7 @@ class Executor:
         self._fault = fault
         self._windows = windows_of(pool)
         self._size = pool.storage.block_size
+        self._block_of, self._place_of = np.divmod(POSITIONS, self._size)
         # One memory for all tables: a page that two of them have shows, too.
         self._keys = np.zeros(keys_of(pool), np.uint64)
         self._states = None
@@ -136,27 +138,28 @@ class Executor:
         self, view: Any, b: int, start: int, tokens_n: npt.NDArray[np.int64], row: int, saves_n: Any
     ) -> list[Callable[[Request], int]]:
         """Write the keys of a sequence's new tokens, and its states; for each token, what draws the one after it."""
-        end, positions = start + len(tokens_n), np.arange(start + len(tokens_n))
+        end = start + len(tokens_n)
         sums_U: list[Words] = []
         key_n: Words | None = None
         for window, ragged in zip(self._windows, view.raggeds, strict=True):
             table = ragged.block_table_BP[b].numpy()
             low = 0 if window is None else max(0, start - window + 1)
-            at = table[positions[low:] // self._size].astype(np.int64) * self._size + positions[low:] % self._size
+            at = table[self._block_of[low:end]].astype(np.int64) * self._size + self._place_of[low:end]
             if key_n is None:
                 before = int(self._keys[at[start - 1 - low]]) if start else 0
                 key_n = keys(before, start, tokens_n)
             self._keys[at[start - low :]] = key_n
-            totals = np.concatenate(([np.uint64(0)], np.cumsum(self._keys[at], dtype=np.uint64)))
-            begins = np.zeros(len(tokens_n), np.int64)
+            totals = np.zeros(len(at) + 1, np.uint64)
+            self._keys[at].cumsum(out=totals[1:])
+            sums_n = totals[start + 1 - low :]
             if window is not None:
-                begins = np.maximum(0, positions[start:] + 1 - window) - low
-            sums_U.append(totals[positions[start:] + 1 - low] - totals[begins])
+                sums_n = sums_n - totals[np.maximum(low, POSITIONS[start:end] + 1 - window) - low]
+            sums_U.append(sums_n)
         assert key_n is not None
         state_n: Words = np.zeros(len(tokens_n), np.uint64)
         if self._states is not None:
             state_n = self._states[row] + np.cumsum(
-                positions[start:end].astype(np.uint64) * key_n + key_n, dtype=np.uint64
+                POSITIONS[start + 1 : end + 1].astype(np.uint64) * key_n, dtype=np.uint64
             )
             kept = saves_n >= 0
             self._states[saves_n[kept]] = state_n[kept]

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from infer.engine.schedulers import ContinuousScheduler, FairScheduler
 from infer.engine.speculation import Speculation
 from infer.kernels.reference import ReferenceKernels
 from infer_cache_paged import PagedPool, PagedSettings
-from infer_cache_paged.pages import Node
+from infer_cache_paged.pages import Block, Node
 from infer_cache_paged.snapshots import Snapshots
 
 LONGEST = 256
@@ -151,6 +151,7 @@ class World:
         self.budget = budget
         fickle = Fickle(self.pool, settings, draw if draw.random() < 0.3 else None)
         self._owners = random.Random(f"owners {self.seed}")
+        self._seeds = random.Random(f"seeds {self.seed}")
         self.scheduler = FairScheduler(self.pool, settings) if self._owners.random() < 0.3 else fickle
         self.engine = Engine(
             self.executor,
@@ -189,7 +190,7 @@ class World:
         prompt = prompt[: LONGEST - 2]
         request = Request.make(
             prompt,
-            SamplingParams(max_tokens=draw.randint(1, 40)),
+            SamplingParams(max_tokens=draw.randint(1, 40), seed=self._seeds.getrandbits(63)),
             vocab_size=VOCAB,
             max_seq_len=LONGEST,
             id=id,
@@ -253,8 +254,7 @@ class World:
             assert sequence.slot is not None, "a sequence runs without a slot"
             assert pages.holdings[sequence.slot].salt == sequence.request.cache_salt, "a slot has another's salt"
         assert len(pages.holdings) == len(seats.running), "a slot has no sequence"
-        owned: Counter[int] = Counter()
-        nodes: list[Any] = []
+        nodes: list[Node] = []
         stack = [*pages.root.children.values()]
         while stack:
             node = stack.pop()
@@ -262,25 +262,31 @@ class World:
             tokens: Any = node.edge[1] if node.parent is pages.root else node.edge  # type: ignore[index]
             assert PENDING not in tokens, "a block of tokens that nobody knows is shared"
             stack += node.children.values()
+        owned: Counter[int] = Counter()
+        owners: Counter[Node] = Counter()
+        users: list[Counter[Block]] = [Counter() for _ in pages.groups]
         for holding in pages.holdings.values():
-            for table in holding.tables:
-                owned.update(page for block in table if block for page in block)
-        shared = Counter(page for node in nodes for block in node.blocks if block for page in block)
+            owners.update({*holding.nodes})
+            for counts, table in zip(users, holding.tables, strict=True):
+                blocks = [*filter(None, table)]
+                owned.update(chain.from_iterable(blocks))
+                counts.update({*blocks})
+        shared = Counter(chain.from_iterable(block for node in nodes for block in node.blocks if block))
         assert max(shared.values(), default=1) == 1, "a page is in two nodes"
         cached = shared.keys() - owned.keys()
-        free = Counter(pages.free_list)
-        assert max(free.values(), default=1) == 1, "a page is free twice"
-        assert not free.keys() & (owned.keys() | cached), "a free page is used"
-        assert len(free) + len(owned.keys() | cached) == pages.num_pages, "a page is lost"
-        assert all(count == 1 or page in shared for page, count in owned.items()), "two sequences have a page of one"
+        free = {*pages.free_list}
+        assert len(free) == len(pages.free_list), "a page is free twice"
+        assert free.isdisjoint(owned | shared), "a free page is used"
+        assert len(free) + len(owned) + len(cached) == pages.num_pages, "a page is lost"
+        several = {page for page, count in owned.items() if count > 1}
+        assert several <= shared.keys(), "two sequences have a page of one"
         for node in nodes:
-            holders = [h for h in pages.holdings.values() if node in h.nodes]
-            assert node.owners == len(holders), "a node has another number of owners"
+            assert node.owners == owners[node], "a node has another number of owners"
             for k, block in enumerate(node.blocks):
                 if block is not None:
-                    users = sum(block in h.tables[k] for h in pages.holdings.values())
-                    assert node.users[k] == users, "a node's pages have another number of users"
-                    assert (node in pages.cached[k]) == (users == 0), "a node is cached that is used, or the reverse"
+                    used = users[k][block]
+                    assert node.users[k] == used, "a node's pages have another number of users"
+                    assert (node in pages.cached[k]) == (not used), "a node is cached that is used, or the reverse"
         self._check_states(nodes)
 
     def _check_states(self, nodes: Iterable[Any]) -> None:
