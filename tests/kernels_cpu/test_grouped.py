@@ -61,6 +61,7 @@ def rounded(x_TK: Tensor, group: int) -> Tensor:
     st.booleans(),
 )
 @example((8, "minimum"), 32, 2, 70, 100, torch.float16, torch.bfloat16, True)
+@example((4, "minimum"), 128, 2, 70, 100, torch.float16, torch.bfloat16, False)  # as AWQ and GPTQ, in whole tiles
 @settings(max_examples=examples(20, 8))
 def test_products(
     kind: tuple[int, str],

@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -23,6 +24,8 @@ from infer.contracts.kernels import KernelsRegistration
 from infer_kernels_cpu import native
 from infer_kernels_cpu.memory import SMALL, Buffers
 from infer_kernels_cpu.provider import CpuKernels
+
+CPUINFO = Path("/proc/cpuinfo")
 
 
 def registration() -> KernelsRegistration:
@@ -96,6 +99,25 @@ def test_a_processor_gets_the_best_level_that_it_can_run(
     assert native.levels()[-1] == level
     assert why in native.about()
     assert all(native.LEVELS[each] <= features for each in native.levels())
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64" or not CPUINFO.exists(), reason="reads what Linux says of x86-64")
+def test_what_the_kernel_says_of_the_processor_is_found() -> None:
+    """An older kernel knows fewer names. AMX it may keep from a process."""
+    lines = dict(re.findall(r"^(vendor_id|flags)\s*: (.*)$", CPUINFO.read_text(), re.MULTILINE))
+    flags, intel = {*lines["flags"].split()}, lines["vendor_id"] == "GenuineIntel"
+    needs = {
+        "AVX2 and FMA": {"avx2", "fma"},
+        "AVX-VNNI": {"avx_vnni"},
+        "AVX-512 F, BW, VL and DQ": {"avx512f", "avx512bw", "avx512vl", "avx512dq"},
+        "AVX-512 VNNI": {"avx512_vnni"},
+        "fast AVX-512 BF16": {"avx512_bf16"},
+    }
+    expected = {name for name, needed in needs.items() if needed <= flags}
+    if intel:  # its products of pairs of bfloat16 take twice as long as multiplying floats
+        expected.discard("fast AVX-512 BF16")
+        assert "fast AVX-512 BF16" not in native.features()
+    assert expected <= native.features()
 
 
 @pytest.mark.slow

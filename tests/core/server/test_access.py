@@ -9,6 +9,7 @@ from tests.serving import Body, Running, running
 
 from infer.errors import SettingsError
 from infer.plugins.discovery import Plugins
+from infer.server.http.access import guard
 from infer.settings import load_settings
 
 ENGINE = {"max_batch_size": 2, "max_seq_len": 128}
@@ -24,6 +25,13 @@ async def ask(server: Running, method: str = "POST", **headers: str) -> tuple[in
     url = server.url + "/v1/completions"
     async with server.session.request(method, url, data=data, headers=given, skip_auto_headers=skip) as response:
         return response.status, await response.json() if response.content_length else None, response.headers
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "0.0.0.0", "::", "10.0.0.1"])
+def test_a_server_without_keys_warns_of_the_network(host: str, caplog: pytest.LogCaptureFixture) -> None:
+    guard(host)
+    warned = [message for message in caplog.messages if "server.api_keys has no keys" in message]
+    assert [host in message for message in warned] == [True] * (host in ("0.0.0.0", "::", "10.0.0.1"))
 
 
 async def test_without_keys_only_this_machine_is_answered_and_only_json_is_read() -> None:

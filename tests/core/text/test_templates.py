@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import transformers
-from tests.models.checkpoints import tokenizer, write_checkpoint
+from tests.models.checkpoints import VOCAB, tokenizer, write_checkpoint
 from tests.serving import TEMPLATE
 
+from infer.assemble.texts import read_texts
 from infer.checkpoint import Checkpoint, Folder
 from infer.errors import CheckpointError
+from infer.plugins.discovery import Plugins
+from infer.settings import load_settings
 from infer.text.templates import ChatTemplate
 
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "ä < b & c", "parameters": {"b": 1, "a": [2]}}}]
@@ -87,6 +90,21 @@ def test_where_checkpoints_keep_them(tmp_path: Path) -> None:
     config.write_text(json.dumps({"chat_template": 5}))
     with pytest.raises(CheckpointError, match="neither a text"):
         _ = Checkpoint(Folder(folder)).chat_template
+
+
+def test_a_served_template_has_that_for_tools(tmp_path: Path) -> None:
+    """Unless the settings name a template, which is for all chats."""
+    folder = write_checkpoint(tmp_path / "c", "llama")
+    several = [{"name": "tool_use", "template": "with"}, {"name": "default", "template": "without"}]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": several}))
+    (tmp_path / "own.jinja").write_text("own")
+    plugins = Plugins.discover()
+    for path, expected in (("none", ["without", "with"]), (str(tmp_path / "own.jinja"), ["own", "own"])):
+        loaded = load_settings(plugins, env={}, overrides={"model": {"chat_template": path}}, read_file=False)
+        template = read_texts(loaded.settings, plugins, Checkpoint(Folder(folder)), VOCAB).template
+        assert template is not None
+        kept = ChatTemplate(**json.loads(json.dumps(template.state)))  # as another process has it
+        assert [kept.render(MESSAGES, tools=tools) for tools in ([], TOOLS)] == expected
 
 
 def test_special_tokens_of_old_checkpoints(tmp_path: Path) -> None:

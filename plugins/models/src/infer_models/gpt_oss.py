@@ -30,7 +30,7 @@ class GptOssConfig(LlamaConfig):
     attention_bias: bool = True
     sliding_window: PositiveInt | None = 128
     layer_types: list[LayerType] | None = None
-    num_local_experts: PositiveInt = 32
+    num_local_experts: PositiveInt = 128
     num_experts_per_tok: PositiveInt = 4
     # No other numbers are published, so the activation has them built in.
     swiglu_limit: Annotated[float, Field(ge=7, le=7)] = 7.0

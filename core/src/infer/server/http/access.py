@@ -65,6 +65,10 @@ def guard(host: str) -> Middleware:
     comes from a page: browsers send its origin. And if the server listens on a loopback address only, the Host header
     has to name this machine; a foreign name that resolves to it is a sign of DNS rebinding."""
     local = loopback(host)
+    if not local:
+        logging.getLogger(__name__).warning(
+            "server.host = %r lets the network in, and server.api_keys has no keys: whoever reaches it is served", host
+        )
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
