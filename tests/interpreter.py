@@ -1,7 +1,9 @@
-"""Importing this module fixes Triton's interpreter, which computes bfloat16 wrongly."""
+"""Importing this module fixes Triton's interpreter, which computes bfloat16 wrongly and does much for nothing."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,10 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 convert = interpreter._convert_float
+patch_language = interpreter._patch_lang
+find_dtype = interpreter._get_np_dtype
+patched: set[str] = set()
+dtypes: dict[str, np.dtype[Any]] = {}
 
 
 def convert_float(data: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
@@ -35,5 +41,26 @@ def create_dot(self: Any, a: Any, b: Any, c: Any, *precision: Any) -> Any:
     return interpreter.TensorHandle(total, c.dtype.scalar)
 
 
+def patch_once(function: Callable[..., Any]) -> Any:
+    """For each module with kernels once, and for good, instead of at each call of each function of a kernel."""
+    if function.__module__ not in patched:
+        patched.add(function.__module__)
+        patch_language(function)
+    return interpreter._LangPatchScope()  # nothing to restore
+
+
+def np_dtype(dtype: Any) -> np.dtype[Any]:
+    """The interpreter makes a table of all types whenever it asks for one."""
+    if dtype.name not in dtypes:
+        dtypes[dtype.name] = find_dtype(dtype)
+    return dtypes[dtype.name]
+
+
+interpreter._patch_lang = patch_once
+interpreter._get_np_dtype = np_dtype
+# Integers that overflow are looked for at each sum, difference and product, but reported in debug mode only.
+builder = interpreter.interpreter_builder
+assert not builder.options.debug
+builder.options = replace(builder.options, sanitize_overflow=False)
 interpreter._convert_float = convert_float
 interpreter.InterpreterBuilder.create_dot = create_dot
