@@ -3,7 +3,6 @@ same weights dequantized."""
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -336,11 +335,20 @@ RECURRENT: tuple[Family, ...] = (
 )
 
 
+OTHERS = [method for method in METHODS if method != "awq"]
+TOGETHER = [
+    *(("awq", family) for family in RECURRENT),
+    *((method, "qwen3_5") for method in OTHERS),
+    *((OTHERS[i % 3], family) for i, family in enumerate(RECURRENT) if family != "qwen3_5"),
+]
+"""Every family with weights of an asymmetric format and with those of another, and one with all."""
+
+
 @pytest.mark.parametrize(
     ("method", "family"),
     [
         pytest.param(method, family, marks=() if (method, family) == ("fp8", "qwen3_5") else pytest.mark.slow)
-        for method, family in itertools.product(METHODS, RECURRENT)
+        for method, family in TOGETHER
     ],
 )
 def test_answers_of_recurrent_layers(method: str, family: Family, tmp_path: Path) -> None:

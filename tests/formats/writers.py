@@ -1,6 +1,6 @@
 """Quantized checkpoints, and the same weights dequantized.
 
-compressed-tensors are written by that package. AWQ and GPTQ are packed here one code at a time, as their layouts are
+compressed-tensors are written by that package. AWQ and GPTQ are packed here as their layouts are
 documented: https://github.com/casper-hansen/AutoAWQ and https://github.com/ModelCloud/GPTQModel.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,15 +73,15 @@ def grid(weight: Tensor, rows: int, columns: int, bits: int, symmetric: bool) ->
     """Scales, and zero points of unsigned codes, for blocks of a weight; 0 for all rows or columns."""
     N, K = weight.shape
     rows, columns = rows or N, columns or K
-    scales = torch.empty(-(-N // rows), -(-K // columns))
-    zeros = torch.full(scales.shape, 2 ** (bits - 1))
-    for i, band in enumerate(torch.split(weight, rows)):
-        for j, block in enumerate(torch.split(band, columns, dim=1)):
-            low, high = min(0.0, block.min().item()), max(0.0, block.max().item())
-            scales[i, j] = max(-low, high) * 2 / (2**bits - 1) if symmetric else (high - low) / (2**bits - 1)
-            if not symmetric:
-                zeros[i, j] = min(2**bits - 1, max(0, round(-low / scales[i, j].item())))
-    return scales, zeros
+    # A range has zero in it, so zeros may fill up the last blocks.
+    filled = torch.nn.functional.pad(weight.double(), (0, -K % columns, 0, -N % rows))
+    blocks = filled.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+    low, high = blocks.amin((1, 3)).clamp(max=0), blocks.amax((1, 3)).clamp(min=0)
+    if symmetric:
+        scales = (torch.maximum(-low, high) * 2 / (2**bits - 1)).float()
+        return scales, torch.full(scales.shape, 2 ** (bits - 1))
+    scales = ((high - low) / (2**bits - 1)).float()
+    return scales, (-low / scales.double()).round().clamp(0, 2**bits - 1).long()
 
 
 def compressed(scheme: QuantizationScheme, dtype: torch.dtype = torch.float32) -> Callable[[str, Tensor], Packed]:
@@ -141,7 +141,7 @@ def gptq(
     a word, with borrows between them."""
 
     def pack(module: str, weight: Tensor) -> Packed:
-        N, K = weight.shape
+        K = weight.shape[1]
         size = K if group_size == -1 else group_size
         order = torch.randperm(K, generator=torch.Generator().manual_seed(K)) if shuffled else torch.arange(K)
         group_of = torch.empty(K, dtype=torch.int32)
@@ -149,21 +149,11 @@ def gptq(
         scales, zeros = grid(weight[:, order], 1, size, bits, symmetric)
         scales = scales.to(dtype)
         per_word = 32 // bits
-        qweight = [[0] * N for _ in range(-(-K // per_word))]
-        qzeros = [[0] * -(-N // per_word) for _ in range(scales.shape[1])]
-        dequantized = torch.empty(N, K)
-        for n in range(N):
-            for k in range(K):
-                g = int(group_of[k])
-                scale, zero = scales[n, g].item(), int(zeros[n, g])
-                code = min(2**bits - 1, max(0, round(weight[n, k].item() / scale) + zero))
-                qweight[k // per_word][n] += code * 2 ** (bits * (k % per_word))
-                dequantized[n, k] = scale * (code - zero)
-            for g in range(scales.shape[1]):
-                qzeros[g][n // per_word] += int(zeros[n, g]) * 2 ** (bits * (n % per_word))
+        codes, dequantized = coded(weight, scales, zeros, group_of, bits)
+        qweight = packed(codes, bits, range(per_word)).t().contiguous()
+        qzeros = packed(zeros.t(), bits, range(per_word))
         if v1:
-            ones = sum(2 ** (bits * i) for i in range(per_word))
-            qzeros = [[(word - ones) % 2**32 for word in row] for row in qzeros]
+            qzeros = (qzeros - sum(2 ** (bits * i) for i in range(per_word))) % 2**32
         kinds = {"qweight": words(qweight), "qzeros": words(qzeros), "scales": scales.t(), "g_idx": group_of}
         return kinds, dequantized
 
@@ -172,32 +162,35 @@ def gptq(
 
 def awq(group_size: int = 32, dtype: torch.dtype = torch.float16) -> Callable[[str, Tensor], Packed]:
     def pack(module: str, weight: Tensor) -> Packed:
-        N, K = weight.shape
+        K = weight.shape[1]
         size = K if group_size == -1 else group_size
         scales, zeros = grid(weight, 1, size, 4, symmetric=False)
         scales = scales.to(dtype)
-        place = {0: 0, 2: 1, 4: 2, 6: 3, 1: 4, 3: 5, 5: 6, 7: 7}
-        qweight = [[0] * (N // 8) for _ in range(K)]
-        qzeros = [[0] * (N // 8) for _ in range(scales.shape[1])]
-        dequantized = torch.empty(N, K)
-        for n in range(N):
-            for k in range(K):
-                scale, zero = scales[n, k // size].item(), int(zeros[n, k // size])
-                code = min(15, max(0, round(weight[n, k].item() / scale) + zero))
-                qweight[k][n // 8] += code * 16 ** place[n % 8]
-                dequantized[n, k] = scale * (code - zero)
-            for g in range(scales.shape[1]):
-                qzeros[g][n // 8] += int(zeros[n, g]) * 16 ** place[n % 8]
+        codes, dequantized = coded(weight, scales, zeros, torch.arange(K) // size, 4)
+        place = (0, 4, 1, 5, 2, 6, 3, 7)  # of a row in its word
+        qweight, qzeros = (packed(x.t(), 4, place) for x in (codes, zeros))
         return {"qweight": words(qweight), "qzeros": words(qzeros), "scales": scales.t()}, dequantized
 
     return pack
 
 
-def words(unsigned: list[list[int]]) -> Tensor:
+def coded(weight: Tensor, scales: Tensor, zeros: Tensor, group_of: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Unsigned codes of a weight whose columns are in these groups, and what they stand for."""
+    scale, zero = scales.double()[:, group_of], zeros[:, group_of]
+    codes = ((weight.double() / scale).round().long() + zero).clamp(0, 2**bits - 1)
+    return codes, (scale * (codes - zero)).float()
+
+
+def packed(codes: Tensor, bits: int, place: Sequence[int]) -> Tensor:
+    """Unsigned words of 32 bits, in int64, of as many codes of a row as fit; ``place`` says where in a word."""
+    rows, count = codes.shape
+    filled = torch.nn.functional.pad(codes, (0, -count % len(place))).view(rows, -1, len(place))
+    return (filled << (bits * torch.tensor(place))).sum(-1)
+
+
+def words(unsigned: Tensor) -> Tensor:
     """int32 with the bits of these."""
-    return torch.tensor(
-        [[word - 2**32 if word >= 2**31 else word for word in row] for row in unsigned], dtype=torch.int32
-    )
+    return torch.where(unsigned >= 2**31, unsigned - 2**32, unsigned).int()
 
 
 def fp8(
