@@ -25,6 +25,12 @@ SETTINGS = {
     "server.stall_timeout_s": "3",
 }
 """Little of everything, so that each limit is reached."""
+IDLE_S = 5.0
+"""How long a connection may say nothing, headers that never end among it: no setting, and more than a minute else."""
+INFER = (
+    "import sys; from infer.server.http import sockets; from infer.commands.cli import main; "
+    f"sockets.KEEPALIVE_S = {IDLE_S}; sys.exit(main())"
+)
 
 
 class Server:
@@ -57,7 +63,7 @@ class Server:
     def start(self) -> None:
         """Returns when the server is ready. Raises RuntimeError, with the end of its log, if it ends before."""
         argv = [part for name, value in self._settings.items() for part in (f"--{name}", value)]
-        command = [sys.executable, "-m", "infer.commands.cli", "serve", *argv, "--server.port", str(self.port)]
+        command = [sys.executable, "-c", INFER, "serve", *argv, "--server.port", str(self.port)]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("INFER_")}
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=self._folder, env=environment
