@@ -17,7 +17,7 @@ import tomllib
 import urllib.request
 import venv
 import zipfile
-from importlib.metadata import version
+from importlib.metadata import distributions, version
 from pathlib import Path
 
 import pytest
@@ -42,6 +42,16 @@ MOST_DISTRIBUTIONS, MOST_BYTES = 62, 1_100_000_000
 them torch's. CUDA would be another 4 GB."""
 FAST = {"CXXFLAGS": "-O1"}
 """Compiles the kernels in a third of the time; with -O0 they would ask for a newer glibc."""
+FASTEST = {"CXXFLAGS": "-O0"}
+"""Compiles them in half of that. They are too slow to be used."""
+READY = f"""#!/bin/sh
+for to; do :; done
+ready="{native.FOLDER}/${{to##*/}}"
+case "$to" in */portable.so) c++ "$@" -fsyntax-only || exit;; esac
+case "$to" in *.so) [ -e "$ready" ] && exec cp "$ready" "$to";; esac
+exec c++ "$@"
+"""
+"""A compiler that reads all sources once, then takes what the package's hook has compiled of them before."""
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
@@ -174,8 +184,24 @@ def archived(file: Path) -> list[str]:
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What `make dist` makes; the kernels compiled in less time."""
     folder = tmp_path_factory.mktemp("made") / "dist"
-    subprocess.run([sys.executable, "-m", "deploy.dist", str(folder)], cwd=ROOT, env=os.environ | FAST, check=True)
+    variables = os.environ | FAST | {"CXX": compiler(folder.parent)}
+    subprocess.run([sys.executable, "-m", "deploy.dist", str(folder)], cwd=ROOT, env=variables, check=True)
     return folder
+
+
+def compiler(folder: Path, unless: str = "") -> str:
+    """A compiler of kernels in a folder: one that is ready if its kernels are newer than their sources. It fails where
+    its arguments have ``unless``."""
+    hook = ROOT / "plugins" / NATIVE / "hatch_build.py"
+    changed = max(file.stat().st_mtime for file in (hook, *(native.FOLDER / "native").iterdir()))
+    ready = all(file.stat().st_mtime > changed for file in native.FOLDER.glob("*.so"))
+    text = READY if ready else '#!/bin/sh\nexec c++ "$@"\n'
+    if unless:
+        text = text.replace("\n", f'\ncase "$*" in *{unless}*) exit 1;; esac\n', 1)
+    file = folder / "c++"
+    file.write_text(text)
+    file.chmod(0o755)
+    return str(file)
 
 
 @pytest.mark.slow
@@ -225,6 +251,7 @@ def test_the_bill_of_materials_has_all_that_is_needed(made: Path) -> None:
 def test_the_same_sources_yield_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In another folder, at another time, from files of other dates and rights. One level stands for all kernels."""
     monkeypatch.setenv("SOURCE_DATE_EPOCH", dist.epoch())  # a commit meanwhile would change it
+    monkeypatch.setattr(dist, "GLIBC", (2, 99))  # that of wheels which are compiled like this is newer
     found = []
     for name in ("one", "another/folder"):
         (tmp_path / name).mkdir(parents=True)
@@ -244,7 +271,7 @@ def test_the_same_sources_yield_the_same_bytes(tmp_path: Path, monkeypatch: pyte
             dist.build(copy, to, "sdist")
             hook = copy / "hatch_build.py"
             hook.write_text(hook.read_text() + "\nLEVELS.clear()\n")
-            dist.native_wheel(copy, to, "c++", FAST)
+            dist.native_wheel(copy, to, "c++", FASTEST)
         found.append({file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in to.iterdir()})
         assert len(found[-1]) == 6
     assert found[0] == found[1]
@@ -258,6 +285,20 @@ class Empty:
         (folder / "dist").symlink_to(dist)
         self.folder, self._bin = folder, folder / "env" / "bin"
 
+    def link(self, *wanted: str) -> None:
+        """Puts what pip would install, without its commands, as links to where this environment has the very same
+        versions."""
+        report = self.folder / "report.json"
+        self.pip("--dry-run", "--ignore-installed", "--report", str(report), *wanted)
+        (site,) = (self.folder / "env").glob("lib/python*/site-packages")
+        for each in json.loads(report.read_text())["install"]:
+            name, asked = each["metadata"]["name"], each["metadata"]["version"]
+            for found in distributions(name=name):
+                tops = {file.parts[0] for file in found.files or ()} - {"..", "__pycache__"}
+                if found.version == asked and not any((site / top).exists() for top in tops):
+                    for top in tops:
+                        (site / top).symlink_to(found.locate_file(top))
+
     def pip(self, *arguments: str, **variables: str) -> str:
         """PIP_RETRIES: an index that cannot be reached from here is asked for every package. PIP_NO_COMPILE: most of
         what is installed is never imported."""
@@ -270,8 +311,10 @@ class Empty:
         return {each["name"] for each in listed}
 
     def nbytes(self) -> int:
-        """The size of the environment's files, of each one once."""
-        return sum(file.lstat().st_size for file in (self.folder / "env").rglob("*"))
+        """The size of the environment's files, of each one once, and of those that are linked to; without bytecode."""
+        walked = os.walk(self.folder / "env", followlinks=True)
+        files = {Path(folder, name).resolve() for folder, _, names in walked for name in names}
+        return sum(file.stat().st_size for file in files if file.suffix != ".pyc")
 
     def shell(self, home: Path) -> Shell:
         """One that finds this environment's commands first."""
@@ -295,12 +338,13 @@ class Empty:
 
 @pytest.fixture(scope="module")
 def empty(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Empty:
-    """With what the README installs, by the README's own lines."""
+    """With what the README installs, by the README's own lines. Most of what others publish is there before."""
     empty = Empty(tmp_path_factory.mktemp("empty"), made)
-    lines = [command for command in SHOWN["README.md"] if command.startswith("pip install ")]
+    lines = [shlex.split(line, comments=True)[2:] for line in SHOWN["README.md"] if line.startswith("pip install ")]
     assert len(lines) == 2
+    empty.link(*lines[0])
     for line in lines:
-        empty.pip(*shlex.split(line, comments=True)[2:])
+        empty.pip(*line)
     return empty
 
 
@@ -359,29 +403,37 @@ def test_an_sdist_builds_where_a_compiler_is_and_says_what_lacks_where_none_is(e
     (said,) = [line for line in refused.stderr.splitlines() if "C++ compiler" in line]
     assert f"pip install hatchling && pip install {advice}" in said
     assert len(empty.infer("generate", "--model", "demo", "--max-tokens", "8", "def ")) > len("def ")
-    plain = empty.folder / "plain-c++"  # what a compiler fails at is left out, and the rest takes a while
-    plain.write_text('#!/bin/sh\ncase "$*" in *-mavx*) exit 1;; esac\nexec c++ "$@"\n')
-    plain.chmod(0o755)
-    empty.pip(*from_source, CXX=str(plain), **FAST)
+    plain = compiler(empty.folder, unless="-mavx")  # what a compiler fails at is left out
+    empty.pip(*from_source, CXX=plain, **FAST)
     assert "level portable" in empty.infer("doctor", "demo", "--kernels.backend", "cpu")
     options = ["--model", "demo", "--max-tokens", "8", "--kernels.backend", "cpu"]
     assert len(empty.infer("generate", *options, "def ")) > len("def ")
 
 
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """tests/kernels_cpu/native.cpp, compiled for this machine."""
+    return str(compiled("c++", tmp_path_factory.mktemp("native") / "here"))
+
+
+def compiled(compiler: str, to: Path) -> Path:
+    source = str(Path(__file__).parent / "kernels_cpu" / "native.cpp")
+    subprocess.run([compiler, "-std=c++20", "-O1", source, "-o", str(to), "-ldl"], check=True)
+    return to
+
+
 @pytest.mark.slow
-def test_the_wheel_for_aarch64_computes_what_the_others_compute(made: Path, tmp_path: Path) -> None:
+def test_the_wheel_for_aarch64_computes_what_the_others_compute(made: Path, here: str, tmp_path: Path) -> None:
     """On an emulated processor without BF16 and on one with it. Products of int8 have the same bits on all machines."""
     for tool, package in (("qemu-aarch64", "qemu-user"), ("aarch64-linux-gnu-g++", "g++-aarch64-linux-gnu")):
         if shutil.which(tool) is None:
             pytest.skip(f"there is no {tool} (Debian: apt-get install {package})")
     (wheel,) = made.glob("infer_kernels_cpu-*_aarch64.whl")
     zipfile.ZipFile(wheel).extractall(tmp_path)
-    source = str(Path(__file__).parent / "kernels_cpu" / "native.cpp")
-    for compiler, name in (("c++", "here"), ("aarch64-linux-gnu-g++", "there")):
-        subprocess.run([compiler, "-std=c++20", "-O1", source, "-o", str(tmp_path / name), "-ldl"], check=True)
-    expected = tried([str(tmp_path / "here")], native.FOLDER / "portable.so")
+    there = str(compiled("aarch64-linux-gnu-g++", tmp_path / "there"))
+    expected = tried([here], native.FOLDER / "portable.so")
     for processor, level, features in (("cortex-a72", "portable", "0"), ("max", "portable", "1"), ("max", "bf16", "1")):
-        emulated = ["qemu-aarch64", "-cpu", processor, "-L", "/usr/aarch64-linux-gnu", str(tmp_path / "there")]
+        emulated = ["qemu-aarch64", "-cpu", processor, "-L", "/usr/aarch64-linux-gnu", there]
         found = tried(emulated, tmp_path / "infer_kernels_cpu" / f"{level}.so")
         assert found == expected | {"features": features}
 
@@ -389,22 +441,18 @@ def test_the_wheel_for_aarch64_computes_what_the_others_compute(made: Path, tmp_
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="asks for features of x86-64")
 @pytest.mark.parametrize(("processor", "features"), [("Nehalem", "0"), ("Haswell", "1")])
-def test_a_processor_is_asked_for_what_it_has(processor: str, features: str, tmp_path: Path) -> None:
+def test_a_processor_is_asked_for_what_it_has(processor: str, features: str, here: str) -> None:
     if shutil.which("qemu-x86_64") is None:
         pytest.skip("there is no qemu-x86_64 (Debian: apt-get install qemu-user)")
-    source = str(Path(__file__).parent / "kernels_cpu" / "native.cpp")
-    subprocess.run(["c++", "-std=c++20", "-O1", source, "-o", str(tmp_path / "here"), "-ldl"], check=True)
-    found = tried(["qemu-x86_64", "-cpu", processor, str(tmp_path / "here")], native.FOLDER / "portable.so")
+    found = tried(["qemu-x86_64", "-cpu", processor, here], native.FOLDER / "portable.so")
     assert found["features"] == features
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("level", native.levels())
-def test_the_levels_of_this_machine_pass_what_the_emulated_ones_pass(level: str, tmp_path: Path) -> None:
-    source = str(Path(__file__).parent / "kernels_cpu" / "native.cpp")
-    subprocess.run(["c++", "-std=c++20", "-O1", source, "-o", str(tmp_path / "here"), "-ldl"], check=True)
-    portable = tried([str(tmp_path / "here")], native.FOLDER / "portable.so")
-    assert tried([str(tmp_path / "here")], native.FOLDER / f"{level}.so") == portable
+def test_the_levels_of_this_machine_pass_what_the_emulated_ones_pass(level: str, here: str) -> None:
+    portable = tried([here], native.FOLDER / "portable.so")
+    assert tried([here], native.FOLDER / f"{level}.so") == portable
 
 
 def tried(program: list[str], library: Path) -> dict[str, str]:
