@@ -8,10 +8,8 @@ import itertools
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -31,6 +29,7 @@ ENVIRONMENT = {
     "RAY_AUTH_TOKEN": "0123456789abcdef" * 4,
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # as in infer_ray.command: nothing listens beyond loopback
     "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "1",
+    "RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT": "1",
     "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
 }
 Json = dict[str, Any]
@@ -174,14 +173,54 @@ async def test_streams_survive_the_death_of_an_engine(cluster: Cluster) -> None:
         pass
 
 
-async def test_engines_come_and_go_with_load_and_no_request_notices(tmp_path: Path) -> None:
-    bodies = [body(i, max_tokens=800) for i in range(8)]
+async def test_a_cluster_that_is_there_serves_what_is_sent_to_it(cluster: Cluster, tmp_path: Path) -> None:
+    """What it serves already goes on."""
+    bodies = [body(i) for i in range(20)]
+    expected = await all_streamed(cluster.url, bodies)
+    (raylet,) = [each for each in cluster.processes() if each.name() == "raylet"]
+    (address,) = [word.partition("=")[2] for word in raylet.cmdline() if word.startswith("--gcs-address=")]
+    own = ("--address", address, "--ray.name", "other")
+    before = {each.pid for each in cluster.engines()}
+
+    def others() -> list[psutil.Process]:
+        return [each for each in cluster.engines() if each.pid not in before]
+
+    more = ("--port", "0", "--kernels.threads", "1", "--replicas", "2", "--ray.cpus", "0")
+    with started(
+        ("infer.commands.cli", "ray", "deploy", "demo", *own, *more), r"is served on (\S+)", tmp_path / "d"
+    ) as sent:
+        sent.process.wait(HANG_S)
+    assert len(others()) == 2
+    assert await all_streamed(sent.url, bodies) == expected
+    command = ("infer.commands.cli", "ray", "delete", *own)
+    with started(command, "is served no more", tmp_path / "e") as deleted:
+        deleted.process.wait(HANG_S)
+    assert not others()
+    with pytest.raises(aiohttp.ClientConnectorError):
+        await all_streamed(sent.url, bodies[:1])
+    refused = subprocess.run(
+        (sys.executable, "-m", "infer.commands.cli", "ray", "deploy", "nosuch", *own, "--ray.cpus", "0"),
+        cwd=ROOT,
+        env=os.environ | ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+    )
+    assert refused.returncode == 2
+    assert "infer: 'nosuch' is neither a folder" in refused.stderr
+    assert await all_streamed(cluster.url, bodies) == expected
+
+
+async def test_engines_come_and_go_with_load_and_no_request_notices_until_ray_ends(tmp_path: Path) -> None:
+    bodies = [body(i, max_tokens=800) for i in range(3)]
     with serving() as single:
         expected = await all_streamed(single.url, bodies)
     limits = ("--replicas", "1", "--ray.max_replicas", "2", "--ray.target_requests", "4")
     delays = ("--ray.upscale_delay_s", "1", "--ray.downscale_delay_s", "2")
-    with ray_run(tmp_path / "log", *limits, *delays) as cluster:
-        wanted, draining = 3, False
+    few, many = 2, 6  # Serve goes by the mean of half a minute: the fewer are many, the sooner it falls
+    with ray_run(tmp_path / "log", *limits, *delays, code=1) as cluster:
+        assert len(cluster.engines()) == 1
+        wanted, draining = many, False
 
         async def client(number: int) -> None:
             for i in itertools.count(number):
@@ -197,14 +236,14 @@ async def test_engines_come_and_go_with_load_and_no_request_notices(tmp_path: Pa
             return len(cluster.engines()) == counts["replicas"] == number
 
         async with asyncio.TaskGroup() as clients:
-            for number in range(3):
+            for number in range(few):
                 clients.create_task(client(number))
             for _ in range(5):  # until somebody looked while it drained
-                wanted = 12
-                for number in range(3, 12):
+                wanted = many
+                for number in range(few, many):
                     clients.create_task(client(number))
                 await asked_until(lambda: there_are(2))
-                draining, wanted = False, 3
+                draining, wanted = False, few
                 await asked_until(lambda: there_are(1))
                 if draining:
                     break
@@ -213,9 +252,6 @@ async def test_engines_come_and_go_with_load_and_no_request_notices(tmp_path: Pa
         counts = await ingress_counts(cluster.url)
         assert counts["lost_total"] == counts["resumed_total"] == 0
 
-
-def test_a_run_whose_ray_has_ended_says_so(tmp_path: Path) -> None:
-    with ray_run(tmp_path / "log", code=1) as cluster:
         found = cluster.processes()
         (raylet,) = [each for each in found if each.name() == "raylet"]
         raylet.kill()
@@ -223,51 +259,3 @@ def test_a_run_whose_ray_has_ended_says_so(tmp_path: Path) -> None:
         _, alive = psutil.wait_procs(found, HANG_S)
         assert not alive
     assert "infer: Ray's raylet has ended" in cluster.log.read_text()
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """One with a short name, as sockets need it."""
-    with tempfile.TemporaryDirectory(prefix="infer-", ignore_cleanup_errors=True) as made:
-        yield Path(made)
-
-
-async def test_a_cluster_that_is_there_serves_what_is_sent_to_it(tmp_path: Path, folder: Path) -> None:
-    bodies = [body(i) for i in range(20)]
-    with serving() as single:
-        expected = await all_streamed(single.url, bodies)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    where = (
-        "--node-ip-address",
-        "127.0.0.1",
-        "--port",
-        address.rpartition(":")[2],
-        "--temp-dir",
-        str(folder),
-    )
-    words = ("start", "--head", "--block", "--include-dashboard", "false", "--num-cpus", "4", *where)
-    with started(("ray.scripts.scripts", *words), "Ray runtime started", tmp_path / "log", code=None) as cluster:
-        more = ("--address", address, "--port", "0", "--kernels.threads", "1", "--replicas", "2")
-        with started(
-            ("infer.commands.cli", "ray", "deploy", "demo", *more), r"is served on (\S+)", tmp_path / "d"
-        ) as sent:
-            sent.process.wait(HANG_S)
-        assert len(cluster.engines()) == 2
-        assert await all_streamed(sent.url, bodies) == expected
-        command = ("infer.commands.cli", "ray", "delete", "--address", address)
-        with started(command, "is served no more", tmp_path / "e") as deleted:
-            deleted.process.wait(HANG_S)
-        assert not cluster.engines()
-        refused = subprocess.run(
-            (sys.executable, "-m", "infer.commands.cli", "ray", "deploy", "nosuch", "--address", address),
-            cwd=ROOT,
-            env=os.environ | ENVIRONMENT,
-            capture_output=True,
-            text=True,
-            timeout=HANG_S,  # Serve tries three times
-        )
-        assert refused.returncode == 2
-        assert "infer: 'nosuch' is neither a folder" in refused.stderr
-    with pytest.raises(aiohttp.ClientConnectorError):
-        await all_streamed(sent.url, bodies[:1])
