@@ -22,10 +22,13 @@ pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="its engines are on the CPU; tests/gpu serves on a GPU"
 )
 MAX_BATCH = 3
-PROMPTS = {"a": random_prompt(66, seed=1), "b": random_prompt(30, seed=2), "c": random_prompt(6, seed=3)}
-PROMPTS["d"] = [*PROMPTS["a"][:33], 5]
-TWO = {"a": random_prompt(14, seed=3), "b": random_prompt(46, seed=2)}
-"""The longer one is longer than the windows."""
+PROMPTS = {"a": random_prompt(66, seed=1), "b": random_prompt(31, seed=2), "c": random_prompt(3, seed=3)}
+PROMPTS["d"] = [*PROMPTS["a"][:17], 5]
+"""The longest is attended to in two segments, and the last one begins with a block of it."""
+TWO = {"a": random_prompt(5, seed=3), "b": random_prompt(34, seed=2)}
+"""The longer one is longer than the windows, two blocks and a tile of keys."""
+GEMMA3 = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+"""One layer of each kind."""
 
 
 class PlainActivations(ReferenceKernels):
@@ -45,11 +48,12 @@ def play(
     *,
     recorded: bool = False,
     num_blocks: int,
-    max_tokens: int = 4,
+    max_tokens: int = 3,
     **keys: Any,
 ) -> Stepper:
     family, _, quantization = family.partition(" ")
-    model = build_model(CONFIGS[family], dtype, kernels, quantization or None)
+    config = CONFIGS[family] | GEMMA3 if family == "gemma3" else CONFIGS[family]
+    model = build_model(config, dtype, kernels, quantization or None)
     pool = paged_pool(model, dtype, MAX_BATCH, num_blocks=num_blocks)
     pool.storage.kernels = kernels
     graphs = DecodeGraphs(model, pool, CPU, MAX_BATCH, Recorder()) if recorded else None
@@ -73,7 +77,7 @@ def play(
 def test_chunks_company_preemption_and_replay(family: str, dtype: torch.dtype) -> None:
     kernels = TritonKernels(CPU)
     alone = play(family, dtype, kernels, num_blocks=40, max_batch_size=1, use_chunked_prefill=False)
-    mixed = play(family, dtype, kernels, num_blocks=6, recorded=True, lag=1, prefill_chunk_size=16)
+    mixed = play(family, dtype, kernels, num_blocks=5, recorded=True, lag=1, prefill_chunk_size=16)
     assert any(record.preemptions for record in mixed.finished)
     for id in PROMPTS:
         found, expected = ([(e.token_ids, e.logprobs) for e in s.events[id]] for s in (mixed, alone))
@@ -89,7 +93,7 @@ caps, windows, sinks, norms of heads, each activation, experts and each kind of 
 @pytest.mark.parametrize("family", [*ASKING, "qwen3 int4", "qwen3 int8"])
 def test_answers_are_the_references(family: str) -> None:
     found, expected = (
-        play(family, torch.float32, kernels, TWO, num_blocks=40, max_tokens=3)
+        play(family, torch.float32, kernels, TWO, num_blocks=40, max_tokens=2)
         for kernels in (TritonKernels(CPU), PlainActivations())
     )
     for id in TWO:

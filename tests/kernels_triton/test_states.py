@@ -16,9 +16,7 @@ from infer_testing import check_kernels
 from infer_testing.recurrent import Layer, conv, delta, sliced, space, state_rows
 
 REFERENCE = ReferenceKernels()
-dtypes = pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, *slowly(torch.float32, torch.float16)], ids=["bf16", "fp32", "fp16"]
-)
+BF16, FP32, FP16 = torch.bfloat16, torch.float32, torch.float16
 LAYERS: dict[str, Layer] = {
     "conv": conv(300, 4, bias=True),
     "conv of 3": conv(70, 3, silu=False),
@@ -28,7 +26,17 @@ LAYERS: dict[str, Layer] = {
     "space, odd": space(3, 45, 1, 10),
 }
 FAST = ("conv", "delta, tiny", "space, odd")
-layers = pytest.mark.parametrize("name", [*FAST, *slowly(*(name for name in LAYERS if name not in FAST))])
+SLOW = ("conv of 3", "delta, odd", "space, tiny")
+layers = pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, BF16) for name in FAST),
+        *slowly(*((name, BF16) for name in SLOW)),
+        *slowly(*((name, dtype) for name in ("conv of 3", "delta, tiny", "space, tiny") for dtype in (FP32, FP16))),
+    ],
+    ids=str,
+)
+"""Each layer in one type, and one of each kind in the others: loads and stores are what a type changes."""
 LENS, READ = (1, 11, 0, 3), (0, 1, 0, 0)
 SAVE = {0: 2, 3: 3, 11: 1, 14: 4}
 """One token; a chunk in place, with a checkpoint on the way; nothing; and a chunk that begins like the first."""
@@ -52,7 +60,6 @@ def given(layer: Layer, device: str, dtype: torch.dtype) -> tuple[Layer, list[Te
     return layer.to(where, dtype), inputs, states, state_rows(LENS, READ, SAVE, where)
 
 
-@dtypes
 @layers
 def test_results_and_states(kernels: TritonKernels, device: str, name: str, dtype: torch.dtype) -> None:
     layer, inputs, states, rows = given(LAYERS[name], device, dtype)
@@ -62,7 +69,6 @@ def test_results_and_states(kernels: TritonKernels, device: str, name: str, dtyp
     assert same_bits(states[[0, 5]], expected_states[[0, 5]])
 
 
-@dtypes
 @layers
 def test_bits_do_not_depend_on_chunks_and_company(
     kernels: TritonKernels, device: str, name: str, dtype: torch.dtype
@@ -80,7 +86,7 @@ def test_bits_do_not_depend_on_chunks_and_company(
     assert same_bits(alone[[1, 3]], states[[1, 3]])
 
 
-@dtypes
+@pytest.mark.parametrize("dtype", [BF16, *slowly(FP32, FP16)], ids=["bf16", "fp32", "fp16"])
 @pytest.mark.parametrize("gate_first", [False, True])
 @pytest.mark.parametrize(("size", "group", "width"), [(64, 16, 16), (96, 48, 96), (60, 20, 10), (5, 5, 5)])
 def test_gated_norms(
@@ -107,7 +113,9 @@ def test_small_steps_are_not_rounded_to_nothing(kernels: TritonKernels, device: 
 
 
 @pytest.mark.slow
-def test_the_kit_finds_nothing(kernels: TritonKernels, device: str) -> None:
-    """In one type: what another changes is above."""
+@pytest.mark.parametrize("case", [0, 5, 7, 11])
+def test_the_kit_finds_nothing(kernels: TritonKernels, device: str, case: int) -> None:
+    """In one type: what another changes is above. The cases have each of the kit's sizes of delta rules and state
+    spaces, and each kind of layer in chunks."""
     names = ("causal_conv", "gated_delta_rule", "state_space", "gated_rms_norm", "states_are_exact", "states_of_nan")
-    check_kernels(kernels, device=torch.device(device), dtypes=(torch.bfloat16,), only=names)
+    check_kernels(kernels, device=torch.device(device), dtypes=(BF16,), only=names, case=case)
