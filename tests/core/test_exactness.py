@@ -37,28 +37,34 @@ from infer.engine.exactness import self_check
 
 pytestmark = pytest.mark.usefixtures("each_provider")
 FIRST = ("llama", "qwen3", "gemma3", "granite_hybrid")
+TYPES = dict(zip(DTYPES, ("fp32", "bf16"), strict=True))
 KINDS = (*FIRST, "gpt_oss", "qwen3_next", "lfm2_moe")
 """Families that have among them every kind of layer that sees more than its own token."""
 HALF = [f"{family} {('int8', 'int4')[i % 2]}" for i, family in enumerate(FAMILIES)]
 """Every family with quantized weights, half of them with each: its products know nothing of the family."""
 EACH = [
-    *(("native", family, family not in FIRST) for family in (*FAMILIES, *HALF)),
-    *(("reference", family, True) for family in (*FIRST, "qwen3_moe", QUANTIZED[0])),
+    *(("native", family, family not in FIRST, DTYPES[i % 2]) for i, family in enumerate(FAMILIES)),
+    *(("native", family, True, DTYPES[1 - i % 2]) for i, family in enumerate(HALF)),
+    *(("reference", family, True, DTYPES[0]) for family in (*FIRST, "qwen3_moe", QUANTIZED[0])),
 ]
-"""Provider, family and whether it is slow: every family, with plain and with quantized weights, by the native kernels,
-and one of each kind by the reference."""
+"""Provider, family, whether it is slow, and the type of a family that is none of ``KINDS``: every family, with plain
+weights of one type and with quantized ones beside the other, by the native kernels, and one of each kind by the
+reference."""
 
 
 def families(*names: str, plain: Sequence[Any] = ((),), others: Sequence[Any] | None = None) -> pytest.MarkDecorator:
-    """``EACH``, with all values of further arguments, or only ``others`` where the family is none of ``KINDS``."""
+    """``EACH``, with both types and all values of further arguments, or one type and only ``others`` where the family
+    is none of ``KINDS``."""
     return pytest.mark.parametrize(
-        ("each_provider", "family", *names),
+        ("dtype", "each_provider", "family", *names),
         [
-            pytest.param(provider, family, *values, marks=pytest.mark.slow if slow else ())
-            for provider, family, slow in EACH
+            pytest.param(dtype, provider, family, *values, marks=pytest.mark.slow if slow else ())
+            for provider, family, slow, own in EACH
+            for dtype in (DTYPES if family in KINDS else [own])
             for values in (plain if others is None or family in KINDS else others)
         ],
         indirect=["each_provider"],
+        ids=lambda value: TYPES.get(value) if isinstance(value, torch.dtype) else None,
     )
 
 
@@ -97,7 +103,6 @@ LENGTHS = [(n,) for n in (1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUN
 
 
 @families("length", plain=LENGTHS, others=LENGTHS[::3])
-@both
 def test_logits_of_chunked_and_full_prefill(family: str, dtype: torch.dtype, length: int) -> None:
     model, prompt = tiny_model(family, dtype), random_prompt(length)
     full = prefill_logits(model, dtype, prompt, [length])
@@ -108,7 +113,6 @@ def test_logits_of_chunked_and_full_prefill(family: str, dtype: torch.dtype, len
 
 
 @families()
-@both
 @torch.inference_mode()
 def test_hidden_states_of_some_rows_are_those_of_all(family: str, dtype: torch.dtype) -> None:
     model, prompt = tiny_model(family, dtype), torch.tensor(random_prompt(70))
@@ -248,7 +252,7 @@ arrivals = st.lists(
 pools = st.just(None) | st.tuples(st.sampled_from([1, 7, 16, 128, 400]), st.integers(0, 200))
 
 
-@settings(max_examples=examples(120, 15))
+@settings(max_examples=examples(90, 15))
 @given(
     st.sampled_from(FAMILIES + QUANTIZED),
     st.sampled_from(DTYPES),
@@ -297,7 +301,6 @@ def test_any_mix_of_arrivals_chunks_budgets_and_pools(
 
 
 @families(others=())
-@both
 def test_static_batches_answer_the_same(family: str, dtype: torch.dtype) -> None:
     stepper = make_engine(tiny_model(family, dtype), dtype, static=True, use_chunked_prefill=False)
     for index in range(len(REQUESTS)):
@@ -308,7 +311,6 @@ def test_static_batches_answer_the_same(family: str, dtype: torch.dtype) -> None
 
 
 @families(others=())
-@both
 def test_preemption_does_not_change_the_answer(family: str, dtype: torch.dtype) -> None:
     """A pool that refuses to grow now and then forces recomputation of prompt and answer so far."""
     model = tiny_model(family, dtype)
@@ -345,7 +347,6 @@ PAGED = [(False, 0, False), (False, 180, True), (True, 0, True), (True, 180, Fal
 
 
 @families("mixed", "spare", "prefix_caching", plain=PAGED, others=PAGED[1:3])
-@both
 def test_paged_pool_answers_the_same(
     family: str, dtype: torch.dtype, mixed: bool, spare: int, prefix_caching: bool
 ) -> None:
@@ -370,7 +371,6 @@ def check_paged_pool(
 
 
 @families()
-@both
 def test_self_check_holds(family: str, dtype: torch.dtype) -> None:
     model = tiny_model(family, dtype)
     for kv_dtype in KV_DTYPES:

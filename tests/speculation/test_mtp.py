@@ -171,7 +171,7 @@ def mix(seed: int) -> None:
 
 
 @pytest.mark.draws
-@pytest.mark.parametrize("seed", [*seeds(3), *slowly(*seeds(60)[3:])])
+@pytest.mark.parametrize("seed", [*seeds(3), *slowly(*seeds(36)[3:])])
 def test_any_mix_of_requests_has_the_same_events_and_the_drafts_of_the_whole_text(seed: int) -> None:
     mix(seed)
 

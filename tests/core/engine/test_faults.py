@@ -211,7 +211,7 @@ KINDS = (RuntimeError, Panic)
 
 @pytest.mark.parametrize(
     ("seed", "kind"),
-    [(FAST, Panic), *slowly((FAST, RuntimeError), *((n, KINDS[n % 2]) for n in range(15) if n != FAST))],
+    [(FAST, Panic), *slowly((FAST, RuntimeError), *((n, KINDS[n % 2]) for n in range(11) if n != FAST))],
 )
 def test_a_fault_in_any_call_ends_what_it_concerns(
     seed: int, kind: type[BaseException], monkeypatch: pytest.MonkeyPatch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import random
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -168,20 +169,30 @@ def answer(events: list[Event]) -> list[Event]:
     return [event._replace(num_cached=0) for event in events]
 
 
+@cache
+def undisturbed(seed: int, family: str) -> dict[str, list[Event]]:
+    """What is published where nothing raises."""
+    return serve(seed, Hostile("nowhere"), family)[0].events
+
+
+def tokens_of(events: list[Event]) -> list[int]:
+    return [token for event in events for token in event.token_ids]
+
+
 def examine(seed: int, site: str, error: type[Exception] = RuntimeError, family: str = "llama") -> int:
-    (truth, _), (world, prompts) = serve(seed, Hostile("nowhere"), family), serve(seed, Hostile(site, error), family)
+    truth, (world, prompts) = undisturbed(seed, family), serve(seed, Hostile(site, error), family)
     ended = 0
     for id, events in world.events.items():
         assert [e.finish_reason is not None for e in events] == [False] * (len(events) - 1) + [True]
         if events[-1].finish_reason == "error":
             assert f"poison in {site}" in (events[-1].error or "")
-            assert POISON in prompts[id] or POISON in truth.tokens(id)
+            assert POISON in prompts[id] or POISON in tokens_of(truth[id])
             ended += 1
         else:
-            assert answer(events) == answer(truth.events[id])
+            assert answer(events) == answer(truth[id])
             if site in ("forward", "attention"):
                 assert POISON not in prompts[id]
-                assert POISON not in truth.tokens(id)[:-1]
+                assert POISON not in tokens_of(truth[id])[:-1]
     assert not world.engine.has_work()
     assert world.pool.free_tokens() == world.room
     return ended
@@ -191,7 +202,7 @@ FAST = 5
 
 
 @pytest.mark.parametrize("site", SITES)
-@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 10))])
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 6))])
 def test_only_culprits_end(site: str, part: int) -> None:
     assert sum(examine(seed, site) for seed in range(part * FAST, (part + 1) * FAST))
 

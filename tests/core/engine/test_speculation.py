@@ -163,7 +163,7 @@ def mix(seed: int) -> None:
 
 
 @pytest.mark.draws
-@pytest.mark.parametrize("seed", [*seeds(8), *(pytest.param(i, marks=pytest.mark.slow) for i in seeds(60)[8:])])
+@pytest.mark.parametrize("seed", [*seeds(8), *(pytest.param(i, marks=pytest.mark.slow) for i in seeds(40)[8:])])
 def test_any_mix_of_requests_has_the_same_events_with_drafts(seed: int) -> None:
     mix(seed)
 
