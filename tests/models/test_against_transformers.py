@@ -338,9 +338,17 @@ def expected_logits(folder: Path, tokens: list[int]) -> Tensor:
     return logits
 
 
+ODD = {f"{family}-untied-{(1, 4)[i % 2]}" for i, family in enumerate(NEW_FAMILIES)}
+"""Each of these families has either as few heads of K and V as can be or as many, besides a number between."""
+
+
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=pytest.mark.slow) if re.fullmatch(MANY, case) else case for case in CASES],
+    [
+        pytest.param(case, marks=pytest.mark.slow) if re.fullmatch(MANY, case) else case
+        for case in CASES
+        if case not in ODD
+    ],
 )
 def test_logits_and_greedy_tokens(case: str, tmp_path: Path) -> None:
     """transformers is given our tokens and has to find each the likeliest: so its greedy tokens are ours."""
