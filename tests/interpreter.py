@@ -14,8 +14,10 @@ from triton.runtime import interpreter
 convert = interpreter._convert_float
 patch_language = interpreter._patch_lang
 find_dtype = interpreter._get_np_dtype
+make_tensor = tl.tensor.__init__
 patched: set[str] = set()
 dtypes: dict[str, np.dtype[Any]] = {}
+shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}
 
 
 def convert_float(data: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
@@ -56,6 +58,16 @@ def np_dtype(dtype: Any) -> np.dtype[Any]:
     return dtypes[dtype.name]
 
 
+def init_tensor(self: Any, handle: Any, type: Any) -> None:
+    """A shape is a tuple of constants, each an object: those of one shape are made once."""
+    sizes = tuple(type.shape) if type.is_block() else ()
+    if sizes not in shapes:
+        make_tensor(self, handle, type)
+        shapes[sizes] = self.numel, self.shape
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.numel, self.shape = shapes[sizes]
+
+
 interpreter._patch_lang = patch_once
 interpreter._get_np_dtype = np_dtype
 # Integers that overflow are looked for at each sum, difference and product, but reported in debug mode only.
@@ -64,3 +76,4 @@ assert not builder.options.debug
 builder.options = replace(builder.options, sanitize_overflow=False)
 interpreter._convert_float = convert_float
 interpreter.InterpreterBuilder.create_dot = create_dot
+tl.tensor.__init__ = init_tensor
