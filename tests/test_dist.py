@@ -297,7 +297,7 @@ class Empty:
                 tops = {file.parts[0] for file in found.files or ()} - {"..", "__pycache__"}
                 if found.version == asked and not any((site / top).exists() for top in tops):
                     for top in tops:
-                        (site / top).symlink_to(found.locate_file(top))
+                        (site / top).symlink_to(str(found.locate_file(top)))
 
     def pip(self, *arguments: str, **variables: str) -> str:
         """PIP_RETRIES: an index that cannot be reached from here is asked for every package. PIP_NO_COMPILE: most of
