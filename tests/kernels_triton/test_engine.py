@@ -52,7 +52,7 @@ def play(
     **keys: Any,
 ) -> Stepper:
     family, _, quantization = family.partition(" ")
-    config = CONFIGS[family] | GEMMA3 if family == "gemma3" else CONFIGS[family]
+    config = {**CONFIGS[family], **(GEMMA3 if family == "gemma3" else {})}
     model = build_model(config, dtype, kernels, quantization or None)
     pool = paged_pool(model, dtype, MAX_BATCH, num_blocks=num_blocks)
     pool.storage.kernels = kernels

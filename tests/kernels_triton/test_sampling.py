@@ -42,8 +42,17 @@ def ask(device: str, *params: dict[str, Any], seed: int = 0) -> Draws:
     return Drawing(torch.device(device))(requests, [5] * len(requests))
 
 
-ALL = {"top_k": 20, "top_p": 0.95, "min_p": 0.02}
-FILTERS = ({}, {"top_k": 1}, {"top_k": 40}, {"top_k": 100_000}, {"top_p": 0.7}, {"top_p": 0.01}, {"min_p": 0.1}, ALL)
+ALL: dict[str, Any] = {"top_k": 20, "top_p": 0.95, "min_p": 0.02}
+FILTERS: list[dict[str, Any]] = [
+    {},
+    {"top_k": 1},
+    {"top_k": 40},
+    {"top_k": 100_000},
+    {"top_p": 0.7},
+    {"top_p": 0.01},
+    {"min_p": 0.1},
+    ALL,
+]
 
 
 @pytest.mark.parametrize(
