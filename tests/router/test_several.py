@@ -1,4 +1,4 @@
-"""Four models, memory for two, and requests at random: processes as they are served."""
+"""Three models, memory for two, and requests at random: processes as they are served."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ from infer_router.machine import LocalMachine
 from infer_router.plan import several
 from infer_router.serve import gateway
 
-REQUESTS, WAVE = 60, 30
+REQUESTS, WAVE = 48, 24
 KINDS: dict[str, dict[str, Any]] = {
     "a": {},
     "b": {"dtype": "float32"},
     "c": {"quantization": "int8"},
-    "d": {"quantization": "int4"},
 }
 
 
@@ -57,7 +56,7 @@ class Machine(LocalMachine):
 
 
 def asked(rng: random.Random) -> tuple[str, dict[str, Any]]:
-    name = rng.choice("abcd")
+    name = rng.choice("abc")
     body = {"prompt": rng.choice(("def ", "class ", "import ")), "max_tokens": 6, "seed": rng.randrange(3)}
     return name, body | {"logprobs": 2, "ignore_eos": True}
 
@@ -103,7 +102,7 @@ async def test_requests_at_random_lose_nothing_and_change_no_bit(tmp_path: Path)
                 await asyncio.gather(*(ask(*each) for each in now))
             waves += 1
     assert 0 < machine.most <= memory
-    assert machine.loads <= 4 * waves, "each wave wakes a model once at most"
+    assert machine.loads <= len(KINDS) * waves, "each wave wakes a model once at most"
     assert not machine.pids
 
 
