@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from tests.docs.forking import Forks, Running
 from tests.docs.pages import ROOT, Page, commands
 from tests.serving import TEMPLATE
 
@@ -19,6 +21,8 @@ from infer_testing import tiny_checkpoint
 
 BIN = Path(sys.executable).parent
 SERVES = re.compile(r"(make|infer) serve\b")
+PLAIN = re.compile(r"(infer|pytest) [^|&;<>$`*\\\n]*")
+"""A command that asks nothing of a shell."""
 FAILS = re.compile(r"[1-9]\d* failed|infer: (?!ready).*|It would not be served\.")
 """A line of output that comes with a status other than 0."""
 SUFFIXES = {"python": ".py", "toml": ".toml", "json": ".json", "jinja": ".jinja"}
@@ -54,11 +58,13 @@ def changed(text: str, change: str) -> str:
 
 
 class Shell:
-    """Runs a page's commands in a folder. Port 8000 is ``port`` there. A server runs until the next one is started."""
+    """Runs a page's commands in a folder. Port 8000 is ``port`` there. A server runs until the next one is started.
+    Commands of `infer` and `pytest` come from ``forks`` if it is given."""
 
-    def __init__(self, folder: Path, variables: Mapping[str, str], port: int) -> None:
+    def __init__(self, folder: Path, variables: Mapping[str, str], port: int, forks: Forks | None = None) -> None:
         self.folder, self.variables, self.port = folder, dict(variables), port
-        self._server: subprocess.Popen[str] | None = None
+        self._forks = forks
+        self._server: subprocess.Popen[str] | Running | None = None
 
     def here(self, text: str) -> str:
         """A text of the page with this shell's port."""
@@ -66,20 +72,23 @@ class Shell:
 
     def run(self, command: str, shown: list[str]) -> None:
         """Run a command. Its output has to have the lines that are shown, and its status has to be as they say."""
-        text = self.here(command)
+        text = self.here(command).replace("\\\n", "")
         lines = [self.here(line).rstrip() for line in shown if line.strip() not in ("", "…")]
         if SERVES.match(text):
             said = self._serve(text)
         else:
-            done = subprocess.run(
-                ["bash", "-c", text],
-                cwd=self.folder,
-                env=self.variables,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=900,
-            )
+            if self._forks and PLAIN.fullmatch(text):
+                done = self._forks.run(shlex.split(text, comments=True), self.folder, self.variables)
+            else:
+                done = subprocess.run(
+                    ["bash", "-c", text],
+                    cwd=self.folder,
+                    env=self.variables,
+                    stdin=subprocess.DEVNULL,
+                    capture_output=True,
+                    text=True,
+                    timeout=900,
+                )
             said = done.stdout + done.stderr
             fails = any(FAILS.fullmatch(line) for line in lines)
             assert (done.returncode != 0) == fails, f"{command}\n{said}"
@@ -93,15 +102,19 @@ class Shell:
                 ["make", "--no-print-directory", "-n", "serve", f"PORT={self.port}"], cwd=ROOT, text=True
             ).splitlines()
             command, where = lines[-1].replace(".venv/bin/", f"{BIN}/"), ROOT
-        self._server = subprocess.Popen(
-            ["bash", "-c", f"exec {command}"],
-            cwd=where,
-            env=self.variables | {"INFER_SERVER__PORT": str(self.port)},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        variables = self.variables | {"INFER_SERVER__PORT": str(self.port)}
+        if self._forks and PLAIN.fullmatch(command):
+            self._server = self._forks.start(shlex.split(command, comments=True), where, variables)
+        else:
+            self._server = subprocess.Popen(
+                ["bash", "-c", f"exec {command}"],
+                cwd=where,
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
         assert self._server.stdout is not None
         overdue = threading.Timer(120, self._server.kill)
         overdue.start()

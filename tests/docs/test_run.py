@@ -6,10 +6,12 @@ import re
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from deploy import requirements
+from tests.docs.forking import Forks
 from tests.docs.pages import PAGES, ROOT, commands
 from tests.docs.running import BIN, Shell, environment, follow, hub
 from tests.test_examples import build
@@ -76,12 +78,26 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    forks = Forks(Path(sys.executable), environment(), "torch", "infer")
+    yield forks
+    forks.close()
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return hub(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", RUN)
-def test_the_commands_of_a_page(path: str, tmp_path: Path) -> None:
-    folder = tmp_path / "empty"
+def test_the_commands_of_a_page(path: str, forks: Forks, cache: Path, tmp_path: Path) -> None:
+    folder, home = tmp_path / "empty", tmp_path / "home"
     folder.mkdir()
-    shell = Shell(folder, environment() | {"HF_HOME": str(hub(tmp_path / "home"))}, free_port())
+    home.mkdir()
+    (home / "hub").symlink_to(cache / "hub")
+    shell = Shell(folder, environment() | {"HF_HOME": str(home)}, free_port(), forks)
     follow(PAGES[path], shell, lambda command: not excused(path, command))
 
 
