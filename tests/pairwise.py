@@ -12,16 +12,19 @@ import torch
 Row = tuple[Any, ...]
 
 
+def _pairs(row: Row) -> set[Row]:
+    return {*itertools.combinations(row, 2)}
+
+
 def cover(columns: Sequence[Sequence[Any]], rows: Sequence[Row] = ()) -> list[Row]:
     """These rows, and as many others as it takes that each two values of different columns are in one."""
     found = list(rows)
     places = [[(i, k) for k in range(len(column))] for i, column in enumerate(columns)]
-    pairs = lambda row: set(itertools.combinations(row, 2))  # noqa: E731
     given = [tuple((i, list(columns[i]).index(value)) for i, value in enumerate(row)) for row in found]
-    left = set[Any]().union(*map(pairs, itertools.product(*places))).difference(*map(pairs, given))
+    left = set[Any]().union(*map(_pairs, itertools.product(*places))).difference(*map(_pairs, given))
     while left:
-        best = max(itertools.product(*places), key=lambda row: len(pairs(row) & left))
-        left -= pairs(best)
+        best = max(itertools.product(*places), key=lambda row: len(_pairs(row) & left))
+        left -= _pairs(best)
         found.append(tuple(columns[i][k] for i, k in best))
     return found
 

@@ -75,7 +75,7 @@ def grid(weight: Tensor, rows: int, columns: int, bits: int, symmetric: bool) ->
     rows, columns = rows or N, columns or K
     # A range has zero in it, so zeros may fill up the last blocks.
     filled = torch.nn.functional.pad(weight.double(), (0, -K % columns, 0, -N % rows))
-    blocks = filled.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+    blocks = filled.view(len(filled) // rows, rows, -1, columns)
     low, high = blocks.amin((1, 3)).clamp(max=0), blocks.amax((1, 3)).clamp(min=0)
     if symmetric:
         scales = (torch.maximum(-low, high) * 2 / (2**bits - 1)).float()

@@ -276,7 +276,7 @@ class World:
         cached = shared.keys() - owned.keys()
         free = {*pages.free_list}
         assert len(free) == len(pages.free_list), "a page is free twice"
-        assert free.isdisjoint(owned | shared), "a free page is used"
+        assert free.isdisjoint(chain(owned, shared)), "a free page is used"
         assert len(free) + len(owned) + len(cached) == pages.num_pages, "a page is lost"
         several = {page for page, count in owned.items() if count > 1}
         assert several <= shared.keys(), "two sequences have a page of one"
