@@ -23,12 +23,14 @@ def test_every_mutant_can_be_planted_and_names_tests_that_exist() -> None:
 
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A repository of one module and three tests, of which one fails anyway and one is skipped."""
+    """A repository of one module and three tests, of which one fails anyway and one is skipped. Their process has
+    something to say at its end, as some libraries do."""
     (tmp_path / "core/src").mkdir(parents=True)
     (tmp_path / "tests").mkdir()
     (tmp_path / "core/src/planted_on.py").write_text("def double(x):\n    return x * 2 + 0\n")
     (tmp_path / "tests/test_it.py").write_text(
-        "import pytest\nfrom planted_on import double\ndef test_it():\n    assert double(2) == 4\n"
+        "import atexit\nimport pytest\nfrom planted_on import double\natexit.register(print, 'leaked 2 functions')\n"
+        "def test_it():\n    assert double(2) == 4\n"
         "def test_red():\n    assert 0\ndef test_skipped():\n    pytest.skip('no browser')\n"
     )
     monkeypatch.setattr(plant, "ROOT", tmp_path)

@@ -11,6 +11,7 @@ import functools
 import itertools
 import os
 import queue
+import re
 import shutil
 import subprocess
 import sys
@@ -30,6 +31,8 @@ TIMEOUT_S = 120.0
 """For each test that a mutant names. It may make them hang: that is noticed, too."""
 LEFT_OUT = (".*", "__pycache__", "dist", "build", "*.egg-info")
 PYTEST = ("-m", "pytest", "--numprocesses", "0", "--tb=short", "-rfEs", "-p", "no:cacheprovider")
+PASSED = re.compile(r"^=* ?.*\b[1-9]\d* passed\b.* in [\d.]+s", re.MULTILINE)
+"""pytest's last line, which libraries may follow with lines of their own when the process ends."""
 
 Outcome = Literal["killed", "SURVIVED", "broken"]
 
@@ -162,8 +165,11 @@ class Workshop:
         finally:
             self._write(file, source)
         if status == 0:
-            ran = " passed" in _end(output).rpartition("\n")[2]
-            return ("SURVIVED", "") if ran else ("broken", f"its tests are skipped here:\n{_end(output)}")
+            return (
+                ("SURVIVED", "")
+                if PASSED.search(output)
+                else ("broken", f"its tests are skipped here:\n{_end(output)}")
+            )
         return ("killed", "") if status in (1, None) else ("broken", f"its tests cannot be run:\n{_end(output)}")
 
 
