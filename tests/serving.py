@@ -96,6 +96,15 @@ def describe_once(routes: Sequence[Route], server_name: str) -> None:
         DESCRIBED.append(shapes)
 
 
+def make_app_described_once(
+    engine_loop: EngineLoop, served: Served, plugins: Plugins, settings: Settings
+) -> web.Application:
+    """``make_app``, but with ``describe_once``."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(routing, "document", describe_once)
+        return make_app(engine_loop, served, plugins, settings)
+
+
 class _Server:
     """Serves the demo model on one thread, unless ``sections`` of the settings say otherwise. ``plugins`` are added to
     the installed ones."""
@@ -108,9 +117,7 @@ class _Server:
         self.engine_loop, self._served = start_checked_once(self._settings, found)
 
     def app(self) -> web.Application:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(routing, "document", describe_once)
-            return make_app(self.engine_loop, self._served, self._plugins, self._settings)
+        return make_app_described_once(self.engine_loop, self._served, self._plugins, self._settings)
 
 
 class Running:

@@ -70,7 +70,7 @@ def families(*names: str, plain: Sequence[Any] = ((),), others: Sequence[Any] | 
 
 CHUNK = 16
 KV_DTYPES: tuple[KVDtype, ...] = ("auto", "int8")
-both = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+both = pytest.mark.parametrize("dtype", DTYPES, ids=TYPES.get)
 stored = pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 
 

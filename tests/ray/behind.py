@@ -23,8 +23,6 @@ from tests.serving import Running
 from infer.contracts.command import CommandContext
 from infer.contracts.sections import Settings
 from infer.plugins.discovery import Plugins
-from infer.server import routing
-from infer.server.app import make_app
 from infer.server.http.sockets import bind, listen
 from infer.server.testing import Serving
 from infer.settings import load_settings
@@ -106,9 +104,7 @@ async def running(plugins: Sequence[object] = (), **sections: Any) -> AsyncItera
             own = Plugins.discover(plugins)  # as in processes of their own: observers hear of one engine
             engine_loop, served = await asyncio.to_thread(servers.start_checked_once, settings("engine"), own)
             stack.callback(engine_loop.close)
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(routing, "document", servers.describe_once)
-                app = make_app(engine_loop, served, own, settings("engine"))
+            app = servers.make_app_described_once(engine_loop, served, own, settings("engine"))
             table[name] = {"url": await stack.enter_async_context(listen(app, bind("127.0.0.1", 0)))}
             loops.append(engine_loop)
         ingress = Ingress(Fleet(key=plan["key"]), settings("ingress").server, poll_s=0.05)
