@@ -34,6 +34,7 @@ CONFIG: dict[str, Any] = {
     "eos_token_id": 0,
     "bos_token_id": 1,
     "pad_token_id": None,
+    "hidden_size_per_layer_input": 8,
     "num_experts": 5,
     "num_local_experts": 5,
     "n_routed_experts": 5,
@@ -83,6 +84,7 @@ def tiny_checkpoint(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     fields = CONFIG | {"architectures": [architecture]} | OWN.get(architecture, {}) | config
+    fields.setdefault("vocab_size_per_layer_input", fields["vocab_size"])
     offer = Plugins.discover(plugins).choose("model", Settings(), [architecture])
     context = ModelContext(ReferenceKernels(), torch.float32, torch.device("cpu"), 512)
     model: ModelProtocol = offer.make(ModelProtocol, fields, context, offer.registration.settings())
