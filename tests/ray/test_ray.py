@@ -217,7 +217,7 @@ async def test_engines_come_and_go_with_load_and_no_request_notices_until_ray_en
         expected = await all_streamed(single.url, bodies)
     limits = ("--replicas", "1", "--ray.max_replicas", "2", "--ray.target_requests", "4")
     delays = ("--ray.upscale_delay_s", "1", "--ray.downscale_delay_s", "2")
-    few, many = 2, 6  # Serve goes by the mean of half a minute: the fewer are many, the sooner it falls
+    few, many = 2, 6  # Serve goes by the mean of 11 s: the fewer are many, the sooner it falls
     with ray_run(tmp_path / "log", *limits, *delays, code=1) as cluster:
         assert len(cluster.engines()) == 1
         wanted, draining = many, False

@@ -237,6 +237,12 @@ def wanted(context: Any) -> tuple[int, dict[str, Any]]:
     return int(min(max(number, least), most)), context.policy_state
 
 
+def look_back_s(upscale_delay_s: float) -> float:
+    """How many seconds the load is averaged over: Serve's own 30, but fewer where engines are to come sooner than that.
+    Engines report every 10 s, and Serve asks for more than one report."""
+    return min(max(2 * upscale_delay_s, 11.0), 30.0)
+
+
 def build(plan: Mapping[str, Any]) -> serve.Application:
     """The application of a ``plan`` (``infer_ray.command.plan``)."""
     own = plan["ray"]
@@ -256,6 +262,7 @@ def build(plan: Mapping[str, Any]) -> serve.Application:
             max_replicas=own["max_replicas"],
             upscale_delay_s=own["upscale_delay_s"],
             downscale_delay_s=own["downscale_delay_s"],
+            look_back_period_s=look_back_s(own["upscale_delay_s"]),
             policy=AutoscalingPolicy(
                 policy_function="infer_ray.application:wanted",
                 policy_kwargs={"target_requests": own["target_requests"]},
