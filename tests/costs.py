@@ -52,12 +52,15 @@ class Costs:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._seconds[report.location[0]] += report.duration  # type: ignore[assignment]
-        self._memory |= {report.nodeid: value for name, value in report.user_properties if name == MEMORY}  # type: ignore[misc]
+        for name, value in report.user_properties:
+            if name == MEMORY:
+                self._memory[report.nodeid] = value  # type: ignore[assignment]
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section(f"slowest {self._most} files of {self._seconds.total():.0f} s")
         for file, seconds in self._seconds.most_common(self._most):
             terminalreporter.write_line(f"{seconds:.2f}s {file}")
-        terminalreporter.section(f"tests that took most memory of {max(p for _, p, _ in self._memory.values())} MiB")
-        for test, (before, peak, after) in sorted(self._memory.items(), key=lambda each: each[1][0] - each[1][1]):
+        memory = sorted(self._memory.items(), key=lambda each: each[1][0] - each[1][1])
+        terminalreporter.section(f"memory of tests: {max((peak for _, (_, peak, _) in memory), default=0)} MiB at most")
+        for test, (before, peak, after) in memory[: self._most]:
             terminalreporter.write_line(f"{before} MiB, {peak} at most, {after} after {test}")

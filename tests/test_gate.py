@@ -99,11 +99,14 @@ def test_a_slow_test_that_failed_is_run_once_more_alone(
 
 
 @pytest.mark.slow
-def test_the_files_that_took_longest_are_listed(tmp_path: Path) -> None:
-    for file in ("test_a.py", "test_b.py"):
-        (tmp_path / file).write_text("def test(): ...")
+def test_what_took_longest_and_most_memory_is_listed(tmp_path: Path) -> None:
+    for file, body in ("test_a.py", "..."), ("test_b.py", "b'x' * (64 << 20)"):
+        (tmp_path / file).write_text(f"def test(): {body}")
     command = [sys.executable, "-m", "pytest", "-p", "xdist", "-p", "tests.costs", "--durations", "2", "-n1", "."]
     env = os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
     assert re.search(r"slowest 2 files of \d+ s", done.stdout)
     assert {*re.findall(r"^\d+\.\d\ds (\S+\.py)$", done.stdout, re.MULTILINE)} == {"test_a.py", "test_b.py"}
+    (before, peak, test), _ = re.findall(r"^(\d+) MiB, (\d+) at most, \d+ after (\S+)$", done.stdout, re.MULTILINE)
+    assert test == "test_b.py::test"
+    assert int(peak) >= int(before) + 63  # each is cut off to whole ones
