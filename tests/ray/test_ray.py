@@ -198,16 +198,21 @@ async def test_a_cluster_that_is_there_serves_what_is_sent_to_it(cluster: Cluste
     assert not others()
     with pytest.raises(aiohttp.ClientConnectorError):
         await all_streamed(sent.url, bodies[:1])
-    refused = subprocess.run(
-        (sys.executable, "-m", "infer.commands.cli", "ray", "deploy", "nosuch", *own, "--ray.cpus", "0"),
-        cwd=ROOT,
-        env=os.environ | ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-    )
-    assert refused.returncode == 2
-    assert "infer: 'nosuch' is neither a folder" in refused.stderr
+    refusals = {
+        ("deploy", "nosuch", *own, "--ray.cpus", "0"): "'nosuch' is neither a folder",
+        ("delete", *own): "ray.name = 'other' is no application of this cluster; it has infer.",
+    }
+    for words, why in refusals.items():
+        refused = subprocess.run(
+            (sys.executable, "-m", "infer.commands.cli", "ray", *words),
+            cwd=ROOT,
+            env=os.environ | ENVIRONMENT,
+            capture_output=True,
+            text=True,
+            timeout=HANG_S,
+        )
+        assert refused.returncode == 2
+        assert f"infer: {why}" in refused.stderr
     assert await all_streamed(cluster.url, bodies) == expected
 
 
