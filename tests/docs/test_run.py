@@ -110,7 +110,10 @@ def test_the_tutorial(tmp_path: Path) -> None:
         (wheels / name).write_text(text)
     bin = fresh(tmp_path / "made", wheels)
     (bin / "pip").write_text(f'#!/bin/sh\nexec {sys.executable} -m pip --python {bin.parent} "$@"\n')
-    (bin / "pytest").write_text(f'#!/bin/sh\nexec {bin}/python -m pytest -p no:cacheprovider -p no:xdist "$@"\n')
+    options = ["-p", "no:cacheprovider", "-p", "no:xdist"]
+    (bin / "pytest").write_text(
+        f"#!{bin}/python\nimport sys, pytest\nsys.exit(pytest.main([*{options}, *sys.argv[1:]]))\n"
+    )
     for name in ("pip", "pytest"):
         (bin / name).chmod(0o755)
     variables = environment()
@@ -119,7 +122,9 @@ def test_the_tutorial(tmp_path: Path) -> None:
     folder = tmp_path / "empty"
     folder.mkdir()
     (folder / "dist").symlink_to(wheels)
-    assert follow(PAGES[TUTORIAL], Shell(folder, variables, 0)) > 10
+    forks = Forks(bin / "python", variables, "torch", "transformers", "pytest")
+    assert follow(PAGES[TUTORIAL], Shell(folder, variables, 0, forks)) > 10
+    forks.close()
 
 
 @pytest.mark.slow

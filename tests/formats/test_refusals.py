@@ -233,11 +233,24 @@ def test_further_tensors_that_are_refused() -> None:
         says = f"A column of '{Q}' is in a group other than 0 to 1 (gptq)"
         assert says in refusal("gptq", files=good | {f"{Q}.g_idx": wrong})
     assert "g_idx' is of type float32" in refusal("gptq", files=good | {f"{Q}.g_idx": g_idx.float()})
+    for module in (Q, V):
+        del good[f"{module}.g_idx"]
+    assert len(read("gptq", files=good)) == 3
+    whole = {name: tensor[:1] if name.endswith(("scales", "qzeros")) else tensor for name, tensor in good.items()}
+    assert len(read("gptq", changed("gptq", "desc_act", True) | {"group_size": -1}, whole)) == 3
+    for config in changed("gptq", "desc_act", True), changed("gptq", "dynamic", {"+:.*": {"desc_act": True}}):
+        says = f"config.json: quantization_config.desc_act is True; gptq: there is no '{Q}.g_idx'."
+        assert refusal("gptq", config, good) == says
     good, name = stored("compressed-tensors"), f"{Q}.weight_shape"
     for shape in ([16, 40], [15, 32], [-16, 32], [16, 2**40]):
         says = f"'{Q}.weight_packed' has shape [16, 4]"
         assert says in refusal("compressed-tensors", files=good | {name: torch.tensor(shape)})
     assert f"{name!r} has shape [3]" in refusal("compressed-tensors", files=good | {name: torch.ones(3).long()})
+    for order in ("static", "weight", None, False):
+        assert len(read("compressed-tensors", changed("compressed-tensors", f"{G}/weights/actorder", order))) == 3
+    for order in ("group", "GROUP", "dynamic", True):
+        says = f"{AT}.weights.actorder is {order!r}; compressed-tensors: there is no '{Q}.weight_g_idx'."
+        assert says in refusal("compressed-tensors", changed("compressed-tensors", f"{G}/weights/actorder", order))
     good = stored("fp8")
     both = good | {f"{Q}.weight_scale": torch.ones(())}
     assert f"has weight_scale_inv and weight_scale of '{Q}'" in refusal("fp8", files=both)

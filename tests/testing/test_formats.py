@@ -59,6 +59,12 @@ def test_ours_pass(kind: str, seed: int, stored: Callable[[str], Stored]) -> Non
     check_weight_format(ours(kind), config, files, plain=plain, seed=seed)
 
 
+def test_a_tensor_that_says_nothing_new_may_be_missing(stored: Callable[[str], Stored]) -> None:
+    """``g_idx`` of columns in order."""
+    config, files, plain = stored("gptq")
+    check_weight_format(ours("gptq"), config, files, plain=plain, only=["damage"], seed=1795836781000002)
+
+
 def test_plain_tensors_pass(stored: Callable[[str], Stored]) -> None:
     _, files, _ = stored("compressed-tensors")
     check_weight_format(lambda config, files: PlainFormat(files), {}, files, only=["weights", "damage"])

@@ -43,6 +43,20 @@ def test_ours_pass(kind: str, seed: int) -> None:
     assert skipped == (["packed_in", "recorded"] if kind == "reference" else [])
 
 
+@pytest.mark.parametrize("kernels", [ReferenceKernels(), CpuKernels()], ids=["reference", "native"])
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    [
+        ("gated", 1795836781000001),  # one value, at GELU's far end
+        ("gated_experts", 1795836781000005),  # a token whose experts cancel each other out
+        ("extend_attention", 1795836781000005),  # a query of few keys among queries of many
+        ("extend_attention_int8", 1795836781000006),
+    ],
+)
+def test_rounding_is_no_fault(name: str, seed: int, kernels: ReferenceKernels) -> None:
+    check_kernels(kernels, kv_dtypes=("int8",), only=[name], seed=seed)
+
+
 @planted.each
 def test_a_planted_bug_is_named(bug: Bug[type[ReferenceKernels]]) -> None:
     def run(**keys: Any) -> None:

@@ -93,6 +93,11 @@ OURS: dict[str, MakePool] = {
 }
 
 
+def test_sharing_is_tried_with_as_many_places_as_it_takes() -> None:
+    for seed in range(8):
+        check_pool(paged(), only=["sharing"], seed=seed)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [kind if kind == "slotted" else pytest.param(kind, marks=pytest.mark.slow) for kind in OURS]

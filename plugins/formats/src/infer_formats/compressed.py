@@ -40,8 +40,8 @@ class Args(Table):
     group_size: GroupSize | None = None
     block_structure: Annotated[list[Size], Field(min_length=2, max_length=2)] | None = None
     dynamic: bool | str = False
-    HARMLESS = frozenset({"actorder", "observer", "observer_kwargs", "scale_dtype", "zp_dtype"})
-    """What ``actorder`` means for a reader is in ``weight_g_idx``."""
+    actorder: str | bool | None = None
+    HARMLESS = frozenset({"observer", "observer_kwargs", "scale_dtype", "zp_dtype"})
 
 
 class Group(Table):
@@ -92,7 +92,13 @@ class Scheme:
     block: tuple[int, int]
     """How many rows and columns share a scale; 0 for all."""
     symmetric: bool
+    actorder: str | bool | None
     int8_activations: bool
+
+    @property
+    def reordered(self) -> bool:
+        """Whether columns went into groups by their activations. ``weight_g_idx`` says then which group each is in."""
+        return str(self.actorder).lower() in ("group", "dynamic", "true")
 
 
 class CompressedTensors(QuantizedFiles):
@@ -147,6 +153,7 @@ class CompressedTensors(QuantizedFiles):
             weights.num_bits,
             cast(tuple[int, int], blocks[strategy]),
             weights.symmetric,
+            weights.actorder,
             self._int8_activations(f"{key}.input_activations", weights, group.input_activations),
         )
 
@@ -189,6 +196,10 @@ class CompressedTensors(QuantizedFiles):
             zeros = self._zeros(module, scheme, bits, grid, shapes).expand(N, -1)
         if self.has(module, "weight_g_idx"):
             groups_K = self.tensor(module, "weight_g_idx", [torch.int32, torch.int64], (K,))
+        elif scheme.reordered:
+            raise bad(
+                METHOD, f"{scheme.key}.weights.actorder", f"there is no {module + '.weight_g_idx'!r}", scheme.actorder
+            )
         return self.grouped(
             module,
             codes if scheme.packed else codes.view(torch.uint8) ^ 128,

@@ -24,6 +24,7 @@ class Changes(Table):
     bits: Bits | None = None
     group_size: GroupSize | None = None
     sym: bool | None = None
+    desc_act: bool | None = None
     HARMLESS = CALIBRATION
 
 
@@ -32,6 +33,8 @@ class GptqTable(Table):
     bits: Bits
     group_size: GroupSize
     sym: bool | None = None
+    desc_act: bool | None = None
+    """Whether columns went into groups by their activations. ``g_idx`` says then which group each is in."""
     checkpoint_format: Literal["gptq", "gptq_v2"] = Field(
         "gptq", validation_alias=AliasChoices("checkpoint_format", "format")
     )
@@ -61,14 +64,18 @@ class Gptq(QuantizedFiles):
     def read(self, module: str) -> Weight:
         changes = [changes for pattern, changes in self._dynamic if pattern.matches(module)][:1]
         bits, size, symmetric = self._table.bits, self._table.group_size, self._table.sym
+        reordered = self._table.desc_act
         for change in changes:
             bits = bits if change.bits is None else change.bits
             size = size if change.group_size is None else change.group_size
             symmetric = symmetric if change.sym is None else change.sym
+            reordered = reordered if change.desc_act is None else change.desc_act
         K = groups_K = None
         if self.has(module, "g_idx"):
             groups_K = self.tensor(module, "g_idx", [torch.int32, torch.int64], (None,))
             K = len(groups_K)
+        elif reordered and size != -1:
+            raise bad(self.method, "desc_act", f"there is no {module + '.g_idx'!r}", reordered)
         words_WN = self.tensor(module, "qweight", [torch.int32], (None if K is None else words(K, bits), None))
         K, N = K or len(words_WN) * 32 // bits, words_WN.shape[1]
         size = K if size == -1 else size

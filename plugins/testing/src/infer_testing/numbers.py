@@ -12,30 +12,35 @@ from infer.device import same_bits
 from infer_testing.suite import Violation
 
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-"""How far a result may be from the exact one, as a part of that value and of the values' mean magnitude: enough for any
-order of summation, and for weights of attention that are rounded to the model's dtype."""
+"""How far a result may be from the exact one, as a part of that value and of the values' mean magnitude, in its row or
+in all rows: enough for any order of summation, and for weights of attention that are rounded to the model's dtype."""
 
 
 def random_tensor(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def differing(found: Tensor, expected: Tensor, dtype: torch.dtype) -> Tensor:
-    """Where a result is not the exact one but for rounding; two NaNs, or equal infinities, do not differ."""
+def differing(found: Tensor, expected: Tensor, dtype: torch.dtype, terms: Tensor | None = None) -> Tensor:
+    """Where a result is not the exact one but for rounding; two NaNs, or equal infinities, do not differ. ``terms`` are
+    what the values are computed from, if they may cancel out: rounding errors are parts of these."""
     a, b = found.detach().cpu().double(), expected.detach().cpu().double()
-    finite = b[b.isfinite()].abs()
-    scale = float(finite.mean()) if len(finite) else 0.0
-    tolerance = TOLERANCES[dtype]
-    return ~torch.isclose(a, b, rtol=tolerance, atol=tolerance * scale + 1e-30, equal_nan=True)
+    sizes = (b if terms is None else terms).detach().cpu().double().abs()
+    sizes = sizes.where(sizes.isfinite(), torch.nan)
+    scale = torch.fmax(sizes.nanmean(), sizes.nanmean(-1, keepdim=True) if sizes.ndim else sizes)
+    bound = TOLERANCES[dtype] * (b.abs() + scale.nan_to_num()) + 1e-30
+    return ~(((a - b).abs() <= bound) & b.isfinite() | (a == b) | a.isnan() & b.isnan())
 
 
-def compare(what: str, found: Tensor, expected: Tensor, dtype: torch.dtype, rows: str = "row") -> None:
-    """Raises Violation unless ``found`` has the shape of ``expected``, the dtype, and its values but for rounding."""
+def compare(
+    what: str, found: Tensor, expected: Tensor, dtype: torch.dtype, rows: str = "row", terms: Tensor | None = None
+) -> None:
+    """Raises Violation unless ``found`` has the shape of ``expected``, the dtype, and its values but for rounding
+    (``differing``)."""
     if found.shape != expected.shape:
         raise Violation(f"{what} has the shape {list(found.shape)}, not {list(expected.shape)}")
     if found.dtype != dtype:
         raise Violation(f"{what} is of {found.dtype}, not {dtype}")
-    wrong = differing(found, expected, dtype)
+    wrong = differing(found, expected, dtype, terms)
     if wrong.any():
         at = tuple(wrong.nonzero()[0].tolist())
         place = f"{rows} {at[0]}" + (f", at {list(at[1:])}" if len(at) > 1 else "")
