@@ -129,6 +129,11 @@ def test_nobody_elses_package_of_our_name_is_installed(named: Path, tmp_path: Pa
     names = {tomllib.loads((package / "pyproject.toml").read_text())["project"]["name"] for package in PACKAGES}
     expected = dict.fromkeys(names - {*errors.INDEXED}, dist.version())
     assert taken("-r", str(named / "infer-engine.txt")) == expected
+    (ours,) = named.glob("infer_core-*.whl")
+    ours.rename(project / ours.name)
+    (project / "index.html").write_text(f'<a href="{ours.name}">{ours.name}</a>')
+    said = taken("-r", str(named / "infer-engine.txt"))["failed"]
+    assert f"No matching distribution found for infer-core=={dist.version()}" in said, "this index is not asked"
     wheel(named, "infer-core", dist.version(), [], says="by somebody else")
     assert "DO NOT MATCH THE HASHES" in taken("-r", str(named / "infer-engine.txt"))["failed"]
 

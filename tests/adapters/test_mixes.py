@@ -102,3 +102,14 @@ def test_adapters_change_answers(pair: tuple[LLM, LLM]) -> None:
     params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
     answers = [llm.generate([[5, 6, 7, 8, 9]], params, adapter=name)[0].prompt_logprobs for name in NAMES]
     assert len({str(answer) for answer in answers}) == len(NAMES)
+
+
+def test_what_is_decoded_is_what_a_prompt_of_the_whole_text_says(pair: tuple[LLM, LLM]) -> None:
+    llm, _ = pair
+    for name in NAMES:
+        params = SamplingParams(max_tokens=6, ignore_eos=True, logprobs=2)
+        (said,) = llm.generate([[5, 6, 7, 8, 9]], params, adapter=name)
+        whole = [5, 6, 7, 8, 9, *said.token_ids]
+        (read,) = llm.generate([whole], SamplingParams(max_tokens=1, prompt_logprobs=2), adapter=name)
+        assert read.prompt_logprobs is not None
+        assert read.prompt_logprobs[5:] == said.logprobs
