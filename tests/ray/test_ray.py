@@ -199,8 +199,8 @@ async def test_a_cluster_that_is_there_serves_what_is_sent_to_it(cluster: Cluste
     with pytest.raises(aiohttp.ClientConnectorError):
         await all_streamed(sent.url, bodies[:1])
     refusals = {
-        ("deploy", "nosuch", *own, "--ray.cpus", "0"): "'nosuch' is neither a folder",
         ("delete", *own): "ray.name = 'other' is no application of this cluster; it has infer.",
+        ("deploy", "nosuch", *own, "--ray.cpus", "0"): "'nosuch' is neither a folder",
     }
     for words, why in refusals.items():
         refused = subprocess.run(
