@@ -159,7 +159,7 @@ def damage(f: Formats, draw: random.Random) -> None:
                 return
         if set(format.names()) != set(shapes):
             return
-        if all(torch.equal(values(format.weight(each)), values(weights[each])) for each in weights):
+        if other is None and all(torch.equal(values(format.weight(each)), values(weights[each])) for each in weights):
             return  # what it says is known without it
     except (CheckpointError, SettingsError):
         return
@@ -167,7 +167,7 @@ def damage(f: Formats, draw: random.Random) -> None:
         raise Violation(
             f"where {name!r} is {how}, a {type(error).__name__} is raised ({error}); a CheckpointError says it to users"
         ) from None
-    raise Violation(f"where {name!r} is {how}, weights of the same shapes with other values are read")
+    raise Violation(f"where {name!r} is {how}, weights of the same names and shapes are read")
 
 
 @check("Kernels can multiply by each weight: a product is that of its values", 4)
