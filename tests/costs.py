@@ -18,8 +18,11 @@ HELD = pytest.StashKey[int]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.option.durations and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Costs(config.option.durations))
+    if config.option.durations:
+        if PROCESS.exists():
+            config.pluginmanager.register(Memory())
+        if not hasattr(config, "workerinput"):
+            config.pluginmanager.register(Costs(config.option.durations))
 
 
 def mebibytes(key: str) -> int:
@@ -27,18 +30,18 @@ def mebibytes(key: str) -> int:
     return int((PROCESS / "status").read_text().split(f"{key}:")[1].split()[0]) >> 10
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
-    if PROCESS.exists():
+class Memory:
+    """Adds to each test's report what its process held before it, at most and after it."""
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> Iterator[None]:
         (PROCESS / "clear_refs").write_text("5")  # The peak starts again at what is held now: proc_pid_clear_refs(5).
         item.stash[HELD] = mebibytes("VmRSS")
-    yield
+        yield
 
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
-    yield
-    if PROCESS.exists():
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_teardown(self, item: pytest.Item) -> Iterator[None]:
+        yield
         item.user_properties.append((MEMORY, (item.stash[HELD], mebibytes("VmHWM"), mebibytes("VmRSS"))))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,12 +16,17 @@ from infer.settings import load_settings
 from infer_ray.command import plan
 
 
+def planned(*words: str) -> dict[str, Any]:
+    """The plan of a command's options."""
+    plugins = Plugins.discover()
+    loaded = load_settings(plugins, env={}, argv=words, read_file=False)
+    return plan(CommandContext(loaded.settings, loaded.sources, plugins, words), local=True)
+
+
 def test_engines_get_the_settings_as_they_are_and_the_ingress_what_is_for_clients() -> None:
     endpoint = "http://user:secret@collector:4318"
     words = [f"--observers.otel.endpoint={endpoint}", "--model.path=demo", "--server.api_keys=k", "--ray.replicas=3"]
-    plugins = Plugins.discover()
-    loaded = load_settings(plugins, env={}, argv=words, read_file=False)
-    made = plan(CommandContext(loaded.settings, loaded.sources, plugins, tuple(words)), local=True)
+    made = planned(*words)
     assert made["engine"]["observers"] == {"otel": {"endpoint": endpoint}}
     assert made["engine"]["model"] == {"path": "demo"}
     assert made["engine"]["server"]["api_keys"] == [made["key"]]
@@ -61,9 +67,7 @@ def test_load_is_averaged_over_less_time_where_engines_are_to_come_soon(upscale_
     from infer_ray.application import build
 
     words = [f"--ray.upscale_delay_s={upscale_delay_s}", "--model.path=demo", "--ray.max_replicas=2"]
-    plugins = Plugins.discover()
-    loaded = load_settings(plugins, env={}, argv=words, read_file=False)
-    made = build(plan(CommandContext(loaded.settings, loaded.sources, plugins, tuple(words)), local=True))
+    made = build(planned(*words))
     (engines,) = (each for each in made._bound_deployment.init_args if isinstance(each, Application))
     limits = engines._bound_deployment._deployment_config.autoscaling_config
     assert (limits.look_back_period_s, limits.upscale_delay_s) == (seconds, upscale_delay_s)
