@@ -10,8 +10,12 @@ import torch
 from aiohttp import web_app
 from tests import examples
 
+from infer.text.encoding import give_back
+
 # Tiny tensors gain nothing from a second thread, and its spinning costs whatever runs beside.
 torch.set_num_threads(1)
+# oneDNN would keep what it compiled for the last 1024 shapes, and tests have thousands of them: half a gigabyte.
+os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "64"
 # Pytest's own start takes half the time without the plugins of libraries that only clients' tests need. pyproject.toml
 # leaves them out here, and this does in each pytest that a test starts.
 os.environ["PYTEST_ADDOPTS"] = "-p no:langsmith_plugin -p no:schemathesis"
@@ -55,9 +59,11 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_left_over() -> Iterator[None]:
-    """A file's garbage, tensors in cycles above all, is gone before the next file begins."""
+    """A file's garbage, tensors in cycles above all, is gone before the next file begins, and so is what malloc keeps
+    of it."""
     yield
     gc.collect()
+    give_back()
 
 
 def pytest_runtest_setup() -> None:

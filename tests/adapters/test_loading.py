@@ -126,7 +126,7 @@ def test_what_is_done_between_steps_ends_with_the_engine(folder: Path) -> None:
 
 
 def test_slots_are_counted() -> None:
-    slots, freed = AdapterSlots(2), list[int]()
+    slots, freed = AdapterSlots(1), list[int]()
     slot = slots.reserve("x")
     slots.give_up("x", slot)
     adapter = Adapter("x", slots.reserve("x"), "", "")

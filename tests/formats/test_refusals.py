@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -56,13 +57,13 @@ class Files(dict[str, Tensor]):
 
 
 @functools.cache
-def stored(method: str) -> Files:
+def stored(method: str) -> Mapping[str, Tensor]:
     """Two quantized modules and a plain one."""
     files = Files({"norm.weight": torch.ones(32)})
     for i, module in enumerate((Q, V)):
         kinds, _ = PACK[method](module, torch.randn(16, 32, generator=torch.Generator().manual_seed(i)))
         files |= {f"{module}.{kind}": tensor.contiguous() for kind, tensor in kinds.items()}
-    return files
+    return MappingProxyType(files)  # tests share it
 
 
 def read(method: str, config: Any = None, files: Mapping[str, Tensor] | None = None) -> dict[str, Weight]:
@@ -193,7 +194,7 @@ SCALES = {"compressed-tensors": "weight_scale", "awq": "scales", "gptq": "scales
 
 @pytest.mark.parametrize("method", METHODS)
 def test_tensors_that_are_refused(method: str) -> None:
-    codes, scales, good = f"{Q}.{CODES[method]}", f"{Q}.{SCALES[method]}", stored(method)
+    codes, scales, good = f"{Q}.{CODES[method]}", f"{Q}.{SCALES[method]}", dict(stored(method))
 
     def without(name: str) -> dict[str, Tensor]:
         return {other: tensor for other, tensor in good.items() if other != name}
@@ -224,7 +225,7 @@ def test_layouts_by_the_keys_of_other_writers() -> None:
 
 
 def test_further_tensors_that_are_refused() -> None:
-    good = stored("gptq")
+    good = dict(stored("gptq"))
     qzeros, g_idx = good[f"{Q}.qzeros"], good[f"{Q}.g_idx"]
     assert f"'{Q}.qzeros' has shape [2, 1]" in refusal("gptq", files=good | {f"{Q}.qzeros": qzeros[:, :1]})
     for beyond in (2, -1):
@@ -241,7 +242,7 @@ def test_further_tensors_that_are_refused() -> None:
     for config in changed("gptq", "desc_act", True), changed("gptq", "dynamic", {"+:.*": {"desc_act": True}}):
         says = f"config.json: quantization_config.desc_act is True; gptq: there is no '{Q}.g_idx'."
         assert refusal("gptq", config, good) == says
-    good, name = stored("compressed-tensors"), f"{Q}.weight_shape"
+    good, name = dict(stored("compressed-tensors")), f"{Q}.weight_shape"
     for shape in ([16, 40], [15, 32], [-16, 32], [16, 2**40]):
         says = f"'{Q}.weight_packed' has shape [16, 4]"
         assert says in refusal("compressed-tensors", files=good | {name: torch.tensor(shape)})
@@ -251,7 +252,7 @@ def test_further_tensors_that_are_refused() -> None:
     for order in ("group", "GROUP", "dynamic", True):
         says = f"{AT}.weights.actorder is {order!r}; compressed-tensors: there is no '{Q}.weight_g_idx'."
         assert says in refusal("compressed-tensors", changed("compressed-tensors", f"{G}/weights/actorder", order))
-    good = stored("fp8")
+    good = dict(stored("fp8"))
     both = good | {f"{Q}.weight_scale": torch.ones(())}
     assert f"has weight_scale_inv and weight_scale of '{Q}'" in refusal("fp8", files=both)
 
@@ -259,14 +260,14 @@ def test_further_tensors_that_are_refused() -> None:
 def test_unused_scales_are_named_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     extra = {f"{Q}.input_scale": torch.ones(1)}
-    assert f"{Q}.input_scale" in read("fp8", files=stored("fp8") | extra)  # nothing has said that it is not needed
+    assert f"{Q}.input_scale" in read("fp8", files={**stored("fp8"), **extra})  # nothing has said that it is not needed
     config = changed("fp8", "activation_scheme", "static")
-    assert f"{Q}.input_scale" not in read("fp8", config, stored("fp8") | extra)
+    assert f"{Q}.input_scale" not in read("fp8", config, {**stored("fp8"), **extra})
     assert "fp8 weights are dequantized when they are read" in caplog.text
     assert "activations are not rounded" in caplog.text
     config = changed("compressed-tensors", "kv_cache_scheme", {"num_bits": 8, "type": "float"})
     extra = {"layers.0.attn.k_scale": torch.ones(1), "layers.0.attn.v_scale": torch.ones(1)}
-    assert len(read("compressed-tensors", config, stored("compressed-tensors") | extra)) == 3
+    assert len(read("compressed-tensors", config, {**stored("compressed-tensors"), **extra})) == 3
     assert "kv_cache_scheme is not used" in caplog.text
 
 
