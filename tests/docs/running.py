@@ -13,8 +13,8 @@ import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from tests.docs.forking import Forks, Running
 from tests.docs.pages import ROOT, Page, commands
+from tests.forking import Forks, Running
 from tests.serving import TEMPLATE
 
 from infer_testing import tiny_checkpoint

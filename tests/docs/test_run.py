@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 from deploy import requirements
-from tests.docs.forking import Forks
 from tests.docs.pages import PAGES, ROOT, commands
 from tests.docs.running import BIN, Shell, environment, follow, hub
+from tests.forking import Forks
 from tests.test_examples import build
 from tests.test_examples import environment as fresh
 

@@ -13,24 +13,35 @@ import os
 import queue
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import tomllib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import psutil
+from tests.forking import Forks
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 120.0
 """For each test that a mutant names. It may make them hang: that is noticed, too."""
 LEFT_OUT = (".*", "__pycache__", "dist", "build", "*.egg-info")
-PYTEST = ("-m", "pytest", "--numprocesses", "0", "--tb=short", "-rfEs", "-p", "no:cacheprovider")
+PRELOADED = ("torch", "transformers", "hypothesis", "pytest")
+"""What tests import, without what may have a bug planted. Importing it takes longer than most tests."""
+PYTEST = (
+    str(Path(sys.executable).with_name("pytest")),
+    "--numprocesses",
+    "0",
+    "--tb=short",
+    "-rfEs",
+    "-p",
+    "no:cacheprovider",
+)
 PASSED = re.compile(r"^=* ?.*\b[1-9]\d* passed\b.* in [\d.]+s", re.MULTILINE)
 """pytest's last line, which libraries may follow with lines of their own when the process ends."""
 
@@ -119,33 +130,24 @@ class Workshop:
         shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*LEFT_OUT), dirs_exist_ok=True)
         if (ROOT / ".venv").is_dir():
             (folder / ".venv").symlink_to(ROOT / ".venv")  # where some tests look for other interpreters' packages
-        sources = [folder / "core/src", *sorted(folder.glob("plugins/*/src"))]
+        sources = [folder, folder / "core/src", *sorted(folder.glob("plugins/*/src"))]
         # These come before the repository's own, which are installed as editable.
         self._env = os.environ | {
             "PYTHONPATH": os.pathsep.join(map(str, sources)),
             "PYTHONDONTWRITEBYTECODE": "",
             "OMP_NUM_THREADS": "1",  # several of these run side by side
         }
+        self._forks = Forks(Path(sys.executable), self._env, *PRELOADED)
         self._times = itertools.count(1)
 
     def test(self, tests: Sequence[str], *options: str) -> tuple[int | None, str]:
         """pytest's exit status, None where it did not end in time, and what it printed."""
-        with subprocess.Popen(
-            [sys.executable, *PYTEST, *options, *tests],
-            cwd=self._folder,
-            env=self._env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        ) as process:
-            try:
-                output, _ = process.communicate(timeout=TIMEOUT_S * len(tests))
-            except subprocess.TimeoutExpired:
-                for child in psutil.Process(process.pid).children(recursive=True):
-                    child.kill()
-                process.kill()
-                return None, process.communicate()[0]
-            return process.returncode, output
+        words = [*PYTEST, *options, *tests]
+        done = self._forks.run(words, self._folder, self._env, TIMEOUT_S * len(tests))
+        return None if done.returncode == -signal.SIGKILL else done.returncode, done.stderr + done.stdout
+
+    def close(self) -> None:
+        self._forks.close()
 
     def _write(self, file: Path, source: str) -> None:
         """Each version has a time of its own: two of one size and one second would share their bytecode."""
@@ -214,9 +216,10 @@ def try_all(mutants: Sequence[Mutant], workers: int) -> Iterator[tuple[Mutant, O
 @contextmanager
 def _workshops(number: int) -> Iterator[queue.SimpleQueue[Workshop]]:
     free: queue.SimpleQueue[Workshop] = queue.SimpleQueue()
-    with tempfile.TemporaryDirectory(prefix="infer-mutants-") as folder:
+    with tempfile.TemporaryDirectory(prefix="infer-mutants-") as folder, ExitStack() as closed:
         for i in range(number):
-            free.put(Workshop(Path(folder) / str(i)))
+            free.put(workshop := Workshop(Path(folder) / str(i)))
+            closed.callback(workshop.close)
         yield free
 
 

@@ -6,6 +6,7 @@ in Python, with its folder and variables, and the files that are to be its strea
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -35,7 +36,13 @@ class Running:
         os.kill(self._pid, number)
 
     def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
+        """Ends it, and what it has started, at once."""
+        import psutil  # which this file lacks where it is run as a script
+
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(self._pid)
+            for each in (*process.children(recursive=True), process):
+                each.kill()
 
     def wait(self, seconds: float) -> int:
         """Its exit status. It is killed if it takes longer."""
@@ -67,11 +74,13 @@ class Forks:
         os.close(written)
         return running
 
-    def run(self, words: Sequence[str], folder: Path, variables: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-        """Runs a command to its end. It is killed after a quarter of an hour."""
+    def run(
+        self, words: Sequence[str], folder: Path, variables: Mapping[str, str], seconds: float = 900
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs a command to its end. It is killed, with SIGKILL, if it takes longer than some seconds."""
         with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
             running = self._ask(words, folder, variables, output, output.fileno(), errors.fileno())
-            status = running.wait(900)
+            status = running.wait(seconds)
             for file in (output, errors):
                 file.seek(0)
             return subprocess.CompletedProcess(words, status, output.read(), errors.read())
