@@ -14,8 +14,9 @@ from infer.text.encoding import give_back
 
 # Tiny tensors gain nothing from a second thread, and its spinning costs whatever runs beside.
 torch.set_num_threads(1)
-# oneDNN would keep what it compiled for the last 1024 shapes, and tests have thousands of them: half a gigabyte.
-os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "64"
+# oneDNN would keep what it compiled for the last 1024 shapes, and what calls it as many again. Tests have thousands of
+# shapes: half a gigabyte.
+os.environ |= {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
 # Pytest's own start takes half the time without the plugins of libraries that only clients' tests need. pyproject.toml
 # leaves them out here, and this does in each pytest that a test starts.
 os.environ["PYTEST_ADDOPTS"] = "-p no:langsmith_plugin -p no:schemathesis"

@@ -307,10 +307,8 @@ def compile_one(
         if compiled.asm["ttgir"].count('"tt.reduce"') != compiled.asm["ttir"].count('"tt.reduce"'):
             wrong.append("adds up a sum twice, in two orders")
     if name in ("extend_kernel", "linear_kernel", "grouped_kernel", "experts_kernel"):
-        if name == "extend_kernel":
-            pipelined = launched.given["E"] <= 256  # heads of 512 leave neither room nor registers for it
-        else:
-            pipelined = launched.options["num_stages"] > 2
+        # Heads of 512 leave neither room nor registers for it.
+        pipelined = launched.given["E"] <= 256 if name == "extend_kernel" else launched.options["num_stages"] > 2
         if pipelined and not overlaps(compiled.asm["ptx"]):
             wrong.append("multiplies nothing while it fetches")
         sass = ""

@@ -138,6 +138,18 @@ def test_drafts_that_are_right_pay() -> None:
     assert mixed > 1.3, "those that are right are told from the others"
 
 
+@pytest.mark.parametrize(("slope", "count"), [(0.6, 0), (0.4, 1), (0.1, 3)])
+def test_as_many_drafts_are_verified_as_pay(slope: float, count: int) -> None:
+    """Of drafts of which every other one is right, each adds half as many tokens as the one before. What is not
+    measured costs as much as the next number of rows that is."""
+    payoff = Payoff(costs(rises(slope)))
+    (one,) = sequences(1)
+    payoff._trials, payoff._per_draft = 0, 0.0
+    for right in (True, False) * 100:
+        payoff.guessed(one, right)
+    assert payoff.plan(1, {one: 4}).counts == ({one: count} if count else {})
+
+
 def test_what_is_seldom_right_is_guessed_again() -> None:
     """No pass computes guesses, but their being right shows that drafts would pay."""
     payoff = Payoff(costs(flat))
