@@ -247,7 +247,7 @@ def beside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broken]:
 
 
 @given(malformed())
-@settings(max_examples=examples(100, 12), suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(40, 12), suppress_health_check=list(HealthCheck))
 def test_malformed_plugins_take_nobody_down(
     beside: Broken, capsys: pytest.CaptureFixture[str], plugin: tuple[str, str]
 ) -> None:

@@ -45,6 +45,6 @@ def test_written_worlds() -> None:
 
 @pytest.mark.slow
 @pytest.mark.draws
-@seeded(160)
+@seeded(60)
 def test_more_worlds(seed: int) -> None:
     run(1000 + seed, 300)

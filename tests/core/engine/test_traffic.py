@@ -300,7 +300,7 @@ class Traffic(RuleBasedStateMachine):
 
 
 TestTraffic = Traffic.TestCase
-TestTraffic.settings = settings(max_examples=examples(600, 60), stateful_step_count=25)
+TestTraffic.settings = settings(max_examples=examples(300, 60), stateful_step_count=25)
 
 
 def rows_by_lag(common: int, new: int) -> list[int]:
