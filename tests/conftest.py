@@ -1,5 +1,6 @@
 """Fixtures for all tests."""
 
+import ctypes
 import gc
 import os
 import tempfile
@@ -17,6 +18,9 @@ torch.set_num_threads(1)
 # oneDNN would keep what it compiled for the last 1024 shapes, and what calls it as many again. Tests have thousands of
 # shapes: half a gigabyte.
 os.environ |= {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
+# glibc gives every thread a heap of its own, which keeps what was freed there. Servers have many threads.
+if hasattr(libc := ctypes.CDLL(None), "mallopt"):
+    libc.mallopt(-8, 1)  # M_ARENA_MAX
 # Pytest's own start takes half the time without the plugins of libraries that only clients' tests need. pyproject.toml
 # leaves them out here, and this does in each pytest that a test starts.
 os.environ["PYTEST_ADDOPTS"] = "-p no:langsmith_plugin -p no:schemathesis"
