@@ -44,14 +44,20 @@ class Running:
             for each in (*process.children(recursive=True), process):
                 each.kill()
 
-    def wait(self, seconds: float) -> int:
-        """Its exit status. It is killed if it takes longer."""
-        overdue = threading.Timer(seconds, self.kill)
+    def wait(self, seconds: float) -> int | None:
+        """Its exit status; None if it took longer, and was killed."""
+        late = threading.Event()
+
+        def end() -> None:
+            late.set()
+            self.kill()
+
+        overdue = threading.Timer(seconds, end)
         overdue.start()
         status = int(self._status.readline())
         overdue.cancel()
         self._status.close()
-        return status
+        return None if late.is_set() else status
 
 
 class Forks:
@@ -77,10 +83,11 @@ class Forks:
     def run(
         self, words: Sequence[str], folder: Path, variables: Mapping[str, str], seconds: float = 900
     ) -> subprocess.CompletedProcess[str]:
-        """Runs a command to its end. It is killed, with SIGKILL, if it takes longer than some seconds."""
+        """Runs a command to its end. If it takes longer than some seconds, it is killed: TimeoutExpired."""
         with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
             running = self._ask(words, folder, variables, output, output.fileno(), errors.fileno())
-            status = running.wait(seconds)
+            if (status := running.wait(seconds)) is None:
+                raise subprocess.TimeoutExpired(words, seconds)
             for file in (output, errors):
                 file.seek(0)
             return subprocess.CompletedProcess(words, status, output.read(), errors.read())

@@ -57,7 +57,7 @@ class Files(dict[str, Tensor]):
 
 
 @functools.cache
-def stored(method: str) -> Mapping[str, Tensor]:
+def stored(method: str) -> MappingProxyType[str, Tensor]:
     """Two quantized modules and a plain one."""
     files = Files({"norm.weight": torch.ones(32)})
     for i, module in enumerate((Q, V)):
@@ -194,7 +194,7 @@ SCALES = {"compressed-tensors": "weight_scale", "awq": "scales", "gptq": "scales
 
 @pytest.mark.parametrize("method", METHODS)
 def test_tensors_that_are_refused(method: str) -> None:
-    codes, scales, good = f"{Q}.{CODES[method]}", f"{Q}.{SCALES[method]}", dict(stored(method))
+    codes, scales, good = f"{Q}.{CODES[method]}", f"{Q}.{SCALES[method]}", stored(method)
 
     def without(name: str) -> dict[str, Tensor]:
         return {other: tensor for other, tensor in good.items() if other != name}
@@ -260,14 +260,14 @@ def test_further_tensors_that_are_refused() -> None:
 def test_unused_scales_are_named_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     extra = {f"{Q}.input_scale": torch.ones(1)}
-    assert f"{Q}.input_scale" in read("fp8", files={**stored("fp8"), **extra})  # nothing has said that it is not needed
+    assert f"{Q}.input_scale" in read("fp8", files=stored("fp8") | extra)  # nothing has said that it is not needed
     config = changed("fp8", "activation_scheme", "static")
-    assert f"{Q}.input_scale" not in read("fp8", config, {**stored("fp8"), **extra})
+    assert f"{Q}.input_scale" not in read("fp8", config, stored("fp8") | extra)
     assert "fp8 weights are dequantized when they are read" in caplog.text
     assert "activations are not rounded" in caplog.text
     config = changed("compressed-tensors", "kv_cache_scheme", {"num_bits": 8, "type": "float"})
     extra = {"layers.0.attn.k_scale": torch.ones(1), "layers.0.attn.v_scale": torch.ones(1)}
-    assert len(read("compressed-tensors", config, {**stored("compressed-tensors"), **extra})) == 3
+    assert len(read("compressed-tensors", config, stored("compressed-tensors") | extra)) == 3
     assert "kv_cache_scheme is not used" in caplog.text
 
 

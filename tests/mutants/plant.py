@@ -13,7 +13,6 @@ import os
 import queue
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -143,8 +142,11 @@ class Workshop:
     def test(self, tests: Sequence[str], *options: str) -> tuple[int | None, str]:
         """pytest's exit status, None where it did not end in time, and what it printed."""
         words = [*PYTEST, *options, *tests]
-        done = self._forks.run(words, self._folder, self._env, TIMEOUT_S * len(tests))
-        return None if done.returncode == -signal.SIGKILL else done.returncode, done.stderr + done.stdout
+        try:
+            done = self._forks.run(words, self._folder, self._env, TIMEOUT_S * len(tests))
+        except subprocess.TimeoutExpired as late:
+            return None, str(late)
+        return done.returncode, done.stderr + done.stdout
 
     def close(self) -> None:
         self._forks.close()
