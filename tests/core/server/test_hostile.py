@@ -663,6 +663,31 @@ async def test_little_is_parsed_at_a_time(chatty: Body, monkeypatch: pytest.Monk
     assert max(sizes) <= 1 << 14
 
 
+async def test_the_memory_of_large_bodies_is_given_back(chatty: Body, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for all that came meanwhile, however they were answered, and not for small ones."""
+    given, left = asyncio.Event(), list[int]()
+    loop = asyncio.get_running_loop()
+
+    def give_back() -> None:
+        left.append(1)
+        loop.call_soon_threadsafe(given.set)
+
+    monkeypatch.setattr(bodies, "give_back", give_back)
+    monkeypatch.setattr(bodies, "LARGE_S", 0.0)
+    async with running(**chatty) as server, asyncio.timeout(HANG_S):
+        assert (await server.post({"prompt": "a", "max_tokens": 1}))[0] == 200
+        assert (await server.post(b" " * (bodies.LARGE_BYTES >> 1)))[0] == 400
+        assert not left
+        assert (await server.post(b"[" * (bodies.LARGE_BYTES << 1)))[0] == 400
+        await given.wait()
+        given.clear()
+        bomb, packed = gzip.compress(bytes(8 << 20)), {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+        async with server.session.post(server.url + "/v1/completions", data=bomb, headers=packed) as answer:
+            assert answer.status == 413
+        await given.wait()
+    assert left == [1, 1]
+
+
 @pytest.mark.slow
 async def test_bodies_on_their_way_take_so_much_memory_together(chatty: Body, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "MAX_BODIES", 2)

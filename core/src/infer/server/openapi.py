@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import html
 import json
 from collections.abc import Sequence
@@ -40,8 +39,11 @@ def document(routes: Sequence[Route], server_name: str) -> dict[str, Any]:
     asked, schemas = models_json_schema(bodies, ref_template=REF)  # type: ignore[arg-type]
     components: dict[str, Any] = dict(schemas.get("$defs", {}))
     wires = [route.wire_format or OPENAI for route in routes]
-    kinds = [OPENAI.ERROR, *(wire.ERROR for wire in wires if wire.ERROR is not OPENAI.ERROR)]
-    kinds += [kind for route in routes for kind in (route.answer, route.chunk) if _is_shape(kind)]
+    answers = [kind for route in routes for kind in (route.answer, route.chunk) if _is_shape(kind)]
+    kinds: list[Any] = []
+    for kind in (OPENAI.ERROR, *(wire.ERROR for wire in wires), *answers):
+        if kind not in kinds:  # kinds may have no hash
+            kinds.append(kind)
     shapes, schemas = TypeAdapter.json_schemas(
         [(str(i), "validation", TypeAdapter(kind)) for i, kind in enumerate(kinds)],
         ref_template=REF.replace("{model}", "Answer.{model}"),
@@ -103,22 +105,25 @@ def pages(routes: Sequence[Route], server_name: str) -> tuple[Handler, Handler]:
     """The handlers of /openapi.json and /docs. Both are made at the first request, to keep the start short, and in a
     thread, since that takes a while."""
 
-    @functools.cache
-    def made() -> tuple[str, str]:
-        described = document(routes, server_name)
-        return json.dumps(described), _page(described)
-
+    made: tuple[bytes, bytes] | None = None
     one = asyncio.Lock()
 
-    async def both() -> tuple[str, str]:
-        async with one:
-            return await asyncio.to_thread(made)
+    def make() -> tuple[bytes, bytes]:
+        described = document(routes, server_name)
+        return json.dumps(described).encode(), _page(described).encode()
+
+    async def both() -> tuple[bytes, bytes]:
+        nonlocal made
+        async with one:  # hands over once per turn of the loop, so hundreds who waited do not answer in one turn
+            if made is None:
+                made = await asyncio.to_thread(make)
+            return made
 
     async def openapi(http: web.Request) -> web.Response:
-        return web.Response(text=(await both())[0], content_type="application/json")
+        return web.Response(body=(await both())[0], content_type="application/json", charset="utf-8")
 
     async def docs(http: web.Request) -> web.Response:
-        return web.Response(text=(await both())[1], content_type="text/html")
+        return web.Response(body=(await both())[1], content_type="text/html", charset="utf-8")
 
     return openapi, docs
 

@@ -3,9 +3,7 @@ encoded, and any other text that turns out too long before its ids become Python
 
 from __future__ import annotations
 
-import ctypes
 import json
-import sys
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -42,14 +40,6 @@ class Encoder:
             raise TooLongError(count, sure=True)
         ids: list[int] = encoding.ids
         return ids
-
-
-def give_back() -> None:
-    """Return what malloc keeps of freed memory to the system. glibc keeps small blocks, however many, for as long as
-    one of a later time lies behind them."""
-    libc: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if hasattr(libc, "malloc_trim"):  # glibc's
-        libc.malloc_trim(0)
 
 
 def _longest(tokenizer: Tokenizer) -> int:

@@ -4,6 +4,7 @@ holds the GIL."""
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import importlib
 import pickle
 import sys
@@ -11,7 +12,7 @@ import traceback
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -29,17 +30,32 @@ MAX_BODIES = 8
 INLINE_BYTES = 1 << 14
 """Bodies up to this size are parsed in the event loop: they take a few milliseconds at most, whatever they contain,
 and between two of them it does other work."""
+LARGE_BYTES = 1 << 20
+"""malloc keeps the memory of larger bodies, and of what is made of them."""
+LARGE_S = 1.0
+"""How long after such a body its memory is given back: its request has ended by then, unless it runs."""
 SECONDS = 5.0
 MEMORY = 1 << 30
 T = TypeVar("T", bound=Body)
 
 
+def give_back() -> None:
+    """Return what malloc keeps of freed memory to the system. glibc keeps small blocks, however many, for as long as
+    one of a later time lies behind them."""
+    libc: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if hasattr(libc, "malloc_trim"):  # glibc's
+        libc.malloc_trim(0)
+
+
 class BodyBudget:
     """Limits bodies that have arrived but are not parsed yet to ``most`` bytes in all. The first ``INLINE_BYTES`` of
-    each do not count, so that large bodies that arrive slowly can keep out other large bodies, but never small ones."""
+    each do not count, so that large bodies that arrive slowly can keep out other large bodies, but never small ones.
+
+    What large bodies took is given back to the system soon after. Use it in one event loop."""
 
     def __init__(self, most: int) -> None:
         self._left = most
+        self._giving: asyncio.TimerHandle | None = None
 
     @contextmanager
     def body(self) -> Iterator[Callable[[int], None]]:
@@ -59,6 +75,12 @@ class BodyBudget:
             yield grow
         finally:
             self._left += taken
+            if taken > LARGE_BYTES and self._giving is None:  # once for many
+                self._giving = asyncio.get_running_loop().call_later(LARGE_S, self._give_back)
+
+    def _give_back(self) -> None:
+        self._giving = None
+        asyncio.get_running_loop().run_in_executor(None, give_back)
 
 
 async def arrived(http: web.Request, most: int, grow: Callable[[int], None], timeout_s: float) -> bytes:
@@ -82,7 +104,7 @@ async def arrived(http: web.Request, most: int, grow: Callable[[int], None], tim
 
 
 def inflated(body: bytes, encoding: str, most: int) -> bytes:
-    """The decompressed body. Raises RequestError, or HTTPRequestEntityTooLarge if it has more than ``most`` bytes."""
+    """The decompressed body, or its first ``most`` + 1 bytes if it has more. Raises RequestError."""
     windows = {"gzip": 31, "deflate": zlib.MAX_WBITS}
     if encoding not in windows:
         raise RequestError(f"The Content-Encoding {encoding[:40]!r} is not supported; send gzip, deflate or none.")
@@ -91,9 +113,7 @@ def inflated(body: bytes, encoding: str, most: int) -> bytes:
         found = stream.decompress(body, most + 1)
     except zlib.error as error:
         raise RequestError(f"The body cannot be read: its Content-Encoding is {encoding!r} ({error}).") from None
-    if len(found) > most:
-        raise web.HTTPRequestEntityTooLarge(max_size=most, actual_size=len(found))
-    if not stream.eof or stream.unused_data:
+    if len(found) <= most and (not stream.eof or stream.unused_data):
         raise RequestError(
             f"The body cannot be read: its Content-Encoding is {encoding!r}, but it is incomplete, or more follows it."
         )
