@@ -638,7 +638,7 @@ async def test_a_body_that_is_not_its_encoding_is_the_clients_fault(
             taken.append(len(body))
             return inflate(body, encoding, most)
 
-        monkeypatch.setattr(service, "inflated", watched)
+        monkeypatch.setattr(bodies, "inflated", watched)
         bomb = gzip.compress(b'{"prompt": "' + b"a" * (64 << 20) + b'"}')
         status, answer = await post(bomb, "gzip")
         assert status == 413, "what counts is the size of what comes out"

@@ -25,7 +25,7 @@ from infer.server.compiling import Compiler
 from infer.server.conversation import Conversation
 from infer.server.events import LONG_CHARS, Events, Frames, Json, RequestFields, TokenCount, raise_if_failed
 from infer.server.http.access import CALLER
-from infer.server.http.bodies import MAX_BODIES, BodyBudget, Reader, arrived, give_back, inflated
+from infer.server.http.bodies import MAX_BODIES, BodyBudget, Reader, arrived, give_back, unpacked
 from infer.server.http.body import Body
 from infer.server.http.errors import BODY, REQUEST_ID, NotFoundError, error_of, id_headers
 from infer.server.http.keys import Keys
@@ -131,13 +131,7 @@ class Service:
         most = limit if most is None else min(most, limit)
         with self._budget.body() as grow:
             body = await arrived(http, most, grow, self._settings.body_timeout_s)
-            if (encoding := http.headers.get("Content-Encoding", "identity").lower()) != "identity":
-                # In a thread and up to a limit, because a few bytes may inflate to a thousand times as many.
-                body = await asyncio.to_thread(inflated, body, encoding, most)
-                grow(len(body))
-                if len(body) > most:
-                    del body  # the error's traceback would keep it
-                    raise web.HTTPRequestEntityTooLarge(max_size=most, actual_size=most + 1)
+            body = await unpacked(http, body, most, grow)
             parsed = await self._reader(body, model)
         http[BODY] = cast(Body, parsed)
         name: str | None = getattr(parsed, "model", None)

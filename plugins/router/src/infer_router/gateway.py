@@ -17,7 +17,7 @@ from pydantic import model_validator
 
 from infer.contracts.sections import ServerSettings
 from infer.errors import EngineDeadError, RequestError
-from infer.server.http.bodies import arrived, inflated
+from infer.server.http.bodies import arrived, unpacked
 from infer.server.http.errors import NotFoundError, expected
 from infer.server.http.wire import OLLAMA_ROOT, OLLAMA_VERSION
 from infer_router.durations import MOST_S, keep_alive_s
@@ -245,9 +245,7 @@ class Gateway:
                 if http.can_read_body:
                     most = self._server.max_body_bytes
                     body = await arrived(http, most, grow, self._server.body_timeout_s)
-                    if (encoding := http.headers.get("Content-Encoding", "identity").lower()) != "identity":
-                        body = await asyncio.to_thread(inflated, body, encoding, most)
-                        grow(len(body))
+                    body = await unpacked(http, body, most, grow)
                 if http.method != "POST" or not body:
                     return await self._passed(http, body)
                 asked = await first.reader(body, Asked)

@@ -120,6 +120,19 @@ def inflated(body: bytes, encoding: str, most: int) -> bytes:
     return found
 
 
+async def unpacked(http: web.Request, body: bytes, most: int, grow: Callable[[int], None]) -> bytes:
+    """The body that was sent as ``body``: decompressed in a thread and up to a limit, because a few bytes may inflate
+    to a thousand times as many. Raises RequestError, HTTPRequestEntityTooLarge, and whatever ``grow`` raises."""
+    if (encoding := http.headers.get("Content-Encoding", "identity").lower()) == "identity":
+        return body
+    body = await asyncio.to_thread(inflated, body, encoding, most)
+    grow(len(body))
+    if len(body) > most:
+        del body  # the error's traceback would keep it
+        raise web.HTTPRequestEntityTooLarge(max_size=most, actual_size=most + 1)
+    return body
+
+
 class Reader:
     """``parsing.parse`` without blocking the event loop. Use it in one event loop."""
 
