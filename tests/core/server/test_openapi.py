@@ -6,6 +6,7 @@ import asyncio
 from typing import cast
 
 from aiohttp import web
+from tests.serving import HANG_S
 
 from infer.server.openapi import pages
 
@@ -22,8 +23,10 @@ async def test_many_who_ask_for_the_document_leave_others_their_turns() -> None:
         answered.append(turn)
 
     asked = [asyncio.ensure_future(ask()) for _ in range(20)]
-    while len(answered) < len(asked):
-        turn += 1
-        await asyncio.sleep(0)
-    await asyncio.gather(*asked)
+    all_answered = asyncio.gather(*asked)
+    async with asyncio.timeout(HANG_S):
+        while not all_answered.done():
+            turn += 1
+            await asyncio.sleep(0)
+    await all_answered
     assert len(set(answered)) == len(asked)

@@ -45,9 +45,9 @@ log = logging.getLogger(__name__)
 LEAVE_S = 1.5
 """The process ends at most this many seconds after the engine has failed."""
 SWITCH_S = 0.0005
-"""How long a thread computes in Python before another one's turn comes. A step releases the GIL in each native call,
-and takes it again after so long where a third thread computes: by Python's own 5 ms, a step of 1 ms becomes one of 100.
-The server's event loop and the engine, which alternate, gain too."""
+"""How long a thread computes in Python before another one's turn comes. A step releases the GIL in each native call.
+Where a third thread computes meanwhile, each call waits so long to have it back: Python's own 5 ms make a step many
+times as long. The event loop and the engine, which alternate, gain too."""
 SERVICE = web.AppKey("service", Service)
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

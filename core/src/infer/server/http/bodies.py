@@ -8,6 +8,7 @@ import ctypes
 import importlib
 import pickle
 import sys
+import threading
 import traceback
 import zlib
 from collections.abc import Callable, Iterator
@@ -55,7 +56,7 @@ class BodyBudget:
 
     def __init__(self, most: int) -> None:
         self._left = most
-        self._giving: asyncio.TimerHandle | None = None
+        self._to_give_back = False
 
     @contextmanager
     def body(self) -> Iterator[Callable[[int], None]]:
@@ -75,12 +76,14 @@ class BodyBudget:
             yield grow
         finally:
             self._left += taken
-            if taken > LARGE_BYTES and self._giving is None:  # once for many
-                self._giving = asyncio.get_running_loop().call_later(LARGE_S, self._give_back)
+            if taken > LARGE_BYTES and not self._to_give_back:  # once for many
+                self._to_give_back = True
+                asyncio.get_running_loop().call_later(LARGE_S, self._give_back)
 
     def _give_back(self) -> None:
-        self._giving = None
-        asyncio.get_running_loop().run_in_executor(None, give_back)
+        self._to_give_back = False
+        # The loop's own threads may be ending.
+        threading.Thread(target=give_back, name="infer-give-back", daemon=True).start()
 
 
 async def arrived(http: web.Request, most: int, grow: Callable[[int], None], timeout_s: float) -> bytes:
