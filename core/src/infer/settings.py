@@ -9,13 +9,14 @@ Rules between keys are validators of the models, so they hold however a model is
 from __future__ import annotations
 
 import difflib
+import functools
 import os
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast, get_args
+from typing import Any, NamedTuple, Protocol, cast, get_args
 
 from pydantic import (
     BaseModel,
@@ -90,29 +91,42 @@ class Loaded:
 
 def schema(plugins: Installed) -> type[Settings]:
     """The model of the settings, with a table for every installed plugin that has settings."""
+    tables = (
+        _Table(about.section, offer.name, offer.registration.settings, offer.registration.description)
+        for point, about in EXTENSION_POINTS.items()
+        for offer in plugins.offers[point]
+        if offer.registration.settings.model_fields
+    )
+    return _schema(tuple(tables), frozenset(offer.name for offer in plugins.offers["scheduler"] if not offer.chunks))
+
+
+class _Table(NamedTuple):
+    """A plugin's table in a section of the settings, or if that is None, beside the sections."""
+
+    section: str | None
+    name: str
+    model: type[BaseModel]
+    description: str
+
+
+@functools.lru_cache(maxsize=16)
+def _schema(plugins: tuple[_Table, ...], whole_prompts: frozenset[str]) -> type[Settings]:
+    """``schema`` with these tables and schedulers that do not prefill in chunks. A command asks several times."""
     sections: dict[str, Any] = {}
     for name, field in Settings.model_fields.items():
         base: Any = field.annotation
         if name == MODELS:
             continue
         tables: dict[str, Any] = {
-            offer.name: (
-                offer.registration.settings,
-                Field(default_factory=offer.registration.settings, description=offer.registration.description),
-            )
-            for point, about in EXTENSION_POINTS.items()
-            for offer in plugins.offers[point]
-            if about.section == name and offer.registration.settings.model_fields
+            table.name: (table.model, Field(default_factory=table.model, description=table.description))
+            for table in plugins
+            if table.section == name
         }
         section = cast(Any, create_model(base.__name__, __base__=base, **tables))
         if name == "engine":
-            whole = frozenset(offer.name for offer in plugins.offers["scheduler"] if not offer.chunks)
-            section.whole_prompts = base.whole_prompts | whole
+            section.whole_prompts = base.whole_prompts | whole_prompts
         sections[name] = (section, section())
-    for point, about in EXTENSION_POINTS.items():
-        for offer in plugins.offers[point]:
-            if about.section is None and (table := offer.registration.settings).model_fields:
-                sections[offer.name] = (table, table())
+    sections |= {table.name: (table.model, table.model()) for table in plugins if table.section is None}
     return create_model("Settings", __base__=Settings, **sections)
 
 

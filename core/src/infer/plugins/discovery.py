@@ -349,7 +349,10 @@ class Plugins:
 def _origin(entry: EntryPoint) -> tuple[str, str]:
     """The entry point's (distribution, version), as far as its metadata can be read."""
     try:
-        return (str(entry.dist.name), str(entry.dist.version)) if entry.dist else ("unknown", "")
+        if entry.dist is None:
+            return "unknown", ""
+        metadata = entry.dist.metadata  # read and parsed whenever it is asked for
+        return str(metadata["Name"]), str(metadata["Version"])
     except Exception:  # a half-removed distribution has no metadata, and the errors that this raises are undocumented
         return f"of the entry point {entry.name}", ""
 

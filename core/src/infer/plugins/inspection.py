@@ -223,10 +223,16 @@ def _try_arguments(add: object, at: str) -> None:
     if not callable(add):
         raise PluginError(f"{at} add_arguments is {_show(add)}, which cannot be called.")
     with blame(f"{at} add_arguments failed"):
-        parser = argparse.ArgumentParser()
-        parser.add_argument("--settings")
-        add(parser)
-        parser.format_help()
+        _help(add)
+
+
+@functools.cache
+def _help(add: Callable[[argparse.ArgumentParser], object]) -> str:
+    """A command's help. Raises what its ``add_arguments`` raises, or what argparse does with what it added."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--settings")
+    add(parser)
+    return parser.format_help()
 
 
 def _taken(section: str | None, name: str) -> bool:
