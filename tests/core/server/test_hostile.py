@@ -7,6 +7,7 @@ import gzip
 import importlib
 import json
 import os
+import platform
 import resource
 import socket
 import sys
@@ -389,6 +390,7 @@ def workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A module for child processes that does what its messages say."""
     (tmp_path / "mischief.py").write_text(
         "import os, time\n"
+        "kept = []\n"
         "def worker(first):\n"
         "    def answer(message):\n"
         "        if message == b'eat': return len(bytearray(1 << 31)) * b'x'\n"
@@ -399,6 +401,7 @@ def workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "            open(first, 'w').close()\n"
         "            os.kill(os.getpid(), 9)\n"
         "        if message == b'fail': raise KeyError('fail')\n"
+        "        if message.startswith(b'blocks'): kept.append([bytes(600) for _ in range(50_000)].pop())\n"
         "        return first + message + str(os.getpid()).encode()\n"
         "    return answer\n"
     )
@@ -509,6 +512,28 @@ async def test_work_whose_process_something_outside_ends_is_tried_once_more(tmp_
         assert b"killedonce" in await worker.ask(b"once")
         with pytest.raises(KilledError):
             await worker.ask(b"kill")
+    finally:
+        await worker.close()
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another malloc keeps other memory")
+@pytest.mark.usefixtures("workers")
+async def test_a_process_gives_back_what_a_message_took() -> None:
+    """30 MB in small blocks, the last of which stays, and the message's own 8."""
+    worker = Child("mischief", lambda: b"", seconds=HANG_S, memory=1 << 28)
+    try:
+        await worker.begin()
+        assert worker._process is not None
+        process = psutil.Process(worker._process.pid)
+
+        async def kept() -> int:
+            """What the process has after a message, as its next answer finds it."""
+            await worker.ask(b"a")
+            return process.memory_full_info().uss
+
+        before = await kept()
+        await worker.ask(b"blocks" + bytes(8 << 20))
+        assert await kept() < before + (4 << 20)
     finally:
         await worker.close()
 

@@ -25,8 +25,9 @@ from infer.server.compiling import Compiler
 from infer.server.conversation import Conversation
 from infer.server.events import LONG_CHARS, Events, Frames, Json, RequestFields, TokenCount, raise_if_failed
 from infer.server.http.access import CALLER
-from infer.server.http.bodies import MAX_BODIES, BodyBudget, Reader, arrived, give_back, unpacked
+from infer.server.http.bodies import MAX_BODIES, BodyBudget, Reader, arrived, unpacked
 from infer.server.http.body import Body
+from infer.server.http.children import give_back
 from infer.server.http.errors import BODY, REQUEST_ID, NotFoundError, error_of, id_headers
 from infer.server.http.keys import Keys
 from infer.server.http.quotas import COUNTED, Quotas

@@ -4,7 +4,6 @@ holds the GIL."""
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import importlib
 import pickle
 import sys
@@ -13,7 +12,7 @@ import traceback
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -21,7 +20,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from infer.errors import QueueFullError, RequestError
 from infer.server.http import parsing
 from infer.server.http.body import Body
-from infer.server.http.children import Child, ChildError
+from infer.server.http.children import Child, ChildError, give_back
 from infer.server.http.errors import UnreadableError
 from infer.server.http.parsing import Unknown
 from infer.server.http.turns import Turn
@@ -38,14 +37,6 @@ LARGE_S = 1.0
 SECONDS = 5.0
 MEMORY = 1 << 30
 T = TypeVar("T", bound=Body)
-
-
-def give_back() -> None:
-    """Return what malloc keeps of freed memory to the system. glibc keeps small blocks, however many, for as long as
-    one of a later time lies behind them."""
-    libc: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if hasattr(libc, "malloc_trim"):  # glibc's
-        libc.malloc_trim(0)
 
 
 class BodyBudget:

@@ -8,6 +8,7 @@ message by the module's ``worker``. Messages go through pipes, each preceded by 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import functools
 import gc
 import importlib
@@ -20,13 +21,11 @@ import types
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 LENGTH = struct.Struct("<Q")
 OUT_OF_MEMORY = 3
 """The exit status after a MemoryError. Native code that runs out of memory aborts the process."""
-
-
 PATIENCE = 10.0
 """How many times its seconds of computing a message may take by the clock: the process may wait for other processes."""
 KEPT = frozenset(("PATH", "HOME", "TMPDIR", "TZ", "LANG", "LANGUAGE", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH"))
@@ -139,6 +138,14 @@ async def _write(process: Process, message: bytes) -> None:
     await process.stdin.drain()
 
 
+def give_back() -> None:
+    """Return what malloc keeps of freed memory to the system. glibc keeps small blocks, however many, for as long as
+    one of a later time lies behind them."""
+    libc: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if hasattr(libc, "malloc_trim"):  # glibc's
+        libc.malloc_trim(0)
+
+
 def main() -> None:
     _, module, seconds, memory = sys.argv
     # Importing the real package takes a while, and only plugins' modules need it.
@@ -154,18 +161,23 @@ def main() -> None:
     gc.freeze()
     gc.disable()  # collect only between messages: with a million objects, collections take most of a message's time
     while True:
-        message = _read(source)
-        # SIGPROF ends the process, even within native code. Computing counts, and not how busy the machine is.
-        signal.setitimer(signal.ITIMER_PROF, float(seconds))
-        try:
-            result = answer(message)
-        except MemoryError:
-            os._exit(OUT_OF_MEMORY)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        sink.write(LENGTH.pack(len(result)))
-        sink.write(result)
-        sink.flush()
+        _answer_one(answer, source, sink, float(seconds))
         gc.collect()
+        give_back()
+
+
+def _answer_one(answer: Callable[[bytes], bytes], source: BinaryIO, sink: BinaryIO, seconds: float) -> None:
+    message = _read(source)
+    # SIGPROF ends the process, even within native code. Computing counts, and not how busy the machine is.
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        result = answer(message)
+    except MemoryError:
+        os._exit(OUT_OF_MEMORY)
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    sink.write(LENGTH.pack(len(result)))
+    sink.write(result)
+    sink.flush()
 
 
 def _whole(package: types.ModuleType, name: str) -> object:
