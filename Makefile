@@ -1,4 +1,4 @@
-# make install | serve [PORT=8000] | test | test-all | explore [SEED=] | mutants [CHANGED=1] | soak [ROUNDS=] [SEED=]
+# make install | serve [PORT=8000] | test | test-all | explore [SEED=] | mutants [CHANGED=1] | soak [ROUNDS=] [WORLDS=] [SEED=]
 #      | test-clients | lint | docs | bench | dist | gpu-box | gpu-dry-run
 VENV := .venv
 BIN := $(VENV)/bin
@@ -97,10 +97,12 @@ explore: install
 mutants: install
 	$(BIN)/python -m tests.mutants $(if $(CHANGED),--changed $(if $(filter 1,$(CHANGED)),HEAD,$(CHANGED)))
 
-# Hostile clients, faults and ordinary requests, drawn anew: tests/soak.
+# Drawn anew: worlds of clients and faults without a model (tests/simulation), then a server among hostile clients (tests/soak).
 soak: ROUNDS := 400
+soak: WORLDS := 1000
 soak: SEED := $(shell date +%s)
 soak: install
+	$(BIN)/python -m tests.simulation --worlds $(WORLDS) --seed $(SEED)
 	$(BIN)/python -m tests.soak --rounds $(ROUNDS) --seed $(SEED)
 
 test-clients: $(VENV)/clients/.installed

@@ -7,39 +7,16 @@ from collections import Counter
 
 import pytest
 from tests.examples import examples, seeded
-from tests.simulation.world import run
-
-MARKS = (
-    "a cached block was evicted",
-    "a block has another user",
-    "a prefix was found",
-    "a state was evicted",
-    "a state was taken while one waits to be read",
-    "step of several passes",
-    "a prompt was cut",
-    "preempted in the middle of its prompt",
-    "preempted while it decoded",
-    "a lower priority has waited for longer",
-    "a share went before arrival",
-    "drafts were right",
-    "drafts taken back",
-    "drafts taken back, at a block's edge",
-    "memory ran out before a pass was computed",
-    "a request's pass raised",
-    "aborted",
-    "aborted before its last token",
-    "ended by stop",
-    "ended by length",
-    "ended by abort",
-    "ended by error",
-)
-"""What has to happen in the written worlds together, or they would show little."""
+from tests.simulation.__main__ import failure
+from tests.simulation.world import MARKS, World
 
 
 def test_written_worlds() -> None:
     marks: Counter[str] = Counter()
     for seed in range(examples(40, 24)):
-        marks += run(seed, 200).marks
+        world = World(seed)
+        world.live(200)
+        marks += world.marks
     assert [mark for mark in MARKS if not marks[mark]] == []
 
 
@@ -47,4 +24,24 @@ def test_written_worlds() -> None:
 @pytest.mark.draws
 @seeded(60)
 def test_more_worlds(seed: int) -> None:
-    run(1000 + seed, 300)
+    World(1000 + seed).live(300)
+
+
+def test_a_world_that_fails_is_made_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the fault needs: here, that a third request has come."""
+    step = World.step
+
+    def broken(self: World) -> None:
+        step(self)
+        if len(self.requests) > 2:
+            raise RuntimeError("three have come")
+
+    monkeypatch.setattr(World, "step", broken)
+    found = failure(3, 200)
+    assert found is not None
+    assert found.why == "RuntimeError: three have come"
+    shorter = World(3, faults=found.faults)
+    with pytest.raises(RuntimeError, match="three have come"):
+        shorter.live(found.steps)
+    assert shorter.steps == found.steps
+    assert str(found) == f"python -m tests.simulation --seed 3 --worlds 1 --steps {found.steps} --no-faults"

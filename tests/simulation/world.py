@@ -3,17 +3,19 @@ without a model. Everything that happens in it follows from a seed."""
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Sequences
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tests.simulation.executor import VOCAB, Executor, answer, windows_of
 from tests.support import Always, Knowing
+from tokenizers.decoders import ByteLevel
 
 from infer.contracts.attention import AttentionSpec
 from infer.contracts.cache import CacheContext
@@ -35,9 +37,38 @@ from infer_cache_paged.snapshots import Snapshots
 
 LONGEST = 256
 AGING_S = 20.0
-"""A step takes a second."""
+"""A step takes a second, unless the clock leaps."""
+LEAPS_S = (5.0, 50.0, 500.0, 5000.0)
 ENDS = frozenset(range(90, 93))
 CPU = torch.device("cpu")
+
+MARKS = (
+    "a cached block was evicted",
+    "a block has another user",
+    "a prefix was found",
+    "a state was evicted",
+    "a state was taken while one waits to be read",
+    "step of several passes",
+    "a prompt was cut",
+    "preempted in the middle of its prompt",
+    "preempted while it decoded",
+    "a lower priority has waited for longer",
+    "a share went before arrival",
+    "drafts were right",
+    "drafts taken back",
+    "drafts taken back, at a block's edge",
+    "memory ran out before a pass was computed",
+    "a request's pass raised",
+    "aborted",
+    "aborted before its last token",
+    "ended by stop",
+    "ended by length",
+    "ended by abort",
+    "ended by error",
+    "ended by timeout",
+    "a token has no text",
+)
+"""What has to happen in many worlds together, or they would show little."""
 
 
 class Fickle(ContinuousScheduler):
@@ -74,6 +105,32 @@ class InjectedError(Exception):
     """A fault that the world plans."""
 
 
+class Letters:
+    """A tokenizer whose tokens are pairs of letters, one of which may have no text: looking that up raises."""
+
+    decoder = ByteLevel()
+
+    def __init__(self, mute: int | None, marks: Counter[str]) -> None:
+        self.mute, self._marks = mute, marks
+
+    def get_added_tokens_decoder(self) -> dict[int, Any]:
+        return {}
+
+    def id_to_token(self, token_id: int) -> str:
+        if token_id == self.mute:
+            self._marks["a token has no text"] += 1
+            raise InjectedError("mute")
+        return chr(97 + token_id // 26) + chr(97 + token_id % 26)
+
+    def decode(self, token_ids: Sequences[int], skip_special_tokens: bool = True) -> str:
+        return "".join(map(self.id_to_token, token_ids))
+
+    def fails(self, request: Request, answer: Sequences[int]) -> bool:
+        """Whether a text is needed that does not exist: of the answer, or of the prompt's last token, after which a
+        character may go on."""
+        return self.mute in answer or self.mute == request.prompt_token_ids[-1]
+
+
 @dataclass
 class World:
     """One engine and its clients. ``step`` does what happens next; ``check`` and ``finish`` raise for what must not
@@ -85,6 +142,7 @@ class World:
     marks: Counter[str] = field(default_factory=Counter)
     """What has happened, and how often."""
     steps: int = 0
+    now: float = 0.0
 
     def __post_init__(self) -> None:
         draw = self.draw = random.Random(self.seed)
@@ -152,12 +210,17 @@ class World:
         fickle = Fickle(self.pool, settings, draw if draw.random() < 0.3 else None)
         self._owners = random.Random(f"owners {self.seed}")
         self._seeds = random.Random(f"seeds {self.seed}")
+        self._times = random.Random(f"times {self.seed}")
+        texts = random.Random(f"texts {self.seed}")
+        self._texts = (
+            Letters(texts.choice([None, texts.randrange(VOCAB)]), self.marks) if texts.random() < 0.3 else None
+        )
         self.scheduler = FairScheduler(self.pool, settings) if self._owners.random() < 0.3 else fickle
         self.engine = Engine(
             self.executor,
             self.scheduler,
             self.pool,
-            tokenizer=None,
+            tokenizer=cast(Any, self._texts),
             eos_token_ids=ENDS,
             max_seq_len=LONGEST,
             lag=self.lag,
@@ -165,7 +228,7 @@ class World:
             notify=self._notify,
             speculation=speculation,
             priority_aging_s=AGING_S if random.Random(f"aging {self.seed}").random() < 0.5 else None,
-            clock=lambda: float(self.steps),
+            clock=lambda: self.now,
             pace=Hurried(own, self.marks) if (own := random.Random(f"pace {self.seed}")).random() < 0.3 else None,
         )
         self._watch()
@@ -198,11 +261,15 @@ class World:
             priority=draw.choice([0, 0, 0, 1]),
             group=draw.choice(["", "", f"group {len(self.requests) // 3}"]),
             owner=Owner(self._owners.choice("ab"), self._owners.choice("xy")),
+            timeout_s=self._times.choice([3.0, 30.0, 300.0]) if self._times.random() < 0.1 else None,
         )
+        request = replace(request, arrival=self.now)
         self.requests[id] = request
         self.answers[id] = answer(request, ENDS, windows_of(self.pool), self.stateful, LONGEST)
         if self.faults and draw.random() < 0.02:
             self._poison.add(id)
+            self.failed.add(id)
+        if self._texts is not None and self._texts.fails(request, self.answers[id]):
             self.failed.add(id)
         self.engine.submit(request)
 
@@ -210,6 +277,7 @@ class World:
         """Something happens."""
         draw = self.draw
         self.steps += 1
+        self.now += self._times.choice(LEAPS_S) if self._times.random() < 0.005 else 1.0
         if len(self.scheduler.seats.waiting) > 3 * self.batch:  # as many as an engine lets wait
             self._rate = 0.02
         elif self.steps % 50 == 0:
@@ -225,6 +293,8 @@ class World:
             self.engine.submit(Abort(id))
         if self.engine.has_work():
             self.engine.step()
+            late = [id for id in self.requests if not self._ended(id) and self._due(id) <= self.now]
+            assert not late, f"{', '.join(late)} should have ended by now"
 
     def drain(self) -> None:
         """No more arrivals and faults; every step must get on. Raises AssertionError otherwise."""
@@ -236,6 +306,15 @@ class World:
                 break
             self.engine.step()
         assert not self.engine.has_work(), "the engine does not come to an end"
+
+    def live(self, steps: int) -> None:
+        """So many steps, and all that is left to be answered. Raises AssertionError for what must not be."""
+        for _ in range(steps):
+            self.step()
+            self.check()
+        self.drain()
+        self.check()
+        self.finish()
 
     # What must be so
 
@@ -310,11 +389,16 @@ class World:
             assert events[-1].finish_reason is not None, f"{id} goes on after its end"
             found = [token for event in events for token in event.token_ids]
             wanted, reason = self.answers[id], events[-1].finish_reason
-            if reason in ("abort", "error"):
-                assert id in (self.aborted if reason == "abort" else self.failed), f"{id}: {events[-1].error}"
+            if reason in ("abort", "error", "timeout"):
+                assert reason == "timeout" or id in (self.aborted if reason == "abort" else self.failed), (
+                    f"{id}: {events[-1].error}"
+                )
                 assert found == wanted[: len(found)], f"{id} has other tokens"
             else:
                 assert found == wanted, f"{id} is answered otherwise: {request}"
+                if self._texts is not None:
+                    text = self._texts.decode(wanted[: -1 if reason == "stop" else None])
+                    assert "".join(event.text for event in events) == text, f"{id} has another text"
         assert self.pool.free_tokens() == self.room, "the pool has lost room"
         raised = self._reported + self.engine._reporter.failed_passes
         assert raised == self._injected, "a pass raised of itself"
@@ -359,8 +443,13 @@ class World:
     def _ended(self, id: str) -> bool:
         return id in self.events and self.events[id][-1].finish_reason is not None
 
+    def _due(self, id: str) -> float:
+        request = self.requests[id]
+        return math.inf if request.timeout_s is None else request.arrival + request.timeout_s
+
     def _publish(self, events: list[Event]) -> None:
         for event in events:
+            assert event.finish_reason != "timeout" or self._due(event.request_id) <= self.now, "it still has time"
             self.events.setdefault(event.request_id, []).append(event)
 
     def _notify(self, hook: str, record: StepRecord | RequestRecord) -> None:
@@ -390,15 +479,3 @@ class World:
             self.marks[f"memory ran out {place} a pass was computed"] += 1
             self._injected += 1
             raise MemoryError("injected")
-
-
-def run(seed: int, steps: int) -> World:
-    """A world after so many steps, and after all have been answered. Raises AssertionError for what must not be."""
-    world = World(seed)
-    for _ in range(steps):
-        world.step()
-        world.check()
-    world.drain()
-    world.check()
-    world.finish()
-    return world
