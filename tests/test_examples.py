@@ -77,7 +77,9 @@ def test_an_example_is_small_and_has_all_that_a_package_has(example: Path) -> No
     (module,) = project["entry-points"]["infer"].values()
     assert (example / "src" / module / "py.typed").exists()
     readme = (example / "README.md").read_text()
-    assert f"pip install ./examples/{example.name}" in readme
+    # What is ours is there before pip is asked for it by name, or a public index would answer.
+    assert f"[installing](../../docs/install.md)):\n\n```console\n$ pip install ./examples/{example.name}\n" in readme
+    assert f"$ pip install -r dist/infer-testing.txt\n$ pip install './examples/{example.name}[test]'\n" in readme
     assert "settings.toml" in readme
 
 

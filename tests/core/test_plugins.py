@@ -16,11 +16,13 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 from tests.support import without
+from torch import Tensor
 
 from infer import LLM, PLUGIN_API, EngineDeadError, InferError, PluginError, SamplingParams, SettingsError, hookimpl
 from infer.assemble.weights import Weights
 from infer.commands import cli
 from infer.contracts.cache import CacheFactory
+from infer.contracts.kernels import Draws
 from infer.contracts.model import ModelRegistration
 from infer.contracts.records import ObserverFactory, RequestRecord, StepRecord
 from infer.contracts.registration import Registration
@@ -470,6 +472,20 @@ def test_a_factory_that_fails_is_named_with_what_lacks(sections: dict[str, Any],
     ):
         with pytest.raises(PluginError, match=f"{whose} {why}"):
             LLM("demo", plugins=[Making(factory)], **sections)
+
+
+def test_kernels_that_draw_a_token_of_no_model_are_named_with_who_brings_them() -> None:
+    class Wild(ReferenceKernels):
+        wild = False
+
+        def sample(self, logits_NV: Tensor, draws: Draws) -> Tensor:
+            return super().sample(logits_NV, draws) + self.wild * 10**7
+
+    kernels = Wild()
+    with LLM("demo", plugins=[Making(lambda *given: kernels)], kernels={"backend": "mine"}) as llm:
+        kernels.wild = True
+        with pytest.raises(InferError, match=r"The kernels plugin 'mine' of Making drew token 1\d{7}, but"):
+            llm.generate("a", SamplingParams(max_tokens=2))
 
 
 def scheduler(**methods: Callable[..., object]) -> Making:

@@ -181,6 +181,33 @@ async def test_many_questions_are_counted_first_and_made_as_they_run(
         assert (status, len(found["answers"]), most) == (200, 39, ENGINE["max_batch_size"])
 
 
+async def test_prompts_have_so_many_tokens_in_all(chatty: Body, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known from the first, before there is any other."""
+    made, requests = list[int](), Service.requests
+
+    async def counted(self: Service, *given: Any, **how: Any) -> list[Request]:
+        found = await requests(self, *given, **how)
+        made.extend(len(request.prompt_token_ids) for request in found)
+        return found
+
+    monkeypatch.setattr(Service, "requests", counted)
+    body = {"input": STATE, "questions": [{"type": "predicate", "instructions": "Is it?"}] * 3}
+    async with running(**chatty) as server:
+        assert (await server.post(body, "/v1/decisions"))[0] == 200
+        first, *others = made
+        assert others == [first, first]
+        monkeypatch.setattr(endpoint, "MAX_TOKENS", 3 * first - 1)
+        made.clear()
+        status, found, _ = await server.post(body, "/v1/decisions")
+        assert (status, found["error"]["param"], made) == (400, "questions", [first])
+        assert found["error"]["message"] == (
+            f"Each question's prompt has the whole state: 3 of about {first} tokens are {3 * first}, and at most "
+            f"{3 * first - 1} are allowed. Ask fewer questions at a time."
+        )
+        monkeypatch.setattr(endpoint, "MAX_TOKENS", 3 * first)
+        assert (await server.post(body, "/v1/decisions"))[0] == 200
+
+
 async def test_more_choices_than_letters(chatty: dict[str, Any]) -> None:
     chatty["engine"] = ENGINE | {"max_seq_len": 2048}
     questions = [

@@ -126,6 +126,14 @@ def test_activations_are_multiplied_as_they_are(int8: bool, device: str) -> None
     assert torch.equal(kernels.linear(x, kernels.pack(odd)), kernels.linear(x, kernels.pack(odd.dequantize())))
 
 
+def test_an_id_that_no_row_has_yields_nan(device: str) -> None:
+    place = torch.device(device)
+    kernels, weight = TritonKernels(place), grouped(64, 96, 32, 4, "symmetric", FP32, FP32).to(place, FP32)
+    rows = kernels.embedding(torch.tensor([0, 64, 63, 70, -1], device=place), kernels.pack(weight))
+    assert torch.equal(rows[[0, 2]], weight.dequantize()[[0, 63]])
+    assert rows[[1, 3, 4]].isnan().all()
+
+
 def test_a_gated_product_and_rows_of_a_wider_tensor(device: str) -> None:
     place = torch.device(device)
     kernels, weight = TritonKernels(place), grouped(40, 64, 64, 8, "symmetric", BF16, BF16).to(place, BF16)

@@ -3,6 +3,7 @@ out, and is meant for the user who caused it."""
 
 from __future__ import annotations
 
+import re
 import sys
 import traceback
 from pathlib import Path
@@ -96,7 +97,7 @@ def faults(error: ValidationError) -> list[Fault]:
 
 def _text(message: str) -> str:
     """pydantic's message in the words of JSON and TOML, which have arrays and no tuples."""
-    message = message.removeprefix("Value error, ")
+    message = re.sub(r" after validation, not .*", "", message.removeprefix("Value error, "))
     return message.replace("Tuple should", "Array should").replace("valid tuple", "valid array")
 
 

@@ -218,7 +218,10 @@ class Assembly(Blueprint):
     ) -> Engine:
         scheduler = self._scheduler()
         size, keep = self.settings.engine.max_batch_size, self._wants_head
-        runner = Runner(self.model, self.pool, self.kernels, self.device, size, graphs, keep_hidden=keep)
+        whose = self.chosen("kernels").whose
+        runner = Runner(
+            self.model, self.pool, self.kernels, self.device, size, graphs, keep_hidden=keep, whose_kernels=whose
+        )
         return Engine(
             runner,
             scheduler,

@@ -72,14 +72,17 @@ class Runner:
         graphs: DecodeGraphs | None = None,
         *,
         keep_hidden: bool = False,
+        whose_kernels: str | None = None,
     ) -> None:
-        """``keep_hidden``: a launched pass has the hidden states of all its tokens."""
+        """``keep_hidden``: a launched pass has the hidden states of all its tokens. ``whose_kernels``: the kernels'
+        plugin, as errors name it."""
         self._model = model
         self._pool = pool
         self._kernels = kernels
         self._device = device
         self._graphs = graphs
         self._keep_hidden = keep_hidden
+        self._whose_kernels = whose_kernels or f"The kernels ({type(kernels).__name__})"
         self._drawing = Drawing(device)
         self._masks = Masks()
         self._last_tokens = FixedTensor(torch.zeros(max_batch_size, dtype=torch.int64, device=device))
@@ -124,10 +127,8 @@ class Runner:
         def read() -> Drawn:
             tokens = host_N.tolist()
             if (most := max(tokens)) >= logits_NV.shape[1]:
-                raise PluginError(
-                    f"The kernels ({type(self._kernels).__name__}) drew token {most}, but the model's tokens are 0 to "
-                    f"{logits_NV.shape[1] - 1}."
-                )
+                allowed = f"the model's tokens are 0 to {logits_NV.shape[1] - 1}"
+                raise PluginError(f"{self._whose_kernels} drew token {most}, but {allowed}.")
             if min(tokens) < 0:
                 tokens = [token if token >= 0 else None for token in tokens]
             return Drawn(tokens, [None] * num if chosen is None else chosen.read())

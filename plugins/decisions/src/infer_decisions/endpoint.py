@@ -44,6 +44,9 @@ SYSTEM = (
 )
 LETTERS = [*ascii_uppercase, *ascii_lowercase, *map("".join, product(ascii_uppercase, repeat=2))]
 MAX_QUESTIONS = 400
+MAX_TOKENS = 2_000_000
+"""Of the prompts of all questions together. What is computed is less, but each prompt has the whole state, which is
+tokenized again for each."""
 MAX_OPTIONS = 255
 MAX_LEVELS = 10
 
@@ -325,7 +328,7 @@ class Decisions:
         # The first request puts the state into the cache, where the others find it. Of these, only as many as run at a
         # time are made together, since each has all of the state's tokens.
         size = many.at_once(service)
-        answers: list[Completion] = []
+        answers: list[Mapping[int, float]] = []
         labels, tokens, cached = list[tuple[int, ...]](), 0, 0
         for group in (puts[:1], *(puts[at : at + size] for at in range(1, len(puts), size))):
             requests = []
@@ -336,17 +339,18 @@ class Decisions:
                 prefix = f"decision-{len(labels)}"
                 requests += await service.requests(http, [prompt], params, body, prefix=prefix, special=special)
                 labels.append(ids)
+            if not answers:
+                _check_tokens(len(requests[0].prompt_token_ids), len(questions))
             found, used = await service.whole(http, requests, patient=bool(answers))
-            answers += found
+            answers += map(_top, found)  # without their prompts
             tokens += used["prompt_tokens"]
             cached += used["prompt_tokens_details"]["cached_tokens"]
         usage: Json = {"input_tokens": tokens, "output_tokens": 0, "total_tokens": tokens}
         http[CALLER].usage = usage
         names = [_quoted(name) + b": " for name in body.questions] if isinstance(body, SystemOneRequest) else []
 
-        def decide(question: Question, ids: Sequence[int], answer: Completion, name: bytes) -> bytes:
-            assert answer.logprobs is not None
-            return name + _quoted(_answer(question, _normalized(dict(answer.logprobs[0].top), ids)))
+        def decide(question: Question, ids: Sequence[int], top: Mapping[int, float], name: bytes) -> bytes:
+            return name + _quoted(_answer(question, _normalized(top, ids)))
 
         rows = zip(questions, labels, answers, names or repeat(b""), strict=False)
         decided = await self._service.writer.each(lambda row: decide(*row), rows, len(questions))
@@ -414,6 +418,21 @@ class Decisions:
             f"A question has {count} choices, but this model's tokenizer has labels for {len(found)} only.",
             param="questions",
         )
+
+
+def _check_tokens(first: int, count: int) -> None:
+    """Raises RequestError if prompts as long as the first have too many tokens."""
+    if first * count > MAX_TOKENS:
+        raise RequestError(
+            f"Each question's prompt has the whole state: {count} of about {first} tokens are {first * count}, and at "
+            f"most {MAX_TOKENS} are allowed. Ask fewer questions at a time.",
+            param="questions",
+        )
+
+
+def _top(answer: Completion) -> dict[int, float]:
+    assert answer.logprobs is not None
+    return dict(answer.logprobs[0].top)
 
 
 def _quoted(value: object) -> bytes:

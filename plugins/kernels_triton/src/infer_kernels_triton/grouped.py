@@ -364,12 +364,14 @@ def rows_kernel(
     KIND: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """One program writes one block of BLOCK_T rows of the weight."""
+    """One program writes one block of BLOCK_T rows of the weight; NaN for an id that no row has."""
     row_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     real_t = row_t < T
     block = tl.program_id(1)
     size_k = tl.arange(0, PLANE)
-    n = tl.load(ids_ptr + row_t, mask=real_t, other=0)
+    id = tl.load(ids_ptr + row_t, mask=real_t, other=0)
+    known = (id >= 0) & (id < N)
+    n = tl.where(known, id, 0)
     words = tl.load(words_ptr + (block * N + n[:, None]) * PLANE + size_k[None, :])
     numbers = load_numbers(numbers_ptr, TABLE)
     for i in tl.static_range(PLANES):
@@ -380,6 +382,7 @@ def rows_kernel(
             minimum = _number(_words(minima_ptr + n[:, None], group, N, KIND), i, GROUP_K, PLANE, KIND)
         scale = _number(_words(scales_ptr + n[:, None], group, N, KIND), i, GROUP_K, PLANE, KIND)
         values = decode(words, i, scale, minimum, numbers, BITS, TABLE, out_ptr.dtype.element_ty)
+        values = tl.where(known[:, None], values, float("nan"))
         to = row_t.to(tl.int64)[:, None] * K + k + size_k[None, :]
         tl.store(out_ptr + to, values, mask=real_t[:, None] & (k + size_k < K)[None, :])
 

@@ -217,7 +217,7 @@ def recorded_views(pools: Pools, draw: random.Random) -> None:
 def sharing(pools: Pools, draw: random.Random) -> None:
     machine = Machine(pools, draw, num_tokens=None, max_batch_size=3)  # two stay
     if not (isinstance(machine.pool, SharingPool) and machine.pool.shares):
-        raise Skipped("this pool does not share K/V between sequences: its shares is not True")
+        raise Skipped("this pool has no `shares = True`: its sequences share no K/V")
     tokens = machine.stems[0][:80]
     for leaves in (False, True, False):
         place = machine.pool.allocate(tokens)

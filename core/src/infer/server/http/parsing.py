@@ -246,7 +246,7 @@ def _duty(what: str) -> str:
     found = re.match(r"(?:Input|String|Array|Dictionary|Data) should (.*)", what, re.DOTALL)
     if found is None:
         return f": {what}"
-    duty = re.sub(r" after validation, not .*|, unable to parse .*", "", found[1])
+    duty = re.sub(r", unable to parse .*", "", found[1])
     return f" must {duty.replace('a valid dictionary', 'an object')}"
 
 
