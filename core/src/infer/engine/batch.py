@@ -104,9 +104,11 @@ def ints(values: Seq[int]) -> Ints:
     return np.fromiter(values, np.int64, len(values))
 
 
-def pack(works: Seq[Work], processors: Mapping[Sequence, LogitsProcessor] | None = None) -> Batch:
+def pack(
+    works: Seq[Work], processors: Mapping[Sequence, LogitsProcessor] | None = None, *, adapted: bool = True
+) -> Batch:
     """Lay the works' tokens end to end and work out the readouts. ``processors`` has one for each sequence whose logits
-    are edited."""
+    are edited; ``adapted`` says whether any has an adapter, as far as is known."""
     sequences, starts, lens, draws, decodes, drafts = Works.of(works).columns
     slots = [sequence.slot for sequence in sequences]
     slots_B, starts_B = ints(slots), ints(starts)
@@ -185,9 +187,10 @@ def pack(works: Seq[Work], processors: Mapping[Sequence, LogitsProcessor] | None
         positions_T=positions_T,
         rows_N=rows_N,
         readouts=readouts,
-        adapters_T=np.repeat(_adapters(sequences), lens) if any(s.request.adapter for s in sequences) else None,
+        adapters_T=_adapters(sequences, lens) if adapted else None,
     )
 
 
-def _adapters(sequences: Seq[Sequence]) -> Ints:
-    return ints([-1 if s.request.adapter is None else s.request.adapter.slot for s in sequences])
+def _adapters(sequences: Seq[Sequence], lens: Seq[int]) -> Ints | None:
+    slots = [-1 if s.request.adapter is None else s.request.adapter.slot for s in sequences]
+    return np.repeat(ints(slots), lens) if max(slots, default=-1) >= 0 else None

@@ -123,6 +123,8 @@ class Engine:
         self._processors: dict[Sequence, LogitsProcessor] = {}
         """Those of open requests that edit logits. Each needs every token before it can edit the next logits."""
         self._arrivals = 0
+        self._adapted = 0
+        """How many open requests have an adapter."""
         self._deadlines: dict[str, float] = {}
         """When the open requests with a ``timeout_s`` have to end, on the clock, by their ids."""
         self._next_deadline = math.inf
@@ -160,6 +162,7 @@ class Engine:
         planned = self._clock()
         schedule = self._scheduler.schedule()
         isolating = self._isolation.active
+        everyone = len(schedule.decodes) + len(schedule.prefills) == len(self._answers)
         passes, launched = self._plan(schedule), list[Works]()
         events = [] if passes else self._settle(0)
         for works in passes:
@@ -172,14 +175,15 @@ class Engine:
                 events = self._settle(self._ahead)
             else:
                 events = self._isolate(works, error)
+        whole = launched == passes
         if launched:
-            slots = [answer.sequence.slot for answer in self._answers.values()]
-            self._reporter.step(started, launched, slots)
-        whole = launched == passes and not isolating  # or its time says nothing
-        if self._speculation is not None and whole:
+            slots = [] if everyone and whole else [answer.sequence.slot for answer in self._answers.values()]
+            self._reporter.step(started, launched, len(self._answers), slots.count(None))
+        timed = whole and not isolating  # or its time says nothing
+        if self._speculation is not None and timed:
             self._speculation.learn(passes)
         self._publish(events)
-        if self._pace is not None and self._settled and whole:
+        if self._pace is not None and self._settled and timed:
             self._pace.learn(self._settled, self._clock() - planned)
         self._settled.clear()
 
@@ -225,6 +229,7 @@ class Engine:
             longest = min(longest, len(request.prompt_token_ids) + max_tokens)
         sequence = Sequence(request, self._arrivals, longest, arrived=self._clock(), aging_s=self._priority_aging_s)
         self._arrivals += 1
+        self._adapted += request.adapter is not None
         answer = Answer(sequence, self._texts, self._eos_token_ids, self._reporter.counts, self._clock)
         self._answers[request.id] = answer
         if request.timeout_s is not None:
@@ -259,7 +264,7 @@ class Engine:
         """Launch a pass and record what it will have computed; return why it failed, if it did."""
         answers = [self._answers[sequence.id] for sequence in works.sequences]
         try:
-            batch = pack(works, self._processors)
+            batch = pack(works, self._processors, adapted=self._adapted > 0)
             launched = self._runner.launch(batch)
         except (Exception, SystemExit) as error:
             log.error("a pass with %d requests failed", len(works), exc_info=error)
@@ -352,6 +357,7 @@ class Engine:
         """Remove a request that has ended, free its slot, and notify the observers."""
         sequence = answer.sequence
         self._scheduler.finish(sequence)
+        self._adapted -= sequence.request.adapter is not None
         self._processors.pop(sequence, None)
         self._deadlines.pop(sequence.id, None)
         self._isolation.end(sequence)

@@ -60,10 +60,9 @@ class Reporter:
         self._accepted[sequence.id] = self._accepted.get(sequence.id, 0) + 1
         self.counts.accepted += 1
 
-    def step(self, started: float, passes: Seq[Works], slots: Seq[int | None]) -> None:
+    def step(self, started: float, passes: Seq[Works], num_open: int, waiting: int) -> None:
         """Report a step, of which at least one pass has not raised; ``passes`` are those. ``started`` is its beginning
-        on the clock; ``slots`` has the slot of every open request, None for those that wait."""
-        waiting = slots.count(None)
+        on the clock; ``waiting`` of the ``num_open`` requests have no slot."""
         work = passes[0] if len(passes) == 1 else Works.of([*chain(*passes)])
         *_, decode, drafts = work.columns
         decodes = sum(decode)
@@ -79,7 +78,7 @@ class Reporter:
                 chunks=len(work) - decodes,
                 computed_tokens=sum(work.lens),
                 padded_tokens=sum([len(works.lens) * max(works.lens) for works in passes]),
-                running=len(slots) - waiting,
+                running=num_open - waiting,
                 waiting=waiting,
                 free_tokens=self._pool.free_tokens(),
                 totals=self.counts.totals(),
