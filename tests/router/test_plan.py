@@ -75,6 +75,19 @@ def test_each_table_overrides_what_is_common(tmp_path: Path) -> None:
         assert "router" not in settings["server"]
 
 
+def test_each_has_a_folder_of_its_own_in_one_that_a_single_process_may_use(tmp_path: Path) -> None:
+    text = FILE + '[cache.paged]\ndisk = "kept"\ndisk_gib = 2\n[models."a/../b".model]\npath = "demo"\n'
+    plan = planned(text + '[models.own.cache.paged]\ndisk = "mine"\n[models.own.model]\npath = "demo"\n', tmp_path)
+    kept = {name: settings["cache"]["paged"]["disk"] for name, settings in plan.engines.items()}
+    assert kept == {
+        "qwen-1.5": "kept/model-qwen-1.5",
+        "b": "kept/model-b",
+        "a/../b": "kept/model-a%2F..%2Fb",
+        "own": "mine",
+    }
+    assert all(settings["cache"]["paged"]["disk_gib"] == 2 for settings in plan.engines.values())
+
+
 def test_models_are_named_by_words(tmp_path: Path) -> None:
     assert planned(FILE, tmp_path, ("b",)).engines.keys() == {"b"}
     (tmp_path / "Tiny-3.gguf").write_bytes(b"")

@@ -107,6 +107,41 @@ async def test_requests_at_random_lose_nothing_and_change_no_bit(tmp_path: Path)
 
 
 @pytest.mark.slow
+async def test_a_conversation_keeps_its_keys_and_values_over_a_swap(tmp_path: Path) -> None:
+    """Both models are told one folder."""
+    (tmp_path / "settings.toml").write_text(
+        "[kernels]\nthreads = 1\n[engine]\nmax_batch_size = 4\nmax_seq_len = 512\n"
+        f"[cache.paged]\ndisk = '{tmp_path / 'kept'}'\n"
+        "[models.a.model]\npath = 'demo'\n[models.b.model]\npath = 'demo'\ndtype = 'float32'\n"
+    )
+    plugins = Plugins.discover()
+    loaded = load_settings(plugins, file=str(tmp_path / "settings.toml"), env={})
+    plan = several(CommandContext(loaded.settings, loaded.sources, plugins, ()))
+    machine = Machine(plan.engines)
+    memory = machine.memory = int(1.2 * (1 << 29))
+    async with (
+        machine,
+        aiohttp.ClientSession() as session,
+        gateway(plan, loaded.settings.server, machine, memory, bind("127.0.0.1", 0)) as (_, url, _),
+        asyncio.timeout(HANG_S),
+    ):
+
+        async def ask(name: str) -> tuple[Any, int]:
+            body = {"model": name, "prompt": [3 + i % 400 for i in range(320)], "max_tokens": 8, "logprobs": 2}
+            async with session.post(f"{url}/v1/completions", json=body | {"temperature": 0}) as response:
+                answer = await response.json()
+                assert response.status == 200, answer
+                return answer["choices"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+        first = [await ask(name) for name in "ab"]
+        again = [await ask(name) for name in "ab"]
+    assert machine.loads == 4
+    assert [cached for _, cached in first] == [0, 0]
+    assert [choices for choices, _ in again] == [choices for choices, _ in first]
+    assert all(cached >= 0.95 * 320 - 16 for _, cached in again)
+
+
+@pytest.mark.slow
 async def test_a_stream_goes_on_when_its_process_is_killed_and_other_models_do_not_notice(tmp_path: Path) -> None:
     (tmp_path / "settings.toml").write_text(
         "[kernels]\nthreads = 1\n[engine]\nmax_batch_size = 4\nmax_seq_len = 512\n"

@@ -10,13 +10,18 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import pluggy
-from pydantic import BaseModel
+from pydantic import BaseModel, JsonValue
 
 PLUGIN_API = 2
 """Version of the contracts in this package. A plugin states which version it was written for."""
 hookspec = pluggy.HookspecMarker("infer")
 hookimpl = pluggy.HookimplMarker("infer")
 F = TypeVar("F")
+
+
+ONE_PROCESS: dict[str, JsonValue] = {"x-one-process": True}
+"""``json_schema_extra`` of a setting that is a folder which one process at a time may use. Of several models behind one
+address, each gets a folder of its own in there."""
 
 
 class NoSettings(BaseModel, extra="forbid"):

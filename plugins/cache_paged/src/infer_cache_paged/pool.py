@@ -18,6 +18,7 @@ from infer.cache.arrays import Ints
 from infer.cache.state_manager import OTHERS
 from infer.cache.storage import parts_of_a_place, width
 from infer.contracts.cache import Allocation, CacheContext
+from infer.contracts.registration import ONE_PROCESS
 from infer.errors import SettingsError
 from infer_cache_paged.pages import ENDLESS, Group, Pages, cost, fitting, numbers
 from infer_cache_paged.snapshots import Snapshots
@@ -57,6 +58,7 @@ class PagedSettings(BaseModel, extra="forbid"):
         None,
         description="a folder of this server's own in which prefixes outlive it; none: they end with the process. What "
         "is in there tells what was asked",
+        json_schema_extra=ONE_PROCESS,
     )
     disk_gib: PositiveFloat = Field(10.0, description="the most that the folder may take, in GiB")
 

@@ -6,14 +6,16 @@ import functools
 import math
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
+from urllib.parse import quote
 
-from pydantic import SecretStr, ValidationError
+from pydantic import BaseModel, SecretStr, ValidationError
 
 from infer.contracts.command import CommandContext
+from infer.contracts.registration import ONE_PROCESS
 from infer.contracts.sections import ModelTable, ServerSettings, Settings
 from infer.errors import SettingsError, first_fault
 from infer.server.http.keys import INGRESS
@@ -107,9 +109,14 @@ def several(context: CommandContext, words: Sequence[str] = ()) -> Plan:
     engines: dict[str, Mapping[str, Any]] = {}
     keeps: dict[str, float] = {}
     pinned, adapted = set[str](), set[str]()
+    folders = [(path, at) for path in _folders(type(context.settings)) if (at := _at(common, path)) is not None]
     for name, table in tables.items():
         own = _own(name, table)
         merged = _merged(common, {key: value for key, value in table.items() if key not in ModelTable.model_fields})
+        for path, at in folders:
+            if _at(table, path) is None:
+                value: Any = str(Path(at) / f"model-{quote(name, safe='')}")
+                merged = _merged(merged, functools.reduce(lambda value, key: {key: value}, reversed(path), value))
         adapters = _checked(name, merged, context).adapters
         for each in (name, *own.aliases, *adapters.paths):
             if each in names:
@@ -165,6 +172,21 @@ def _merged(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]
         both = isinstance(there, Mapping) and isinstance(value, Mapping)
         merged[key] = _merged(there, value) if both else value  # type: ignore[arg-type]
     return merged
+
+
+def _folders(model: type[BaseModel], *path: str) -> Iterator[tuple[str, ...]]:
+    """Where the settings have folders that one process at a time may use."""
+    for name, field in model.model_fields.items():
+        default, extra = field.get_default(call_default_factory=True), field.json_schema_extra
+        if isinstance(default, BaseModel):
+            yield from _folders(type(default), *path, name)
+        elif isinstance(extra, dict) and ONE_PROCESS.items() <= extra.items():
+            yield (*path, name)
+
+
+def _at(tables: Any, path: Sequence[str]) -> Any:
+    """The value at a path of tables; None if there is none."""
+    return functools.reduce(lambda at, key: at.get(key) if isinstance(at, Mapping) else None, path, tables)
 
 
 def _named(word: str, taken: Mapping[str, Any]) -> str:
