@@ -237,15 +237,8 @@ def test_answers_to_one_prompt_do_not_end_with_one_of_them(culprit: int, early: 
             assert found[f"r{i}"] == truth[f"r{i}"]
 
 
-def test_a_token_that_is_drawn_ends_the_row_of_strikes() -> None:
-    stepper = hostile_engine(Hostile("forward"))
-    for n in range(STRIKES + 1):
-        for i in range(2):
-            stepper.submit([POISON, 9], f"{n}.{i}", max_tokens=2)
-        stepper.run()
-        stepper.submit([9, 10], f"{n}", max_tokens=2, temperature=0)
-        stepper.run()
-        assert len(stepper.tokens(f"{n}")) == 2
+def broken() -> None:
+    raise RuntimeError("broken")
 
 
 def hostile_engine(hostile: Hostile, **keys: Any) -> Stepper:
@@ -380,14 +373,47 @@ def test_an_answer_that_was_complete_in_time_is_published_though_the_engine_ends
     assert [event.finish_reason for event in stepper.events["whole"]] == [None, "length"]
 
 
-def test_the_engine_ends_if_every_request_of_its_passes_fails_alone() -> None:
+@pytest.mark.parametrize("together", [1, 2])
+def test_the_engine_ends_if_passes_fail_that_are_of_no_request(together: int) -> None:
+    """A device that is broken is nobody's fault, however few ask."""
     hostile = Hostile("forward")
-    stepper = make_engine(HostileModel(hostile), torch.float32)  # type: ignore[arg-type]
-    for n in range(STRIKES):
-        for i in range(2):
-            stepper.submit([POISON, 9], f"{n}.{i}", max_tokens=2)
-        if n == STRIKES - 1:
-            break
+    stepper = hostile_engine(hostile, max_batch_size=together)
+    stepper.submit([9, 10], "before", max_tokens=2)
+    stepper.run()
+    hostile.most, hostile.short = 0, broken
+    for i in range(4):
+        stepper.submit([9, 10], f"{i}", max_tokens=2)
+    with pytest.raises(InferError, match=r"3 requests failed, each alone, and so does a pass of none: .*Error: broken"):
         stepper.run()
-    with pytest.raises(InferError, match=r"3 passes in a row failed, and then each of their requests alone: .*poison"):
+
+
+@pytest.mark.parametrize("together", [1, 2])
+def test_requests_that_fail_do_not_end_the_engine_however_many_there_are(together: int) -> None:
+    stepper = hostile_engine(Hostile("forward"))
+    for n in range(3 * STRIKES):
+        for i in range(together):
+            stepper.submit([POISON, 9], f"{n}.{i}", max_tokens=2)
+        stepper.run()
+        assert all(stepper.events[f"{n}.{i}"][-1].finish_reason == "error" for i in range(together))
+    assert stepper.pool.free_tokens() == stepper.room
+    stepper.submit([9, 10], "after", max_tokens=2)
+    stepper.run()
+    assert stepper.events["after"][-1].finish_reason == "length"
+
+
+def test_a_device_that_computes_prompts_and_no_decodes_is_broken_too() -> None:
+    class Stuck(HostileModel):
+        def forward(self, batch: Pass) -> torch.Tensor:
+            if self.broken and int(batch.positions_T[0]) > 0:
+                broken()
+            return super().forward(batch)
+
+        broken = False
+
+    model = Stuck(Hostile("nowhere"))
+    stepper = make_engine(model, torch.float32, max_batch_size=1)  # type: ignore[arg-type]
+    model.broken = True
+    for n in range(STRIKES):
+        stepper.submit([9], f"{n}", max_tokens=3)
+    with pytest.raises(InferError, match="so does a pass of none: RuntimeError: broken"):
         stepper.run()

@@ -18,8 +18,9 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from infer.contracts.cache import CachePoolProtocol, LastingPool
+from infer.contracts.params import SamplingParams
 from infer.contracts.request import Event, FinishReason, Request, TokenLogprobs
-from infer.contracts.scheduler import PENDING, Schedule, SchedulerProtocol, Sequence, Works
+from infer.contracts.scheduler import PENDING, Schedule, SchedulerProtocol, Sequence, Work, Works
 from infer.engine.answer import Answer
 from infer.engine.batch import Batch, Draw, HiddenStates, Score, pack
 from infer.engine.confirmation import Confirmation
@@ -111,6 +112,7 @@ class Engine:
         self._priority_aging_s = priority_aging_s
         self._lasting = pool if isinstance(pool, LastingPool) else None
         self._speculation = speculation
+        self._pool = pool
         self._isolation = Isolation()
         self._publish = publish
         self._reporter = Reporter(pool, notify, speculative=speculation is not None, clock=clock)
@@ -300,7 +302,24 @@ class Engine:
                 self._scheduler.finish(sequence)
                 sequence.restart()
                 self._scheduler.add(sequence)
+        self._isolation.doubt(self._probe)
         return events
+
+    def _probe(self) -> bool:
+        """Compute a prompt and a decode of no client. Raises what their passes raise; returns False if the pool has no
+        room for them. No pass may be in flight."""
+        place = self._pool.allocate([0, 0], reuse=False)
+        if place is None:
+            return False
+        sequence = Sequence(Request((0,), SamplingParams(temperature=0)), 0, 2)
+        sequence.slot = place.slot
+        try:
+            for work in (Work(sequence, 0, 1, 1, False), Work(sequence, 1, 1, 1, True)):
+                self._runner.launch(pack([work])).results()
+                sequence.tokens.append(0)
+        finally:
+            self._pool.free(place.slot)
+        return True
 
     def _settle(self, left: int) -> list[Event]:
         """Read the results of all but the last ``left`` passes in flight and return an event for every token. Tokens of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from infer.contracts.scheduler import Sequence, Work, Works
 from infer.errors import InferError, one_line
 
 STRIKES = 3
-"""The engine ends after this many faults in a row that every request of the pass has when it runs alone."""
+"""After so many requests that have failed alone, passes of no client tell whether any would."""
 CALM = 256
 """After this many passes without a fault, a limit of passes is doubled, or lifted if it has split none of them."""
 UNLIMITED = 1 << 62
@@ -27,8 +27,6 @@ class _Fault:
     unknown: int
     """How many of its sequences have neither passed nor failed since."""
     failed: int = 0
-    innocent: bool = False
-    """Whether any of them has passed."""
     together: int = UNLIMITED
     """The fewest of them that have raised together, other than for lack of memory."""
 
@@ -111,8 +109,6 @@ class Isolation:
 
     def passed(self, works: Works) -> None:
         """A pass has been launched without a fault."""
-        if self._strikes and any(works.draws):
-            self._strikes = 0
         if self._limit is not None:
             self._limit = self._limit.passed()
         if not self._suspects:
@@ -121,14 +117,12 @@ class Isolation:
             suspects = self._suspects.get(work.sequence)
             if suspects is not None and work.end >= suspects.until[work.sequence]:
                 fault = suspects.fault
-                fault.innocent = True
                 self._forget(work.sequence)
                 if not fault.unknown and not fault.failed and fault.together < UNLIMITED:
                     self._lower(sequences=fault.together // 2)  # they raise only together
 
     def failed(self, works: Works, error: BaseException) -> list[Sequence]:
-        """A pass has raised. Returns the culprits, which have to end; the other sequences have to be computed again.
-        Raises InferError if this happens again and again to everybody."""
+        """A pass has raised. Returns the culprits, which have to end; the other sequences have to be computed again."""
         sequences, tokens = [*works.sequences], sum(works.lens)
         known = self._suspects.get(sequences[0])  # a pass has suspects of one kind only
         fault = _Fault(len(sequences)) if known is None else known.fault
@@ -149,18 +143,27 @@ class Isolation:
             fault.failed += 1
             self._suspects[sequences[0]] = _Suspects(fault, until)
             self._forget(sequences[0])
-            if not fault.unknown and not fault.innocent and fault.failed > 1:
-                self._strikes += 1
-                if self._strikes == STRIKES:
-                    raise InferError(
-                        f"{STRIKES} passes in a row failed, and then each of their requests alone: {one_line(error)}"
-                    ) from error
+            self._strikes += 1
             return sequences
         middle = (len(sequences) + 1) // 2
         for half in (sequences[:middle], sequences[middle:]):
             suspects = _Suspects(fault, {sequence: until[sequence] for sequence in half}, most)
             self._suspects.update(dict.fromkeys(half, suspects))
         return []
+
+    def doubt(self, probe: Callable[[], bool]) -> None:
+        """Culprits have ended. After every STRIKES of them, ``probe`` computes passes of no client: it raises what they
+        raise, and returns False if there is no room for them. Raises InferError if they fail, too."""
+        if self._strikes < STRIKES:
+            return
+        try:
+            tried = probe()
+        except Exception as error:
+            raise InferError(
+                f"{self._strikes} requests failed, each alone, and so does a pass of none: {one_line(error)}"
+            ) from error
+        if tried:
+            self._strikes = 0
 
     def end(self, sequence: Sequence) -> None:
         """The sequence has ended."""

@@ -31,6 +31,7 @@ WAIT_S = 20.0
 IDLE_S = 60.0
 """The directory ends after so long without any report."""
 HEALTH_S = 1.0
+HEALTH_TIMEOUT_S = 5.0
 KILL_S = 5.0
 """How much longer than their requests processes may take to end."""
 OPEN = "infer_open_requests"
@@ -122,6 +123,36 @@ def _inward() -> None:
     replica.add_port_to_grpc_server = inward
 
 
+class Pulse:
+    """Asks a server now and then whether it is well, and is patient for some seconds if it is not."""
+
+    def __init__(self, url: str, patience_s: float) -> None:
+        self._url, self._patience_s = url, patience_s
+        self._good = time.monotonic()
+
+    async def lost_s(self) -> float | None:
+        """For how many seconds ``/health`` has failed, once they are too many; None before."""
+        import aiohttp
+
+        timeout = aiohttp.ClientTimeout(HEALTH_TIMEOUT_S)
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+            async with aiohttp.ClientSession() as session, session.get(f"{self._url}/health", timeout=timeout) as found:
+                if found.status == 200:
+                    self._good = time.monotonic()
+        silent = time.monotonic() - self._good
+        return silent if silent > self._patience_s else None
+
+
+async def examine(process: Process, pulse: Pulse) -> None:
+    """Raises RuntimeError if an engine's process has ended, or if it does not answer any more, after it was ended: Ray
+    then makes another, which needs its memory."""
+    if (code := process.code) is not None:
+        raise RuntimeError(f"the engine's process ended with code {code}")
+    if (silent := await pulse.lost_s()) is not None:
+        await asyncio.to_thread(process.end, 0.0)
+        raise RuntimeError(f"the engine's /health has failed for {silent:.0f} s (server.router.stuck_timeout_s)")
+
+
 class Engine:
     """One engine: ``infer serve``, watched."""
 
@@ -139,6 +170,7 @@ class Engine:
         self._headers = {"Authorization": f"Bearer {plan['key']}"}
         self._directory = _Directory(plan["name"])
         self._draining = False
+        self._pulse = Pulse(self._url, plan["stuck_s"])
         self._reporting = asyncio.create_task(self._report())
 
     async def _report(self) -> None:
@@ -157,8 +189,8 @@ class Engine:
             log.warning("the directory does not answer: %s", error)
 
     async def check_health(self) -> None:
-        if (code := self._process.code) is not None and not self._draining:
-            raise RuntimeError(f"the engine's process ended with code {code}")
+        if not self._draining:
+            await examine(self._process, self._pulse)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         import aiohttp

@@ -22,6 +22,7 @@ from infer.settings import MODELS, plugin_settings
 from infer_ray.settings import RaySettings
 from infer_router.plan import behind, given
 from infer_router.process import FAULT
+from infer_router.settings import RouterSettings
 
 WATCH_S = 1.0
 CONNECT_S = 5.0
@@ -53,6 +54,7 @@ def plan(context: CommandContext, *, local: bool) -> dict[str, Any]:
         "local": local,
         "key": key,
         "drain_s": settings.server.drain_timeout_s,
+        "stuck_s": cast(RouterSettings, plugin_settings(settings, "routes", "router")).stuck_timeout_s,
         "ray": own.model_dump(),
         "router": {"balance": own.balance, "slack": own.slack, "most_blocks": own.known_blocks},
         "engine": engine,
