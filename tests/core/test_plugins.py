@@ -7,7 +7,7 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ from torch import Tensor
 from infer import LLM, PLUGIN_API, EngineDeadError, InferError, PluginError, SamplingParams, SettingsError, hookimpl
 from infer.assemble.weights import Weights
 from infer.commands import cli
-from infer.contracts.cache import CacheFactory
+from infer.contracts.cache import Allocation, CacheFactory
 from infer.contracts.kernels import Draws
 from infer.contracts.model import ModelRegistration
 from infer.contracts.records import ObserverFactory, RequestRecord, StepRecord
@@ -34,6 +34,7 @@ from infer.kernels.reference import ReferenceKernels
 from infer.plugins import inspection
 from infer.plugins.discovery import Plugins
 from infer.settings import load_settings
+from infer_cache_slotted import SlottedPool
 
 SOUND = """
 from pydantic import BaseModel
@@ -655,3 +656,18 @@ def test_the_engine_asks_a_plugins_plan_before_it_follows_it(caplog: pytest.LogC
     llm = LLM("demo", plugins=[Hasty()], engine={"batching_mode": "hasty"}, kernels={"threads": 1})
     with llm, pytest.raises(EngineDeadError, match="The scheduler plugin 'hasty' of Hasty planned"):
         llm.generate("def ", SamplingParams(max_tokens=3))
+
+
+def test_a_pool_that_fails_is_named_and_not_the_scheduler_that_asks_it() -> None:
+    class Leaky(SlottedPool):
+        def allocate(self, token_ids: Sequence[int], *, reuse: bool = True, salt: str = "") -> Allocation | None:
+            if reuse:  # the check at the start asks without
+                raise ValueError("lost")
+            return super().allocate(token_ids, reuse=reuse, salt=salt)
+
+    plugin = Making(lambda context, settings: Leaky(context))
+    says = r"The cache plugin 'mine' of Making failed: ValueError: lost \(test_plugins.py:\d+\)"
+    llm = LLM("demo", plugins=[plugin], cache={"backend": "mine"}, kernels={"threads": 1})
+    with llm, pytest.raises(EngineDeadError, match=says) as failed:
+        llm.generate("def ", SamplingParams(max_tokens=1))
+    assert "scheduler" not in str(failed.value)
