@@ -91,6 +91,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "JetMoeForCausalLM": EXPERTS | {"kv_channels": 16},
     "DeepseekV2ForCausalLM": LATENT | EXPERTS | {"topk_method": "greedy"},
     "DeepseekV3ForCausalLM": LATENT | EXPERTS,
+    "Glm4MoeLiteForCausalLM": LATENT | EXPERTS,
     "PhimoeForCausalLM": EXPERTS,
     "Ernie4_5_MoeForCausalLM": EXPERTS,
     "DbrxForCausalLM": {"d_model": 64, "n_layers": LAYERS, "n_heads": 4, "max_seq_len": POSITIONS},

@@ -43,6 +43,7 @@ RUN = (
     *("ApertusForCausalLM", "GemmaForCausalLM", "VaultGemmaForCausalLM", "CwmForCausalLM", "NanoChatForCausalLM"),
     *("BitNetForCausalLM", "BioGptForCausalLM", "Jais2ForCausalLM", "HyperCLOVAXForCausalLM"),
     *("Ministral3ForCausalLM", "MiniCPM3ForCausalLM", "GraniteMoeSharedForCausalLM", "DeepseekV2ForCausalLM"),
+    "Glm4MoeLiteForCausalLM",
     *("PhimoeForCausalLM", "Ernie4_5_MoeForCausalLM", "HunYuanMoEV1ForCausalLM", "FlexOlmoForCausalLM"),
 )
 REFUSED = {
