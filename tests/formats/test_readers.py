@@ -4,6 +4,7 @@ same weights dequantized."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tests.examples import slowly
 from tests.formats import writers
 from tests.formats.writers import awq, compressed, compressed_config, fp8, gptq, linear, scheme
 from tests.models.checkpoints import Family, edit_tensors
+from tests.models.test_against_transformers import CASES as MODELS
 from torch import Tensor
 
 from infer import LLM, SamplingParams
@@ -344,6 +346,30 @@ TOGETHER = [
 """Every family with weights of an asymmetric format and with those of another, and one with all."""
 
 
+def check_family(method: str, family: Family, backends: Iterable[str], folder: Path, **config: Any) -> None:
+    """What has sizes that fit is quantized, but for routers and tables."""
+    pack, table = METHODS[method]
+    packed = []
+
+    def fits(module: str, weight: Tensor) -> writers.Packed | None:
+        if (
+            weight.shape[0] % 8
+            or weight.shape[1] % 16
+            or module.endswith(("mlp.gate", "feed_forward.gate", "router", "per_layer"))
+        ):
+            return None
+        packed.append(module)
+        stored: writers.Packed | None = pack(module, weight)
+        return stored
+
+    size = {"hidden_size": 96, "num_hidden_layers": 4}
+    made = writers.write(folder, linear(fits), table, family=family, **size | config)
+    assert any("proj" in name for name in packed)
+    check_weights(*made)
+    for backend in backends:
+        check_answers(*made, backend=backend)
+
+
 @pytest.mark.parametrize(
     ("method", "family"),
     [
@@ -352,20 +378,19 @@ TOGETHER = [
     ],
 )
 def test_answers_of_recurrent_layers(method: str, family: Family, tmp_path: Path) -> None:
-    """What has sizes that fit is quantized, but for routers. The reference kernels see one family of each method: they
-    multiply what the format has read, which is the same for all."""
-    pack, config = METHODS[method]
-    packed = []
+    """The reference kernels see one family of each method: they multiply what the format has read, which is the same
+    for all."""
+    check_family(method, family, ("reference", "cpu") if family == "qwen3_5" else ("cpu",), tmp_path)
 
-    def fits(module: str, weight: Tensor) -> writers.Packed | None:
-        if weight.shape[0] % 8 or weight.shape[1] % 16 or module.endswith(("mlp.gate", "feed_forward.gate", "router")):
-            return None
-        packed.append(module)
-        stored: writers.Packed | None = pack(module, weight)
-        return stored
 
-    made = writers.write(tmp_path, linear(fits), config, family=family, hidden_size=96, num_hidden_layers=4)
-    assert any("proj" in name for name in packed)
-    check_weights(*made)
-    for backend in ("reference", "cpu") if family == "qwen3_5" else ("cpu",):
-        check_answers(*made, backend=backend)
+VARIANTS = [
+    *((method, "gemma4-dense") for method in METHODS),
+    *(("awq", "gemma4-shared"), ("gptq", "gemma4-inputs"), ("fp8", "gemma4-k-is-v")),
+]
+"""A dense model of every format, and each of what others have besides once."""
+
+
+@pytest.mark.parametrize(("method", "case"), [VARIANTS[0], *slowly(*VARIANTS[1:])])
+def test_answers_of_gemma_4(method: str, case: str, tmp_path: Path) -> None:
+    wide = {"hidden_size_per_layer_input": 16} if case in ("gemma4-shared", "gemma4-inputs") else {}
+    check_family(method, **MODELS[case] | wide, backends=("cpu",), folder=tmp_path)
