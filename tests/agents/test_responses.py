@@ -19,6 +19,10 @@ REQUEST: Body = {
     "temperature": 0,
     "chat_template_kwargs": {"enable_thinking": True},
 }
+REFUSED = [f"{kind}_penalty" for kind in ("presence", "frequency", "repetition")]
+REFUSED += ["min_tokens", "min_p", "n", "stop_token_ids", "ignore_eos"]
+REFUSED += ["logit_bias", "logprobs", "logprob_token_ids", "prompt_logprobs"]
+"""What other endpoints take and responses do not."""
 SCHEMA = {"type": "json_schema", "name": "x", "schema": {"enum": ["yes", "no"]}}
 
 
@@ -144,6 +148,33 @@ async def test_what_was_thought_can_be_sent_back(server: Running) -> None:
     said = [after[0], {"role": "assistant", "content": message, "reasoning_content": reasoning}, after[-1]]
     _, prompt, _ = await server.post({"messages": said, "chat_template_kwargs": {"enable_thinking": True}}, "/tokenize")
     assert second["usage"]["input_tokens"] == prompt["count"]
+
+
+async def test_top_k_and_stop_are_taken(server: Running) -> None:
+    plain: Body = {"chat_template_kwargs": {}}
+
+    def said(answer: Any) -> tuple[str, str]:
+        return answer["status"], answer["output"][0]["content"][0]["text"]
+
+    whole = await ask(server, **plain)
+    _, text = said(whole)
+    assert said(await ask(server, **plain, top_k=1, temperature=5, seed=1)) == said(whole), "only the likeliest is left"
+    stop = text[5:8]
+    for given in (stop, ["never", stop]):
+        assert said(await ask(server, **plain, stop=given)) == ("completed", text.partition(stop)[0])
+
+
+async def test_sampling_that_openai_does_not_have_is_refused(server: Running) -> None:
+    """But for what the page says is taken."""
+    for field, value, says in (
+        ("top_k", -2, "top_k = -2 must be greater than or equal to -1."),
+        ("stop", [""], "1 to 256 characters"),
+        ("stop", ["x"] * 17, "at most 16"),
+        *((name, 1, f"The field {name!r} is not known.") for name in REFUSED),
+    ):
+        status, answer, _ = await server.post({"input": "x", field: value}, "/v1/responses")
+        assert (status, answer["error"]["param"]) == (400, field), answer
+        assert says in answer["error"]["message"]
 
 
 class Pieces:

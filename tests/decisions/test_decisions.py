@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,9 +14,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests import serving
 from tests.examples import slowly
 from tests.models.checkpoints import write_checkpoint
-from tests.serving import Body, running, working
+from tests.serving import HANG_S, Body, holding, running, working
 
 from infer.contracts.request import Request
+from infer.errors import QueueFullError
 from infer.server.http import bodies, streams
 from infer.server.service import Service
 from infer_decisions import endpoint
@@ -206,6 +208,47 @@ async def test_prompts_have_so_many_tokens_in_all(chatty: Body, monkeypatch: pyt
         )
         monkeypatch.setattr(endpoint, "MAX_TOKENS", 3 * first)
         assert (await server.post(body, "/v1/decisions"))[0] == 200
+
+
+async def test_a_question_waits_while_another_request_has_the_only_place(
+    chatty: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one takes it between the first question and the second, and is answered meanwhile."""
+    between, go, refused, times = asyncio.Event(), asyncio.Event(), asyncio.Event(), itertools.count()
+    whole = Service.whole
+
+    async def pausing(self: Service, *given: Any, **how: Any) -> Any:
+        if next(times) == 1:
+            between.set()
+            await go.wait()
+        return await whole(self, *given, **how)
+
+    monkeypatch.setattr(Service, "whole", pausing)
+    questions = [{"type": "predicate", "instructions": f"Is it {i}?"} for i in range(3)]
+    engine = ENGINE | {"max_batch_size": 1, "max_waiting_requests": 0}
+    async with running(**chatty | {"engine": engine}) as server, asyncio.timeout(HANG_S):
+        submit_all = server.engine_loop.submit_all
+
+        def watched(requests: Sequence[Request], mailbox: Any) -> int:
+            try:
+                accepted: int = submit_all(requests, mailbox)
+            except QueueFullError:
+                refused.set()
+                raise
+            return accepted
+
+        monkeypatch.setattr(server.engine_loop, "submit_all", watched)
+        asked = asyncio.create_task(server.post({"input": "x", "questions": questions}, "/v1/decisions"))
+        await between.wait()
+        with holding(0):
+            body = {"prompt": "a", "max_tokens": 2, "stream": True}
+            other = await server.session.post(server.url + "/v1/completions", json=body)
+            assert other.status == 200
+            go.set()
+            await refused.wait()
+        assert (await other.text()).endswith("data: [DONE]\n\n")
+        status, found, _ = await asked
+    assert (status, len(found.get("answers", ()))) == (200, len(questions)), found
 
 
 async def test_more_choices_than_letters(chatty: dict[str, Any]) -> None:

@@ -391,6 +391,20 @@ def test_a_refusal_names_the_field(model: type[Body], body: dict[str, Any], para
     assert message in str(error)
 
 
+@pytest.mark.parametrize(
+    ("field", "hint"),
+    [
+        ("reasoning_effort", ""),  # response_format is a known one
+        ("top_a", ""),
+        ("max_token", " Did you mean 'max_tokens'?"),
+        ("Top_P", " Did you mean 'top_p'?"),
+    ],
+)
+def test_only_a_field_of_much_the_same_name_is_suggested(field: str, hint: str) -> None:
+    error = refusal(CompletionRequest, {"prompt": "a", field: 1})
+    assert str(error) == f"The field '{field}' is not known.{hint}"
+
+
 @pytest.mark.parametrize("index", range(len(BODIES)))
 def test_a_null_counts_as_not_given_wherever_a_field_may_be_left_out(index: int) -> None:
     """Of each optional field at each depth: the request is the one without it."""

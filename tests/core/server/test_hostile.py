@@ -713,6 +713,19 @@ async def test_the_memory_of_large_bodies_is_given_back(chatty: Body, monkeypatc
     assert left == [1, 1]
 
 
+async def test_the_memory_of_long_texts_is_given_back(chatty: Body, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After each one, whether it is refused or not, and not for short ones."""
+    left: list[int] = []
+    monkeypatch.setattr(service, "give_back", lambda: left.append(1))
+    monkeypatch.setattr(service, "LONG_CHARS", most := 2 * service.INLINE_CHARS)
+    async with running(**chatty) as server:
+        for words, long in ((10, 0), (most // 2, 0), (most // 2 + 1, 1)):
+            for path, status in (("/tokenize", 200), ("/v1/completions", 200 if words == 10 else 400)):
+                left.clear()
+                assert (await server.post({"prompt": "a " * words}, path))[0] == status
+                assert len(left) == long, (path, words)
+
+
 @pytest.mark.slow
 async def test_bodies_on_their_way_take_so_much_memory_together(chatty: Body, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "MAX_BODIES", 2)
