@@ -22,6 +22,7 @@ from infer.contracts.registration import hookimpl
 from infer.engine import exactness
 from infer.engine.exactness import self_check
 from infer.engine.graphs import DecodeGraphs
+from infer.engine.trial_rows import ALWAYS, ROWS, row_counts
 from infer.layers import Decoder
 from infer_cache_paged import PagedPool, PagedSettings
 from infer_kernels_cpu.memory import Buffers
@@ -344,6 +345,16 @@ class Own(PagedPool):
         view = super().batched_chunked_prefill_view(*args)
         view.storage.kernels = CpuKernels()
         return view
+
+
+def test_off_a_cpu_rows_are_tried_whatever_they_cost() -> None:
+    """On a CPU, dear ones are tried as far as they always are."""
+    cost, least, largest, batch = 10**12, 129, 8192, 256
+    on_cpu, on_gpu = (row_counts(cost, least, largest, batch, torch.device(kind)) for kind in ("cpu", "cuda"))
+    assert on_cpu == [least, *ALWAYS]
+    assert on_gpu[0] == largest
+    assert {*on_gpu} == {largest, *ROWS, *range(65, batch + 1)}
+    assert row_counts(1, least, largest, batch, torch.device("cpu")) == on_gpu, "cheap ones are all tried anywhere"
 
 
 def test_a_pool_that_computes_attention_itself_is_told(caplog: pytest.LogCaptureFixture) -> None:
