@@ -129,7 +129,7 @@ def test_the_tutorial(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_site_has_every_page_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
-    """As `make docs` builds it: a warning is an error."""
+    """As `make docs` builds it: a warning is an error. Every page has copy buttons, and the rules for its tables."""
     (recipe,) = re.findall(r"^docs: .*\n((?:\t.*\n)+)", MAKEFILE, re.MULTILINE)
     script = recipe.replace("$(BIN)", str(BIN)).replace("build/", f"{tmp_path}/")
     done = subprocess.run(
@@ -138,7 +138,13 @@ def test_the_site_has_every_page_and_loads_nothing_from_elsewhere(tmp_path: Path
     assert done.returncode == 0, done.stderr
     site = tmp_path / "site"
     for path in PAGES:
-        assert (site / path).with_suffix(".html").exists(), path
+        shown = (site / path).with_suffix(".html").read_text(encoding="utf-8")
+        for name in ("copybutton.js", "copybutton.css", "site.css"):
+            assert f"_static/{name}" in shown, (path, name)
+    rules = (site / "_static/site.css").read_text(encoding="utf-8")
+    assert re.search(r"^td\b.* code \{[^}]*overflow-wrap: break-word;", rules, re.M), (
+        "long values squeeze a table's text"
+    )
     loaded = re.compile(
         r"""<(?:script|link|img|iframe)[^>]*(?:src|href)=["'](?:https?:)?//|@import|url\(["']?(?:https?:)?//"""
     )
