@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import html
 import json
+import re
 from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
@@ -18,6 +19,8 @@ from infer.contracts.server import Route
 from infer.server.http.wire import OPENAI
 
 PAGES = ("/openapi.json", "/docs")
+VARIABLE = re.compile(r"{(\w+)[^{}]*(?:{[^{}]*}[^{}]*)*}")
+"""In a path, as aiohttp has it: a name, perhaps with a pattern."""
 REF = "#/components/schemas/{model}"
 ERRORS = {
     400: "Something in the request is wrong; the message names it.",
@@ -80,11 +83,10 @@ def document(routes: Sequence[Route], server_name: str) -> dict[str, Any]:
         if route.body is not None:
             schema = asked[route.body, "validation"]
             operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
-        if "{" in route.path:
-            name = route.path.partition("{")[2].partition(":")[0].partition("}")[0]
-            operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]
-        path = route.path.replace(":.+}", "}")
-        paths.setdefault(path, {})[route.method.lower()] = operation
+        if names := VARIABLE.findall(route.path):
+            told = {"in": "path", "required": True, "schema": {"type": "string"}}
+            operation["parameters"] = [{"name": name} | told for name in names]
+        paths.setdefault(VARIABLE.sub(r"{\1}", route.path), {})[route.method.lower()] = operation
     return {
         "openapi": "3.1.0",
         "info": {"title": f"infer: {server_name}", "version": version("infer-core")},
