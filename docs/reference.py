@@ -89,7 +89,7 @@ SECTIONS: dict[str, tuple[str, str, Sequence[str]]] = {
                     "proposers",
                     "tool_formats",
                 ),
-                *("commands", "suite"),
+                *("routes", "commands", "suite"),
             )
         ),
     ),

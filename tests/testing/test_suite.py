@@ -16,6 +16,7 @@ from tests.testing import (
     test_models,
     test_pools,
     test_proposers,
+    test_routes,
     test_schedulers,
     test_tool_formats,
 )
@@ -39,6 +40,7 @@ LISTS = (
     test_models,
     test_pools,
     test_proposers,
+    test_routes,
     test_schedulers,
     test_tool_formats,
 )

@@ -25,11 +25,11 @@ class Serving(NamedTuple):
 
 
 @contextmanager
-def serving(path: str, *, plugins: Sequence[object] = (), **sections: Mapping[str, Any]) -> Iterator[Serving]:
-    """Serve a model on a free port until the end of the block. The arguments are those of ``infer.LLM``. Raises
-    InferError if the server cannot start."""
+def serving(path: str, *, plugins: Sequence[object] | Plugins = (), **sections: Mapping[str, Any]) -> Iterator[Serving]:
+    """Serve a model on a free port until the end of the block. The arguments are those of ``infer.LLM``; ``plugins``
+    may be all that there are, too, as they were discovered. Raises InferError if the server cannot start."""
     model, server = {"path": path, **sections.pop("model", {})}, {"access_log": False, **sections.pop("server", {})}
-    found = Plugins.discover(plugins)
+    found = plugins if isinstance(plugins, Plugins) else Plugins.discover(plugins)
     overrides = {"model": model, "server": server, **sections}
     settings = load_settings(found, env={}, overrides=overrides, read_file=False).settings
     engine_loop, served = start(settings, found)

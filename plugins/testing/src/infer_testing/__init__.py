@@ -18,14 +18,15 @@ if TYPE_CHECKING:
     from infer_testing.models import check_model
     from infer_testing.pools import check_pool
     from infer_testing.proposers import check_proposer
+    from infer_testing.routes import check_routes
     from infer_testing.schedulers import check_scheduler
     from infer_testing.suite import Check, ConformanceError, Outcome, Suite, Violation
     from infer_testing.tool_formats import check_tool_format
 
 INFER_PLUGIN_API = 2
 MODULES = (
-    *("suite", "checkpoints", "commands", "formats", "kernels", "models", "pools", "proposers", "schedulers"),
-    "tool_formats",
+    *("suite", "checkpoints", "commands", "formats", "kernels", "models", "pools", "proposers", "routes"),
+    *("schedulers", "tool_formats"),
 )
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "check_model",
     "check_pool",
     "check_proposer",
+    "check_routes",
     "check_scheduler",
     "check_tool_format",
     "check_weight_format",
