@@ -417,3 +417,14 @@ def test_a_device_that_computes_prompts_and_no_decodes_is_broken_too() -> None:
         stepper.submit([9], f"{n}", max_tokens=3)
     with pytest.raises(InferError, match="so does a pass of none: RuntimeError: broken"):
         stepper.run()
+
+
+def test_a_step_reports_whom_a_fault_has_sent_back_as_waiting() -> None:
+    """One decodes in the step's first pass; the second pass raises, and both of its prompts give up their slots."""
+    stepper = hostile_engine(Hostile("forward"), lag=0, mixed_batches=False)
+    stepper.submit([9, 10], "a", max_tokens=4)
+    stepper.engine.step()
+    stepper.submit([POISON, 9], "b", max_tokens=2)
+    stepper.submit([10, 9], "c", max_tokens=2)
+    stepper.engine.step()
+    assert [(step.running, step.waiting, step.failed_passes) for step in stepper.steps] == [(1, 0, 0), (1, 2, 1)]
