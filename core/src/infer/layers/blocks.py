@@ -165,7 +165,7 @@ class Attention:
     def _reading(self, x_ND: Tensor, rotary: Rotary | None, cache: KVCacheView, rows_N: Tensor | None) -> Tensor:
         """[N, D], of the wanted rows. A view takes queries of all rows, so the others are zeros."""
         assert rotary is not None, "layers that share K and V are rotated"
-        q_THE = self._qkv(x_ND).view(len(x_ND), -1, self.spec.head_size)
+        q_THE = self._qkv(x_ND).view(len(x_ND), self.spec.num_heads, self.spec.head_size)
         if rows_N is not None:
             q_THE = q_THE.new_zeros(len(rotary.cos), *q_THE.shape[1:]).index_copy_(0, rows_N, q_THE)
         rotary = rotary._replace(norms=self._head_norms)
