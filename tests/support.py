@@ -281,6 +281,32 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "shared_expert_intermediate_size": 40,
     }
     | DELTA,
+    "qwen3_5_moe": COMMON
+    | {
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+    }
+    | DELTA,
+    "gemma4": COMMON
+    | {
+        "architectures": ["Gemma4ForCausalLM"],
+        "num_hidden_layers": 4,
+        "global_head_dim": 32,
+        "sliding_window": 12,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "vocab_size_per_layer_input": VOCAB,
+        "hidden_size_per_layer_input": 8,
+        "enable_moe_block": True,
+        "num_experts": 5,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 24,
+    },
 }
 FAMILIES = tuple(CONFIGS)
 families = pytest.mark.parametrize(
