@@ -80,6 +80,8 @@ class Service:
         self._settings = settings.server
         self._budget = BodyBudget(MAX_BODIES * self._settings.max_body_bytes)
         self._compile = Compiler(served.grammars)
+        self._told: set[tuple[type[Body], str]] = set()
+        """Which fields of which bodies the log has said have no effect."""
 
     async def begin(self) -> None:
         """Start what the first requests would otherwise wait for. Call it when all kinds of bodies are announced."""
@@ -135,11 +137,21 @@ class Service:
             body = await unpacked(http, body, most, grow)
             parsed = await self._reader(body, model)
         http[BODY] = cast(Body, parsed)
+        for field, why in parsed.ignored.items():
+            self.tell_ignored(http, field, why)
         name: str | None = getattr(parsed, "model", None)
         if name is not None and not self.choose(http, name):
             raise self.unknown(name)
         http[CALLER].user = getattr(parsed, "safety_identifier", None) or getattr(parsed, "user", None)
         return parsed
+
+    def tell_ignored(self, http: web.Request, what: str, why: str) -> None:
+        """Say in the log, once for each kind of body, that a field of it has no effect. ``why`` is a description that
+        begins with ``IGNORED``, and ``what`` is never a text of the client's."""
+        if (key := (type(http[BODY]), what)) not in self._told:
+            self._told.add(key)
+            where = getattr(http.match_info.route.resource, "canonical", "")
+            log.info("%s: %s is %s", where, what, why[:1].lower() + why[1:].removesuffix("."))
 
     async def parse(self, data: bytes, model: type[T]) -> T:
         """Parse and check JSON within the limits of bodies, as ``read`` does. Raises RequestError."""

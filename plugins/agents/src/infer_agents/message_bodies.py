@@ -318,6 +318,11 @@ class MessagesRequest(Body):
         return tuple(tool for tool in self.tools or () if isinstance(tool, CustomTool))
 
     @property
+    def hidden(self) -> bool:
+        """Whether there are tools that the model is not shown, whatever is chosen."""
+        return len(self._offered) < len(self.tools or ())
+
+    @property
     def _possible_tools(self) -> tuple[CustomTool, ...]:
         """Those of which ``tool_choice`` asks for one, or all."""
         name = None if self.tool_choice is None else self.tool_choice.name

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 MAX_COUNTED = 1 << 18
 """The most tokens that are counted, unless the model takes more."""
+BETAS = "anthropic-beta"
 
 
 class ThinkingAnswer(TypedDict):
@@ -130,7 +131,7 @@ class Messages:
         self._billing_header = billing_header
 
     async def create(self, http: web.Request) -> web.StreamResponse:
-        body = await self._service.read(http, MessagesRequest, place=True)
+        body = await self._read(http, place=True)
         reply = await self._reply(body)
         try:
             requests = await self._service.replies(http, reply, body, prefix="msg")
@@ -156,10 +157,18 @@ class Messages:
         return await self._service.answer(http, output.message)
 
     async def count(self, http: web.Request) -> web.StreamResponse:
-        body = await self._service.read(http, MessagesRequest)
+        body = await self._read(http, place=False)
         reply = await self._reply(body)
         count = await self._count(reply, max(self._service.served.max_seq_len, MAX_COUNTED))
         return await self._service.answer(http, {"input_tokens": count})
+
+    async def _read(self, http: web.Request, *, place: bool) -> MessagesRequest:
+        body = await self._service.read(http, MessagesRequest, place=place)
+        if BETAS in http.headers:
+            self._service.tell_ignored(http, f"the header {BETAS}", "Ignored: no beta changes an answer.")
+        if body.hidden:
+            self._service.tell_ignored(http, "a tool of Anthropic's own", "Ignored: the model is not shown it.")
+        return body
 
     async def _reply(self, body: MessagesRequest) -> Reply:
         """The reply that a body asks for. Raises RequestError."""

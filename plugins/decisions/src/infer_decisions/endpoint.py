@@ -175,7 +175,7 @@ class DecisionsRequest(Questions):
         max_length=256,
         description="Share cached prefixes only with requests of the same key.",
     )
-    prompt_cache_options: CacheOptions | None = None
+    prompt_cache_options: CacheOptions | None = Field(None, description="Ignored: equal prefixes are shared anyway.")
     user: str | None = Field(None, alias="safety_identifier", max_length=512, description="The end user's id.")
 
     @model_validator(mode="after")

@@ -72,7 +72,7 @@ class ChatRequest(SamplingBody):
         None, description="For chat templates that know reasoning_effort, or enable_thinking (all but none)."
     )
     modalities: Many[Literal["text"]] | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    service_tier: Literal["auto", "default"] | None = Field(None, description="Ignored: there is one tier.")
 
     @model_validator(mode="after")
     def _possible(self) -> Self:

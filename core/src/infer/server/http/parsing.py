@@ -53,6 +53,7 @@ def parse(body: bytes, model: type[T], unknown: Unknown = "refuse") -> T:
         data = _given(data, (model,))
         body = to_json(data, inf_nan_mode="constants")
     parsed = checked(lambda: model.model_validate_json(body, strict=True, extra=EXTRA[unknown]), model, data)
+    _ = parsed.ignored
     for name, field in parsed.DERIVED.items():
         try:
             getattr(parsed, name)
