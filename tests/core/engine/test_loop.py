@@ -44,7 +44,7 @@ class Stuck(ContinuousScheduler):
 class Looped:
     """A loop around a tiny model's engine."""
 
-    def __init__(self, places: int = 8, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, places: int = 8, clock: Callable[[], float] = time.monotonic, tokens: int | None = None) -> None:
         model = tiny_model("llama")
         pool = slotted_pool(model, torch.float32)
         self.scheduler = Stuck(pool, EngineSettings(max_batch_size=4))
@@ -62,7 +62,7 @@ class Looped:
                 notify=lambda hook, record: None,
             )
 
-        self.loop = EngineLoop(make, places, clock=clock)
+        self.loop = EngineLoop(make, places, clock=clock, max_open_tokens=tokens)
 
     def submit(self, id: str, mailbox: Callable[[list[Event]], None], max_tokens: int = 3) -> None:
         self.loop.submit(request(id, max_tokens), mailbox)
@@ -140,6 +140,32 @@ def test_answers_that_share_a_place_leave_the_door_open() -> None:
     with pytest.raises(QueueFullError):
         looped.loop.check_place()
     looped.scheduler.go.set()
+    looped.loop.close()
+
+
+def test_prompts_have_so_many_tokens_together_and_one_alone_any_number() -> None:
+    """Each has five."""
+    looped = Looped(tokens=12)
+    mailbox: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
+    group = [replace(request(str(i)), group="a") for i in range(3)]
+    assert looped.loop.submit_all([*group, request("b"), request("c")], mailbox.put) == 4
+    looped.loop.check_place()
+    with pytest.raises(
+        QueueFullError, match=r"have 10 of at most 12 tokens \(engine.max_open_tokens\)\. Try again later"
+    ):
+        looped.submit("d", mailbox.put)
+    looped.scheduler.go.set()
+    ended = 0
+    while ended < 4:
+        ended += sum(event.finish_reason is not None for event in mailbox.get(timeout=300))
+    looped.scheduler.go.clear()
+    long = replace(request("long"), prompt_token_ids=tuple(random_prompt(20)))
+    looped.loop.submit(long, mailbox.put)
+    with pytest.raises(QueueFullError, match="have 20 of at most 12 tokens"):
+        looped.loop.check_place()
+    looped.scheduler.go.set()
+    last(mailbox)
+    looped.loop.check_place()
     looped.loop.close()
 
 

@@ -59,8 +59,14 @@ def start(settings: Settings, plugins: Plugins) -> tuple[EngineLoop, Served]:
     close_observers = plugins.observe(settings)
     try:
         max_open = settings.engine.max_batch_size + settings.engine.max_waiting_requests
-        step_timeout_s = settings.engine.step_timeout_s
-        engine_loop = EngineLoop(make_engine, max_open, close_observers, step_timeout_s=step_timeout_s, adapters=slots)
+        engine_loop = EngineLoop(
+            make_engine,
+            max_open,
+            close_observers,
+            step_timeout_s=settings.engine.step_timeout_s,
+            adapters=slots,
+            max_open_tokens=settings.engine.max_open_tokens,
+        )
     except BaseException:
         close_observers()
         raise

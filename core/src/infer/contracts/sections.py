@@ -148,6 +148,12 @@ class EngineSettings(Section):
     max_waiting_requests: int = Field(
         256, ge=0, description="Requests that may wait besides; the next one is answered 503."
     )
+    max_open_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Tokens that the prompts of all requests may have together, of those that run and those that wait; "
+        "the next one is answered 503. None: any number. A prompt that is alone may have more.",
+    )
     priority_aging_s: float | None = Field(
         60.0,
         gt=0,

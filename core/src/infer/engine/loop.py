@@ -37,8 +37,9 @@ class EngineLoop:
 
     A request takes one of ``max_open`` places. The requests of a group share a place until the first of them has an
     event, so that answers that cannot begin yet keep no other request out; a request that shares a place is accepted
-    only while fewer than ``max_open`` requests are open in all. Every request that ``submit`` accepted gets exactly one
-    event with a finish_reason, whatever happens.
+    only while fewer than ``max_open`` requests are open in all. The prompts of open requests, that of a group counted
+    once, have at most ``max_open_tokens`` tokens together, or there is only one. Every request that ``submit`` accepted
+    gets exactly one event with a finish_reason, whatever happens.
 
     The future ``ended`` is done once the engine has stopped and all last events have been published. It holds an
     EngineDeadError if the engine failed; a failed engine is not started again. ``after`` is called then, in the
@@ -55,9 +56,13 @@ class EngineLoop:
         step_timeout_s: float = math.inf,
         clock: Callable[[], float] = time.monotonic,
         adapters: AdapterSlots | None = None,
+        max_open_tokens: int | None = None,
     ) -> None:
         self._adapters = adapters or AdapterSlots(0)
         self._max_open = max_open
+        self._max_open_tokens = math.inf if max_open_tokens is None else max_open_tokens
+        self._open_tokens: dict[str, int] = {}
+        """How many tokens the prompts of open requests have, by request id; of a group's, one has them."""
         self._after = after
         self._step_timeout_s = step_timeout_s
         self._clock = clock
@@ -121,13 +126,18 @@ class EngineLoop:
             self.check()
             if self._closing:
                 raise EngineDeadError("The engine is shutting down and takes no more requests.")
-            accepted = tuple(self._fitting(requests))
-            if not accepted:
+            fitting = self._fitting(requests)
+            if not fitting:
                 raise self._full()
+            accepted = tuple(self._short_enough(fitting))
+            if not accepted:
+                raise self._full(tokens=True)
             for request in accepted:
                 if request.id in self._open:
                     raise ValueError(f"request id {request.id!r} is in use")
             self._adapters.take(accepted)
+            if self._max_open_tokens < math.inf:
+                self._open_tokens |= self._tokens(accepted)
             self._open.update((request.id, (mailbox, request.group, request.adapter)) for request in accepted)
             self._sharing.update(request.group for request in accepted if request.group)
             self._engine.submit(accepted)
@@ -139,17 +149,45 @@ class EngineLoop:
         with self._lock:
             if len(self._open) - self._sharing.total() + len(self._sharing) >= self._max_open:
                 raise self._full()
+            if sum(self._open_tokens.values()) >= self._max_open_tokens:
+                raise self._full(tokens=True)
 
-    def _full(self) -> QueueFullError:
+    def _full(self, *, tokens: bool = False) -> QueueFullError:
         """Says when those who are here now will have ended, if they end as the last ones did."""
         seconds, ends = 1.0, self._ends
         if len(ends) > 1 and (took := self._clock() - ends[0]) > 0:
             seconds = len(self._open) * took / len(ends)
-        return QueueFullError(
+        sentence = (
             f"All {self._max_open} places are taken (engine.max_batch_size running and "
-            "engine.max_waiting_requests waiting). Try again later, or raise engine.max_waiting_requests.",
-            retry_after_s=min(max(math.ceil(seconds), 1), LONGEST_RETRY_S),
+            "engine.max_waiting_requests waiting). Try again later, or raise engine.max_waiting_requests."
         )
+        if tokens:
+            count, most = sum(self._open_tokens.values()), self._max_open_tokens
+            sentence = (
+                f"The prompts that are here have {count} of at most {most} tokens (engine.max_open_tokens). Try again "
+                "later, or raise engine.max_open_tokens."
+            )
+        return QueueFullError(sentence, retry_after_s=min(max(math.ceil(seconds), 1), LONGEST_RETRY_S))
+
+    def _short_enough(self, requests: Sequence[Request]) -> Sequence[Request]:
+        """As many of the requests as there is room for by the tokens of their prompts, from the first on."""
+        if math.isinf(self._max_open_tokens):
+            return requests
+        total = sum(self._open_tokens.values())
+        for i, tokens in enumerate(self._tokens(requests).values()):
+            if total and total + tokens > self._max_open_tokens:
+                return requests[:i]
+            total += tokens
+        return requests
+
+    def _tokens(self, requests: Sequence[Request]) -> dict[str, int]:
+        """How many tokens each prompt has, by request id; 0 for one that a request before it has, too."""
+        groups, found = set(self._sharing), dict[str, int]()
+        for request in requests:
+            found[request.id] = 0 if request.group in groups else len(request.prompt_token_ids)
+            if request.group:
+                groups.add(request.group)
+        return found
 
     def _fitting(self, requests: Sequence[Request]) -> Sequence[Request]:
         """As many of the requests as there are places for, from the first on."""
@@ -262,6 +300,7 @@ class EngineLoop:
                 letters[mailbox].append(event)
                 if event.finish_reason is not None:
                     del self._open[event.request_id]
+                    self._open_tokens.pop(event.request_id, None)
                     self._ends.append(self._clock())
                     ended.append(adapter)
             if not self._open:
