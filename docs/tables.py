@@ -17,6 +17,7 @@ import re
 import statistics
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -154,6 +155,48 @@ def models() -> str:
     return rows(("family", "models", "architectures in config.json", "package"), sorted(body, key=lambda row: row[0]))
 
 
+def compared() -> str:
+    """What tests do with each family, by their own lists."""
+    # Imported here, since they import transformers, which takes seconds.
+    from tests import support
+    from tests.formats import test_readers as readers
+    from tests.formats.gguf import test_models as files
+    from tests.models import test_against_transformers as reference
+    from tests.models import test_mtp as heads
+    from tests.speculation import test_mtp as drafts
+
+    def count(cases: Iterable[str], known: Mapping[str, Mapping[str, Any]]) -> Counter[str]:
+        return Counter(known[case]["family"].removesuffix("_vision") for case in cases)
+
+    def shown(counts: Counter[str], name: str) -> str:
+        return str(counts[name] or "–")
+
+    logits, long = (count(cases, reference.CASES) for cases in (reference.COMPARED, reference.LONG))
+    gguf = count(files.CASES, files.CASES)
+    methods = {*readers.COMPARED, ("mxfp4", reference.MXFP4)}
+    drawn = {family.partition(" ")[0] for family in drafts.FAMILIES}
+    body = []
+    for offer in plugins().offers["model"]:
+        name = offer.name
+        if name in ELSEWHERE:
+            body.append([f"`{name}`", ELSEWHERE[name], *["–"] * 5])
+            continue
+        head = ["plain torch"] * (name in heads.FAMILIES) + ["in mixes"] * (name in drawn)
+        body.append(
+            [
+                f"`{name}`",
+                shown(logits, name),
+                shown(long, name),
+                ", ".join(f"`{method}`" for method, family in sorted(methods) if family == name) or "–",
+                shown(gguf, name),
+                "yes" if name in support.FAMILIES else "–",
+                ", ".join(head) or "–",
+            ]
+        )
+    head = ["family", "transformers", "64 tokens", "quantized", "GGUF", "exactness", "draft head"]
+    return rows(head, sorted(body, key=lambda row: row[0]))
+
+
 def formats() -> str:
     body = []
     for slot, what in (("weights", "methods"), ("container", "suffixes")):
@@ -270,6 +313,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "commands": commands,
     "metrics": metrics,
     "models": models,
+    "compared": compared,
     "formats": formats,
     "slots": slots,
     "service": calls(Service, ("read", "requests", "whole", "stream", "answer", "observe")),

@@ -81,6 +81,8 @@ FP8: dict[str, Any] = {"num_bits": 8, "type": "float"}
 DYNAMIC8: dict[str, Any] = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
 HALF = torch.bfloat16
 
+DENSE: dict[str, Family] = {"compressed-tensors": "qwen3", "gptq": "qwen2", "awq": "phi3", "fp8": "qwen3"}
+"""The family whose answers are compared with weights of several schemes of a method."""
 COMPRESSED: dict[str, tuple[writers.Scheme, torch.dtype]] = {
     "int4-group": (scheme(**W4), HALF),
     "int4-group-asymmetric": (scheme(**W4 | {"symmetric": False}), HALF),
@@ -121,7 +123,9 @@ def test_weights_that_compressed_tensors_writes(case: str, tmp_path: Path) -> No
 def test_answers_of_compressed_tensors(case: str, tmp_path: Path) -> None:
     """``transformers`` reads the quantized checkpoint, too, unless it has packed zero points."""
     chosen, dtype = COMPRESSED[case]
-    made = writers.write(tmp_path, linear(compressed(chosen, dtype)), compressed_config(chosen), family="qwen3")
+    made = writers.write(
+        tmp_path, linear(compressed(chosen, dtype)), compressed_config(chosen), family=DENSE["compressed-tensors"]
+    )
     check_answers(*made, *([] if "asymmetric" in case else made[:1]))
 
 
@@ -195,7 +199,7 @@ def test_weights_that_gptq_writes(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", ["shuffled", *slowly("int4-asymmetric", "int8-rows")])
 def test_answers_of_gptq(case: str, tmp_path: Path) -> None:
     pack, config = GPTQ[case]
-    check_answers(*writers.write(tmp_path, linear(pack), {"quant_method": "gptq"} | config, family="qwen2"))
+    check_answers(*writers.write(tmp_path, linear(pack), {"quant_method": "gptq"} | config, family=DENSE["gptq"]))
 
 
 def test_biases_of_zeros(tmp_path: Path) -> None:
@@ -251,7 +255,7 @@ def test_weights_that_awq_writes(group_size: int, dtype: torch.dtype, tmp_path: 
 def test_answers_of_awq(backend: str, tmp_path: Path) -> None:
     """Of a family that stacks the parts of a layer."""
     config = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
-    check_answers(*writers.write(tmp_path, linear(awq()), config, family="phi3"), backend=backend)
+    check_answers(*writers.write(tmp_path, linear(awq()), config, family=DENSE["awq"]), backend=backend)
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float16, marks=pytest.mark.slow), HALF])
@@ -265,6 +269,7 @@ def test_plain_tensors_of_16_bits(method: str, dtype: torch.dtype, tmp_path: Pat
     check_answers(quantized, plain, model={"dtype": "float32"})
 
 
+MIXTURE: Family = "qwen3_moe"
 MIXTURES: dict[str, tuple[Any, dict[str, Any]]] = {
     "awq": (awq(16), {"quant_method": "awq", "bits": 4, "group_size": 16, "modules_to_not_convert": ["gate"]}),
     "gptq": (gptq(group_size=16), {"quant_method": "gptq", "bits": 4, "group_size": 16, "sym": True}),
@@ -281,7 +286,7 @@ def test_answers_of_mixtures_of_experts(case: str, tmp_path: Path) -> None:
     pack, config = MIXTURES[case]
     experts = lambda module, weight: None if module.endswith("mlp.gate") else pack(module, weight)  # noqa: E731
     size = {"num_hidden_layers": 1, "moe_intermediate_size": 32}
-    made = writers.write(tmp_path, linear(experts), config, family="qwen3_moe", **size)
+    made = writers.write(tmp_path, linear(experts), config, family=MIXTURE, **size)
     found = check_weights(*made)
     grouped = {name for name, weight in found.items() if isinstance(weight, GroupedWeight)}
     assert "model.layers.0.mlp.experts.3.gate_proj.weight" in grouped
@@ -322,7 +327,7 @@ def test_a_text_model_inside_another(tmp_path: Path) -> None:
 
 def test_answers_of_fp8(tmp_path: Path) -> None:
     pack, config = FP8_CASES["block"]
-    check_answers(*writers.write(tmp_path, linear(pack), {"quant_method": "fp8"} | config, family="qwen3"))
+    check_answers(*writers.write(tmp_path, linear(pack), {"quant_method": "fp8"} | config, family=DENSE["fp8"]))
 
 
 W4_SMALL = scheme(**W4 | {"group_size": 16})
@@ -388,6 +393,17 @@ VARIANTS = [
     *(("awq", "gemma4-shared"), ("gptq", "gemma4-inputs"), ("fp8", "gemma4-k-is-v")),
 ]
 """A dense model of every format, and each of what others have besides once."""
+
+
+COMPARED: set[tuple[str, str]] = {
+    *DENSE.items(),
+    *((method, "llama") for method in ("awq", "gptq", "compressed-tensors")),  # what is written unless a test asks
+    ("fp8", "gemma3"),  # inside another model
+    *((method, MIXTURE) for method in MIXTURES),
+    *TOGETHER,
+    *((method, str(MODELS[case]["family"])) for method, case in VARIANTS),
+}
+"""Methods and families of which answers are compared with those of ``transformers``."""
 
 
 @pytest.mark.parametrize(("method", "case"), [VARIANTS[0], *slowly(*VARIANTS[1:])])
