@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Sequence
 from typing import Any
 
 from hypothesis import strategies as st
+from tests.serving import Running
 
 from infer.errors import RequestError
 from infer.server.http.body import Body
@@ -103,6 +105,19 @@ def check_refusal(model: type[Body], body: Any, path: tuple[int | str, ...], val
     else:
         assert named[0] in {**sent, **model.model_fields}
     assert len(named) == 1 or shown(named[: len(around)]) == shown(around[: len(named)])
+
+
+ODD: tuple[Any, ...] = (None, -1, 2**70, "", "x", [], [None], {}, True, 0.5, {"type": 3})
+
+
+async def check_sweep(server: Running, body: dict[str, Any], *paths: str) -> None:
+    """Each value of a body is each odd one, and is sent to the paths in turn: it is taken, or refused in so many words.
+    Whole answers are expected, as an error in a stream would not be seen."""
+    tried = ((place, value) for place in places(body) for value in ODD)
+    for (place, value), path in zip(tried, itertools.cycle(paths), strict=False):
+        async with server.session.post(server.url + path, json=put(body, place, value)) as response:
+            assert response.status in (200, 400, 404), (path, place, value, await response.text())
+            assert response.status == 200 or (await response.json())["error"]
 
 
 def check_nulls(model: type[Body], body: Any) -> int:

@@ -14,7 +14,7 @@ import ollama
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.bodies import WRONG, places, put
+from tests.bodies import WRONG, check_sweep, places, put
 from tests.examples import examples
 from tests.puppet import Puppet, Puppets, say
 from tests.serving import TEMPLATE, Body, Running, holding, retokened, running
@@ -448,12 +448,5 @@ def test_wrong_bodies_are_refused_and_never_fail(data: st.DataObject) -> None:
 
 
 async def test_wrong_bodies_get_no_500(server: Running) -> None:
-    statuses = set()
     for path, (_, body) in SENT.items():
-        for place in places(body):
-            for value in (None, -1, 2**70, "", "x", [], [None], {}, True, 0.5, {"type": 3}):
-                sent = put(copy.deepcopy(body), place, value)
-                async with server.session.post(f"{server.url}/api/{path}", json=sent) as response:
-                    statuses.add(response.status)
-                    assert response.status < 500, (path, place, value, await response.text())
-    assert statuses <= {200, 400, 404}
+        await check_sweep(server, body, f"/api/{path}")
