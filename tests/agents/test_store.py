@@ -411,6 +411,7 @@ async def test_a_response_in_the_background_is_cancelled(
 ) -> None:
     """Here, or by a server that shares the file."""
     monkeypatch.setattr(background, "WATCH_S", 0)
+    await told(server, {"input": "x"}, "and on " * 20)
     with holding(1):
         async with asking(server) as client:
             begun = await client.responses.create(model="demo", input="x", background=True)
