@@ -164,6 +164,7 @@ class Engine:
         planned = self._clock()
         schedule = self._scheduler.schedule()
         isolating = self._isolation.active
+        # Whether nobody waits, unless a pass raises: who is in the schedule has a slot.
         everyone = len(schedule.decodes) + len(schedule.prefills) == len(self._answers)
         passes, launched = self._plan(schedule), list[Works]()
         events = [] if passes else self._settle(0)

@@ -63,6 +63,8 @@ class EngineLoop:
         self._max_open_tokens = math.inf if max_open_tokens is None else max_open_tokens
         self._open_tokens: dict[str, int] = {}
         """How many tokens the prompts of open requests have, by request id; of a group's, one has them."""
+        self._total_tokens = 0
+        """Their sum, which need not be added up for each request."""
         self._after = after
         self._step_timeout_s = step_timeout_s
         self._clock = clock
@@ -129,15 +131,16 @@ class EngineLoop:
             fitting = self._fitting(requests)
             if not fitting:
                 raise self._full()
-            accepted = tuple(self._short_enough(fitting))
+            tokens = self._tokens(fitting)
+            accepted = tuple(fitting[: len(tokens)])
             if not accepted:
                 raise self._full(tokens=True)
             for request in accepted:
                 if request.id in self._open:
                     raise ValueError(f"request id {request.id!r} is in use")
             self._adapters.take(accepted)
-            if self._max_open_tokens < math.inf:
-                self._open_tokens |= self._tokens(accepted)
+            self._open_tokens |= tokens
+            self._total_tokens += sum(tokens.values())
             self._open.update((request.id, (mailbox, request.group, request.adapter)) for request in accepted)
             self._sharing.update(request.group for request in accepted if request.group)
             self._engine.submit(accepted)
@@ -149,7 +152,7 @@ class EngineLoop:
         with self._lock:
             if len(self._open) - self._sharing.total() + len(self._sharing) >= self._max_open:
                 raise self._full()
-            if sum(self._open_tokens.values()) >= self._max_open_tokens:
+            if self._total_tokens >= self._max_open_tokens:
                 raise self._full(tokens=True)
 
     def _full(self, *, tokens: bool = False) -> QueueFullError:
@@ -162,29 +165,24 @@ class EngineLoop:
             "engine.max_waiting_requests waiting). Try again later, or raise engine.max_waiting_requests."
         )
         if tokens:
-            count, most = sum(self._open_tokens.values()), self._max_open_tokens
+            count, most = self._total_tokens, self._max_open_tokens
             sentence = (
                 f"The prompts that are here have {count} of at most {most} tokens (engine.max_open_tokens). Try again "
                 "later, or raise engine.max_open_tokens."
             )
         return QueueFullError(sentence, retry_after_s=min(max(math.ceil(seconds), 1), LONGEST_RETRY_S))
 
-    def _short_enough(self, requests: Sequence[Request]) -> Sequence[Request]:
-        """As many of the requests as there is room for by the tokens of their prompts, from the first on."""
-        if math.isinf(self._max_open_tokens):
-            return requests
-        total = sum(self._open_tokens.values())
-        for i, tokens in enumerate(self._tokens(requests).values()):
-            if total and total + tokens > self._max_open_tokens:
-                return requests[:i]
-            total += tokens
-        return requests
-
     def _tokens(self, requests: Sequence[Request]) -> dict[str, int]:
-        """How many tokens each prompt has, by request id; 0 for one that a request before it has, too."""
+        """How many tokens the prompts of the requests have, by request id, of as many as there is room for, from the
+        first on; 0 for a prompt that a request before it has, too."""
         groups, found = set(self._sharing), dict[str, int]()
+        total = self._total_tokens
         for request in requests:
-            found[request.id] = 0 if request.group in groups else len(request.prompt_token_ids)
+            tokens = 0 if request.group in groups else len(request.prompt_token_ids)
+            if total and total + tokens > self._max_open_tokens:
+                break
+            found[request.id] = tokens
+            total += tokens
             if request.group:
                 groups.add(request.group)
         return found
@@ -300,7 +298,7 @@ class EngineLoop:
                 letters[mailbox].append(event)
                 if event.finish_reason is not None:
                     del self._open[event.request_id]
-                    self._open_tokens.pop(event.request_id, None)
+                    self._total_tokens -= self._open_tokens.pop(event.request_id)
                     self._ends.append(self._clock())
                     ended.append(adapter)
             if not self._open:
