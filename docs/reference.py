@@ -14,6 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "core/src/infer"
 KIT = "../../../plugins/testing/src/infer_testing"
+LAYERS = "../../../plugins/layers/src/infer_layers"
 SECTIONS: dict[str, tuple[str, str, Sequence[str]]] = {
     "Hooks": (
         "What a plugin's module implements, and what it states about itself.",
@@ -50,10 +51,10 @@ SECTIONS: dict[str, tuple[str, str, Sequence[str]]] = {
     ),
     "Weights": ("What kernels multiply by. Import it from `infer.weight`.", "weight.py", ("weight.py",)),
     "Layers": (
-        "What model families are composed of. Import them from `infer.layers`.",
-        "layers/__init__.py",
+        "What model families are composed of. Import them from `infer_layers`.",
+        f"{LAYERS}/__init__.py",
         tuple(
-            f"layers/{name}.py"
+            f"{LAYERS}/{name}.py"
             for name in ("table", "config", "linear", "rotary", "blocks", "mamba", "recurrent", "experts", "decoder")
         ),
     ),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from infer import PLUGIN_API, hookimpl
 from infer.contracts.model import ModelRegistration, Pass
-from infer.layers import Decoder
+from infer_layers import Decoder
 from infer_models.llama import LlamaConfig, LlamaLayer
 
 

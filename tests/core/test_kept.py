@@ -153,7 +153,7 @@ def test_only_small_tensors_are_read_besides(base: Path, tmp_path: Path, monkeyp
         seen.append(x)
         return True
 
-    monkeypatch.setattr("infer.layers.table._finite", finite)
+    monkeypatch.setattr("infer_layers.table._finite", finite)
     logits(base, tmp_path)
     assert seen
     assert not any(x.is_meta for x in seen)

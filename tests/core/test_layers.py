@@ -20,7 +20,7 @@ from infer.contracts.attention import AttentionSpec
 from infer.contracts.model import ModelContext
 from infer.errors import CheckpointError
 from infer.kernels.reference import ReferenceKernels
-from infer.layers import (
+from infer_layers import (
     ROPE_KINDS,
     Attention,
     Decoder,
@@ -36,7 +36,7 @@ from infer.layers import (
     layer_windows,
     read_config,
 )
-from infer.layers.rotary import rotary_order
+from infer_layers.rotary import rotary_order
 from infer_models.falcon_h1 import FalconH1Config, FalconH1Layer
 from infer_models.gemma2 import Gemma2Config
 from infer_models.gemma3 import Gemma3Config
@@ -462,7 +462,7 @@ def test_layers_of_one_rope_share_a_table(monkeypatch: pytest.MonkeyPatch) -> No
             made.append(rope)
             super().__init__(context, rope, head_size)
 
-    monkeypatch.setattr("infer.layers.decoder.RotaryEmbedding", Counted)
+    monkeypatch.setattr("infer_layers.decoder.RotaryEmbedding", Counted)
     assert len(set(llama(SMALL | {"num_hidden_layers": 5}).rotary)) == len(made) == 1
     made.clear()
     assert len(set(gemma3(SMALL | {"num_hidden_layers": 12}).rotary)) == len(made) == 2

@@ -19,9 +19,9 @@ from infer.contracts.attention import AttentionSpec
 from infer.contracts.weights import TensorFilesProtocol, WeightFormatRegistration
 from infer.errors import PluginError
 from infer.kernels.reference import ReferenceKernels
-from infer.layers import Attention, Embedding, GatedMLP, Head, Linear, Weights
-from infer.layers.rotary import rotary_order
 from infer.weight import GroupedWeight, Weight
+from infer_layers import Attention, Embedding, GatedMLP, Head, Linear, Weights
+from infer_layers.rotary import rotary_order
 
 FORMS = ("symmetric", "minimum", "table")
 

@@ -12,7 +12,7 @@ import pytest
 import transformers
 
 import infer_models
-from infer.layers import DecoderConfig
+from infer_layers import DecoderConfig
 
 DERIVED = ("auto", None)
 """Defaults that follow from other fields."""

@@ -16,7 +16,8 @@ from torch import Tensor
 from infer import LLM, SamplingParams, hookimpl
 from infer.contracts.attention import AttentionSpec
 from infer.contracts.model import ModelContext, ModelRegistration, Pass
-from infer.layers import (
+from infer.weight import Weight
+from infer_layers import (
     Attention,
     Embedding,
     GatedMLP,
@@ -28,7 +29,6 @@ from infer.layers import (
     Weights,
     select,
 )
-from infer.weight import Weight
 
 Experts = list[Callable[[Tensor], Tensor]]
 VOCAB, LAYERS, EXPERTS, TOP = 320, 2, 6, 2

@@ -23,9 +23,9 @@ from infer.contracts.cache import KVCacheView
 from infer.contracts.model import ModelContext, ModelProtocol, ModelRegistration, Pass
 from infer.contracts.states import State
 from infer.kernels.reference import ReferenceKernels
-from infer.layers import Decoder
 from infer.weight import Weight
 from infer_kernels_cpu.provider import CpuKernels
+from infer_layers import Decoder
 from infer_models import infer_models
 from infer_models.lfm2 import Lfm2Config, Lfm2Layer
 from infer_models.llama import LlamaConfig, LlamaLayer

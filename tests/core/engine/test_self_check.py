@@ -23,10 +23,10 @@ from infer.engine import exactness
 from infer.engine.exactness import self_check
 from infer.engine.graphs import DecodeGraphs
 from infer.engine.trial_rows import ALWAYS, ROWS, row_counts
-from infer.layers import Decoder
 from infer_cache_paged import PagedPool, PagedSettings
 from infer_kernels_cpu.memory import Buffers
 from infer_kernels_cpu.provider import CpuKernels
+from infer_layers import Decoder
 from infer_models.llama import LlamaConfig, LlamaLayer
 
 MAX_BATCH, MAX_SEQ_LEN = 20, 1200

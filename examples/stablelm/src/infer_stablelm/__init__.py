@@ -13,7 +13,7 @@ from infer import hookimpl
 from infer.contracts.attention import AttentionSpec, Rotary
 from infer.contracts.cache import KVCacheView
 from infer.contracts.model import ModelRegistration
-from infer.layers import (
+from infer_layers import (
     Attention,
     Decoder,
     DecoderConfig,

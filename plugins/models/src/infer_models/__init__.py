@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from infer import hookimpl
 from infer.contracts.model import ModelRegistration
-from infer.layers import Decoder, DecoderConfig, DecoderLayer
+from infer_layers import Decoder, DecoderConfig, DecoderLayer
 from infer_models.bamba import BambaConfig
 from infer_models.exaone4 import Exaone4Config
 from infer_models.falcon_h1 import FalconH1Config, FalconH1Layer

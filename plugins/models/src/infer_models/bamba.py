@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from pydantic import NonNegativeInt, PositiveInt
 
-from infer.layers import PositiveNumber, RopeParameters
+from infer_layers import PositiveNumber, RopeParameters
 from infer_models.hybrid import HybridConfig
 
 

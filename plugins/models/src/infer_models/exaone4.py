@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from pydantic import NonNegativeInt, PositiveInt
 
-from infer.layers import LayerType, PositiveNumber, RopeParameters, layer_windows
+from infer_layers import LayerType, PositiveNumber, RopeParameters, layer_windows
 from infer_models.llama import LlamaConfig
 
 

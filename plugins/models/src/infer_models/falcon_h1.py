@@ -12,7 +12,7 @@ from torch import Tensor
 from infer.contracts.attention import AttentionSpec, Rotary
 from infer.contracts.cache import KVCacheView
 from infer.contracts.states import StateSpec
-from infer.layers import Linear, Mamba2, PositiveNumber, RopeParameters, Weights
+from infer_layers import Linear, Mamba2, PositiveNumber, RopeParameters, Weights
 from infer_models.hybrid import HybridConfig
 from infer_models.llama import LlamaLayer, Mixer
 

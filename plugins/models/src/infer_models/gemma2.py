@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from pydantic import PositiveInt
 
-from infer.layers import PositiveNumber, RopeParameters
+from infer_layers import PositiveNumber, RopeParameters
 from infer_models.gemma3 import Gemma3Config
 from infer_models.llama import LlamaConfig
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt
 
-from infer.layers import HiddenAct, LayerType, PositiveNumber, RopeParameters, layer_windows
+from infer_layers import HiddenAct, LayerType, PositiveNumber, RopeParameters, layer_windows
 from infer_models.llama import LlamaConfig
 
 

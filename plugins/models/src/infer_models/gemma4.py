@@ -14,7 +14,8 @@ from infer.contracts.cache import KVCacheView
 from infer.contracts.kernels import Activation, Routing
 from infer.contracts.model import ModelContext, Pass
 from infer.errors import CheckpointError
-from infer.layers import (
+from infer.weight import Weight
+from infer_layers import (
     Attention,
     Embedding,
     Experts,
@@ -29,7 +30,6 @@ from infer.layers import (
     layer_windows,
     select,
 )
-from infer.weight import Weight
 from infer_models.llama import LlamaConfig
 from infer_models.multimodal import LanguageModel
 

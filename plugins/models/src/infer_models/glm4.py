@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from pydantic import PositiveInt
 
-from infer.layers import PositiveNumber, RopeParameters
+from infer_layers import PositiveNumber, RopeParameters
 from infer_models.llama import LlamaConfig
 
 

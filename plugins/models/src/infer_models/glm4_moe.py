@@ -12,8 +12,8 @@ from torch import Tensor
 
 from infer.contracts.kernels import Routing
 from infer.contracts.model import ModelContext
-from infer.layers import Decoder, Experts, GatedMLP, PositiveNumber, RopeParameters, Weights
 from infer.weight import Weight
+from infer_layers import Decoder, Experts, GatedMLP, PositiveNumber, RopeParameters, Weights
 from infer_models.llama import LlamaConfig, LlamaLayer
 
 

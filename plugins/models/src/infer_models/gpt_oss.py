@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, PositiveInt
 
 from infer.contracts.kernels import Routing
-from infer.layers import Experts, LayerType, PositiveNumber, RopeParameters, Weights, layer_windows
+from infer_layers import Experts, LayerType, PositiveNumber, RopeParameters, Weights, layer_windows
 from infer_models.llama import LlamaConfig, LlamaLayer
 
 DEFAULT_ROPE: Mapping[str, Any] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from infer.layers import PositiveNumber
+from infer_layers import PositiveNumber
 from infer_models.llama import LlamaConfig
 
 

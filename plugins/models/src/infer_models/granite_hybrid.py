@@ -9,7 +9,7 @@ from typing import Any, Self
 from pydantic import NonNegativeInt, PositiveInt, model_validator
 from torch import Tensor
 
-from infer.layers import GatedMLP, RopeParameters, Weights
+from infer_layers import GatedMLP, RopeParameters, Weights
 from infer_models.granite import GraniteConfig
 from infer_models.granite_moe import granite_experts
 from infer_models.hybrid import HybridConfig, HybridLayer, HybridLayerType

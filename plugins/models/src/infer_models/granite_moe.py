@@ -9,7 +9,7 @@ from pydantic import PositiveInt
 from torch import Tensor
 
 from infer.contracts.kernels import Routing
-from infer.layers import Experts, Weights
+from infer_layers import Experts, Weights
 from infer_models.granite import GraniteConfig
 from infer_models.llama import LlamaLayer
 

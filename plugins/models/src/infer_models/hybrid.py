@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, PositiveInt
 from infer.contracts.attention import AttentionSpec
 from infer.contracts.states import StateSpec
 from infer.errors import CheckpointError
-from infer.layers import Mamba2, MambaSizes, RopeParameters, Weights, nth
+from infer_layers import Mamba2, MambaSizes, RopeParameters, Weights, nth
 from infer_models.llama import LlamaConfig, LlamaLayer, Mixer
 
 HybridLayerType = Annotated[

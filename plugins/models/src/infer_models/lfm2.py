@@ -11,7 +11,7 @@ from torch import Tensor
 
 from infer.contracts.attention import AttentionSpec
 from infer.contracts.states import StateSpec
-from infer.layers import GatedMLP, PositiveNumber, RopeParameters, ShortConv, Weights, nth
+from infer_layers import GatedMLP, PositiveNumber, RopeParameters, ShortConv, Weights, nth
 from infer_models.llama import LlamaConfig, LlamaLayer, Mixer
 
 

@@ -8,7 +8,7 @@ from pydantic import AliasChoices, Field, NonNegativeInt, PositiveInt
 from torch import Tensor
 
 from infer.contracts.kernels import Routing
-from infer.layers import Experts, PositiveNumber, Weights
+from infer_layers import Experts, PositiveNumber, Weights
 from infer_models.lfm2 import Lfm2Config, Lfm2Layer
 
 

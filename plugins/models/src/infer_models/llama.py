@@ -9,7 +9,7 @@ from torch import Tensor
 
 from infer.contracts.attention import AttentionSpec, Rotary
 from infer.contracts.cache import KVCacheView
-from infer.layers import Attention, DecoderConfig, GatedMLP, HiddenAct, Norm, RopeParameters, Weights, nth, select
+from infer_layers import Attention, DecoderConfig, GatedMLP, HiddenAct, Norm, RopeParameters, Weights, nth, select
 
 
 class LlamaConfig(DecoderConfig):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import PositiveInt
 
-from infer.layers import LayerType, layer_windows
+from infer_layers import LayerType, layer_windows
 from infer_models.llama import LlamaConfig
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from infer.contracts.attention import AttentionSpec
 from infer.contracts.model import ModelContext, Pass
 from infer.errors import CheckpointError
-from infer.layers import DecoderLayer, Linear, RopeParameters, Weights
+from infer_layers import DecoderLayer, Linear, RopeParameters, Weights
 from infer_models.multimodal import LanguageModel
 from infer_models.qwen3_5 import Qwen3_5Config
 

@@ -9,8 +9,8 @@ from typing import Any
 from infer.contracts.attention import AttentionSpec
 from infer.contracts.model import ModelContext
 from infer.errors import CheckpointError
-from infer.layers import Decoder, DecoderConfig, DecoderLayer, RopeParameters, Weights, config_table
 from infer.weight import Weight
+from infer_layers import Decoder, DecoderConfig, DecoderLayer, RopeParameters, Weights, config_table
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from infer.contracts.attention import AttentionSpec, Rotary
 from infer.contracts.cache import KVCacheView
 from infer.contracts.states import StateSpec
-from infer.layers import Linear, PositiveNumber, RopeParameters, Weights, select
+from infer_layers import Linear, PositiveNumber, RopeParameters, Weights, select
 from infer_models.hybrid import HybridConfig, HybridLayer, StepLimit
 from infer_models.llama import Mixer
 

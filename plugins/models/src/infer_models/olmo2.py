@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from infer.layers import PositiveNumber
+from infer_layers import PositiveNumber
 from infer_models.llama import LlamaConfig
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 from pydantic import AliasChoices, Field, PositiveInt
 
 from infer.contracts.kernels import Routing
-from infer.layers import Experts, PositiveNumber, Weights
+from infer_layers import Experts, PositiveNumber, Weights
 from infer_models.llama import LlamaConfig, LlamaLayer
 
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from pydantic import PositiveInt
 
-from infer.layers import LongRope, PositiveNumber, RopeParameters
+from infer_layers import LongRope, PositiveNumber, RopeParameters
 from infer_models.llama import LlamaConfig
 
 

@@ -8,7 +8,7 @@ from pydantic import AliasChoices, Field, NonNegativeInt, PositiveInt
 from torch import Tensor
 
 from infer.contracts.kernels import Routing
-from infer.layers import Experts, GatedMLP, LayerType, Weights, layer_windows
+from infer_layers import Experts, GatedMLP, LayerType, Weights, layer_windows
 from infer_models.llama import LlamaLayer
 from infer_models.qwen2 import Qwen2Config
 

@@ -11,7 +11,7 @@ from pydantic import NonNegativeInt, PositiveInt, model_validator
 
 from infer.contracts.attention import AttentionSpec
 from infer.contracts.states import StateSpec
-from infer.layers import DeltaSizes, GatedDeltaNet, RopeParameters, Weights, nth
+from infer_layers import DeltaSizes, GatedDeltaNet, RopeParameters, Weights, nth
 from infer_models.llama import LlamaConfig, LlamaLayer, Mixer
 
 

@@ -8,7 +8,7 @@ from pydantic import AliasChoices, Field, PositiveInt
 from torch import Tensor
 
 from infer.contracts.kernels import Routing
-from infer.layers import Experts, Weights
+from infer_layers import Experts, Weights
 from infer_models.llama import LlamaLayer
 from infer_models.qwen3 import Qwen3Config
 

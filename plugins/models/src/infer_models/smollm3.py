@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import PositiveInt, model_validator
 
-from infer.layers import LayerType, RopeParameters, layer_windows
+from infer_layers import LayerType, RopeParameters, layer_windows
 from infer_models.llama import LlamaConfig
 
 

@@ -20,8 +20,8 @@ from infer.contracts.attention import AttentionSpec, Rotary
 from infer.contracts.cache import KVCacheView
 from infer.contracts.model import ModelContext, Pass
 from infer.errors import CheckpointError, one_line
-from infer.layers import Embedding, GatedMLP, Linear, RMSNorm, Weights
 from infer.weight import GroupedWeight, Weight
+from infer_layers import Embedding, GatedMLP, Linear, RMSNorm, Weights
 from infer_models_transformers.attention import (
     ADAPTED,
     POINT,

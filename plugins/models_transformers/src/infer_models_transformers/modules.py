@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from infer.contracts.kernels import Activation, Expert
 from infer.contracts.model import ModelContext
-from infer.layers import Embedding, RMSNorm, Weights
 from infer.weight import GroupedWeight, Weight
+from infer_layers import Embedding, RMSNorm, Weights
 
 TOLERANCE = 1e-5
 """How far two ways to compute the same in fp32 may be apart, of the largest value."""
@@ -148,7 +148,7 @@ class RotaryTable(nn.Module):
     """A rotary embedding as a table of what the module yields for each position that a sequence may reach.
 
     Kinds whose frequencies follow from a sequence's length see the longest sequence that is served, as in
-    ``infer.layers.rotary``."""
+    ``infer_layers.rotary``."""
 
     def __init__(self, theirs: nn.Module, context: ModelContext) -> None:
         super().__init__()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.generic import ModelOutput
 
-from infer.layers import Weights
+from infer_layers import Weights
 from infer_models_transformers.modules import Team
 
 EXPERTS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}

@@ -25,7 +25,7 @@ class Kind(NamedTuple):
 
     what: str
     needs: str
-    """Libraries that the plugin imports, besides infer."""
+    """Packages that the plugin imports, besides infer-core."""
     tried: str
     """Packages that its test needs, besides pytest."""
     settings: str
@@ -38,7 +38,7 @@ RUNS = "infer-cache-slotted infer-models"
 KINDS: Mapping[str, Kind] = {
     "model": Kind(
         "a model family",
-        "torch",
+        "infer-layers torch",
         "transformers",
         '[model]\npath = "DIR"  # a checkpoint of the architecture\nfamily = "$name"  # found by the architecture, too',
         "Its test fails until the layer is written. The first promise that it does not keep is\n"

@@ -11,11 +11,11 @@ from infer.contracts.attention import Rotary
 from infer.contracts.cache import KVCacheView
 from infer.contracts.states import DeltaRule, State, StateSpec
 from infer.errors import CheckpointError
-from infer.layers.blocks import select
-from infer.layers.linear import Linear
-from infer.layers.mamba import CausalConv, state_of
-from infer.layers.table import Weights
 from infer.weight import exponential
+from infer_layers.blocks import select
+from infer_layers.linear import Linear
+from infer_layers.mamba import CausalConv, state_of
+from infer_layers.table import Weights
 
 
 @dataclass(frozen=True)

@@ -4,15 +4,15 @@ When a layer is constructed, it declares the checkpoint names it is made from, s
 bottom and every name in a checkpoint has exactly one owner. Shapes: see ``infer/contracts/__init__.py``.
 """
 
-from infer.layers.blocks import Attention, GatedMLP, select
-from infer.layers.config import HiddenAct, LayerType, PositiveNumber, config_table, layer_windows, read_config
-from infer.layers.decoder import Decoder, DecoderConfig, DecoderLayer, nth
-from infer.layers.experts import Experts
-from infer.layers.linear import Embedding, Head, Linear, Norm, RMSNorm
-from infer.layers.mamba import Mamba2, MambaSizes, ShortConv
-from infer.layers.recurrent import DeltaSizes, GatedDeltaNet
-from infer.layers.rotary import ROPE_KINDS, LongRope, RopeParameters, RotaryEmbedding
-from infer.layers.table import Weights
+from infer_layers.blocks import Attention, GatedMLP, select
+from infer_layers.config import HiddenAct, LayerType, PositiveNumber, config_table, layer_windows, read_config
+from infer_layers.decoder import Decoder, DecoderConfig, DecoderLayer, nth
+from infer_layers.experts import Experts
+from infer_layers.linear import Embedding, Head, Linear, Norm, RMSNorm
+from infer_layers.mamba import Mamba2, MambaSizes, ShortConv
+from infer_layers.recurrent import DeltaSizes, GatedDeltaNet
+from infer_layers.rotary import ROPE_KINDS, LongRope, RopeParameters, RotaryEmbedding
+from infer_layers.table import Weights
 
 __all__ = [
     "ROPE_KINDS",

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from infer.contracts.kernels import Activation, Expert, Routing
 from infer.errors import CheckpointError
-from infer.layers.linear import Linear
-from infer.layers.table import Weights
 from infer.weight import GroupedWeight, Weight, joined
+from infer_layers.linear import Linear
+from infer_layers.table import Weights
 
 
 class Experts:

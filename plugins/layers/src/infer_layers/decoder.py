@@ -17,12 +17,12 @@ from infer.contracts.cache import KVCacheView
 from infer.contracts.model import ModelContext, Pass
 from infer.contracts.states import StateSpec
 from infer.errors import CheckpointError
-from infer.layers.adapters import Adapters
-from infer.layers.config import PositiveNumber, read_config
-from infer.layers.linear import Embedding, Head, Norm, RMSNorm
-from infer.layers.rotary import RopeParameters, RotaryEmbedding
-from infer.layers.table import Weights
 from infer.weight import Weight
+from infer_layers.adapters import Adapters
+from infer_layers.config import PositiveNumber, read_config
+from infer_layers.linear import Embedding, Head, Norm, RMSNorm
+from infer_layers.rotary import RopeParameters, RotaryEmbedding
+from infer_layers.table import Weights
 
 log = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from infer.contracts.attention import AttentionSpec, HeadNorms, Rotary
 from infer.contracts.cache import KVCacheView
 from infer.contracts.kernels import Activation
 from infer.errors import CheckpointError
-from infer.layers.linear import Linear, RMSNorm
-from infer.layers.rotary import RopeParameters, rotary_order
-from infer.layers.table import Weights
+from infer_layers.linear import Linear, RMSNorm
+from infer_layers.rotary import RopeParameters, rotary_order
+from infer_layers.table import Weights
 
 
 class GatedMLP:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from infer.contracts.kernels import Activation
 from infer.device import zeros
-from infer.layers.adapters import AdaptedLinear
-from infer.layers.table import Weights
 from infer.weight import GroupedWeight, Weight
+from infer_layers.adapters import AdaptedLinear
+from infer_layers.table import Weights
 
 
 class Linear:

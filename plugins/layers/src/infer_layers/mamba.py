@@ -15,10 +15,10 @@ from infer.contracts.attention import Rotary
 from infer.contracts.cache import KVCacheView, StatefulView
 from infer.contracts.states import State, StateSpace, StateSpec
 from infer.errors import CheckpointError
-from infer.layers.blocks import select
-from infer.layers.linear import Linear
-from infer.layers.table import Weights
 from infer.weight import exponential
+from infer_layers.blocks import select
+from infer_layers.linear import Linear
+from infer_layers.table import Weights
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from infer.contracts.model import ModelContext
 from infer.errors import CheckpointError
-from infer.layers.adapters import Adapters
 from infer.weight import Weight
+from infer_layers.adapters import Adapters
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 from infer.contracts.attention import Rotary
 from infer.contracts.model import ModelContext
 from infer.errors import CheckpointError
-from infer.layers.config import PositiveNumber, config_table, read_config
+from infer_layers.config import PositiveNumber, config_table, read_config
 
 Length = Annotated[int, Field(gt=1)]
 MAX_HEAD = 1 << 16
