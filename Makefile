@@ -8,6 +8,7 @@ OPENAI_3 := 3.54.0
 JITER := 0.16.0
 TRITONS := 3.6.0 3.8.0
 OPENAI_NODE := 6.49.0
+OLLAMA_NODE := 0.6.4
 AXE := 4.14.1
 GRAFANA := 12.1.0
 TYPESCRIPT := 5.9.2
@@ -46,7 +47,7 @@ $(VENV)/.apart: Makefile | $(BIN)/python
 	for version in $(TRITONS); do \
 		$(PIP) --upgrade --no-deps --target $(VENV)/triton-$$version triton==$$version || exit 1; \
 	done
-	if command -v npm > /dev/null; then npm install --silent --no-audit --no-fund --prefix $(VENV)/node openai@$(OPENAI_NODE) axe-core@$(AXE) \
+	if command -v npm > /dev/null; then npm install --silent --no-audit --no-fund --prefix $(VENV)/node openai@$(OPENAI_NODE) ollama@$(OLLAMA_NODE) axe-core@$(AXE) \
 		@grafana/schema@$(GRAFANA) typescript@$(TYPESCRIPT); fi
 	touch $@
 
