@@ -106,13 +106,19 @@ class Front:
 
 @asynccontextmanager
 async def front(
-    names: Mapping[str, str], memory: int = 8, server: Mapping[str, Any] | None = None, **router: Any
+    names: Mapping[str, str],
+    memory: int = 8,
+    server: Mapping[str, Any] | None = None,
+    console: bool = False,
+    **router: Any,
 ) -> AsyncIterator[Front]:
     """``names`` has the model of each name and alias."""
     models = dict.fromkeys(names.values())
     settings = RouterSettings(**router)
     keep = math.inf if settings.keep_alive_s < 0 else settings.keep_alive_s
-    plan = Plan({name: {} for name in models}, dict.fromkeys(models, keep), frozenset(), names, KEY, settings)
+    plan = Plan(
+        {name: {} for name in models}, dict.fromkeys(models, keep), frozenset(), names, KEY, settings, console=console
+    )
     machine, about = Machine(), ServerSettings(access_log=False, **(server or {}))
     async with asyncio.timeout(LIMIT_S), aiohttp.ClientSession() as session:
         async with gateway(plan, about, machine, memory, bind("127.0.0.1", 0)) as (made, url, owning):

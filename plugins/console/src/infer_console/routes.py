@@ -13,16 +13,15 @@ from infer.plugins.survey import Survey
 from infer.server.events import Json
 from infer.server.service import Service
 from infer.settings import origins
-from infer_console.files import Files
 from infer_console.live import Live
-from infer_console.sessions import Login, Sessions, for_page
+from infer_console.page import page
 
 SAMPLING = {"temperature", "top_p", "top_k", "min_p"}
 """The sampling parameters for which the page has a field, and the server a default."""
 
 
 def routes(service: Service) -> list[Route]:
-    files, sessions, live = Files(), Sessions(service), Live(service)
+    live = Live(service)
 
     @functools.cache
     def about() -> Json:
@@ -31,14 +30,7 @@ def routes(service: Service) -> list[Route]:
     async def server(http: web.Request) -> web.Response:
         return web.json_response(await asyncio.to_thread(about), headers={"Cache-Control": "no-store"})
 
-    return [
-        Route("GET", "/console", files.page, "The console.", None, open=True),
-        Route("GET", "/console/{file}", files.file, "A file of the console.", None, open=True),
-        Route("POST", "/console/api/login", sessions.login, "Exchange a key for a cookie.", None, Login, open=True),
-        Route("POST", "/console/api/logout", sessions.logout, "End the cookie's session.", None, open=True),
-        Route("GET", "/console/api/server", for_page(service, server), "What is installed, and the settings.", None),
-        Route("GET", "/console/api/steps", for_page(service, live.handle), "The engine's steps as they happen.", None),
-    ]
+    return page(service, server, live.handle)
 
 
 def _about(service: Service) -> Json:

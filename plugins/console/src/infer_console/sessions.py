@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
-from typing import TYPE_CHECKING
+from typing import Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from aiohttp import web
@@ -15,9 +15,9 @@ from pydantic import Field, SecretStr
 from infer.errors import RequestError
 from infer.server.http.body import Body
 from infer.server.http.errors import ForbiddenError, UnauthorizedError
+from infer.server.http.keys import Keys
 
-if TYPE_CHECKING:  # the process that checks bodies imports this file, and has no use for torch
-    from infer.server.service import Service
+T = TypeVar("T", bound=Body)
 
 LIFE_S = 12 * 3600
 MOST = 256
@@ -34,30 +34,39 @@ class Login(Body):
     key: SecretStr = Field(min_length=1, max_length=1024)
 
 
+class Host(Protocol):
+    """What the page needs of the server that has it: one with an engine, or one in front of several."""
+
+    @property
+    def keys(self) -> Keys: ...
+    async def read(self, http: web.Request, model: type[T], most: int) -> T:
+        """Read and check a body of at most ``most`` bytes. Raises RequestError or an aiohttp HTTP error."""
+
+
 class Sessions:
     """Sessions are random tokens, of which only digests are kept. The cookie has the port in its name, because browsers
     send a host's cookies to all of its ports."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, host: Host) -> None:
+        self._host = host
         self._ends: dict[bytes, tuple[float, str]] = {}
         """When each session ends, on ``time.monotonic``, and its key's owner, by its token's digest; the oldest session
         first."""
-        service.keys.accept(self.owner)
+        host.keys.accept(self.owner)
 
     async def login(self, http: web.Request) -> web.Response:
         """Exchange a key for a new session; one that the request has already ends."""
         check(http)
-        body = await self._service.read(http, Login, LOGIN_BYTES)
-        if not self._service.keys:
+        body = await self._host.read(http, Login, LOGIN_BYTES)
+        if not self._host.keys:
             raise RequestError("This server has no API keys, so there is nothing to log in to.")
-        if not self._service.keys.known(body.key.get_secret_value()):
+        if not self._host.keys.known(body.key.get_secret_value()):
             raise UnauthorizedError("This is not one of the server's API keys.")
         self._ends.pop(self._shown(http), None)
         while len(self._ends) >= MOST:
             del self._ends[next(iter(self._ends))]
         token = secrets.token_urlsafe(32)
-        owner = self._service.keys.owner_of(body.key.get_secret_value())
+        owner = self._host.keys.owner_of(body.key.get_secret_value())
         self._ends[_digest(token)] = time.monotonic() + LIFE_S, owner
         response = web.Response(status=204)
         secure = http.secure or http.headers.get("X-Forwarded-Proto") == "https"
@@ -97,12 +106,12 @@ def own(http: web.Request) -> bool:
         return False
 
 
-def for_page(service: Service, handler: Handler) -> Handler:
+def for_page(host: Host, handler: Handler) -> Handler:
     """The handler for requests of the page itself, or with a key. Otherwise any page that a browser shows could take
     the places of those who watch a server without keys."""
 
     async def checked(http: web.Request) -> web.StreamResponse:
-        if not (service.keys and "Authorization" in http.headers):  # which has let the request in, if there are keys
+        if not (host.keys and "Authorization" in http.headers):  # which has let the request in, if there are keys
             check(http)
         return await handler(http)
 

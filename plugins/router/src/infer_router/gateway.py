@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from aiohttp import web
 from pydantic import model_validator
@@ -18,8 +18,11 @@ from pydantic import model_validator
 from infer.contracts.sections import ServerSettings
 from infer.errors import EngineDeadError, RequestError
 from infer.server.http.bodies import arrived, unpacked
+from infer.server.http.body import Body
 from infer.server.http.errors import NotFoundError, expected
+from infer.server.http.keys import Keys
 from infer.server.http.wire import OLLAMA_ROOT, OLLAMA_VERSION
+from infer_router.console import Console
 from infer_router.durations import MOST_S, keep_alive_s
 from infer_router.fleet import Fleet
 from infer_router.ingress import SAMPLING, Ingress, application, merge_metrics
@@ -27,6 +30,7 @@ from infer_router.loader import Loader
 from infer_router.outline import Outgoing, Outline, outgoing, outline_of
 from infer_router.plan import LATEST, Plan
 
+T = TypeVar("T", bound=Body)
 FOREVER = datetime(2318, 1, 1, tzinfo=UTC)
 """When Ollama says that a model expires that stays."""
 OLLAMA = "/api/"
@@ -67,7 +71,10 @@ class Gateway:
 
     def __init__(self, plan: Plan, server: ServerSettings, loader: Loader, *, poll_s: float = 1.0) -> None:
         self._plan, self._server, self._loader = plan, server, loader
+        self.keys = Keys(server.api_keys)
         self._ingresses = {name: Ingress(Fleet(key=plan.key), server, poll_s=poll_s) for name in plan.engines}
+        first = next(iter(self._ingresses.values()))
+        self._reader, self._budget = first.reader, first.budget
         for each in self._ingresses.values():
             each.reader.expect(Asked)
         self._starts = dict.fromkeys(plan.engines, 0)
@@ -91,7 +98,7 @@ class Gateway:
         await asyncio.gather(*(each.__aexit__(*exc) for each in self._ingresses.values()))
 
     def app(self) -> web.Application:
-        app, opened = application(self._server, self._end_connection)
+        app, opened = application(self._server, self._end_connection, self.keys)
         for path, handler, free in (
             ("/health", self._health, True),
             ("/ready", self._ready, True),
@@ -106,6 +113,14 @@ class Gateway:
             for method in ("GET", "HEAD"):
                 route = app.router.add_route(method, path, handler)
                 if free:
+                    opened.add(route)
+        if self._plan.console:
+            from infer_console.page import page  # whose settings the plan has read
+
+            console = Console(self._plan, self._loader, self._ingresses, self.keys, self._sent)
+            for each in page(self, console.server, console.steps):
+                route = app.router.add_route(each.method, each.path, each.handler)
+                if each.open:
                     opened.add(route)
         for path in HIDDEN:
             app.router.add_route("*", path + "{rest:(/.*)?}", self._hidden)
@@ -237,21 +252,27 @@ class Gateway:
     async def _handle(self, http: web.Request) -> web.StreamResponse:
         if not http.rel_url.raw_path.startswith("/"):
             raise web.HTTPNotFound
-        first = next(iter(self._ingresses.values()))
         self.open += 1
         try:
-            with first.budget.body() as grow:
+            with self._budget.body() as grow:
                 body = None
                 if http.can_read_body:
-                    most = self._server.max_body_bytes
-                    body = await arrived(http, most, grow, self._server.body_timeout_s)
-                    body = await unpacked(http, body, most, grow)
+                    body = await self._body(http, self._server.max_body_bytes, grow)
                 if http.method != "POST" or not body:
                     return await self._passed(http, body)
-                asked = await first.reader(body, Asked)
+                asked = await self._reader(body, Asked)
                 return await self._asked(http, body, asked)
         finally:
             self.open -= 1
+
+    async def _body(self, http: web.Request, most: int, grow: Callable[[int], None]) -> bytes:
+        body = await arrived(http, most, grow, self._server.body_timeout_s)
+        return await unpacked(http, body, most, grow)
+
+    async def read(self, http: web.Request, model: type[T], most: int) -> T:
+        """Read and check a body that is for no model. Raises RequestError or an aiohttp HTTP error."""
+        with self._budget.body() as grow:
+            return await self._reader(await self._body(http, most, grow), model)
 
     async def _asked(self, http: web.Request, body: bytes, asked: Asked) -> web.StreamResponse:
         if asked.model is None:

@@ -93,7 +93,7 @@ class Ingress:
         await self.reader.close()
 
     def app(self) -> web.Application:
-        app, opened = application(self.server, self._end_connection)
+        app, opened = application(self.server, self._end_connection, self.keys)
         opened.add(app.router.add_get("/health", self._health))
         opened.add(app.router.add_get("/ready", self._ready))
         app.router.add_get("/metrics", self._metrics)
@@ -262,10 +262,10 @@ class Ingress:
 
 
 def application(
-    server: ServerSettings, prepare: Callable[[web.Request, web.StreamResponse], Awaitable[None]]
+    server: ServerSettings, prepare: Callable[[web.Request, web.StreamResponse], Awaitable[None]], keys: Keys
 ) -> tuple[web.Application, set[web.AbstractRoute]]:
     """A server's application without routes, and the set of those that need no key. ``prepare`` sees every answer."""
-    keys, opened = Keys(server.api_keys), set[web.AbstractRoute]()
+    opened = set[web.AbstractRoute]()
     app = web.Application(
         middlewares=[
             access_log(server.access_log),

@@ -73,6 +73,8 @@ class Plan:
     router: RouterSettings
     adapted: frozenset[str] = frozenset()
     """The models that may have adapters."""
+    console: bool = False
+    """Whether there is a console."""
 
     def meant(self, name: str) -> str | None:
         """The model that a client means: by its name or an alias, by an adapter's, or by both with a colon between."""
@@ -132,7 +134,8 @@ def several(context: CommandContext, words: Sequence[str] = ()) -> Plan:
         keeps[name] = math.inf if keep < 0 else keep
         if own.pinned:
             pinned.add(name)
-    return Plan(engines, keeps, frozenset(pinned), names, key, router, frozenset(adapted))
+    console = getattr(plugin_settings(context.settings, "routes", "console"), "enabled", False)
+    return Plan(engines, keeps, frozenset(pinned), names, key, router, frozenset(adapted), console)
 
 
 def _own(name: str, table: Mapping[str, Any]) -> ModelTable:

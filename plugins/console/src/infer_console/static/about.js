@@ -2,7 +2,11 @@
 
 import { by, el, table } from "./dom.js";
 
-export function setUp({ plugins, settings, exact, max_seq_len: longest }) {
+export function setUp({ model, loaded = true, plugins, settings, exact, max_seq_len: longest }) {
+  if (!loaded) {
+    by("about").replaceChildren(el("p", {}, `${model} is not loaded. It is when you ask it something.`));
+    return;
+  }
   const columns = ["slot", "name", "chosen", "why", "description", "distribution", "version"];
   by("about").replaceChildren(
     el("p", {}, `Answers ${exact ? "do not depend" : "may depend"} on other requests (exact: ${exact}). A prompt and its answer together have at most ${longest} tokens.`),

@@ -6,6 +6,18 @@ export function onRefused(call) {
   refused = call;
 }
 
+let chosen = ""; // the model that the page is about, where the server has several
+
+export function choose(model) {
+  chosen = model;
+}
+
+// The address of what the console's own API says of the model.
+export function ofModel(path, query = {}) {
+  const all = new URLSearchParams(chosen ? { ...query, model: chosen } : query);
+  return all.size ? `${path}?${all}` : path;
+}
+
 // The header tells the server that the page itself asks, and no page from elsewhere in its name.
 export async function call(path, { body, ...options } = {}) {
   const headers = { "X-Infer-Console": "1" };

@@ -1,10 +1,11 @@
 // The page: its views, and the form that asks for a key where the server has keys.
 
 import { setUp as about } from "./about.js";
-import { call, onRefused } from "./api.js";
+import { call, choose, ofModel, onRefused } from "./api.js";
 import { setUp as chat } from "./chat.js";
-import { by, notice } from "./dom.js";
-import { show as watch } from "./live.js";
+import { by, el, notice } from "./dom.js";
+import { restart, show as watch } from "./live.js";
+import { readModel, writeModel } from "./store.js";
 
 const VIEWS = ["chat", "live", "about"];
 const tabs = new BroadcastChannel("infer.console"); // to the others of this browser, which share the cookie
@@ -31,18 +32,45 @@ function ask() {
   by("key").focus();
 }
 
+// Show what the server says of itself, and of its models if it has several.
+async function refresh() {
+  const served = await (await call(ofModel("console/api/server"))).json();
+  const several = Boolean(served.models);
+  by("logout").hidden = !served.keys;
+  by("model").textContent = several ? "" : served.model;
+  by("models").hidden = !several;
+  if (several) {
+    choose(served.model);
+    list(served);
+  }
+  document.title = `${served.model} · infer`;
+  chat(served, () => {
+    if (several) refresh().catch((error) => notice(error.message));
+  });
+  about(served);
+}
+
+function list({ model, models }) {
+  const options = models.map(({ name, state }) => el("option", { value: name }, state === "loaded" ? name : `${name} (${state})`));
+  by("models").replaceChildren(...options);
+  by("models").value = model;
+}
+
 async function enter() {
-  const served = await (await call("console/api/server")).json();
+  await refresh();
   ready = true;
   by("login").hidden = true;
-  by("logout").hidden = !served.keys;
-  by("model").textContent = served.model;
-  document.title = `${served.model} · infer`;
-  chat(served);
-  about(served);
   select(current());
   if (!by("chat").hidden) by("text").focus();
 }
+
+by("models").onchange = async () => {
+  const name = by("models").value;
+  choose(name);
+  writeModel(name);
+  restart();
+  await refresh().catch((error) => notice(error.message));
+};
 
 for (const view of VIEWS) {
   by(`tab-${view}`).onclick = () => {
@@ -81,6 +109,7 @@ tabs.onmessage = ({ data }) => {
 };
 
 onRefused(ask);
+choose(readModel());
 select(current());
 enter().catch((error) => {
   if (by("login").hidden) notice(error.message);

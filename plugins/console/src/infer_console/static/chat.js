@@ -9,6 +9,7 @@ const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"]
 const OTHERWISE = { max_tokens: "as many as fit", seed: "random" }; // what the server has no number for
 let begun = false;
 let model = "";
+let answered = () => {};
 let chats = [];
 let chat = fresh();
 let views = [];
@@ -20,12 +21,12 @@ function fresh() {
   return { id: `${Date.now()}-${crypto.getRandomValues(new Uint32Array(1))[0]}`, at: 0, messages: [], title: "", named: false };
 }
 
-// Ask this server, and no longer the one before.
-export function setUp(served) {
-  model = served.model;
+// Ask this server's model, and no longer the one before. ``call`` is called after each answer.
+export function setUp(served, call) {
+  [model, answered] = [served.model, call];
   const form = by("sampling");
   for (const name of NUMBERS) form.elements[name].placeholder = served.sampling[name] ?? OTHERWISE[name];
-  form.elements.max_tokens.max = served.max_seq_len;
+  form.elements.max_tokens.max = served.max_seq_len ?? "";
   if (begun) return;
   begun = true;
   const kept = readSettings();
@@ -302,6 +303,7 @@ async function answer() {
   }
   refresh(view);
   if (owner === chat) keep();
+  answered();
 }
 
 function refresh(view) {

@@ -1,6 +1,6 @@
 // Watches the server's engine while its view is on the screen.
 
-import { call, events } from "./api.js";
+import { call, events, ofModel } from "./api.js";
 import { appear, redraw, say, take } from "./view.js";
 
 const AGAIN_MS = 2000;
@@ -27,6 +27,13 @@ function watch() {
   if (on) redraw();
 }
 
+// Watch the engine of the model that has been chosen, and no longer the one before.
+export function restart() {
+  control?.abort();
+  control = null;
+  watch();
+}
+
 async function follow(own) {
   while (own === control) {
     const silence = new AbortController();
@@ -37,7 +44,7 @@ async function follow(own) {
     };
     try {
       heard();
-      const response = await call("console/api/steps?last=2000", { signal: AbortSignal.any([own.signal, silence.signal]) });
+      const response = await call(ofModel("console/api/steps", { last: 2000 }), { signal: AbortSignal.any([own.signal, silence.signal]) });
       say("watching");
       for await (const data of events(response, heard)) {
         if (take(JSON.parse(data))) replaced();

@@ -2,6 +2,7 @@
 
 const CHATS = "infer.console.chats";
 const SETTINGS = "infer.console.settings";
+const MODEL = "infer.console.model";
 const MOST_CHATS = 50;
 const MOST_CHARS = 1 << 20;
 
@@ -23,6 +24,11 @@ function write(key, text) {
     return false; // no room, or the browser keeps nothing for this page
   }
 }
+
+// The model that was chosen last; empty if none was.
+export const readModel = () => String(read(MODEL, ""));
+
+export const writeModel = (name) => write(MODEL, JSON.stringify(name));
 
 export const writeSettings = (values) => write(SETTINGS, JSON.stringify(values));
 
