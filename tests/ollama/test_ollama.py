@@ -369,19 +369,61 @@ async def test_a_stream_that_waits_stays_json(server: Running, monkeypatch: pyte
     assert "".join(json.loads(line)["message"]["content"] for line in text.splitlines()) == "Hello"
 
 
-async def test_open_webui_gets_what_it_asks_for(server: Running) -> None:
-    """Its calls, in its words: it lists models, asks for the version, then streams a chat with its options."""
-    tags = (await server.get("/api/tags"))[1]["models"]
-    assert all({"name", "model", "modified_at", "size", "digest", "details"} <= set(model) for model in tags)
-    assert (await server.get("/api/version"))[0] == (await server.get("/api/ps"))[0] == 200
+SEEN: tuple[tuple[str, Body | None], ...] = (
+    ("/api/tags", None),
+    ("/api/ps", None),
+    ("/api/version", None),
+    (
+        "/api/chat",
+        {
+            "messages": [USER],
+            "options": {"temperature": 0.5, "num_ctx": 4096, "seed": 3, "top_k": 5, "stop": ["zz"], "num_predict": 10},
+            "stream": True,
+        },
+    ),
+    (
+        "/api/chat",
+        {
+            "messages": [{"role": "system", "content": "Be brief."}, USER],
+            "options": {"num_predict": 10},
+            "stream": False,
+            "tools": [LOOK],
+        },
+    ),
+    ("/api/embed", {"input": ["one"]}),
+    ("/api/generate", {"prompt": "def f(", "options": {"num_predict": 5}, "stream": False}),
+    ("/api/show", {}),
+    ("/v1/chat/completions", {"messages": [USER], "max_tokens": 4}),
+    ("/api/pull", {"insecure": True}),
+    ("/api/generate", {"keep_alive": 0, "prompt": ""}),
+)
+"""What the backend of Open WebUI 0.12.4 asked, in this order, when it was told to list models, chat, embed, complete,
+show and pull one, and let it go. Every body has the name that it read in /api/tags."""
+
+
+async def test_open_webui_gets_what_it_asks_for(drawing: Running) -> None:
+    (model,) = (await drawing.get("/api/tags"))[1]["models"]
+    assert {"name", "model", "modified_at", "size", "digest", "details"} <= set(model)
+    assert model["model"] == "demo:latest"
+    for path, body in SEEN:
+        if body is None:
+            assert (await drawing.get(path))[0] == 200
+            continue
+        async with drawing.session.post(drawing.url + path, json={"model": model["model"]} | body) as response:
+            parts = [json.loads(line) for line in (await response.text()).splitlines()]
+            assert response.status == 200, (path, parts)
+        if path == "/api/chat":
+            assert "".join(part["message"]["content"] for part in parts)
+            assert parts[-1]["eval_duration"] > 0
+
+
+async def test_options_that_only_ollama_has_are_taken(server: Running) -> None:
     await told(server, "Hello")
-    name = next(model["model"] for model in tags if model["model"].startswith("demo"))
     options = {"temperature": 0.7, "num_ctx": 32768, "num_keep": 24, "num_thread": 4, "use_mmap": True, "stop": ["##"]}
     options |= {"repeat_last_n": 64, "mirostat": 0, "mirostat_eta": 0.1, "tfs_z": 1.0, "num_batch": 512, "num_gpu": 1}
-    body = {"model": name, "messages": [USER], "options": options, "stream": True, "keep_alive": "5m", "format": None}
+    body = {"messages": [USER], "options": options, "stream": True, "keep_alive": "5m", "format": None}
     parts = await lines(server, "/api/chat", **body)
     assert "".join(part["message"]["content"] for part in parts) == "Hello"
-    assert parts[-1]["eval_duration"] > 0
 
 
 async def test_a_key_is_asked_for() -> None:

@@ -32,7 +32,7 @@ from infer.server.http.errors import BODY, REQUEST_ID, NotFoundError, error_of, 
 from infer.server.http.keys import Keys
 from infer.server.http.quotas import COUNTED, Quotas
 from infer.server.http.streams import Array, Writer, write
-from infer.server.http.wire import WireFormat, wire_format
+from infer.server.http.wire import LATEST, WireFormat, wire_format
 from infer.server.replies import Reply
 from infer.server.tokens import Tokens, number
 from infer.text.detokenizer import TokenTexts
@@ -158,13 +158,12 @@ class Service:
         return await self._reader(data, model)
 
     def is_model(self, name: str) -> bool:
-        """Whether clients may ask for the model, or for an adapter of it, by this name."""
-        return (
-            self.adapter(name) is not None
-            or name == self.served.name
-            or name in self._settings.aliases
-            or "*" in self._settings.aliases
-        )
+        """Whether clients may ask for the model, or for an adapter of it, by this name. Clients of Ollama append
+        ``:latest``, on its own routes and on OpenAI's."""
+        called = {name, name.removesuffix(LATEST)}
+        aliases = self._settings.aliases
+        known = "*" in aliases or not called.isdisjoint((self.served.name, *aliases))
+        return known or self.adapter(name) is not None
 
     def unknown(self, name: str) -> NotFoundError:
         """The refusal of a request for a model of this name."""
@@ -191,7 +190,7 @@ class Service:
     def adapter(self, name: str) -> Adapter | None:
         """The adapter that clients may ask for by this name."""
         adapters = self.served.adapters
-        return None if adapters is None else adapters.find(name)
+        return None if adapters is None else adapters.find(name) or adapters.find(name.removesuffix(LATEST))
 
     def model_name(self, http: web.Request) -> str:
         """The name of what answers a request: of the adapter that it asks for, or of the model."""

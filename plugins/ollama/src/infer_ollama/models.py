@@ -15,7 +15,7 @@ from infer.errors import RequestError
 from infer.server.events import Json
 from infer.server.http.body import Body
 from infer.server.http.errors import NotFoundError
-from infer.server.http.wire import OLLAMA_ROOT, OLLAMA_VERSION, Ollama
+from infer.server.http.wire import LATEST, OLLAMA_ROOT, OLLAMA_VERSION, Ollama
 from infer_ollama.bodies import PullBody, ShowBody
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 FOREVER = "2318-01-01T00:00:00Z"
 """When Ollama says that a model expires that stays."""
-LATEST = ":latest"
 T = TypeVar("T", bound=Body)
 
 
@@ -88,14 +87,10 @@ class Asked(Protocol):
     def asked(self) -> str: ...
 
 
-def is_served(service: Service, name: str) -> bool:
-    return service.is_model(name) or service.is_model(name.removesuffix(LATEST))
-
-
 def check_served(service: Service, http: web.Request, body: Asked) -> None:
     """Have a request answered by the model, or by its adapter, that the body names. Raises NotFoundError, in Ollama's
     words, if there is none."""
-    if not (service.choose(http, body.asked) or service.choose(http, body.asked.removesuffix(LATEST))):
+    if not service.choose(http, body.asked):
         raise NotFoundError(f"model {body.asked[:200]!r} not found", code="model_not_found")
 
 
@@ -217,7 +212,7 @@ class Models:
 
     async def pull(self, http: web.Request) -> web.Response:
         body = await self._service.read(http, PullBody)
-        if not is_served(self._service, body.asked):
+        if not self._service.is_model(body.asked):
             raise RequestError(
                 f"infer pulls no models: this server has {self._service.served.name!r} alone; start another one with "
                 f"`infer serve` for {body.asked[:200]!r}."

@@ -21,14 +21,14 @@ from infer.server.http.bodies import arrived, unpacked
 from infer.server.http.body import Body
 from infer.server.http.errors import NotFoundError, expected
 from infer.server.http.keys import Keys
-from infer.server.http.wire import OLLAMA_ROOT, OLLAMA_VERSION
+from infer.server.http.wire import LATEST, OLLAMA_ROOT, OLLAMA_VERSION
 from infer_router.console import Console
 from infer_router.durations import MOST_S, keep_alive_s
 from infer_router.fleet import Fleet
 from infer_router.ingress import SAMPLING, Ingress, application, merge_metrics
 from infer_router.loader import Loader
 from infer_router.outline import Outgoing, Outline, outgoing, outline_of
-from infer_router.plan import LATEST, Plan
+from infer_router.plan import Plan
 
 T = TypeVar("T", bound=Body)
 FOREVER = datetime(2318, 1, 1, tzinfo=UTC)

@@ -19,6 +19,7 @@ from infer.contracts.registration import ONE_PROCESS
 from infer.contracts.sections import ModelTable, ServerSettings, Settings
 from infer.errors import SettingsError, first_fault
 from infer.server.http.keys import INGRESS
+from infer.server.http.wire import LATEST
 from infer.settings import MODELS, load_settings, plugin_settings
 from infer_router.settings import RouterSettings
 
@@ -29,8 +30,6 @@ SEED_BYTES = 64
 NAME = re.compile(r'[^\s"*:][^\s"*]{0,199}')
 OURS = ("host", "port", "api_keys", "cors_origins", "access_log", "max_body_bytes", "stall_timeout_s", "router")
 """Keys of ``[server]`` that are about the address, of which there is one."""
-LATEST = ":latest"
-"""What Ollama's clients may add to a name."""
 THEIRS = ("served_model_name", "aliases")
 """Keys of ``[server]`` that are about a single model."""
 
@@ -126,9 +125,8 @@ def several(context: CommandContext, words: Sequence[str] = ()) -> Plan:
             names[each] = name
         if adapters.slots:
             adapted.add(name)
-        called = [*own.aliases, *(f"{each}{LATEST}" for each in (name, *own.aliases) if each != "*")]
         settings = behind(merged, server, key)
-        settings["server"] |= {"served_model_name": name, "aliases": called}
+        settings["server"] |= {"served_model_name": name, "aliases": list(own.aliases)}
         engines[name] = settings
         keep = router.keep_alive_s if own.keep_alive_s is None else own.keep_alive_s
         keeps[name] = math.inf if keep < 0 else keep

@@ -117,6 +117,8 @@ class Anthropic(NamedEvents):
 
 OLLAMA_VERSION = "0.20.0"
 """The version of Ollama whose API we speak. Clients refuse to talk to much older ones."""
+LATEST = ":latest"
+"""The tag that Ollama's clients append to a name without one, on whatever route."""
 OLLAMA_ROOT = "Ollama is running"
 """What its root page says, which clients ask first."""
 
