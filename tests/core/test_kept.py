@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import zlib
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -94,7 +95,8 @@ def logits(path: Path, cache: Path | None, /, **sections: Any) -> Tensor:
 
 
 def files(folder: Path) -> list[Path]:
-    return sorted(folder.iterdir())
+    """What there is but for notes that weights were compared."""
+    return sorted(file for file in folder.iterdir() if not file.name.endswith(kept.COMPARED))
 
 
 FAMILIES: list[Family] = [
@@ -246,6 +248,60 @@ def test_a_file_that_is_not_as_it_was_written(
     assert packings[0] > 0
     assert f"{file} {DROPPED}" in caplog.text
     assert file.read_bytes() == before
+
+
+@pytest.fixture
+def checksums(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many were computed, in its one element."""
+    made = [0]
+
+    def crc32(*args: Any) -> int:
+        made[0] += 1
+        return zlib.crc32(*args)
+
+    monkeypatch.setattr(kept, "zlib", SimpleNamespace(crc32=crc32))
+    return made
+
+
+@pytest.mark.parametrize("since", ["nothing", "a bit is another", "the system has started", "no system says when"])
+def test_a_file_is_compared_once_until_it_could_be_another(
+    since: str,
+    base: Path,
+    tmp_path: Path,
+    checksums: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    boot = tmp_path / "boot"
+    boot.write_text("first")
+    monkeypatch.setattr(kept, "BOOT", boot)
+    plain = logits(base, tmp_path / "kept")
+    (file,) = files(tmp_path / "kept")
+    checksums[0] = 0
+    assert torch.equal(plain, logits(base, tmp_path / "kept"))
+    (compared,) = {*(tmp_path / "kept").iterdir()} - {file}
+    assert checksums[0] > 0
+    if since == "a bit is another":
+        damage(file, since)
+    elif since == "the system has started":
+        boot.write_text("second")
+    elif since == "no system says when":
+        boot.unlink()
+    os.utime(compared, (1, 1))
+    checksums[0] = 0
+    assert torch.equal(plain, logits(base, tmp_path / "kept"))
+    assert (checksums[0] > 0) == (since != "nothing")
+    assert (f"{file} {DROPPED}" in caplog.text) == (since == "a bit is another")
+    assert not compared.exists() or compared.stat().st_mtime > 1, "the note says when the file was used last"
+
+
+def test_a_note_that_cannot_be_written(base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    plain = logits(base, tmp_path / "kept")
+    (file,) = files(tmp_path / "kept")
+    file.with_suffix(kept.COMPARED).mkdir()
+    assert torch.equal(plain, logits(base, tmp_path / "kept"))
+    assert "that packed weights were compared cannot be kept" in caplog.text
+    assert DROPPED not in caplog.text
 
 
 def test_a_folder_in_place_of_the_file(base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

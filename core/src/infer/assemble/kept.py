@@ -36,7 +36,9 @@ THREADS = 4
 """How many weights are checked at a time."""
 THREAD = "packed weights"
 MOST_HEADER = 64 << 20
-SUFFIX, VERDICT, UNFINISHED = ".safetensors", ".verdict.json", ".unfinished"
+SUFFIX, VERDICT, COMPARED, UNFINISHED = ".safetensors", ".verdict.json", ".compared.json", ".unfinished"
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+"""Another text after each start of the system; not there on every system."""
 
 
 class Packing:
@@ -58,6 +60,7 @@ class PackedFile:
     def __init__(self, path: Path, identity: Mapping[str, str]) -> None:
         """Raises CheckpointError if it is damaged or of other weights."""
         with path.open("rb") as file:
+            state = _state(file.fileno())
             size = int.from_bytes(file.read(8), "little")
             try:
                 header = json.loads(file.read(min(size, MOST_HEADER)))
@@ -75,11 +78,20 @@ class PackedFile:
             self._memory = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
         self.nbytes = end
         self._weights = [self._memory[begin + a : begin + b] for a, b in spans]
+        self._compare(_Compared(path.with_suffix(COMPARED)), state, checks)
+        self._coming = iter(self._weights)
+        """Those that have not been asked for."""
+
+    def _compare(self, before: _Compared, state: Mapping[str, object], checks: Sequence[int]) -> None:
+        """Compare the bytes with their checksums, unless that was done ``before``. Since then nobody has written to the
+        file. A fault of the disk would be as new to a process that has it mapped all the time."""
+        if before.covers(state):
+            before.use()
+            return
         with ThreadPoolExecutor(THREADS) as checkers:
             if [*checkers.map(zlib.crc32, self._weights)] != checks:
                 raise CheckpointError("its bytes are not those that were written")
-        self._coming = iter(self._weights)
-        """Those that have not been asked for."""
+        before.write(state)
 
     def find(self, nbytes: int) -> memoryview | None:
         weight = next(self._coming, None)
@@ -116,7 +128,6 @@ class KeptWeights:
         """None if there is no file. Raises CheckpointError."""
         try:
             file = PackedFile(self.path, self._identity)
-            os.utime(self.path)  # the file that was used last is dropped last
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -205,7 +216,7 @@ class KeptWeights:
                 file.unlink(missing_ok=True)
         if nbytes > self._most:
             return f"they are {nbytes / 2**30:.1f} GiB, and model.weight_cache_gib is {self._most / 2**30:g}"
-        files = sorted((file for file in self._folder.glob(f"*{SUFFIX}")), key=lambda file: file.stat().st_mtime)
+        files = sorted((file for file in self._folder.glob(f"*{SUFFIX}")), key=_last_used)
         left = self._most - nbytes - sum(file.stat().st_size for file in files)
         while left < 0:
             left += files[0].stat().st_size
@@ -231,13 +242,27 @@ class KeptVerdict:
             return None
 
     def write(self, faults: Sequence[str]) -> None:
-        unfinished = self._path.with_suffix(f".{os.getpid()}{UNFINISHED}")
+        _write(self._path, {"faults": list(faults)}, "the verdict on exactness")
+
+
+class _Compared:
+    """That a file of weights was compared with its checksums, noted beside it. The note's date says when the weights
+    were last used."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def covers(self, state: Mapping[str, object]) -> bool:
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            unfinished.write_text(json.dumps({"faults": list(faults)}))
-            unfinished.rename(self._path)
-        except OSError as error:
-            log.warning("the verdict on exactness cannot be kept in %s: %s", self._path.parent, error.strerror)
+            return state["boot"] is not None and bool(json.loads(self._path.read_bytes()) == state)
+        except (OSError, ValueError):
+            return False
+
+    def use(self) -> None:
+        os.utime(self._path)
+
+    def write(self, state: Mapping[str, object]) -> None:
+        _write(self._path, state, "that packed weights were compared")
 
 
 def weights_folder() -> Path:
@@ -247,10 +272,35 @@ def weights_folder() -> Path:
     return Path(HF_HOME) / "infer-weights"
 
 
+def _state(file: int) -> dict[str, object]:
+    """What is something else once somebody has written to the file, or the system has started again, and reads it from
+    the disk again."""
+    stat = os.fstat(file)
+    boot = BOOT.read_text().strip() if BOOT.exists() else None
+    return {"boot": boot, "place": [stat.st_dev, stat.st_ino], "times": [stat.st_mtime_ns, stat.st_ctime_ns]}
+
+
+def _last_used(path: Path) -> float:
+    """When a file of weights was written or used, whichever was later."""
+    compared = path.with_suffix(COMPARED)
+    return max(file.stat().st_mtime for file in (path, compared) if file.exists())
+
+
+def _write(path: Path, value: Mapping[str, object], what: str) -> None:
+    """Write a small file as a whole, or say in the log why not."""
+    unfinished = path.with_suffix(f".{os.getpid()}{UNFINISHED}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(json.dumps(value))
+        unfinished.rename(path)
+    except OSError as error:
+        log.warning("%s cannot be kept in %s: %s", what, path.parent, error.strerror)
+
+
 def _remove(path: Path) -> None:
-    """A file of weights and its verdicts."""
-    for verdict in path.parent.glob(f"{path.stem}.*{VERDICT}"):
-        verdict.unlink(missing_ok=True)
+    """A file of weights, its verdicts, and that it was compared."""
+    for beside in (*path.parent.glob(f"{path.stem}.*{VERDICT}"), path.with_suffix(COMPARED)):
+        beside.unlink(missing_ok=True)
     path.unlink(missing_ok=True)
 
 
